@@ -1,0 +1,207 @@
+"""How values become files and come back.
+
+Every value that crosses a room is a frozen dataclass of numbers, strings, tuples and other such dataclasses; this
+module turns any of them into JSON and back, checking types on the way in and naming the place that is wrong. Files are
+written whole or not at all. It knows no particular value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import tempfile
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from spindle.errors import InputError, SpindleError
+
+T = TypeVar("T")
+
+
+def to_json(value: Any) -> Any:
+    """The JSON form of a value; fields that hold their default are left out."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: to_json(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if getattr(value, field.name) != field.default
+        }
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [to_json(item) for item in value]
+    return value
+
+
+def from_json(kind: type[T], data: Any, where: str) -> T:
+    """Reads `data` as a `kind`; `where` names the place for the message when it is not one."""
+    try:
+        return typing.cast(T, _read(kind, data, where))
+    except InputError:
+        raise
+    except SpindleError as error:
+        raise InputError(f"{where}: {error}") from error
+
+
+@functools.cache
+def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
+    hints = typing.get_type_hints(kind)
+    return tuple(
+        (
+            field.name,
+            hints[field.name],
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
+        )
+        for field in dataclasses.fields(kind)
+    )
+
+
+def _read(kind: Any, data: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return _read_dataclass(typing.cast(type, kind), data, where)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if data is None and type(None) in arguments:
+            return None
+        (inner,) = (argument for argument in arguments if argument is not type(None))
+        return _read(inner, data, where)
+    if origin is tuple:
+        if not isinstance(data, list):
+            raise InputError(f"{where}: expected a list, got {_shown(data)}")
+        if len(arguments) == 2 and arguments[1] is Ellipsis:
+            return tuple(_read(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(data))
+        if len(data) != len(arguments):
+            raise InputError(f"{where}: expected {len(arguments)} entries, got {len(data)}")
+        return tuple(
+            _read(argument, item, f"{where}[{index}]")
+            for index, (argument, item) in enumerate(zip(arguments, data, strict=True))
+        )
+    if kind is float:
+        return read_number(data, where)
+    if kind is int:
+        return read_integer(data, where)
+    if not isinstance(data, kind):
+        raise InputError(f"{where}: expected {_NAMES.get(kind, kind.__name__)}, got {_shown(data)}")
+    return data
+
+
+def _read_dataclass(kind: type, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise InputError(f"{where}: expected an object with the fields of a {kind.__name__}, got {_shown(data)}")
+    fields = _fields(kind)
+    known = [name for name, _, _ in fields]
+    for key in data:
+        if key not in known:
+            raise InputError(f"{where}: unknown field {key!r}; a {kind.__name__} has {', '.join(known)}")
+    values = {}
+    for name, hint, required in fields:
+        if name in data:
+            values[name] = _read(hint, data[name], f"{where}.{name}")
+        elif required:
+            raise InputError(f"{where}: the field {name!r} is missing")
+    try:
+        return kind(**values)
+    except SpindleError as error:
+        raise InputError(f"{where}: {error}") from error
+
+
+_NAMES = {str: "a string", bool: "true or false", dict: "an object", list: "a list"}
+
+
+def _shown(data: Any) -> str:
+    text = json.dumps(data, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def read_number(data: Any, where: str) -> float:
+    """A finite number; JSON's NaN and Infinity, which Python accepts, are refused."""
+    if isinstance(data, bool) or not isinstance(data, (int, float)):
+        raise InputError(f"{where}: expected a number, got {_shown(data)}")
+    if not math.isfinite(data):
+        raise InputError(f"{where}: expected a finite number, got {data}")
+    return float(data)
+
+
+def read_integer(data: Any, where: str) -> int:
+    if isinstance(data, bool) or not isinstance(data, int):
+        raise InputError(f"{where}: expected a whole number, got {_shown(data)}")
+    return data
+
+
+def read_json_file(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, or one sentence that says why there is none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as text ({error})") from error
+    try:
+        data = json.loads(text, object_pairs_hook=_object_without_repeats)
+    except json.JSONDecodeError as error:
+        hint = "; is the file cut off?" if error.pos >= len(text.rstrip()) - 1 else ""
+        raise InputError(f"{path}, line {error.lineno}, column {error.colno}: not JSON ({error.msg}){hint}") from error
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: expected a JSON object, got {_shown(data)}")
+    return data
+
+
+def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise InputError(f"the key {key!r} stands twice in one object")
+        result[key] = value
+    return result
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file whole or not at all: to a neighbour first, then renamed over the target."""
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from error
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+def write_artifact(path: Path, kind: str, value: Any) -> None:
+    """Writes a value as an artifact: its JSON with a first field that says what it is."""
+    write_whole(path, json.dumps({"spindle": kind, "version": 1} | to_json(value), indent=1) + "\n")
+
+
+def read_artifact(path: Path, kind: str, value_kind: type[T]) -> T:
+    """Reads back what `write_artifact` wrote."""
+    return artifact_from_json(read_json_file(path), str(path), kind, value_kind)
+
+
+def artifact_from_json(data: dict[str, Any], where: str, kind: str, value_kind: type[T]) -> T:
+    found = data.get("spindle")
+    if found != kind:
+        what = f"a Spindle {found}" if isinstance(found, str) else "no Spindle artifact"
+        raise InputError(f'{where}: expected a Spindle {kind} ("spindle": "{kind}"), this is {what}')
+    if data.get("version") != 1:
+        raise InputError(f"{where}: this Spindle reads version 1 of a {kind}, got {_shown(data.get('version'))}")
+    body = {key: item for key, item in data.items() if key not in ("spindle", "version")}
+    return from_json(value_kind, body, where)

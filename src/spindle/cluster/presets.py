@@ -1,0 +1,149 @@
+"""Clusters by name and from files.
+
+`a800x32` is 32 A800s in islands of eight. Peak FLOP/s are dense 16-bit, link rates one direction, from the vendors' data
+sheets; uplinks are what such hosts usually have (A800: the 400 Gb/s per host of the Spindle paper, section 5). A TOML
+file describes any other:
+
+    name = "two hosts"
+    [kinds.big]
+    peak_flops = 312e12
+    memory_bytes = 80e9
+    memory_bytes_per_s = 2.0e12
+    [[islands]]
+    kind = "big"
+    count = 2                 # this island twice; 1 when left out
+    num_devices = 4
+    link = {bytes_per_s = 200e9, latency_s = 5e-6}
+    uplink = {bytes_per_s = 25e9, latency_s = 12e-6}
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from spindle.artifact import from_json, read_integer
+from spindle.cluster.cluster import Cluster, DeviceKind, Island, Link
+from spindle.errors import ClusterError, InputError
+
+_GIB = 1 << 30
+_INSIDE_S, _BETWEEN_S = 5e-6, 12e-6
+
+
+def _island(
+    name: str,
+    peak_flops: float,
+    memory_gib: float,
+    memory_tb_s: float,
+    link_gb_s: float,
+    uplink_gb_s: float,
+    devices: int = 8,
+) -> Island:
+    return Island(
+        kind=DeviceKind(
+            name=name,
+            peak_flops=peak_flops,
+            memory_bytes=int(memory_gib * _GIB),
+            memory_bytes_per_s=memory_tb_s * 1e12,
+        ),
+        num_devices=devices,
+        link=Link(bytes_per_s=link_gb_s * 1e9, latency_s=_INSIDE_S),
+        uplink=Link(bytes_per_s=uplink_gb_s * 1e9, latency_s=_BETWEEN_S),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _IslandBody:
+    """An island as a file has it: its kind stands there by name."""
+
+    num_devices: int
+    link: Link
+    uplink: Link
+
+
+PRESETS: dict[str, Island] = {
+    "a100": _island("A100-80GB", 312e12, 80, 2.039, 300, 200),
+    "a800": _island("A800-80GB", 312e12, 80, 2.039, 200, 50),
+    "h100": _island("H100-SXM", 989e12, 80, 3.35, 450, 400),
+    "h800": _island("H800-SXM", 989e12, 80, 3.35, 200, 400),
+    "h200": _island("H200-SXM", 989e12, 141, 4.8, 450, 400),
+    "l40s": _island("L40S", 362e12, 48, 0.864, 25, 25),
+    "cpu": _island("CPU process", 50e9, 4, 0.01, 2, 1),
+}
+
+
+def cluster_named(name: str) -> Cluster:
+    """The cluster of a name like `a800x32`."""
+    match = re.fullmatch(r"([a-z0-9]+?)x([0-9]+)", name.lower())
+    if match is None or match[1] not in PRESETS:
+        raise ClusterError(
+            f"no cluster is called {name!r}; write KINDxCOUNT with a kind of {', '.join(PRESETS)} "
+            "(a800x32), or give a .toml file"
+        )
+    count = int(match[2])
+    if count < 1:
+        raise ClusterError(f"cluster {name!r}: needs at least one device")
+    return uniform_cluster(name.lower(), PRESETS[match[1]], count)
+
+
+def uniform_cluster(name: str, island: Island, num_devices: int) -> Cluster:
+    """`num_devices` devices in islands like this one; the last island may be smaller."""
+    full, rest = divmod(num_devices, island.num_devices)
+    islands = (island,) * full
+    if rest:
+        islands += (replace(island, num_devices=rest),)
+    return Cluster(name=name, islands=islands)
+
+
+def read_cluster_file(path: Path) -> Cluster:
+    """The cluster of a TOML file, in the form this module's head shows."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as text ({error})") from error
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{path}: not TOML ({error})") from error
+    for key in data:
+        if key not in ("name", "kinds", "islands"):
+            raise InputError(f"{path}: unknown key {key!r}; a cluster file has name, [kinds.NAME] and [[islands]]")
+    kinds = {name: _kind(name, body, f"{path}: kinds.{name}") for name, body in _table(data, "kinds", path).items()}
+    islands: list[Island] = []
+    entries = data.get("islands")
+    if not isinstance(entries, list) or not entries:
+        raise InputError(f"{path}: expected one or more [[islands]]")
+    for position, entry in enumerate(entries):
+        where = f"{path}: islands[{position}]"
+        count = read_integer(entry.pop("count", 1), f"{where}.count")
+        if count < 1:
+            raise InputError(f"{where}.count: must be at least 1, got {count}")
+        name = entry.get("kind")
+        if name not in kinds and name not in PRESETS:
+            raise InputError(
+                f"{where}.kind: no kind {name!r}; this file has {', '.join(kinds) or 'none'}, presets are {', '.join(PRESETS)}"
+            )
+        kind = kinds[name] if name in kinds else PRESETS[name].kind
+        body = {key: value for key, value in entry.items() if key != "kind"}
+        island = from_json(_IslandBody, body, where)
+        islands += [Island(kind=kind, num_devices=island.num_devices, link=island.link, uplink=island.uplink)] * count
+    name = data.get("name", path.stem)
+    if not isinstance(name, str):
+        raise InputError(f"{path}: name must be a string")
+    return Cluster(name=name, islands=tuple(islands))
+
+
+def _table(data: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    table = data.get(key, {})
+    if not isinstance(table, dict):
+        raise InputError(f"{path}: {key} must be a table")
+    return table
+
+
+def _kind(name: str, body: Any, where: str) -> DeviceKind:
+    if isinstance(body, dict) and isinstance(body.get("memory_bytes"), float):
+        body = body | {"memory_bytes": int(body["memory_bytes"])}
+    return from_json(DeviceKind, {"name": name} | body if isinstance(body, dict) else body, where)

@@ -1,0 +1,45 @@
+"""The errors a user can meet, as one tree.
+
+    SpindleError            anything Spindle refuses, with one clear message
+    ├── InputError          a file or argument that cannot be read as what it should be
+    ├── WorkloadError       tasks, modules, layers or flows that make no sense together
+    ├── ClusterError        devices, islands or links that make no sense
+    ├── ProfileError        a time or a size that is unknown, refused or not allowed
+    ├── PlanError           a plan that is not legal; prints the plan with the place marked
+    ├── ProgramError        a program that would deadlock or use data it does not have
+    └── DoesNotFitError     no plan within the memory there is
+
+A user's mistake is one of these; `assert` is for our own bugs.
+"""
+
+
+class SpindleError(Exception):
+    """Base of everything Spindle raises on purpose."""
+
+
+class InputError(SpindleError):
+    pass
+
+
+class WorkloadError(SpindleError):
+    pass
+
+
+class ClusterError(SpindleError):
+    pass
+
+
+class ProfileError(SpindleError):
+    pass
+
+
+class PlanError(SpindleError):
+    pass
+
+
+class ProgramError(SpindleError):
+    pass
+
+
+class DoesNotFitError(SpindleError):
+    pass

@@ -1,0 +1,6 @@
+"""Which pieces, in which order? Contraction of a workload into MetaOps, and their levels. Knows no time."""
+
+from spindle.graph.contract import Operator, contract, metagraph_of
+from spindle.graph.metagraph import MetaGraph, MetaOp
+
+__all__ = ["MetaGraph", "MetaOp", "Operator", "contract", "metagraph_of"]

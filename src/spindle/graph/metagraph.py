@@ -1,0 +1,101 @@
+"""The graph that planners see: MetaOps (runs of identical layers) and the data that flows between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from spindle.errors import WorkloadError
+from spindle.workload import LayerCost, Numerics, Parameter
+
+Node = TypeVar("Node", int, str)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetaOp:
+    """A run of identical layers in one call of one module by one task.
+
+    An op of an abstract graph has no module, no cost and no parameters: only its curve is known. `parameters` holds,
+    for each layer, the positions of its parameters in the graph's list.
+    """
+
+    name: str
+    num_layers: int
+    task: str
+    batch_size: int | None = None
+    module: str | None = None
+    cost: LayerCost | None = None
+    parameters: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1:
+            raise WorkloadError(f"op {self.name!r}: needs at least one layer, got layers={self.num_layers}")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise WorkloadError(f"op {self.name!r}: batch must be at least 1, got {self.batch_size}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetaGraph:
+    """MetaOps and edges `(producer, consumer)` by position, without cycles."""
+
+    name: str
+    metaops: tuple[MetaOp, ...]
+    edges: tuple[tuple[int, int], ...]
+    parameters: tuple[Parameter, ...] = ()
+    numerics: Numerics = Numerics()
+    predecessors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    successors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    order: tuple[int, ...] = field(init=False, repr=False, compare=False)  # topological, stable
+    levels: tuple[int, ...] = field(init=False, repr=False, compare=False)  # longest path from a source, in edges
+
+    def __post_init__(self) -> None:
+        if not self.metaops:
+            raise WorkloadError(f"graph {self.name!r} has no ops; it needs at least one")
+        predecessors: list[list[int]] = [[] for _ in self.metaops]
+        successors: list[list[int]] = [[] for _ in self.metaops]
+        for producer, consumer in self.edges:
+            predecessors[consumer].append(producer)
+            successors[producer].append(consumer)
+        order = topological_order([op.name for op in self.metaops], predecessors, successors)
+        levels = [0] * len(self.metaops)
+        for position in order:
+            levels[position] = max((levels[producer] + 1 for producer in predecessors[position]), default=0)
+        object.__setattr__(self, "predecessors", tuple(map(tuple, predecessors)))
+        object.__setattr__(self, "successors", tuple(map(tuple, successors)))
+        object.__setattr__(self, "order", tuple(order))
+        object.__setattr__(self, "levels", tuple(levels))
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(op.task for op in self.metaops))
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(op.module for op in self.metaops if op.module is not None))
+
+
+def topological_order(names: list[str], predecessors: list[list[int]], successors: list[list[int]]) -> list[int]:
+    """Positions in an order that respects the edges, lowest position first; a cycle is refused by name."""
+    waiting = [len(producers) for producers in predecessors]
+    ready = [position for position, count in enumerate(waiting) if count == 0]
+    order: list[int] = []
+    while ready:
+        position = ready.pop(0)
+        order.append(position)
+        for consumer in successors[position]:
+            waiting[consumer] -= 1
+            if waiting[consumer] == 0:
+                ready.append(consumer)
+    if len(order) < len(names):
+        raise WorkloadError(f"the flows form a cycle: {' -> '.join(_a_cycle(names, predecessors, set(order)))}")
+    return order
+
+
+def _a_cycle(names: list[str], predecessors: list[list[int]], done: set[int]) -> list[str]:
+    position = next(position for position in range(len(names)) if position not in done)
+    path: list[int] = []
+    while position not in path:
+        path.append(position)
+        position = next(producer for producer in predecessors[position] if producer not in done)
+    cycle = [*path[path.index(position) :], position]
+    return [names[position] for position in reversed(cycle)]

@@ -1,0 +1,135 @@
+"""From pieces in order to slots with times: the one way planners make a Plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from spindle.plan.plan import Plan, Slot, fingerprint
+from spindle.profile import Profile, Setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """The next so many layers of an op (by position) on these devices.
+
+    A planner may insist on a start not before some time, and on a wave; without one, waves are labelled in start order.
+    """
+
+    op: int
+    num_layers: int
+    devices: tuple[int, ...]
+    round: int = 0
+    not_before_s: float = 0.0
+    wave: int | None = None
+
+
+def assemble(
+    profile: Profile, setting: Setting, planner: str, pieces: Iterable[Piece], seed: int = 0, evaluations: int = 0
+) -> Plan:
+    """A plan from pieces in an order that respects the flows.
+
+    Each piece starts as soon as its data and its devices are there. Neighbouring pieces of one op on the same devices
+    become one slot.
+    """
+    graph = profile.graph
+    next_layer = [0] * len(graph.metaops)
+    op_end = [0.0] * len(graph.metaops)
+    device_end: dict[int, float] = {}
+    device_slot: dict[int, int] = {}
+    last_slot = [-1] * len(graph.metaops)
+    slots: list[Slot] = []
+    for piece in pieces:
+        forward_s, backward_s = profile.curve(piece.op, setting).times_s(len(piece.devices))
+        layer_s = forward_s * (2 if setting.recompute[piece.op] else 1) + backward_s
+        first = next_layer[piece.op]
+        next_layer[piece.op] = last = first + piece.num_layers
+        before = last_slot[piece.op]
+        continues = (
+            before >= 0
+            and slots[before].devices == piece.devices
+            and slots[before].round == piece.round
+            and piece.not_before_s <= slots[before].end_s
+            and piece.wave in (None, slots[before].wave)
+            and all(device_slot[device] == before for device in piece.devices)
+        )
+        if continues:
+            end_s = slots[before].start_s + (last - slots[before].first) * layer_s
+            slots[before] = replace(slots[before], last=last, end_s=end_s)
+        else:
+            producers = [op_end[piece.op]] if first else [op_end[producer] for producer in graph.predecessors[piece.op]]
+            start_s = max(
+                piece.not_before_s, *(device_end.get(device, 0.0) for device in piece.devices), *producers, 0.0
+            )
+            end_s = start_s + piece.num_layers * layer_s
+            last_slot[piece.op] = len(slots)
+            slots.append(
+                Slot(
+                    op=graph.metaops[piece.op].name,
+                    first=first,
+                    last=last,
+                    devices=piece.devices,
+                    start_s=start_s,
+                    end_s=end_s,
+                    wave=-1 if piece.wave is None else piece.wave,
+                    round=piece.round,
+                )
+            )
+        op_end[piece.op] = end_s
+        for device in piece.devices:
+            device_end[device] = end_s
+            device_slot[device] = last_slot[piece.op]
+    ordered = _label_waves(profile, sorted(slots, key=lambda slot: slot.start_s))
+    return Plan(
+        workload=graph.name,
+        fingerprint=fingerprint(graph),
+        cluster=profile.cluster.name,
+        num_devices=profile.cluster.num_devices,
+        planner=planner,
+        slots=tuple(ordered),
+        tensor_degrees=tuple(
+            sorted(
+                {
+                    op.module: degree
+                    for op, degree in zip(graph.metaops, setting.tensor_degrees, strict=True)
+                    if op.module is not None
+                }.items()
+            )
+        ),
+        recompute=tuple(op.name for op, recomputed in zip(graph.metaops, setting.recompute, strict=True) if recomputed),
+        folded_s=max(slot.end_s for slot in ordered),
+        seed=seed,
+        evaluations=evaluations,
+    )
+
+
+def _label_waves(profile: Profile, slots: Sequence[Slot]) -> list[Slot]:
+    """In start order, a slot without a wave opens a new one when the current one holds one of its devices or its data."""
+    graph = profile.graph
+    position = {op.name: index for index, op in enumerate(graph.metaops)}
+    wave = 0
+    devices: set[int] = set()
+    ops: set[int] = set()
+    labelled = []
+    for slot in slots:
+        op = position[slot.op]
+        if slot.wave >= 0:
+            labelled.append(slot)
+            continue
+        if not devices.isdisjoint(slot.devices) or op in ops or not ops.isdisjoint(graph.predecessors[op]):
+            wave, devices, ops = wave + 1, set(), set()
+        devices.update(slot.devices)
+        ops.add(op)
+        labelled.append(replace(slot, wave=wave))
+    return labelled
+
+
+def slots_per_op(plan: Plan) -> float:
+    """Slots of an op on average; neighbouring ones on the same devices count once."""
+    count = 0
+    last: dict[str, tuple[int, ...]] = {}
+    for slot in plan.slots:
+        if last.get(slot.op) != slot.devices:
+            count += 1
+        last[slot.op] = slot.devices
+    return count / len(last)

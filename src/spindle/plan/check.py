@@ -1,0 +1,161 @@
+"""Is this plan legal? Every rule of DESIGN's "Plan", with the place marked when one is broken."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from spindle.errors import PlanError
+from spindle.plan.plan import Plan, Slot, fingerprint, setting_of
+from spindle.plan.text import marked
+from spindle.profile import Profile
+
+_TOLERANCE = 1e-9  # of the whole step: planners add the same times in different orders
+
+
+def check(plan: Plan, profile: Profile) -> None:
+    """Raises a PlanError at the first rule this plan breaks for this profile's graph and cluster."""
+    if plan.fingerprint != fingerprint(profile.graph):
+        raise PlanError(f"this plan was made for another workload: {plan.workload!r}, not {profile.graph.name!r}")
+    if plan.num_devices > profile.cluster.num_devices:
+        raise PlanError(f"this plan needs {plan.num_devices} devices, the cluster has {profile.cluster.num_devices}")
+    for rule in (_ops_and_layers, _allocations, _rounds, _times, _waves):
+        rule(plan, profile)
+
+
+def _refuse(plan: Plan, profile: Profile, slot: Slot, message: str) -> PlanError:
+    return PlanError(f"wave {slot.wave}: {message}{marked(plan, profile, slot)}")
+
+
+def _ops_and_layers(plan: Plan, profile: Profile) -> None:
+    """Every layer of every op stands in exactly one slot, in order."""
+    next_layer = {op.name: 0 for op in profile.graph.metaops}
+    for slot in plan.slots:
+        if slot.op not in next_layer:
+            raise _refuse(plan, profile, slot, f"no op is called {slot.op!r}; ops: {', '.join(next_layer)}")
+        if slot.last <= slot.first:
+            raise _refuse(plan, profile, slot, f"{slot.op} runs layers [{slot.first}, {slot.last}), which is none")
+        if slot.first != next_layer[slot.op]:
+            raise _refuse(
+                plan, profile, slot, f"{slot.op} goes on at layer {slot.first}, expected {next_layer[slot.op]}"
+            )
+        next_layer[slot.op] = slot.last
+    for op in profile.graph.metaops:
+        if next_layer[op.name] != op.num_layers:
+            raise PlanError(f"op {op.name!r} has {op.num_layers} layers, this plan runs {next_layer[op.name]}")
+
+
+def _allocations(plan: Plan, profile: Profile) -> None:
+    """Each slot is on devices that exist, each once, in a number its curve allows, whole tensor groups in an island."""
+    setting = setting_of(plan, profile)
+    position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
+    island_of = profile.cluster.island_of
+    for slot in plan.slots:
+        op = position[slot.op]
+        curve = profile.curve(op, setting)
+        if len(set(slot.devices)) < len(slot.devices):
+            raise _refuse(plan, profile, slot, f"{slot.op} names a device twice: {list(slot.devices)}")
+        for device in slot.devices:
+            if not 0 <= device < profile.cluster.num_devices:
+                raise _refuse(plan, profile, slot, f"there is no device {device}, only 0 to {len(island_of) - 1}")
+        if not curve.allows(len(slot.devices)):
+            raise _refuse(plan, profile, slot, f"{slot.op} is not allowed on {len(slot.devices)} devices")
+        degree = curve.tensor_degree
+        for start in range(0, len(slot.devices) if degree > 1 else 0, degree):
+            group = slot.devices[start : start + degree]
+            if len({island_of[device] for device in group}) > 1:
+                raise _refuse(plan, profile, slot, f"the tensor group {list(group)} of {slot.op} spans two islands")
+            if any(device % degree != place for place, device in enumerate(group)):
+                # A device always holds the same shard of a module.
+                raise _refuse(plan, profile, slot, f"the tensor group {list(group)} of {slot.op} is not aligned")
+
+
+def _rounds(plan: Plan, profile: Profile) -> None:
+    """Data never flows between rounds, and a device finishes one round before the next."""
+    round_of: dict[str, int] = {}
+    task_of = {op.name: op.task for op in profile.graph.metaops}
+    last: dict[int, int] = {}
+    for slot in plan.slots:
+        if round_of.setdefault(task_of[slot.op], slot.round) != slot.round:
+            raise _refuse(
+                plan,
+                profile,
+                slot,
+                f"task {task_of[slot.op]!r} runs in rounds {round_of[task_of[slot.op]]} and {slot.round}",
+            )
+        for device in slot.devices:
+            if last.get(device, 0) > slot.round:
+                raise _refuse(plan, profile, slot, f"device {device} is already in round {last[device]}")
+            last[device] = slot.round
+
+
+def _times(plan: Plan, profile: Profile) -> None:
+    """Folded times: in start order, as long as the curve says, after their data and their devices."""
+    graph = profile.graph
+    position = {op.name: index for index, op in enumerate(graph.metaops)}
+    setting = setting_of(plan, profile)
+    slack = _TOLERANCE * max(plan.folded_s, *(slot.end_s for slot in plan.slots))
+    op_end: dict[int, float] = {}
+    device_end: dict[int, float] = defaultdict(float)
+    previous_start = 0.0
+    for slot in plan.slots:
+        op = position[slot.op]
+        if slot.start_s < previous_start - slack:
+            raise _refuse(plan, profile, slot, f"slots must stand in start order; {slot.op} starts too early")
+        previous_start = slot.start_s
+        forward_s, backward_s = profile.curve(op, setting).times_s(len(slot.devices))
+        expected = slot.num_layers * (forward_s * (2 if setting.recompute[op] else 1) + backward_s)
+        if abs(slot.end_s - slot.start_s - expected) > slack:
+            raise _refuse(
+                plan,
+                profile,
+                slot,
+                f"{slot.op} lasts {slot.end_s - slot.start_s:.6g} s, its curve says {expected:.6g} s",
+            )
+        if slot.first == 0:
+            missing = [producer for producer in graph.predecessors[op] if producer not in op_end]
+            if missing:
+                raise _refuse(
+                    plan, profile, slot, f"{slot.op} runs before {graph.metaops[missing[0]].name}, which feeds it"
+                )
+        data = [op_end[producer] for producer in graph.predecessors[op]] if slot.first == 0 else [op_end[op]]
+        if slot.start_s < max(data, default=0.0) - slack:
+            raise _refuse(plan, profile, slot, f"{slot.op} starts before its data is there")
+        for device in slot.devices:
+            if slot.start_s < device_end[device] - slack:
+                raise _refuse(plan, profile, slot, f"device {device} is still busy when {slot.op} starts")
+            device_end[device] = slot.end_s
+        # A consumer needs the whole op, so the end counts once its last layer is in.
+        op_end[op] = slot.end_s
+    for producer, consumer in graph.edges:
+        first = next(slot for slot in plan.slots if slot.op == graph.metaops[consumer].name)
+        if first.start_s < op_end[producer] - slack:
+            raise _refuse(plan, profile, first, f"{first.op} starts before {graph.metaops[producer].name} ends")
+    if abs(plan.folded_s - max(slot.end_s for slot in plan.slots)) > slack:
+        raise PlanError(
+            f"folded_s is {plan.folded_s:.6g} s, the last slot ends at {max(s.end_s for s in plan.slots):.6g} s"
+        )
+
+
+def _waves(plan: Plan, profile: Profile) -> None:
+    """A device appears at most once in a wave, waves follow start order, and data flows to later waves."""
+    graph = profile.graph
+    position = {op.name: index for index, op in enumerate(graph.metaops)}
+    wave_of_op: dict[int, int] = {}
+    used: dict[int, int] = {}
+    wave = 0
+    for slot in plan.slots:
+        if slot.wave < wave:
+            raise _refuse(plan, profile, slot, f"waves must not fall in start order; wave {wave} came before")
+        wave = slot.wave
+        for device in slot.devices:
+            if used.get(device) == slot.wave:
+                raise _refuse(plan, profile, slot, f"device {device} is used twice")
+            used[device] = slot.wave
+        op = position[slot.op]
+        sources = [op] if slot.first else list(graph.predecessors[op])
+        for source in sources:
+            if wave_of_op.get(source, -1) >= slot.wave:
+                raise _refuse(
+                    plan, profile, slot, f"{slot.op} takes data from its own wave ({graph.metaops[source].name})"
+                )
+        wave_of_op[op] = slot.wave

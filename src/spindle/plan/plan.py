@@ -1,0 +1,92 @@
+"""The Plan: which layers run where, in which order."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from spindle.artifact import read_artifact, to_json, write_artifact
+from spindle.errors import PlanError
+from spindle.graph import MetaGraph
+from spindle.profile import Profile, Setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Layers `[first, last)` of one op on these devices: forward, and backward mirrored.
+
+    The i-th device, or the i-th group of as many as the module's tensor degree, works on the i-th share of the batch.
+    Times are folded: forward and backward together.
+    """
+
+    op: str
+    first: int
+    last: int
+    devices: tuple[int, ...]
+    start_s: float
+    end_s: float
+    wave: int
+    round: int = 0
+
+    @property
+    def num_layers(self) -> int:
+        return self.last - self.first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Slots in start order; on each device they run in this order.
+
+    `folded_s` is when the last slot ends in folded time, `makespan_s` the simulated step with transfers,
+    synchronisation and optimizer, `bound_s` what no plan of this kind can beat (both 0 until they are known).
+    Rounds run one after another, forward and backward each. `evaluations` is what the search spent; `cut_s` is set when
+    a time limit ended it early.
+    """
+
+    workload: str
+    fingerprint: str
+    cluster: str
+    num_devices: int
+    planner: str
+    slots: tuple[Slot, ...]
+    tensor_degrees: tuple[tuple[str, int], ...] = ()
+    recompute: tuple[str, ...] = ()
+    folded_s: float = 0.0
+    makespan_s: float = 0.0
+    bound_s: float = 0.0
+    seed: int = 0
+    evaluations: int = 0
+    cut_s: float | None = None
+
+    @property
+    def num_rounds(self) -> int:
+        return 1 + max(slot.round for slot in self.slots)
+
+
+def fingerprint(graph: MetaGraph) -> str:
+    """Tells one workload's graph from another's; times are not in it."""
+    body = {"metaops": to_json(graph.metaops), "edges": graph.edges, "parameters": to_json(graph.parameters)}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def setting_of(plan: Plan, profile: Profile) -> Setting:
+    """The setting a plan was made under."""
+    return profile.setting(dict(plan.tensor_degrees), frozenset(plan.recompute))
+
+
+def write_plan(path: Path, plan: Plan) -> None:
+    write_artifact(path, "plan", plan)
+
+
+def read_plan(path: Path, graph: MetaGraph) -> Plan:
+    """Reads a plan and refuses one that was made for another workload."""
+    plan = read_artifact(path, "plan", Plan)
+    expected = fingerprint(graph)
+    if plan.fingerprint != expected:
+        raise PlanError(
+            f"{path}: this plan was made for another workload: {plan.workload!r} (fingerprint {plan.fingerprint}), "
+            f"expected {graph.name!r} ({expected}); plan this workload again"
+        )
+    return plan

@@ -1,0 +1,130 @@
+"""The text form of a plan: a line for each wave, `op*layers@devices` for each slot.
+
+    vision*12@0-3 text*6@4
+    head*1@0-3
+
+Devices stand in share order (`4-7,0-3` is not `0-7`). `^0.25` behind a slot is a start later than its data and devices
+ask for; `~1` its round. Lines of `# key value` in front carry what slots do not. Names are written as they are, with
+blanks as `%20`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from urllib.parse import quote, unquote
+
+from spindle.errors import PlanError
+from spindle.plan.assemble import Piece, assemble
+from spindle.plan.plan import Plan, Slot
+from spindle.profile import Profile
+
+_SLOT = re.compile(r"(?P<op>\S+)\*(?P<layers>\d+)@(?P<devices>[\d,-]+)(~(?P<round>\d+))?(\^(?P<start>[\d.e+-]+))?")
+
+
+def format_devices(devices: Sequence[int]) -> str:
+    """Devices in order, rising runs as ranges: `0-3,8`."""
+    parts: list[str] = []
+    position = 0
+    while position < len(devices):
+        end = position
+        while end + 1 < len(devices) and devices[end + 1] == devices[end] + 1:
+            end += 1
+        parts.append(f"{devices[position]}-{devices[end]}" if end > position else f"{devices[position]}")
+        position = end + 1
+    return ",".join(parts)
+
+
+def format_plan(plan: Plan, profile: Profile, mark: int | None = None) -> str:
+    """The text form; `mark` points at a slot, for errors."""
+    early = _earliest_starts(plan, profile)
+    lines = [f"# planner {plan.planner}"]
+    lines += [f"# tensor {module} {degree}" for module, degree in plan.tensor_degrees if degree > 1]
+    lines += [f"# recompute {op}" for op in plan.recompute]
+    line: list[str] = []
+    wave = 0
+    for number, slot in enumerate(plan.slots):
+        if slot.wave != wave:
+            lines.append(" ".join(line))
+            line, wave = [], slot.wave
+        text = f"{quote(slot.op, safe=_SAFE)}*{slot.num_layers}@{format_devices(slot.devices)}"
+        text += f"~{slot.round}" if slot.round else ""
+        text += f"^{slot.start_s!r}" if slot.start_s > early[number] else ""
+        line.append(f">>> {text} <<<" if number == mark else text)
+    return "\n".join([*lines, " ".join(line)]) + "\n"
+
+
+_SAFE = "/#[]:()<>=,+!?&$'\""
+
+
+def _earliest_starts(plan: Plan, profile: Profile) -> list[float]:
+    graph = profile.graph
+    position = {op.name: index for index, op in enumerate(graph.metaops)}
+    op_end: dict[int, float] = {}
+    device_end: dict[int, float] = {}
+    starts = []
+    for slot in plan.slots:
+        op = position.get(slot.op, -1)
+        data = [op_end.get(op, 0.0)]
+        if op >= 0 and slot.first == 0:
+            data = [op_end.get(producer, 0.0) for producer in graph.predecessors[op]]
+        starts.append(max([0.0, *data, *(device_end.get(device, 0.0) for device in slot.devices)]))
+        op_end[op] = slot.end_s
+        for device in slot.devices:
+            device_end[device] = slot.end_s
+    return starts
+
+
+def parse_plan(text: str, profile: Profile) -> Plan:
+    """The plan of a text form; times follow from the order, a line is a wave."""
+    position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
+    planner = "text"
+    degrees: dict[str, int] = {}
+    recompute: set[str] = set()
+    pieces: list[Piece] = []
+    wave = -1
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.startswith("#"):
+            words = line[1:].split()
+            if words[:1] == ["planner"]:
+                planner = words[1]
+            elif words[:1] == ["tensor"]:
+                degrees[words[1]] = int(words[2])
+            elif words[:1] == ["recompute"]:
+                recompute.add(words[1])
+            continue
+        wave += bool(line.strip())
+        for word in line.split():
+            match = _SLOT.fullmatch(word)
+            if match is None:
+                raise PlanError(
+                    f"line {number}: {word!r} is no slot; expected op*layers@devices, such as vision*12@0-3"
+                )
+            op = unquote(match["op"])
+            if op not in position:
+                raise PlanError(f"line {number}: no op is called {op!r}; ops: {', '.join(position)}")
+            pieces.append(
+                Piece(
+                    op=position[op],
+                    num_layers=int(match["layers"]),
+                    devices=_parse_devices(match["devices"]),
+                    round=int(match["round"] or 0),
+                    not_before_s=float(match["start"] or 0.0),
+                    wave=wave,
+                )
+            )
+    return assemble(profile, profile.setting(degrees, frozenset(recompute)), planner, pieces)
+
+
+def _parse_devices(text: str) -> tuple[int, ...]:
+    devices: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        devices += range(int(first), int(last or first) + 1)
+    return tuple(devices)
+
+
+def marked(plan: Plan, profile: Profile, slot: Slot) -> str:
+    """The plan with one slot marked, indented for an error message."""
+    number = next(index for index, other in enumerate(plan.slots) if other is slot)
+    return "\n" + "".join(f"    {line}\n" for line in format_plan(plan, profile, mark=number).splitlines())

@@ -1,0 +1,78 @@
+"""The paper's allocator for one level (§3.3): the continuous optimum C*, then two whole allocations for each op.
+
+The inverse of T interpolates the speedup s(n) = T(smallest)/T(n) over allowed n, from s(0) = 0, on its upper concave
+hull. The paper's eq. (11) interpolates time instead; that form leaves area unused and is undefined below one device, so
+it overstates C*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from spindle.planners.problem import Choices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """`num_devices` is n*, not whole; `tuples` are (devices, layers), at most two, layers not whole yet."""
+
+    num_devices: float
+    tuples: tuple[tuple[int, float], ...]
+
+
+def allocate(choices: Sequence[Choices], num_layers: Sequence[int], num_devices: int) -> tuple[float, list[Allocation]]:
+    """C* in seconds and the allocation of each op (Alg. 2, eq. 8-10)."""
+    hulls = [_speedup_hull(one) for one in choices]
+    work = [float(one.layer_s[0]) * layers for one, layers in zip(choices, num_layers, strict=True)]
+
+    def devices_at(end_s: float) -> list[float]:
+        return [
+            float(np.interp(total / end_s, speedup, counts))
+            for total, (counts, speedup) in zip(work, hulls, strict=True)
+        ]
+
+    low = max(float(one.layer_s[-1]) * layers for one, layers in zip(choices, num_layers, strict=True))
+    high = sum(work)
+    if sum(devices_at(low)) <= num_devices:
+        high = low
+    for _ in range(200):
+        middle = (low + high) / 2
+        if sum(devices_at(middle)) < num_devices:
+            high = middle
+        else:
+            low = middle
+    allocations = []
+    for count, total, (counts, speedup), one in zip(devices_at(high), work, hulls, choices, strict=True):
+        upper = min(int(np.searchsorted(counts, count - 1e-9)), len(counts) - 1)
+        upper = max(upper, 1)
+        n_low, n_high = int(counts[upper - 1]), int(counts[upper])
+        # Time on each side so that both the layers and the area come out (the text's t1, t2).
+        share_high = (count - n_low) / (n_high - n_low)
+        tuples = []
+        if n_low and share_high < 1 - 1e-12:
+            tuples.append((n_low, (1 - share_high) * high / one.time_on(n_low)))
+        if share_high > 1e-12:
+            layers_high = share_high * high / one.time_on(n_high) if n_low else total / float(one.layer_s[0])
+            tuples.append((n_high, layers_high))
+        allocations.append(Allocation(num_devices=count, tuples=tuple(tuples)))
+    return high, allocations
+
+
+def _speedup_hull(choices: Choices) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of devices and speedups, from (0, 0), where the speedup is concave."""
+    counts = np.concatenate([[0], choices.num_devices])
+    speedup = np.concatenate([[0.0], choices.layer_s[0] / choices.layer_s])
+    kept: list[int] = []
+    for point in range(len(counts)):
+        while len(kept) >= 2:
+            first, second = kept[-2], kept[-1]
+            rise = (speedup[second] - speedup[first]) * (counts[point] - counts[first])
+            if rise <= (speedup[point] - speedup[first]) * (counts[second] - counts[first]):
+                kept.pop()
+            else:
+                break
+        kept.append(point)
+    return counts[kept], speedup[kept]

@@ -1,0 +1,181 @@
+"""What people would otherwise use, each at its best.
+
+`sequential`: every module on the whole cluster in turn, as DeepSpeed and Megatron-LM users do. `distmm`: one task after
+another, its towers side by side on the split of devices that ends soonest. `task-level`: every task has its own devices
+for the whole step (Spindle-Optimus, §5): devices go one choice at a time to the task that gains most from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from spindle.planners.problem import Problem, Timed, choices_of
+
+
+def schedule_sequential(problem: Problem) -> list[Timed]:
+    """Every op in turn, on as many devices as make it fastest."""
+    return _in_turn(problem, _by_level(problem, range(problem.num_ops)), problem.num_devices, 0.0)
+
+
+def schedule_distmm(problem: Problem) -> list[Timed]:
+    """Task after task; inside one, the towers of a level side by side where that ends sooner than in turn."""
+    timed: list[Timed] = []
+    start_s = 0.0
+    for task in dict.fromkeys(problem.tasks):
+        ops = [op for op in range(problem.num_ops) if problem.tasks[op] == task]
+        for level in sorted({problem.levels[op] for op in ops}):
+            towers = [op for op in ops if problem.levels[op] == level]
+            in_turn = _in_turn(problem, towers, problem.num_devices, start_s)
+            beside = _side_by_side(problem, towers, start_s)
+            timed += min((beside, in_turn), key=_end_s) if beside else in_turn
+            start_s = _end_s(timed)
+    return timed
+
+
+def schedule_task_level(problem: Problem) -> list[Timed]:
+    """Tasks side by side for the whole step, each running its ops in turn on devices of its own.
+
+    With more tasks than devices, the lightest are put together until there is a device for each group. The paper's
+    greedy stops at steps of a curve, so it is also tried over divisors of the batches alone, and beside the split
+    that is best for the slowest task; the best of the three counts.
+    """
+    groups = _groups_that_fit(problem)
+    if groups is None:
+        return schedule_sequential(problem)
+    steps = [np.unique(np.concatenate([problem.choices[op].num_devices for op in group])) for group in groups]
+    even_steps = [np.unique(np.concatenate([_even_choices(problem, op) for op in group])) for group in groups]
+    splits = [
+        _marginal_gains(problem, groups, steps),
+        _marginal_gains(problem, groups, even_steps),
+        _shortest_longest(problem, groups, steps),
+    ]
+    schedules = [
+        [
+            replace(one, team=f"group {number}")
+            for number, (group, count) in enumerate(zip(groups, counts, strict=True))
+            for one in _in_turn(problem, group, count, 0.0)
+        ]
+        for counts in splits
+    ]
+    return sorted(min(schedules, key=_end_s), key=lambda one: one.start_s)
+
+
+def _end_s(timed: Iterable[Timed]) -> float:
+    return max(one.end_s for one in timed)
+
+
+def _by_level(problem: Problem, ops: Sequence[int]) -> list[int]:
+    """Task after task, each in flow order."""
+    first_of_task: dict[str, int] = {}
+    for op in ops:
+        first_of_task.setdefault(problem.tasks[op], op)
+    return sorted(ops, key=lambda op: (first_of_task[problem.tasks[op]], problem.levels[op], op))
+
+
+def _in_turn(problem: Problem, ops: Sequence[int], num_devices: int, start_s: float) -> list[Timed]:
+    timed = []
+    for op in ops:
+        count = problem.choices[op].widest_within(num_devices)
+        assert count is not None
+        end_s = start_s + problem.num_layers[op] * problem.choices[op].time_on(count)
+        timed.append(_whole(problem, op, count, start_s, end_s))
+        start_s = end_s
+    return timed
+
+
+def _whole(problem: Problem, op: int, num_devices: int, start_s: float, end_s: float) -> Timed:
+    return Timed(
+        op=problem.ops[op], num_layers=problem.num_layers[op], num_devices=num_devices, start_s=start_s, end_s=end_s
+    )
+
+
+def _side_by_side(problem: Problem, ops: Sequence[int], start_s: float) -> list[Timed] | None:
+    """All at once, each on fixed devices, so that the last ends as soon as possible; None if they do not fit."""
+    counts = [int(problem.choices[op].num_devices[0]) for op in ops]
+    if sum(counts) > problem.num_devices:
+        return None
+
+    def time_s(place: int, count: int) -> float:
+        return problem.num_layers[ops[place]] * problem.choices[ops[place]].time_on(count)
+
+    # Widening the slowest until it cannot grow is optimal: nothing else shortens the longest.
+    while True:
+        slowest = max(range(len(ops)), key=lambda place: time_s(place, counts[place]))
+        options = problem.choices[ops[slowest]].num_devices
+        wider = options[options > counts[slowest]]
+        if not len(wider) or sum(counts) - counts[slowest] + wider[0] > problem.num_devices:
+            break
+        counts[slowest] = int(wider[0])
+    return [
+        _whole(problem, op, counts[place], start_s, start_s + time_s(place, counts[place]))
+        for place, op in enumerate(ops)
+    ]
+
+
+def _groups_that_fit(problem: Problem) -> list[list[int]] | None:
+    """Ops of each task, the lightest tasks together when there are more than the devices can hold; None if never."""
+    groups = [
+        _by_level(problem, [op for op in range(problem.num_ops) if problem.tasks[op] == task])
+        for task in dict.fromkeys(problem.tasks)
+    ]
+
+    def work_s(group: list[int]) -> float:
+        return sum(problem.num_layers[op] * float(problem.choices[op].layer_s[0]) for op in group)
+
+    while sum(_fewest(problem, group) for group in groups) > problem.num_devices:
+        if len(groups) == 1:
+            return None
+        groups.sort(key=work_s)
+        lightest, second, *rest = groups
+        groups = [lightest + second, *rest]
+    return sorted(groups, key=lambda group: group[0])
+
+
+def _even_choices(problem: Problem, op: int) -> np.ndarray:
+    return choices_of(problem.profile, problem.setting, problem.ops[op], divisors_only=True).num_devices
+
+
+def _group_s(problem: Problem, group: list[int], count: int) -> float:
+    """How long a group takes in turn on so many devices."""
+    return _end_s(_in_turn(problem, group, count, 0.0))
+
+
+def _fewest(problem: Problem, group: list[int]) -> int:
+    return max(int(problem.choices[op].num_devices[0]) for op in group)
+
+
+def _marginal_gains(problem: Problem, groups: list[list[int]], steps: list[np.ndarray]) -> list[int]:
+    """Devices for each group, by (T(n) - T(n')) / (n' - n) with n' the group's next step."""
+    counts = [_fewest(problem, group) for group in groups]
+    while True:
+        free = problem.num_devices - sum(counts)
+        best: tuple[float, int, int] | None = None
+        for place, group in enumerate(groups):
+            wider = _next_step(steps[place], counts[place])
+            if wider is None or wider > counts[place] + free:
+                continue
+            gain = (_group_s(problem, group, counts[place]) - _group_s(problem, group, wider)) / (wider - counts[place])
+            if gain > 0 and (best is None or gain > best[0]):
+                best = (gain, place, wider)
+        if best is None:
+            return counts
+        counts[best[1]] = best[2]
+
+
+def _shortest_longest(problem: Problem, groups: list[list[int]], steps: list[np.ndarray]) -> list[int]:
+    """Devices for each group so that the slowest is as fast as can be."""
+    counts = [_fewest(problem, group) for group in groups]
+    while True:
+        slowest = max(range(len(groups)), key=lambda place: _group_s(problem, groups[place], counts[place]))
+        wider = _next_step(steps[slowest], counts[slowest])
+        if wider is None or sum(counts) - counts[slowest] + wider > problem.num_devices:
+            return counts
+        counts[slowest] = wider
+
+
+def _next_step(steps: np.ndarray, count: int) -> int | None:
+    place = int(np.searchsorted(steps, count, side="right"))
+    return int(steps[place]) if place < len(steps) else None

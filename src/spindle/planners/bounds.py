@@ -1,0 +1,133 @@
+"""How good can any plan be?
+
+Two bounds on folded time. The paper's C* (§3.3) is for one level at a time, and its sum over levels speaks for plans with a
+barrier between levels. The LP bound is for the whole graph and any plan that runs each layer over its whole batch at
+once: the duration and area of every op lie on the lower hull of its curve, no path is longer than C, and the total area
+is at most N·C.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+
+from spindle.errors import ProfileError
+from spindle.planners.problem import Choices, Problem, choices_of, problem_of
+from spindle.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LpSolution:
+    """The bound, and how it is reached: for each op, layers (not whole) on numbers of devices, and when it ends."""
+
+    bound_s: float
+    mixes: tuple[tuple[tuple[int, float], ...], ...]
+    starts_s: tuple[float, ...]
+
+
+def lower_hull(choices: Choices) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Duration, area and number of devices of the choices that no mix of others beats; duration falls."""
+    kept: list[int] = []
+    duration = choices.layer_s
+    area = choices.layer_s * choices.num_devices
+    for point in range(len(duration)):
+        # Duration falls with the number of devices; a cheaper and faster point removes those before it.
+        while kept and area[point] <= area[kept[-1]]:
+            kept.pop()
+        while len(kept) >= 2:
+            first, second = kept[-2], kept[-1]
+            cross = (duration[first] - duration[second]) * (area[point] - area[second])
+            if cross <= (duration[second] - duration[point]) * (area[second] - area[first]):
+                kept.pop()
+            else:
+                break
+        kept.append(point)
+    return duration[kept], area[kept], choices.num_devices[kept]
+
+
+def lp_bound(problem: Problem) -> LpSolution:
+    """The LP bound of a problem under its setting."""
+    hulls = [lower_hull(choices) for choices in problem.choices]
+    return _solve(problem, hulls)
+
+
+def graph_bound_s(profile: Profile) -> float:
+    """The LP bound over every setting: each op may take any tensor degree, nothing is recomputed."""
+    problem = problem_of(profile, profile.default_setting)
+    hulls = []
+    for op in problem.ops:
+        points: list[tuple[int, float]] = []
+        for curve in profile.curves[op]:
+            setting = profile.setting({profile.graph.metaops[op].module or "": curve.tensor_degree})
+            choices = choices_of(profile, setting, op)
+            points += zip(choices.num_devices.tolist(), choices.layer_s.tolist(), strict=True)
+        best: dict[int, float] = {}
+        for count, layer_s in points:
+            best[count] = min(layer_s, best.get(count, layer_s))
+        counts = np.array(sorted(best))
+        fastest_s = np.minimum.accumulate(np.array([best[count] for count in counts.tolist()]))
+        faster = np.append(True, fastest_s[1:] < fastest_s[:-1])
+        hulls.append(lower_hull(Choices(num_devices=counts[faster], layer_s=fastest_s[faster])))
+    return _solve(problem, hulls).bound_s
+
+
+def _solve(problem: Problem, hulls: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> LpSolution:
+    # Data.
+    num_ops = problem.num_ops
+    sizes = [len(duration) for duration, _, _ in hulls]
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    # Variables: layers of each op at each hull point, then the end of each op, then C.
+    first_end = int(offsets[-1])
+    makespan = first_end + num_ops
+    rows: list[int] = []
+    columns: list[int] = []
+    values: list[float] = []
+    num_rows = 0
+
+    def constrain(entries: list[tuple[int, float]]) -> None:
+        nonlocal num_rows
+        for column, value in entries:
+            rows.append(num_rows)
+            columns.append(column)
+            values.append(value)
+        num_rows += 1
+
+    # Constraints (all "at most 0"): an op ends after its producers and its own duration, C after every end, area fits.
+    for op in range(num_ops):
+        duration = [(int(offsets[op]) + k, float(value)) for k, value in enumerate(hulls[op][0])]
+        constrain([*duration, (first_end + op, -1.0)])
+        for producer in problem.predecessors[op]:
+            constrain([*duration, (first_end + producer, 1.0), (first_end + op, -1.0)])
+        constrain([(first_end + op, 1.0), (makespan, -1.0)])
+    area = [(int(offsets[op]) + k, float(value)) for op in range(num_ops) for k, value in enumerate(hulls[op][1])]
+    constrain([*area, (makespan, -float(problem.num_devices))])
+    all_layers = coo_array(
+        (np.ones(first_end), (np.repeat(np.arange(num_ops), sizes), np.arange(first_end))),
+        shape=(num_ops, makespan + 1),
+    )
+    # Objective.
+    objective = np.zeros(makespan + 1)
+    objective[makespan] = 1.0
+    # Solve.
+    result = linprog(
+        objective,
+        A_ub=coo_array((values, (rows, columns)), shape=(num_rows, makespan + 1)).tocsr(),
+        b_ub=np.zeros(num_rows),
+        A_eq=all_layers.tocsr(),
+        b_eq=np.array(problem.num_layers, dtype=float),
+        method="highs",
+    )
+    if not result.success:
+        raise ProfileError(f"the bound could not be computed: {result.message}")
+    # Read-out.
+    mixes, starts = [], []
+    for op in range(num_ops):
+        layers = result.x[offsets[op] : offsets[op + 1]]
+        mixes.append(
+            tuple((int(count), float(part)) for count, part in zip(hulls[op][2], layers, strict=True) if part > 1e-9)
+        )
+        starts.append(float(result.x[first_end + op] - (layers * hulls[op][0]).sum()))
+    return LpSolution(bound_s=float(result.fun), mixes=tuple(mixes), starts_s=tuple(starts))

@@ -1,0 +1,82 @@
+"""Planner `exhaustive`: the best folded time there is, for graphs small enough to try everything.
+
+Every order of layers that respects the flows, every number of devices for each, each layer as early as devices allow
+around what is already placed: such schedules contain an optimal one. Branches that cannot beat the best are cut.
+"""
+
+from __future__ import annotations
+
+from spindle.errors import ProfileError
+from spindle.planners.problem import Problem, Timed
+
+MAX_STATES = 2_000_000
+
+
+def schedule_exhaustive(problem: Problem) -> list[Timed]:
+    """The optimal schedule; refuses problems with too many to try."""
+    states = 1.0
+    remaining = sum(problem.num_layers)
+    for layers, choices in zip(problem.num_layers, problem.choices, strict=True):
+        for _ in range(layers):
+            states *= len(choices.num_devices) * min(remaining, problem.num_ops)
+    if states > MAX_STATES:
+        raise ProfileError(
+            f"exhaustive search would try about {states:.1e} schedules, its limit is {MAX_STATES:.1e}; "
+            "it is for a handful of layers on a few devices"
+        )
+    search = _Search(problem)
+    search.extend([0.0] * problem.num_ops, list(problem.num_layers), [], 0.0)
+    return sorted(search.best, key=lambda one: one.start_s)
+
+
+class _Search:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.best: list[Timed] = []
+        self.best_s = float("inf")
+        self._fastest = [float(choices.layer_s[-1]) for choices in problem.choices]
+        areas = [float((choices.layer_s * choices.num_devices).min()) for choices in problem.choices]
+        self._least_area = areas
+
+    def extend(self, ends_s: list[float], left: list[int], placed: list[Timed], makespan_s: float) -> None:
+        """Places every possible next layer in turn; `ends_s` is when each op's last placed layer ends."""
+        if makespan_s >= self.best_s - 1e-15:
+            return
+        if not any(left):
+            self.best, self.best_s = list(placed), makespan_s
+            return
+        area = sum((one.end_s - one.start_s) * one.num_devices for one in placed)
+        area += sum(count * least for count, least in zip(left, self._least_area, strict=True))
+        if area / self.problem.num_devices >= self.best_s - 1e-15:
+            return
+        for op in range(self.problem.num_ops):
+            if left[op] and not any(left[producer] for producer in self.problem.predecessors[op]):
+                self._place(op, ends_s, left, placed, makespan_s)
+
+    def _place(self, op: int, ends_s: list[float], left: list[int], placed: list[Timed], makespan_s: float) -> None:
+        ready_s = max([ends_s[op], *(ends_s[producer] for producer in self.problem.predecessors[op])])
+        if ready_s + left[op] * self._fastest[op] >= self.best_s - 1e-15:
+            return
+        choices = self.problem.choices[op]
+        for count, layer_s in zip(choices.num_devices.tolist(), choices.layer_s.tolist(), strict=True):
+            start_s = self._earliest(placed, ready_s, count, layer_s)
+            one = Timed(
+                op=self.problem.ops[op], num_layers=1, num_devices=count, start_s=start_s, end_s=start_s + layer_s
+            )
+            before = ends_s[op]
+            ends_s[op], left[op] = one.end_s, left[op] - 1
+            placed.append(one)
+            self.extend(ends_s, left, placed, max(makespan_s, one.end_s))
+            placed.pop()
+            ends_s[op], left[op] = before, left[op] + 1
+
+    def _earliest(self, placed: list[Timed], ready_s: float, count: int, layer_s: float) -> float:
+        """The first time from which so many devices are free for so long."""
+        for start_s in sorted({ready_s, *(one.end_s for one in placed if one.end_s > ready_s)}):
+            moments = [start_s, *(one.start_s for one in placed if start_s < one.start_s < start_s + layer_s)]
+            if all(self._used(placed, moment) + count <= self.problem.num_devices for moment in moments):
+                return start_s
+        raise AssertionError("the end of everything placed is always free")
+
+    def _used(self, placed: list[Timed], moment: float) -> int:
+        return sum(one.num_devices for one in placed if one.start_s <= moment < one.end_s)

@@ -1,0 +1,177 @@
+"""Planner `paper`: the ASPLOS'25 algorithm, level by level, in waves with a barrier between them (§3.3-3.4, Alg. 1).
+
+Where the paper is silent the rules are those of the authors' released planner: whole-cluster tuples first, align before
+extending, leftovers return with their own number of devices, equal neighbouring waves merge. Only divisors of an op's
+batch are used, where it carries one. Extension is on (their default has it off).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from spindle.planners.allocate import Allocation, allocate
+from spindle.planners.problem import Choices, Problem, Timed, choices_of
+
+_SLACK = 1e-9  # a wave is often an exact multiple of a layer's time
+
+
+@dataclass(slots=True)
+class _Tuple:
+    """Layers of an op still to run on a number of devices."""
+
+    op: int
+    num_devices: int
+    layers: int
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A tuple in the wave being built: it may have grown, and runs some of its layers."""
+
+    source: _Tuple
+    num_devices: int
+    layers: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wave:
+    """Ops (numbered in the problem) with their devices and layers, all started together."""
+
+    time_s: float
+    entries: tuple[tuple[int, int, int], ...] = field()  # (op, num_devices, layers)
+
+
+def paper_waves(problem: Problem) -> tuple[list[float], list[Wave]]:
+    """C* of each level, and the waves of all levels one after another."""
+    choices = [choices_of(problem.profile, problem.setting, op, divisors_only=True) for op in problem.ops]
+    optima, waves = [], []
+    for level in sorted(set(problem.levels)):
+        ops = [op for op in range(problem.num_ops) if problem.levels[op] == level]
+        optimum_s, allocations = allocate(
+            [choices[op] for op in ops], [problem.num_layers[op] for op in ops], problem.num_devices
+        )
+        optima.append(optimum_s)
+        waves += _schedule(problem, choices, dict(zip(ops, allocations, strict=True)), optimum_s)
+    return optima, waves
+
+
+def schedule_paper(problem: Problem) -> list[Timed]:
+    """The waves as timed pieces: every piece of a wave starts with it."""
+    _, waves = paper_waves(problem)
+    timed: list[Timed] = []
+    start_s = 0.0
+    for number, wave in enumerate(waves):
+        for op, num_devices, layers in wave.entries:
+            layer_s = _choices(problem, op).time_on(num_devices)
+            timed.append(
+                Timed(
+                    op=problem.ops[op],
+                    num_layers=layers,
+                    num_devices=num_devices,
+                    start_s=start_s,
+                    end_s=start_s + layers * layer_s,
+                    wave=number,
+                )
+            )
+        start_s += wave.time_s
+    return timed
+
+
+def _choices(problem: Problem, op: int) -> Choices:
+    return choices_of(problem.profile, problem.setting, problem.ops[op], divisors_only=True)
+
+
+def _whole_tuples(op: int, num_layers: int, allocation: Allocation) -> list[_Tuple]:
+    """Rounds to whole layers; the residual goes to the tuple with fewer devices."""
+    *_, (n_high, layers_high) = allocation.tuples
+    if len(allocation.tuples) == 1:
+        return [_Tuple(op, n_high, num_layers)]
+    high = min(num_layers, round(layers_high))
+    return [
+        one for one in (_Tuple(op, allocation.tuples[0][0], num_layers - high), _Tuple(op, n_high, high)) if one.layers
+    ]
+
+
+def _schedule(
+    problem: Problem, choices: list[Choices], allocations: dict[int, Allocation], optimum_s: float
+) -> list[Wave]:
+    pool = [
+        one for op, allocation in allocations.items() for one in _whole_tuples(op, problem.num_layers[op], allocation)
+    ]
+    waves: list[Wave] = []
+    while pool:
+        entries = _propose(choices, pool, problem.num_devices)
+        wave_s = _align(choices, entries)
+        wave_s = _extend(problem, choices, entries, pool, wave_s, optimum_s)
+        content = tuple((entry.source.op, entry.num_devices, entry.layers) for entry in entries)
+        for entry in entries:
+            entry.source.layers -= entry.layers
+        pool = [one for one in pool if one.layers]
+        previous = waves[-1] if waves else None
+        if previous and {entry[:2] for entry in previous.entries} == {entry[:2] for entry in content}:
+            layers_before = {entry[0]: entry[2] for entry in previous.entries}
+            merged = tuple((op, count, layers + layers_before[op]) for op, count, layers in content)
+            waves[-1] = Wave(time_s=previous.time_s + wave_s, entries=merged)
+        else:
+            waves.append(Wave(time_s=wave_s, entries=content))
+    return waves
+
+
+def _propose(choices: list[Choices], pool: list[_Tuple], num_devices: int) -> list[_Entry]:
+    """Fills the cluster: most devices first, then longest; one tuple of an op at a time."""
+
+    def size(one: _Tuple) -> tuple[int, float]:
+        return (-one.num_devices, -choices[one.op].time_on(one.num_devices) * one.layers)
+
+    entries: list[_Entry] = []
+    free = num_devices
+    for one in sorted(pool, key=size):
+        if one.num_devices <= free and all(entry.source.op != one.op for entry in entries):
+            entries.append(_Entry(one, one.num_devices))
+            free -= one.num_devices
+    return entries
+
+
+def _align(choices: list[Choices], entries: list[_Entry]) -> float:
+    """Cuts all to about the shortest; returns the wave's time."""
+
+    def layer_s(entry: _Entry) -> float:
+        return choices[entry.source.op].time_on(entry.num_devices)
+
+    shortest_s = min(layer_s(entry) * entry.source.layers for entry in entries)
+    wave_s = max(layer_s(entry) * max(1, int(shortest_s / layer_s(entry) + 0.5 + _SLACK)) for entry in entries)
+    for entry in entries:
+        entry.layers = min(entry.source.layers, int(wave_s / layer_s(entry) + _SLACK))
+    return max(layer_s(entry) * entry.layers for entry in entries)
+
+
+def _extend(
+    problem: Problem, choices: list[Choices], entries: list[_Entry], pool: list[_Tuple], wave_s: float, optimum_s: float
+) -> float:
+    """Gives idle devices to whoever has most left after this wave, then to whoever takes longest in it."""
+
+    def layer_s(entry: _Entry, num_devices: int) -> float:
+        return choices[entry.source.op].time_on(num_devices)
+
+    def left_s(entry: _Entry) -> float:
+        op = entry.source.op
+        layers = sum(one.layers for one in pool if one.op == op) - entry.layers
+        return layers * optimum_s / problem.num_layers[op]
+
+    def grow(entry: _Entry, free: int) -> int:
+        """The next number of devices if it fits, else 0."""
+        counts = choices[entry.source.op].num_devices
+        wider = counts[counts > entry.num_devices]
+        return int(wider[0]) if len(wider) and wider[0] - entry.num_devices <= free else 0
+
+    while free := problem.num_devices - sum(entry.num_devices for entry in entries):
+        unfinished = sorted(
+            (entry for entry in entries if entry.layers < entry.source.layers), key=lambda entry: -left_s(entry)
+        )
+        by_time = sorted(entries, key=lambda entry: -entry.layers * layer_s(entry, entry.num_devices))
+        chosen = next((entry for entry in [*unfinished, *by_time] if grow(entry, free)), None)
+        if chosen is None:
+            break
+        chosen.num_devices = grow(chosen, free)
+        chosen.layers = min(chosen.source.layers, int(wave_s / layer_s(chosen, chosen.num_devices) + _SLACK))
+    return max(entry.layers * layer_s(entry, entry.num_devices) for entry in entries)

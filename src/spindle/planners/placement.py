@@ -1,0 +1,245 @@
+"""Which devices? From pieces with a number of devices to pieces with devices, communication first (§3.5).
+
+Piece by piece in start order, among devices that are free then: stay where the data is, stay inside one island, go where
+the weights already are. When a piece finds no room, earlier pieces are placed again by rules that look less at
+communication and more at memory, the latest first; the number of such returns is limited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from spindle.errors import DoesNotFitError
+from spindle.plan import Piece
+from spindle.planners.problem import Timed
+from spindle.profile import Profile, Setting, backward_bytes, saved_bytes, state_bytes
+
+NEAR_DATA, NEAR_WEIGHTS, EMPTIEST = range(3)
+MAX_RETURNS = 60
+_SLACK = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class _NoRoom(Exception):
+    """No devices with enough free memory for a piece."""
+
+    piece: int
+    device: int
+    needed_bytes: int
+
+
+def place(profile: Profile, setting: Setting, timed: Sequence[Timed]) -> list[Piece]:
+    """Devices for every piece. Raises a DoesNotFitError that names the device, the bytes needed and those there."""
+    rules = [NEAR_DATA] * len(timed)
+    failure: _NoRoom | None = None
+    for _ in range(MAX_RETURNS):
+        try:
+            return _Placement(profile, setting).run(timed, rules)
+        except _NoRoom as error:
+            failure = failure or error
+            movable = [number for number in range(error.piece + 1) if rules[number] < EMPTIEST]
+            if not movable:
+                break
+            rules[movable[-1]] += 1
+            for number in range(movable[-1] + 1, len(rules)):
+                rules[number] = rules[movable[-1]]
+    assert failure is not None
+    limit = profile.cluster.kind.memory_bytes
+    op = profile.graph.metaops[timed[failure.piece].op].name
+    raise DoesNotFitError(
+        f"{op} does not fit: device {failure.device} would need {failure.needed_bytes / 2**30:.1f} GiB "
+        f"of the {limit / 2**30:.1f} GiB there ({failure.needed_bytes - limit:,} bytes too many)"
+    )
+
+
+class _Placement:
+    """What is where, while pieces are placed."""
+
+    def __init__(self, profile: Profile, setting: Setting) -> None:
+        self.profile, self.setting, self.graph = profile, setting, profile.graph
+        num_devices = profile.cluster.num_devices
+        self.island = np.asarray(profile.cluster.island_of)
+        self.free_at_s = np.zeros(num_devices)
+        self.op_end_s = np.zeros(len(self.graph.metaops))
+        self.next_layer = [0] * len(self.graph.metaops)
+        self.last_devices: dict[int, np.ndarray] = {}
+        self.team_devices: dict[str, np.ndarray] = {}
+        # Memory: weights that are there, bytes of state, bytes of activations in the present round.
+        self.counts_bytes = bool(self.graph.parameters) or any(op.cost for op in self.graph.metaops)
+        self.held = np.zeros((len(self.graph.parameters), num_devices), dtype=bool)
+        self.state = np.zeros(num_devices)
+        self.activations = np.zeros(num_devices)
+        self.round = 0
+
+    def run(self, timed: Sequence[Timed], rules: Sequence[int]) -> list[Piece]:
+        pieces = []
+        for number, one in enumerate(timed):
+            if one.round != self.round:
+                self.round = one.round
+                self.activations[:] = 0
+            devices = self._choose(number, one, rules[number])
+            self._take(one, devices)
+            pieces.append(
+                Piece(
+                    op=one.op,
+                    num_layers=one.num_layers,
+                    devices=tuple(devices.tolist()),
+                    round=one.round,
+                    not_before_s=one.start_s if one.wave is not None else 0.0,
+                    wave=one.wave,
+                )
+            )
+        return pieces
+
+    def _choose(self, number: int, one: Timed, rule: int) -> np.ndarray:
+        degree = self.setting.tensor_degrees[one.op]
+        units = self._units(degree)
+        num_units = one.num_devices // degree
+        new_state = self._new_state(one)[units].max(axis=1)
+        needed = (self.state + self.activations)[units].max(axis=1) + new_state + self._new_activations(one)
+        fits = (
+            needed <= self.profile.cluster.kind.memory_bytes if self.counts_bytes else np.ones(len(units), dtype=bool)
+        )
+        if fits.sum() < num_units:
+            worst = int(np.argsort(needed, kind="stable")[min(num_units, len(units)) - 1])
+            raise _NoRoom(number, int(units[worst, 0]), int(needed[worst]))
+        free_at = self.free_at_s[units].max(axis=1)
+        start_s = max(one.start_s, self._data_at(one.op))
+        free = fits & (free_at <= start_s + _SLACK * (1 + start_s))
+        if free.sum() < num_units:
+            # Tensor groups or memory left too few of them free at that time: take those that are free soonest.
+            soonest = np.sort(free_at[fits])[num_units - 1]
+            free = fits & (free_at <= soonest)
+        data = self._data_share(one.op)[units].mean(axis=1)
+        if one.team is not None and one.team in self.team_devices:
+            data += np.isin(units[:, 0], self.team_devices[one.team])
+        order = self._order(rule, np.flatnonzero(free), num_units, units, data, new_state, needed)
+        chosen = np.sort(order[:num_units])
+        return self._in_share_order(one.op, units[chosen]).ravel()
+
+    def _units(self, degree: int) -> np.ndarray:
+        """Groups of devices that can hold a tensor group: aligned, inside one island."""
+        count = len(self.island) // degree * degree
+        units = np.arange(count).reshape(-1, degree)
+        islands = self.island[units]
+        inside: np.ndarray = units[(islands == islands[:, :1]).all(axis=1)]
+        return inside
+
+    def _order(
+        self,
+        rule: int,
+        free: np.ndarray,
+        num_units: int,
+        units: np.ndarray,
+        data: np.ndarray,
+        new_state: np.ndarray,
+        needed: np.ndarray,
+    ) -> np.ndarray:
+        """Free units, best first."""
+        if rule == EMPTIEST:
+            return free[np.lexsort((free, needed[free]))]
+        first, second = (-data, new_state) if rule == NEAR_DATA else (new_state, -data)
+        island = self.island[units[:, 0]]
+        best_first = free[np.lexsort((free, second[free], first[free]))]
+        # Rank islands by what their best units offer; one that can hold the whole piece comes before any that cannot.
+        num_islands = int(self.island[-1]) + 1
+        room = np.bincount(island[free], minlength=num_islands)
+        place_in_island = np.zeros(len(units), dtype=np.int64)
+        for_island = island[best_first]
+        stable = np.argsort(for_island, kind="stable")
+        starts = np.searchsorted(for_island[stable], np.arange(num_islands))
+        place_in_island[best_first[stable]] = np.arange(len(best_first)) - starts[for_island[stable]]
+        counted = best_first[place_in_island[best_first] < num_units]
+        offer_first = np.bincount(island[counted], weights=first[counted], minlength=num_islands)
+        offer_second = np.bincount(island[counted], weights=second[counted], minlength=num_islands)
+        too_small = room < num_units
+        # Among islands that fit, the tightest; among those that do not, the roomiest.
+        tightness = np.where(too_small, -room, room)
+        rank_keys: tuple[np.ndarray, ...]
+        if (too_small | (room == 0)).all():
+            average = np.maximum(room, 1)
+            rank_keys = (np.arange(num_islands), offer_second / average, tightness, offer_first / average)
+        else:
+            rank_keys = (np.arange(num_islands), tightness, offer_second, offer_first, too_small)
+        rank = np.empty(num_islands, dtype=np.int64)
+        rank[np.lexsort(rank_keys)] = np.arange(num_islands)
+        return best_first[np.argsort(rank[island[best_first]], kind="stable")]
+
+    def _data_at(self, op: int) -> float:
+        if self.next_layer[op]:
+            return float(self.op_end_s[op])
+        return max((float(self.op_end_s[producer]) for producer in self.graph.predecessors[op]), default=0.0)
+
+    def _sources(self, op: int) -> list[np.ndarray]:
+        """Device lists, in share order, that hold this op's next input."""
+        givers = [op] if self.next_layer[op] else self.graph.predecessors[op]
+        return [self.last_devices[giver] for giver in givers if giver in self.last_devices]
+
+    def _data_share(self, op: int) -> np.ndarray:
+        """How much of this op's input each device has."""
+        share = np.zeros(len(self.island))
+        for devices in self._sources(op):
+            share[devices] += 1 / len(devices)
+        return share
+
+    def _in_share_order(self, op: int, units: np.ndarray) -> np.ndarray:
+        """Orders units so that as many rows as possible stay where they are."""
+        count = len(units)
+        for devices in self._sources(op):
+            centre = np.full(len(self.island), -1.0)
+            centre[devices] = (np.arange(len(devices)) + 0.5) / len(devices)
+            wanted = centre[units[:, 0]]
+            ordered = np.full(count, -1, dtype=np.int64)
+            rest = []
+            for unit in range(count):
+                share = int(wanted[unit] * count) if wanted[unit] >= 0 else -1
+                if share >= 0 and ordered[share] < 0:
+                    ordered[share] = unit
+                else:
+                    rest.append(unit)
+            ordered[ordered < 0] = rest
+            return units[ordered]
+        return units
+
+    def _parameters(self, one: Timed) -> np.ndarray:
+        layers = self.graph.metaops[one.op].parameters
+        first = self.next_layer[one.op]
+        names = {parameter for layer in layers[first : first + one.num_layers] for parameter in layer}
+        return np.array(sorted(names), dtype=np.int64)
+
+    def _new_state(self, one: Timed) -> np.ndarray:
+        """Bytes of state that each device would have to add."""
+        parameters = self._parameters(one)
+        if not len(parameters):
+            return np.zeros(len(self.island))
+        degree = self.setting.tensor_degrees[one.op]
+        sizes = np.array([state_bytes(self.graph, int(parameter), degree) for parameter in parameters], dtype=float)
+        added: np.ndarray = sizes @ ~self.held[parameters]
+        return added
+
+    def _new_activations(self, one: Timed) -> float:
+        op, degree = self.graph.metaops[one.op], self.setting.tensor_degrees[one.op]
+        if op.batch_size is None or op.cost is None:
+            return 0.0
+        rows = -(-op.batch_size // (one.num_devices // degree))
+        kept = saved_bytes(op, rows, one.num_layers, degree, self.setting.recompute[one.op])
+        return kept + rows * op.cost.output_bytes + backward_bytes(op, rows, degree)
+
+    def _take(self, one: Timed, devices: np.ndarray) -> None:
+        layer_s = (one.end_s - one.start_s) / one.num_layers
+        start_s = max(
+            one.start_s if one.wave is not None else 0.0, self._data_at(one.op), float(self.free_at_s[devices].max())
+        )
+        end_s = start_s + one.num_layers * layer_s
+        self.state[devices] += self._new_state(one)[devices]
+        self.activations[devices] += self._new_activations(one)
+        self.held[np.ix_(self._parameters(one), devices)] = True
+        self.free_at_s[devices] = end_s
+        self.op_end_s[one.op] = end_s
+        self.next_layer[one.op] += one.num_layers
+        if one.team is not None:
+            self.team_devices[one.team] = np.union1d(devices, self.team_devices.get(one.team, devices))
+        self.last_devices[one.op] = devices[:: self.setting.tensor_degrees[one.op]]

@@ -1,0 +1,28 @@
+"""How long, how much memory, on n devices? Curves, link costs and memory; analytic where nothing was measured."""
+
+from spindle.profile.abstract import abstract_profile, read_abstract_graph
+from spindle.profile.communication import all_reduce_s, collective_latency_s, ring_bytes
+from spindle.profile.curve import Curve
+from spindle.profile.memory import backward_bytes, saved_bytes, state_bytes
+from spindle.profile.profile import Profile, Setting
+from spindle.profile.roofline import Roofline, roofline_profile
+from spindle.profile.samples import LayerSamples, curve_from_samples, sampled_profile
+
+__all__ = [
+    "Curve",
+    "LayerSamples",
+    "Profile",
+    "Roofline",
+    "Setting",
+    "abstract_profile",
+    "all_reduce_s",
+    "backward_bytes",
+    "collective_latency_s",
+    "curve_from_samples",
+    "read_abstract_graph",
+    "ring_bytes",
+    "roofline_profile",
+    "sampled_profile",
+    "saved_bytes",
+    "state_bytes",
+]

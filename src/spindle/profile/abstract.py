@@ -1,0 +1,165 @@
+"""The abstract graph: ops with known times, for people who already have them.
+
+    {"ops": [{"name": "vision", "layers": 32, "time_s": {"1": 0.031, "2": 0.017}}, ...],
+     "edges": [["vision", "lm"], ...]}
+
+`time_s` is seconds per layer, forward and backward together, on n devices, split 1:2; `forward_s` and `backward_s` may
+stand in its place. An n that is not listed is not allowed. An op may carry `batch`, and `task` (what runs for one loss;
+ops without one belong with what they are connected to). Nothing is known of bytes, so none are moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spindle.artifact import read_integer, read_json_file, read_number
+from spindle.cluster import Cluster
+from spindle.errors import InputError, ProfileError, WorkloadError
+from spindle.graph import MetaGraph, MetaOp
+from spindle.profile.curve import Curve
+from spindle.profile.profile import Profile
+
+LEAVES_OUT = ("bytes: no transfer, gradient synchronisation, optimizer or memory is counted for an abstract graph",)
+_OP_FIELDS = ("name", "layers", "time_s", "forward_s", "backward_s", "batch", "task")
+
+
+def read_abstract_graph(path: Path, cluster: Cluster) -> Profile:
+    """Reads an abstract graph file for a cluster."""
+    return abstract_profile(read_json_file(path), cluster, str(path), name=path.stem)
+
+
+def abstract_profile(data: Mapping[str, Any], cluster: Cluster, where: str = "graph", name: str = "graph") -> Profile:
+    """The profile of an abstract graph given as a JSON object."""
+    for key in data:
+        if key not in ("ops", "edges"):
+            raise InputError(f'{where}: unknown field {key!r}; an abstract graph has "ops" and "edges"')
+    ops = data.get("ops")
+    if not isinstance(ops, list) or not ops:
+        raise InputError(f'{where}: expected "ops", a list of at least one op')
+    metaops: list[MetaOp] = []
+    curves: list[tuple[Curve, ...]] = []
+    positions: dict[str, int] = {}
+    for position, entry in enumerate(ops):
+        metaop, curve = _read_op(entry, f"{where}: ops[{position}]")
+        if metaop.name in positions:
+            raise InputError(f"{where}: ops[{position}]: the name {metaop.name!r} is there twice; names must differ")
+        positions[metaop.name] = position
+        usable = curve.up_to(cluster.num_devices)
+        if usable is None:
+            raise ProfileError(
+                f"{where}: op {metaop.name!r} fits on no allowed number of devices: it has times for "
+                f"{curve.num_devices[0]} devices and more, the cluster has {cluster.num_devices}"
+            )
+        metaops.append(metaop)
+        curves.append((usable,))
+    edges = _read_edges(data.get("edges", []), positions, where)
+    try:
+        graph = MetaGraph(name=name, metaops=_with_tasks(metaops, edges), edges=edges)
+    except WorkloadError as error:
+        raise InputError(f"{where}: {error}") from error
+    return Profile(graph=graph, cluster=cluster, curves=tuple(curves), gangs=True, leaves_out=LEAVES_OUT)
+
+
+def _read_op(entry: Any, where: str) -> tuple[MetaOp, Curve]:
+    if not isinstance(entry, dict):
+        raise InputError(f"{where}: expected an object with name, layers and time_s, got {entry!r}")
+    name = entry.get("name")
+    if not isinstance(name, str) or not name:
+        raise InputError(f'{where}: expected "name", a string, got {name!r}')
+    where = f"{where} ({name})"
+    for key in entry:
+        if key not in _OP_FIELDS:
+            raise InputError(f"{where}: unknown field {key!r}; an op has {', '.join(_OP_FIELDS)}")
+    if "layers" not in entry:
+        raise InputError(f'{where}: "layers" is missing')
+    layers = read_integer(entry["layers"], f"{where}.layers")
+    if layers < 1:
+        raise InputError(f"{where}.layers: an op needs at least one layer, got {layers}")
+    batch = None if entry.get("batch") is None else read_integer(entry["batch"], f"{where}.batch")
+    if batch is not None and batch < 1:
+        raise InputError(f"{where}.batch: must be at least 1, got {batch}")
+    task = entry.get("task", "")
+    if not isinstance(task, str):
+        raise InputError(f"{where}.task: expected a string, got {task!r}")
+    return MetaOp(name=name, num_layers=layers, batch_size=batch, task=task), _read_curve(entry, where)
+
+
+def _read_curve(entry: dict[str, Any], where: str) -> Curve:
+    parts = {key: entry[key] for key in ("forward_s", "backward_s") if key in entry}
+    if "time_s" in entry and parts:
+        raise InputError(f"{where}: give either time_s or forward_s and backward_s, not both")
+    if "time_s" in entry:
+        together = _read_times(entry["time_s"], f"{where}.time_s")
+        forward = {count: value / 3 for count, value in together.items()}
+        backward = {count: value - forward[count] for count, value in together.items()}
+    elif len(parts) == 2:
+        forward = _read_times(parts["forward_s"], f"{where}.forward_s")
+        backward = _read_times(parts["backward_s"], f"{where}.backward_s")
+        if forward.keys() != backward.keys():
+            odd = min(forward.keys() ^ backward.keys())
+            raise InputError(f"{where}: {odd} devices have a time in only one of forward_s and backward_s")
+    else:
+        raise InputError(f"{where}: no time: expected time_s, or forward_s and backward_s")
+    counts = tuple(sorted(forward))
+    return Curve(
+        num_devices=counts,
+        forward_s=tuple(forward[count] for count in counts),
+        backward_s=tuple(backward[count] for count in counts),
+    )
+
+
+def _read_times(data: Any, where: str) -> dict[int, float]:
+    if not isinstance(data, dict) or not data:
+        raise InputError(f'{where}: expected times by number of devices, such as {{"1": 0.03, "2": 0.017}}')
+    times: dict[int, float] = {}
+    for key, value in data.items():
+        if not (key.isascii() and key.isdigit()) or int(key) < 1:
+            raise InputError(f"{where}: {key!r} is no number of devices; expected a whole number of at least 1")
+        if int(key) in times:
+            raise InputError(f"{where}: {int(key)} devices are listed twice")
+        time_s = read_number(value, f'{where}["{key}"]')
+        if time_s <= 0:
+            raise InputError(f'{where}["{key}"]: a time must be above 0, got {time_s}')
+        times[int(key)] = time_s
+    return times
+
+
+def _read_edges(data: Any, positions: dict[str, int], where: str) -> tuple[tuple[int, int], ...]:
+    if not isinstance(data, list):
+        raise InputError(f'{where}: expected "edges", a list of [producer, consumer]')
+    edges: dict[tuple[int, int], None] = {}
+    for number, edge in enumerate(data):
+        if not isinstance(edge, list) or len(edge) != 2 or not all(isinstance(end, str) for end in edge):
+            raise InputError(f"{where}: edges[{number}]: expected [producer, consumer], got {edge!r}")
+        for end in edge:
+            if end not in positions:
+                raise InputError(f"{where}: edges[{number}]: no op is called {end!r}; ops: {', '.join(positions)}")
+        if edge[0] == edge[1]:
+            raise InputError(f"{where}: edges[{number}]: {edge[0]!r} feeds itself, which is a cycle")
+        edges[(positions[edge[0]], positions[edge[1]])] = None
+    return tuple(edges)
+
+
+def _with_tasks(metaops: list[MetaOp], edges: tuple[tuple[int, int], ...]) -> tuple[MetaOp, ...]:
+    """Names the task of every op that has none: one for each connected part of the graph."""
+    root = list(range(len(metaops)))
+
+    def find(position: int) -> int:
+        while root[position] != position:
+            position = root[position]
+        return position
+
+    for producer, consumer in edges:
+        low, high = sorted((find(producer), find(consumer)))
+        root[high] = low
+    return tuple(
+        MetaOp(
+            name=op.name,
+            num_layers=op.num_layers,
+            batch_size=op.batch_size,
+            task=op.task or f"task of {metaops[find(position)].name}",
+        )
+        for position, op in enumerate(metaops)
+    )

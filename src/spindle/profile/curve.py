@@ -1,0 +1,81 @@
+"""The time of one layer on n devices."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spindle.errors import ProfileError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Forward and backward seconds of one layer over its whole batch, for each allowed number of devices.
+
+    A number that is not listed is not allowed: a curve never guesses between or beyond its points.
+    """
+
+    num_devices: tuple[int, ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    tensor_degree: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.num_devices:
+            raise ProfileError("a curve needs at least one number of devices")
+        if not len(self.num_devices) == len(self.forward_s) == len(self.backward_s):
+            raise ProfileError("a curve needs as many forward and backward times as numbers of devices")
+        if self.num_devices[0] < 1 or any(b <= a for a, b in zip(self.num_devices, self.num_devices[1:], strict=False)):
+            raise ProfileError(f"numbers of devices must rise from at least 1, got {list(self.num_devices)[:8]}")
+        if self.num_devices[0] % self.tensor_degree:
+            raise ProfileError(f"{self.num_devices[0]} devices cannot hold tensor groups of {self.tensor_degree}")
+        times = np.asarray(self.forward_s + self.backward_s)
+        if not (np.isfinite(times).all() and (times >= 0).all()):
+            raise ProfileError("times must be finite and not negative")
+
+    def allows(self, num_devices: int) -> bool:
+        position = bisect_left(self.num_devices, num_devices)
+        return position < len(self.num_devices) and self.num_devices[position] == num_devices
+
+    def times_s(self, num_devices: int) -> tuple[float, float]:
+        """Forward and backward seconds on exactly so many devices."""
+        position = bisect_left(self.num_devices, num_devices)
+        if position == len(self.num_devices) or self.num_devices[position] != num_devices:
+            raise ProfileError(
+                f"no time is known on {num_devices} devices; known: {_ranges(self.num_devices)} "
+                "(measure it, or plan with these)"
+            )
+        return self.forward_s[position], self.backward_s[position]
+
+    def folded_s(self, recompute: bool = False) -> NDArray[np.float64]:
+        """Forward and backward together at each allowed number; recomputation pays the forward pass twice."""
+        forward: NDArray[np.float64] = np.asarray(self.forward_s)
+        return forward * (2 if recompute else 1) + np.asarray(self.backward_s, dtype=np.float64)
+
+    def up_to(self, num_devices: int) -> Curve | None:
+        """The part of the curve that so many devices can use, if any."""
+        count = bisect_left(self.num_devices, num_devices + 1)
+        if count == len(self.num_devices):
+            return self
+        if count == 0:
+            return None
+        return Curve(
+            num_devices=self.num_devices[:count],
+            forward_s=self.forward_s[:count],
+            backward_s=self.backward_s[:count],
+            tensor_degree=self.tensor_degree,
+        )
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    parts: list[str] = []
+    start = previous = numbers[0]
+    for number in (*numbers[1:], -1):
+        if number != previous + 1:
+            parts.append(f"{start}-{previous}" if previous > start else f"{start}")
+            start = number
+        previous = number
+    return ", ".join(parts[:12] + ["..."] if len(parts) > 12 else parts)

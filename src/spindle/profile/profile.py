@@ -1,0 +1,87 @@
+"""A graph on a cluster with its curves: what planners plan from and what the simulator times with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spindle.cluster import Cluster
+from spindle.errors import ProfileError
+from spindle.graph import MetaGraph
+from spindle.profile.curve import Curve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is decided before anything is scheduled: a tensor degree for each module, and what is recomputed.
+
+    Both are by op position; ops of one module have the same degree, because a device always holds the same shard.
+    """
+
+    tensor_degrees: tuple[int, ...]
+    recompute: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Curves of every op, one for each tensor degree it may have, in rising degree.
+
+    `gangs` says that a time on n devices is a black box: the devices of a slot then start each layer run together,
+    because nothing is known of how they share it. `host_rates[k - 1]` is the rate of each of k busy devices of one
+    island; empty means that neighbours do not matter. `leaves_out` is what this model knows it does not know.
+    """
+
+    graph: MetaGraph
+    cluster: Cluster
+    curves: tuple[tuple[Curve, ...], ...]
+    gangs: bool = False
+    host_rates: tuple[float, ...] = ()
+    leaves_out: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.curves) != len(self.graph.metaops):
+            raise ProfileError(f"{len(self.graph.metaops)} ops need as many curves, got {len(self.curves)}")
+        for op, curves in zip(self.graph.metaops, self.curves, strict=True):
+            if not curves:
+                raise ProfileError(
+                    f"op {op.name!r} fits on no allowed number of devices: "
+                    f"the cluster {self.cluster.name!r} has {self.cluster.num_devices}"
+                )
+            if max(curve.num_devices[-1] for curve in curves) > self.cluster.num_devices:
+                raise ProfileError(f"op {op.name!r} has times beyond the {self.cluster.num_devices} devices there are")
+        if self.host_rates and min(self.host_rates) <= 0:
+            raise ProfileError(f"host_rates must be above 0, got {self.host_rates}")
+
+    @property
+    def default_setting(self) -> Setting:
+        """The smallest degree each module has, nothing recomputed."""
+        return self.setting({})
+
+    def setting(self, degrees: dict[str, int], recompute: frozenset[str] = frozenset()) -> Setting:
+        """A setting from degrees by module (the smallest where none is given) and names of ops to recompute."""
+        return Setting(
+            tensor_degrees=tuple(
+                degrees.get(op.module or "", curves[0].tensor_degree)
+                for op, curves in zip(self.graph.metaops, self.curves, strict=True)
+            ),
+            recompute=tuple(op.name in recompute for op in self.graph.metaops),
+        )
+
+    def degrees_of(self, module: str) -> tuple[int, ...]:
+        """Degrees that every op of a module has a curve for."""
+        choices = [
+            {curve.tensor_degree for curve in curves}
+            for op, curves in zip(self.graph.metaops, self.curves, strict=True)
+            if op.module == module
+        ]
+        return tuple(sorted(set.intersection(*choices)))
+
+    def curve(self, op: int, setting: Setting) -> Curve:
+        """The curve of an op at the setting's degree."""
+        degree = setting.tensor_degrees[op]
+        for curve in self.curves[op]:
+            if curve.tensor_degree == degree:
+                return curve
+        raise ProfileError(
+            f"op {self.graph.metaops[op].name!r} has no curve for tensor degree {degree}; "
+            f"it has {', '.join(str(curve.tensor_degree) for curve in self.curves[op])}"
+        )

@@ -1,0 +1,88 @@
+"""Curves where nothing was measured: a roofline with a fixed overhead per layer.
+
+A layer on n devices, in tensor groups of d, works on ceil(batch / (n / d)) samples at a time, so n need not divide the
+batch. Its time is an overhead, plus the larger of its FLOPs over the reached peak and its bytes over the reached
+bandwidth, plus the all-reduces of its tensor group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from spindle.cluster import Cluster, Island
+from spindle.errors import ProfileError
+from spindle.graph import MetaGraph, MetaOp
+from spindle.profile.communication import all_reduce_s
+from spindle.profile.curve import Curve
+from spindle.profile.profile import Profile
+
+LEAVES_OUT = (
+    "kernels whose efficiency changes with their size (one efficiency holds for all)",
+    "what compute and communication take from each other on one device",
+    "data loading, the loss, and whatever the host does between layers beyond the fixed overhead",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """`overhead_s` is per layer, forward and backward together (a third of it is forward)."""
+
+    efficiency: float = 0.5
+    bandwidth_efficiency: float = 0.8
+    overhead_s: float = 300e-6
+
+    def __post_init__(self) -> None:
+        for name in ("efficiency", "bandwidth_efficiency"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ProfileError(f"{name} must lie in (0, 1], got {getattr(self, name)}")
+        if not self.overhead_s >= 0:
+            raise ProfileError(f"overhead_s must not be negative, got {self.overhead_s}")
+
+
+def roofline_profile(graph: MetaGraph, cluster: Cluster, roofline: Roofline = Roofline()) -> Profile:  # noqa: B008
+    """The analytic profile of a graph whose ops carry their costs."""
+    return Profile(
+        graph=graph,
+        cluster=cluster,
+        curves=tuple(_curves(graph, op, cluster, roofline) for op in graph.metaops),
+        leaves_out=LEAVES_OUT,
+    )
+
+
+def _curves(graph: MetaGraph, op: MetaOp, cluster: Cluster, roofline: Roofline) -> tuple[Curve, ...]:
+    if op.cost is None or op.batch_size is None:
+        raise ProfileError(f"op {op.name!r} has no cost to derive a time from; give it measured times")
+    smallest_island = min(cluster.islands, key=lambda island: island.num_devices)
+    degrees = []
+    degree = 1
+    while degree <= min(op.cost.max_tensor_degree, smallest_island.num_devices, cluster.num_devices):
+        degrees.append(degree)
+        degree *= 2
+    return tuple(_curve(graph, op, cluster, roofline, smallest_island, degree) for degree in degrees)
+
+
+def _curve(graph: MetaGraph, op: MetaOp, cluster: Cluster, roofline: Roofline, island: Island, degree: int) -> Curve:
+    cost, kind = op.cost, cluster.kind
+    assert cost is not None and op.batch_size is not None
+    num_replicas = np.arange(1, min(cluster.num_devices // degree, op.batch_size) + 1)
+    rows = -(-op.batch_size // num_replicas)
+    weights = sum(graph.parameters[parameter].num_elements for parameter in op.parameters[0]) / degree
+    weight_bytes = weights * graph.numerics.parameter_bytes
+    reached_flops = kind.peak_flops * roofline.efficiency * degree
+    reached_bytes = kind.memory_bytes_per_s * roofline.bandwidth_efficiency
+
+    def pass_s(flops: float, traffic_passes: int, overhead_s: float) -> list[float]:
+        traffic = traffic_passes * (rows * cost.traffic_bytes / degree + weight_bytes)
+        compute = np.maximum(rows * flops / reached_flops, traffic / reached_bytes)
+        # Backward all-reduces the gradients of the same tensors that forward all-reduced.
+        link_s = np.array([all_reduce_s(count * cost.tensor_bytes, degree, island.link) for count in rows.tolist()])
+        return [float(time_s) for time_s in overhead_s + compute + link_s]
+
+    return Curve(
+        num_devices=tuple(int(count) * degree for count in num_replicas),
+        forward_s=tuple(pass_s(cost.forward_flops, 1, roofline.overhead_s / 3)),
+        backward_s=tuple(pass_s(cost.backward_flops, 2, roofline.overhead_s * 2 / 3)),
+        tensor_degree=degree,
+    )

@@ -1,0 +1,77 @@
+"""Curves from measurements: piecewise α–β (§3.2 of the Spindle paper).
+
+A layer's time depends on the samples one device works on. Between two measured sizes it is α + β·rows with that piece's
+own α and β, because kernels change with their load; a whole curve then follows from rows = ceil(batch / n). Sizes
+outside what was measured are refused, never extrapolated: the n that would need them are left out of the curve.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from spindle.cluster import Cluster
+from spindle.errors import ProfileError
+from spindle.graph import MetaGraph
+from spindle.profile.curve import Curve
+from spindle.profile.profile import Profile
+
+LEAVES_OUT = ("whatever the measurement did not see: neighbours' load, clocks, other sizes",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSamples:
+    """Measured seconds of one layer at several numbers of rows on one device."""
+
+    rows: tuple[int, ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.rows or any(b <= a for a, b in zip(self.rows, self.rows[1:], strict=False)) or self.rows[0] < 1:
+            raise ProfileError(f"measured rows must rise from at least 1, got {list(self.rows)}")
+        if not len(self.rows) == len(self.forward_s) == len(self.backward_s):
+            raise ProfileError("as many forward and backward times as measured rows are needed")
+
+    def at(self, rows: int) -> tuple[float, float]:
+        """Forward and backward seconds for so many rows, on the piece that holds them."""
+        if not self.rows[0] <= rows <= self.rows[-1]:
+            raise ProfileError(f"{rows} rows were not measured; measured: {self.rows[0]} to {self.rows[-1]}")
+        upper = bisect_left(self.rows, rows)
+        if self.rows[upper] == rows:
+            return self.forward_s[upper], self.backward_s[upper]
+        lower = upper - 1
+        share = (rows - self.rows[lower]) / (self.rows[upper] - self.rows[lower])
+        return (
+            self.forward_s[lower] + share * (self.forward_s[upper] - self.forward_s[lower]),
+            self.backward_s[lower] + share * (self.backward_s[upper] - self.backward_s[lower]),
+        )
+
+
+def curve_from_samples(samples: LayerSamples, batch_size: int, max_devices: int) -> Curve:
+    """The data-parallel curve of a layer whose batch is split over n devices, for every n that was measured."""
+    points = []
+    for num_devices in range(1, min(batch_size, max_devices) + 1):
+        rows = -(-batch_size // num_devices)
+        if samples.rows[0] <= rows <= samples.rows[-1]:
+            points.append((num_devices, *samples.at(rows)))
+    if not points:
+        raise ProfileError(
+            f"a batch of {batch_size} on up to {max_devices} devices needs "
+            f"{-(-batch_size // min(batch_size, max_devices))} to {batch_size} rows on each; "
+            f"measured: {samples.rows[0]} to {samples.rows[-1]}"
+        )
+    counts, forward_s, backward_s = zip(*points, strict=True)
+    return Curve(num_devices=counts, forward_s=forward_s, backward_s=backward_s)
+
+
+def sampled_profile(graph: MetaGraph, cluster: Cluster, samples: Mapping[str, LayerSamples]) -> Profile:
+    """A profile from measured layers, by MetaOp name or, where that is missing, by module name."""
+    curves = []
+    for op in graph.metaops:
+        measured = samples.get(op.name) or samples.get(op.module or "")
+        if measured is None or op.batch_size is None:
+            raise ProfileError(f"op {op.name!r}: no samples under its name or its module's ({op.module!r})")
+        curves.append((curve_from_samples(measured, op.batch_size, cluster.num_devices),))
+    return Profile(graph=graph, cluster=cluster, curves=tuple(curves), leaves_out=LEAVES_OUT)

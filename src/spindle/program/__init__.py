@@ -1,0 +1,38 @@
+"""What does each rank do? Instructions, lowering from a plan, and `verify`. Knows ranks, not torch."""
+
+from spindle.program.instances import Instances, instances_of
+from spindle.program.instructions import (
+    LANES,
+    Backward,
+    Exchange,
+    Forward,
+    Instruction,
+    OptimizerStep,
+    SyncGradients,
+)
+from spindle.program.lower import lower
+from spindle.program.program import Bucket, Flows, Lane, Link, Program, SlotShape
+from spindle.program.text import format_program, parse_program
+from spindle.program.verify import verify
+
+__all__ = [
+    "LANES",
+    "Backward",
+    "Bucket",
+    "Exchange",
+    "Flows",
+    "Forward",
+    "Instances",
+    "Instruction",
+    "Lane",
+    "Link",
+    "OptimizerStep",
+    "Program",
+    "SlotShape",
+    "SyncGradients",
+    "format_program",
+    "instances_of",
+    "lower",
+    "parse_program",
+    "verify",
+]

@@ -1,0 +1,79 @@
+"""What a rank can be told to do, one class for each kind.
+
+An instruction is written once and stands in the lists of every rank that takes part in it; what differs from rank to
+rank (which rows, which peers) is looked up in the program. Each rank has three lanes that run side by side, each in its
+own order: compute, transfer, and sync.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+COMPUTE, TRANSFER, SYNC = range(3)
+LANES = ("compute", "transfer", "sync")
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Run a slot's layers forward on this rank's share."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Run layers `[first, last)` of a slot backward. A slot's backward comes in several of these, last layers first,
+    so that gradients can be synchronised while earlier layers still run."""
+
+    slot: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Move the rows of one link between its producer's and its consumer's ranks: activations forward, their gradients
+    backward. All sends and receives of one exchange go at once, in no order."""
+
+    link: int
+    backward: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SyncGradients:
+    """Sum the gradients of one bucket of parameters over the ranks that hold them."""
+
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """Update every parameter this rank holds."""
+
+
+Instruction = Forward | Backward | Exchange | SyncGradients | OptimizerStep
+
+
+def code(instruction: Instruction) -> str:
+    """The short name that text forms use."""
+    match instruction:
+        case Forward(slot=slot):
+            return f"F{slot}"
+        case Backward(slot=slot, first=first, last=last):
+            return f"B{slot}[{first}:{last}]"
+        case Exchange(link=link, backward=backward):
+            return f"{'Y' if backward else 'X'}{link}"
+        case SyncGradients(bucket=bucket):
+            return f"S{bucket}"
+        case OptimizerStep():
+            return "U"
+
+
+def lane_of(instruction: Instruction) -> int:
+    match instruction:
+        case Forward() | Backward() | OptimizerStep():
+            return COMPUTE
+        case Exchange():
+            return TRANSFER
+        case SyncGradients():
+            return SYNC

@@ -1,0 +1,227 @@
+"""From a plan to a program: transfers by interval overlap, the mirrored backward, gradients synchronised as they
+become ready.
+
+A pass for each of these, in this order: shapes of slots, links between them, backward chunks, gradient buckets, and
+last the order on every rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from spindle.plan import Plan, Slot, setting_of
+from spindle.profile import Profile, Setting
+from spindle.program.instructions import (
+    COMPUTE,
+    SYNC,
+    TRANSFER,
+    Backward,
+    Exchange,
+    Forward,
+    Instruction,
+    OptimizerStep,
+    SyncGradients,
+)
+from spindle.program.program import Bucket, Column, Flows, Lane, Link, Program, SlotShape, lane_from_pairs
+from spindle.program.reshard import common_scale, flows_between, share_bounds
+
+# Gradients are handed on while backward still runs; smaller chunks hide more and cost more messages.
+CHUNK_BYTES = 64e6
+
+
+def lower(plan: Plan, profile: Profile) -> Program:
+    """The program of a legal plan; it does not check the plan again."""
+    setting = setting_of(plan, profile)
+    position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
+    ops = [position[slot.op] for slot in plan.slots]
+    shapes = tuple(_shape(profile, setting, slot, op) for slot, op in zip(plan.slots, ops, strict=True))
+    links = _links(plan, profile, ops, shapes)
+    chunks = [_chunks(profile, setting, slot, op) for slot, op in zip(plan.slots, ops, strict=True)]
+
+    instructions: list[Instruction] = [Forward(slot=number) for number in range(len(plan.slots))]
+    backward_numbers: list[list[int]] = []
+    for number, bounds in enumerate(chunks):
+        backward_numbers.append(list(range(len(instructions), len(instructions) + len(bounds))))
+        instructions += [Backward(slot=number, first=first, last=last) for first, last in bounds]
+    buckets = _buckets(plan, profile, setting, ops, chunks, backward_numbers)
+    link_base = len(instructions)
+    for number in range(len(links)):
+        instructions += [Exchange(link=number, backward=False), Exchange(link=number, backward=True)]
+    bucket_base = len(instructions)
+    instructions += [SyncGradients(bucket=number) for number in range(len(buckets))]
+    instructions.append(OptimizerStep())
+
+    compute = _compute_order(plan, shapes, backward_numbers, profile, len(instructions) - 1)
+    transfer = _transfer_order(plan, links, link_base)
+    sync = [(bucket_base + number, bucket.ranks) for number, bucket in enumerate(buckets)]
+    return Program(
+        plan=plan,
+        num_ranks=profile.cluster.num_devices,
+        instructions=tuple(instructions),
+        lanes=tuple(_lane(profile.cluster.num_devices, order) for order in (compute, transfer, sync)),
+        slots=shapes,
+        links=tuple(links),
+        buckets=buckets,
+    )
+
+
+assert (COMPUTE, TRANSFER, SYNC) == (0, 1, 2)  # the order of lanes above
+
+
+def _shape(profile: Profile, setting: Setting, slot: Slot, op: int) -> SlotShape:
+    degree = setting.tensor_degrees[op]
+    num_replicas = len(slot.devices) // degree
+    num_rows = profile.graph.metaops[op].batch_size
+    if num_rows is None or profile.gangs:
+        # The time on n devices is all that is known; whatever they share, each has an equal part of it.
+        num_rows = num_replicas
+    return SlotShape(
+        op=op,
+        ranks=np.asarray(slot.devices, dtype=np.int64),
+        bounds=share_bounds(num_rows, num_replicas),
+        tensor_degree=degree,
+    )
+
+
+def _links(plan: Plan, profile: Profile, ops: list[int], shapes: tuple[SlotShape, ...]) -> list[Link]:
+    """Slot to next slot of an op, and last slot of a producer to first slot of its consumer."""
+    graph = profile.graph
+    slots_of: dict[int, list[int]] = defaultdict(list)
+    for number, op in enumerate(ops):
+        slots_of[op].append(number)
+    pairs = [pair for numbers in slots_of.values() for pair in zip(numbers, numbers[1:], strict=False)]
+    pairs += [(slots_of[producer][-1], slots_of[consumer][0]) for producer, consumer in graph.edges]
+    links = []
+    for producer, consumer in sorted(pairs):
+        giver, taker = shapes[producer], shapes[consumer]
+        cost = graph.metaops[giver.op].cost
+        output_bytes = 0.0 if cost is None else cost.output_bytes
+        links.append(
+            Link(
+                producer=producer,
+                consumer=consumer,
+                bytes_per_row=output_bytes * giver.num_rows / common_scale(giver, taker),
+                forward=flows_between(giver, taker),
+                backward=flows_between(taker, giver),
+            )
+        )
+    return links
+
+
+def _chunks(profile: Profile, setting: Setting, slot: Slot, op: int) -> list[tuple[int, int]]:
+    """Layer ranges whose backward runs as one instruction, last layers first."""
+    graph = profile.graph
+    chunks: list[tuple[int, int]] = []
+    last, num_bytes = slot.last, 0.0
+    for layer in range(slot.last - 1, slot.first - 1, -1):
+        parameters = graph.metaops[op].parameters[layer] if graph.metaops[op].parameters else ()
+        num_bytes += sum(graph.parameters[parameter].num_elements for parameter in parameters)
+        if num_bytes * graph.numerics.gradient_bytes / setting.tensor_degrees[op] >= CHUNK_BYTES or layer == slot.first:
+            chunks.append((layer, last))
+            last, num_bytes = layer, 0.0
+    return chunks
+
+
+def _buckets(
+    plan: Plan,
+    profile: Profile,
+    setting: Setting,
+    ops: list[int],
+    chunks: list[list[tuple[int, int]]],
+    backward_numbers: list[list[int]],
+) -> tuple[Bucket, ...]:
+    """Parameters with the same ranks and the same last word of backward, in the order in which they become ready.
+
+    A parameter of tensor degree d is d shards; device r always holds shard r mod d, so each shard has its own group.
+    """
+    graph = profile.graph
+    users: dict[int, list[tuple[int, int]]] = defaultdict(list)  # parameter -> (slot, backward instruction)
+    ready_key: dict[int, tuple[int, float]] = {}  # backward instruction -> (round, mirrored time)
+    for number, slot in enumerate(plan.slots):
+        layer_s = (slot.end_s - slot.start_s) / slot.num_layers
+        for (first, last), backward in zip(chunks[number], backward_numbers[number], strict=True):
+            ready_key[backward] = (slot.round, -(slot.start_s + (first - slot.first) * layer_s))
+            for layer in range(first, last) if graph.metaops[ops[number]].parameters else ():
+                for parameter in graph.metaops[ops[number]].parameters[layer]:
+                    users[parameter].append((number, backward))
+
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...], int, int], list[int]] = defaultdict(list)
+    for parameter, uses in sorted(users.items()):
+        if graph.parameters[parameter].trainable:
+            slots = tuple(sorted({slot for slot, _ in uses}))
+            after = tuple(sorted({backward for _, backward in uses}))
+            degree = setting.tensor_degrees[ops[slots[0]]]
+            for shard in range(degree):
+                groups[slots, after, degree, shard].append(parameter)
+
+    ranks_of: dict[tuple[tuple[int, ...], int, int], Column] = {}
+    buckets: list[tuple[tuple[int, float], Bucket]] = []
+    for (slots, after, degree, shard), parameters in groups.items():
+        if (slots, degree, shard) not in ranks_of:
+            ranks = np.unique(np.concatenate([np.asarray(plan.slots[slot].devices) for slot in slots]))
+            ranks_of[slots, degree, shard] = ranks[ranks % degree == shard]
+        ranks = ranks_of[slots, degree, shard]
+        if len(ranks) > 1:
+            elements = sum(-(-graph.parameters[parameter].num_elements // degree) for parameter in parameters)
+            bucket = Bucket(
+                parameters=tuple(parameters),
+                num_bytes=elements * graph.numerics.gradient_bytes,
+                ranks=ranks,
+                after=after,
+            )
+            buckets.append((max(ready_key[backward] for backward in after), bucket))
+    # One global order for all ranks, so that overlapping groups cannot wait for each other in a circle.
+    buckets.sort(key=lambda entry: (entry[0], entry[1].parameters))
+    return tuple(bucket for _, bucket in buckets)
+
+
+Order = list[tuple[int, Column]]
+
+
+def _compute_order(
+    plan: Plan, shapes: tuple[SlotShape, ...], backward_numbers: list[list[int]], profile: Profile, optimizer: int
+) -> Order:
+    """Round after round: slots forward in plan order, then backward in reverse."""
+    order: Order = []
+    for round_number in range(plan.num_rounds):
+        slots = [number for number, slot in enumerate(plan.slots) if slot.round == round_number]
+        order += [(number, shapes[number].ranks) for number in slots]
+        for number in reversed(slots):
+            order += [(backward, shapes[number].ranks) for backward in backward_numbers[number]]
+    if profile.graph.parameters:
+        order.append((optimizer, np.unique(np.concatenate([shape.ranks for shape in shapes]))))
+    return order
+
+
+def _transfer_order(plan: Plan, links: list[Link], link_base: int) -> Order:
+    """Forward links as their producers end, backward links as their consumers' mirrored backward ends."""
+    order: Order = []
+    for round_number in range(plan.num_rounds):
+        numbers = [number for number, link in enumerate(links) if plan.slots[link.producer].round == round_number]
+
+        def forward_key(number: int) -> tuple[float, int, int]:
+            link = links[number]
+            return (plan.slots[link.producer].end_s, link.producer, link.consumer)
+
+        def backward_key(number: int) -> tuple[float, int, int]:
+            link = links[number]
+            return (-plan.slots[link.consumer].start_s, -link.consumer, -link.producer)
+
+        for number in sorted(numbers, key=forward_key):
+            order.append((link_base + 2 * number, _ranks_of(links[number].forward)))
+        for number in sorted(numbers, key=backward_key):
+            order.append((link_base + 2 * number + 1, _ranks_of(links[number].backward)))
+    return order
+
+
+def _ranks_of(flows: Flows) -> Column:
+    return np.unique(np.concatenate([flows.source, flows.destination]))
+
+
+def _lane(num_ranks: int, order: Order) -> Lane:
+    if not order:
+        return lane_from_pairs(num_ranks, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+    instructions = np.concatenate([np.full(len(ranks), number, dtype=np.int64) for number, ranks in order])
+    return lane_from_pairs(num_ranks, instructions, np.concatenate([ranks for _, ranks in order]))

@@ -1,0 +1,58 @@
+"""The text form of a program: its plan, a line of dashes, then what each rank runs on each lane.
+
+    rank 0-3 compute F0 F2 B2[0:12] B0[0:4] U
+    rank 0 transfer X0 Y0
+
+F forward, B backward, X exchange, Y exchange of gradients, S synchronise gradients, U update; the numbers are slots,
+links and buckets. Ranks with the same list share a line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from spindle.errors import ProgramError
+from spindle.plan import format_devices, format_plan, parse_plan
+from spindle.profile import Profile
+from spindle.program.instructions import LANES, code
+from spindle.program.lower import lower
+from spindle.program.program import Program, lane_from_pairs
+
+
+def format_program(program: Program, profile: Profile) -> str:
+    lines = [format_plan(program.plan, profile).rstrip(), "---"]
+    codes = [code(instruction) for instruction in program.instructions]
+    for lane, name in zip(program.lanes, LANES, strict=True):
+        ranks_with: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(program.num_ranks):
+            ranks_with.setdefault(tuple(lane.of_rank(rank).tolist()), []).append(rank)
+        for numbers, ranks in ranks_with.items():
+            if numbers:
+                lines.append(" ".join(["rank", format_devices(ranks), name, *(codes[number] for number in numbers)]))
+    return "\n".join(lines) + "\n"
+
+
+def parse_program(text: str, profile: Profile) -> Program:
+    """The program of a text form: its plan lowered, with the order on each rank as the text has it."""
+    plan_text, _, lane_text = text.partition("---\n")
+    program = lower(parse_plan(plan_text, profile), profile)
+    number_of = {code(instruction): number for number, instruction in enumerate(program.instructions)}
+    pairs: dict[str, list[tuple[int, int]]] = {name: [] for name in LANES}
+    for line in lane_text.splitlines():
+        word, ranks, name, *codes = line.split()
+        if word != "rank" or name not in pairs:
+            raise ProgramError(f"expected 'rank RANKS LANE INSTRUCTIONS', got {line!r}")
+        for one in codes:
+            if one not in number_of:
+                raise ProgramError(f"{one!r} is no instruction of this program; it has {', '.join(number_of)}")
+        for part in ranks.split(","):
+            first, _, last = part.partition("-")
+            for rank in range(int(first), int(last or first) + 1):
+                pairs[name] += [(number_of[one], rank) for one in codes]
+    lanes = []
+    for name in LANES:
+        columns = np.array(pairs[name], dtype=np.int64).reshape(-1, 2)
+        lanes.append(lane_from_pairs(program.num_ranks, columns[:, 0], columns[:, 1]))
+    return replace(program, lanes=tuple(lanes))

@@ -1,0 +1,50 @@
+"""The loop of `verify`, compiled: start everything that can start, without time."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+
+@njit(cache=True)
+def run_untimed(num_needs, follower_starts, followers, meeting_starts, meetings, member_starts, members):
+    """Which instances can be brought to an end."""
+    num_instances = len(num_needs)
+    needs = num_needs.copy()
+    done = np.zeros(num_instances, np.bool_)
+    absent = member_starts[1:] - member_starts[:-1]
+    unfinished = meeting_starts[1:] - meeting_starts[:-1]
+    stack = np.empty(num_instances + 1, np.int64)
+    size = 0
+    for instance in range(num_instances):
+        if needs[instance] == 0:
+            stack[size] = instance
+            size += 1
+    finished = np.empty(num_instances + 1, np.int64)
+    while size > 0:
+        size -= 1
+        instance = stack[size]
+        num_finished = 0
+        if unfinished[instance] == 0:
+            finished[0] = instance
+            num_finished = 1
+        for place in range(meeting_starts[instance], meeting_starts[instance + 1]):
+            meeting = meetings[place]
+            absent[meeting] -= 1
+            if absent[meeting] == 0:
+                for other in range(member_starts[meeting], member_starts[meeting + 1]):
+                    member = members[other]
+                    unfinished[member] -= 1
+                    if unfinished[member] == 0:
+                        finished[num_finished] = member
+                        num_finished += 1
+        for number in range(num_finished):
+            member = finished[number]
+            done[member] = True
+            for place in range(follower_starts[member], follower_starts[member + 1]):
+                follower = followers[place]
+                needs[follower] -= 1
+                if needs[follower] == 0:
+                    stack[size] = follower
+                    size += 1
+    return done

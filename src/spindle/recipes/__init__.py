@@ -1,0 +1,89 @@
+"""The paper's workloads as values: sizes from its §5, the rest chosen by us and fitted to its DeepSpeed times.
+
+`docs/recipes.md` tells what is the paper's and what is ours. Knows no planner.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from spindle.recipes import clip, ofasys, qwen_val
+from spindle.recipes.paper import CELLS, SIMULATED, Cell, SimulatedCell
+from spindle.recipes.recipe import Fit, Fits, FittedCell, Recipe, read_fits
+from spindle.recipes.transformer import Tower
+
+_BATCHES = "batch sizes, fitted"
+
+
+def _clip(num_tasks: int) -> Recipe:
+    name = f"clip-{num_tasks}"
+    ours = clip.TASKS[4:num_tasks]
+    return Recipe(
+        name=name,
+        description=f"{num_tasks} contrastive tasks, each over two of the six encoders of ImageBind-huge (1.19B).",
+        chosen=(_BATCHES, *([f"the tasks {', '.join(ours)}"] if ours else []), "no loss, no patch stems"),
+        build=partial(clip.clip_workload, name),
+        fitted_as=name,
+    )
+
+
+def _ofasys(num_tasks: int) -> Recipe:
+    name = f"ofasys-{num_tasks}"
+    return Recipe(
+        name=name,
+        description=f"{num_tasks} tasks through light adaptors into one encoder-decoder language model (0.66B).",
+        chosen=(
+            _BATCHES,
+            f"the tasks {', '.join(ofasys.TASKS[:num_tasks])} and their token counts",
+            "the adaptors' sizes",
+            "below 32 devices the batch is worked through in micro-steps",
+        ),
+        build=partial(ofasys.ofasys_workload, name),
+        fitted_as=name,
+        whole_batch_devices=32,
+    )
+
+
+def _qwen_val(name: str, size: str, total: str, batch_factor: int = 1) -> Recipe:
+    return Recipe(
+        name=name,
+        description=f"Vision-language, audio-language and both, into one large language model ({total}).",
+        chosen=(
+            _BATCHES,
+            "token counts",
+            "one table for embedding and head",
+            *(["the language model's size", "the optimizer sharded over replicas"] if size != "9b" else []),
+        ),
+        build=partial(qwen_val.qwen_val_workload, name, size),
+        fitted_as="qwen-val-3",
+        batch_factor=batch_factor,
+    )
+
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        _clip(4),
+        _clip(7),
+        _clip(10),
+        _ofasys(4),
+        _ofasys(7),
+        _qwen_val("qwen-val-3", "9b", "9.57B"),
+        _qwen_val("qwen-val-30b", "30b", "30.3B", batch_factor=4),
+        _qwen_val("qwen-val-70b", "70b", "73.5B", batch_factor=4),
+    )
+}
+
+__all__ = [
+    "CELLS",
+    "RECIPES",
+    "SIMULATED",
+    "Cell",
+    "Fit",
+    "Fits",
+    "FittedCell",
+    "Recipe",
+    "SimulatedCell",
+    "Tower",
+    "read_fits",
+]

@@ -1,0 +1,51 @@
+"""The simulator: executes the very instruction lists a runtime would."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spindle.errors import ProgramError
+from spindle.profile import Profile
+from spindle.program import Program, instances_of
+from spindle.program.verify import describe_deadlock
+from spindle.simulate.costs import costs_of
+from spindle.simulate.engine import run
+from spindle.timeline import Timeline
+
+
+def simulate(program: Program, profile: Profile) -> Timeline:
+    """The timeline of one step. Raises a ProgramError when the program deadlocks."""
+    instances = instances_of(program, profile.gangs)
+    costs = costs_of(program, instances, profile)
+    posted, began, ended = run(
+        instances.num_needs,
+        instances.follower_starts,
+        instances.followers,
+        instances.meeting_starts,
+        instances.meetings,
+        instances.member_starts,
+        instances.members,
+        costs.delay_ns,
+        costs.fixed_ns,
+        costs.entry_starts,
+        costs.entry_resource,
+        costs.entry_ns,
+        costs.entry_weight,
+        costs.slowness_of,
+        costs.slowness,
+    )
+    if (ended < 0).any():
+        raise ProgramError(describe_deadlock(program, instances, np.flatnonzero(ended < 0)))
+    return Timeline(
+        instructions=program.instructions,
+        num_ranks=program.num_ranks,
+        rank=instances.rank,
+        lane=instances.lane,
+        instruction=instances.instruction,
+        posted=posted,
+        start=began,
+        end=ended,
+        bytes_at_start=costs.bytes_at_start,
+        bytes_at_end=costs.bytes_at_end,
+        static_bytes=costs.static_bytes,
+    )

@@ -1,0 +1,154 @@
+"""Tasks over shared modules.
+
+A module is a named chain of layers; a task calls modules on a batch, and flows say which call feeds which. What a layer
+costs depends on the call (the same text tower reads 77 tokens here, 512 there), so costs live in the call, keyed by
+the kind of layer. Parameters are named on their own, so that tied weights are one parameter used by two layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spindle.errors import WorkloadError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One tensor of weights; a frozen one has no gradient and no optimizer state."""
+
+    name: str
+    num_elements: int
+    trainable: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_elements < 0:
+            raise WorkloadError(f"parameter {self.name!r}: num_elements must not be negative, got {self.num_elements}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One link of a module's chain. Layers of one kind in one call are identical but for their weights."""
+
+    kind: str
+    parameters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    name: str
+    layers: tuple[Layer, ...]
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise WorkloadError(f"module {self.name!r} has no layers; it needs at least one")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """What one layer costs per sample of the batch; parameters are counted apart."""
+
+    forward_flops: float
+    backward_flops: float
+    traffic_bytes: float  # activations read and written by the forward pass
+    saved_bytes: float  # activations kept for the backward pass
+    output_bytes: float  # what crosses a cut behind this layer
+    tensor_bytes: float = 0.0  # all-reduced by the forward pass of a tensor-parallel layer
+    max_tensor_degree: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("forward_flops", "backward_flops", "traffic_bytes", "saved_bytes", "output_bytes", "tensor_bytes"):
+            if not getattr(self, name) >= 0:
+                raise WorkloadError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
+        if self.max_tensor_degree < 1:
+            raise WorkloadError(f"max_tensor_degree must be at least 1, got {self.max_tensor_degree}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One use of a module by a task; `costs` has one entry per kind of layer of that module."""
+
+    name: str
+    module: str
+    costs: tuple[tuple[str, LayerCost], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Calls joined by flows `(producer, consumer)`, over a batch of its own size."""
+
+    name: str
+    batch_size: int
+    calls: tuple[Call, ...]
+    flows: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise WorkloadError(f"task {self.name!r}: batch_size must be at least 1, got {self.batch_size}")
+        names = _unique(f"task {self.name!r}: call", [call.name for call in self.calls])
+        for producer, consumer in self.flows:
+            for end in (producer, consumer):
+                if end not in names:
+                    raise WorkloadError(
+                        f"task {self.name!r}: the flow {producer!r} -> {consumer!r} names {end!r}, "
+                        f"which is no call of it; calls: {', '.join(sorted(names))}"
+                    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numerics:
+    """Bytes per parameter element. The default is mixed precision Adam: 16-bit weights and gradients, 32-bit master
+    weights and two moments. `update_bytes` is what one optimizer step reads and writes."""
+
+    parameter_bytes: int = 2
+    gradient_bytes: int = 2
+    optimizer_bytes: int = 12
+    update_bytes: int = 28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    name: str
+    modules: tuple[Module, ...]
+    parameters: tuple[Parameter, ...]
+    tasks: tuple[Task, ...]
+    numerics: Numerics = Numerics()
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise WorkloadError(f"workload {self.name!r} has no tasks; it needs at least one")
+        modules = {module.name: module for module in self.modules}
+        _unique("module", [module.name for module in self.modules])
+        _unique("task", [task.name for task in self.tasks])
+        parameters = _unique("parameter", [parameter.name for parameter in self.parameters])
+        for module in self.modules:
+            for position, layer in enumerate(module.layers):
+                for name in layer.parameters:
+                    if name not in parameters:
+                        raise WorkloadError(
+                            f"module {module.name!r}, layer {position}: parameter {name!r} is not in the list"
+                        )
+        for task in self.tasks:
+            for call in task.calls:
+                if call.module not in modules:
+                    raise WorkloadError(
+                        f"task {task.name!r}, call {call.name!r}: no module {call.module!r}; "
+                        f"modules: {', '.join(sorted(modules))}"
+                    )
+                missing = {layer.kind for layer in modules[call.module].layers} - {kind for kind, _ in call.costs}
+                if missing:
+                    raise WorkloadError(
+                        f"task {task.name!r}, call {call.name!r}: no cost for layers of kind {', '.join(sorted(missing))}"
+                    )
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.num_elements for parameter in self.parameters)
+
+
+def _unique(what: str, names: list[str]) -> set[str]:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise WorkloadError(f"{what} {name!r} is there twice; names must differ")
+        seen.add(name)
+    return seen
