@@ -1,8 +1,9 @@
 """Clusters by name and from files.
 
-`a800x32` is 32 A800s in islands of eight. Peak FLOP/s are dense 16-bit, link rates one direction, from the vendors' data
-sheets; uplinks are what such hosts usually have (A800: the 400 Gb/s per host of the Spindle paper, section 5). A TOML
-file describes any other:
+`a800x32` is 32 A800s in islands of eight. Peak FLOP/s are dense 16-bit, link rates one direction, from the vendors'
+data sheets; uplinks are what such hosts usually have. The Spindle paper says "400 Gb/s InfiniBand" of its A800 hosts;
+its synchronisation share (at most 15 % of 1231 ms for 9.25 B parameters on eight hosts, not overlapped) needs at least
+175 GB/s out of each host, so we take four such adapters. A TOML file describes any other cluster:
 
     name = "two hosts"
     [kinds.big]
@@ -66,7 +67,7 @@ class _IslandBody:
 
 PRESETS: dict[str, Island] = {
     "a100": _island("A100-80GB", 312e12, 80, 2.039, 300, 200),
-    "a800": _island("A800-80GB", 312e12, 80, 2.039, 200, 50),
+    "a800": _island("A800-80GB", 312e12, 80, 2.039, 200, 200),
     "h100": _island("H100-SXM", 989e12, 80, 3.35, 450, 400),
     "h800": _island("H800-SXM", 989e12, 80, 3.35, 200, 400),
     "h200": _island("H200-SXM", 989e12, 141, 4.8, 450, 400),
@@ -124,7 +125,8 @@ def read_cluster_file(path: Path) -> Cluster:
         name = entry.get("kind")
         if name not in kinds and name not in PRESETS:
             raise InputError(
-                f"{where}.kind: no kind {name!r}; this file has {', '.join(kinds) or 'none'}, presets are {', '.join(PRESETS)}"
+                f"{where}.kind: no kind {name!r}; this file has {', '.join(kinds) or 'none'}, "
+                f"presets are {', '.join(PRESETS)}"
             )
         kind = kinds[name] if name in kinds else PRESETS[name].kind
         body = {key: value for key, value in entry.items() if key != "kind"}

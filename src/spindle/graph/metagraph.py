@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from spindle.artifact import to_json
 from spindle.errors import WorkloadError
 from spindle.workload import LayerCost, Numerics, Parameter
 
@@ -47,6 +50,7 @@ class MetaGraph:
     successors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     order: tuple[int, ...] = field(init=False, repr=False, compare=False)  # topological, stable
     levels: tuple[int, ...] = field(init=False, repr=False, compare=False)  # longest path from a source, in edges
+    fingerprint: str = field(init=False, repr=False, compare=False)  # tells one graph from another; times are not in it
 
     def __post_init__(self) -> None:
         if not self.metaops:
@@ -64,6 +68,9 @@ class MetaGraph:
         object.__setattr__(self, "successors", tuple(map(tuple, successors)))
         object.__setattr__(self, "order", tuple(order))
         object.__setattr__(self, "levels", tuple(levels))
+        body = [to_json(self.metaops), self.edges, to_json(self.parameters)]
+        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        object.__setattr__(self, "fingerprint", digest[:16])
 
     @property
     def tasks(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from spindle.plan.assemble import Piece, assemble, slots_per_op
 from spindle.plan.check import check
-from spindle.plan.plan import Plan, Slot, fingerprint, read_plan, setting_of, write_plan
+from spindle.plan.plan import Plan, Slot, read_plan, setting_of, write_plan
 from spindle.plan.text import format_devices, format_plan, parse_plan
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "Slot",
     "assemble",
     "check",
-    "fingerprint",
     "format_devices",
     "format_plan",
     "parse_plan",

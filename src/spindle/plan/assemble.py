@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from spindle.plan.plan import Plan, Slot, fingerprint
+from spindle.plan.plan import Plan, Slot
 from spindle.profile import Profile, Setting
 
 
@@ -82,7 +82,7 @@ def assemble(
     ordered = _label_waves(profile, sorted(slots, key=lambda slot: slot.start_s))
     return Plan(
         workload=graph.name,
-        fingerprint=fingerprint(graph),
+        fingerprint=graph.fingerprint,
         cluster=profile.cluster.name,
         num_devices=profile.cluster.num_devices,
         planner=planner,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from spindle.errors import PlanError
-from spindle.plan.plan import Plan, Slot, fingerprint, setting_of
+from spindle.plan.plan import Plan, Slot, setting_of
 from spindle.plan.text import marked
 from spindle.profile import Profile
 
@@ -14,7 +14,7 @@ _TOLERANCE = 1e-9  # of the whole step: planners add the same times in different
 
 def check(plan: Plan, profile: Profile) -> None:
     """Raises a PlanError at the first rule this plan breaks for this profile's graph and cluster."""
-    if plan.fingerprint != fingerprint(profile.graph):
+    if plan.fingerprint != profile.graph.fingerprint:
         raise PlanError(f"this plan was made for another workload: {plan.workload!r}, not {profile.graph.name!r}")
     if plan.num_devices > profile.cluster.num_devices:
         raise PlanError(f"this plan needs {plan.num_devices} devices, the cluster has {profile.cluster.num_devices}")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from spindle.artifact import read_artifact, to_json, write_artifact
+from spindle.artifact import read_artifact, write_artifact
 from spindle.errors import PlanError
 from spindle.graph import MetaGraph
 from spindle.profile import Profile, Setting
@@ -65,12 +63,6 @@ class Plan:
         return 1 + max(slot.round for slot in self.slots)
 
 
-def fingerprint(graph: MetaGraph) -> str:
-    """Tells one workload's graph from another's; times are not in it."""
-    body = {"metaops": to_json(graph.metaops), "edges": graph.edges, "parameters": to_json(graph.parameters)}
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def setting_of(plan: Plan, profile: Profile) -> Setting:
     """The setting a plan was made under."""
     return profile.setting(dict(plan.tensor_degrees), frozenset(plan.recompute))
@@ -83,10 +75,9 @@ def write_plan(path: Path, plan: Plan) -> None:
 def read_plan(path: Path, graph: MetaGraph) -> Plan:
     """Reads a plan and refuses one that was made for another workload."""
     plan = read_artifact(path, "plan", Plan)
-    expected = fingerprint(graph)
-    if plan.fingerprint != expected:
+    if plan.fingerprint != graph.fingerprint:
         raise PlanError(
             f"{path}: this plan was made for another workload: {plan.workload!r} (fingerprint {plan.fingerprint}), "
-            f"expected {graph.name!r} ({expected}); plan this workload again"
+            f"expected {graph.name!r} ({graph.fingerprint}); plan this workload again"
         )
     return plan

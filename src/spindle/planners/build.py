@@ -1,8 +1,8 @@
 """From a schedule to a finished plan: devices, memory, program, simulated time.
 
 Every planner is a function from a Problem to timed pieces; here it is tried under the settings that memory asks for:
-as it is, then with tensor parallelism, then with recomputation, then in rounds. The first of these stages with a plan
-that fits decides, by simulated time.
+as it is, then with tensor parallelism or rounds or some recomputation, then with several of these. The first of these
+stages with a plan that fits decides, by simulated time.
 """
 
 from __future__ import annotations
@@ -25,62 +25,92 @@ Scheduler = Callable[[Problem], list[Timed]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """Settings to choose among, and how many rounds to run the tasks in."""
+class Attempt:
+    """A setting, and how many rounds to run the tasks in."""
 
-    settings: tuple[Setting, ...]
-    num_rounds: int
+    setting: Setting
+    num_rounds: int = 1
 
 
 def build(profile: Profile, planner: str, schedule: Scheduler) -> Plan:
     """The best plan of a scheduler at the first stage at which one fits."""
-    return best_over_stages(
-        profile,
-        lambda setting, num_rounds: scored(
-            realise(profile, setting, planner, in_rounds(profile, setting, num_rounds, schedule)), profile
-        ),
-    )
+
+    def attempt(one: Attempt) -> Plan:
+        timed = in_rounds(profile, one.setting, one.num_rounds, schedule)
+        return scored(realise(profile, one.setting, planner, timed), profile)
+
+    return best_over_stages(profile, attempt)
 
 
-def best_over_stages(profile: Profile, attempt: Callable[[Setting, int], Plan]) -> Plan:
-    """Runs `attempt` stage by stage until one fits; the fastest of that stage, finished and checked."""
+def best_over_stages(profile: Profile, plan_for: Callable[[Attempt], Plan]) -> Plan:
+    """Goes stage by stage until a plan fits; the fastest of that stage, finished and checked."""
     refusal: DoesNotFitError | None = None
     for stage in stages(profile):
         plans = []
-        for setting in stage.settings:
+        for attempt in stage:
             try:
-                plans.append(attempt(setting, stage.num_rounds))
+                plans.append(plan_for(attempt))
             except DoesNotFitError as error:
                 refusal = error
         if plans:
             return finished(min(plans, key=lambda plan: plan.makespan_s), profile)
     raise DoesNotFitError(
-        f"{refusal}, even in {stage.num_rounds} rounds with recomputation and the largest tensor degrees; "
+        f"{refusal}, even with every task in a round of its own, recomputation and the largest tensor degrees; "
         "use more devices, devices with more memory, or smaller batches"
     )
 
 
-def stages(profile: Profile) -> Iterator[Stage]:
-    """From the fastest to the most frugal."""
+def stages(profile: Profile) -> Iterator[list[Attempt]]:
+    """What to try, from the fastest to the most frugal: as it is; with one means of saving memory; with several."""
     graph = profile.graph
     plain = profile.default_setting
-    everything = frozenset(op.name for op in graph.metaops)
-    sharded = _sharded_degrees(profile)
+    sharded = [profile.setting(degrees) for degrees in _sharded_degrees(profile)]
     first = [plain]
     if any(op.batch_size is not None and op.batch_size < profile.cluster.num_devices for op in graph.metaops):
         # Data parallelism alone cannot use all devices; tensor parallelism may.
-        first += [profile.setting(degrees) for degrees in sharded]
-    yield Stage(settings=tuple(dict.fromkeys(first)), num_rounds=1)
-    if not graph.parameters and not any(op.cost for op in graph.metaops):
+        first += sharded
+    yield [Attempt(setting=setting) for setting in first]
+    if not counts_bytes(profile):
         return
-    if sharded:
-        yield Stage(settings=tuple(profile.setting(degrees) for degrees in sharded), num_rounds=1)
-    frugal = [plain, *(profile.setting(degrees) for degrees in sharded)]
-    recomputing = [replace(setting, recompute=profile.setting({}, everything).recompute) for setting in frugal]
-    yield Stage(settings=tuple(recomputing), num_rounds=1)
-    for num_rounds in range(2, len(graph.tasks) + 1):
-        yield Stage(settings=tuple(frugal), num_rounds=num_rounds)
-        yield Stage(settings=tuple(recomputing), num_rounds=num_rounds)
+    rounds = range(2, len(graph.tasks) + 1)
+    yield [
+        *(Attempt(setting=setting) for setting in sharded),
+        *(Attempt(setting=plain, num_rounds=count) for count in rounds[:2]),
+        *(Attempt(setting=_recomputing(profile, plain, share)) for share in (0.25, 0.5, 0.75)),
+    ]
+    yield [
+        Attempt(setting=_recomputing(profile, setting, share), num_rounds=count)
+        for setting in (plain, *sharded)
+        for share, count in ((0.0, 2), (0.0, 4), (0.5, 1), (0.5, 2), (1.0, 1))
+        if count <= len(graph.tasks)
+    ]
+    yield [
+        Attempt(setting=_recomputing(profile, setting, 1.0), num_rounds=len(graph.tasks)) for setting in (plain, *sharded)
+    ]
+
+
+def counts_bytes(profile: Profile) -> bool:
+    """Whether anything is known of this workload's memory."""
+    return bool(profile.graph.parameters) or any(op.cost for op in profile.graph.metaops)
+
+
+def _recomputing(profile: Profile, setting: Setting, share: float) -> Setting:
+    """Recomputes the ops that free most bytes for each second, until about this share of all activations is gone."""
+    freed: list[tuple[float, float, int]] = []
+    for position, op in enumerate(profile.graph.metaops):
+        if op.cost is not None and op.batch_size is not None:
+            num_bytes = op.num_layers * op.batch_size * max(0.0, op.cost.saved_bytes - op.cost.output_bytes)
+            curve = profile.curve(position, setting)
+            seconds = op.num_layers * curve.forward_s[0] * curve.num_devices[0]
+            freed.append((num_bytes / seconds, num_bytes, position))
+    goal = share * sum(num_bytes for _, num_bytes, _ in freed)
+    recompute = [False] * len(profile.graph.metaops)
+    for _, num_bytes, position in sorted(freed, reverse=True):
+        if goal <= 0:
+            break
+        recompute[position] = True
+        goal -= num_bytes
+    return replace(setting, recompute=tuple(recompute))
 
 
 def _sharded_degrees(profile: Profile) -> list[dict[str, int]]:
@@ -148,7 +178,7 @@ def realise(
 def scored(plan: Plan, profile: Profile) -> Plan:
     """The plan with its simulated time; refuses one whose memory does not fit after all."""
     timeline = simulate(lower(plan, profile), profile)
-    if profile.graph.parameters or any(op.cost for op in profile.graph.metaops):
+    if counts_bytes(profile):
         peaks = timeline.peak_bytes()
         device = int(np.argmax(peaks))
         limit = profile.cluster.kind.memory_bytes

@@ -8,7 +8,7 @@ communication and more at memory, the latest first; the number of such returns i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -75,12 +75,14 @@ class _Placement:
         self.round = 0
 
     def run(self, timed: Sequence[Timed], rules: Sequence[int]) -> list[Piece]:
-        pieces = []
+        pieces: list[Piece] = []
+        late = False
         for number, one in enumerate(timed):
             if one.round != self.round:
                 self.round = one.round
                 self.activations[:] = 0
             devices = self._choose(number, one, rules[number])
+            late |= bool(self.free_at_s[devices].max() > one.start_s + _SLACK * (1 + one.start_s))
             self._take(one, devices)
             pieces.append(
                 Piece(
@@ -92,6 +94,9 @@ class _Placement:
                     wave=one.wave,
                 )
             )
+        if late:
+            # Memory pushed a piece onto devices that were still busy: the waves asked for cannot be kept.
+            return [replace(piece, wave=None, not_before_s=0.0) for piece in pieces]
         return pieces
 
     def _choose(self, number: int, one: Timed, rule: int) -> np.ndarray:

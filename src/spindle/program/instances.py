@@ -26,7 +26,7 @@ from spindle.program.instructions import (
 )
 from spindle.program.program import Column, Program
 
-_EMPTY = np.zeros(0, dtype=np.int64)
+_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +43,9 @@ class Instances:
     meetings: Column
     member_starts: Column  # instances of this meeting
     members: Column
-    # For timing: which instruction a meeting belongs to, and for flows which entry of their link.
+    # For timing: which instruction a meeting belongs to, and its number among that instruction's meetings.
     meeting_instruction: Column
-    meeting_flow: Column
+    meeting_number: Column
 
     @property
     def num_instances(self) -> int:
@@ -79,7 +79,7 @@ def instances_of(program: Program, gangs: bool) -> Instances:
     source, target = np.concatenate(sources), np.concatenate(targets)
     follower_starts, followers = _cut_by(source, target, len(instruction))
 
-    owners, member_starts, members, flows = _meetings(program, where, gangs)
+    owners, member_starts, members, numbers = _meetings(program, where, gangs)
     meeting_of_member = np.repeat(np.arange(len(owners)), np.diff(member_starts))
     meeting_starts, meetings = _cut_by(members, meeting_of_member, len(instruction))
     return Instances(
@@ -94,7 +94,7 @@ def instances_of(program: Program, gangs: bool) -> Instances:
         member_starts=member_starts,
         members=members,
         meeting_instruction=owners,
-        meeting_flow=flows,
+        meeting_number=numbers,
     )
 
 
@@ -143,51 +143,51 @@ def _needs(program: Program, where: Column) -> tuple[list[Column], list[Column]]
         pairs += [(after, number) for after in program.buckets[instruction.bucket].after]
         pairs += [(number, step) for step in optimizer]
 
+    unique = np.array(list(dict.fromkeys(pairs)), dtype=np.int64).reshape(-1, 2)
     sources, targets = [], []
-    for made, used in dict.fromkeys(pairs):
-        ranks = np.flatnonzero((where[made] >= 0) & (where[used] >= 0))
-        sources.append(where[made, ranks])
-        targets.append(where[used, ranks])
+    # In blocks of pairs, so that thousands of ranks do not make one huge table.
+    step = max(1, _BLOCK // program.num_ranks)
+    for start in range(0, len(unique), step):
+        made, used = where[unique[start : start + step, 0]], where[unique[start : start + step, 1]]
+        both = (made >= 0) & (used >= 0)
+        sources.append(made[both])
+        targets.append(used[both])
     return sources, targets
 
 
 def _meetings(program: Program, where: Column, gangs: bool) -> tuple[Column, Column, Column, Column]:
-    """Owners, members (cut by meeting) and flow entries of all meetings."""
-    owners: list[Column] = []
-    sizes: list[Column] = []
-    members: list[Column] = []
-    flow_entries: list[Column] = []
-
-    def add(number: int, count: int, size: int, instances: Column, flows: Column | None = None) -> None:
-        owners.append(np.full(count, number, dtype=np.int64))
-        sizes.append(np.full(count, size, dtype=np.int64))
-        members.append(instances)
-        flow_entries.append(np.full(count, -1, dtype=np.int64) if flows is None else flows)
-
+    """Owners, members (cut by meeting) and flow entries of all meetings, in the order of instructions."""
+    owners: list[int] = []  # by block of meetings: the instruction, how many, and members of each
+    counts: list[int] = []
+    sizes: list[int] = []
+    ranks: list[Column] = []
     for number, instruction in enumerate(program.instructions):
         match instruction:
             case Forward(slot=slot) | Backward(slot=slot):
                 shape = program.slots[slot]
                 size = len(shape.ranks) if gangs else shape.tensor_degree
-                add(number, len(shape.ranks) // size, size, _found(program, where, number, shape.ranks))
+                members = shape.ranks
             case Exchange(link=link, backward=is_backward):
                 flows = program.links[link].backward if is_backward else program.links[link].forward
-                ends = np.stack([flows.source, flows.destination], axis=1).ravel()
-                add(number, len(flows.source), 2, _found(program, where, number, ends), np.arange(len(flows.source)))
+                size, members = 2, np.stack([flows.source, flows.destination], axis=1).ravel()
             case SyncGradients(bucket=bucket):
-                ranks = program.buckets[bucket].ranks
-                add(number, 1, len(ranks), _found(program, where, number, ranks))
+                members = program.buckets[bucket].ranks
+                size = len(members)
             case OptimizerStep():
-                instances = where[number][where[number] >= 0]
-                add(number, len(instances), 1, instances)
-    starts = np.zeros(sum(map(len, sizes)) + 1, dtype=np.int64)
-    np.cumsum(np.concatenate(sizes) if sizes else _EMPTY, out=starts[1:])
-    return np.concatenate(owners), starts, np.concatenate(members), np.concatenate(flow_entries)
-
-
-def _found(program: Program, where: Column, number: int, ranks: Column) -> Column:
-    instances: Column = where[number, ranks]
+                size, members = 1, np.flatnonzero(where[number] >= 0)
+        owners.append(number)
+        counts.append(len(members) // size)
+        sizes.append(size)
+        ranks.append(members)
+    owner = np.repeat(owners, counts)
+    starts = np.zeros(len(owner) + 1, dtype=np.int64)
+    np.cumsum(np.repeat(sizes, counts), out=starts[1:])
+    member_owner = np.repeat(owners, [len(members) for members in ranks])
+    member_rank = np.concatenate(ranks)
+    instances = where[member_owner, member_rank]
     if (instances < 0).any():
-        missing = ranks[int(np.flatnonzero(instances < 0)[0])]
-        raise ProgramError(f"rank {missing} takes part in {code(program.instructions[number])} but does not run it")
-    return instances
+        missing = int(np.flatnonzero(instances < 0)[0])
+        name = code(program.instructions[member_owner[missing]])
+        raise ProgramError(f"rank {member_rank[missing]} takes part in {name} but does not run it")
+    first_of_block = np.repeat(np.concatenate([[0], np.cumsum(counts)[:-1]]), counts)
+    return owner, starts, instances, np.arange(len(owner)) - first_of_block

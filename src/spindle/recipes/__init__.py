@@ -12,16 +12,17 @@ from spindle.recipes.paper import CELLS, SIMULATED, Cell, SimulatedCell
 from spindle.recipes.recipe import Fit, Fits, FittedCell, Recipe, read_fits
 from spindle.recipes.transformer import Tower
 
-_BATCHES = "batch sizes, fitted"
+_BATCHES = "batch sizes"
 
 
 def _clip(num_tasks: int) -> Recipe:
     name = f"clip-{num_tasks}"
-    ours = clip.TASKS[4:num_tasks]
+    ours = list(clip.BATCH_SIZES)[4:num_tasks]
     return Recipe(
         name=name,
         description=f"{num_tasks} contrastive tasks, each over two of the six encoders of ImageBind-huge (1.19B).",
         chosen=(_BATCHES, *([f"the tasks {', '.join(ours)}"] if ours else []), "no loss, no patch stems"),
+        batch_sizes=tuple(clip.BATCH_SIZES.items())[:num_tasks],
         build=partial(clip.clip_workload, name),
         fitted_as=name,
     )
@@ -36,11 +37,10 @@ def _ofasys(num_tasks: int) -> Recipe:
             _BATCHES,
             f"the tasks {', '.join(ofasys.TASKS[:num_tasks])} and their token counts",
             "the adaptors' sizes",
-            "below 32 devices the batch is worked through in micro-steps",
         ),
+        batch_sizes=tuple((task, 256) for task in ofasys.TASKS[:num_tasks]),
         build=partial(ofasys.ofasys_workload, name),
         fitted_as=name,
-        whole_batch_devices=32,
     )
 
 
@@ -54,9 +54,9 @@ def _qwen_val(name: str, size: str, total: str, batch_factor: int = 1) -> Recipe
             "one table for embedding and head",
             *(["the language model's size", "the optimizer sharded over replicas"] if size != "9b" else []),
         ),
+        batch_sizes=tuple((task, size_of_batch * batch_factor) for task, size_of_batch in qwen_val.BATCH_SIZES.items()),
         build=partial(qwen_val.qwen_val_workload, name, size),
         fitted_as="qwen-val-3",
-        batch_factor=batch_factor,
     )
 
 
@@ -69,8 +69,8 @@ RECIPES: dict[str, Recipe] = {
         _ofasys(4),
         _ofasys(7),
         _qwen_val("qwen-val-3", "9b", "9.57B"),
-        _qwen_val("qwen-val-30b", "30b", "30.3B", batch_factor=4),
-        _qwen_val("qwen-val-70b", "70b", "73.5B", batch_factor=4),
+        _qwen_val("qwen-val-30b", "30b", "30.3B", batch_factor=2),
+        _qwen_val("qwen-val-70b", "70b", "73.5B", batch_factor=2),
     )
 }
 

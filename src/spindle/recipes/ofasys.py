@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from spindle.recipes.transformer import Tower, call_of, module_of, parameters_of
+from spindle.recipes.transformer import Tower, call_name, call_of, module_of, parameters_of
 from spindle.workload import Task, Workload
 
 VOCABULARY = 59457  # OFA's words, image codes and places
@@ -74,11 +74,11 @@ def ofasys_workload(name: str, batch_sizes: Mapping[str, int]) -> Workload:
 def _task(name: str, shape: _Shape, batch_size: int) -> Task:
     input_tokens = sum(tokens for _, tokens in shape.inputs)
     calls = [call_of(TOWERS[modality], tokens) for modality, tokens in shape.inputs]
-    flows = [(modality, "encoder") for modality, _ in shape.inputs]
+    flows = [(call_name(modality), call_name("encoder")) for modality, _ in shape.inputs]
     if shape.target:
         calls.append(call_of(TOWERS[shape.target], shape.target_tokens))
-        flows.append((shape.target, "decoder"))
+        flows.append((call_name(shape.target), call_name("decoder")))
     calls.append(call_of(TOWERS["encoder"], input_tokens))
     calls.append(call_of(TOWERS["decoder"], shape.target_tokens, memory_tokens=input_tokens))
-    flows.append(("encoder", "decoder"))
+    flows.append((call_name("encoder"), call_name("decoder")))
     return Task(name=name, batch_size=batch_size, calls=tuple(calls), flows=tuple(flows))

@@ -19,8 +19,8 @@ class Cell:
     megatron: float
 
 
-_COLUMNS = ("num_devices", "deepspeed_ms", "spindle_ms", "spindle", "optimus", "distmm", "megatron")
-_ROWS: dict[str, tuple[tuple[float, ...], ...]] = {
+# By recipe: num_devices, deepspeed_ms, spindle_ms, then the speedups of Spindle, Spindle-Optimus, DistMM-MT, Megatron.
+_ROWS: dict[str, tuple[tuple[int, float, float, float, float, float, float], ...]] = {
     "clip-4": (
         (8, 852, 705, 1.21, 0.96, 1.09, 1.02),
         (16, 529, 434, 1.22, 1.00, 1.08, 1.05),
@@ -53,9 +53,18 @@ _ROWS: dict[str, tuple[tuple[float, ...], ...]] = {
 }
 
 CELLS: tuple[Cell, ...] = tuple(
-    Cell(recipe=recipe, **{**dict(zip(_COLUMNS, row, strict=True)), "num_devices": int(row[0])})
+    Cell(
+        recipe=recipe,
+        num_devices=num_devices,
+        deepspeed_ms=deepspeed_ms,
+        spindle_ms=spindle_ms,
+        spindle=spindle,
+        optimus=optimus,
+        distmm=distmm,
+        megatron=megatron,
+    )
     for recipe, rows in _ROWS.items()
-    for row in rows
+    for num_devices, deepspeed_ms, spindle_ms, spindle, optimus, distmm, megatron in rows
 )
 
 

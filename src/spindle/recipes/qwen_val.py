@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spindle.recipes.transformer import Tower, call_of, module_of, parameters_of
+from spindle.recipes.transformer import Tower, call_name, call_of, module_of, parameters_of
 from spindle.workload import Numerics, Task, Workload
 
 VISION = Tower(name="vision", num_layers=48, width=1664, num_heads=16, mlp_width=8192, max_tensor_degree=8)
@@ -41,7 +41,7 @@ LANGUAGE = {
 # model's sequence.
 VISION_TOKENS, AUDIO_TOKENS = 1024, 1500
 LANGUAGE_TOKENS = {"VL": 2048, "AL": 2048, "VAL": 2048}
-TASKS = tuple(LANGUAGE_TOKENS)
+BATCH_SIZES = {"VL": 16, "AL": 16, "VAL": 8}
 
 # The optimizer's 12 bytes over 32 replicas of a tensor group of 8 in 256 devices (ZeRO-1), rounded up: without it
 # neither of the large models has a place in 80 GB.
@@ -66,6 +66,6 @@ def _task(name: str, language: Tower, batch_size: int) -> Task:
         calls.append(call_of(VISION, VISION_TOKENS))
     if "A" in name:
         calls.append(call_of(AUDIO, AUDIO_TOKENS))
-    flows = tuple((call.name, language.name) for call in calls)
+    flows = tuple((call.name, call_name(language.name)) for call in calls)
     calls.append(call_of(language, LANGUAGE_TOKENS[name]))
     return Task(name=name, batch_size=batch_size, calls=tuple(calls), flows=flows)

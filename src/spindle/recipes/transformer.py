@@ -53,7 +53,8 @@ class Tower:
     def __post_init__(self) -> None:
         if self.num_heads % self.max_tensor_degree:
             raise WorkloadError(
-                f"tower {self.name!r}: {self.num_heads} heads do not split over max_tensor_degree={self.max_tensor_degree}"
+                f"tower {self.name!r}: {self.num_heads} heads do not split over "
+                f"max_tensor_degree={self.max_tensor_degree}; choose a divisor"
             )
 
     @property
@@ -98,7 +99,12 @@ def parameters_of(tower: Tower) -> tuple[Parameter, ...]:
     return (table, *blocks)
 
 
-def call_of(tower: Tower, num_tokens: int, memory_tokens: int = 0, name: str = "") -> Call:
+def call_name(module: str) -> str:
+    """The name of a module's only call in a task."""
+    return f"{module}#0"
+
+
+def call_of(tower: Tower, num_tokens: int, memory_tokens: int = 0) -> Call:
     """A call of the tower on samples of so many tokens, attending to `memory_tokens` of an encoder."""
     costs = []
     if tower.has_embedding:
@@ -107,7 +113,7 @@ def call_of(tower: Tower, num_tokens: int, memory_tokens: int = 0, name: str = "
         costs.append(("block", block_cost(tower, num_tokens, memory_tokens)))
     if tower.has_head:
         costs.append(("head", head_cost(tower, num_tokens)))
-    return Call(name=name or tower.name, module=tower.name, costs=tuple(costs))
+    return Call(name=call_name(tower.name), module=tower.name, costs=tuple(costs))
 
 
 def block_cost(tower: Tower, num_tokens: int, memory_tokens: int = 0) -> LayerCost:

@@ -83,202 +83,218 @@ def _topology(profile: Profile) -> _Topology:
     )
 
 
-class _Columns:
-    """Collects meetings' entries in blocks, then joins them."""
+class _Entries:
+    """Collects meetings' entries in blocks, then joins them by meeting."""
 
-    def __init__(self, num_meetings: int) -> None:
-        self.delay_ns = np.zeros(num_meetings, dtype=np.int64)
-        self.fixed_ns = np.zeros(num_meetings, dtype=np.int64)
+    def __init__(self) -> None:
         self._blocks: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
 
-    def enter(
-        self, meeting: np.ndarray, resource: np.ndarray, time_ns: np.ndarray, weight: np.ndarray | int = 1
-    ) -> None:
-        self._blocks.append((meeting, resource, time_ns, np.broadcast_to(weight, meeting.shape)))
+    def add(self, meeting: np.ndarray, resource: np.ndarray, time_ns: np.ndarray, weight: np.ndarray | None = None) -> None:
+        self._blocks.append((meeting, resource, time_ns, np.ones_like(meeting) if weight is None else weight))
 
-    def entries(self) -> tuple[Column, Column, np.ndarray, Column]:
+    def joined(self, num_meetings: int) -> tuple[Column, Column, np.ndarray, Column]:
         empty = np.zeros(0, dtype=np.int64)
         blocks = self._blocks or [(empty, empty, np.zeros(0), empty)]
         meeting, resource, time_ns, weight = (np.concatenate(part) for part in zip(*blocks, strict=True))
         order = np.argsort(meeting, kind="stable")
-        starts = np.zeros(len(self.fixed_ns) + 1, dtype=np.int64)
-        np.cumsum(np.bincount(meeting, minlength=len(self.fixed_ns)), out=starts[1:])
+        starts = np.zeros(num_meetings + 1, dtype=np.int64)
+        np.cumsum(np.bincount(meeting, minlength=num_meetings), out=starts[1:])
         return starts, resource[order], time_ns[order].astype(np.float64), weight[order].astype(np.int64)
 
 
 def costs_of(program: Program, instances: Instances, profile: Profile) -> Costs:
     """Times and bytes of every instruction of a program."""
     topology = _topology(profile)
-    columns = _Columns(instances.num_meetings)
-    meetings_of = _ranges(instances.meeting_instruction, len(program.instructions))
-    at_start = np.zeros(instances.num_instances, dtype=np.int64)
-    at_end = np.zeros(instances.num_instances, dtype=np.int64)
-    held = _held_bytes(program, profile)
-    instances_by = np.argsort(instances.instruction, kind="stable")
-    instance_bounds = np.searchsorted(instances.instruction[instances_by], np.arange(len(program.instructions) + 1))
+    entries = _Entries()
+    delay_ns = np.zeros(instances.num_meetings, dtype=np.int64)
+    fixed_ns = np.zeros(instances.num_meetings, dtype=np.int64)
+    memory = _Memory(program, profile)
 
-    for number, instruction in enumerate(program.instructions):
-        meetings = np.arange(*meetings_of[number])
-        mine = instances_by[instance_bounds[number] : instance_bounds[number + 1]]
-        match instruction:
-            case Forward(slot=slot):
-                _compute(program, profile, topology, columns, instances, meetings, slot, None)
-                at_start[mine] = _saved(program, profile, slot, instances.rank[mine])
-            case Backward(slot=slot, first=first, last=last):
-                _compute(program, profile, topology, columns, instances, meetings, slot, last - first)
-                working = _working(program, profile, slot, instances.rank[mine])
-                at_start[mine] = working
-                layers = program.plan.slots[slot].num_layers
-                freed = _saved(program, profile, slot, instances.rank[mine])
-                # The slot's activations are freed chunk by chunk, in whole numbers that add up.
-                done = program.plan.slots[slot].last - last
-                share = freed * (done + last - first) // layers - freed * done // layers
-                at_end[mine] = -working - share
-                if first == program.plan.slots[slot].first:
-                    at_end[mine] -= _received(program, slot, instances.rank[mine])
-            case Exchange(link=link, backward=is_backward):
-                one = program.links[link]
-                flows = one.backward if is_backward else one.forward
-                _flows(
-                    topology,
-                    columns,
-                    meetings,
-                    flows.source,
-                    flows.destination,
-                    (flows.last - flows.first) * one.bytes_per_row,
-                )
-                if not is_backward:
-                    arrived = np.zeros(program.num_ranks)
-                    np.add.at(arrived, flows.destination, (flows.last - flows.first) * one.bytes_per_row)
-                    at_start[mine] = arrived.astype(np.int64)[instances.rank[mine]]
-            case SyncGradients(bucket=bucket):
-                _all_reduce(
-                    topology,
-                    columns,
-                    int(meetings[0]),
-                    program.buckets[bucket].ranks,
-                    program.buckets[bucket].num_bytes,
-                )
-            case OptimizerStep():
-                bytes_per_s = profile.cluster.kind.memory_bytes_per_s
-                ranks = instances.rank[instances.members[instances.member_starts[meetings]]] if len(meetings) else mine
-                columns.fixed_ns[meetings] = np.ceil(held.update[ranks] / bytes_per_s * NS)
-    entry_starts, entry_resource, entry_ns, entry_weight = columns.entries()
+    _time_compute(program, profile, topology, instances, fixed_ns, entries)
+    _time_flows(program, topology, instances, delay_ns, entries)
+    _time_collectives(program, topology, instances, delay_ns, entries)
+    _time_updates(program, profile, instances, memory.update_bytes, fixed_ns)
+    entry_starts, entry_resource, entry_ns, entry_weight = entries.joined(instances.num_meetings)
+
     slowness_of = np.full(topology.num_resources, -1, dtype=np.int64)
     slowness = np.ones((1, 2))
     if profile.host_rates:
         slowness_of[topology.host(np.arange(topology.num_islands))] = 0
         slowness = 1 / np.array([[1.0, *profile.host_rates]])
+    bytes_at_start, bytes_at_end = memory.changes(instances)
     return Costs(
-        delay_ns=columns.delay_ns,
-        fixed_ns=columns.fixed_ns,
+        delay_ns=delay_ns,
+        fixed_ns=fixed_ns,
         entry_starts=entry_starts,
         entry_resource=entry_resource,
         entry_ns=entry_ns,
         entry_weight=entry_weight,
         slowness_of=slowness_of,
         slowness=slowness,
-        bytes_at_start=at_start,
-        bytes_at_end=at_end,
-        static_bytes=held.static,
+        bytes_at_start=bytes_at_start,
+        bytes_at_end=bytes_at_end,
+        static_bytes=memory.static_bytes,
     )
 
 
-def _ranges(sorted_keys: Column, num_keys: int) -> list[tuple[int, int]]:
-    bounds = np.searchsorted(sorted_keys, np.arange(num_keys + 1)).tolist()
-    return list(zip(bounds, bounds[1:], strict=False))
+def _meetings_of(program: Program, instances: Instances, kind: type) -> np.ndarray:
+    """Meetings whose instruction is of a kind, in order."""
+    is_kind = np.array([isinstance(instruction, kind) for instruction in program.instructions])
+    return np.flatnonzero(is_kind[instances.meeting_instruction])
 
 
-def _compute(
+def _time_compute(
     program: Program,
     profile: Profile,
     topology: _Topology,
-    columns: _Columns,
     instances: Instances,
-    meetings: np.ndarray,
-    slot: int,
-    backward_layers: int | None,
+    fixed_ns: np.ndarray,
+    entries: _Entries,
 ) -> None:
-    """A slot's forward (`backward_layers` is None) or one chunk of its backward."""
-    shape = program.slots[slot]
+    """Forward and backward: a fixed time, or work at the rate that the island's busy devices leave."""
     setting = setting_of(program.plan, profile)
-    forward_s, backward_s = profile.curve(shape.op, setting).times_s(len(shape.ranks))
-    if backward_layers is None:
-        time_ns = program.plan.slots[slot].num_layers * forward_s * NS
-    else:
-        time_ns = backward_layers * (backward_s + (forward_s if setting.recompute[shape.op] else 0.0)) * NS
+    layer_s = [profile.curve(shape.op, setting).times_s(len(shape.ranks)) for shape in program.slots]
+    time_ns = np.zeros(len(program.instructions))
+    for number, instruction in enumerate(program.instructions):
+        match instruction:
+            case Forward(slot=slot):
+                time_ns[number] = program.plan.slots[slot].num_layers * layer_s[slot][0] * NS
+            case Backward(slot=slot, first=first, last=last):
+                again = layer_s[slot][0] if setting.recompute[program.slots[slot].op] else 0.0
+                time_ns[number] = (last - first) * (layer_s[slot][1] + again) * NS
+            case _:
+                pass
     if not profile.host_rates:
-        columns.fixed_ns[meetings] = round(time_ns)
+        fixed_ns[:] = np.round(time_ns[instances.meeting_instruction])
         return
-    size = len(shape.ranks) // max(1, len(meetings))
-    islands = topology.island[shape.ranks].reshape(-1, size)
-    for meeting, members in zip(meetings, islands, strict=True):
-        hosts, counts = np.unique(members, return_counts=True)
-        columns.enter(np.full(len(hosts), meeting), topology.host(hosts), np.full(len(hosts), time_ns), counts)
+    computes = np.array([isinstance(instruction, Forward | Backward) for instruction in program.instructions])
+    for meeting in np.flatnonzero(computes[instances.meeting_instruction]).tolist():
+        members = instances.members[instances.member_starts[meeting] : instances.member_starts[meeting + 1]]
+        hosts, counts = np.unique(topology.island[instances.rank[members]], return_counts=True)
+        work = np.full(len(hosts), time_ns[instances.meeting_instruction[meeting]])
+        entries.add(np.full(len(hosts), meeting), topology.host(hosts), work, counts)
 
 
-def _flows(
-    topology: _Topology,
-    columns: _Columns,
-    meetings: np.ndarray,
-    source: np.ndarray,
-    destination: np.ndarray,
-    num_bytes: np.ndarray,
+def _time_flows(
+    program: Program, topology: _Topology, instances: Instances, delay_ns: np.ndarray, entries: _Entries
 ) -> None:
+    """Transfers: a latency, then their bytes through both ports, and both uplinks when they leave an island."""
+    meetings = _meetings_of(program, instances, Exchange)
+    if not len(meetings):
+        return
+    flows = [(program.links[one.link], one.backward) for one in program.instructions if isinstance(one, Exchange)]
+    columns = [(link.backward if backward else link.forward, link.bytes_per_row) for link, backward in flows]
+    source = np.concatenate([one.source for one, _ in columns])
+    destination = np.concatenate([one.destination for one, _ in columns])
+    num_bytes = np.concatenate([(one.last - one.first) * bytes_per_row for one, bytes_per_row in columns])
     moving = num_bytes > 0
     meetings, source, destination, num_bytes = meetings[moving], source[moving], destination[moving], num_bytes[moving]
     inside = topology.island[source] == topology.island[destination]
     latency = np.where(inside, topology.link_latency_s[source], topology.uplink_latency_s[topology.island[source]])
-    columns.delay_ns[meetings] = np.round(latency * NS)
-    columns.enter(meetings, topology.port_out(source), num_bytes / topology.link_bytes_per_s[source] * NS)
-    columns.enter(meetings, topology.port_in(destination), num_bytes / topology.link_bytes_per_s[destination] * NS)
-    crossing = ~inside
-    meetings, num_bytes = meetings[crossing], num_bytes[crossing]
-    for islands, resource in (
-        (topology.island[source[crossing]], topology.uplink_out),
-        (topology.island[destination[crossing]], topology.uplink_in),
-    ):
-        columns.enter(meetings, resource(islands), num_bytes / topology.uplink_bytes_per_s[islands] * NS)
+    delay_ns[meetings] = np.round(latency * NS)
+    entries.add(meetings, topology.port_out(source), num_bytes / topology.link_bytes_per_s[source] * NS)
+    entries.add(meetings, topology.port_in(destination), num_bytes / topology.link_bytes_per_s[destination] * NS)
+    meetings, num_bytes = meetings[~inside], num_bytes[~inside]
+    for ends, uplink in ((source, topology.uplink_out), (destination, topology.uplink_in)):
+        islands = topology.island[ends[~inside]]
+        entries.add(meetings, uplink(islands), num_bytes / topology.uplink_bytes_per_s[islands] * NS)
 
 
-def _all_reduce(topology: _Topology, columns: _Columns, meeting: int, ranks: np.ndarray, num_bytes: int) -> None:
-    """A ring over all members: every port carries it, and every uplink of a group that spans islands."""
-    carried = ring_bytes(num_bytes, len(ranks))
-    islands = np.unique(topology.island[ranks])
-    latency = topology.link_latency_s[ranks].max()
-    if len(islands) > 1:
-        latency = max(latency, topology.uplink_latency_s[islands].max())
-        for resource in (topology.uplink_out, topology.uplink_in):
-            columns.enter(
-                np.full(len(islands), meeting), resource(islands), carried / topology.uplink_bytes_per_s[islands] * NS
-            )
-    for port in (topology.port_out, topology.port_in):
-        columns.enter(np.full(len(ranks), meeting), port(ranks), carried / topology.link_bytes_per_s[ranks] * NS)
-    columns.delay_ns[meeting] = round(collective_latency_s(len(ranks), latency) * NS)
+def _time_collectives(
+    program: Program, topology: _Topology, instances: Instances, delay_ns: np.ndarray, entries: _Entries
+) -> None:
+    """All-reduces as rings over all members: every port carries it, and every uplink of a group that spans islands."""
+    meetings = _meetings_of(program, instances, SyncGradients)
+    for meeting, bucket in zip(meetings.tolist(), program.buckets, strict=True):
+        ranks = bucket.ranks
+        carried = ring_bytes(bucket.num_bytes, len(ranks)) * NS
+        islands = np.unique(topology.island[ranks])
+        latency = topology.link_latency_s[ranks].max()
+        for port in (topology.port_out, topology.port_in):
+            entries.add(np.full(len(ranks), meeting), port(ranks), carried / topology.link_bytes_per_s[ranks])
+        if len(islands) > 1:
+            latency = max(latency, topology.uplink_latency_s[islands].max())
+            for uplink in (topology.uplink_out, topology.uplink_in):
+                time_ns = carried / topology.uplink_bytes_per_s[islands]
+                entries.add(np.full(len(islands), meeting), uplink(islands), time_ns)
+        delay_ns[meeting] = round(collective_latency_s(len(ranks), latency) * NS)
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    static: np.ndarray
-    update: np.ndarray
+def _time_updates(
+    program: Program, profile: Profile, instances: Instances, update_bytes: np.ndarray, fixed_ns: np.ndarray
+) -> None:
+    """Optimizer steps run at the device's memory bandwidth."""
+    meetings = _meetings_of(program, instances, OptimizerStep)
+    ranks = instances.rank[instances.members[instances.member_starts[meetings]]]
+    fixed_ns[meetings] = np.ceil(update_bytes[ranks] / profile.cluster.kind.memory_bytes_per_s * NS)
 
 
-def _held_bytes(program: Program, profile: Profile) -> _Held:
+class _Memory:
+    """Bytes by rank and slot, from which every instruction's change follows."""
+
+    def __init__(self, program: Program, profile: Profile) -> None:
+        self.program, self.graph = program, profile.graph
+        self.static_bytes, self.update_bytes = _held_bytes(program, profile)
+        num_slots = len(program.slots)
+        # What each rank of a slot keeps for backward, works with in backward, and received from others.
+        self.saved = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
+        self.working = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
+        self.received = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
+        for number, (slot, shape) in enumerate(zip(program.plan.slots, program.slots, strict=True)):
+            op, degree = self.graph.metaops[shape.op], shape.tensor_degree
+            if op.cost is not None:
+                rows = shape.rows_of_ranks()
+                kept = saved_bytes(op, 1, slot.num_layers, degree, op.name in program.plan.recompute)
+                self.saved[number, shape.ranks] = rows * kept
+                self.working[number, shape.ranks] = rows * backward_bytes(op, 1, degree)
+        self.arrived = np.zeros((len(program.links), program.num_ranks), dtype=np.int64)
+        for number, link in enumerate(program.links):
+            if link.bytes_per_row:
+                num_bytes = (link.forward.last - link.forward.first) * link.bytes_per_row
+                by_rank = np.bincount(link.forward.destination, weights=num_bytes, minlength=program.num_ranks)
+                self.arrived[number] = by_rank.astype(np.int64)
+                self.received[link.consumer] += self.arrived[number]
+
+    def changes(self, instances: Instances) -> tuple[Column, Column]:
+        """What each instance adds when it starts, and adds or frees when it ends."""
+        starts = np.zeros((len(self.program.instructions), self.program.num_ranks), dtype=np.int64)
+        ends = np.zeros_like(starts)
+        for number, instruction in enumerate(self.program.instructions):
+            match instruction:
+                case Forward(slot=slot):
+                    starts[number] = self.saved[slot]
+                case Backward(slot=slot, first=first, last=last):
+                    whole = self.program.plan.slots[slot]
+                    # A slot's activations are freed chunk by chunk, in whole numbers that add up.
+                    before, after = whole.last - last, whole.last - first
+                    freed = self.saved[slot] * after // whole.num_layers - self.saved[slot] * before // whole.num_layers
+                    starts[number] = self.working[slot]
+                    ends[number] = -self.working[slot] - freed
+                    if first == whole.first:
+                        ends[number] -= self.received[slot]
+                case Exchange(link=link, backward=False):
+                    starts[number] = self.arrived[link]
+                case _:
+                    pass
+        return starts[instances.instruction, instances.rank], ends[instances.instruction, instances.rank]
+
+
+def _held_bytes(program: Program, profile: Profile) -> tuple[Column, np.ndarray]:
     """Bytes of state each rank holds, and bytes its optimizer step moves."""
     graph = profile.graph
     static = np.zeros(program.num_ranks, dtype=np.int64)
     update = np.zeros(program.num_ranks, dtype=np.float64)
-    users: dict[int, set[int]] = {}
+    users: dict[int, list[int]] = {}
     degree_of: dict[int, int] = {}
     for number, (slot, shape) in enumerate(zip(program.plan.slots, program.slots, strict=True)):
         op = graph.metaops[shape.op]
         for layer in range(slot.first, slot.last) if op.parameters else ():
             for parameter in op.parameters[layer]:
-                users.setdefault(parameter, set()).add(number)
+                users.setdefault(parameter, []).append(number)
                 degree_of[parameter] = shape.tensor_degree
-    together: dict[frozenset[int], tuple[int, float]] = {}
+    together: dict[tuple[int, ...], tuple[int, float]] = {}
     for parameter, using in users.items():
-        slots = frozenset(using)
+        slots = tuple(dict.fromkeys(using))
         state, moved = together.get(slots, (0, 0.0))
         degree = degree_of[parameter]
         state += state_bytes(graph, parameter, degree)
@@ -286,41 +302,9 @@ def _held_bytes(program: Program, profile: Profile) -> _Held:
             moved += graph.parameters[parameter].num_elements / degree * graph.numerics.update_bytes
         together[slots] = (state, moved)
     for slots, (state, moved) in together.items():
-        ranks = np.unique(np.concatenate([program.slots[slot].ranks for slot in slots]))
-        static[ranks] += state
-        update[ranks] += moved
-    return _Held(static, update)
-
-
-def _rows(program: Program, slot: int, ranks: np.ndarray) -> np.ndarray:
-    shape = program.slots[slot]
-    by_rank = np.zeros(program.num_ranks, dtype=np.int64)
-    by_rank[shape.ranks] = shape.rows_of_ranks()
-    rows: np.ndarray = by_rank[ranks]
-    return rows
-
-
-def _saved(program: Program, profile: Profile, slot: int, ranks: np.ndarray) -> np.ndarray:
-    shape = program.slots[slot]
-    op = profile.graph.metaops[shape.op]
-    recompute = op.name in program.plan.recompute
-    layers = program.plan.slots[slot].num_layers
-    one_row = saved_bytes(op, 1, layers, shape.tensor_degree, recompute)
-    return _rows(program, slot, ranks) * one_row
-
-
-def _working(program: Program, profile: Profile, slot: int, ranks: np.ndarray) -> np.ndarray:
-    shape = program.slots[slot]
-    return _rows(program, slot, ranks) * backward_bytes(profile.graph.metaops[shape.op], 1, shape.tensor_degree)
-
-
-def _received(program: Program, slot: int, ranks: np.ndarray) -> np.ndarray:
-    """Bytes that arrived for a slot from other ranks and live until its backward is over."""
-    arrived = np.zeros(program.num_ranks, dtype=np.int64)
-    for link in program.links:
-        if link.consumer == slot:
-            part = np.zeros(program.num_ranks)
-            np.add.at(part, link.forward.destination, (link.forward.last - link.forward.first) * link.bytes_per_row)
-            arrived += part.astype(np.int64)
-    mine: np.ndarray = arrived[ranks]
-    return mine
+        uses = np.zeros(program.num_ranks, dtype=bool)
+        for slot in slots:
+            uses[program.slots[slot].ranks] = True
+        static[uses] += state
+        update[uses] += moved
+    return static, update

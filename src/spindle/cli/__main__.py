@@ -1,0 +1,3 @@
+from spindle.cli.main import main
+
+main()

@@ -1,0 +1,85 @@
+"""`spindle compare`: every planner on one workload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spindle.cli.options import AsJson, ClusterName, Devices, Evaluations, Input, Seed
+
+PLANNERS = ("wavefront", "paper", "sequential", "distmm", "task-level")
+
+
+def compare(
+    given: Input,
+    devices: Devices = None,
+    cluster: ClusterName = None,
+    seed: Seed = 0,
+    evaluations: Evaluations = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="TABLE.json", help="Write the table here.", show_default=False)
+    ] = None,
+    figure: Annotated[
+        Path | None,
+        typer.Option(
+            "--figure", metavar="STEP.svg", help="Draw a step one task at a time above the same in waves.", show_default=False
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare all planners on one workload, simulated, beside the bound.
+
+    Speedups are over `sequential`: every module on the whole cluster in turn. Examples:
+
+    spindle compare graph.json --devices 16
+
+    spindle compare clip-10 --cluster a800x32 --figure step.svg
+    """
+    import json
+
+    from spindle.artifact import to_json, write_whole
+    from spindle.cli.inputs import load_profile
+    from spindle.cli.terminal import notice, progress_bar, refuse_unwritable, show, show_json
+    from spindle.errors import DoesNotFitError
+    from spindle.plan import Plan
+    from spindle.planners import Effort, make_plan
+    from spindle.report.compare import comparison_of
+    from spindle.report.figure import step_figure
+    from spindle.report.table import comparison_table, refusals
+
+    refuse_unwritable(output)
+    refuse_unwritable(figure)
+    profile = load_profile(given, devices, cluster)
+    effort = Effort(seed=seed) if evaluations is None else Effort(seed=seed, evaluations=evaluations)
+    plans: dict[str, Plan] = {}
+    refusals: dict[str, str] = {}
+    with progress_bar() as bar:
+        job = bar.add_task("planning", total=len(PLANNERS))
+        for planner in PLANNERS:
+            bar.update(job, description=f"planning: {planner}")
+            try:
+                plans[planner] = make_plan(profile, planner, effort)
+            except DoesNotFitError as error:
+                refusals[planner] = str(error)
+            bar.advance(job)
+    comparison = comparison_of(profile, plans.values(), refusals)
+    table = {"spindle": "comparison", "version": 1} | to_json(comparison)
+    if output is not None:
+        write_whole(output, json.dumps(table, indent=1) + "\n")
+    if figure is not None:
+        panels = [("One task at a time", "sequential"), ("In waves", "wavefront")]
+        missing = [planner for _, planner in panels if planner not in plans]
+        if missing:
+            raise DoesNotFitError(f"{figure}: not drawn, {missing[0]} has no plan: {refusals[missing[0]]}")
+        write_whole(figure, step_figure(profile.graph, [(title, plans[planner]) for title, planner in panels]))
+    if as_json:
+        show_json(table)
+    else:
+        show(comparison_table(comparison, profile), *refusals(comparison))
+    for path in (output, figure):
+        if path is not None:
+            notice(f"wrote {path}")
+    if not plans:
+        raise DoesNotFitError(f"no planner has a plan for {profile.graph.name} on {profile.cluster.name}")

@@ -1,0 +1,49 @@
+"""`spindle explain`: why did this op get these devices?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from spindle.cli.options import AsJson, ClusterName, Devices, Input, PlanFile
+
+
+def explain(
+    given: Input,
+    plan_file: PlanFile,
+    devices: Devices = None,
+    cluster: ClusterName = None,
+    op: Annotated[
+        str | None, typer.Option("--op", metavar="NAME", help="Only this op, or the ops of this module.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Explain a plan: why each op got its devices.
+
+    For each op: its curve around the chosen numbers, what the bound would do, what ran beside it, where its data came
+    from, and with whom it shares weights. Examples:
+
+    spindle explain graph.json plan.json --devices 16 --op vision
+
+    spindle explain clip-10 plan.json --cluster a800x32
+    """
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from spindle.artifact import to_json
+    from spindle.cli.inputs import load_profile
+    from spindle.cli.terminal import show, show_json
+    from spindle.plan import check, read_plan
+    from spindle.report.explain import explain as explain_plan
+    from spindle.report.explain import headline, sentences
+
+    profile = load_profile(given, devices, cluster)
+    made = read_plan(plan_file, profile.graph)
+    check(made, profile)
+    explanations = explain_plan(made, profile, op)
+    if as_json:
+        show_json({"workload": made.workload, "planner": made.planner, "ops": [to_json(one) for one in explanations]})
+        return
+    for one in explanations:
+        show(Text(headline(one), style="bold"), *(Padding(Text(line), (0, 0, 0, 2)) for line in sentences(one)))

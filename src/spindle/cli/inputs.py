@@ -1,0 +1,81 @@
+"""From what stands on the command line to a profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from spindle.artifact import artifact_from_json, read_json_file
+from spindle.cluster import Cluster, DeviceKind, Island, Link, cluster_named, read_cluster_file
+from spindle.errors import InputError
+from spindle.graph import metagraph_of
+from spindle.profile import Profile, Roofline, abstract_profile, roofline_profile
+from spindle.recipes import RECIPES
+from spindle.workload import Workload
+
+MAX_DEVICES = 1 << 20
+
+
+def load_profile(given: str, num_devices: int | None, cluster_name: str | None) -> Profile:
+    """The profile of an input: an abstract graph's own times, else the roofline (the recipe's fitted one, if it is one)."""
+    if given in RECIPES:
+        recipe = RECIPES[given]
+        cluster = _real_cluster(given, num_devices, cluster_name)
+        return roofline_profile(metagraph_of(recipe.workload()), cluster, recipe.roofline)
+    path = Path(given)
+    if not path.exists() and path.suffix != ".json":
+        raise InputError(f"{given}: no such file, and no recipe of that name; recipes: {', '.join(RECIPES)}")
+    data = read_json_file(path)
+    if "spindle" not in data and "ops" in data:
+        return abstract_profile(data, _any_cluster(num_devices, cluster_name), given, name=path.stem)
+    workload = _workload(data, given)
+    return roofline_profile(metagraph_of(workload), _real_cluster(given, num_devices, cluster_name), Roofline())
+
+
+def _workload(data: dict[str, Any], where: str) -> Workload:
+    if "spindle" not in data:
+        raise InputError(
+            f'{where}: expected an abstract graph (an object with "ops") or a Spindle workload '
+            f'("spindle": "workload"); this has {", ".join(map(repr, list(data)[:6])) or "nothing in it"}'
+        )
+    return artifact_from_json(data, where, "workload", Workload)
+
+
+def _real_cluster(given: str, num_devices: int | None, cluster_name: str | None) -> Cluster:
+    """A cluster whose devices have a kind, which a roofline needs."""
+    if cluster_name is None:
+        count = num_devices or 32
+        got = "" if num_devices is None else f", not only --devices {num_devices}"
+        raise InputError(
+            f"{given}: its times follow from the machines: give --cluster{got} (a800x{count}, or a .toml file)"
+        )
+    return _any_cluster(num_devices, cluster_name)
+
+
+def _any_cluster(num_devices: int | None, cluster_name: str | None) -> Cluster:
+    if num_devices is not None and cluster_name is not None:
+        raise InputError(f"give either --devices {num_devices} or --cluster {cluster_name}, not both")
+    if cluster_name is not None:
+        if cluster_name.endswith(".toml"):
+            return read_cluster_file(Path(cluster_name))
+        cluster = cluster_named(cluster_name)
+    elif num_devices is not None:
+        cluster = nameless_cluster(num_devices)
+    else:
+        raise InputError("on how many devices? give --devices N, or --cluster NAME (a800x32, or a .toml file)")
+    if cluster.num_devices > MAX_DEVICES:
+        raise InputError(f"{cluster.num_devices} devices are more than Spindle plans for ({MAX_DEVICES})")
+    return cluster
+
+
+def nameless_cluster(num_devices: int) -> Cluster:
+    """Devices of no particular kind in one island, for graphs that bring their own times and know no bytes."""
+    if num_devices < 1:
+        raise InputError(f"--devices: expected at least 1, got {num_devices}")
+    if num_devices > MAX_DEVICES:
+        raise InputError(f"--devices: expected at most {MAX_DEVICES}, got {num_devices}")
+    unlimited = 1 << 62
+    link = Link(bytes_per_s=unlimited)
+    kind = DeviceKind(name="any", peak_flops=unlimited, memory_bytes=unlimited, memory_bytes_per_s=unlimited)
+    name = f"{num_devices} device{'' if num_devices == 1 else 's'}"
+    return Cluster(name=name, islands=(Island(kind=kind, num_devices=num_devices, link=link, uplink=link),))

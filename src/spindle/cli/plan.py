@@ -1,0 +1,58 @@
+"""`spindle plan`: which layers run where and when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spindle.cli.options import AsJson, ClusterName, Devices, Evaluations, Input, Seed
+
+
+def plan(
+    given: Input,
+    devices: Devices = None,
+    cluster: ClusterName = None,
+    planner: Annotated[
+        str, typer.Option("--planner", metavar="NAME", help="wavefront, paper, sequential, distmm, task-level or exhaustive.")
+    ] = "wavefront",
+    seed: Seed = 0,
+    evaluations: Evaluations = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Write the plan here.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a step: which layers run on which devices, and when.
+
+    Prints the plan beside what no plan can beat, and draws it. Examples:
+
+    spindle plan graph.json --devices 16 -o plan.json
+
+    spindle plan clip-10 --cluster a800x32 --planner paper
+    """
+    from spindle.artifact import to_json
+    from spindle.cli.inputs import load_profile
+    from spindle.cli.terminal import notice, refuse_unwritable, show, show_json, width, working
+    from spindle.plan import write_plan
+    from spindle.planners import Effort, make_plan
+    from spindle.report.compare import simulated
+    from spindle.report.gantt import columns_for, draw, plan_chart
+    from spindle.report.table import plan_facts
+
+    refuse_unwritable(output)
+    profile = load_profile(given, devices, cluster)
+    effort = Effort(seed=seed) if evaluations is None else Effort(seed=seed, evaluations=evaluations)
+    with working(f"planning {profile.graph.name} on {profile.cluster.name}"):
+        made = make_plan(profile, planner, effort)
+        measures = simulated(made, profile)
+    if output is not None:
+        write_plan(output, made)
+    if as_json:
+        show_json({"spindle": "plan", "version": 1} | to_json(made))
+        return
+    chart = plan_chart(made, profile.graph, columns_for(width(), made.num_devices))
+    show(plan_facts(made, measures, profile), "", draw(chart, made.num_devices, width()))
+    if output is not None:
+        notice(f"wrote {output}")

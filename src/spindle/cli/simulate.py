@@ -1,0 +1,64 @@
+"""`spindle simulate`: what would happen under a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spindle.cli.options import AsJson, ClusterName, Devices, Input, PlanFile
+
+
+def simulate(
+    given: Input,
+    plan_file: PlanFile,
+    devices: Devices = None,
+    cluster: ClusterName = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="TRACE.json", help="Write a trace for ui.perfetto.dev here.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rehearse one step of a plan: forward, backward, transfers, gradients, optimizer.
+
+    The plan is checked first; its program is the one a runtime would run. Examples:
+
+    spindle simulate graph.json plan.json --devices 16
+
+    spindle simulate clip-10 plan.json --cluster a800x32 --trace trace.json
+    """
+    import spindle.simulate
+    from spindle.artifact import to_json, write_whole
+    from spindle.cli.inputs import load_profile
+    from spindle.cli.terminal import notice, refuse_unwritable, show, show_json, width
+    from spindle.plan import check, read_plan
+    from spindle.program import lower, verify
+    from spindle.report.gantt import columns_for, draw, timeline_chart
+    from spindle.report.memory import refuse_overfull
+    from spindle.report.table import measure_facts
+    from spindle.report.trace import trace_of
+    from spindle.timeline import measure
+
+    refuse_unwritable(trace)
+    profile = load_profile(given, devices, cluster)
+    made = read_plan(plan_file, profile.graph)
+    check(made, profile)
+    program = lower(made, profile)
+    verify(program, profile)
+    timeline = spindle.simulate.simulate(program, profile)
+    measures = measure(timeline)
+    if trace is not None:
+        write_whole(trace, trace_of(timeline, program))
+    if as_json:
+        facts = {"workload": made.workload, "cluster": profile.cluster.name, "num_devices": profile.cluster.num_devices}
+        plan_facts = {"planner": made.planner, "folded_s": made.folded_s, "bound_s": made.bound_s}
+        show_json(facts | plan_facts | {"instructions": program.num_instructions} | to_json(measures))
+    else:
+        num_devices = profile.cluster.num_devices
+        chart = timeline_chart(timeline, program, profile.graph, columns_for(width(), num_devices))
+        show(measure_facts(made, measures, profile), "", draw(chart, num_devices, width()))
+    if trace is not None:
+        notice(f"wrote {trace}; open it at https://ui.perfetto.dev")
+    refuse_overfull(timeline, profile)

@@ -1,0 +1,106 @@
+"""Where output goes: results to stdout, progress and notices to stderr, files whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from spindle.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.progress import Progress
+
+CLOSED_PIPE = 141  # as shells say it: 128 + SIGPIPE
+
+
+def show(*parts: RenderableType) -> None:
+    """Prints tables and text for people."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part)
+    _write("".join(line.rstrip(" ") + "\n" for line in capture.get().splitlines()))
+
+
+def show_json(value: Any) -> None:
+    """Prints one JSON object and nothing else."""
+    _write(json.dumps(value, indent=1) + "\n")
+
+
+def width() -> int:
+    """How wide the output may be."""
+    from rich.console import Console
+
+    return Console().width
+
+
+def notice(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
+def errors() -> Console:
+    """A console on stderr, which shows nothing that moves where no person looks."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def working(text: str) -> Iterator[None]:
+    """A sign of life on stderr while something takes long."""
+    console = errors()
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(text):
+        yield
+
+
+def progress_bar() -> Progress:
+    """A bar on stderr; nothing where no person looks."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = errors()
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def refuse_unwritable(path: Path | None) -> None:
+    """Says before the work, not after it, that a file cannot be written."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise InputError(f"{path}: cannot be written, it is a directory; give the name of a file")
+    if not path.parent.is_dir():
+        raise InputError(f"{path}: cannot be written, there is no directory {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"{path}: cannot be written, {path.parent} does not allow it")
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        leave_closed_pipe()
+
+
+def leave_closed_pipe() -> NoReturn:
+    """The reader has gone: leave without a word. Python would complain at exit when it flushes what is left."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(CLOSED_PIPE)

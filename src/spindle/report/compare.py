@@ -1,0 +1,92 @@
+"""All planners on one workload, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from spindle.plan import Plan
+from spindle.profile import Profile
+from spindle.program import lower
+from spindle.simulate import simulate
+from spindle.timeline import Measures, measure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedPlan:
+    """What a planner made of the workload; `speedup` is over `sequential`, where that has a plan.
+
+    Shares are of all devices' time. `over_bound` is the simulated step over the LP bound, which counts neither
+    transfers nor synchronisation.
+    """
+
+    planner: str
+    makespan_s: float
+    folded_s: float
+    speedup: float | None
+    idle_share: float
+    transfer_share: float
+    sync_share: float
+    peak_bytes: int
+    bound_s: float
+    over_bound: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedPlan:
+    """A planner that found no plan, and why."""
+
+    planner: str
+    refusal: str
+
+
+CompareRow = ComparedPlan | RefusedPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Rows from fast to slow, refusals last."""
+
+    workload: str
+    cluster: str
+    num_devices: int
+    rows: tuple[CompareRow, ...]
+
+    @property
+    def plans(self) -> tuple[ComparedPlan, ...]:
+        return tuple(row for row in self.rows if isinstance(row, ComparedPlan))
+
+
+def simulated(plan: Plan, profile: Profile) -> Measures:
+    """The measures of a plan's simulated step."""
+    return measure(simulate(lower(plan, profile), profile))
+
+
+def comparison_of(profile: Profile, plans: Iterable[Plan], refusals: dict[str, str]) -> Comparison:
+    """Compares finished plans of one profile; `refusals` is by planner."""
+    measured = [(plan, simulated(plan, profile)) for plan in plans]
+    reference_s = next((measures.makespan_s for plan, measures in measured if plan.planner == "sequential"), None)
+    rows = [
+        ComparedPlan(
+            planner=plan.planner,
+            makespan_s=measures.makespan_s,
+            folded_s=plan.folded_s,
+            speedup=None if reference_s is None else reference_s / measures.makespan_s,
+            idle_share=measures.idle_share,
+            transfer_share=measures.transfer_share,
+            sync_share=measures.sync_share,
+            peak_bytes=measures.peak_bytes,
+            bound_s=plan.bound_s,
+            over_bound=measures.makespan_s / plan.bound_s,
+        )
+        for plan, measures in measured
+    ]
+    return Comparison(
+        workload=profile.graph.name,
+        cluster=profile.cluster.name,
+        num_devices=profile.cluster.num_devices,
+        rows=(
+            *sorted(rows, key=lambda row: row.makespan_s),
+            *(RefusedPlan(planner=planner, refusal=refusal) for planner, refusal in refusals.items()),
+        ),
+    )

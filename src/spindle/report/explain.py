@@ -1,0 +1,304 @@
+"""Why did this op get these devices? What the curve, the bound, the neighbours and the data say about each choice."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from spindle.errors import InputError
+from spindle.plan import Plan, Slot, format_devices, setting_of
+from spindle.planners import lp_bound, problem_of
+from spindle.profile import Profile
+from spindle.program import Link, Program, lower
+from spindle.report.quantities import count_of, listed, num_bytes, percent, seconds
+
+_SAME_TIME = 1e-9  # of the step: planners add the same times in different orders
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """A layer on so many devices; efficiency is speedup over the fewest allowed, per device."""
+
+    num_devices: int
+    layer_s: float
+    efficiency: float
+    chosen: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotStory:
+    """One slot: where it ran, what it waited for, and what ran at the same time (op, devices)."""
+
+    first: int
+    last: int
+    devices: tuple[int, ...]
+    start_s: float
+    end_s: float
+    wave: int
+    waited_for: str
+    beside: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inflow:
+    """Data a slot takes from another: bytes that move between devices, and bytes that already lie where they are used."""
+
+    producer: str
+    into_layer: int
+    moved_bytes: float
+    kept_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedWeights:
+    """Weights this op uses together with others, or on several devices; `num_devices` synchronise their gradients."""
+
+    with_ops: tuple[str, ...]
+    num_bytes: int
+    num_devices: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpExplanation:
+    """`bound_mix` is what the LP bound would do: (devices, layers), layers not whole."""
+
+    op: str
+    task: str
+    num_layers: int
+    batch_size: int | None
+    tensor_degree: int
+    recompute: bool
+    slots: tuple[SlotStory, ...]
+    curve: tuple[CurvePoint, ...]
+    bound_mix: tuple[tuple[int, float], ...]
+    inflows: tuple[Inflow, ...]
+    shared_weights: tuple[SharedWeights, ...]
+
+
+def explain(plan: Plan, profile: Profile, wanted: str | None = None) -> tuple[OpExplanation, ...]:
+    """The explanation of every op, or of the op (or the ops of the module) of that name."""
+    graph = profile.graph
+    setting = setting_of(plan, profile)
+    mixes = lp_bound(problem_of(profile, setting)).mixes
+    program = lower(plan, profile)
+    explanations = []
+    for position, op in enumerate(graph.metaops):
+        if wanted not in (None, op.name, op.module):
+            continue
+        slots = [slot for slot in plan.slots if slot.op == op.name]
+        explanations.append(
+            OpExplanation(
+                op=op.name,
+                task=op.task,
+                num_layers=op.num_layers,
+                batch_size=op.batch_size,
+                tensor_degree=setting.tensor_degrees[position],
+                recompute=setting.recompute[position],
+                slots=tuple(_story(plan, profile, slot) for slot in slots),
+                curve=_points(plan, profile, position),
+                bound_mix=mixes[position],
+                inflows=tuple(
+                    _inflow(program, profile, link)
+                    for link in program.links
+                    if program.slots[link.consumer].op == position
+                ),
+                shared_weights=_shared_weights(program, profile, position),
+            )
+        )
+    if not explanations:
+        names = ", ".join(op.name for op in graph.metaops)
+        raise InputError(f"no op or module is called {wanted!r}; ops: {names}")
+    return tuple(explanations)
+
+
+def _points(plan: Plan, profile: Profile, op: int) -> tuple[CurvePoint, ...]:
+    """The curve at the fewest devices, the chosen numbers, their neighbours, and the most."""
+    setting = setting_of(plan, profile)
+    curve = profile.curve(op, setting)
+    counts, times = curve.num_devices, curve.folded_s(setting.recompute[op])
+    chosen = {len(slot.devices) for slot in plan.slots if slot.op == profile.graph.metaops[op].name}
+    shown = {0, len(counts) - 1}
+    for count in chosen:
+        place = counts.index(count)
+        shown |= {max(0, place - 1), place, min(len(counts) - 1, place + 1)}
+    least_area = counts[0] * float(times[0])
+    return tuple(
+        CurvePoint(
+            num_devices=counts[place],
+            layer_s=float(times[place]),
+            efficiency=least_area / (counts[place] * float(times[place])),
+            chosen=counts[place] in chosen,
+        )
+        for place in sorted(shown)
+    )
+
+
+def _story(plan: Plan, profile: Profile, slot: Slot) -> SlotStory:
+    beside: dict[str, int] = {}
+    slack = _SAME_TIME * plan.folded_s
+    for other in plan.slots:
+        if other.op != slot.op and other.start_s < slot.end_s - slack and other.end_s > slot.start_s + slack:
+            beside[other.op] = max(beside.get(other.op, 0), len(other.devices))
+    return SlotStory(
+        first=slot.first,
+        last=slot.last,
+        devices=slot.devices,
+        start_s=slot.start_s,
+        end_s=slot.end_s,
+        wave=slot.wave,
+        waited_for=_waited_for(plan, profile, slot),
+        beside=tuple(beside.items()),
+    )
+
+
+def _waited_for(plan: Plan, profile: Profile, slot: Slot) -> str:
+    """Whatever ended when this slot began: its data first, else its devices."""
+    graph = profile.graph
+    slack = _SAME_TIME * plan.folded_s
+    if slot.start_s <= slack:
+        return "the start of the step"
+    ended = [other for other in plan.slots if abs(other.end_s - slot.start_s) <= slack]
+    position = next(number for number, op in enumerate(graph.metaops) if op.name == slot.op)
+    producers = {graph.metaops[producer].name for producer in graph.predecessors[position]}
+    for other in ended:
+        if (slot.first == 0 and other.op in producers) or (other.op == slot.op and other.last == slot.first):
+            own = set(other.devices) & set(slot.devices)
+            what = "its own earlier layers" if other.op == slot.op else f"its input from {other.op}"
+            return what if own == set(slot.devices) or other.op == slot.op else f"{what} on {format_devices(sorted(other.devices))}"
+    for other in ended:
+        common = sorted(set(other.devices) & set(slot.devices))
+        if common:
+            return f"{other.op} to leave {'device' if len(common) == 1 else 'devices'} {format_devices(common)}"
+    return "the start of its wave, though its data and devices were there before"
+
+
+def _inflow(program: Program, profile: Profile, link: Link) -> Inflow:
+    """A program lists only what moves; the rest of what the consumer needs lies there already."""
+    giver, taker = program.slots[link.producer], program.slots[link.consumer]
+    cost = profile.graph.metaops[giver.op].cost
+    needed = 0.0 if cost is None else cost.output_bytes * giver.num_rows * taker.tensor_degree
+    moved = float((link.forward.last - link.forward.first).sum() * link.bytes_per_row)
+    return Inflow(
+        producer=program.plan.slots[link.producer].op,
+        into_layer=program.plan.slots[link.consumer].first,
+        moved_bytes=moved,
+        kept_bytes=max(0.0, needed - moved),
+    )
+
+
+def _shared_weights(program: Program, profile: Profile, op: int) -> tuple[SharedWeights, ...]:
+    """Weights of this op by who else uses them and how many devices hold them."""
+    graph = profile.graph
+    mine = {parameter for layer in graph.metaops[op].parameters for parameter in layer}
+    users: dict[int, list[str]] = defaultdict(list)
+    for number, other in enumerate(graph.metaops):
+        for parameter in sorted({parameter for layer in other.parameters for parameter in layer} & mine):
+            if number != op:
+                users[parameter].append(other.name)
+    groups: dict[tuple[tuple[str, ...], int], int] = defaultdict(int)
+    holders: dict[int, int] = defaultdict(int)
+    for bucket in program.buckets:
+        for parameter in mine & set(bucket.parameters):
+            holders[parameter] = max(holders[parameter], len(np.unique(bucket.ranks)))
+    for parameter in sorted(mine):
+        size = graph.parameters[parameter].num_elements * graph.numerics.parameter_bytes
+        groups[tuple(users[parameter]), holders[parameter]] += size
+    return tuple(
+        SharedWeights(with_ops=ops, num_bytes=size, num_devices=holder) for (ops, holder), size in groups.items()
+    )
+
+
+def sentences(one: OpExplanation) -> list[str]:
+    """The explanation in plain words, one thought in each."""
+    return [
+        *_about_slots(one),
+        _about_curve(one),
+        _about_bound(one),
+        *_about_neighbours(one),
+        *_about_data(one),
+        *_about_weights(one),
+    ]
+
+
+def _about_slots(one: OpExplanation) -> list[str]:
+    lines = []
+    for slot in one.slots:
+        layers = f"Layers {slot.first} to {slot.last - 1} run" if slot.last - slot.first > 1 else f"Layer {slot.first} runs"
+        lines.append(
+            f"{layers} on {count_of(len(slot.devices), 'device')} ({format_devices(sorted(slot.devices))}) from "
+            f"{seconds(slot.start_s)} to {seconds(slot.end_s)} in wave {slot.wave}, after {slot.waited_for}."
+        )
+    if one.tensor_degree > 1:
+        lines.append(f"Every {one.tensor_degree} devices hold one copy of its weights (tensor degree {one.tensor_degree}).")
+    if one.recompute:
+        lines.append("Its activations are recomputed in the backward pass, because memory is short.")
+    return lines
+
+
+def _about_curve(one: OpExplanation) -> str:
+    parts = []
+    for number, point in enumerate(one.curve):
+        unit = (" device" if point.num_devices == 1 else " devices") if number == 0 else ""
+        notes = f"{100 * point.efficiency:.0f} % efficient" if number == 0 else f"{100 * point.efficiency:.0f} %"
+        notes += ", chosen" if point.chosen else ""
+        parts.append(f"{seconds(point.layer_s)} on {point.num_devices}{unit} ({notes})")
+    return f"A layer takes {listed(parts, at_most=16)}."
+
+
+def _about_bound(one: OpExplanation) -> str:
+    parts = [f"{layers:.3g} layers on {count}" for count, layers in one.bound_mix]
+    chosen = [f"{slot.last - slot.first} on {len(slot.devices)}" for slot in one.slots]
+    return f"The LP bound would run {listed(parts)}; this plan runs {listed(chosen)}."
+
+
+def _about_neighbours(one: OpExplanation) -> list[str]:
+    beside: dict[str, int] = {}
+    for slot in one.slots:
+        for op, count in slot.beside:
+            beside[op] = max(count, beside.get(op, 0))
+    if not beside:
+        return ["Nothing ran beside it."]
+    return [f"Beside it ran {listed([f'{op} (on {count})' for op, count in beside.items()])}."]
+
+
+def _about_data(one: OpExplanation) -> list[str]:
+    if not any(inflow.into_layer == 0 for inflow in one.inflows):
+        start = ["It takes its input from the batch, from no other op."]
+    else:
+        start = []
+    for inflow in one.inflows:
+        whence = f"layer {inflow.into_layer - 1}" if inflow.producer == one.op else inflow.producer
+        total = inflow.moved_bytes + inflow.kept_bytes
+        if total == 0 and inflow.producer == one.op:
+            continue
+        elif total == 0:
+            start.append(f"Layer {inflow.into_layer} takes its input from {whence}; its bytes are not known.")
+        elif inflow.moved_bytes == 0:
+            start.append(f"Layer {inflow.into_layer} finds its input from {whence} in place ({num_bytes(total)}).")
+        else:
+            start.append(
+                f"Layer {inflow.into_layer} takes {num_bytes(total)} from {whence}; {num_bytes(inflow.moved_bytes)} "
+                f"({percent(inflow.moved_bytes / total)}) moves between devices."
+            )
+    return start
+
+
+def _about_weights(one: OpExplanation) -> list[str]:
+    lines = []
+    for shared in one.shared_weights:
+        whom = f"It shares {num_bytes(shared.num_bytes)} of weights with {listed(shared.with_ops)}"
+        if not shared.with_ops:
+            whom = f"{num_bytes(shared.num_bytes)} of its weights are its own"
+        how = f"their gradients are synchronised over {shared.num_devices} devices"
+        if shared.num_devices < 2:
+            how = "nothing is synchronised for them"
+        lines.append(f"{whom}; {how}.")
+    return lines
+
+
+def headline(one: OpExplanation) -> str:
+    """What the op is."""
+    batch = "" if one.batch_size is None else f", batch {one.batch_size}"
+    return f"{one.op}: {count_of(one.num_layers, 'layer')}{batch}"

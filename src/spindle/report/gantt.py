@@ -1,0 +1,258 @@
+"""A step in the terminal: devices down, time across.
+
+A cell shows what its device does at the middle of the cell's time. Devices whose rows look the same become one row, so
+that hundreds fit. Letters carry everything, colour only helps: forward in capitals, backward in small letters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.text import Text
+
+from spindle.graph import MetaGraph
+from spindle.plan import Plan, format_devices
+from spindle.program import Backward, Exchange, Forward, OptimizerStep, Program, SyncGradients
+from spindle.report.palette import Palette, darker, ink_on, palette_of
+from spindle.report.quantities import count_of
+from spindle.timeline import Timeline
+
+IDLE = "·"
+_MAX_ROWS = 40
+_MAX_LABEL = 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """What a cell can show."""
+
+    letter: str
+    meaning: str
+    colour: str | None = None
+
+    @property
+    def style(self) -> str:
+        return f"{ink_on(self.colour)} on {self.colour}" if self.colour else "dim"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """Rows of marks (positions in `marks`, -1 idle) with the devices that look so; the columns end at `end_s`."""
+
+    marks: tuple[Mark, ...]
+    rows: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    end_s: float
+    hint: str
+
+
+def plan_chart(plan: Plan, graph: MetaGraph, num_columns: int) -> Chart:
+    """The chart of a plan in folded time: forward and backward of a slot together."""
+    palette = palette_of(graph)
+    position = {op.name: number for number, op in enumerate(graph.metaops)}
+    scale = num_columns / plan.folded_s
+    devices = [np.asarray(slot.devices, dtype=np.int64) for slot in plan.slots]
+    cells = _paint(
+        plan.num_devices,
+        num_columns,
+        np.concatenate(devices),
+        np.repeat([slot.start_s * scale for slot in plan.slots], [len(one) for one in devices]),
+        np.repeat([slot.end_s * scale for slot in plan.slots], [len(one) for one in devices]),
+        np.repeat([position[slot.op] for slot in plan.slots], [len(one) for one in devices]),
+        len(graph.metaops),
+    )
+    marks = _op_marks(palette)
+    return Chart(marks=marks, rows=_grouped(cells), end_s=plan.folded_s, hint="forward and backward together")
+
+
+def timeline_chart(timeline: Timeline, program: Program, graph: MetaGraph, num_columns: int) -> Chart:
+    """The chart of a simulated or measured step. Transfers and synchronisation show where a device does not compute."""
+    palette = palette_of(graph)
+    num_ops = len(graph.metaops)
+    forward = _op_marks(palette)
+    backward = tuple(
+        Mark(letter=mark.letter.lower(), meaning=f"{mark.meaning} backward", colour=darker(mark.colour or "#000000"))
+        for mark in forward
+    )
+    others = (
+        Mark(letter=">", meaning="send or receive"),
+        Mark(letter="=", meaning="synchronise gradients"),
+        Mark(letter="^", meaning="optimizer"),
+    )
+    code = np.zeros(len(timeline.instructions), dtype=np.int64)
+    for number, instruction in enumerate(timeline.instructions):
+        match instruction:
+            case Forward(slot=slot):
+                code[number] = program.slots[slot].op
+            case Backward(slot=slot):
+                code[number] = num_ops + program.slots[slot].op
+            case Exchange():
+                code[number] = 2 * num_ops
+            case SyncGradients():
+                code[number] = 2 * num_ops + 1
+            case OptimizerStep():
+                code[number] = 2 * num_ops + 2
+    scale = num_columns / max(1, timeline.makespan_ns)
+    # Compute is painted last: what else goes on then costs nothing.
+    order = np.argsort(-timeline.lane, kind="stable")
+    cells = _paint(
+        timeline.num_ranks,
+        num_columns,
+        timeline.rank[order],
+        timeline.start[order] * scale,
+        timeline.end[order] * scale,
+        code[timeline.instruction[order]],
+        num_ops,
+    )
+    return Chart(
+        marks=(*forward, *backward, *others),
+        rows=_grouped(cells),
+        end_s=timeline.makespan_s,
+        hint="capitals forward, small letters backward",
+    )
+
+
+def _op_marks(palette: Palette) -> tuple[Mark, ...]:
+    return tuple(
+        Mark(letter=letter, meaning=label, colour=colour)
+        for letter, label, colour in zip(palette.letters, palette.labels, palette.colours, strict=True)
+    )
+
+
+def _paint(
+    num_devices: int,
+    num_columns: int,
+    device: NDArray[np.int64],
+    start: NDArray[np.float64],
+    end: NDArray[np.float64],
+    mark: NDArray[np.int64],
+    num_ops: int,
+) -> NDArray[np.int64]:
+    """Cells by device and column, from spans in columns; later spans lie on top."""
+    cells = np.full((num_devices, num_columns), -1, dtype=np.int64)
+    # Span [start, end) holds the middles c + 1/2 of columns first to last - 1.
+    first = np.ceil(start - 0.5).astype(np.int64).clip(0, num_columns)
+    last = np.ceil(end - 0.5).astype(np.int64).clip(0, num_columns)
+    length = last - first
+    span = np.repeat(np.arange(len(device)), length)
+    column = np.arange(len(span)) - np.repeat(np.cumsum(length) - length, length) + first[span]
+    cells[device[span], column] = mark[span]
+    # An op too short for any middle still shows once.
+    for op in np.setdiff1d(mark[mark < num_ops], cells):
+        longest = int(np.argmax(np.where(mark == op, end - start, -1.0)))
+        column_of_it = min(num_columns - 1, int((start[longest] + end[longest]) / 2))
+        cells[device[(mark == op) & (start == start[longest])], column_of_it] = op
+    return cells
+
+
+def _grouped(cells: NDArray[np.int64]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    groups: dict[bytes, list[int]] = {}
+    for device, row in enumerate(cells):
+        groups.setdefault(row.tobytes(), []).append(device)
+    return tuple((tuple(devices), tuple(cells[devices[0]].tolist())) for devices in groups.values())
+
+
+def columns_for(width: int, num_devices: int) -> int:
+    """How many columns of time fit into so many characters beside the names of so many devices."""
+    return max(10, width - _label_width(num_devices) - 2)
+
+
+def _label_width(num_devices: int) -> int:
+    return min(_MAX_LABEL, max(7, 3 * len(str(num_devices - 1)) + 2))
+
+
+def draw(chart: Chart, num_devices: int, width: int) -> Text:
+    """The chart as text that is at most `width` wide, with its axis and its legend."""
+    label_width = _label_width(num_devices)
+    text = Text(no_wrap=True)
+    text.append(f"{'devices':>{label_width}} ", style="bold")
+    text.append(f"one column is {_short(chart.end_s / max(1, len(chart.rows[0][1])))}; {chart.hint}\n", style="dim")
+    for devices, row in chart.rows[:_MAX_ROWS]:
+        text.append(f"{_label(devices, label_width):>{label_width}} ")
+        for mark, cells in _runs(row):
+            if mark < 0:
+                text.append(IDLE * cells, style="dim")
+            else:
+                text.append(chart.marks[mark].letter * cells, style=chart.marks[mark].style)
+        text.append("\n")
+    if len(chart.rows) > _MAX_ROWS:
+        hidden = chart.rows[_MAX_ROWS:]
+        num_hidden = sum(len(devices) for devices, _ in hidden)
+        text.append(f"{'':>{label_width}} … and {count_of(num_hidden, 'device')} in {len(hidden)} more rows\n")
+    num_columns = len(chart.rows[0][1])
+    text.append(f"{'':>{label_width}} {_axis(chart.end_s, num_columns)}\n", style="dim")
+    text.append_text(_legend(chart, width))
+    return text
+
+
+def _label(devices: tuple[int, ...], width: int) -> str:
+    label = format_devices(devices)
+    if len(label) <= width:
+        return label
+    for cut in range(len(devices) - 1, 0, -1):
+        label = f"{format_devices(devices[:cut])},+{len(devices) - cut}"
+        if len(label) <= width:
+            return label
+    return f"{count_of(len(devices), 'device')}"[:width]
+
+
+def _runs(row: tuple[int, ...]) -> Iterable[tuple[int, int]]:
+    start = 0
+    for end in range(1, len(row) + 1):
+        if end == len(row) or row[end] != row[start]:
+            yield row[start], end - start
+            start = end
+
+
+def ticks(end_s: float, at_most: int) -> tuple[list[float], str, float]:
+    """Round times from 0 to the end, their unit, and how many units make a second."""
+    unit, factor = ("s", 1.0) if end_s >= 10 else ("ms", 1e3) if end_s >= 1e-3 else ("µs", 1e6)
+    least = end_s * factor / max(1, at_most)
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(power * one for one in (1, 2, 5, 10) if power * one >= least * (1 - 1e-9))
+    return [step * number for number in range(int(end_s * factor / step + 1e-9) + 1)], unit, factor
+
+
+def _axis(end_s: float, num_columns: int) -> str:
+    marks, unit, factor = ticks(end_s, max(2, num_columns // 12))
+    line = [" "] * (num_columns + 1)
+    for number, tick in enumerate(marks):
+        name = f"{tick:g}" + (f" {unit}" if number == 0 else "")
+        place = round(tick / factor / end_s * num_columns)
+        if place + 1 + len(name) <= len(line) and all(one == " " for one in line[max(0, place - 1) : place]):
+            line[place : place + 1 + len(name)] = f"╵{name}"
+    return "".join(line).rstrip()
+
+
+def _short(time_s: float) -> str:
+    unit, factor = ("s", 1.0) if time_s >= 1 else ("ms", 1e3) if time_s >= 1e-3 else ("µs", 1e6)
+    return f"{time_s * factor:.3g} {unit}"
+
+
+def _legend(chart: Chart, width: int) -> Text:
+    """Ops in columns; backward goes without saying, other marks only where they show."""
+    shown = {mark for _, row in chart.rows for mark in row}
+    entries = [
+        mark
+        for number, mark in enumerate(chart.marks)
+        if (mark.colour is None and number in shown) or (mark.colour is not None and mark.letter.isupper())
+    ]
+    entries = list(dict.fromkeys(entries))
+    if any(-1 in row for _, row in chart.rows):
+        entries.append(Mark(letter=IDLE, meaning="idle"))
+    cell_width = min(width, 4 + max(len(mark.meaning) for mark in entries))
+    per_line = max(1, width // cell_width)
+    num_lines = -(-len(entries) // per_line)
+    text = Text(no_wrap=True)
+    for line in range(num_lines):
+        for mark in entries[line::num_lines]:
+            name = mark.meaning if len(mark.meaning) <= cell_width - 4 else mark.meaning[: cell_width - 5] + "…"
+            text.append(mark.letter, style=mark.style)
+            text.append(f" {name:<{cell_width - 2}}")
+        text.rstrip()
+        text.append("\n")
+    text.rstrip()
+    return text
