@@ -19,12 +19,16 @@ def compare(
     seed: Seed = 0,
     evaluations: Evaluations = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="TABLE.json", help="Write the table here.", show_default=False)
+        Path | None,
+        typer.Option("-o", "--output", metavar="TABLE.json", help="Write the table here.", show_default=False),
     ] = None,
     figure: Annotated[
         Path | None,
         typer.Option(
-            "--figure", metavar="STEP.svg", help="Draw a step one task at a time above the same in waves.", show_default=False
+            "--figure",
+            metavar="STEP.svg",
+            help="Draw a step one task at a time above the same in waves.",
+            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
@@ -47,7 +51,7 @@ def compare(
     from spindle.planners import Effort, make_plan
     from spindle.report.compare import comparison_of
     from spindle.report.figure import step_figure
-    from spindle.report.table import comparison_table, refusals
+    from spindle.report.table import comparison_table, refusal_lines
 
     refuse_unwritable(output)
     refuse_unwritable(figure)
@@ -77,7 +81,7 @@ def compare(
     if as_json:
         show_json(table)
     else:
-        show(comparison_table(comparison, profile), *refusals(comparison))
+        show(comparison_table(comparison, profile), *refusal_lines(comparison))
     for path in (output, figure):
         if path is not None:
             notice(f"wrote {path}")

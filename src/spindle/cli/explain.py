@@ -15,7 +15,8 @@ def explain(
     devices: Devices = None,
     cluster: ClusterName = None,
     op: Annotated[
-        str | None, typer.Option("--op", metavar="NAME", help="Only this op, or the ops of this module.", show_default=False)
+        str | None,
+        typer.Option("--op", metavar="NAME", help="Only this op, or the ops of this module.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -32,15 +33,13 @@ def explain(
     from rich.text import Text
 
     from spindle.artifact import to_json
-    from spindle.cli.inputs import load_profile
+    from spindle.cli.inputs import load_plan, load_profile
     from spindle.cli.terminal import show, show_json
-    from spindle.plan import check, read_plan
     from spindle.report.explain import explain as explain_plan
     from spindle.report.explain import headline, sentences
 
     profile = load_profile(given, devices, cluster)
-    made = read_plan(plan_file, profile.graph)
-    check(made, profile)
+    made = load_plan(plan_file, profile)
     explanations = explain_plan(made, profile, op)
     if as_json:
         show_json({"workload": made.workload, "planner": made.planner, "ops": [to_json(one) for one in explanations]})

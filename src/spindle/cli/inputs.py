@@ -7,8 +7,9 @@ from typing import Any
 
 from spindle.artifact import artifact_from_json, read_json_file
 from spindle.cluster import Cluster, DeviceKind, Island, Link, cluster_named, read_cluster_file
-from spindle.errors import InputError
+from spindle.errors import InputError, PlanError
 from spindle.graph import metagraph_of
+from spindle.plan import Plan, check, read_plan
 from spindle.profile import Profile, Roofline, abstract_profile, roofline_profile
 from spindle.recipes import RECIPES
 from spindle.workload import Workload
@@ -17,7 +18,7 @@ MAX_DEVICES = 1 << 20
 
 
 def load_profile(given: str, num_devices: int | None, cluster_name: str | None) -> Profile:
-    """The profile of an input: an abstract graph's own times, else the roofline (the recipe's fitted one, if it is one)."""
+    """The profile of an input: an abstract graph's own times, else a roofline, which recipes bring fitted."""
     if given in RECIPES:
         recipe = RECIPES[given]
         cluster = _real_cluster(given, num_devices, cluster_name)
@@ -30,6 +31,16 @@ def load_profile(given: str, num_devices: int | None, cluster_name: str | None) 
         return abstract_profile(data, _any_cluster(num_devices, cluster_name), given, name=path.stem)
     workload = _workload(data, given)
     return roofline_profile(metagraph_of(workload), _real_cluster(given, num_devices, cluster_name), Roofline())
+
+
+def load_plan(path: Path, profile: Profile) -> Plan:
+    """A plan file, refused unless it is legal for this profile."""
+    plan = read_plan(path, profile.graph)
+    try:
+        check(plan, profile)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
+    return plan
 
 
 def _workload(data: dict[str, Any], where: str) -> Workload:

@@ -5,6 +5,8 @@
     2   misuse: arguments, or a file that is not what it should be
     130 stopped by Ctrl-C
     141 whoever read the output has gone
+
+A refusal is one line on stderr, never a traceback: a traceback is a bug of ours.
 """
 
 from __future__ import annotations
@@ -23,8 +25,11 @@ from spindle.cli.plan import plan
 from spindle.cli.recipe import recipe
 from spindle.cli.recipes import recipes
 from spindle.cli.simulate import simulate
+from spindle.cli.terminal import CLOSED_PIPE
 from spindle.errors import DoesNotFitError, SpindleError
 
+# The family of "no such option": click's own up to typer 0.25, typer's since; both name it through one member.
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 VERBS = (plan, simulate, compare, bound, explain, recipes, recipe)
 
 
@@ -68,12 +73,18 @@ def run(arguments: Sequence[str]) -> int:
     except SpindleError as error:
         print(f"error: {str(error).rstrip()}", file=sys.stderr)
         return 1 if isinstance(error, DoesNotFitError) else 2
-    except typer.TyperException as error:
-        if text := error.format_message():
+    except _USAGE_ERROR as error:
+        if text := _message(error):
             print(f"error: {text} (see spindle --help)", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, typer.Abort):
         return 130
+    except SystemExit:
+        return CLOSED_PIPE  # the one reason for which rich, typer and we leave at once
+
+
+def _message(error: Exception) -> str:
+    return str(error.format_message())  # type: ignore[attr-defined]
 
 
 def main() -> None:

@@ -20,15 +20,24 @@ PlanFile = Annotated[
 ]
 Devices = Annotated[
     int | None,
-    typer.Option("--devices", metavar="N", help="So many devices of no particular kind, for an abstract graph.", show_default=False),
+    typer.Option(
+        "--devices",
+        metavar="N",
+        help="So many devices of no particular kind, for an abstract graph.",
+        show_default=False,
+    ),
 ]
 ClusterName = Annotated[
     str | None,
-    typer.Option("--cluster", metavar="NAME", help="Machines by name (a800x32) or from a .toml file.", show_default=False),
+    typer.Option(
+        "--cluster", metavar="NAME", help="Machines by name (a800x32) or from a .toml file.", show_default=False
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of the search: the same seed gives the same plan.", min=0)]
 Evaluations = Annotated[
     int | None,
-    typer.Option("--evaluations", metavar="N", help="How many schedules the search may try.", min=1, show_default=False),
+    typer.Option(
+        "--evaluations", metavar="N", help="How many schedules the search may try.", min=1, show_default=False
+    ),
 ]

@@ -15,12 +15,16 @@ def plan(
     devices: Devices = None,
     cluster: ClusterName = None,
     planner: Annotated[
-        str, typer.Option("--planner", metavar="NAME", help="wavefront, paper, sequential, distmm, task-level or exhaustive.")
+        str,
+        typer.Option(
+            "--planner", metavar="NAME", help="wavefront, paper, sequential, distmm, task-level or exhaustive."
+        ),
     ] = "wavefront",
     seed: Seed = 0,
     evaluations: Evaluations = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Write the plan here.", show_default=False)
+        Path | None,
+        typer.Option("-o", "--output", metavar="PLAN.json", help="Write the plan here.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -34,11 +38,11 @@ def plan(
     """
     from spindle.artifact import to_json
     from spindle.cli.inputs import load_profile
-    from spindle.cli.terminal import notice, refuse_unwritable, show, show_json, width, working
+    from spindle.cli.terminal import notice, refuse_unwritable, show, show_chart, show_json, working
     from spindle.plan import write_plan
     from spindle.planners import Effort, make_plan
     from spindle.report.compare import simulated
-    from spindle.report.gantt import columns_for, draw, plan_chart
+    from spindle.report.gantt import plan_chart
     from spindle.report.table import plan_facts
 
     refuse_unwritable(output)
@@ -52,7 +56,7 @@ def plan(
     if as_json:
         show_json({"spindle": "plan", "version": 1} | to_json(made))
         return
-    chart = plan_chart(made, profile.graph, columns_for(width(), made.num_devices))
-    show(plan_facts(made, measures, profile), "", draw(chart, made.num_devices, width()))
+    show(plan_facts(made, measures, profile))
+    show_chart(lambda num_columns: plan_chart(made, profile.graph, num_columns), made.num_devices)
     if output is not None:
         notice(f"wrote {output}")

@@ -11,7 +11,8 @@ import typer
 def recipe(
     name: Annotated[str, typer.Argument(metavar="NAME", help="One of `spindle recipes`.", show_default=False)],
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="WORKLOAD.json", help="Write the workload here.", show_default=False)
+        Path,
+        typer.Option("-o", "--output", metavar="WORKLOAD.json", help="Write the workload here.", show_default=False),
     ],
 ) -> None:
     """Write a recipe's workload to a file.

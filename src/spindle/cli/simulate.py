@@ -17,7 +17,9 @@ def simulate(
     cluster: ClusterName = None,
     trace: Annotated[
         Path | None,
-        typer.Option("--trace", metavar="TRACE.json", help="Write a trace for ui.perfetto.dev here.", show_default=False),
+        typer.Option(
+            "--trace", metavar="TRACE.json", help="Write a trace for ui.perfetto.dev here.", show_default=False
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -31,11 +33,10 @@ def simulate(
     """
     import spindle.simulate
     from spindle.artifact import to_json, write_whole
-    from spindle.cli.inputs import load_profile
-    from spindle.cli.terminal import notice, refuse_unwritable, show, show_json, width
-    from spindle.plan import check, read_plan
+    from spindle.cli.inputs import load_plan, load_profile
+    from spindle.cli.terminal import notice, refuse_unwritable, show, show_chart, show_json
     from spindle.program import lower, verify
-    from spindle.report.gantt import columns_for, draw, timeline_chart
+    from spindle.report.gantt import timeline_chart
     from spindle.report.memory import refuse_overfull
     from spindle.report.table import measure_facts
     from spindle.report.trace import trace_of
@@ -43,8 +44,7 @@ def simulate(
 
     refuse_unwritable(trace)
     profile = load_profile(given, devices, cluster)
-    made = read_plan(plan_file, profile.graph)
-    check(made, profile)
+    made = load_plan(plan_file, profile)
     program = lower(made, profile)
     verify(program, profile)
     timeline = spindle.simulate.simulate(program, profile)
@@ -56,9 +56,11 @@ def simulate(
         plan_facts = {"planner": made.planner, "folded_s": made.folded_s, "bound_s": made.bound_s}
         show_json(facts | plan_facts | {"instructions": program.num_instructions} | to_json(measures))
     else:
-        num_devices = profile.cluster.num_devices
-        chart = timeline_chart(timeline, program, profile.graph, columns_for(width(), num_devices))
-        show(measure_facts(made, measures, profile), "", draw(chart, num_devices, width()))
+        show(measure_facts(made, measures, profile))
+        show_chart(
+            lambda num_columns: timeline_chart(timeline, program, profile.graph, num_columns),
+            profile.cluster.num_devices,
+        )
     if trace is not None:
         notice(f"wrote {trace}; open it at https://ui.perfetto.dev")
     refuse_overfull(timeline, profile)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,6 +15,8 @@ from spindle.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.progress import Progress
+
+    from spindle.report.gantt import Chart
 
 CLOSED_PIPE = 141  # as shells say it: 128 + SIGPIPE
 
@@ -35,11 +37,15 @@ def show_json(value: Any) -> None:
     _write(json.dumps(value, indent=1) + "\n")
 
 
-def width() -> int:
-    """How wide the output may be."""
+def show_chart(chart_of: Callable[[int], Chart], num_devices: int) -> None:
+    """Draws a chart as wide as the output is; `chart_of` makes it for a number of columns."""
     from rich.console import Console
 
-    return Console().width
+    from spindle.report.gantt import columns_for, draw
+
+    console = Console()
+    chart = chart_of(columns_for(console.width, num_devices))
+    show("", draw(chart, num_devices, console.width, console.color_system is not None and not console.no_color))
 
 
 def notice(text: str) -> None:

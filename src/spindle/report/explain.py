@@ -43,7 +43,7 @@ class SlotStory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inflow:
-    """Data a slot takes from another: bytes that move between devices, and bytes that already lie where they are used."""
+    """Data a slot takes from another: bytes that move between devices, and bytes that lie there already."""
 
     producer: str
     into_layer: int
@@ -164,9 +164,11 @@ def _waited_for(plan: Plan, profile: Profile, slot: Slot) -> str:
     producers = {graph.metaops[producer].name for producer in graph.predecessors[position]}
     for other in ended:
         if (slot.first == 0 and other.op in producers) or (other.op == slot.op and other.last == slot.first):
-            own = set(other.devices) & set(slot.devices)
-            what = "its own earlier layers" if other.op == slot.op else f"its input from {other.op}"
-            return what if own == set(slot.devices) or other.op == slot.op else f"{what} on {format_devices(sorted(other.devices))}"
+            if other.op == slot.op:
+                return "its own earlier layers"
+            same = set(other.devices) == set(slot.devices)
+            where = "the same devices" if same else format_devices(sorted(other.devices))
+            return f"its input from {other.op} on {where}"
     for other in ended:
         common = sorted(set(other.devices) & set(slot.devices))
         if common:
@@ -225,13 +227,14 @@ def sentences(one: OpExplanation) -> list[str]:
 def _about_slots(one: OpExplanation) -> list[str]:
     lines = []
     for slot in one.slots:
-        layers = f"Layers {slot.first} to {slot.last - 1} run" if slot.last - slot.first > 1 else f"Layer {slot.first} runs"
+        several = slot.last - slot.first > 1
+        layers = f"Layers {slot.first} to {slot.last - 1} run" if several else f"Layer {slot.first} runs"
         lines.append(
             f"{layers} on {count_of(len(slot.devices), 'device')} ({format_devices(sorted(slot.devices))}) from "
             f"{seconds(slot.start_s)} to {seconds(slot.end_s)} in wave {slot.wave}, after {slot.waited_for}."
         )
     if one.tensor_degree > 1:
-        lines.append(f"Every {one.tensor_degree} devices hold one copy of its weights (tensor degree {one.tensor_degree}).")
+        lines.append(f"Every {one.tensor_degree} devices hold one copy of its weights (its tensor degree).")
     if one.recompute:
         lines.append("Its activations are recomputed in the backward pass, because memory is short.")
     return lines

@@ -1,7 +1,8 @@
 """A step in the terminal: devices down, time across.
 
 A cell shows what its device does at the middle of the cell's time. Devices whose rows look the same become one row, so
-that hundreds fit. Letters carry everything, colour only helps: forward in capitals, backward in small letters.
+that hundreds fit. Letters carry everything: forward in capitals, backward in small letters. Where there is colour, a
+block has its letter only where it begins.
 """
 
 from __future__ import annotations
@@ -126,8 +127,8 @@ def _paint(
     num_devices: int,
     num_columns: int,
     device: NDArray[np.int64],
-    start: NDArray[np.float64],
-    end: NDArray[np.float64],
+    start: NDArray[np.floating],
+    end: NDArray[np.floating],
     mark: NDArray[np.int64],
     num_ops: int,
 ) -> NDArray[np.int64]:
@@ -164,7 +165,7 @@ def _label_width(num_devices: int) -> int:
     return min(_MAX_LABEL, max(7, 3 * len(str(num_devices - 1)) + 2))
 
 
-def draw(chart: Chart, num_devices: int, width: int) -> Text:
+def draw(chart: Chart, num_devices: int, width: int, in_colour: bool = False) -> Text:
     """The chart as text that is at most `width` wide, with its axis and its legend."""
     label_width = _label_width(num_devices)
     text = Text(no_wrap=True)
@@ -176,7 +177,9 @@ def draw(chart: Chart, num_devices: int, width: int) -> Text:
             if mark < 0:
                 text.append(IDLE * cells, style="dim")
             else:
-                text.append(chart.marks[mark].letter * cells, style=chart.marks[mark].style)
+                shown = chart.marks[mark]
+                filling = " " if in_colour and shown.colour else shown.letter
+                text.append(shown.letter + filling * (cells - 1), style=shown.style)
         text.append("\n")
     if len(chart.rows) > _MAX_ROWS:
         hidden = chart.rows[_MAX_ROWS:]

@@ -125,7 +125,7 @@ def comparison_table(comparison: Comparison, profile: Profile) -> Table:
     return table
 
 
-def refusals(comparison: Comparison) -> list[Text]:
+def refusal_lines(comparison: Comparison) -> list[Text]:
     """Why planners have no plan, each reason once."""
     reasons: dict[str, list[str]] = {}
     for row in comparison.rows:

@@ -1,0 +1,513 @@
+"""Simulated annealing over lists of pieces, each list decoded to a schedule in folded time.
+
+A piece is some layers of one op on one number of devices. The list order is the priority: a decoder places the pieces
+one by one, each as early as its producers and the free devices allow. Pieces of one op run in list order. The search
+changes the list, decodes it and keeps it or not.
+
+It counts devices and does not name them; it knows no bytes. Deterministic for a seed; the budget is a number of
+evaluations, not seconds.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Sequence
+
+import numpy as np
+from numba import njit
+
+from spindle.planners.problem import Problem, Timed
+
+# Columns of the piece table.
+OP, LAYERS, OPTION = 0, 1, 2
+
+# Two times closer than this are the same time.
+TIME_STEP = 1e-9
+
+REJECTED = 1e300
+
+# Temperatures as a share of a lower bound of the makespan.
+FIRST_TEMPERATURE = 0.007
+LAST_TEMPERATURE = 0.0003
+
+# Share of the work (devices times time) in the objective: work that is saved
+# lets later moves shorten the schedule, long before the makespan shows it.
+FIRST_WORK_SHARE = 0.4
+LAST_WORK_SHARE = 0.2
+
+# Price of one piece, as a share of the lower bound: breaks ties towards few.
+PIECE_PRICE = 1e-5
+
+# Cumulative shares of the moves; splitting has the rest.
+RELOCATE_BELOW = 0.32
+WIDTH_BELOW = 0.60
+LAYERS_BELOW = 0.83
+
+Table = namedtuple(
+    "Table",
+    [
+        "devices",  # devices in all
+        "option_count",  # per op: number of device counts allowed
+        "option_devices",  # per op, option: devices, ascending
+        "option_time",  # per op, option: time per layer, descending
+        "predecessor_count",  # per op
+        "predecessors",  # per op: the ops it waits for
+        "before",  # before[a, b]: a must end before b starts
+        "tail",  # per op: least time from its end to the end of all
+        "least_work",  # per op: least devices times time of a layer
+        "piece_limit",  # most pieces per op
+    ],
+)
+
+
+@njit(inline="always")
+def random_share(state):
+    """A number in [0, 1) from an xorshift generator: own state, so that runs
+    in one process do not disturb each other."""
+    word = state[0]
+    word ^= word << np.uint64(13)
+    word ^= word >> np.uint64(7)
+    word ^= word << np.uint64(17)
+    state[0] = word
+    return (word >> np.uint64(11)) * (1.0 / 9007199254740992.0)
+
+
+@njit(inline="always")
+def random_below(state, limit):
+    """A whole number in [0, limit)."""
+    return int(random_share(state) * limit)
+
+
+@njit(cache=True, nogil=True)
+def find_wide(times, used, count, first, ready, duration, most_used):
+    """Earliest window with room for the full width.
+
+    Returns its start, the profile entry it starts in, and the first entry at
+    or after its end."""
+    start = ready
+    low = first
+    high = first
+    while True:
+        if used[high] > most_used:
+            high += 1
+            low = high
+            start = times[high]
+        else:
+            high += 1
+            if high >= count or times[high] >= start + duration - TIME_STEP:
+                return start, low, high
+
+
+@njit(cache=True, nogil=True)
+def find_narrow(times, used, count, first, ready, deadline, devices, op, layers, option, option_devices, option_time):
+    """The widest option not above `option` that starts at the first free
+    device and ends before the deadline; option -1 where there is none.
+
+    A piece that takes what is free now instead of waiting keeps a change
+    elsewhere in the list from tearing the rest of the schedule apart: this
+    halves what the search loses, more than any choice of moves."""
+    low = first
+    while used[low] > devices - option_devices[op, 0]:
+        low += 1
+    start = ready if low == first else times[low]
+    free = devices - used[low]
+    while option_devices[op, option] > free:
+        option -= 1
+    end = start + layers * option_time[op, option]
+    high = low + 1
+    while high < count and times[high] < end - TIME_STEP and end < deadline:
+        if devices - used[high] < free:
+            free = devices - used[high]
+            while option >= 0 and option_devices[op, option] > free:
+                option -= 1
+            if option < 0:
+                return option, start, low, high, end
+            end = start + layers * option_time[op, option]
+        high += 1
+    if end >= deadline:
+        option = -1
+    return option, start, low, high, end
+
+
+@njit(cache=True, nogil=True)
+def insert_entry(times, used, count, position, time):
+    """A new profile entry that goes on with the use before it."""
+    for k in range(count, position, -1):
+        times[k] = times[k - 1]
+        used[k] = used[k - 1]
+    times[position] = time
+    used[position] = used[position - 1]
+    return count + 1
+
+
+@njit(cache=True, nogil=True)
+def occupy(times, used, count, low, high, start, end, width):
+    """Takes the devices from the profile; returns its new number of entries
+    and the end, snapped to the entry it meets."""
+    if times[low] < start - TIME_STEP:
+        low += 1
+        high += 1
+        count = insert_entry(times, used, count, low, start)
+    if high >= count or times[high] > end + TIME_STEP:
+        count = insert_entry(times, used, count, high, end)
+    else:
+        end = times[high]
+    for k in range(low, high):
+        used[k] += width
+    return count, end
+
+
+@njit(cache=True, nogil=True)
+def sum_durations(table, pieces, count, remaining):
+    """Time of each op's pieces as listed, for the decoder's bound."""
+    remaining[:] = 0.0
+    for i in range(count):
+        op = pieces[i, OP]
+        remaining[op] += pieces[i, LAYERS] * table.option_time[op, pieces[i, OPTION]]
+
+
+@njit(cache=True, nogil=True)
+def decode(table, pieces, count, threshold, work_share, chosen, op_end, remaining, times, used, start_at, end_at):
+    """Places the pieces in list order; returns the makespan and the work
+    above the least, or REJECTED as soon as the objective must pass the
+    threshold.  `chosen` gets the options really taken."""
+    devices = table.devices
+    option_devices = table.option_devices
+    option_time = table.option_time
+    predecessor_count = table.predecessor_count
+    predecessors = table.predecessors
+    tail = table.tail
+    least_work = table.least_work
+    sum_durations(table, pieces, count, remaining)
+    op_end[:] = 0.0
+    times[0] = 0.0
+    used[0] = 0
+    entries = 1
+    makespan = 0.0
+    work = 0.0
+    for i in range(count):
+        op = pieces[i, OP]
+        layers = pieces[i, LAYERS]
+        option = pieces[i, OPTION]
+        duration = layers * option_time[op, option]
+        remaining[op] -= duration
+        ready = op_end[op]
+        for k in range(predecessor_count[op]):
+            ready = max(ready, op_end[predecessors[op, k]])
+        first = entries - 1
+        while first > 0 and times[first] > ready:
+            first -= 1
+        start, low, high = find_wide(times, used, entries, first, ready, duration, devices - option_devices[op, option])
+        end = start + duration
+        if start > ready + TIME_STEP and option > 0:
+            narrow, start2, low2, high2, end2 = find_narrow(
+                times, used, entries, first, ready, end, devices, op, layers, option, option_devices, option_time
+            )
+            if narrow >= 0:
+                option, start, low, high, end = narrow, start2, low2, high2, end2
+        width = option_devices[op, option]
+        chosen[i] = option
+        work += width * (end - start) - layers * least_work[op]
+        bound = end + remaining[op] + tail[op]
+        if (1.0 - work_share) * bound + work_share * work / devices > threshold:
+            return REJECTED, work
+        entries, end = occupy(times, used, entries, low, high, start, end, width)
+        start_at[i] = start
+        end_at[i] = end
+        op_end[op] = end
+        makespan = max(makespan, end)
+    return makespan, work
+
+
+@njit(inline="always")
+def copy_piece(source, i, target, j):
+    """One row of a piece table; much faster than a slice of so few."""
+    target[j, OP] = source[i, OP]
+    target[j, LAYERS] = source[i, LAYERS]
+    target[j, OPTION] = source[i, OPTION]
+
+
+@njit(cache=True, nogil=True)
+def relocate(table, pieces, count, i, state):
+    """Moves piece i along the list, mostly a little, up to an op it must
+    precede or follow.  True where the list changed."""
+    if random_share(state) < 0.1:
+        target = random_below(state, count)
+    else:
+        step = 1 + random_below(state, 4)
+        target = i + step if random_share(state) < 0.5 else i - step
+    if target < 0 or target >= count:
+        return False
+    op, layers, option = pieces[i, OP], pieces[i, LAYERS], pieces[i, OPTION]
+    place = i
+    while place > target and not table.before[pieces[place - 1, OP], op]:
+        copy_piece(pieces, place - 1, pieces, place)
+        place -= 1
+    while place < target and not table.before[op, pieces[place + 1, OP]]:
+        copy_piece(pieces, place + 1, pieces, place)
+        place += 1
+    pieces[place, OP] = op
+    pieces[place, LAYERS] = layers
+    pieces[place, OPTION] = option
+    return place != i
+
+
+@njit(cache=True, nogil=True)
+def near_option(table, op, option, state):
+    """Another option for the op: mostly one or two steps away, else any; -1
+    where the step leaves the list."""
+    if random_share(state) < 0.3:
+        other = random_below(state, table.option_count[op])
+    else:
+        step = 1 + random_below(state, 2)
+        other = option + step if random_share(state) < 0.5 else option - step
+    if other < 0 or other >= table.option_count[op] or other == option:
+        return -1
+    return other
+
+
+@njit(cache=True, nogil=True)
+def change_width(table, pieces, i, state):
+    """Gives piece i another number of devices."""
+    option = near_option(table, pieces[i, OP], pieces[i, OPTION], state)
+    if option < 0:
+        return False
+    pieces[i, OPTION] = option
+    return True
+
+
+@njit(cache=True, nogil=True)
+def find_other(pieces, i, skip):
+    """The piece of i's op that comes after `skip` others of it, i left out."""
+    j = 0
+    while True:
+        if j != i and pieces[j, OP] == pieces[i, OP]:
+            if skip == 0:
+                return j
+            skip -= 1
+        j += 1
+
+
+@njit(cache=True, nogil=True)
+def shift_layers(pieces, count, pieces_of, i, state):
+    """Moves layers from piece i to another of its op, mostly one or two; a
+    piece left empty goes.  Returns the number of pieces, 0 for no move."""
+    op = pieces[i, OP]
+    if pieces_of[op] < 2:
+        return 0
+    j = find_other(pieces, i, random_below(state, pieces_of[op] - 1))
+    most = pieces[i, LAYERS]
+    if most > 2 and random_share(state) < 0.7:
+        most = 2
+    shifted = 1 + random_below(state, most)
+    pieces[j, LAYERS] += shifted
+    pieces[i, LAYERS] -= shifted
+    if pieces[i, LAYERS] > 0:
+        return count
+    pieces_of[op] -= 1
+    for k in range(i, count - 1):
+        copy_piece(pieces, k + 1, pieces, k)
+    return count - 1
+
+
+@njit(cache=True, nogil=True)
+def split(table, pieces, count, pieces_of, i, state):
+    """Cuts piece i in two of different widths, the second part a little
+    later in the list.  Returns the number of pieces, 0 for no move."""
+    op = pieces[i, OP]
+    if pieces_of[op] >= table.piece_limit or pieces[i, LAYERS] < 2:
+        return 0
+    option = near_option(table, op, pieces[i, OPTION], state)
+    if option < 0:
+        return 0
+    place = i + 1
+    last = min(count, place + random_below(state, 4))
+    while place < last and not table.before[op, pieces[place, OP]]:
+        place += 1
+    for k in range(count, place, -1):
+        copy_piece(pieces, k - 1, pieces, k)
+    cut = 1 + random_below(state, pieces[i, LAYERS] - 1)
+    copy_piece(pieces, i, pieces, place)
+    pieces[place, LAYERS] -= cut
+    pieces[i, LAYERS] = cut
+    changed = i if random_share(state) < 0.5 else place
+    pieces[changed, OPTION] = option
+    pieces_of[op] += 1
+    return count + 1
+
+
+@njit(cache=True, nogil=True)
+def move(table, pieces, count, pieces_of, state):
+    """One random change; returns the number of pieces, 0 for no change."""
+    kind = random_share(state)
+    i = random_below(state, count)
+    if kind < RELOCATE_BELOW:
+        return count if relocate(table, pieces, count, i, state) else 0
+    if kind < WIDTH_BELOW:
+        return count if change_width(table, pieces, i, state) else 0
+    if kind < LAYERS_BELOW:
+        return shift_layers(pieces, count, pieces_of, i, state)
+    return split(table, pieces, count, pieces_of, i, state)
+
+
+@njit(cache=True, nogil=True)
+def anneal(table, first_pieces, first_count, scale, seed, evaluations):
+    """Anneals from the given list; returns the best list found, its length
+    and its starts and ends."""
+    ops = table.tail.shape[0]
+    room = ops * table.piece_limit
+    state = np.array([seed], np.uint64)
+    for _ in range(10):
+        random_share(state)
+    times = np.zeros(2 * room + 2)
+    used = np.zeros(2 * room + 2, np.int64)
+    start_at = np.zeros(room)
+    end_at = np.zeros(room)
+    op_end = np.zeros(ops)
+    remaining = np.zeros(ops)
+    chosen = np.zeros(room, np.int64)
+    pieces = np.zeros((room, 3), np.int64)
+    pieces[:first_count] = first_pieces[:first_count]
+    count = first_count
+    pieces_of = np.zeros(ops, np.int64)
+    for i in range(count):
+        pieces_of[pieces[i, OP]] += 1
+    kept, kept_count = pieces.copy(), count
+    best, best_count, best_value = pieces.copy(), count, REJECTED
+    best_start, best_end = start_at.copy(), end_at.copy()
+    current = REJECTED
+    temperature = FIRST_TEMPERATURE * scale
+    cooling = LAST_TEMPERATURE / FIRST_TEMPERATURE
+    work_share = FIRST_WORK_SHARE
+    for step in range(evaluations):
+        if step & 63 == 0:
+            progress = step / evaluations
+            temperature = FIRST_TEMPERATURE * scale * cooling**progress
+            work_share = FIRST_WORK_SHARE + (LAST_WORK_SHARE - FIRST_WORK_SHARE) * progress
+        if step > 0:
+            count = move(table, pieces, kept_count, pieces_of, state)
+            if count == 0:
+                continue
+        # The threshold is drawn before decoding, so that a hopeless list is
+        # given up half-way.
+        price = PIECE_PRICE * scale * count
+        threshold = current - temperature * np.log(1.0 - random_share(state)) - price
+        makespan, work = decode(
+            table, pieces, count, threshold, work_share, chosen, op_end, remaining, times, used, start_at, end_at
+        )
+        value = (1.0 - work_share) * makespan + work_share * work / table.devices
+        if makespan < REJECTED and value <= threshold:
+            current = value + price
+            # The options taken become the list's own.
+            for i in range(count):
+                pieces[i, OPTION] = chosen[i]
+                copy_piece(pieces, i, kept, i)
+            kept_count = count
+            if makespan + price < best_value:
+                best_value = makespan + price
+                best[:count] = pieces[:count]
+                best_count = count
+                best_start[:count] = start_at[:count]
+                best_end[:count] = end_at[:count]
+        else:
+            undo(pieces, count, kept, kept_count, pieces_of)
+    return best, best_count, best_start, best_end
+
+
+@njit(cache=True, nogil=True)
+def undo(pieces, count, kept, kept_count, pieces_of):
+    """Back to the list kept; the counts per op follow."""
+    if count != kept_count:
+        for i in range(count):
+            pieces_of[pieces[i, OP]] -= 1
+        for i in range(kept_count):
+            pieces_of[kept[i, OP]] += 1
+    for i in range(kept_count):
+        copy_piece(kept, i, pieces, i)
+
+
+def search(problem: Problem, piece_limit: int, seed: int, evaluations: int, start: Sequence[Timed] = ()) -> list[Timed]:
+    """A short schedule of a problem's ops, each in at most `piece_limit` pieces, in start order.
+
+    Annealing forgets where it began, so without a `start` it begins at a plain list: each op whole, on about the
+    devices it would have were they shared evenly.
+    """
+    table, scale = _table(problem, piece_limit)
+    pieces = _plain_pieces(problem)
+    if start:
+        place = {op: number for number, op in enumerate(problem.ops)}
+        pieces = np.array(
+            [
+                (
+                    place[one.op],
+                    one.num_layers,
+                    np.searchsorted(problem.choices[place[one.op]].num_devices, one.num_devices),
+                )
+                for one in start
+            ],
+            dtype=np.int64,
+        )
+    word = (seed * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) % 2**64 or 1
+    best, count, starts, ends = anneal(table, pieces, len(pieces), scale, np.uint64(word), max(1, evaluations))
+    timed = [
+        Timed(
+            op=problem.ops[op],
+            num_layers=layers,
+            num_devices=int(problem.choices[op].num_devices[option]),
+            start_s=start_s,
+            end_s=end_s,
+        )
+        for (op, layers, option), start_s, end_s in zip(
+            best[:count].tolist(), starts[:count].tolist(), ends[:count].tolist(), strict=True
+        )
+    ]
+    return sorted(timed, key=lambda one: one.start_s)
+
+
+def _table(problem: Problem, piece_limit: int) -> tuple[Table, float]:
+    """The arrays the loops need, and a lower bound that sets the scale of temperatures."""
+    num_ops = problem.num_ops
+    counts = np.array([len(choices.num_devices) for choices in problem.choices])
+    option_devices = np.zeros((num_ops, counts.max()), np.int64)
+    option_time = np.zeros((num_ops, counts.max()))
+    for op, choices in enumerate(problem.choices):
+        option_devices[op, : counts[op]] = choices.num_devices
+        option_time[op, : counts[op]] = choices.layer_s
+    layers = np.array(problem.num_layers)
+    fastest = layers * option_time[np.arange(num_ops), counts - 1]
+    order = sorted(range(num_ops), key=lambda op: problem.levels[op])
+    before = np.zeros((num_ops, num_ops), np.bool_)
+    tail = np.zeros(num_ops)
+    for op in order:
+        for producer in problem.predecessors[op]:
+            before[:, op] |= before[:, producer]
+            before[producer, op] = True
+    for op in reversed(order):
+        for producer in problem.predecessors[op]:
+            tail[producer] = max(tail[producer], fastest[op] + tail[op])
+    predecessors = np.zeros((num_ops, max(1, *(len(producers) for producers in problem.predecessors), 1)), np.int64)
+    for op, producers in enumerate(problem.predecessors):
+        predecessors[op, : len(producers)] = producers
+    least_work = np.array([float((choices.num_devices * choices.layer_s).min()) for choices in problem.choices])
+    table = Table(
+        problem.num_devices,
+        counts,
+        option_devices,
+        option_time,
+        np.array([len(producers) for producers in problem.predecessors]),
+        predecessors,
+        before,
+        tail,
+        least_work,
+        piece_limit,
+    )
+    return table, max(float((fastest + tail).max()), float(least_work @ layers) / problem.num_devices)
+
+
+def _plain_pieces(problem: Problem) -> np.ndarray:
+    share = max(1, problem.num_devices // min(problem.num_ops, 4))
+    pieces = np.zeros((problem.num_ops, 3), np.int64)
+    for number, op in enumerate(sorted(range(problem.num_ops), key=lambda op: problem.levels[op])):
+        option = max(0, int(np.searchsorted(problem.choices[op].num_devices, share, "right")) - 1)
+        pieces[number] = op, problem.num_layers[op], option
+    return pieces

@@ -1,0 +1,393 @@
+"""The command line as a stranger meets it: what it prints, what it refuses, what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import small
+
+from spindle.artifact import write_artifact
+from spindle.cli.main import run
+from spindle.errors import DoesNotFitError
+
+GRAPH = small.linear_graph(
+    [("vision", 16, 12, 1, 0.5), ("text", 16, 6, 1, 0.1), ("head", 16, 1, 0.5, 0.1)],
+    [("vision", "head"), ("text", "head")],
+    num_devices=4,
+)
+
+
+@pytest.fixture(autouse=True)
+def _plain_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+@pytest.fixture
+def graph(tmp_path) -> str:
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(GRAPH))
+    return str(path)
+
+
+@pytest.fixture
+def plan(graph, tmp_path, capsys) -> str:
+    path = str(tmp_path / "plan.json")
+    assert run(["plan", graph, "--devices", "4", "--planner", "paper", "-o", path]) == 0
+    capsys.readouterr()
+    return path
+
+
+@pytest.fixture
+def workload(tmp_path) -> str:
+    path = tmp_path / "workload.json"
+    write_artifact(path, "workload", small.workload({"a": ["vision", "lm"], "b": ["text", "lm"]}))
+    return str(path)
+
+
+def refusal(capsys, *arguments: str) -> str:
+    """Runs a command that must be refused; the one message it gives."""
+    code = run(arguments)
+    printed = capsys.readouterr()
+    assert code == 2, printed.err
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert "Traceback" not in printed.err
+    return printed.err
+
+
+def with_op(**changes) -> dict:
+    vision, *others = GRAPH["ops"]
+    changed = {key: value for key, value in (vision | changes).items() if value is not None}
+    return GRAPH | {"ops": [changed, *others]}
+
+
+BAD_GRAPHS = {
+    "an unknown op in an edge": (GRAPH | {"edges": [["vision", "haed"]]}, r"edges\[0\].*'haed'.*vision, text, head"),
+    "a cycle": (GRAPH | {"edges": [["vision", "head"], ["head", "vision"]]}, r"cycle.*vision.*head"),
+    "an op that feeds itself": (GRAPH | {"edges": [["text", "text"]]}, r"edges\[0\].*'text'.*cycle"),
+    "a missing time": (with_op(time_s=None), r"ops\[0\] \(vision\).*no time.*time_s"),
+    "only one pass's time": (with_op(time_s=None, forward_s={"1": 0.1}), r"ops\[0\] \(vision\).*backward_s"),
+    "no times at all": (with_op(time_s={}), r"vision.*time_s.*expected times by number of devices"),
+    "a negative time": (with_op(time_s={"1": -0.5}), r'vision.*time_s\["1"\].*above 0, got -0.5'),
+    "a time that is not a number": (with_op(time_s={"1": float("nan")}), r'vision.*time_s\["1"\].*finite.*nan'),
+    "an infinite time": (with_op(time_s={"1": float("inf")}), r'vision.*time_s\["1"\].*finite.*inf'),
+    "a time in words": (with_op(time_s={"1": "fast"}), r'vision.*time_s\["1"\].*number, got "fast"'),
+    "half a device": (with_op(time_s={"0.5": 0.1}), r"vision.*'0.5' is no number of devices"),
+    "zero layers": (with_op(layers=0), r"ops\[0\] \(vision\).layers.*at least one layer, got 0"),
+    "half a layer": (with_op(layers=1.5), r"vision.*layers.*whole number, got 1.5"),
+    "no layers": (with_op(layers=None), r'ops\[0\] \(vision\).*"layers" is missing'),
+    "an op that fits on no allowed number of devices": (with_op(time_s={"64": 0.1}), r"'vision' fits on no.*64.*has 4"),
+    "two ops of one name": (GRAPH | {"ops": [GRAPH["ops"][0]] * 2, "edges": []}, r"ops\[1\].*'vision'.*twice"),
+    "an unknown field": (with_op(time_ms={"1": 3}), r"ops\[0\] \(vision\).*'time_ms'.*time_s"),
+    "no ops": ({"ops": []}, r"at least one op"),
+    "foreign JSON": ({"nodes": [], "links": []}, r'"ops".*workload.*\'nodes\''),
+    "someone else's artifact": ({"spindle": "fleet", "version": 1}, r"expected a Spindle workload.*Spindle fleet"),
+    "a workload of the future": ({"spindle": "workload", "version": 9}, r"reads version 1.*got 9"),
+}
+
+
+@pytest.mark.parametrize(("data", "message"), BAD_GRAPHS.values(), ids=BAD_GRAPHS)
+@pytest.mark.parametrize("verb", ["plan", "bound"])
+def test_a_bad_graph_is_refused_with_one_line_that_names_the_place(verb, data, message, tmp_path, capsys):
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(data))
+    said = refusal(capsys, verb, str(path), "--devices", "4")
+    assert said.count("\n") == 1
+    assert str(path) in said
+    assert re.search(message, said), said
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.99])
+def test_a_truncated_file_is_refused_with_its_line(share, tmp_path, capsys):
+    text = json.dumps(GRAPH, indent=1)
+    path = tmp_path / "cut.json"
+    path.write_text(text[: int(share * len(text))])
+    said = refusal(capsys, "plan", str(path), "--devices", "4")
+    assert f"{path}, line " in said
+    assert "cut off" in said
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path, capsys):
+    path = tmp_path / "noise.json"
+    path.write_bytes(bytes(range(256)))
+    assert f"{path}: cannot be read as text" in refusal(capsys, "plan", str(path), "--devices", "4")
+
+
+def test_a_list_is_no_graph(tmp_path, capsys):
+    path = tmp_path / "list.json"
+    path.write_text("[1, 2]")
+    assert "expected a JSON object" in refusal(capsys, "bound", str(path), "--devices", "4")
+
+
+def test_a_plan_for_another_workload_is_refused_by_name(plan, tmp_path, capsys):
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(with_op(layers=13)))
+    for verb in ("simulate", "explain"):
+        said = refusal(capsys, verb, str(other), plan, "--devices", "4")
+        assert f"{plan}: this plan was made for another workload: 'graph'" in said
+
+
+def test_a_plan_for_more_devices_than_there_are_is_refused(graph, plan, capsys):
+    said = refusal(capsys, "simulate", graph, plan, "--devices", "3")
+    assert f"{plan}: this plan needs 4 devices, the cluster has 3" in said
+
+
+def test_a_plan_whose_times_have_changed_is_shown_with_the_place_marked(plan, tmp_path, capsys):
+    slower = with_op(time_s={count: 2 * time for count, time in GRAPH["ops"][0]["time_s"].items()})
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(slower))
+    said = refusal(capsys, "simulate", str(path), plan, "--devices", "4")
+    assert "its curve says" in said
+    assert ">>> vision*" in said
+
+
+def test_a_graph_is_no_plan_and_a_plan_is_no_graph(graph, plan, capsys):
+    assert "expected a Spindle plan" in refusal(capsys, "simulate", graph, graph, "--devices", "4")
+    assert "this is a Spindle plan" in refusal(capsys, "plan", plan, "--devices", "4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "nowhere.json", "--devices", "4"], "nowhere.json: no such file"),
+        (["plan", "clap-4", "--devices", "4"], "no recipe of that name; recipes: clip-4"),
+        (["plan", "clip-4", "--devices", "16"], "give --cluster, not only --devices 16 (a800x16"),
+        (["plan", "clip-4", "--cluster", "b900x4"], "no cluster is called 'b900x4'"),
+        (["plan", "clip-4", "--cluster", "nowhere.toml"], "nowhere.toml: no such file"),
+        (["recipe", "clap-4", "-o", "x.json"], "no recipe is called 'clap-4'"),
+        (["plan"], "INPUT"),
+        (["plan", "g.json", "--devices", "some"], "--devices"),
+        (["plan", "g.json", "--bogus"], "--bogus"),
+        (["plam"], "plam"),
+    ],
+)
+def test_misuse_is_one_line_that_says_what_to_do(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = refusal(capsys, *arguments)
+    assert message in said
+    assert said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_how_many_devices_is_asked_for_once(graph, capsys):
+    assert "give --devices N, or --cluster" in refusal(capsys, "plan", graph)
+    assert "not both" in refusal(capsys, "plan", graph, "--devices", "4", "--cluster", "a800x4")
+    assert "at least 1, got 0" in refusal(capsys, "plan", graph, "--devices", "0")
+
+
+def test_an_unknown_planner_is_told_which_there_are(graph, capsys):
+    assert "no planner is called 'best'; there are wavefront" in refusal(
+        capsys, "plan", graph, "--devices", "4", "--planner", "best"
+    )
+
+
+def test_an_unknown_op_is_told_which_there_are(graph, plan, capsys):
+    said = refusal(capsys, "explain", graph, plan, "--devices", "4", "--op", "visoin")
+    assert "'visoin'; ops: vision, text, head" in said
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(graph, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("spindle.planners.make_plan", lambda *_: pytest.fail("planned first"))
+    for target in (tmp_path / "no" / "plan.json", tmp_path):
+        assert f"{target}: cannot be written" in refusal(capsys, "plan", graph, "--devices", "4", "-o", str(target))
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(graph, plan, tmp_path, capsys, monkeypatch):
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    before, files = Path(plan).read_text(), sorted(tmp_path.iterdir())
+    monkeypatch.setattr(os, "replace", no_space)
+    for option, arguments in (("-o", ["plan", graph]), ("--trace", ["simulate", graph, plan])):
+        planner = ["--planner", "sequential"] if arguments[0] == "plan" else []
+        said = refusal(capsys, *arguments, "--devices", "4", *planner, option, plan)
+        assert "No space left" in said
+    assert Path(plan).read_text() == before
+    assert sorted(tmp_path.iterdir()) == files
+
+
+def test_plan_writes_every_slot_once_beside_its_bound(graph, plan):
+    written = json.loads(Path(plan).read_text())
+    layers = {name: [] for name in ("vision", "text", "head")}
+    for slot in written["slots"]:
+        assert slot.keys() >= {"op", "first", "last", "devices", "start_s", "end_s", "wave"}
+        layers[slot["op"]] += range(slot["first"], slot["last"])
+    assert layers == {"vision": list(range(12)), "text": list(range(6)), "head": [0]}
+    assert 0 < written["bound_s"] <= written["folded_s"] * (1 + 1e-9)
+    assert written["makespan_s"] == pytest.approx(written["folded_s"], rel=1e-6)
+
+
+def test_json_of_a_plan_is_the_plan_file(graph, plan, tmp_path, capsys):
+    assert run(["plan", graph, "--devices", "4", "--planner", "paper", "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == json.loads(Path(plan).read_text())
+    again = tmp_path / "again.json"
+    again.write_text(printed)
+    assert run(["simulate", graph, str(again), "--devices", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["makespan_s"] == json.loads(printed)["makespan_s"]
+
+
+def test_plan_shows_its_bound_and_draws_every_op(graph, capsys):
+    assert run(["plan", graph, "--devices", "4", "--planner", "paper"]) == 0
+    printed = capsys.readouterr()
+    for word in ("paper", "bound", "idle", "waves", "A vision", "B text", "C head"):
+        assert word in printed.out
+    assert all(len(line) <= 80 for line in printed.out.splitlines())
+    assert printed.err == ""
+
+
+def test_a_plan_for_fewer_devices_runs_on_more(graph, plan, capsys):
+    assert run(["simulate", graph, plan, "--devices", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["idle_share"] >= 0.5
+
+
+def test_a_trace_names_ops_and_passes(graph, plan, tmp_path, capsys):
+    trace = tmp_path / "trace.json"
+    assert run(["simulate", graph, plan, "--devices", "4", "--trace", str(trace)]) == 0
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert "head 0:1 forward" in names
+    assert "head 0:1 backward" in names
+    assert "vision → head" in names
+
+
+def test_compare_puts_every_planner_in_a_row_fastest_first(graph, tmp_path, capsys):
+    table, figure = tmp_path / "table.json", tmp_path / "step.svg"
+    assert run(["compare", graph, "--devices", "4", "-o", str(table), "--figure", str(figure), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads(table.read_text())
+    rows = printed["rows"]
+    assert {row["planner"] for row in rows} == {"wavefront", "paper", "sequential", "distmm", "task-level"}
+    assert [row["makespan_s"] for row in rows] == sorted(row["makespan_s"] for row in rows)
+    assert all(row["over_bound"] >= 1 - 1e-6 for row in rows)
+    assert next(row["speedup"] for row in rows if row["planner"] == "sequential") == 1
+    assert figure.read_text().startswith("<svg")
+
+
+def test_compare_prints_a_table_that_fits_the_terminal(workload, capsys):
+    assert run(["compare", workload, "--cluster", "a800x4"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("wavefront", "task-level", "speedup", "idle %", "sync %", "peak GiB", "LP bound"):
+        assert word in printed
+    assert "…" not in printed
+    assert all(len(line) <= 80 for line in printed.splitlines())
+
+
+def test_a_planner_that_refuses_says_why_in_the_comparison(workload, capsys, monkeypatch):
+    import spindle.planners
+
+    whole = spindle.planners.make_plan
+
+    def without_distmm(profile, planner, effort):
+        if planner == "distmm":
+            raise DoesNotFitError("device 3 would need more than there is")
+        return whole(profile, "paper" if planner == "wavefront" else planner)
+
+    monkeypatch.setattr(spindle.planners, "make_plan", without_distmm)
+    assert run(["compare", workload, "--cluster", "a800x4"]) == 0
+    assert "distmm has no plan: device 3 would need more than there is" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_answered_with_no(tmp_path, capsys):
+    heavy = small.workload({"a": ["vision"]}, elements=20_000_000_000)
+    path = tmp_path / "heavy.json"
+    write_artifact(path, "workload", heavy)
+    assert run(["plan", str(path), "--cluster", "a800x2", "--planner", "sequential", "-o", str(tmp_path / "p.json")]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ")
+    assert "does not fit: device" in printed.err
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_bound_says_what_limits_it_and_what_is_left_out(graph, capsys):
+    assert run(["bound", graph, "--devices", "4"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("LP bound", "C*", "limit", "Left out: bytes"):
+        assert word in printed
+    assert run(["bound", graph, "--devices", "4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["lp_s"] <= report["paper_s"] * (1 + 1e-9)
+    assert report["limit"] in ("area", "path", "both")
+
+
+def test_explain_tells_the_story_of_one_op(graph, plan, capsys):
+    assert run(["explain", graph, plan, "--devices", "4", "--op", "head"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("head: 1 layer")
+    for words in ("chosen", "The LP bound would run", "takes its input from vision"):
+        assert words in " ".join(printed.split())
+    assert run(["explain", graph, plan, "--devices", "4", "--json"]) == 0
+    assert [op["op"] for op in json.loads(capsys.readouterr().out)["ops"]] == ["vision", "text", "head"]
+
+
+def test_recipes_are_listed_with_a_sentence_and_their_sizes(capsys):
+    assert run(["recipes"]) == 0
+    printed = capsys.readouterr().out
+    assert "clip-10" in printed
+    assert "10 tasks" in printed
+    assert run(["recipes", "--json"]) == 0
+    names = [recipe["name"] for recipe in json.loads(capsys.readouterr().out)["recipes"]]
+    assert {"clip-4", "ofasys-7", "qwen-val-3"} <= set(names)
+
+
+def test_a_recipe_can_be_written_as_a_workload_and_planned(tmp_path, capsys):
+    path = tmp_path / "clip.json"
+    assert run(["recipe", "clip-4", "-o", str(path)]) == 0
+    assert run(["plan", str(path), "--cluster", "a800x8", "--planner", "sequential", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["workload"] == "clip-4"
+
+
+def test_a_recipe_is_planned_by_its_name(capsys):
+    assert run(["plan", "clip-4", "--cluster", "a800x8", "--planner", "sequential", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["slots"]) >= 8
+
+
+def test_a_cluster_of_ones_own_comes_from_a_toml_file(workload, tmp_path, capsys):
+    path = tmp_path / "two.toml"
+    path.write_text(
+        '[[islands]]\nkind = "a800"\ncount = 2\nnum_devices = 2\n'
+        "link = {bytes_per_s = 2e11}\nuplink = {bytes_per_s = 2.5e10}\n"
+    )
+    assert run(["plan", workload, "--cluster", str(path), "--planner", "sequential", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_devices"] == 4
+
+
+def test_version_and_help_answer(capsys):
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("spindle ")
+    for verb in ("plan", "simulate", "compare", "bound", "explain", "recipes", "recipe"):
+        assert run([verb, "--help"]) == 0
+        assert f"spindle {verb} " in capsys.readouterr().out or verb == "recipes"
+
+
+def test_ctrl_c_ends_quietly(graph, capsys, monkeypatch):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("spindle.planners.make_plan", stopped)
+    assert run(["plan", graph, "--devices", "4"]) == 130
+    assert capsys.readouterr().out == ""
+
+
+def test_help_loads_neither_numpy_nor_planners():
+    code = "import sys; from spindle.cli.main import run; run(['--help']); print('numpy' in sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "False"
+
+
+def test_a_reader_that_has_gone_is_no_traceback():
+    for arguments in (["recipes"], ["--help"]):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "spindle.cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        process.stdout.close()
+        _, said = process.communicate()
+        assert process.returncode == 141
+        assert said == b""

@@ -1,0 +1,185 @@
+"""Programs: resharding, lowering, and what `verify` finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import small
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spindle.errors import ProgramError
+from spindle.plan import parse_plan
+from spindle.planners import make_plan
+from spindle.program import Flows, SlotShape, format_program, lower, parse_program, verify
+from spindle.program.reshard import flows_between, share_bounds
+
+
+def shape(ranks, num_rows, degree=1):
+    return SlotShape(
+        op=0, ranks=np.array(ranks), bounds=share_bounds(num_rows, len(ranks) // degree), tensor_degree=degree
+    )
+
+
+def rows_held(one: SlotShape) -> dict[int, set[int]]:
+    held = {}
+    for place, rank in enumerate(one.ranks.tolist()):
+        replica = place // one.tensor_degree
+        held[rank] = set(range(one.bounds[replica], one.bounds[replica + 1]))
+    return held
+
+
+@st.composite
+def shapes(draw, num_rows):
+    degree = draw(st.sampled_from([1, 2]))
+    replicas = draw(st.integers(1, min(5, num_rows)))
+    units = draw(st.permutations(range(6)))[:replicas]
+    return shape([unit * degree + member for unit in units for member in range(degree)], num_rows, degree)
+
+
+@given(st.data(), st.integers(1, 13))
+def test_after_resharding_every_rank_has_exactly_its_rows(data, num_rows):
+    giver, taker = data.draw(shapes(num_rows)), data.draw(shapes(num_rows))
+    flows = flows_between(giver, taker)
+    before, wanted = rows_held(giver), rows_held(taker)
+    got = {rank: before.get(rank, set()) & rows for rank, rows in wanted.items()}
+    for source, destination, first, last in zip(
+        flows.source.tolist(), flows.destination.tolist(), flows.first.tolist(), flows.last.tolist(), strict=True
+    ):
+        moved = set(range(first, last))
+        assert source != destination
+        assert moved <= before[source]
+        assert not moved & got[destination]
+        got[destination] |= moved
+    assert got == wanted
+
+
+def test_a_batch_that_does_not_divide_gives_the_first_shares_one_row_more():
+    assert share_bounds(10, 4).tolist() == [0, 3, 6, 8, 10]
+
+
+def test_staying_on_the_same_devices_moves_nothing():
+    assert len(flows_between(shape([3, 1, 2], 10), shape([3, 1, 2], 10)).source) == 0
+
+
+def test_a_row_goes_to_every_member_of_a_tensor_group_from_one_member():
+    flows = flows_between(shape([0, 1], 4, degree=2), shape([2, 3, 4, 5], 4, degree=2))
+    received = {rank: 0 for rank in (2, 3, 4, 5)}
+    for rank, first, last in zip(flows.destination.tolist(), flows.first.tolist(), flows.last.tolist(), strict=True):
+        received[rank] += last - first
+    assert received == {2: 2, 3: 2, 4: 2, 5: 2}
+
+
+@given(small.graphs(), st.sampled_from(["paper", "sequential", "distmm", "task-level"]))
+def test_the_text_form_of_a_program_comes_back_the_same(profile, planner):
+    text = format_program(lower(make_plan(profile, planner), profile), profile)
+    assert format_program(parse_program(text, profile), profile) == text
+
+
+def test_backward_mirrors_forward_on_every_rank():
+    profile = small.two_towers()
+    program = lower(small.plan("vision*12@0-2 text*6@3\nhead*1@0-3", profile), profile)
+    text = format_program(program, profile)
+    assert "rank 0-2 compute F0 F2 B2[0:1] B0[0:12]" in text
+    assert "rank 3 compute F1 F2 B2[0:1] B1[0:6]" in text
+
+
+def test_rounds_run_both_passes_one_after_another():
+    profile = small.linear_profile([("a", 4, 2, 1, 1, "x"), ("b", 4, 2, 1, 1, "y")], num_devices=2)
+    program = lower(parse_plan("a*2@0-1\nb*2@0-1~1", profile), profile)
+    assert "rank 0-1 compute F0 B0[0:2] F1 B1[0:2]" in format_program(program, profile)
+
+
+def shared_profile():
+    return small.workload_profile({"x": ["vision", "lm"], "y": ["audio", "lm"]}, num_devices=4)
+
+
+SHARED = "x/vision#0[0:4]*4@0-1 y/audio#0[0:4]*4@2-3\nx/lm#1[0:4]*4@0-1 y/lm#1[0:4]*4@1-2\n"
+
+
+def test_gradients_of_a_shared_module_are_synchronised_over_every_device_that_uses_it():
+    profile = shared_profile()
+    program = lower(parse_plan("x/vision#0[0:4]*4@0-1 y/audio#0[0:4]*4@2-3\nx/lm#1[0:4]*4@0-1\ny/lm#1[0:4]*4@2-3", profile), profile)
+    names = {
+        tuple(bucket.ranks.tolist()): sorted({profile.graph.parameters[p].name.split(".")[0] for p in bucket.parameters})
+        for bucket in program.buckets
+    }
+    assert names == {(0, 1): ["vision"], (2, 3): ["audio"], (0, 1, 2, 3): ["lm"]}
+
+
+def test_a_parameter_on_one_device_alone_is_not_synchronised():
+    profile = small.workload_profile({"x": ["vision"]}, num_devices=2)
+    assert lower(parse_plan("x/vision#0[0:4]*4@0", profile), profile).buckets == ()
+
+
+def test_tensor_shards_are_synchronised_apart():
+    profile = small.workload_profile({"x": ["vision"]}, num_devices=4)
+    program = lower(parse_plan("# tensor vision 2\nx/vision#0[0:4]*4@0-3", profile), profile)
+    assert [bucket.ranks.tolist() for bucket in program.buckets] == [[0, 2], [1, 3]]
+    assert {bucket.num_bytes for bucket in program.buckets} == {4 * 500_000 * 2}
+
+
+@given(small.graphs(), st.sampled_from(["paper", "sequential", "distmm", "task-level"]))
+def test_every_planners_program_is_verified(profile, planner):
+    verify(lower(make_plan(profile, planner), profile), profile)
+
+
+def two_tower_program():
+    profile = small.two_towers()
+    return profile, format_program(lower(small.plan("vision*12@0-2 text*6@3\nhead*1@0-3", profile), profile), profile)
+
+
+def test_verify_names_the_circle_of_a_deadlock():
+    profile, text = two_tower_program()
+    with pytest.raises(ProgramError, match=r"deadlock(.|\n)*rank 0 F2\n    rank 0 F0"):
+        verify(parse_program(text.replace("rank 0-2 compute F0 F2", "rank 0-2 compute F2 F0"), profile), profile)
+
+
+def test_verify_finds_transfers_in_different_orders():
+    profile = small.linear_profile(
+        [("a", 4, 1, 1, 1), ("b", 4, 1, 1, 1), ("c", 4, 1, 1, 1), ("d", 4, 1, 1, 1)], [("a", "c"), ("b", "d")], 2
+    )
+    text = format_program(lower(small.plan("a*1@0 b*1@1\nd*1@0 c*1@1", profile), profile), profile)
+    assert "rank 0-1 transfer X0 X1" in text
+    swapped = text.replace("rank 0-1 transfer X0 X1", "rank 0 transfer X0 X1\nrank 1 transfer X1 X0", 1)
+    lines = [line for line in swapped.splitlines() if "transfer" in line]
+    rest = lines[1].removeprefix("rank 1 transfer X1 X0")
+    swapped = swapped.replace(lines[0], lines[0] + rest)
+    with pytest.raises(ProgramError, match="deadlock"):
+        verify(parse_program(swapped, profile), profile)
+
+
+def test_verify_finds_a_missing_partner():
+    profile, text = two_tower_program()
+    lines = [line.replace("X1", "").replace("X0", "") if line.startswith("rank 0 transfer") else line for line in text.splitlines()]
+    lines = [line.replace("rank 0-3 transfer X1 X0", "rank 1-3 transfer X1 X0") for line in lines]
+    broken = "\n".join(line for line in lines if line.split()[:2] != ["rank", "0"] or "transfer" not in line) + "\n"
+    with pytest.raises(ProgramError, match=r"rank 0 takes part in [XY]\d but does not run it"):
+        verify(parse_program(broken, profile), profile)
+
+
+def test_verify_finds_an_instruction_that_stands_twice():
+    profile, text = two_tower_program()
+    with pytest.raises(ProgramError, match="rank 3 runs F1 twice on its compute lane"):
+        verify(parse_program(text.replace("rank 3 compute F1", "rank 3 compute F1 F1"), profile), profile)
+
+
+def test_verify_finds_rows_that_never_arrive():
+    profile, text = two_tower_program()
+    program = parse_program(text, profile)
+    link = program.links[0]
+    nothing = np.zeros(0, dtype=np.int64)
+    empty = Flows(source=nothing, destination=nothing, first=nothing, last=nothing)
+    broken = replace(program, links=(replace(link, forward=empty), *program.links[1:]))
+    with pytest.raises(ProgramError, match=r"link 0: rank \d needs more activation rows"):
+        verify(broken, profile)
+
+
+def test_a_missing_backward_is_found():
+    profile, text = two_tower_program()
+    program = parse_program(text, profile)
+    without = tuple(one for one in program.instructions if not (type(one).__name__ == "Backward" and one.slot == 1))
+    with pytest.raises(ProgramError, match=r"backward of slot 1 \(text\)"):
+        verify(replace(program, instructions=without), profile)
