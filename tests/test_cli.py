@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import small
 
+import small
 from spindle.artifact import write_artifact
 from spindle.cli.main import run
 from spindle.errors import DoesNotFitError
@@ -299,7 +299,9 @@ def test_what_does_not_fit_is_answered_with_no(tmp_path, capsys):
     heavy = small.workload({"a": ["vision"]}, elements=20_000_000_000)
     path = tmp_path / "heavy.json"
     write_artifact(path, "workload", heavy)
-    assert run(["plan", str(path), "--cluster", "a800x2", "--planner", "sequential", "-o", str(tmp_path / "p.json")]) == 1
+    assert (
+        run(["plan", str(path), "--cluster", "a800x2", "--planner", "sequential", "-o", str(tmp_path / "p.json")]) == 1
+    )
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ")
     assert "does not fit: device" in printed.err
@@ -377,7 +379,9 @@ def test_ctrl_c_ends_quietly(graph, capsys, monkeypatch):
 
 
 def test_help_loads_neither_numpy_nor_planners():
-    code = "import sys; from spindle.cli.main import run; run(['--help']); print('numpy' in sys.modules, file=sys.stderr)"
+    code = (
+        "import sys; from spindle.cli.main import run; run(['--help']); print('numpy' in sys.modules, file=sys.stderr)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "False"
 

@@ -56,7 +56,7 @@ def compare(
     refuse_unwritable(output)
     refuse_unwritable(figure)
     profile = load_profile(given, devices, cluster)
-    effort = Effort(seed=seed) if evaluations is None else Effort(seed=seed, evaluations=evaluations)
+    effort = Effort(seed=seed, evaluations=evaluations)
     plans: dict[str, Plan] = {}
     refusals: dict[str, str] = {}
     with progress_bar() as bar:

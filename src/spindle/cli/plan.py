@@ -47,7 +47,7 @@ def plan(
 
     refuse_unwritable(output)
     profile = load_profile(given, devices, cluster)
-    effort = Effort(seed=seed) if evaluations is None else Effort(seed=seed, evaluations=evaluations)
+    effort = Effort(seed=seed, evaluations=evaluations)
     with working(f"planning {profile.graph.name} on {profile.cluster.name}"):
         made = make_plan(profile, planner, effort)
         measures = simulated(made, profile)

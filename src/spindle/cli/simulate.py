@@ -35,6 +35,7 @@ def simulate(
     from spindle.artifact import to_json, write_whole
     from spindle.cli.inputs import load_plan, load_profile
     from spindle.cli.terminal import notice, refuse_unwritable, show, show_chart, show_json
+    from spindle.planners import graph_bound_s
     from spindle.program import lower, verify
     from spindle.report.gantt import timeline_chart
     from spindle.report.memory import refuse_overfull
@@ -49,14 +50,15 @@ def simulate(
     verify(program, profile)
     timeline = spindle.simulate.simulate(program, profile)
     measures = measure(timeline)
+    bound_s = graph_bound_s(profile)
     if trace is not None:
         write_whole(trace, trace_of(timeline, program))
     if as_json:
         facts = {"workload": made.workload, "cluster": profile.cluster.name, "num_devices": profile.cluster.num_devices}
-        plan_facts = {"planner": made.planner, "folded_s": made.folded_s, "bound_s": made.bound_s}
+        plan_facts = {"planner": made.planner, "folded_s": made.folded_s, "bound_s": bound_s}
         show_json(facts | plan_facts | {"instructions": program.num_instructions} | to_json(measures))
     else:
-        show(measure_facts(made, measures, profile))
+        show(measure_facts(made, measures, profile, bound_s))
         show_chart(
             lambda num_columns: timeline_chart(timeline, program, profile.graph, num_columns),
             profile.cluster.num_devices,

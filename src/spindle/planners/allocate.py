@@ -38,7 +38,7 @@ def allocate(choices: Sequence[Choices], num_layers: Sequence[int], num_devices:
     high = sum(work)
     if sum(devices_at(low)) <= num_devices:
         high = low
-    for _ in range(200):
+    for _ in range(80):
         middle = (low + high) / 2
         if sum(devices_at(middle)) < num_devices:
             high = middle

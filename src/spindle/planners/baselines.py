@@ -140,7 +140,12 @@ def _even_choices(problem: Problem, op: int) -> np.ndarray:
 
 def _group_s(problem: Problem, group: list[int], count: int) -> float:
     """How long a group takes in turn on so many devices."""
-    return _end_s(_in_turn(problem, group, count, 0.0))
+    total_s = 0.0
+    for op in group:
+        choices = problem.choices[op]
+        widest = int(np.searchsorted(choices.num_devices, count, side="right")) - 1
+        total_s += problem.num_layers[op] * float(choices.layer_s[widest])
+    return total_s
 
 
 def _fewest(problem: Problem, group: list[int]) -> int:
@@ -150,30 +155,37 @@ def _fewest(problem: Problem, group: list[int]) -> int:
 def _marginal_gains(problem: Problem, groups: list[list[int]], steps: list[np.ndarray]) -> list[int]:
     """Devices for each group, by (T(n) - T(n')) / (n' - n) with n' the group's next step."""
     counts = [_fewest(problem, group) for group in groups]
+
+    def next_gain(place: int) -> tuple[float, int]:
+        """The gain per device of a group's next step, and that step."""
+        wider = _next_step(steps[place], counts[place])
+        if wider is None:
+            return 0.0, 0
+        group, count = groups[place], counts[place]
+        return (_group_s(problem, group, count) - _group_s(problem, group, wider)) / (wider - count), wider
+
+    gains = [next_gain(place) for place in range(len(groups))]
     while True:
         free = problem.num_devices - sum(counts)
-        best: tuple[float, int, int] | None = None
-        for place, group in enumerate(groups):
-            wider = _next_step(steps[place], counts[place])
-            if wider is None or wider > counts[place] + free:
-                continue
-            gain = (_group_s(problem, group, counts[place]) - _group_s(problem, group, wider)) / (wider - counts[place])
-            if gain > 0 and (best is None or gain > best[0]):
-                best = (gain, place, wider)
-        if best is None:
+        open_to = [place for place, (gain, wider) in enumerate(gains) if gain > 0 and wider <= counts[place] + free]
+        if not open_to:
             return counts
-        counts[best[1]] = best[2]
+        best = max(open_to, key=lambda place: gains[place][0])
+        counts[best] = gains[best][1]
+        gains[best] = next_gain(best)
 
 
 def _shortest_longest(problem: Problem, groups: list[list[int]], steps: list[np.ndarray]) -> list[int]:
     """Devices for each group so that the slowest is as fast as can be."""
     counts = [_fewest(problem, group) for group in groups]
+    times_s = [_group_s(problem, group, count) for group, count in zip(groups, counts, strict=True)]
     while True:
-        slowest = max(range(len(groups)), key=lambda place: _group_s(problem, groups[place], counts[place]))
+        slowest = times_s.index(max(times_s))
         wider = _next_step(steps[slowest], counts[slowest])
         if wider is None or sum(counts) - counts[slowest] + wider > problem.num_devices:
             return counts
         counts[slowest] = wider
+        times_s[slowest] = _group_s(problem, groups[slowest], wider)
 
 
 def _next_step(steps: np.ndarray, count: int) -> int | None:

@@ -17,7 +17,7 @@ from spindle.plan import Plan, assemble, check
 from spindle.planners.bounds import graph_bound_s
 from spindle.planners.placement import place
 from spindle.planners.problem import Problem, Timed, problem_of
-from spindle.profile import Profile, Setting, state_bytes
+from spindle.profile import Profile, Setting, saved_bytes, state_bytes
 from spindle.program import lower, verify
 from spindle.simulate import simulate
 
@@ -49,6 +49,7 @@ def best_over_stages(profile: Profile, plan_for: Callable[[Attempt], Plan]) -> P
         plans = []
         for attempt in stage:
             try:
+                refuse_hopeless(profile, attempt)
                 plans.append(plan_for(attempt))
             except DoesNotFitError as error:
                 refusal = error
@@ -94,6 +95,28 @@ def counts_bytes(profile: Profile) -> bool:
     return bool(profile.graph.parameters) or any(op.cost for op in profile.graph.metaops)
 
 
+def refuse_hopeless(profile: Profile, attempt: Attempt) -> None:
+    """Refuses an attempt whose bytes do not fit even spread evenly over all devices, before anything is scheduled."""
+    graph, setting = profile.graph, attempt.setting
+    if not counts_bytes(profile):
+        return
+    used = {parameter for op in graph.metaops for layer in op.parameters for parameter in layer}
+    state = sum(state_bytes(graph, parameter) for parameter in used)
+    activations: dict[str, float] = dict.fromkeys(graph.tasks, 0.0)
+    for position, op in enumerate(graph.metaops):
+        kept = saved_bytes(op, op.batch_size or 1, op.num_layers, 1, setting.recompute[position])
+        activations[op.task] += kept
+    rounds = balanced_tasks(profile, attempt.num_rounds)
+    most = max(sum(activations[task] for task in tasks) for tasks in rounds)
+    needed = (state + most) / profile.cluster.num_devices
+    limit = profile.cluster.kind.memory_bytes
+    if needed > limit:
+        raise DoesNotFitError(
+            f"{graph.name} does not fit: device 0 would need {needed / 2**30:.1f} GiB of the {limit / 2**30:.1f} GiB "
+            f"there ({int(needed) - limit:,} bytes too many) if all were spread evenly"
+        )
+
+
 def _recomputing(profile: Profile, setting: Setting, share: float) -> Setting:
     """Recomputes the ops that free most bytes for each second, until about this share of all activations is gone."""
     freed: list[tuple[float, float, int]] = []
@@ -114,18 +137,21 @@ def _recomputing(profile: Profile, setting: Setting, share: float) -> Setting:
 
 
 def _sharded_degrees(profile: Profile) -> list[dict[str, int]]:
-    """Tensor degrees worth trying: 2, 4, 8 for the modules whose state weighs on a device, the others as they are."""
+    """Tensor degrees worth trying: 2, 4, 8 for the heaviest module, as much or less for others that weigh on a device."""
     graph = profile.graph
     weight: dict[str, int] = {}
     for module in graph.modules:
         parameters = {p for op in graph.metaops if op.module == module for layer in op.parameters for p in layer}
         weight[module] = sum(state_bytes(graph, parameter) for parameter in parameters)
     heavy = [module for module in graph.modules if weight[module] > profile.cluster.kind.memory_bytes / 8]
-    result = []
+    largest = max(heavy, key=lambda module: weight[module], default="")
+    result: list[dict[str, int]] = []
     for degree in (2, 4, 8):
-        degrees = {module: max(d for d in profile.degrees_of(module) if d <= degree) for module in heavy}
-        if any(value > 1 for value in degrees.values()) and degrees not in result:
-            result.append(degrees)
+        for rest in (degree, degree // 2, max(1, degree // 4)):
+            wanted = {module: degree if module == largest else rest for module in heavy}
+            degrees = {module: max(d for d in profile.degrees_of(module) if d <= wanted[module]) for module in heavy}
+            if any(value > 1 for value in degrees.values()) and degrees not in result:
+                result.append(degrees)
     return result
 
 
@@ -135,7 +161,7 @@ def in_rounds(profile: Profile, setting: Setting, num_rounds: int, schedule: Sch
         return schedule(problem_of(profile, setting))
     timed: list[Timed] = []
     start_s = 0.0
-    for number, tasks in enumerate(_balanced_tasks(profile, setting, num_rounds)):
+    for number, tasks in enumerate(balanced_tasks(profile, num_rounds)):
         part = schedule(problem_of(profile, setting, tasks))
         waves = 1 + max((one.wave or 0 for one in timed), default=-1)
         timed += [
@@ -152,7 +178,7 @@ def in_rounds(profile: Profile, setting: Setting, num_rounds: int, schedule: Sch
     return timed
 
 
-def _balanced_tasks(profile: Profile, setting: Setting, num_groups: int) -> list[frozenset[str]]:
+def balanced_tasks(profile: Profile, num_groups: int) -> list[frozenset[str]]:
     """Tasks in groups of about equal activations, heaviest first to the lightest group."""
     weight: dict[str, float] = dict.fromkeys(profile.graph.tasks, 0.0)
     for op in profile.graph.metaops:

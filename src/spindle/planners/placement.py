@@ -18,7 +18,7 @@ from spindle.planners.problem import Timed
 from spindle.profile import Profile, Setting, backward_bytes, saved_bytes, state_bytes
 
 NEAR_DATA, NEAR_WEIGHTS, EMPTIEST = range(3)
-MAX_RETURNS = 60
+MAX_RETURNS = 12
 _SLACK = 1e-9
 
 
@@ -73,6 +73,12 @@ class _Placement:
         self.state = np.zeros(num_devices)
         self.activations = np.zeros(num_devices)
         self.round = 0
+        self.memory_bytes = profile.cluster.kind.memory_bytes
+        self.units_of = {degree: self._units(degree) for degree in set(setting.tensor_degrees)}
+        self.parameter_state = {
+            degree: np.array([state_bytes(self.graph, p, degree) for p in range(len(self.graph.parameters))], dtype=float)
+            for degree in self.units_of
+        }
 
     def run(self, timed: Sequence[Timed], rules: Sequence[int]) -> list[Piece]:
         pieces: list[Piece] = []
@@ -81,9 +87,11 @@ class _Placement:
             if one.round != self.round:
                 self.round = one.round
                 self.activations[:] = 0
-            devices = self._choose(number, one, rules[number])
+            parameters = self._parameters(one)
+            new_state = self._new_state(one.op, parameters)
+            devices = self._choose(number, one, rules[number], new_state)
             late |= bool(self.free_at_s[devices].max() > one.start_s + _SLACK * (1 + one.start_s))
-            self._take(one, devices)
+            self._take(one, devices, parameters, new_state)
             pieces.append(
                 Piece(
                     op=one.op,
@@ -99,11 +107,11 @@ class _Placement:
             return [replace(piece, wave=None, not_before_s=0.0) for piece in pieces]
         return pieces
 
-    def _choose(self, number: int, one: Timed, rule: int) -> np.ndarray:
+    def _choose(self, number: int, one: Timed, rule: int, device_state: np.ndarray) -> np.ndarray:
         degree = self.setting.tensor_degrees[one.op]
-        units = self._units(degree)
+        units = self.units_of[degree]
         num_units = one.num_devices // degree
-        new_state = self._new_state(one)[units].max(axis=1)
+        new_state = device_state[units].max(axis=1)
         needed = (self.state + self.activations)[units].max(axis=1) + new_state + self._new_activations(one)
         fits = (
             needed <= self.profile.cluster.kind.memory_bytes if self.counts_bytes else np.ones(len(units), dtype=bool)
@@ -215,13 +223,9 @@ class _Placement:
         names = {parameter for layer in layers[first : first + one.num_layers] for parameter in layer}
         return np.array(sorted(names), dtype=np.int64)
 
-    def _new_state(self, one: Timed) -> np.ndarray:
+    def _new_state(self, op: int, parameters: np.ndarray) -> np.ndarray:
         """Bytes of state that each device would have to add."""
-        parameters = self._parameters(one)
-        if not len(parameters):
-            return np.zeros(len(self.island))
-        degree = self.setting.tensor_degrees[one.op]
-        sizes = np.array([state_bytes(self.graph, int(parameter), degree) for parameter in parameters], dtype=float)
+        sizes = self.parameter_state[self.setting.tensor_degrees[op]][parameters]
         added: np.ndarray = sizes @ ~self.held[parameters]
         return added
 
@@ -233,15 +237,15 @@ class _Placement:
         kept = saved_bytes(op, rows, one.num_layers, degree, self.setting.recompute[one.op])
         return kept + rows * op.cost.output_bytes + backward_bytes(op, rows, degree)
 
-    def _take(self, one: Timed, devices: np.ndarray) -> None:
+    def _take(self, one: Timed, devices: np.ndarray, parameters: np.ndarray, new_state: np.ndarray) -> None:
         layer_s = (one.end_s - one.start_s) / one.num_layers
         start_s = max(
             one.start_s if one.wave is not None else 0.0, self._data_at(one.op), float(self.free_at_s[devices].max())
         )
         end_s = start_s + one.num_layers * layer_s
-        self.state[devices] += self._new_state(one)[devices]
+        self.state[devices] += new_state[devices]
         self.activations[devices] += self._new_activations(one)
-        self.held[np.ix_(self._parameters(one), devices)] = True
+        self.held[parameters[:, None], devices] = True
         self.free_at_s[devices] = end_s
         self.op_end_s[one.op] = end_s
         self.next_layer[one.op] += one.num_layers

@@ -72,9 +72,12 @@ def plan_wavefront(profile: Profile, effort: Effort) -> Plan:
         for schedule in _candidates(profile, attempt, rules, effort.seed, evaluations):
             if clock.is_over() and best is not None:
                 break
+            # A schedule that is much longer in folded time alone than another with everything cannot win. Much,
+            # because placing it may still close gaps (the paper's barriers).
+            if best is not None and max(one.end_s for one in schedule) > 1.15 * best.makespan_s:
+                continue
             try:
                 plan = realise(profile, attempt.setting, "wavefront", schedule, effort.seed)
-                # What is longer in folded time alone than another with everything cannot win.
                 if best is None or plan.folded_s < best.makespan_s:
                     plan = scored(plan, profile)
                     best = plan if best is None or plan.makespan_s < best.makespan_s else best

@@ -48,6 +48,19 @@ class Instances:
     meeting_number: Column
 
     @property
+    def arrays(self) -> tuple[Column, ...]:
+        """What the compiled loops of `verify` and the simulator take, in their order."""
+        return (
+            self.num_needs,
+            self.follower_starts,
+            self.followers,
+            self.meeting_starts,
+            self.meetings,
+            self.member_starts,
+            self.members,
+        )
+
+    @property
     def num_instances(self) -> int:
         return len(self.instruction)
 

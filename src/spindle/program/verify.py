@@ -22,17 +22,7 @@ def verify(program: Program, profile: Profile) -> None:
     _every_slot_runs(program)
     _every_row_arrives(program)
     instances = instances_of(program, profile.gangs)
-    stuck = np.flatnonzero(
-        ~run_untimed(
-            instances.num_needs,
-            instances.follower_starts,
-            instances.followers,
-            instances.meeting_starts,
-            instances.meetings,
-            instances.member_starts,
-            instances.members,
-        )
-    )
+    stuck = np.flatnonzero(~run_untimed(*instances.arrays))
     if len(stuck):
         raise ProgramError(describe_deadlock(program, instances, stuck))
 

@@ -124,7 +124,7 @@ def limit_sentences(report: BoundReport) -> list[str]:
             first = f"The longest {what} limits it: {chain}, at its fastest. More devices would not help."
         case "both":
             first = (
-                f"Area and a path limit it together: {chain} has to run on more devices than are efficient, "
-                f"and then {devices} are busy all the time."
+                f"Area and order limit it together: chains such as {chain} would take too long where their ops waste "
+                f"least, so they run wider, and then {devices} are busy all the time."
             )
     return [first, alone]

@@ -13,7 +13,7 @@ from spindle.graph import MetaGraph
 from spindle.plan import Plan, Slot
 from spindle.report.gantt import ticks
 from spindle.report.palette import group_of, ink_on, palette_of
-from spindle.report.quantities import percent, seconds
+from spindle.report.quantities import seconds
 
 _WIDTH, _LEFT, _RIGHT = 960, 64, 24
 _PANEL_HEIGHT, _HEADING, _GAP = 210, 30, 22
@@ -22,7 +22,7 @@ _LETTER_WIDTH = 0.56  # of the font size, for names
 
 
 def step_figure(graph: MetaGraph, panels: Sequence[tuple[str, Plan]]) -> str:
-    """SVG text with a panel for each (title, plan)."""
+    """SVG text with a panel for each (title, finished plan); speed is told beside the first."""
     end_s = max(plan.folded_s for _, plan in panels)
     palette = palette_of(graph)
     colours = {op.name: colour for op, colour in zip(graph.metaops, palette.colours, strict=True)}
@@ -57,19 +57,13 @@ def step_figure(graph: MetaGraph, panels: Sequence[tuple[str, Plan]]) -> str:
     )
 
 
-def folded_idle(plan: Plan) -> float:
-    """The share of all devices' folded time in which nothing is planned."""
-    busy = sum(len(slot.devices) * (slot.end_s - slot.start_s) for slot in plan.slots)
-    return 1 - busy / (plan.num_devices * plan.folded_s)
-
-
 def _text(x: float, y: float, content: str, *, size: int = 12, fill: str = "#374151", more: str = "") -> str:
     return f"<text x='{x:.1f}' y='{y:.1f}' font-size='{size}' fill='{fill}' {more}>{escape(content)}</text>"
 
 
 def _heading(title: str, plan: Plan, reference: Plan | None, y: float) -> Iterator[str]:
     yield _text(_LEFT, y, title, size=15, fill="#111827", more="font-weight='600'")
-    facts = f"{seconds(plan.folded_s)}, {percent(folded_idle(plan))} idle"
+    facts = f"{seconds(plan.folded_s)}, {plan.folded_s / plan.bound_s:.2f} × the bound"
     if reference is not None:
         facts += f", {reference.folded_s / plan.folded_s:.2f} times as fast"
     yield _text(_WIDTH - _RIGHT, y, facts, size=13, more="text-anchor='end'")
@@ -121,7 +115,7 @@ def _runs_of(slot: Slot) -> Iterator[tuple[int, int]]:
 
 def _name_in(name: str, task: str, x: float, y: float, width: float, height: float, ink: str) -> Iterator[str]:
     """The module, and the task below it, where there is room; upright where only that fits."""
-    size = 12
+    size = 12 if height >= 15 else 10
 
     def fits(text: str, along: float) -> bool:
         return bool(text) and len(text) * size * _LETTER_WIDTH + 6 <= along

@@ -6,8 +6,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from spindle.graph import MetaGraph
 from spindle.plan import Plan, slots_per_op
+from spindle.planners.build import counts_bytes
 from spindle.profile import Profile
 from spindle.report.bound import BoundReport
 from spindle.report.compare import ComparedPlan, Comparison, RefusedPlan
@@ -25,13 +25,8 @@ def facts(rows: list[tuple[str, str]]) -> Table:
     return table
 
 
-def counts_bytes(graph: MetaGraph) -> bool:
-    """Whether anything is known of bytes; an abstract graph knows none."""
-    return bool(graph.parameters) or any(op.cost is not None for op in graph.metaops)
-
-
 def memory(peak_bytes: int, profile: Profile) -> str:
-    if not counts_bytes(profile.graph):
+    if not counts_bytes(profile):
         return "not known for an abstract graph"
     limit = profile.cluster.kind.memory_bytes
     return f"{num_bytes(peak_bytes)} of {num_bytes(limit)} ({percent(peak_bytes / limit)}) on the fullest device"
@@ -49,7 +44,7 @@ def plan_facts(plan: Plan, measures: Measures, profile: Profile) -> Table:
         ("slots", f"{len(plan.slots)} in {_waves(plan)}, {slots_per_op(plan):.2f} for each op"),
         ("peak memory", memory(measures.peak_bytes, profile)),
     ]
-    if counts_bytes(profile.graph):
+    if counts_bytes(profile):
         shares = f"{percent(measures.transfer_share)} send and receive, {percent(measures.sync_share)} synchronisation"
         rows.insert(6, ("not hidden", shares))
     sharded = [f"{module} {degree}" for module, degree in plan.tensor_degrees if degree > 1]
@@ -77,13 +72,13 @@ def times_bound(time_s: float, bound_s: float) -> str:
     return f"{time_s / bound_s:.3f} × the bound"
 
 
-def measure_facts(plan: Plan, measures: Measures, profile: Profile) -> Table:
-    """What a simulated step came to."""
+def measure_facts(plan: Plan, measures: Measures, profile: Profile, bound_s: float) -> Table:
+    """What a simulated step came to, beside the bound on this cluster, which need not be the one planned for."""
     return facts(
         [
             ("workload", f"{plan.workload} on {profile.cluster.name}"),
             ("plan", f"{plan.planner}, {count_of(len(plan.slots), 'slot')} in {_waves(plan)}"),
-            ("step", f"{seconds(measures.makespan_s)}, {times_bound(measures.makespan_s, plan.bound_s)}"),
+            ("step", f"{seconds(measures.makespan_s)}, {times_bound(measures.makespan_s, bound_s)}"),
             ("compute", percent(measures.compute_share)),
             ("send, receive", f"{percent(measures.transfer_share)} that compute does not hide"),
             ("synchronise", f"{percent(measures.sync_share)} that compute does not hide"),
@@ -103,7 +98,7 @@ def comparison_table(comparison: Comparison, profile: Profile) -> Table:
     for row in comparison.rows:
         match row:
             case ComparedPlan():
-                known = counts_bytes(profile.graph)
+                known = counts_bytes(profile)
                 table.add_row(
                     row.planner,
                     milliseconds(row.makespan_s),

@@ -35,6 +35,20 @@ class Costs:
     bytes_at_end: Column
     static_bytes: Column
 
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """What the compiled loop takes, in its order."""
+        return (
+            self.delay_ns,
+            self.fixed_ns,
+            self.entry_starts,
+            self.entry_resource,
+            self.entry_ns,
+            self.entry_weight,
+            self.slowness_of,
+            self.slowness,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class _Topology:
@@ -204,20 +218,28 @@ def _time_collectives(
     program: Program, topology: _Topology, instances: Instances, delay_ns: np.ndarray, entries: _Entries
 ) -> None:
     """All-reduces as rings over all members: every port carries it, and every uplink of a group that spans islands."""
-    meetings = _meetings_of(program, instances, SyncGradients)
-    for meeting, bucket in zip(meetings.tolist(), program.buckets, strict=True):
-        ranks = bucket.ranks
-        carried = ring_bytes(bucket.num_bytes, len(ranks)) * NS
-        islands = np.unique(topology.island[ranks])
-        latency = topology.link_latency_s[ranks].max()
-        for port in (topology.port_out, topology.port_in):
-            entries.add(np.full(len(ranks), meeting), port(ranks), carried / topology.link_bytes_per_s[ranks])
-        if len(islands) > 1:
-            latency = max(latency, topology.uplink_latency_s[islands].max())
-            for uplink in (topology.uplink_out, topology.uplink_in):
-                time_ns = carried / topology.uplink_bytes_per_s[islands]
-                entries.add(np.full(len(islands), meeting), uplink(islands), time_ns)
-        delay_ns[meeting] = round(collective_latency_s(len(ranks), latency) * NS)
+    if not program.buckets:
+        return
+    by_bucket = _meetings_of(program, instances, SyncGradients)
+    sizes = np.array([len(one.ranks) for one in program.buckets])
+    carried = np.array([ring_bytes(one.num_bytes, len(one.ranks)) * NS for one in program.buckets])
+    bucket = np.repeat(np.arange(len(sizes)), sizes)
+    ranks = np.concatenate([one.ranks for one in program.buckets])
+    for port in (topology.port_out, topology.port_in):
+        entries.add(by_bucket[bucket], port(ranks), carried[bucket] / topology.link_bytes_per_s[ranks])
+    latency = np.zeros(len(sizes))
+    np.maximum.at(latency, bucket, topology.link_latency_s[ranks])
+
+    # Each (bucket, island) once, for the buckets that have several.
+    bucket, island = np.divmod(np.unique(bucket * topology.num_islands + topology.island[ranks]), topology.num_islands)
+    spans = np.bincount(bucket, minlength=len(sizes))[bucket] > 1
+    bucket, island = bucket[spans], island[spans]
+    for uplink in (topology.uplink_out, topology.uplink_in):
+        entries.add(by_bucket[bucket], uplink(island), carried[bucket] / topology.uplink_bytes_per_s[island])
+    np.maximum.at(latency, bucket, topology.uplink_latency_s[island])
+    delay_ns[by_bucket] = [
+        round(collective_latency_s(size, one) * NS) for size, one in zip(sizes.tolist(), latency.tolist(), strict=True)
+    ]
 
 
 def _time_updates(

@@ -17,23 +17,7 @@ def simulate(program: Program, profile: Profile) -> Timeline:
     """The timeline of one step. Raises a ProgramError when the program deadlocks."""
     instances = instances_of(program, profile.gangs)
     costs = costs_of(program, instances, profile)
-    posted, began, ended = run(
-        instances.num_needs,
-        instances.follower_starts,
-        instances.followers,
-        instances.meeting_starts,
-        instances.meetings,
-        instances.member_starts,
-        instances.members,
-        costs.delay_ns,
-        costs.fixed_ns,
-        costs.entry_starts,
-        costs.entry_resource,
-        costs.entry_ns,
-        costs.entry_weight,
-        costs.slowness_of,
-        costs.slowness,
-    )
+    posted, began, ended = run(*instances.arrays, *costs.arrays)
     if (ended < 0).any():
         raise ProgramError(describe_deadlock(program, instances, np.flatnonzero(ended < 0)))
     return Timeline(

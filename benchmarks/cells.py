@@ -1,0 +1,132 @@
+"""The paper's cells, simulated with transfers, synchronisation and optimizer: python benchmarks/cells.py
+
+Every planner on CLIP-4/7/10 and OFASys-4/7 on 8, 16 and 32 A800s and QWen-VAL on 32 and 64, beside the LP bound, the
+paper's speedups, and what the bound allows; then the 30B and 70B QWen-VAL that the paper simulated on 256.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from common import markdown, publish
+
+from spindle.cluster import cluster_named
+from spindle.errors import DoesNotFitError
+from spindle.graph import metagraph_of
+from spindle.planners import BASELINES, make_plan
+from spindle.profile import Profile, roofline_profile
+from spindle.program import lower
+from spindle.recipes import CELLS, RECIPES, SIMULATED
+from spindle.simulate import simulate
+from spindle.timeline import measure
+
+PLANNERS = ("wavefront", "paper", *BASELINES)
+
+
+def profile_of(recipe: str, num_devices: int) -> Profile:
+    graph = metagraph_of(RECIPES[recipe].workload())
+    return roofline_profile(graph, cluster_named(f"a800x{num_devices}"), RECIPES[recipe].roofline)
+
+
+def measure_cell(recipe: str, num_devices: int) -> dict[str, Any]:
+    profile = profile_of(recipe, num_devices)
+    cell: dict[str, Any] = {"recipe": recipe, "num_devices": num_devices, "planners": {}}
+    for planner in PLANNERS:
+        print(f"\r{recipe} on {num_devices}: {planner}          ", end="", file=sys.stderr, flush=True)
+        began = time.perf_counter()
+        try:
+            plan = make_plan(profile, planner)
+        except DoesNotFitError as error:
+            cell["planners"][planner] = {"refused": str(error)}
+            continue
+        planning_s = time.perf_counter() - began
+        measures = measure(simulate(lower(plan, profile), profile))
+        cell["bound_s"] = plan.bound_s
+        cell["planners"][planner] = {
+            "makespan_s": plan.makespan_s,
+            "folded_s": plan.folded_s,
+            "idle": measures.idle_share,
+            "transfer": measures.transfer_share,
+            "sync": measures.sync_share,
+            "peak_bytes": measures.peak_bytes,
+            "num_rounds": plan.num_rounds,
+            "num_recomputed": len(plan.recompute),
+            "tensor_degrees": {module: degree for module, degree in plan.tensor_degrees if degree > 1},
+            "planning_s": planning_s,
+        }
+    return cell
+
+
+def makespan(cell: dict[str, Any], planner: str) -> float:
+    return float(cell["planners"][planner].get("makespan_s", np.inf))
+
+
+def geometric_mean(values: list[float]) -> float:
+    return float(np.exp(np.mean(np.log(values))))
+
+
+def row(cell: dict[str, Any], paper_spindle: float, paper_best: float) -> list[str]:
+    ours, bound = makespan(cell, "wavefront"), cell["bound_s"]
+    sequential = makespan(cell, "sequential")
+    best = min(makespan(cell, planner) for planner in BASELINES)
+    shares = cell["planners"]["wavefront"]
+    allows = sequential / bound
+    return [
+        cell["recipe"],
+        str(cell["num_devices"]),
+        f"{bound * 1e3:.0f}",
+        *(f"{makespan(cell, planner) * 1e3:.0f}" for planner in PLANNERS),
+        f"**{ours / bound:.3f}**",
+        f"{sequential / ours:.2f}",
+        f"{paper_spindle:.2f}",
+        f"{allows:.2f}" + (" (below the paper's)" if allows < paper_spindle else ""),
+        f"{best / ours:.2f}",
+        f"{paper_spindle / paper_best:.2f}",
+        f"{shares['idle'] * 100:.1f} / {shares['transfer'] * 100:.1f} / {shares['sync'] * 100:.1f}",
+        f"{shares['peak_bytes'] / 2**30:.0f}",
+    ]
+
+
+HEADER = [
+    "workload", "GPUs", "bound ms", *(f"{planner} ms" for planner in PLANNERS), "wavefront / bound", "over sequential",
+    "paper's", "bound allows", "over best baseline", "paper's", "idle / transfer / sync %", "peak GiB",
+]  # fmt: skip
+
+
+def main() -> None:
+    make_plan(profile_of("clip-4", 8))  # compile first
+    cells = [measure_cell(cell.recipe, cell.num_devices) for cell in CELLS]
+    rows = [
+        row(ours, cell.spindle, max(1.0, cell.optimus, cell.distmm, cell.megatron))
+        for ours, cell in zip(cells, CELLS, strict=True)
+    ]
+    large = [measure_cell(cell.recipe, cell.num_devices) for cell in SIMULATED]
+    large_rows = [
+        row(ours, cell.spindle, max(1.0, cell.optimus, cell.distmm)) for ours, cell in zip(large, SIMULATED, strict=True)
+    ]
+    print(file=sys.stderr)
+    ratios = [makespan(cell, "wavefront") / cell["bound_s"] for cell in cells]
+    over_sequential = [makespan(cell, "sequential") / makespan(cell, "wavefront") for cell in cells]
+    over_best = [min(makespan(cell, p) for p in BASELINES) / makespan(cell, "wavefront") for cell in cells]
+    slower = [
+        f"{cell['recipe']}@{cell['num_devices']} than {planner}"
+        for cell in cells
+        for planner in PLANNERS[1:]
+        if makespan(cell, "wavefront") > makespan(cell, planner)
+    ]
+    paper_geometric = geometric_mean([cell.spindle for cell in CELLS])
+    summary = (
+        f"Geometric means over 17 cells: wavefront / bound **{geometric_mean(ratios):.4f}**, speedup over sequential "
+        f"{geometric_mean(over_sequential):.2f} (paper {paper_geometric:.2f}), over the best baseline "
+        f"{geometric_mean(over_best):.2f}. Cells in which wavefront is slower than another planner: "
+        f"{', '.join(slower) or 'none'}."
+    )
+    table = f"{summary}\n\n{markdown(HEADER, rows)}\n\nSimulated on 256 GPUs, as in the paper:\n\n{markdown(HEADER, large_rows)}"
+    publish("cells", {"cells": cells, "large": large, "geometric_mean": geometric_mean(ratios)}, table)
+
+
+if __name__ == "__main__":
+    main()

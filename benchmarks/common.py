@@ -1,0 +1,48 @@
+"""What every benchmark needs: where results go, and what they were measured on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from spindle.artifact import write_whole
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def circumstances() -> dict[str, Any]:
+    """Commit (with a mark when the tree differs from it) and hardware."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", "src", "benchmarks/*.py")
+    model = next(
+        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
+        platform.processor(),
+    )
+    return {
+        "commit": git("rev-parse", "--short", "HEAD") + (" with changes" if changed else ""),
+        "hardware": f"{os.cpu_count()} cores, {model}",
+        "python": platform.python_version(),
+    }
+
+
+def publish(name: str, data: dict[str, Any], table: str) -> None:
+    """Writes results as data and as a table for people, and prints the table."""
+    RESULTS.mkdir(exist_ok=True)
+    about = circumstances()
+    write_whole(RESULTS / f"{name}.json", json.dumps({"measured_on": about} | data, indent=1) + "\n")
+    note = f"Commit {about['commit']}; {about['hardware']}; Python {about['python']}."
+    write_whole(RESULTS / f"{name}.md", f"{table}\n\n{note}\n")
+    print(f"{table}\n\n{note}\n", flush=True)
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
