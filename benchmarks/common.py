@@ -22,13 +22,12 @@ def circumstances() -> dict[str, Any]:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
     changed = git("status", "--porcelain", "--", "src", "benchmarks/*.py")
-    model = next(
-        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
-        platform.processor(),
-    )
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text().splitlines() if cpus.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return {
         "commit": git("rev-parse", "--short", "HEAD") + (" with changes" if changed else ""),
-        "hardware": f"{os.cpu_count()} cores, {model}",
+        "hardware": f"{os.cpu_count()} cores, {names[0] if names else platform.processor()}",
         "python": platform.python_version(),
     }
 

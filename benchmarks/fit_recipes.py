@@ -1,8 +1,8 @@
 """Fits the recipes to the paper's DeepSpeed times: python benchmarks/fit_recipes.py
 
-Unknown of each workload are what share of peak its layers reach (efficiency) and what a layer costs however small it is
-(overhead). Both are chosen to minimise the squared relative error of the simulated `sequential` plan against the paper's
-DeepSpeed milliseconds at all its cluster sizes; no other column of the paper is looked at. Writes
+Unknown of each workload are what share of peak its layers reach (efficiency) and what a layer costs however small it
+is (overhead). Both are chosen to minimise the squared relative error of the simulated `sequential` plan against the
+paper's DeepSpeed milliseconds at all its cluster sizes; no other column of the paper is looked at. Writes
 src/spindle/recipes/fitted.json and the tables of docs/recipes.md.
 """
 
@@ -64,7 +64,10 @@ def fit_recipe(recipe: Recipe, cells: Sequence[Cell]) -> Fit:
 
 
 def fit_table(fits: Fits) -> str:
-    lines = ["| recipe | efficiency | overhead per layer | devices | paper ms | model ms | residual |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| recipe | efficiency | overhead per layer | devices | paper ms | model ms | residual |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for fit in fits.fits:
         for cell in fit.cells:
             lines.append(

@@ -13,7 +13,6 @@ import sys
 import time
 
 from common import ROOT, markdown, publish
-
 from spindle.cluster import cluster_named
 from spindle.graph import metagraph_of
 from spindle.planners import make_plan

@@ -14,8 +14,8 @@ import time
 from typing import Any
 
 import numpy as np
-from common import markdown, publish
 
+from common import markdown, publish
 from spindle.cluster import PRESETS, uniform_cluster
 from spindle.plan import slots_per_op
 from spindle.planners import make_plan
@@ -77,7 +77,15 @@ def main(num_instances: int) -> None:
             ]
         )
         data.append({"num_devices": num_devices, "wavefront": ratios, "paper": paper_ratios, "slots_per_op": slots})
-    header = ["devices", "wavefront / bound, mean", "p90", "worst", "slots per op", "paper / bound", "sequential / bound"]
+    header = [
+        "devices",
+        "wavefront / bound, mean",
+        "p90",
+        "worst",
+        "slots per op",
+        "paper / bound",
+        "sequential / bound",
+    ]
     header += ["worse than paper", "planning s, median"]
     table = f"{num_instances} random graphs for each number of devices.\n\n" + markdown(header, rows)
     publish("random_graphs", {"num_instances": num_instances, "cells": data}, table)

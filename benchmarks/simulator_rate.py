@@ -11,7 +11,6 @@ import time
 
 from common import markdown, publish
 from planning_time import profile_of
-
 from spindle.planners import make_plan
 from spindle.program import instances_of, lower
 from spindle.simulate import costs_of, simulate

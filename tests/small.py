@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from hypothesis import strategies as st
 
@@ -51,12 +52,26 @@ def linear_graph(ops, edges=(), num_devices=8, divisors_only=False) -> dict:
             for n in range(1, min(num_devices, batch) + 1)
             if not divisors_only or batch % n == 0
         }
-        entries.append({"name": name, "layers": layers, "batch": batch, "time_s": times} | ({"task": task[0]} if task else {}))
+        entries.append(
+            {"name": name, "layers": layers, "batch": batch, "time_s": times} | ({"task": task[0]} if task else {})
+        )
     return {"ops": entries, "edges": [list(edge) for edge in edges]}
 
 
 def linear_profile(ops, edges=(), num_devices=8, divisors_only=False) -> Profile:
-    return abstract_profile(linear_graph(ops, edges, num_devices, divisors_only), devices(num_devices))
+    profile = abstract_profile(linear_graph(ops, edges, num_devices, divisors_only), devices(num_devices))
+    _RECIPE_OF[profile.graph.fingerprint] = (list(ops), list(edges))
+    return profile
+
+
+# What a linear profile was made of, by its graph.
+_RECIPE_OF: dict[str, tuple[list, list]] = {}
+
+
+def abstract_on(profile: Profile, num_devices: int) -> Profile:
+    """The same linear graph on another number of devices."""
+    ops, edges = _RECIPE_OF[profile.graph.fingerprint]
+    return linear_profile(ops, edges, num_devices)
 
 
 def two_towers(num_devices: int = 4) -> Profile:
@@ -73,7 +88,12 @@ def plan(text: str, profile: Profile) -> Plan:
 
 
 COST = LayerCost(
-    forward_flops=2e11, backward_flops=4e11, traffic_bytes=1e6, saved_bytes=4e6, output_bytes=1e6, tensor_bytes=2e6,
+    forward_flops=2e11,
+    backward_flops=4e11,
+    traffic_bytes=1e6,
+    saved_bytes=4e6,
+    output_bytes=1e6,
+    tensor_bytes=2e6,
     max_tensor_degree=4,
 )
 
@@ -84,8 +104,13 @@ def chain_module(name: str, num_layers: int, elements: int = 1_000_000) -> tuple
     return Module(name=name, layers=layers), parameters
 
 
-def workload(tasks: dict[str, list[str]], batch_sizes: dict[str, int] | None = None, num_layers: int = 4,
-             elements: int = 1_000_000, flows: bool = True) -> Workload:
+def workload(
+    tasks: dict[str, list[str]],
+    batch_sizes: dict[str, int] | None = None,
+    num_layers: int = 4,
+    elements: int = 1_000_000,
+    flows: bool = True,
+) -> Workload:
     """Tasks as lists of modules, each feeding the next; modules of the same name are shared."""
     names = dict.fromkeys(module for modules in tasks.values() for module in modules)
     built = {name: chain_module(name, num_layers, elements) for name in names}
@@ -101,10 +126,7 @@ def workload(tasks: dict[str, list[str]], batch_sizes: dict[str, int] | None = N
                     Call(name=f"{module}#{number}", module=module, costs=(("block", COST),))
                     for number, module in enumerate(modules)
                 ),
-                flows=tuple(
-                    (f"{a}#{number}", f"{b}#{number + 1}")
-                    for number, (a, b) in enumerate(zip(modules, modules[1:], strict=False))
-                )
+                flows=tuple((f"{a}#{number}", f"{b}#{number + 1}") for number, (a, b) in enumerate(pairwise(modules)))
                 if flows
                 else (),
             )
@@ -113,8 +135,9 @@ def workload(tasks: dict[str, list[str]], batch_sizes: dict[str, int] | None = N
     )
 
 
-def workload_profile(tasks: dict[str, list[str]], num_devices: int = 4, per_island: int = 8, memory_bytes: int = 80 << 30,
-                     **kwargs) -> Profile:
+def workload_profile(
+    tasks: dict[str, list[str]], num_devices: int = 4, per_island: int = 8, memory_bytes: int = 80 << 30, **kwargs
+) -> Profile:
     preset = PRESETS["a800"]
     kind = DeviceKind(name="test", peak_flops=312e12, memory_bytes=memory_bytes, memory_bytes_per_s=2e12)
     island = Island(kind=kind, num_devices=per_island, link=preset.link, uplink=Link(bytes_per_s=50e9, latency_s=12e-6))

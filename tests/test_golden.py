@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import small
 
+import small
 from spindle.graph import Operator, contract, metagraph_of
 from spindle.planners import make_plan, paper_waves, problem_of
 from spindle.planners.allocate import allocate
@@ -92,14 +92,19 @@ def test_perfect_scaling_shares_devices_by_work():
 
 def cost(tokens: int, width: int) -> LayerCost:
     return LayerCost(
-        forward_flops=tokens * width, backward_flops=2 * tokens * width, traffic_bytes=0, saved_bytes=0,
+        forward_flops=tokens * width,
+        backward_flops=2 * tokens * width,
+        traffic_bytes=0,
+        saved_bytes=0,
         output_bytes=2 * tokens * width,
     )
 
 
 def test_seventeen_operators_contract_into_seven_metaops():
     def module(name: str, num_layers: int) -> Module:
-        return Module(name=name, layers=tuple(Layer(kind="block", parameters=(f"{name}.{i}",)) for i in range(num_layers)))
+        return Module(
+            name=name, layers=tuple(Layer(kind="block", parameters=(f"{name}.{i}",)) for i in range(num_layers))
+        )
 
     def call(name: str, of: str, tokens: int, width: int) -> Call:
         return Call(name=name, module=of, costs=(("block", cost(tokens, width)),))
@@ -110,13 +115,20 @@ def test_seventeen_operators_contract_into_seven_metaops():
             name="figure",
             modules=modules,
             parameters=tuple(
-                Parameter(name=name, num_elements=1) for one in modules for layer in one.layers for name in layer.parameters
+                Parameter(name=name, num_elements=1)
+                for one in modules
+                for layer in one.layers
+                for name in layer.parameters
             ),
             tasks=(
                 Task(
                     name="al",
                     batch_size=8,
-                    calls=(call("audio#0", "audio", 229, 768), call("text#0", "text", 77, 768), call("lm#0", "lm", 512, 1024)),
+                    calls=(
+                        call("audio#0", "audio", 229, 768),
+                        call("text#0", "text", 77, 768),
+                        call("lm#0", "lm", 512, 1024),
+                    ),
                     flows=(("audio#0", "lm#0"), ("text#0", "lm#0")),
                 ),
                 Task(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import small
 from hypothesis import given
 from hypothesis import strategies as st
 
+import small
 from spindle.errors import InputError, PlanError
 from spindle.plan import check, format_plan, parse_plan, read_plan, slots_per_op, write_plan
 from spindle.planners import make_plan

@@ -6,15 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import small
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spindle.errors import ProgramError
+import small
+from spindle.errors import DoesNotFitError, ProgramError
 from spindle.plan import parse_plan
 from spindle.planners import make_plan
-from spindle.program import Flows, SlotShape, format_program, lower, parse_program, verify
+from spindle.program import Flows, Memory, SlotShape, format_program, instances_of, lower, parse_program, verify
 from spindle.program.reshard import flows_between, share_bounds
+from spindle.simulate import simulate
 
 
 def shape(ranks, num_rows, degree=1):
@@ -66,7 +67,7 @@ def test_staying_on_the_same_devices_moves_nothing():
 
 def test_a_row_goes_to_every_member_of_a_tensor_group_from_one_member():
     flows = flows_between(shape([0, 1], 4, degree=2), shape([2, 3, 4, 5], 4, degree=2))
-    received = {rank: 0 for rank in (2, 3, 4, 5)}
+    received = dict.fromkeys((2, 3, 4, 5), 0)
     for rank, first, last in zip(flows.destination.tolist(), flows.first.tolist(), flows.last.tolist(), strict=True):
         received[rank] += last - first
     assert received == {2: 2, 3: 2, 4: 2, 5: 2}
@@ -101,9 +102,13 @@ SHARED = "x/vision#0[0:4]*4@0-1 y/audio#0[0:4]*4@2-3\nx/lm#1[0:4]*4@0-1 y/lm#1[0
 
 def test_gradients_of_a_shared_module_are_synchronised_over_every_device_that_uses_it():
     profile = shared_profile()
-    program = lower(parse_plan("x/vision#0[0:4]*4@0-1 y/audio#0[0:4]*4@2-3\nx/lm#1[0:4]*4@0-1\ny/lm#1[0:4]*4@2-3", profile), profile)
+    program = lower(
+        parse_plan("x/vision#0[0:4]*4@0-1 y/audio#0[0:4]*4@2-3\nx/lm#1[0:4]*4@0-1\ny/lm#1[0:4]*4@2-3", profile), profile
+    )
     names = {
-        tuple(bucket.ranks.tolist()): sorted({profile.graph.parameters[p].name.split(".")[0] for p in bucket.parameters})
+        tuple(bucket.ranks.tolist()): sorted(
+            {profile.graph.parameters[p].name.split(".")[0] for p in bucket.parameters}
+        )
         for bucket in program.buckets
     }
     assert names == {(0, 1): ["vision"], (2, 3): ["audio"], (0, 1, 2, 3): ["lm"]}
@@ -153,7 +158,10 @@ def test_verify_finds_transfers_in_different_orders():
 
 def test_verify_finds_a_missing_partner():
     profile, text = two_tower_program()
-    lines = [line.replace("X1", "").replace("X0", "") if line.startswith("rank 0 transfer") else line for line in text.splitlines()]
+    lines = [
+        line.replace("X1", "").replace("X0", "") if line.startswith("rank 0 transfer") else line
+        for line in text.splitlines()
+    ]
     lines = [line.replace("rank 0-3 transfer X1 X0", "rank 1-3 transfer X1 X0") for line in lines]
     broken = "\n".join(line for line in lines if line.split()[:2] != ["rank", "0"] or "transfer" not in line) + "\n"
     with pytest.raises(ProgramError, match=r"rank 0 takes part in [XY]\d but does not run it"):
@@ -183,3 +191,20 @@ def test_a_missing_backward_is_found():
     without = tuple(one for one in program.instructions if not (type(one).__name__ == "Backward" and one.slot == 1))
     with pytest.raises(ProgramError, match=r"backward of slot 1 \(text\)"):
         verify(replace(program, instructions=without), profile)
+
+
+def test_verify_refuses_a_program_that_needs_more_memory_than_a_device_has():
+    profile = small.workload_profile({"x": ["vision"]}, num_devices=2)
+    program = lower(parse_plan("x/vision#0[0:4]*4@0-1", profile), profile)
+    verify(program, profile)
+    tight = small.workload_profile({"x": ["vision"]}, num_devices=2, memory_bytes=200_000_000)
+    with pytest.raises(DoesNotFitError, match=r"device 0 would need .* \([\d,]+ bytes too many\)"):
+        verify(program, tight)
+
+
+@given(st.sampled_from(["paper", "sequential", "distmm", "task-level"]), st.integers(1, 5))
+def test_memory_in_program_order_is_never_more_than_simulated_memory(planner, num_devices):
+    profile = small.workload_profile({"x": ["vision", "lm"], "y": ["audio", "lm"]}, num_devices=num_devices)
+    program = lower(make_plan(profile, planner), profile)
+    in_order = Memory(program, profile).peaks_in_order(instances_of(program, profile.gangs))
+    assert (in_order <= simulate(program, profile).peak_bytes()).all()

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import small
 from hypothesis import given
 from hypothesis import strategies as st
 
+import small
 from spindle.errors import ProgramError
 from spindle.plan import parse_plan
 from spindle.planners import make_plan
@@ -24,7 +24,9 @@ def spans(timeline, kind):
     """(rank, start, end) of all instructions of a kind."""
     numbers = [number for number, one in enumerate(timeline.instructions) if isinstance(one, kind)]
     chosen = np.isin(timeline.instruction, numbers)
-    return sorted(zip(timeline.rank[chosen].tolist(), timeline.start[chosen].tolist(), timeline.end[chosen].tolist(), strict=True))
+    return sorted(
+        zip(timeline.rank[chosen].tolist(), timeline.start[chosen].tolist(), timeline.end[chosen].tolist(), strict=True)
+    )
 
 
 def run(text, profile):
@@ -53,13 +55,11 @@ def test_they_differ_when_the_ratios_differ():
 
 def test_a_transfer_takes_latency_and_bytes_over_the_link():
     profile = small.workload_profile({"x": ["vision", "lm"]}, num_devices=2)
-    program, timeline = run("x/vision#0[0:4]*4@0\nx/lm#1[0:4]*4@1", profile)
+    _, timeline = run("x/vision#0[0:4]*4@0\nx/lm#1[0:4]*4@1", profile)
     link = profile.cluster.islands[0].link
     num_bytes = 16 * small.COST.output_bytes
-    (source, start, end), (destination, *_) = spans(timeline, Exchange)[:2]
-    assert {source, destination} == {0, 0} or end - start == pytest.approx(
-        (num_bytes / link.bytes_per_s + link.latency_s) * 1e9, abs=2
-    )
+    for _, start, end in spans(timeline, Exchange):
+        assert end - start == pytest.approx((num_bytes / link.bytes_per_s + link.latency_s) * 1e9, abs=2)
     forward = spans(timeline, Forward)
     gap = forward[1][1] - forward[0][2]
     assert gap == pytest.approx((num_bytes / link.bytes_per_s + link.latency_s) * 1e9, abs=2)
@@ -133,7 +133,7 @@ def test_busy_neighbours_slow_each_other_and_running_work_is_timed_again():
     profile = replace(small.linear_profile(ops, num_devices=2), host_rates=(1.0, 0.5))
     _, timeline = run("a*1@0 b*1@1", profile)
     # Forward passes of 10 and 5 ms at half rate until b's forward is over at 10 ms; then its backward of 10 ms runs at
-    # half rate too, to 30 ms. a: 10 ms of forward until 20, then 20 ms of backward: half rate until 30 (5 done), then 15.
+    # half rate too, to 30 ms. a: 10 ms of forward until 20, then 20 ms of backward: half rate until 30, then alone.
     assert spans(timeline, Forward) == [(0, 0, 20_000_000), (1, 0, 10_000_000)]
     assert spans(timeline, Backward) == [(0, 20_000_000, 45_000_000), (1, 10_000_000, 30_000_000)]
 

@@ -67,9 +67,8 @@ def _any_cluster(num_devices: int | None, cluster_name: str | None) -> Cluster:
     if num_devices is not None and cluster_name is not None:
         raise InputError(f"give either --devices {num_devices} or --cluster {cluster_name}, not both")
     if cluster_name is not None:
-        if cluster_name.endswith(".toml"):
-            return read_cluster_file(Path(cluster_name))
-        cluster = cluster_named(cluster_name)
+        is_file = cluster_name.endswith(".toml")
+        cluster = read_cluster_file(Path(cluster_name)) if is_file else cluster_named(cluster_name)
     elif num_devices is not None:
         cluster = nameless_cluster(num_devices)
     else:

@@ -36,9 +36,8 @@ def simulate(
     from spindle.cli.inputs import load_plan, load_profile
     from spindle.cli.terminal import notice, refuse_unwritable, show, show_chart, show_json
     from spindle.planners import graph_bound_s
-    from spindle.program import lower, verify
+    from spindle.program import lower, refuse_overfull, verify
     from spindle.report.gantt import timeline_chart
-    from spindle.report.memory import refuse_overfull
     from spindle.report.table import measure_facts
     from spindle.report.trace import trace_of
     from spindle.timeline import measure
@@ -65,4 +64,4 @@ def simulate(
         )
     if trace is not None:
         notice(f"wrote {trace}; open it at https://ui.perfetto.dev")
-    refuse_overfull(timeline, profile)
+    refuse_overfull(timeline.peak_bytes(), profile)

@@ -26,11 +26,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from spindle.artifact import from_json, read_integer
+from spindle.artifact import from_json, read_integer, read_number
 from spindle.cluster.cluster import Cluster, DeviceKind, Island, Link
 from spindle.errors import ClusterError, InputError
 
 _GIB = 1 << 30
+MAX_ISLANDS = 100_000  # beyond this a file is surely a mistake
 _INSIDE_S, _BETWEEN_S = 5e-6, 12e-6
 
 
@@ -119,17 +120,19 @@ def read_cluster_file(path: Path) -> Cluster:
         raise InputError(f"{path}: expected one or more [[islands]]")
     for position, entry in enumerate(entries):
         where = f"{path}: islands[{position}]"
-        count = read_integer(entry.pop("count", 1), f"{where}.count")
-        if count < 1:
-            raise InputError(f"{where}.count: must be at least 1, got {count}")
+        if not isinstance(entry, dict):
+            raise InputError(f"{where}: expected a table with kind, num_devices, link and uplink, got {entry!r}")
+        count = read_integer(entry.get("count", 1), f"{where}.count")
+        if not 1 <= count <= MAX_ISLANDS:
+            raise InputError(f"{where}.count: must lie in 1 to {MAX_ISLANDS}, got {count}")
         name = entry.get("kind")
-        if name not in kinds and name not in PRESETS:
+        if not isinstance(name, str) or name not in kinds.keys() | PRESETS.keys():
             raise InputError(
                 f"{where}.kind: no kind {name!r}; this file has {', '.join(kinds) or 'none'}, "
                 f"presets are {', '.join(PRESETS)}"
             )
         kind = kinds[name] if name in kinds else PRESETS[name].kind
-        body = {key: value for key, value in entry.items() if key != "kind"}
+        body = {key: value for key, value in entry.items() if key not in ("kind", "count")}
         island = from_json(_IslandBody, body, where)
         islands += [Island(kind=kind, num_devices=island.num_devices, link=island.link, uplink=island.uplink)] * count
     name = data.get("name", path.stem)
@@ -146,6 +149,12 @@ def _table(data: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
 
 
 def _kind(name: str, body: Any, where: str) -> DeviceKind:
-    if isinstance(body, dict) and isinstance(body.get("memory_bytes"), float):
-        body = body | {"memory_bytes": int(body["memory_bytes"])}
-    return from_json(DeviceKind, {"name": name} | body if isinstance(body, dict) else body, where)
+    if not isinstance(body, dict):
+        raise InputError(
+            f"{where}: expected a table with peak_flops, memory_bytes and memory_bytes_per_s, got {body!r}"
+        )
+    if "name" in body:
+        raise InputError(f"{where}: a kind is named by its heading, [kinds.{name}], and has no other name")
+    if isinstance(body.get("memory_bytes"), float):  # TOML has no whole number like 80e9
+        body = body | {"memory_bytes": int(read_number(body["memory_bytes"], f"{where}.memory_bytes"))}
+    return from_json(DeviceKind, {"name": name} | body, where)

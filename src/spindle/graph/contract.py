@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from spindle.errors import WorkloadError
 from spindle.graph.metagraph import MetaGraph, MetaOp
@@ -115,7 +116,7 @@ def metagraph_of(workload: Workload) -> MetaGraph:
 def _cut_at_calls(run: list[int], places: list[_Place]) -> list[list[int]]:
     """A MetaOp stays inside one call: a module fed straight into itself gives two, which share parameters."""
     pieces: list[list[int]] = [[run[0]]]
-    for before, operator in zip(run, run[1:], strict=False):
+    for before, operator in pairwise(run):
         if places[operator].call != places[before].call:
             pieces.append([])
         pieces[-1].append(operator)

@@ -104,7 +104,7 @@ def assemble(
 
 
 def _label_waves(profile: Profile, slots: Sequence[Slot]) -> list[Slot]:
-    """In start order, a slot without a wave opens a new one when the current one holds one of its devices or its data."""
+    """In start order, a slot without a wave opens a new one when the current one holds its devices or its data."""
     graph = profile.graph
     position = {op.name: index for index, op in enumerate(graph.metaops)}
     wave = 0

@@ -45,7 +45,7 @@ def allocate(choices: Sequence[Choices], num_layers: Sequence[int], num_devices:
         else:
             low = middle
     allocations = []
-    for count, total, (counts, speedup), one in zip(devices_at(high), work, hulls, choices, strict=True):
+    for count, total, (counts, _), one in zip(devices_at(high), work, hulls, choices, strict=True):
         upper = min(int(np.searchsorted(counts, count - 1e-9)), len(counts) - 1)
         upper = max(upper, 1)
         n_low, n_high = int(counts[upper - 1]), int(counts[upper])

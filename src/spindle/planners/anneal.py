@@ -33,7 +33,7 @@ LAST_TEMPERATURE = 0.0003
 # Share of the work (devices times time) in the objective: work that is saved
 # lets later moves shorten the schedule, long before the makespan shows it.
 FIRST_WORK_SHARE = 0.4
-LAST_WORK_SHARE = 0.2
+LAST_WORK_SHARE = 0.05
 
 # Price of one piece, on the same scale: breaks ties towards few.
 PIECE_PRICE = 1e-5
@@ -409,20 +409,24 @@ def anneal(table, first_pieces, first_count, seed, evaluations):
             table, pieces, count, threshold, work_share, chosen, op_end, remaining, times, used, start_at, end_at
         )
         value = (1.0 - work_share) * makespan + work_share * work / table.devices
-        if makespan < REJECTED and value <= threshold:
+        is_kept = makespan < REJECTED and value <= threshold
+        if is_kept:
             current = value + price
             # The options taken become the list's own.
             for i in range(count):
                 pieces[i, OPTION] = chosen[i]
                 copy_piece(pieces, i, kept, i)
             kept_count = count
-            if makespan + price < best_value:
-                best_value = makespan + price
-                best[:count] = pieces[:count]
-                best_count = count
-                best_start[:count] = start_at[:count]
-                best_end[:count] = end_at[:count]
-        else:
+        if makespan + price < best_value:
+            # Also one that is not kept: the objective is not the makespan alone.
+            best_value = makespan + price
+            for i in range(count):
+                copy_piece(pieces, i, best, i)
+                best[i, OPTION] = chosen[i]
+            best_count = count
+            best_start[:count] = start_at[:count]
+            best_end[:count] = end_at[:count]
+        if not is_kept:
             undo(pieces, count, kept, kept_count, pieces_of)
     return best, best_count, best_start, best_end
 

@@ -1,21 +1,21 @@
 """How good can any plan be?
 
-Two bounds on folded time. The paper's C* (§3.3) is for one level at a time, and its sum over levels speaks for plans with a
-barrier between levels. The LP bound is for the whole graph and any plan that runs each layer over its whole batch at
-once: the duration and area of every op lie on the lower hull of its curve, no path is longer than C, and the total area
-is at most N·C.
+Two bounds on folded time. The paper's C* (§3.3) is for one level at a time, and its sum over levels speaks for plans
+with a barrier between levels. The LP bound is for the whole graph and any plan that runs each layer over its whole
+batch at once: the duration and area of every op lie on the lower hull of its curve, no path is longer than C, and the
+total area is at most N·C.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 from spindle.errors import ProfileError
-from spindle.planners.problem import Choices, Problem, choices_of, problem_of
+from spindle.planners.problem import Choices, Problem, choices_of, falling, problem_of
 from spindle.profile import Profile
 
 
@@ -48,34 +48,36 @@ def lower_hull(choices: Choices) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return duration[kept], area[kept], choices.num_devices[kept]
 
 
-def lp_bound(problem: Problem) -> LpSolution:
-    """The LP bound of a problem under its setting."""
-    hulls = [lower_hull(choices) for choices in problem.choices]
-    return _solve(problem, hulls)
-
-
 def graph_bound_s(profile: Profile) -> float:
+    """The LP bound over every setting, in seconds."""
+    return graph_bound(profile).bound_s
+
+
+def graph_bound(profile: Profile) -> LpSolution:
     """The LP bound over every setting: each op may take any tensor degree, nothing is recomputed."""
+    return lp_bound(best_degree_problem(profile))
+
+
+def best_degree_problem(profile: Profile) -> Problem:
+    """The problem whose ops may take, on each number of devices, the tensor degree that is fastest there."""
     problem = problem_of(profile, profile.default_setting)
-    hulls = []
+    merged = []
     for op in problem.ops:
-        points: list[tuple[int, float]] = []
+        best: dict[int, float] = {}
         for curve in profile.curves[op]:
             setting = profile.setting({profile.graph.metaops[op].module or "": curve.tensor_degree})
             choices = choices_of(profile, setting, op)
-            points += zip(choices.num_devices.tolist(), choices.layer_s.tolist(), strict=True)
-        best: dict[int, float] = {}
-        for count, layer_s in points:
-            best[count] = min(layer_s, best.get(count, layer_s))
-        counts = np.array(sorted(best))
-        fastest_s = np.minimum.accumulate(np.array([best[count] for count in counts.tolist()]))
-        faster = np.append(True, fastest_s[1:] < fastest_s[:-1])
-        hulls.append(lower_hull(Choices(num_devices=counts[faster], layer_s=fastest_s[faster])))
-    return _solve(problem, hulls).bound_s
+            for count, layer_s in zip(choices.num_devices.tolist(), choices.layer_s.tolist(), strict=True):
+                best[count] = min(layer_s, best.get(count, layer_s))
+        counts = np.array(sorted(best), dtype=np.int64)
+        merged.append(falling(counts, np.array([best[count] for count in counts.tolist()])))
+    return replace(problem, choices=tuple(merged))
 
 
-def _solve(problem: Problem, hulls: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> LpSolution:
+def lp_bound(problem: Problem) -> LpSolution:
+    """The LP bound of a problem under its setting."""
     # Data.
+    hulls = [lower_hull(choices) for choices in problem.choices]
     num_ops = problem.num_ops
     sizes = [len(duration) for duration, _, _ in hulls]
     offsets = np.concatenate([[0], np.cumsum(sizes)])

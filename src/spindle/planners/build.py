@@ -18,7 +18,7 @@ from spindle.planners.bounds import graph_bound_s
 from spindle.planners.placement import place
 from spindle.planners.problem import Problem, Timed, problem_of
 from spindle.profile import Profile, Setting, saved_bytes, state_bytes
-from spindle.program import lower, verify
+from spindle.program import counts_bytes, lower, refuse_overfull, verify
 from spindle.simulate import simulate
 
 Scheduler = Callable[[Problem], list[Timed]]
@@ -86,13 +86,9 @@ def stages(profile: Profile) -> Iterator[list[Attempt]]:
         if count <= len(graph.tasks)
     ]
     yield [
-        Attempt(setting=_recomputing(profile, setting, 1.0), num_rounds=len(graph.tasks)) for setting in (plain, *sharded)
+        Attempt(setting=_recomputing(profile, setting, 1.0), num_rounds=len(graph.tasks))
+        for setting in (plain, *sharded)
     ]
-
-
-def counts_bytes(profile: Profile) -> bool:
-    """Whether anything is known of this workload's memory."""
-    return bool(profile.graph.parameters) or any(op.cost for op in profile.graph.metaops)
 
 
 def refuse_hopeless(profile: Profile, attempt: Attempt) -> None:
@@ -108,13 +104,8 @@ def refuse_hopeless(profile: Profile, attempt: Attempt) -> None:
         activations[op.task] += kept
     rounds = balanced_tasks(profile, attempt.num_rounds)
     most = max(sum(activations[task] for task in tasks) for tasks in rounds)
-    needed = (state + most) / profile.cluster.num_devices
-    limit = profile.cluster.kind.memory_bytes
-    if needed > limit:
-        raise DoesNotFitError(
-            f"{graph.name} does not fit: device 0 would need {needed / 2**30:.1f} GiB of the {limit / 2**30:.1f} GiB "
-            f"there ({int(needed) - limit:,} bytes too many) if all were spread evenly"
-        )
+    # As if every device held its even part; the rest of the message is the same as for a plan.
+    refuse_overfull(np.array([int((state + most) / profile.cluster.num_devices)]), profile)
 
 
 def _recomputing(profile: Profile, setting: Setting, share: float) -> Setting:
@@ -137,7 +128,7 @@ def _recomputing(profile: Profile, setting: Setting, share: float) -> Setting:
 
 
 def _sharded_degrees(profile: Profile) -> list[dict[str, int]]:
-    """Tensor degrees worth trying: 2, 4, 8 for the heaviest module, as much or less for others that weigh on a device."""
+    """Tensor degrees worth trying: 2, 4, 8 for the heaviest module, as much or less for others that are heavy."""
     graph = profile.graph
     weight: dict[str, int] = {}
     for module in graph.modules:
@@ -204,15 +195,7 @@ def realise(
 def scored(plan: Plan, profile: Profile) -> Plan:
     """The plan with its simulated time; refuses one whose memory does not fit after all."""
     timeline = simulate(lower(plan, profile), profile)
-    if counts_bytes(profile):
-        peaks = timeline.peak_bytes()
-        device = int(np.argmax(peaks))
-        limit = profile.cluster.kind.memory_bytes
-        if peaks[device] > limit:
-            raise DoesNotFitError(
-                f"{plan.workload} does not fit: device {device} would need {peaks[device] / 2**30:.1f} GiB "
-                f"of the {limit / 2**30:.1f} GiB there ({int(peaks[device]) - limit:,} bytes too many)"
-            )
+    refuse_overfull(timeline.peak_bytes(), profile)
     return replace(plan, makespan_s=timeline.makespan_s)
 
 

@@ -1,7 +1,7 @@
 """Which devices? From pieces with a number of devices to pieces with devices, communication first (§3.5).
 
-Piece by piece in start order, among devices that are free then: stay where the data is, stay inside one island, go where
-the weights already are. When a piece finds no room, earlier pieces are placed again by rules that look less at
+Piece by piece in start order, among devices that are free then: stay where the data is, stay inside one island, go
+where the weights already are. When a piece finds no room, earlier pieces are placed again by rules that look less at
 communication and more at memory, the latest first; the number of such returns is limited.
 """
 
@@ -76,7 +76,9 @@ class _Placement:
         self.memory_bytes = profile.cluster.kind.memory_bytes
         self.units_of = {degree: self._units(degree) for degree in set(setting.tensor_degrees)}
         self.parameter_state = {
-            degree: np.array([state_bytes(self.graph, p, degree) for p in range(len(self.graph.parameters))], dtype=float)
+            degree: np.array(
+                [state_bytes(self.graph, p, degree) for p in range(len(self.graph.parameters))], dtype=float
+            )
             for degree in self.units_of
         }
 

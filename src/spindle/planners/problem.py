@@ -99,6 +99,11 @@ def choices_of(profile: Profile, setting: Setting, op: int, divisors_only: bool 
         divides = (batch_size * curve.tensor_degree) % counts == 0
         if divides.any():
             counts, layer_s = counts[divides], layer_s[divides]
+    return falling(counts, layer_s)
+
+
+def falling(counts: NDArray[np.int64], layer_s: NDArray[np.float64]) -> Choices:
+    """The choices that are faster than every smaller one."""
     best = np.minimum.accumulate(layer_s)
     faster = np.append(True, layer_s[1:] < best[:-1] * (1 - 1e-12))
     return Choices(num_devices=counts[faster], layer_s=layer_s[faster])

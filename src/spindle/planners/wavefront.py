@@ -13,19 +13,22 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-
 from spindle.errors import DoesNotFitError
 from spindle.plan import Plan
 from spindle.planners.anneal import search
 from spindle.planners.baselines import schedule_distmm, schedule_sequential, schedule_task_level
-from spindle.planners.build import Attempt, Scheduler, best_over_stages, counts_bytes, in_rounds, realise, scored
+from spindle.planners.build import Attempt, Scheduler, best_over_stages, in_rounds, realise, scored
 from spindle.planners.paper import schedule_paper
 from spindle.planners.problem import Problem, Timed
 from spindle.profile import Profile
+from spindle.program import counts_bytes
 
-# What each rule costs in simulations is small beside annealing; what it may find is not known before.
+# Folded schedules tried in all. Where bytes count, placing and simulating a candidate costs as much as annealing it.
 PLAIN_EVALUATIONS = 240_000
 WITH_BYTES_EVALUATIONS = 60_000
+# How many pieces an op may have, for one annealing run each: few make short programs, many fill gaps.
+PLAIN_PIECE_LIMITS = (4, 3)
+WITH_BYTES_PIECE_LIMITS = (2, 3, 4, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,39 +40,17 @@ class Effort:
     time_limit_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """One way to anneal: pieces an op may have, and how much of the optimizer's time to charge to layers.
-
-    A layer on n devices has its weights updated on n devices. Charging that to its time leads the search to plans that
-    hold fewer copies; charging none leads to the shortest passes.
-    """
-
-    piece_limit: int
-    update_share: float = 0.0
-    seed: int = 0
-
-
-PLAIN_RULES = (Rule(piece_limit=4), Rule(piece_limit=3, seed=1))
-WITH_BYTES_RULES = (
-    Rule(piece_limit=2, update_share=1.0),
-    Rule(piece_limit=3, update_share=1.0, seed=1),
-    Rule(piece_limit=3, update_share=0.5, seed=2),
-    Rule(piece_limit=4, seed=3),
-)
-
-
 def plan_wavefront(profile: Profile, effort: Effort) -> Plan:
     """The best plan of all rules, in the first stage of memory saving at which one fits."""
     clock = _Clock(effort.time_limit_s)
-    rules = WITH_BYTES_RULES if counts_bytes(profile) else PLAIN_RULES
+    limits = WITH_BYTES_PIECE_LIMITS if counts_bytes(profile) else PLAIN_PIECE_LIMITS
     default = WITH_BYTES_EVALUATIONS if counts_bytes(profile) else PLAIN_EVALUATIONS
-    evaluations = max(1, (default if effort.evaluations is None else effort.evaluations) // len(rules))
+    evaluations = max(1, (default if effort.evaluations is None else effort.evaluations) // len(limits))
 
     def plan_for(attempt: Attempt) -> Plan:
         best: Plan | None = None
         refusal: DoesNotFitError | None = None
-        for schedule in _candidates(profile, attempt, rules, effort.seed, evaluations):
+        for schedule in _candidates(profile, attempt, limits, effort.seed, evaluations):
             if clock.is_over() and best is not None:
                 break
             # A schedule that is much longer in folded time alone than another with everything cannot win. Much,
@@ -89,14 +70,15 @@ def plan_wavefront(profile: Profile, effort: Effort) -> Plan:
         return best
 
     plan = best_over_stages(profile, plan_for)
-    return replace(plan, evaluations=evaluations * len(rules), cut_s=clock.cut_s)
+    return replace(plan, evaluations=evaluations * len(limits), cut_s=clock.cut_s)
 
 
 class _Clock:
     """Says when the time limit is over, and when it was found so."""
 
     def __init__(self, limit_s: float | None) -> None:
-        self._limit_s, self._began, self.cut_s = limit_s, time.monotonic(), None
+        self._limit_s, self._began = limit_s, time.monotonic()
+        self.cut_s: float | None = None
 
     def is_over(self) -> bool:
         elapsed = time.monotonic() - self._began
@@ -107,40 +89,19 @@ class _Clock:
 
 
 def _candidates(
-    profile: Profile, attempt: Attempt, rules: tuple[Rule, ...], seed: int, evaluations: int
+    profile: Profile, attempt: Attempt, piece_limits: tuple[int, ...], seed: int, evaluations: int
 ) -> Iterator[list[Timed]]:
     """Schedules to place and simulate: annealed ones, two at a time on two cores, then everyone else's."""
 
-    def annealed(rule: Rule) -> list[Timed]:
+    def annealed(run: int) -> list[Timed]:
         def schedule(problem: Problem) -> list[Timed]:
-            charged = _with_updates(problem, rule.update_share)
-            return search(charged, rule.piece_limit, seed * len(rules) + rule.seed, evaluations)
+            return search(problem, piece_limits[run], seed * len(piece_limits) + run, evaluations)
 
         return in_rounds(profile, attempt.setting, attempt.num_rounds, schedule)
 
     with ThreadPoolExecutor(max_workers=2) as pool:
-        yield from pool.map(annealed, rules)
+        yield from pool.map(annealed, range(len(piece_limits)))
     others: tuple[Scheduler, ...] = (schedule_paper, schedule_task_level, schedule_distmm, schedule_sequential)
     for scheduler in others:
         timed = in_rounds(profile, attempt.setting, attempt.num_rounds, scheduler)
         yield [replace(one, wave=None) for one in timed]
-
-
-def _with_updates(problem: Problem, share: float) -> Problem:
-    """The problem with a share of each layer's optimizer time added to its layer time."""
-    if not share:
-        return problem
-    graph = problem.profile.graph
-    update_bytes = graph.numerics.update_bytes / problem.profile.cluster.kind.memory_bytes_per_s
-    choices = []
-    for number, op in enumerate(problem.ops):
-        elements = sum(
-            graph.parameters[parameter].num_elements
-            for layer in graph.metaops[op].parameters
-            for parameter in layer
-            if graph.parameters[parameter].trainable
-        )
-        per_layer = elements / problem.num_layers[number] / problem.setting.tensor_degrees[op]
-        one = problem.choices[number]
-        choices.append(replace(one, layer_s=one.layer_s + share * per_layer * update_bytes))
-    return replace(problem, choices=tuple(choices))

@@ -159,7 +159,7 @@ def _with_tasks(metaops: list[MetaOp], edges: tuple[tuple[int, int], ...]) -> tu
             name=op.name,
             num_layers=op.num_layers,
             batch_size=op.batch_size,
-            task=op.task or f"task of {metaops[find(position)].name}",
+            task=op.task or metaops[find(position)].name,
         )
         for position, op in enumerate(metaops)
     )

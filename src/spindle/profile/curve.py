@@ -78,4 +78,4 @@ def _ranges(numbers: tuple[int, ...]) -> str:
             parts.append(f"{start}-{previous}" if previous > start else f"{start}")
             start = number
         previous = number
-    return ", ".join(parts[:12] + ["..."] if len(parts) > 12 else parts)
+    return ", ".join([*parts[:12], "..."] if len(parts) > 12 else parts)

@@ -65,7 +65,8 @@ def _curves(graph: MetaGraph, op: MetaOp, cluster: Cluster, roofline: Roofline) 
 
 def _curve(graph: MetaGraph, op: MetaOp, cluster: Cluster, roofline: Roofline, island: Island, degree: int) -> Curve:
     cost, kind = op.cost, cluster.kind
-    assert cost is not None and op.batch_size is not None
+    assert cost is not None
+    assert op.batch_size is not None
     num_replicas = np.arange(1, min(cluster.num_devices // degree, op.batch_size) + 1)
     rows = -(-op.batch_size // num_replicas)
     weights = sum(graph.parameters[parameter].num_elements for parameter in op.parameters[0]) / degree

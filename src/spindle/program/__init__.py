@@ -11,6 +11,7 @@ from spindle.program.instructions import (
     SyncGradients,
 )
 from spindle.program.lower import lower
+from spindle.program.memory import Memory, counts_bytes, refuse_overfull
 from spindle.program.program import Bucket, Flows, Lane, Link, Program, SlotShape
 from spindle.program.text import format_program, parse_program
 from spindle.program.verify import verify
@@ -26,13 +27,16 @@ __all__ = [
     "Instruction",
     "Lane",
     "Link",
+    "Memory",
     "OptimizerStep",
     "Program",
     "SlotShape",
     "SyncGradients",
+    "counts_bytes",
     "format_program",
     "instances_of",
     "lower",
     "parse_program",
+    "refuse_overfull",
     "verify",
 ]

@@ -9,6 +9,7 @@ all its meetings are.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -142,7 +143,7 @@ def _needs(program: Program, where: Column) -> tuple[list[Column], list[Column]]
     pairs: list[tuple[int, int]] = []
     for slot, chunks in backward.items():
         pairs.append((forward[slot], chunks[0]))
-        pairs += zip(chunks, chunks[1:], strict=False)
+        pairs += pairwise(chunks)
         pairs += [(chunks[-1], step) for step in optimizer]
     for number, link in enumerate(program.links):
         there, back = exchange[number, False], exchange[number, True]
@@ -161,10 +162,10 @@ def _needs(program: Program, where: Column) -> tuple[list[Column], list[Column]]
     # In blocks of pairs, so that thousands of ranks do not make one huge table.
     step = max(1, _BLOCK // program.num_ranks)
     for start in range(0, len(unique), step):
-        made, used = where[unique[start : start + step, 0]], where[unique[start : start + step, 1]]
-        both = (made >= 0) & (used >= 0)
-        sources.append(made[both])
-        targets.append(used[both])
+        makers, users = where[unique[start : start + step, 0]], where[unique[start : start + step, 1]]
+        both = (makers >= 0) & (users >= 0)
+        sources.append(makers[both])
+        targets.append(users[both])
     return sources, targets
 
 
@@ -174,6 +175,8 @@ def _meetings(program: Program, where: Column, gangs: bool) -> tuple[Column, Col
     counts: list[int] = []
     sizes: list[int] = []
     ranks: list[Column] = []
+    size: int
+    members: Column
     for number, instruction in enumerate(program.instructions):
         match instruction:
             case Forward(slot=slot) | Backward(slot=slot):

@@ -8,6 +8,7 @@ last the order on every rank.
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 
 import numpy as np
 
@@ -91,7 +92,7 @@ def _links(plan: Plan, profile: Profile, ops: list[int], shapes: tuple[SlotShape
     slots_of: dict[int, list[int]] = defaultdict(list)
     for number, op in enumerate(ops):
         slots_of[op].append(number)
-    pairs = [pair for numbers in slots_of.values() for pair in zip(numbers, numbers[1:], strict=False)]
+    pairs = [pair for numbers in slots_of.values() for pair in pairwise(numbers)]
     pairs += [(slots_of[producer][-1], slots_of[consumer][0]) for producer, consumer in graph.edges]
     links = []
     for producer, consumer in sorted(pairs):
@@ -113,10 +114,12 @@ def _links(plan: Plan, profile: Profile, ops: list[int], shapes: tuple[SlotShape
 def _chunks(profile: Profile, setting: Setting, slot: Slot, op: int) -> list[tuple[int, int]]:
     """Layer ranges whose backward runs as one instruction, last layers first."""
     graph = profile.graph
+    if not graph.metaops[op].parameters:
+        return [(slot.first, slot.last)]
     chunks: list[tuple[int, int]] = []
     last, num_bytes = slot.last, 0.0
     for layer in range(slot.last - 1, slot.first - 1, -1):
-        parameters = graph.metaops[op].parameters[layer] if graph.metaops[op].parameters else ()
+        parameters = graph.metaops[op].parameters[layer]
         num_bytes += sum(graph.parameters[parameter].num_elements for parameter in parameters)
         if num_bytes * graph.numerics.gradient_bytes / setting.tensor_degrees[op] >= CHUNK_BYTES or layer == slot.first:
             chunks.append((layer, last))

@@ -1,4 +1,4 @@
-"""Is this program safe to run? Every rank has what it needs, nothing runs twice, and nothing waits in a circle.
+"""Is this program safe to run? Every rank has what it needs, nothing runs twice, nothing waits in a circle, it fits.
 
 `verify` executes the program without time: it starts everything that can start until nothing can. What is left over is
 the deadlock that would have happened.
@@ -12,31 +12,41 @@ from spindle.errors import ProgramError
 from spindle.profile import Profile
 from spindle.program.instances import Instances, instances_of
 from spindle.program.instructions import Backward, Forward, code
+from spindle.program.memory import Memory, refuse_overfull
 from spindle.program.program import Column, Flows, Program, SlotShape
 from spindle.program.reshard import common_scale
 from spindle.program.untimed import run_untimed
 
 
 def verify(program: Program, profile: Profile) -> None:
-    """Raises a ProgramError for the first thing that is wrong."""
+    """Raises a ProgramError for the first thing that is wrong, a DoesNotFitError when memory is short."""
     _every_slot_runs(program)
     _every_row_arrives(program)
     instances = instances_of(program, profile.gangs)
     stuck = np.flatnonzero(~run_untimed(*instances.arrays))
     if len(stuck):
         raise ProgramError(describe_deadlock(program, instances, stuck))
+    refuse_overfull(Memory(program, profile).peaks_in_order(instances), profile)
 
 
 def _every_slot_runs(program: Program) -> None:
-    """Each rank of a slot runs its forward once and its backward over every layer once (`instances_of` sees repeats)."""
+    """Every slot has a forward, and a backward over each of its layers; `instances_of` sees who runs them."""
+    chunks: dict[int, list[tuple[int, int]]] = {number: [] for number in range(len(program.plan.slots))}
+    forwards = set()
+    for instruction in program.instructions:
+        if isinstance(instruction, Backward):
+            chunks[instruction.slot].append((instruction.first, instruction.last))
+        elif isinstance(instruction, Forward):
+            forwards.add(instruction.slot)
     for number, slot in enumerate(program.plan.slots):
-        chunks = [one for one in program.instructions if isinstance(one, Backward) and one.slot == number]
-        covered = sorted(layer for chunk in chunks for layer in range(chunk.first, chunk.last))
-        if covered != list(range(slot.first, slot.last)):
+        covered = sorted(chunks[number])
+        ends = [slot.first, *(last for _, last in covered)]
+        if [first for first, _ in covered] != ends[:-1] or ends[-1] != slot.last:
+            text = ", ".join(f"[{first}, {last})" for first, last in covered) or "none"
             raise ProgramError(
-                f"the backward of slot {number} ({slot.op}) covers layers {covered}, not {slot.first} to {slot.last - 1}"
+                f"the backward of slot {number} ({slot.op}) covers layers {text}, expected [{slot.first}, {slot.last})"
             )
-        if Forward(slot=number) not in program.instructions:
+        if number not in forwards:
             raise ProgramError(f"slot {number} ({slot.op}) has no forward")
 
 

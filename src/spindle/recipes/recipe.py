@@ -76,5 +76,7 @@ class Recipe:
     def workload(self, batch_scale: int = 1) -> Workload:
         """The workload with every batch so many times as large, for clusters larger than the paper's."""
         if batch_scale < 1:
-            raise WorkloadError(f"recipe {self.name!r}: batch_scale must be a whole number of at least 1, got {batch_scale}")
+            raise WorkloadError(
+                f"recipe {self.name!r}: batch_scale must be a whole number of at least 1, got {batch_scale}"
+            )
         return self.build({task: size * batch_scale for task, size in self.batch_sizes})

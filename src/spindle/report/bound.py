@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from spindle.planners import Problem, lp_bound, paper_waves, problem_of
-from spindle.planners.bounds import lower_hull
-from spindle.planners.problem import Choices, choices_of
+from spindle.planners.bounds import best_degree_problem, lower_hull
 from spindle.profile import Profile
 from spindle.report.quantities import count_of, percent, seconds
 
@@ -47,7 +44,7 @@ class BoundReport:
 
 def bound_report(profile: Profile) -> BoundReport:
     """Both bounds of a profile and what limits them."""
-    problem = problem_at_best_degrees(profile)
+    problem = best_degree_problem(profile)
     solution = lp_bound(problem)
     hulls = [lower_hull(choices) for choices in problem.choices]
     least_area = sum(layers * float(area.min()) for layers, (_, area, _) in zip(problem.num_layers, hulls, strict=True))
@@ -68,24 +65,6 @@ def bound_report(profile: Profile) -> BoundReport:
         path_at_bound_s=path_at_bound_s,
         leaves_out=profile.leaves_out,
     )
-
-
-def problem_at_best_degrees(profile: Profile) -> Problem:
-    """The problem whose ops may take, on each number of devices, the tensor degree that is fastest there."""
-    problem = problem_of(profile, profile.default_setting)
-    merged = []
-    for op in problem.ops:
-        best: dict[int, float] = {}
-        for curve in profile.curves[op]:
-            setting = profile.setting({profile.graph.metaops[op].module or "": curve.tensor_degree})
-            choices = choices_of(profile, setting, op)
-            for count, layer_s in zip(choices.num_devices.tolist(), choices.layer_s.tolist(), strict=True):
-                best[count] = min(layer_s, best.get(count, layer_s))
-        counts = np.array(sorted(best), dtype=np.int64)
-        times = np.array([best[count] for count in counts.tolist()])
-        faster = np.append(True, times[1:] < np.minimum.accumulate(times)[:-1])
-        merged.append(Choices(num_devices=counts[faster], layer_s=times[faster]))
-    return replace(problem, choices=tuple(merged))
 
 
 def _longest_path(problem: Problem, duration_s: list[float]) -> tuple[list[int], float]:

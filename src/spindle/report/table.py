@@ -7,8 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from spindle.plan import Plan, slots_per_op
-from spindle.planners.build import counts_bytes
 from spindle.profile import Profile
+from spindle.program import counts_bytes
 from spindle.report.bound import BoundReport
 from spindle.report.compare import ComparedPlan, Comparison, RefusedPlan
 from spindle.report.quantities import count_of, figures, listed, milliseconds, num_bytes, percent, seconds

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from spindle.plan import setting_of
-from spindle.profile import Profile, backward_bytes, collective_latency_s, ring_bytes, saved_bytes, state_bytes
-from spindle.program import Backward, Exchange, Forward, Instances, OptimizerStep, Program, SyncGradients
+from spindle.profile import Profile, collective_latency_s, ring_bytes
+from spindle.program import Backward, Exchange, Forward, Instances, Memory, OptimizerStep, Program, SyncGradients
 from spindle.program.program import Column
 
 NS = 1e9
@@ -103,7 +103,9 @@ class _Entries:
     def __init__(self) -> None:
         self._blocks: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
 
-    def add(self, meeting: np.ndarray, resource: np.ndarray, time_ns: np.ndarray, weight: np.ndarray | None = None) -> None:
+    def add(
+        self, meeting: np.ndarray, resource: np.ndarray, time_ns: np.ndarray, weight: np.ndarray | None = None
+    ) -> None:
         self._blocks.append((meeting, resource, time_ns, np.ones_like(meeting) if weight is None else weight))
 
     def joined(self, num_meetings: int) -> tuple[Column, Column, np.ndarray, Column]:
@@ -122,7 +124,7 @@ def costs_of(program: Program, instances: Instances, profile: Profile) -> Costs:
     entries = _Entries()
     delay_ns = np.zeros(instances.num_meetings, dtype=np.int64)
     fixed_ns = np.zeros(instances.num_meetings, dtype=np.int64)
-    memory = _Memory(program, profile)
+    memory = Memory(program, profile)
 
     _time_compute(program, profile, topology, instances, fixed_ns, entries)
     _time_flows(program, topology, instances, delay_ns, entries)
@@ -249,84 +251,3 @@ def _time_updates(
     meetings = _meetings_of(program, instances, OptimizerStep)
     ranks = instances.rank[instances.members[instances.member_starts[meetings]]]
     fixed_ns[meetings] = np.ceil(update_bytes[ranks] / profile.cluster.kind.memory_bytes_per_s * NS)
-
-
-class _Memory:
-    """Bytes by rank and slot, from which every instruction's change follows."""
-
-    def __init__(self, program: Program, profile: Profile) -> None:
-        self.program, self.graph = program, profile.graph
-        self.static_bytes, self.update_bytes = _held_bytes(program, profile)
-        num_slots = len(program.slots)
-        # What each rank of a slot keeps for backward, works with in backward, and received from others.
-        self.saved = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
-        self.working = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
-        self.received = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
-        for number, (slot, shape) in enumerate(zip(program.plan.slots, program.slots, strict=True)):
-            op, degree = self.graph.metaops[shape.op], shape.tensor_degree
-            if op.cost is not None:
-                rows = shape.rows_of_ranks()
-                kept = saved_bytes(op, 1, slot.num_layers, degree, op.name in program.plan.recompute)
-                self.saved[number, shape.ranks] = rows * kept
-                self.working[number, shape.ranks] = rows * backward_bytes(op, 1, degree)
-        self.arrived = np.zeros((len(program.links), program.num_ranks), dtype=np.int64)
-        for number, link in enumerate(program.links):
-            if link.bytes_per_row:
-                num_bytes = (link.forward.last - link.forward.first) * link.bytes_per_row
-                by_rank = np.bincount(link.forward.destination, weights=num_bytes, minlength=program.num_ranks)
-                self.arrived[number] = by_rank.astype(np.int64)
-                self.received[link.consumer] += self.arrived[number]
-
-    def changes(self, instances: Instances) -> tuple[Column, Column]:
-        """What each instance adds when it starts, and adds or frees when it ends."""
-        starts = np.zeros((len(self.program.instructions), self.program.num_ranks), dtype=np.int64)
-        ends = np.zeros_like(starts)
-        for number, instruction in enumerate(self.program.instructions):
-            match instruction:
-                case Forward(slot=slot):
-                    starts[number] = self.saved[slot]
-                case Backward(slot=slot, first=first, last=last):
-                    whole = self.program.plan.slots[slot]
-                    # A slot's activations are freed chunk by chunk, in whole numbers that add up.
-                    before, after = whole.last - last, whole.last - first
-                    freed = self.saved[slot] * after // whole.num_layers - self.saved[slot] * before // whole.num_layers
-                    starts[number] = self.working[slot]
-                    ends[number] = -self.working[slot] - freed
-                    if first == whole.first:
-                        ends[number] -= self.received[slot]
-                case Exchange(link=link, backward=False):
-                    starts[number] = self.arrived[link]
-                case _:
-                    pass
-        return starts[instances.instruction, instances.rank], ends[instances.instruction, instances.rank]
-
-
-def _held_bytes(program: Program, profile: Profile) -> tuple[Column, np.ndarray]:
-    """Bytes of state each rank holds, and bytes its optimizer step moves."""
-    graph = profile.graph
-    static = np.zeros(program.num_ranks, dtype=np.int64)
-    update = np.zeros(program.num_ranks, dtype=np.float64)
-    users: dict[int, list[int]] = {}
-    degree_of: dict[int, int] = {}
-    for number, (slot, shape) in enumerate(zip(program.plan.slots, program.slots, strict=True)):
-        op = graph.metaops[shape.op]
-        for layer in range(slot.first, slot.last) if op.parameters else ():
-            for parameter in op.parameters[layer]:
-                users.setdefault(parameter, []).append(number)
-                degree_of[parameter] = shape.tensor_degree
-    together: dict[tuple[int, ...], tuple[int, float]] = {}
-    for parameter, using in users.items():
-        slots = tuple(dict.fromkeys(using))
-        state, moved = together.get(slots, (0, 0.0))
-        degree = degree_of[parameter]
-        state += state_bytes(graph, parameter, degree)
-        if graph.parameters[parameter].trainable:
-            moved += graph.parameters[parameter].num_elements / degree * graph.numerics.update_bytes
-        together[slots] = (state, moved)
-    for slots, (state, moved) in together.items():
-        uses = np.zeros(program.num_ranks, dtype=bool)
-        for slot in slots:
-            uses[program.slots[slot].ranks] = True
-        static[uses] += state
-        update[uses] += moved
-    return static, update

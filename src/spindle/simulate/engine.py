@@ -2,8 +2,8 @@
 
 A meeting has a fixed time and entries (resource, time alone on it, weight). While it runs, each of its resources is
 shared by all meetings on it: with a total weight w there, the meeting would take its time alone times slowness[w]; the
-slowest of its resources decides. When a meeting starts or ends, those it shared with are timed again. Time is in integer
-nanoseconds; what is left of a meeting is a fraction.
+slowest of its resources decides. When a meeting starts or ends, those it shared with are timed again. Time is in
+integer nanoseconds; what is left of a meeting is a fraction.
 """
 
 from __future__ import annotations
@@ -71,10 +71,7 @@ def _span(meeting, fixed_ns, entry_starts, entry_resource, entry_ns, weight_on, 
         resource = entry_resource[entry]
         row = slowness_of[resource]
         load = weight_on[resource]
-        if row < 0:
-            slow = np.float64(load)
-        else:
-            slow = slowness[row, min(load, slowness.shape[1] - 1)]
+        slow = np.float64(load) if row < 0 else slowness[row, min(load, slowness.shape[1] - 1)]
         time = entry_ns[entry] * slow
         if time > span:
             span = time

@@ -134,11 +134,10 @@ class Workload:
                         f"task {task.name!r}, call {call.name!r}: no module {call.module!r}; "
                         f"modules: {', '.join(sorted(modules))}"
                     )
+                where = f"task {task.name!r}, call {call.name!r}"
                 missing = {layer.kind for layer in modules[call.module].layers} - {kind for kind, _ in call.costs}
                 if missing:
-                    raise WorkloadError(
-                        f"task {task.name!r}, call {call.name!r}: no cost for layers of kind {', '.join(sorted(missing))}"
-                    )
+                    raise WorkloadError(f"{where}: no cost for layers of kind {', '.join(sorted(missing))}")
 
     @property
     def num_parameters(self) -> int:

@@ -1,0 +1,128 @@
+"""How many bytes each rank holds when: what instructions add and free, and whether that fits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spindle.errors import DoesNotFitError
+from spindle.profile import Profile, backward_bytes, saved_bytes, state_bytes
+from spindle.program.instances import Instances
+from spindle.program.instructions import COMPUTE, Backward, Exchange, Forward
+from spindle.program.program import Column, Program
+
+
+class Memory:
+    """Bytes by rank and slot, from which every instruction's change follows."""
+
+    def __init__(self, program: Program, profile: Profile) -> None:
+        self.program, self.graph = program, profile.graph
+        self.static_bytes, self.update_bytes = _held_bytes(program, profile)
+        num_slots = len(program.slots)
+        # What each rank of a slot keeps for backward, works with in backward, and received from others.
+        self.saved = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
+        self.working = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
+        self.received = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
+        for number, (slot, shape) in enumerate(zip(program.plan.slots, program.slots, strict=True)):
+            op, degree = self.graph.metaops[shape.op], shape.tensor_degree
+            if op.cost is not None:
+                rows = shape.rows_of_ranks()
+                kept = saved_bytes(op, 1, slot.num_layers, degree, op.name in program.plan.recompute)
+                self.saved[number, shape.ranks] = rows * kept
+                self.working[number, shape.ranks] = rows * backward_bytes(op, 1, degree)
+        self.arrived = np.zeros((len(program.links), program.num_ranks), dtype=np.int64)
+        for number, link in enumerate(program.links):
+            if link.bytes_per_row:
+                num_bytes = (link.forward.last - link.forward.first) * link.bytes_per_row
+                by_rank = np.bincount(link.forward.destination, weights=num_bytes, minlength=program.num_ranks)
+                self.arrived[number] = by_rank.astype(np.int64)
+                self.received[link.consumer] += self.arrived[number]
+
+    def changes(self, instances: Instances) -> tuple[Column, Column]:
+        """What each instance adds when it starts, and adds or frees when it ends."""
+        starts = np.zeros((len(self.program.instructions), self.program.num_ranks), dtype=np.int64)
+        ends = np.zeros_like(starts)
+        for number, instruction in enumerate(self.program.instructions):
+            match instruction:
+                case Forward(slot=slot):
+                    starts[number] = self.saved[slot]
+                case Backward(slot=slot, first=first, last=last):
+                    whole = self.program.plan.slots[slot]
+                    # A slot's activations are freed chunk by chunk, in whole numbers that add up.
+                    before, after = whole.last - last, whole.last - first
+                    freed = self.saved[slot] * after // whole.num_layers - self.saved[slot] * before // whole.num_layers
+                    starts[number] = self.working[slot]
+                    ends[number] = -self.working[slot] - freed
+                    if first == whole.first:
+                        ends[number] -= self.received[slot]
+                case Exchange(link=link, backward=False):
+                    starts[number] = self.arrived[link]
+                case _:
+                    pass
+        return starts[instances.instruction, instances.rank], ends[instances.instruction, instances.rank]
+
+    def peaks_in_order(self, instances: Instances) -> Column:
+        """The largest live memory of each rank if data arrived just when it is needed: what no timing can undercut."""
+        at_start, at_end = self.changes(instances)
+        mine = np.flatnonzero(instances.lane == COMPUTE)
+        rank, instruction = instances.rank[mine], instances.instruction[mine]
+        slot_of = np.array([one.slot if isinstance(one, Forward) else -1 for one in self.program.instructions])
+        slot = slot_of[instruction]
+        arrives = np.where(slot >= 0, self.received[slot, rank], 0)
+        live = np.cumsum(np.stack([at_start[mine] + arrives, at_end[mine]], axis=1).ravel())
+        peaks = self.static_bytes.copy()
+        # The compute lane lists rank after rank, and every rank ends where it began.
+        first = np.searchsorted(rank, np.arange(self.program.num_ranks))
+        present = np.flatnonzero(np.bincount(rank, minlength=self.program.num_ranks))
+        if len(present):
+            before = np.where(first[present] > 0, live[2 * first[present] - 1], 0)
+            peaks[present] += np.maximum(0, np.maximum.reduceat(live, 2 * first[present]) - before)
+        return peaks
+
+
+def counts_bytes(profile: Profile) -> bool:
+    """Whether anything is known of this workload's memory."""
+    return bool(profile.graph.parameters) or any(op.cost for op in profile.graph.metaops)
+
+
+def refuse_overfull(peaks: Column, profile: Profile) -> None:
+    """Raises a DoesNotFitError that names the fullest device when it would hold more than it can."""
+    if not counts_bytes(profile):
+        return
+    device = int(np.argmax(peaks))
+    needed, limit = int(peaks[device]), profile.cluster.kind.memory_bytes
+    if needed > limit:
+        raise DoesNotFitError(
+            f"{profile.graph.name} does not fit: device {device} would need {needed / 2**30:.1f} GiB "
+            f"of the {limit / 2**30:.1f} GiB there ({needed - limit:,} bytes too many)"
+        )
+
+
+def _held_bytes(program: Program, profile: Profile) -> tuple[Column, np.ndarray]:
+    """Bytes of state each rank holds, and bytes its optimizer step moves."""
+    graph = profile.graph
+    static = np.zeros(program.num_ranks, dtype=np.int64)
+    update = np.zeros(program.num_ranks, dtype=np.float64)
+    users: dict[int, list[int]] = {}
+    degree_of: dict[int, int] = {}
+    for number, (slot, shape) in enumerate(zip(program.plan.slots, program.slots, strict=True)):
+        op = graph.metaops[shape.op]
+        for layer in range(slot.first, slot.last) if op.parameters else ():
+            for parameter in op.parameters[layer]:
+                users.setdefault(parameter, []).append(number)
+                degree_of[parameter] = shape.tensor_degree
+    together: dict[tuple[int, ...], tuple[int, float]] = {}
+    for parameter, using in users.items():
+        slots = tuple(dict.fromkeys(using))
+        state, moved = together.get(slots, (0, 0.0))
+        degree = degree_of[parameter]
+        state += state_bytes(graph, parameter, degree)
+        if graph.parameters[parameter].trainable:
+            moved += graph.parameters[parameter].num_elements / degree * graph.numerics.update_bytes
+        together[slots] = (state, moved)
+    for slots, (state, moved) in together.items():
+        uses = np.zeros(program.num_ranks, dtype=bool)
+        for number in slots:
+            uses[program.slots[number].ranks] = True
+        static[uses] += state
+        update[uses] += moved
+    return static, update
