@@ -45,3 +45,10 @@ def publish(name: str, data: dict[str, Any], table: str) -> None:
 def markdown(header: list[str], rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def write_between(path: Path, name: str, body: str) -> None:
+    """Replaces what stands between the markers of this name in a document."""
+    start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    head, rest = path.read_text(encoding="utf-8").split(start)
+    write_whole(path, f"{head}{start}\n{body}\n{end}{rest.split(end)[1]}")

@@ -9,12 +9,12 @@ src/spindle/recipes/fitted.json and the tables of docs/recipes.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from scipy.optimize import least_squares
 
-from spindle.artifact import write_artifact, write_whole
+from common import ROOT, write_between
+from spindle.artifact import write_artifact
 from spindle.cluster import cluster_named
 from spindle.graph import MetaGraph, metagraph_of
 from spindle.planners import make_plan
@@ -22,7 +22,6 @@ from spindle.profile import Roofline, roofline_profile
 from spindle.recipes import CELLS, RECIPES, Cell, Fit, Fits, FittedCell, Recipe
 from spindle.recipes.recipe import FITS_KIND
 
-ROOT = Path(__file__).resolve().parent.parent
 EFFICIENCY = (0.15, 0.6)  # of peak; what layers of this size are known to reach lies between
 OVERHEAD_MS = (0.3, 5.0)  # per layer, both passes
 
@@ -85,13 +84,6 @@ def batch_table() -> str:
     return "\n".join(lines)
 
 
-def replace_between(text: str, name: str, body: str) -> str:
-    """The text with what stands between the markers of this name replaced."""
-    start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-    head, rest = text.split(start)
-    return f"{head}{start}\n{body}\n{end}{rest.split(end)[1]}"
-
-
 def main() -> None:
     names = dict.fromkeys(cell.recipe for cell in CELLS)
     fits = Fits(
@@ -99,11 +91,9 @@ def main() -> None:
     )
     write_artifact(ROOT / "src/spindle/recipes/fitted.json", FITS_KIND, fits)
     docs = ROOT / "docs/recipes.md"
-    text = docs.read_text(encoding="utf-8")
     for name, table in {"batch table": batch_table(), "fit table": fit_table(fits)}.items():
-        text = replace_between(text, name, table)
+        write_between(docs, name, table)
         print(table, end="\n\n")
-    write_whole(docs, text)
 
 
 if __name__ == "__main__":

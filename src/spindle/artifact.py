@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import os
+import re
 import tempfile
 import types
 import typing
@@ -188,7 +189,15 @@ def _umask() -> int:
 
 def write_artifact(path: Path, kind: str, value: Any) -> None:
     """Writes a value as an artifact: its JSON with a first field that says what it is."""
-    write_whole(path, json.dumps({"spindle": kind, "version": 1} | to_json(value), indent=1) + "\n")
+    write_whole(path, artifact_text(kind, value))
+
+
+def artifact_text(kind: str, value: Any) -> str:
+    """The text of an artifact: a line for each field, lists of numbers on one."""
+    text = json.dumps({"spindle": kind, "version": 1} | to_json(value), indent=1) + "\n"
+    return re.sub(
+        r"\[\n[\s\d.,eE+-]+\]", lambda match: " ".join(match[0].split()).replace("[ ", "[").replace(" ]", "]"), text
+    )
 
 
 def read_artifact(path: Path, kind: str, value_kind: type[T]) -> T:
