@@ -134,7 +134,11 @@ def read_cluster_file(path: Path) -> Cluster:
         kind = kinds[name] if name in kinds else PRESETS[name].kind
         body = {key: value for key, value in entry.items() if key not in ("kind", "count")}
         island = from_json(_IslandBody, body, where)
-        islands += [Island(kind=kind, num_devices=island.num_devices, link=island.link, uplink=island.uplink)] * count
+        try:
+            one = Island(kind=kind, num_devices=island.num_devices, link=island.link, uplink=island.uplink)
+        except ClusterError as error:
+            raise InputError(f"{where}: {error}") from error
+        islands += [one] * count
     name = data.get("name", path.stem)
     if not isinstance(name, str):
         raise InputError(f"{path}: name must be a string")

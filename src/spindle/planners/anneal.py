@@ -27,13 +27,13 @@ TIME_STEP = 1e-10
 REJECTED = 1e300
 
 # Temperatures, on the same scale.
-FIRST_TEMPERATURE = 0.007
-LAST_TEMPERATURE = 0.0003
+FIRST_TEMPERATURE = 0.003
+LAST_TEMPERATURE = 0.0002
 
 # Share of the work (devices times time) in the objective: work that is saved
 # lets later moves shorten the schedule, long before the makespan shows it.
 FIRST_WORK_SHARE = 0.4
-LAST_WORK_SHARE = 0.05
+LAST_WORK_SHARE = 0.2
 
 # Price of one piece, on the same scale: breaks ties towards few.
 PIECE_PRICE = 1e-5

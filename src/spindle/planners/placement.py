@@ -17,8 +17,8 @@ from spindle.plan import Piece
 from spindle.planners.problem import Timed
 from spindle.profile import Profile, Setting, backward_bytes, saved_bytes, state_bytes
 
-NEAR_DATA, NEAR_WEIGHTS, EMPTIEST = range(3)
-MAX_RETURNS = 12
+NEAR_DATA, NEAR_WEIGHTS, EMPTIEST, FULLEST = range(4)
+MAX_RETURNS = 16
 _SLACK = 1e-9
 
 
@@ -40,7 +40,7 @@ def place(profile: Profile, setting: Setting, timed: Sequence[Timed]) -> list[Pi
             return _Placement(profile, setting).run(timed, rules)
         except _NoRoom as error:
             failure = failure or error
-            movable = [number for number in range(error.piece + 1) if rules[number] < EMPTIEST]
+            movable = [number for number in range(error.piece + 1) if rules[number] < FULLEST]
             if not movable:
                 break
             rules[movable[-1]] += 1
@@ -121,6 +121,10 @@ class _Placement:
         if fits.sum() < num_units:
             worst = int(np.argsort(needed, kind="stable")[min(num_units, len(units)) - 1])
             raise _NoRoom(number, int(units[worst, 0]), int(needed[worst]))
+        if rule == FULLEST:
+            # Pack: the fullest that can still hold it, though it be busy.
+            chosen = np.flatnonzero(fits)[np.argsort(-needed[fits], kind="stable")[:num_units]]
+            return self._in_share_order(one.op, units[np.sort(chosen)]).ravel()
         free_at = self.free_at_s[units].max(axis=1)
         start_s = max(one.start_s, self._data_at(one.op))
         free = fits & (free_at <= start_s + _SLACK * (1 + start_s))

@@ -23,9 +23,11 @@ from spindle.planners.problem import Problem, Timed
 from spindle.profile import Profile
 from spindle.program import counts_bytes
 
-# Folded schedules tried in all. Where bytes count, placing and simulating a candidate costs as much as annealing it.
-PLAIN_EVALUATIONS = 240_000
-WITH_BYTES_EVALUATIONS = 60_000
+# Folded schedules tried in all. Where bytes count, a candidate must also be placed and simulated, which takes longer
+# the more devices there are; so then may the search.
+PLAIN_EVALUATIONS = 400_000
+WITH_BYTES_EVALUATIONS = 120_000
+LARGE_CLUSTER = 256
 # How many pieces an op may have, for one annealing run each: few make short programs, many fill gaps.
 PLAIN_PIECE_LIMITS = (4, 3)
 WITH_BYTES_PIECE_LIMITS = (2, 3, 4, 2)
@@ -44,8 +46,11 @@ def plan_wavefront(profile: Profile, effort: Effort) -> Plan:
     """The best plan of all rules, in the first stage of memory saving at which one fits."""
     clock = _Clock(effort.time_limit_s)
     limits = WITH_BYTES_PIECE_LIMITS if counts_bytes(profile) else PLAIN_PIECE_LIMITS
-    default = WITH_BYTES_EVALUATIONS if counts_bytes(profile) else PLAIN_EVALUATIONS
-    evaluations = max(1, (default if effort.evaluations is None else effort.evaluations) // len(limits))
+    evaluations = effort.evaluations
+    if evaluations is None:
+        evaluations = WITH_BYTES_EVALUATIONS if counts_bytes(profile) else PLAIN_EVALUATIONS
+        evaluations *= 4 if profile.cluster.num_devices > LARGE_CLUSTER else 1
+    evaluations = max(1, evaluations // len(limits))
 
     def plan_for(attempt: Attempt) -> Plan:
         best: Plan | None = None

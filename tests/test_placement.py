@@ -1,0 +1,101 @@
+"""Placement: islands, data, weights, and what happens when memory is short."""
+
+from __future__ import annotations
+
+import pytest
+import small
+
+from spindle.errors import DoesNotFitError
+from spindle.planners import make_plan
+from spindle.planners.placement import place
+from spindle.planners.problem import Timed
+
+
+def timed(op, num_devices, start, end, num_layers=4, **kwargs):
+    return Timed(op=op, num_layers=num_layers, num_devices=num_devices, start_s=start, end_s=end, **kwargs)
+
+
+def devices_of(profile, pieces):
+    return [piece.devices for piece in place(profile, profile.default_setting, pieces)]
+
+
+def test_a_piece_goes_on_where_its_data_is():
+    profile = small.workload_profile({"x": ["vision", "lm"], "y": ["audio", "lm"]}, num_devices=8, per_island=4)
+    placed = devices_of(profile, [timed(0, 2, 0, 1), timed(2, 2, 0, 1), timed(1, 2, 1, 2), timed(3, 2, 1, 2)])
+    assert placed[0] == placed[2]
+    assert placed[1] == placed[3]
+
+
+def test_a_piece_stays_inside_one_island_when_one_has_room():
+    profile = small.workload_profile({"x": ["vision"], "y": ["audio"]}, num_devices=8, per_island=4)
+    first, second = devices_of(profile, [timed(0, 3, 0, 1), timed(1, 3, 0, 1)])
+    assert {device // 4 for device in first} != {device // 4 for device in second}
+    assert len({device // 4 for device in first}) == len({device // 4 for device in second}) == 1
+
+
+def test_shared_parameters_come_together():
+    profile = small.workload_profile({"x": ["lm"], "y": ["lm"]}, num_devices=8, per_island=4)
+    first, second = devices_of(profile, [timed(0, 2, 0, 1), timed(1, 2, 1, 2)])
+    assert first == second
+
+
+def test_growing_keeps_rows_where_they_are():
+    profile = small.workload_profile({"x": ["vision"]}, num_devices=4)
+    narrow, wide = devices_of(profile, [timed(0, 2, 0, 1, num_layers=2), timed(0, 4, 1, 2, num_layers=2)])
+    # Rows 0-7 were on the first device, 8-15 on the second: their first halves stay.
+    assert wide.index(narrow[0]) in (0, 1)
+    assert wide.index(narrow[1]) in (2, 3)
+
+
+def test_a_full_device_is_passed_over():
+    # Each module's state is 4 x 16 MB; a device holds one of them with its activations, not two.
+    profile = small.workload_profile({"x": ["a"], "y": ["b"]}, num_devices=2, memory_bytes=460_000_000)
+    first, second = devices_of(profile, [timed(0, 1, 0, 1), timed(1, 1, 1, 2)])
+    assert first != second
+
+
+def test_earlier_pieces_are_placed_again_when_a_later_one_finds_no_room():
+    # A task needs 64 MB of state and 5 MB of activations for each of its 4 layers, its working space and each row;
+    # x and y together fill a device, z needs one alone. Near its data, y/b would follow x/a's free device.
+    profile = small.workload_profile(
+        {"x": ["a"], "y": ["b"], "z": ["c"]},
+        num_devices=2,
+        batch_sizes={"x": 4, "y": 4, "z": 16},
+        memory_bytes=420_000_000,
+    )
+    first, second, third = devices_of(profile, [timed(0, 1, 0, 1), timed(1, 1, 0, 1), timed(2, 1, 1, 2)])
+    assert first == second
+    assert third != first
+
+
+def test_rounds_make_a_workload_fit_that_does_not_fit_at_once():
+    tasks = {"x": ["a"], "y": ["b"], "z": ["c"], "w": ["d"]}
+    # Activations of all tasks are about 4 x 320 MB on one device, the state 256 MB.
+    plan = make_plan(small.workload_profile(tasks, num_devices=1, memory_bytes=1_000_000_000), "sequential")
+    assert plan.num_rounds > 1 or plan.recompute
+    free = make_plan(small.workload_profile(tasks, num_devices=1), "sequential")
+    assert free.num_rounds == 1
+    assert plan.makespan_s >= free.makespan_s
+
+
+def test_a_module_larger_than_a_device_is_sharded():
+    profile = small.workload_profile({"x": ["lm"]}, num_devices=4, elements=20_000_000, memory_bytes=1_300_000_000)
+    plan = make_plan(profile, "sequential")
+    assert dict(plan.tensor_degrees)["lm"] > 1
+
+
+def test_a_workload_that_cannot_fit_is_refused_with_device_and_bytes():
+    profile = small.workload_profile({"x": ["vision", "lm"]}, num_devices=2, memory_bytes=50_000_000)
+    with pytest.raises(
+        DoesNotFitError, match=r"device \d would need .* GiB of the .* GiB there \([\d,]+ bytes too many\)"
+    ):
+        make_plan(profile, "wavefront")
+
+
+def test_a_team_keeps_its_devices():
+    profile = small.workload_profile({"x": ["a", "b"], "y": ["c", "d"]}, num_devices=4, flows=False)
+    first, other, second = devices_of(
+        profile, [timed(0, 2, 0, 1, team="x"), timed(2, 2, 0, 1, team="y"), timed(1, 2, 1, 2, team="x")]
+    )
+    assert set(first) == set(second)
+    assert not set(first) & set(other)
