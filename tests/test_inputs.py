@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-import small
 
+import small
 from spindle.artifact import read_artifact, write_artifact
 from spindle.cluster import PRESETS, cluster_named, read_cluster_file
 from spindle.errors import ClusterError, InputError, WorkloadError

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import small
 
+import small
 from spindle.errors import DoesNotFitError
 from spindle.planners import make_plan
 from spindle.planners.placement import place

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import small
 from hypothesis import given
 from hypothesis import strategies as st
 
+import small
 from spindle.cluster import cluster_named
 from spindle.errors import ProfileError
 from spindle.graph import metagraph_of

@@ -26,7 +26,7 @@ from spindle.program import counts_bytes
 # Folded schedules tried in all. Where bytes count, a candidate must also be placed and simulated, which takes longer
 # the more devices there are; so then may the search.
 PLAIN_EVALUATIONS = 400_000
-WITH_BYTES_EVALUATIONS = 120_000
+WITH_BYTES_EVALUATIONS = 100_000
 LARGE_CLUSTER = 256
 # How many pieces an op may have, for one annealing run each: few make short programs, many fill gaps.
 PLAIN_PIECE_LIMITS = (4, 3)
