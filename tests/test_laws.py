@@ -147,3 +147,20 @@ def test_a_memory_limit_is_kept_or_the_workload_is_refused(tasks, num_devices, l
         return
     check(plan, profile)
     assert simulate(lower(plan, profile), profile).peak_bytes().max() <= limit_mb * 1_000_000
+
+
+def test_a_time_limit_cuts_the_search_and_the_plan_says_so():
+    profile = small.linear_profile(small.CASE_C, num_devices=8)
+    plan = make_plan(profile, "wavefront", Effort(evaluations=1_000_000_000, time_limit_s=0.2))
+    assert plan.cut_s is not None
+    assert plan.cut_s >= 0.2
+    check(plan, profile)
+    assert make_plan(profile, "wavefront", QUICK).cut_s is None
+
+
+def test_progress_is_told_and_never_falls_within_an_attempt():
+    heard: list[float] = []
+    make_plan(small.linear_profile(small.CASE_C, num_devices=8), "wavefront", Effort(evaluations=400_000), heard.append)
+    assert heard
+    assert heard == sorted(heard)
+    assert 0 <= heard[0] <= heard[-1] <= 1

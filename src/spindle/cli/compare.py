@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from spindle.cli.options import AsJson, ClusterName, Devices, Evaluations, Input, Seed
+from spindle.cli.options import AsJson, ClusterName, Devices, Evaluations, Input, Seed, TimeLimit
 
 PLANNERS = ("wavefront", "paper", "sequential", "distmm", "task-level")
 
@@ -18,6 +18,7 @@ def compare(
     cluster: ClusterName = None,
     seed: Seed = 0,
     evaluations: Evaluations = None,
+    time_limit: TimeLimit = None,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="TABLE.json", help="Write the table here.", show_default=False),
@@ -56,18 +57,20 @@ def compare(
     refuse_unwritable(output)
     refuse_unwritable(figure)
     profile = load_profile(given, devices, cluster)
-    effort = Effort(seed=seed, evaluations=evaluations)
+    effort = Effort(seed=seed, evaluations=evaluations, time_limit_s=time_limit)
     plans: dict[str, Plan] = {}
     refusals: dict[str, str] = {}
-    with progress_bar() as bar:
-        job = bar.add_task("planning", total=len(PLANNERS))
-        for planner in PLANNERS:
-            bar.update(job, description=f"planning: {planner}")
+    with progress_bar(f"planning {profile.graph.name} on {profile.cluster.name}", len(PLANNERS)) as report:
+        for number, planner in enumerate(PLANNERS):
+
+            def report_share(share: float, before: int = number) -> None:
+                report(before + share)
+
             try:
-                plans[planner] = make_plan(profile, planner, effort)
+                plans[planner] = make_plan(profile, planner, effort, report_share)
             except DoesNotFitError as error:
                 refusals[planner] = str(error)
-            bar.advance(job)
+            report(number + 1)
     comparison = comparison_of(profile, plans.values(), refusals)
     table = {"spindle": "comparison", "version": 1} | to_json(comparison)
     if output is not None:

@@ -35,6 +35,16 @@ ClusterName = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of the search: the same seed gives the same plan.", min=0)]
+TimeLimit = Annotated[
+    float | None,
+    typer.Option(
+        "--time-limit",
+        metavar="SECONDS",
+        help="End the search after this long; the plan records that it was cut.",
+        min=0,
+        show_default=False,
+    ),
+]
 Evaluations = Annotated[
     int | None,
     typer.Option(

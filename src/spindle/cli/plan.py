@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from spindle.cli.options import AsJson, ClusterName, Devices, Evaluations, Input, Seed
+from spindle.cli.options import AsJson, ClusterName, Devices, Evaluations, Input, Seed, TimeLimit
 
 
 def plan(
@@ -22,6 +22,7 @@ def plan(
     ] = "wavefront",
     seed: Seed = 0,
     evaluations: Evaluations = None,
+    time_limit: TimeLimit = None,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="PLAN.json", help="Write the plan here.", show_default=False),
@@ -38,7 +39,7 @@ def plan(
     """
     from spindle.artifact import to_json
     from spindle.cli.inputs import load_profile
-    from spindle.cli.terminal import notice, refuse_unwritable, show, show_chart, show_json, working
+    from spindle.cli.terminal import notice, progress_bar, refuse_unwritable, show, show_chart, show_json
     from spindle.plan import write_plan
     from spindle.planners import Effort, make_plan
     from spindle.report.compare import simulated
@@ -47,9 +48,9 @@ def plan(
 
     refuse_unwritable(output)
     profile = load_profile(given, devices, cluster)
-    effort = Effort(seed=seed, evaluations=evaluations)
-    with working(f"planning {profile.graph.name} on {profile.cluster.name}"):
-        made = make_plan(profile, planner, effort)
+    effort = Effort(seed=seed, evaluations=evaluations, time_limit_s=time_limit)
+    with progress_bar(f"planning {profile.graph.name} on {profile.cluster.name}", 1.0) as report:
+        made = make_plan(profile, planner, effort, report)
         measures = simulated(made, profile)
     if output is not None:
         write_plan(output, made)

@@ -14,7 +14,6 @@ from spindle.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.progress import Progress
 
     from spindle.report.gantt import Chart
 
@@ -60,30 +59,15 @@ def errors() -> Console:
 
 
 @contextmanager
-def working(text: str) -> Iterator[None]:
-    """A sign of life on stderr while something takes long."""
-    console = errors()
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(text):
-        yield
-
-
-def progress_bar() -> Progress:
-    """A bar on stderr; nothing where no person looks."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+def progress_bar(text: str, total: float) -> Iterator[Callable[[float], None]]:
+    """A bar on stderr that is told how much is done; nothing where no person looks."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     console = errors()
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        job = bar.add_task(text, total=total)
+        yield lambda done: bar.update(job, completed=done)
 
 
 def refuse_unwritable(path: Path | None) -> None:

@@ -10,7 +10,7 @@ from spindle.planners.build import Scheduler, build
 from spindle.planners.exhaustive import schedule_exhaustive
 from spindle.planners.paper import paper_waves, schedule_paper
 from spindle.planners.problem import Problem, Timed, problem_of
-from spindle.planners.wavefront import Effort, plan_wavefront
+from spindle.planners.wavefront import Effort, Progress, plan_wavefront
 from spindle.profile import Profile
 
 __all__ = [
@@ -39,10 +39,15 @@ BASELINES = ("sequential", "distmm", "task-level")
 PLANNERS = ("wavefront", *_SCHEDULERS)
 
 
-def make_plan(profile: Profile, planner: str = "wavefront", effort: Effort = Effort()) -> Plan:  # noqa: B008
+def make_plan(
+    profile: Profile,
+    planner: str = "wavefront",
+    effort: Effort = Effort(),  # noqa: B008
+    progress: Progress | None = None,
+) -> Plan:
     """A finished plan of the named planner: checked, verified, simulated, beside its bound."""
     if planner == "wavefront":
-        return plan_wavefront(profile, effort)
+        return plan_wavefront(profile, effort, progress)
     if planner not in _SCHEDULERS:
         raise InputError(f"no planner is called {planner!r}; there are {', '.join(PLANNERS)}")
     return build(profile, planner, _SCHEDULERS[planner])

@@ -11,7 +11,6 @@ evaluations, not seconds.
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Sequence
 
 import numpy as np
 from numba import njit
@@ -20,6 +19,9 @@ from spindle.planners.problem import Problem, Timed
 
 # Columns of the piece table.
 OP, LAYERS, OPTION = 0, 1, 2
+
+# Entries of the control array, through which another thread watches a run and ends it.
+STOP, DONE = 0, 1
 
 # Times in the loops are shares of a lower bound; two closer than this are the same.
 TIME_STEP = 1e-10
@@ -364,7 +366,7 @@ def move(table, pieces, count, pieces_of, state):
 
 
 @njit(cache=True, nogil=True)
-def anneal(table, first_pieces, first_count, seed, evaluations):
+def anneal(table, first_pieces, first_count, seed, evaluations, control):
     """Anneals from the given list; returns the best list found, its length
     and its starts and ends."""
     ops = table.tail.shape[0]
@@ -394,6 +396,9 @@ def anneal(table, first_pieces, first_count, seed, evaluations):
     work_share = FIRST_WORK_SHARE
     for step in range(evaluations):
         if step & 63 == 0:
+            control[DONE] = step
+            if control[STOP] and step > 0:
+                break
             progress = step / evaluations
             temperature = FIRST_TEMPERATURE * cooling**progress
             work_share = FIRST_WORK_SHARE + (LAST_WORK_SHARE - FIRST_WORK_SHARE) * progress
@@ -443,29 +448,24 @@ def undo(pieces, count, kept, kept_count, pieces_of):
         copy_piece(kept, i, pieces, i)
 
 
-def search(problem: Problem, piece_limit: int, seed: int, evaluations: int, start: Sequence[Timed] = ()) -> list[Timed]:
+def new_control() -> np.ndarray:
+    """A control array for one run."""
+    return np.zeros(2, np.int64)
+
+
+def search(
+    problem: Problem, piece_limit: int, seed: int, evaluations: int, control: np.ndarray | None = None
+) -> list[Timed]:
     """A short schedule of a problem's ops, each in at most `piece_limit` pieces, in start order.
 
-    Annealing forgets where it began, so without a `start` it begins at a plain list: each op whole, on about the
-    devices it would have were they shared evenly.
+    Annealing forgets where it begins, so it begins at a plain list: each op whole, on about the devices it would have
+    were they shared evenly. Whoever holds `control` sees how far it is, and may stop it.
     """
     table, scale_s = _table(problem, piece_limit)
     pieces = _plain_pieces(problem)
-    if start:
-        place = {op: number for number, op in enumerate(problem.ops)}
-        pieces = np.array(
-            [
-                (
-                    place[one.op],
-                    one.num_layers,
-                    np.searchsorted(problem.choices[place[one.op]].num_devices, one.num_devices),
-                )
-                for one in start
-            ],
-            dtype=np.int64,
-        )
     word = (seed * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) % 2**64 or 1
-    best, count, starts, ends = anneal(table, pieces, len(pieces), np.uint64(word), max(1, evaluations))
+    watched = new_control() if control is None else control
+    best, count, starts, ends = anneal(table, pieces, len(pieces), np.uint64(word), max(1, evaluations), watched)
     timed = [
         Timed(
             op=problem.ops[op],

@@ -9,13 +9,15 @@ candidates, so it is never slower than they are.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from spindle.errors import DoesNotFitError
 from spindle.plan import Plan
-from spindle.planners.anneal import search
+from spindle.planners.anneal import DONE, STOP, new_control, search
 from spindle.planners.baselines import schedule_distmm, schedule_sequential, schedule_task_level
 from spindle.planners.build import Attempt, Scheduler, best_over_stages, in_rounds, realise, scored
 from spindle.planners.paper import schedule_paper
@@ -28,6 +30,7 @@ from spindle.program import counts_bytes
 PLAIN_EVALUATIONS = 400_000
 WITH_BYTES_EVALUATIONS = 100_000
 LARGE_CLUSTER = 256
+_GLANCE_S = 0.05  # how often a waiting planner looks at the clock
 # How many pieces an op may have, for one annealing run each: few make short programs, many fill gaps.
 PLAIN_PIECE_LIMITS = (4, 3)
 WITH_BYTES_PIECE_LIMITS = (2, 3, 4, 2)
@@ -42,8 +45,14 @@ class Effort:
     time_limit_s: float | None = None
 
 
-def plan_wavefront(profile: Profile, effort: Effort) -> Plan:
-    """The best plan of all rules, in the first stage of memory saving at which one fits."""
+Progress = Callable[[float], None]
+
+
+def plan_wavefront(profile: Profile, effort: Effort, progress: Progress | None = None) -> Plan:
+    """The best plan of all candidates, at the first stage of memory saving at which one fits.
+
+    `progress` hears how much of an attempt's annealing is done, from 0 to 1.
+    """
     clock = _Clock(effort.time_limit_s)
     limits = WITH_BYTES_PIECE_LIMITS if counts_bytes(profile) else PLAIN_PIECE_LIMITS
     evaluations = effort.evaluations
@@ -55,7 +64,7 @@ def plan_wavefront(profile: Profile, effort: Effort) -> Plan:
     def plan_for(attempt: Attempt) -> Plan:
         best: Plan | None = None
         refusal: DoesNotFitError | None = None
-        for schedule in _candidates(profile, attempt, limits, effort.seed, evaluations):
+        for schedule in _candidates(profile, attempt, limits, effort.seed, evaluations, clock, progress):
             if clock.is_over() and best is not None:
                 break
             # A schedule that is much longer in folded time alone than another with everything cannot win. Much,
@@ -94,19 +103,42 @@ class _Clock:
 
 
 def _candidates(
-    profile: Profile, attempt: Attempt, piece_limits: tuple[int, ...], seed: int, evaluations: int
+    profile: Profile,
+    attempt: Attempt,
+    piece_limits: tuple[int, ...],
+    seed: int,
+    evaluations: int,
+    clock: _Clock,
+    progress: Progress | None,
 ) -> Iterator[list[Timed]]:
     """Schedules to place and simulate: annealed ones, two at a time on two cores, then everyone else's."""
+    controls = [new_control() for _ in piece_limits]
 
     def annealed(run: int) -> list[Timed]:
         def schedule(problem: Problem) -> list[Timed]:
-            return search(problem, piece_limits[run], seed * len(piece_limits) + run, evaluations)
+            run_seed = seed * len(piece_limits) + run
+            return search(problem, piece_limits[run], run_seed, evaluations, controls[run])
 
         return in_rounds(profile, attempt.setting, attempt.num_rounds, schedule)
 
     with ThreadPoolExecutor(max_workers=2) as pool:
-        yield from pool.map(annealed, range(len(piece_limits)))
+        try:
+            for future in [pool.submit(annealed, run) for run in range(len(piece_limits))]:
+                while not future.done():
+                    wait([future], timeout=_GLANCE_S)
+                    if clock.is_over():
+                        _stop(controls)
+                    if progress is not None:
+                        progress(sum(int(control[DONE]) for control in controls) / (evaluations * len(controls)))
+                yield future.result()
+        finally:
+            _stop(controls)  # whoever leaves early must not wait for the rest
     others: tuple[Scheduler, ...] = (schedule_paper, schedule_task_level, schedule_distmm, schedule_sequential)
     for scheduler in others:
         timed = in_rounds(profile, attempt.setting, attempt.num_rounds, scheduler)
         yield [replace(one, wave=None) for one in timed]
+
+
+def _stop(controls: list[np.ndarray]) -> None:
+    for control in controls:
+        control[STOP] = 1
