@@ -285,7 +285,7 @@ def test_a_planner_that_refuses_says_why_in_the_comparison(workload, capsys, mon
 
     whole = spindle.planners.make_plan
 
-    def without_distmm(profile, planner, effort):
+    def without_distmm(profile, planner, effort, progress):
         if planner == "distmm":
             raise DoesNotFitError("device 3 would need more than there is")
         return whole(profile, "paper" if planner == "wavefront" else planner)
