@@ -146,8 +146,8 @@ def workload_profile(
 
 
 @st.composite
-def graphs(draw, max_ops=5, max_layers=6, max_devices=8, same_ratio=True):
-    """A random abstract profile on a random number of devices."""
+def graphs(draw, max_ops=5, max_layers=6, max_devices=8):
+    """A random abstract profile on a random number of devices, forward a third of every layer."""
     num_devices = draw(st.integers(1, max_devices))
     num_ops = draw(st.integers(1, max_ops))
     ops, edges = [], []
@@ -157,8 +157,26 @@ def graphs(draw, max_ops=5, max_layers=6, max_devices=8, same_ratio=True):
         a = draw(st.integers(1, 20)) / 10
         b = draw(st.integers(1, 20)) / 40
         ops.append((f"op{number}", batch, layers, a, b, f"task{draw(st.integers(0, 2))}"))
-        for producer in range(number):
-            if draw(st.integers(0, 3)) == 0:
-                edges.append((f"op{producer}", f"op{number}"))
-                ops[number] = (*ops[number][:5], ops[producer][5])
+        edges += [(f"op{producer}", f"op{number}") for producer in range(number) if draw(st.integers(0, 3)) == 0]
     return linear_profile(ops, edges, num_devices)
+
+
+@st.composite
+def odd_graphs(draw):
+    """A random graph whose ops split their time between the passes each in its own way, on some numbers of devices."""
+    num_devices = draw(st.integers(2, 6))
+    ops, edges = [], []
+    for number in range(draw(st.integers(2, 5))):
+        counts = draw(st.sets(st.integers(1, num_devices), min_size=1))
+        work, share = draw(st.integers(1, 50)) / 1000, draw(st.integers(1, 9)) / 10
+        times = {count: work * (0.2 + 0.8 / count) for count in counts}
+        ops.append(
+            {
+                "name": f"op{number}",
+                "layers": draw(st.integers(1, 5)),
+                "forward_s": {str(count): time_s * share for count, time_s in times.items()},
+                "backward_s": {str(count): time_s * (1 - share) for count, time_s in times.items()},
+            }
+        )
+        edges += [[f"op{producer}", f"op{number}"] for producer in range(number) if draw(st.integers(0, 3)) == 0]
+    return abstract_profile({"ops": ops, "edges": edges}, devices(num_devices))

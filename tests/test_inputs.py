@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 import small
-from spindle.artifact import read_artifact, write_artifact
+from spindle.artifact import read_artifact, write_artifact, write_whole
 from spindle.cluster import PRESETS, cluster_named, read_cluster_file
 from spindle.errors import ClusterError, InputError, WorkloadError
 from spindle.graph import metagraph_of
@@ -174,3 +175,45 @@ def test_the_papers_seventeen_cells_are_there():
     assert len(CELLS) == 17
     for cell in CELLS:
         assert cell.deepspeed_ms / cell.spindle_ms == pytest.approx(cell.spindle, rel=0.02)
+
+
+def test_a_link_stays_a_link_and_its_target_is_written(tmp_path):
+    target, link = tmp_path / "target.txt", tmp_path / "link.txt"
+    link.symlink_to(target.name)
+    for text in ("first", "second"):  # the first time, nothing is at the end of the link
+        write_whole(link, text)
+        assert link.is_symlink()
+        assert target.read_text() == text
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_file_that_is_written_again_keeps_its_mode(tmp_path):
+    path = tmp_path / "secret.txt"
+    path.write_text("old")
+    path.chmod(0o600)
+    write_whole(path, "new")
+    assert path.read_text() == "new"
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_what_is_no_regular_file_is_never_replaced(tmp_path):
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    for path in (pipe, link):
+        with pytest.raises(InputError, match="no regular file but a pipe"):
+            write_whole(path, "text")
+    with pytest.raises(InputError, match="it is a directory"):
+        write_whole(tmp_path, "text")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(InputError, match="cannot be written"):
+        write_whole(tmp_path / "loop", "text")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "loop", "pipe"]
+    assert pipe.is_fifo()
+
+
+def test_a_workload_file_leaves_its_defaults_out(tmp_path):
+    write_artifact(tmp_path / "w.json", "workload", small.workload({"x": ["vision"]}))
+    data = json.loads((tmp_path / "w.json").read_text())
+    assert "numerics" not in data
+    assert "trainable" not in data["parameters"][0]

@@ -34,6 +34,15 @@ def test_wavefront_is_never_slower_than_any_other(profile):
         assert ours.makespan_s <= other.makespan_s * (1 + 1e-6)
 
 
+@given(small.odd_graphs())
+def test_wavefront_is_never_slower_where_passes_differ(profile):
+    ours = make_plan(profile, "wavefront", QUICK)
+    check(ours, profile)
+    assert ours.makespan_s >= ours.bound_s * (1 - 1e-6)
+    for planner in ("paper", *BASELINES):
+        assert ours.makespan_s <= make_plan(profile, planner).makespan_s * (1 + 1e-9)
+
+
 @given(small.graphs())
 def test_wavefront_folded_and_simulated_time_agree(profile):
     plan = make_plan(profile, "wavefront", QUICK)
@@ -128,6 +137,19 @@ def test_wavefront_is_never_slower_where_bytes_count(tasks, num_devices):
     ours = make_plan(profile, "wavefront", QUICK).makespan_s
     for planner in ("paper", *BASELINES):
         assert ours <= make_plan(profile, planner).makespan_s * (1 + 1e-9)
+
+
+@given(WORKLOADS, st.integers(1, 4), st.sampled_from([250, 400, 600, 900]))
+@settings(max_examples=25)
+def test_wavefront_is_never_slower_where_memory_is_short(tasks, num_devices, limit_mb):
+    profile = small.workload_profile(tasks, num_devices=num_devices, memory_bytes=limit_mb * 1_000_000)
+    times = {}
+    for planner in ALL:
+        try:
+            times[planner] = make_plan(profile, planner, QUICK).makespan_s
+        except DoesNotFitError:
+            times[planner] = float("inf")
+    assert times["wavefront"] <= min(times.values()) * (1 + 1e-9)
 
 
 @given(WORKLOADS, st.integers(1, 4), st.sampled_from([100, 150, 200, 300, 600]), st.sampled_from(ALL))

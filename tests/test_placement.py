@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import small
-from spindle.errors import DoesNotFitError
+from spindle.errors import DoesNotFitError, PlanError
+from spindle.graph import metagraph_of
+from spindle.plan import check
 from spindle.planners import make_plan
 from spindle.planners.placement import place
 from spindle.planners.problem import Timed
+from spindle.profile import Roofline, roofline_profile
+from spindle.program import lower
+from spindle.simulate import simulate
 
 
 def timed(op, num_devices, start, end, num_layers=4, **kwargs):
@@ -99,3 +106,61 @@ def test_a_team_keeps_its_devices():
     )
     assert set(first) == set(second)
     assert not set(first) & set(other)
+
+
+def uneven(*sizes, **kwargs):
+    """A workload on islands of these sizes."""
+    profile = small.workload_profile({"x": ["lm"]}, num_devices=sum(sizes), per_island=sum(sizes), **kwargs)
+    islands = tuple(replace(profile.cluster.islands[0], num_devices=size) for size in sizes)
+    cluster = replace(profile.cluster, islands=islands)
+    return roofline_profile(profile.graph, cluster, Roofline())
+
+
+def test_tensor_groups_are_counted_where_they_have_room():
+    profile = uneven(3, 2)
+    assert profile.cluster.tensor_groups(2) == ((0, 1), (3, 4))
+    assert profile.curves[0][1].num_devices == (2, 4)
+
+
+def test_one_more_device_does_not_stop_a_module_from_being_sharded():
+    for sizes in ((4,), (4, 1), (3, 2)):
+        profile = uneven(*sizes, elements=20_000_000, memory_bytes=1_300_000_000)
+        plan = make_plan(profile, "sequential")
+        check(plan, profile)
+        assert dict(plan.tensor_degrees)["lm"] > 1
+
+
+def tied(degrees: dict[str, int]):
+    """Two modules that share a parameter."""
+    workload = small.workload({"x": ["a"], "y": ["b"]})
+    shared = workload.modules[0].layers[0].parameters
+    layers = (replace(workload.modules[1].layers[0], parameters=shared), *workload.modules[1].layers[1:])
+    workload = replace(workload, modules=(workload.modules[0], replace(workload.modules[1], layers=layers)))
+    profile = roofline_profile(metagraph_of(workload), small.devices(4), Roofline())
+    return profile, profile.setting(degrees)
+
+
+def test_modules_that_share_weights_are_sharded_alike():
+    profile, setting = tied({"a": 2})
+    assert profile.family_of("b") == {"a", "b"}
+    assert set(setting.tensor_degrees) == {2}
+
+
+def test_different_degrees_for_shared_weights_are_refused():
+    profile, _ = tied({})
+    plan = make_plan(profile, "sequential")
+    with pytest.raises(
+        PlanError, match=r"'a' and 'b' share weights, so their tensor degrees must be equal, got 2 and 1"
+    ):
+        check(replace(plan, tensor_degrees=(("a", 2), ("b", 1))), profile)
+
+
+def test_working_space_is_counted_once_and_not_for_every_op():
+    # Eight one-layer modules: what they keep adds up, what one backward works with does not.
+    tasks = {f"t{number}": [f"m{number}"] for number in range(8)}
+    profile = small.workload_profile(tasks, num_devices=1, num_layers=1)
+    peak = int(simulate(lower(make_plan(profile, "sequential"), profile), profile).peak_bytes().max())
+    tight = small.workload_profile(tasks, num_devices=1, num_layers=1, memory_bytes=peak)
+    plan = make_plan(tight, "sequential")
+    assert plan.num_rounds == 1
+    assert not plan.recompute

@@ -14,6 +14,7 @@ import small
 from spindle.cluster import cluster_named
 from spindle.errors import ProfileError
 from spindle.graph import metagraph_of
+from spindle.planners import make_plan
 from spindle.profile import (
     Curve,
     LayerSamples,
@@ -141,3 +142,30 @@ def test_a_frozen_parameter_has_no_gradient_and_no_optimizer_state():
 def test_sharding_rounds_up():
     graph = metagraph_of(small.workload({"x": ["vision"]}, elements=5))
     assert state_bytes(graph, 0, tensor_degree=2) == 3 * 16
+
+
+def test_tasks_that_are_connected_are_one():
+    ops = [
+        {"name": name, "layers": 1, "time_s": {"1": 0.1}, "task": task}
+        for name, task in (("a", "x"), ("b", "y"), ("c", "x"))
+    ]
+    profile = abstract_profile({"ops": ops, "edges": [["a", "b"], ["b", "c"]]}, small.devices(2))
+    assert {op.task for op in profile.graph.metaops} == {"x"}
+    for planner in ("sequential", "distmm", "task-level"):
+        assert make_plan(profile, planner).folded_s == pytest.approx(0.3)
+
+
+def test_layers_whose_weights_differ_in_size_are_not_merged():
+    workload = small.workload({"x": ["vision"]})
+    bigger = (*workload.parameters[:1], *(replace(p, num_elements=9_000_000) for p in workload.parameters[1:]))
+    assert [op.num_layers for op in metagraph_of(replace(workload, parameters=bigger)).metaops] == [1, 3]
+
+
+def test_distmm_keeps_a_towers_devices_through_all_its_ops():
+    # Towers a0 -> a1 and b: side by side they take as long as the longer; level by level, they would wait.
+    ops = [
+        {"name": name, "layers": layers, "task": "t", "time_s": {"1": 1.0, "2": 0.95}}
+        for name, layers in (("a0", 1), ("a1", 10), ("b", 10))
+    ]
+    profile = abstract_profile({"ops": ops, "edges": [["a0", "a1"]]}, small.devices(2))
+    assert make_plan(profile, "distmm").folded_s == pytest.approx(11.0)

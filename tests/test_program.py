@@ -97,9 +97,6 @@ def shared_profile():
     return small.workload_profile({"x": ["vision", "lm"], "y": ["audio", "lm"]}, num_devices=4)
 
 
-SHARED = "x/vision#0[0:4]*4@0-1 y/audio#0[0:4]*4@2-3\nx/lm#1[0:4]*4@0-1 y/lm#1[0:4]*4@1-2\n"
-
-
 def test_gradients_of_a_shared_module_are_synchronised_over_every_device_that_uses_it():
     profile = shared_profile()
     program = lower(
@@ -174,15 +171,79 @@ def test_verify_finds_an_instruction_that_stands_twice():
         verify(parse_program(text.replace("rank 3 compute F1", "rank 3 compute F1 F1"), profile), profile)
 
 
+def with_link(program, **changes):
+    link = replace(program.links[0], **changes)
+    return replace(program, links=(link, *program.links[1:]))
+
+
 def test_verify_finds_rows_that_never_arrive():
     profile, text = two_tower_program()
     program = parse_program(text, profile)
-    link = program.links[0]
     nothing = np.zeros(0, dtype=np.int64)
     empty = Flows(source=nothing, destination=nothing, first=nothing, last=nothing)
-    broken = replace(program, links=(replace(link, forward=empty), *program.links[1:]))
-    with pytest.raises(ProgramError, match=r"link 0: rank \d needs more activation rows"):
-        verify(broken, profile)
+    with pytest.raises(ProgramError, match=r"link 0: rank \d needs"):
+        verify(with_link(program, forward=empty), profile)
+
+
+def test_verify_finds_the_wrong_rows_though_their_number_is_right():
+    profile = small.linear_profile([("a", 4, 1, 1, 1), ("b", 4, 1, 1, 1)], [("a", "b")], 4)
+    program = lower(small.plan("a*1@0-1\nb*1@2-3", profile), profile)
+    flows = program.links[0].forward
+    assert flows.destination.tolist() == [2, 3]
+    swapped = replace(flows, destination=flows.destination[::-1].copy())
+    with pytest.raises(ProgramError, match=r"link 0: rank \d needs other rows"):
+        verify(with_link(program, forward=swapped), profile)
+
+
+def test_verify_finds_a_sender_that_does_not_hold_the_rows():
+    profile = small.linear_profile([("a", 4, 1, 1, 1), ("b", 4, 1, 1, 1)], [("a", "b")], 4)
+    program = lower(small.plan("a*1@0-1\nb*1@2-3", profile), profile)
+    flows = program.links[0].forward
+    lying = replace(flows, source=flows.source[::-1].copy())
+    with pytest.raises(ProgramError, match=r"rank \d sends rows that it does not hold"):
+        verify(with_link(program, forward=lying), profile)
+
+
+def test_verify_finds_a_flow_without_a_link():
+    profile, text = two_tower_program()
+    program = parse_program(text, profile)
+    with pytest.raises(ProgramError, match=r"there is no link from slot \d to slot 2"):
+        verify(replace(program, links=program.links[1:]), profile)
+
+
+def shared_program():
+    profile = shared_profile()
+    plan = parse_plan("x/vision#0[0:4]*4@0-1 y/audio#0[0:4]*4@2-3\nx/lm#1[0:4]*4@0-1 y/lm#1[0:4]*4@2-3", profile)
+    return profile, lower(plan, profile)
+
+
+def test_verify_finds_gradients_that_are_not_summed():
+    profile, program = shared_program()
+    verify(program, profile)
+    with pytest.raises(
+        ProgramError, match=r"the gradient of \w+\.\d is not summed once over just the ranks that hold it"
+    ):
+        verify(replace(program, buckets=program.buckets[1:]), profile)
+    short = replace(program.buckets[-1], ranks=program.buckets[-1].ranks[:-1])
+    with pytest.raises(ProgramError, match=r"is not summed once"):
+        verify(replace(program, buckets=(*program.buckets[:-1], short)), profile)
+
+
+def test_verify_finds_a_synchronisation_that_does_not_wait():
+    profile, program = shared_program()
+    early = replace(program.buckets[0], after=())
+    with pytest.raises(ProgramError, match=r"is not synchronised after every backward"):
+        verify(replace(program, buckets=(early, *program.buckets[1:])), profile)
+
+
+def test_verify_finds_a_rank_that_never_updates():
+    profile, program = shared_program()
+    text = format_program(program, profile)
+    lazy = "\n".join(
+        line.removesuffix(" U") if line.startswith("rank 0-1 compute") else line for line in text.splitlines()
+    )
+    with pytest.raises(ProgramError, match=r"rank 0 holds \w+\.\d and never updates it"):
+        verify(parse_program(lazy + "\n", profile), profile)
 
 
 def test_a_missing_backward_is_found():

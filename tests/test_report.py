@@ -6,6 +6,7 @@ import io
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -16,13 +17,13 @@ from spindle.planners import graph_bound_s, make_plan
 from spindle.profile import abstract_profile
 from spindle.program import lower
 from spindle.report.bound import bound_report, limit_sentences
-from spindle.report.compare import ComparedPlan, RefusedPlan, comparison_of
+from spindle.report.compare import ComparedPlan, RefusedPlan, comparison_of, simulated
 from spindle.report.explain import explain, sentences
 from spindle.report.figure import step_figure
 from spindle.report.gantt import columns_for, draw, plan_chart, ticks, timeline_chart
 from spindle.report.palette import palette_of
 from spindle.report.quantities import count_of, large, listed, num_bytes, seconds
-from spindle.report.table import comparison_table, refusal_lines
+from spindle.report.table import bound_facts, comparison_table, refusal_lines, step_remarks
 from spindle.report.trace import trace_of
 from spindle.simulate import simulate
 
@@ -294,3 +295,41 @@ def test_quantities_read_well():
     assert large(1.19e9) == "1.19B"
     assert listed(["a", "b", "c"]) == "a, b and c"
     assert listed(list("abcdefgh"), at_most=3) == "a, b and 6 more"
+
+
+def test_equal_pieces_of_an_op_are_counted_not_repeated():
+    profile = small.two_towers(4)
+    plan = small.plan("vision*3@0-2\nvision*3@0-2\nvision*6@0-1 text*6@3\nhead*1@0-3", profile)
+    (one,) = explain(plan, profile, "vision")
+    assert any("this plan runs 2 × 3 layers on 3 devices and 6 layers on 2 devices." in text for text in sentences(one))
+
+
+def test_inputs_that_are_alike_are_told_in_one_line():
+    profile = small.two_towers(4)
+    (one,) = explain(small.plan("vision*12@0-2 text*6@3\nhead*1@0-3", profile), profile, "head")
+    lines = [text for text in sentences(one) if "takes its input" in text]
+    assert len(lines) == 1
+    assert re.fullmatch(r"Layer 0 takes its input from (vision and text|text and vision); .*", lines[0])
+
+
+def test_a_bound_of_one_level_is_told_once():
+    one = {"ops": [{"name": "a", "layers": 2, "time_s": {"1": 0.1, "2": 0.06}}]}
+    assert "120.0 ms, of its only level" in shown(bound_facts(bound_report(abstract_profile(one, small.devices(2)))))
+    report = bound_report(small.two_towers(4))
+    assert re.search(r"= [\d.]+ \+ [\d.]+ ms, level by level", shown(bound_facts(report)))
+    assert f"on {report.cluster}" in shown(bound_facts(report))
+
+
+def test_passes_of_different_shares_are_a_reason_for_another_step():
+    ops = [
+        {"name": "a", "layers": 1, "forward_s": {"1": 0.3}, "backward_s": {"1": 0.1}},
+        {"name": "b", "layers": 1, "forward_s": {"1": 0.1}, "backward_s": {"1": 0.3}},
+        {"name": "c", "layers": 1, "time_s": {"1": 0.3}},
+    ]
+    profile = abstract_profile({"ops": ops, "edges": [["a", "c"], ["b", "c"]]}, small.devices(2))
+    plan = make_plan(profile, "paper")
+    measures = simulated(plan, profile)
+    assert measures.makespan_s > plan.folded_s * 1.001
+    (line,) = step_remarks(plan, measures, profile)
+    assert "different shares in forward and backward" in line
+    assert step_remarks(plan, replace(measures, makespan_s=plan.folded_s), profile) == []

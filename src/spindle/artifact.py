@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import stat
 import tempfile
 import types
 import typing
@@ -124,9 +125,13 @@ def read_number(data: Any, where: str) -> float:
     """A finite number; JSON's NaN and Infinity, which Python accepts, are refused."""
     if isinstance(data, bool) or not isinstance(data, (int, float)):
         raise InputError(f"{where}: expected a number, got {_shown(data)}")
-    if not math.isfinite(data):
+    try:
+        number = float(data)
+    except OverflowError as error:
+        raise InputError(f"{where}: expected a finite number, got one of {len(str(data))} digits") from error
+    if not math.isfinite(number):
         raise InputError(f"{where}: expected a finite number, got {data}")
-    return float(data)
+    return number
 
 
 def read_integer(data: Any, where: str) -> int:
@@ -138,16 +143,22 @@ def read_integer(data: Any, where: str) -> int:
 def read_json_file(path: Path) -> dict[str, Any]:
     """The object in a JSON file, or one sentence that says why there is none."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
+    except IsADirectoryError as error:
+        raise InputError(f"{path}: is a directory; give the name of a file") from error
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as text ({error})") from error
+    if not text.strip():
+        raise InputError(f"{path}: is empty")
     try:
         data = json.loads(text, object_pairs_hook=_object_without_repeats)
     except json.JSONDecodeError as error:
         hint = "; is the file cut off?" if error.pos >= len(text.rstrip()) - 1 else ""
         raise InputError(f"{path}, line {error.lineno}, column {error.colno}: not JSON ({error.msg}){hint}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not JSON that can be read ({error})") from error
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     if not isinstance(data, dict):
@@ -165,20 +176,56 @@ def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file whole or not at all: to a neighbour first, then renamed over the target."""
+    """Writes a file whole or not at all: to a neighbour first, then renamed over the target.
+
+    A link stays a link, and a file that was there keeps its mode.
+    """
+    target = writable_target(path)
     try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:40]}.", suffix=".part")
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from error
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
+        os.chmod(temporary, mode)
+        os.replace(temporary, target)
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+def writable_target(path: Path) -> Path:
+    """Where a file of this name comes to lie, behind any links; refused where nothing can be written whole.
+
+    What is there and is no regular file is never replaced: renaming over a device or a pipe would take its place.
+    """
+    try:
+        found = path.stat().st_mode  # of the path itself: a pipe behind /dev/stdout has no name to resolve to
+    except FileNotFoundError:
+        found = None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from error
+    if found is not None and stat.S_ISDIR(found):
+        raise InputError(f"{path}: cannot be written, it is a directory; give the name of a file")
+    if found is not None and not stat.S_ISREG(found):
+        raise InputError(f"{path}: cannot be written, it is no regular file but {_special(found)}")
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise InputError(f"{path}: cannot be written, there is no directory {target.parent}")
+    if not os.access(target.parent, os.W_OK):
+        raise InputError(f"{path}: cannot be written, {target.parent} does not allow it")
+    if found is not None and not os.access(target, os.W_OK):
+        raise InputError(f"{path}: cannot be written, the file is read-only")
+    return target
+
+
+def _special(mode: int) -> str:
+    if stat.S_ISFIFO(mode):
+        return "a pipe"
+    return "a socket" if stat.S_ISSOCK(mode) else "a device"
 
 
 def _umask() -> int:
@@ -193,8 +240,13 @@ def write_artifact(path: Path, kind: str, value: Any) -> None:
 
 
 def artifact_text(kind: str, value: Any) -> str:
-    """The text of an artifact: a line for each field, lists of numbers on one."""
-    text = json.dumps({"spindle": kind, "version": 1} | to_json(value), indent=1) + "\n"
+    """The text of an artifact: a line for each field, lists of numbers on one.
+
+    Its own fields are there with their defaults too, unless they are empty; what lies within leaves its defaults out.
+    """
+    fields = {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    filled = {name: item for name, item in fields.items() if item is not None and item not in ([], {})}
+    text = json.dumps({"spindle": kind, "version": 1} | filled, indent=1) + "\n"
     return re.sub(
         r"\[\n[\s\d.,eE+-]+\]", lambda match: " ".join(match[0].split()).replace("[ ", "[").replace(" ]", "]"), text
     )

@@ -46,7 +46,7 @@ def compare(
 
     from spindle.artifact import to_json, write_whole
     from spindle.cli.inputs import load_profile
-    from spindle.cli.terminal import notice, progress_bar, refuse_unwritable, show, show_json
+    from spindle.cli.terminal import fits, notice, progress_bar, refuse_outputs, show, show_json
     from spindle.errors import DoesNotFitError
     from spindle.plan import Plan
     from spindle.planners import Effort, make_plan
@@ -54,8 +54,7 @@ def compare(
     from spindle.report.figure import step_figure
     from spindle.report.table import comparison_table, refusal_lines
 
-    refuse_unwritable(output)
-    refuse_unwritable(figure)
+    refuse_outputs(output, figure, inputs=(given, cluster))
     profile = load_profile(given, devices, cluster)
     effort = Effort(seed=seed, evaluations=evaluations, time_limit_s=time_limit)
     plans: dict[str, Plan] = {}
@@ -84,7 +83,9 @@ def compare(
     if as_json:
         show_json(table)
     else:
-        show(comparison_table(comparison, profile), *refusal_lines(comparison))
+        whole = comparison_table(comparison, profile)
+        shown = whole if fits(whole) else comparison_table(comparison, profile, narrow=True)
+        show(shown, *refusal_lines(comparison))
     for path in (output, figure):
         if path is not None:
             notice(f"wrote {path}")

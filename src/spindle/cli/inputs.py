@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from spindle.artifact import artifact_from_json, read_json_file
+from spindle.cli.terminal import printable
 from spindle.cluster import Cluster, DeviceKind, Island, Link, cluster_named, read_cluster_file
 from spindle.errors import InputError, PlanError
 from spindle.graph import metagraph_of
@@ -28,19 +30,42 @@ def load_profile(given: str, num_devices: int | None, cluster_name: str | None) 
         raise InputError(f"{given}: no such file, and no recipe of that name; recipes: {', '.join(RECIPES)}")
     data = read_json_file(path)
     if "spindle" not in data and "ops" in data:
-        return abstract_profile(data, _any_cluster(num_devices, cluster_name), given, name=path.stem)
+        name = printable(path.stem.replace("\n", " "))
+        profile = abstract_profile(data, _any_cluster(num_devices, cluster_name), given, name=name)
+        names = [(f"ops[{position}].name", op.name) for position, op in enumerate(profile.graph.metaops)]
+        _refuse_unprintable(given, [*names, *(("task", task) for task in profile.graph.tasks)])
+        return profile
     workload = _workload(data, given)
+    _refuse_unprintable(given, _names(workload))
     return roofline_profile(metagraph_of(workload), _real_cluster(given, num_devices, cluster_name), Roofline())
 
 
 def load_plan(path: Path, profile: Profile) -> Plan:
     """A plan file, refused unless it is legal for this profile."""
     plan = read_plan(path, profile.graph)
+    _refuse_unprintable(str(path), [("workload", plan.workload), ("cluster", plan.cluster), ("planner", plan.planner)])
     try:
         check(plan, profile)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error
     return plan
+
+
+def _names(workload: Workload) -> Iterator[tuple[str, str]]:
+    yield "name", workload.name
+    for number, module in enumerate(workload.modules):
+        yield f"modules[{number}].name", module.name
+    for number, task in enumerate(workload.tasks):
+        yield f"tasks[{number}].name", task.name
+        for position, call in enumerate(task.calls):
+            yield f"tasks[{number}].calls[{position}].name", call.name
+
+
+def _refuse_unprintable(where: str, names: Iterable[tuple[str, str]]) -> None:
+    """Names go to terminals, files and figures, none of which can hold control characters or halves of a letter."""
+    for what, name in names:
+        if not name.isprintable():
+            raise InputError(f"{where}: {what}: a name must be printable, got {name!r}")
 
 
 def _workload(data: dict[str, Any], where: str) -> Workload:
@@ -69,6 +94,7 @@ def _any_cluster(num_devices: int | None, cluster_name: str | None) -> Cluster:
     if cluster_name is not None:
         is_file = cluster_name.endswith(".toml")
         cluster = read_cluster_file(Path(cluster_name)) if is_file else cluster_named(cluster_name)
+        _refuse_unprintable(cluster_name, [("name", cluster.name)])
     elif num_devices is not None:
         cluster = nameless_cluster(num_devices)
     else:

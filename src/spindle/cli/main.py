@@ -11,8 +11,14 @@ A refusal is one line on stderr, never a traceback: a traceback is a bug of ours
 
 from __future__ import annotations
 
+import atexit
+import os
+import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,11 +31,19 @@ from spindle.cli.plan import plan
 from spindle.cli.recipe import recipe
 from spindle.cli.recipes import recipes
 from spindle.cli.simulate import simulate
-from spindle.cli.terminal import CLOSED_PIPE
-from spindle.errors import DoesNotFitError, SpindleError
+from spindle.cli.terminal import CLOSED_PIPE, leave_closed_pipe, printable, unwritable_output
+from spindle.errors import DoesNotFitError, InputError, SpindleError
 
 # The family of "no such option": click's own up to typer 0.25, typer's since; both name it through one member.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+# What click says of a number that is none, and what newer versions of typer say.
+_OUR_WORDS = (
+    (r"'(.*)' is not a valid integer( range)?\.", r"expected a whole number, got '\1'"),
+    (r"'(.*)' is not a valid float( range)?\.", r"expected a number, got '\1'"),
+    (r"Input should be a valid integer.*", "expected a whole number"),
+    (r"Input should be a valid number.*", "expected a number"),
+)
+INTERRUPTED = 130
 VERBS = (plan, simulate, compare, bound, explain, recipes, recipe)
 
 
@@ -69,25 +83,98 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one command; returns its exit code."""
     try:
         code = make_app()(args=list(arguments), prog_name="spindle", standalone_mode=False)
+        if code == INTERRUPTED:  # how newer versions of typer tell of Ctrl-C
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except SpindleError as error:
-        print(f"error: {str(error).rstrip()}", file=sys.stderr)
+        _say(f"error: {str(error).rstrip()}")
         return 1 if isinstance(error, DoesNotFitError) else 2
     except _USAGE_ERROR as error:
         if text := _message(error):
-            print(f"error: {text} (see spindle --help)", file=sys.stderr)
+            _say(f"error: {text} (see spindle --help)")
         return 2
     except (KeyboardInterrupt, typer.Abort):
-        return 130
+        _say("interrupted, nothing written")
+        return INTERRUPTED
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        _say(f"error: {unwritable_output(error)}")  # from help, which rich prints
+        return 2
     except SystemExit:
         return CLOSED_PIPE  # the one reason for which rich, typer and we leave at once
 
 
+def _say(text: str) -> None:
+    print(printable(text), file=sys.stderr)
+
+
 def _message(error: Exception) -> str:
-    return str(error.format_message())  # type: ignore[attr-defined]
+    text = str(error.format_message())  # type: ignore[attr-defined]
+    for theirs, ours in _OUR_WORDS:
+        text = re.sub(theirs, ours, text)
+    return text
+
+
+def give_numba_a_cache() -> None:
+    """Where neither the installed package nor the home can be written, compiled code goes to a folder of this run.
+
+    Numba decides when the compiled modules are imported and refuses to import them when it finds no place at all.
+    """
+    if "NUMBA_CACHE_DIR" in os.environ:
+        return
+    package = Path(__file__).resolve().parent.parent
+    rooms = [folder / "__pycache__" for folder in package.iterdir() if (folder / "__init__.py").exists()]
+    if all(map(_can_be_written, rooms)) or _can_be_written(_numba_home()):
+        return
+    try:
+        folder = tempfile.mkdtemp(prefix="spindle-numba-")
+    except OSError as error:
+        raise InputError(
+            f"no folder can be written for compiled code ({error.strerror}); set NUMBA_CACHE_DIR or TMPDIR to one"
+        ) from error
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["NUMBA_CACHE_DIR"] = folder
+
+
+def _numba_home() -> Path:
+    """Where numba puts the cache of a user (its copy of appdirs)."""
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home()))
+    if sys.platform == "darwin":
+        return Path(os.path.expanduser("~/Library/Caches/numba"))
+    return Path(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))) / "numba"
+
+
+def _can_be_written(folder: Path) -> bool:
+    """Whether a file could be made in this folder, which need not be there yet."""
+    nearest = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
 
 def main() -> None:
+    if sys.stderr is None:  # closed by the caller; print would write errors to stdout
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # as long as the program
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may lack a letter of the Gantt
-    sys.exit(run(sys.argv[1:]))
+        if stream is not None:
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may lack a Gantt's letter
+    sys.exit(_run_and_flush(sys.argv[1:]))
+
+
+def _run_and_flush(arguments: Sequence[str]) -> int:
+    """What is still in Python's hands when a command is done can fail to be written, too."""
+    try:
+        give_numba_a_cache()
+    except InputError as error:
+        _say(f"error: {error}")
+        return 2
+    code = run(arguments)
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        leave_closed_pipe()
+    except OSError as error:
+        _say(f"error: {unwritable_output(error)}")
+        return 2
+    return code

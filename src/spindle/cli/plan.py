@@ -37,16 +37,16 @@ def plan(
 
     spindle plan clip-10 --cluster a800x32 --planner paper
     """
-    from spindle.artifact import to_json
+    from spindle.artifact import artifact_text
     from spindle.cli.inputs import load_profile
-    from spindle.cli.terminal import notice, progress_bar, refuse_unwritable, show, show_chart, show_json
+    from spindle.cli.terminal import notice, progress_bar, refuse_outputs, show, show_chart, show_text
     from spindle.plan import write_plan
     from spindle.planners import Effort, make_plan
     from spindle.report.compare import simulated
     from spindle.report.gantt import plan_chart
-    from spindle.report.table import plan_facts
+    from spindle.report.table import plan_facts, step_remarks
 
-    refuse_unwritable(output)
+    refuse_outputs(output, inputs=(given, cluster))
     profile = load_profile(given, devices, cluster)
     effort = Effort(seed=seed, evaluations=evaluations, time_limit_s=time_limit)
     with progress_bar(f"planning {profile.graph.name} on {profile.cluster.name}", 1.0) as report:
@@ -55,9 +55,9 @@ def plan(
     if output is not None:
         write_plan(output, made)
     if as_json:
-        show_json({"spindle": "plan", "version": 1} | to_json(made))
+        show_text(artifact_text("plan", made))
         return
-    show(plan_facts(made, measures, profile))
+    show(plan_facts(made, measures, profile), *step_remarks(made, measures, profile))
     show_chart(lambda num_columns: plan_chart(made, profile.graph, num_columns), made.num_devices)
     if output is not None:
         notice(f"wrote {output}")

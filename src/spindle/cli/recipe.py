@@ -22,12 +22,12 @@ def recipe(
     spindle recipe clip-4 -o clip-4.json
     """
     from spindle.artifact import write_artifact
-    from spindle.cli.terminal import notice, refuse_unwritable
+    from spindle.cli.terminal import notice, refuse_outputs
     from spindle.errors import InputError
     from spindle.recipes import RECIPES
 
     if name not in RECIPES:
         raise InputError(f"no recipe is called {name!r}; recipes: {', '.join(RECIPES)}")
-    refuse_unwritable(output)
+    refuse_outputs(output)
     write_artifact(output, "workload", RECIPES[name].workload())
     notice(f"wrote {output}")

@@ -19,8 +19,8 @@ def recipes(as_json: AsJson = False) -> None:
     """
     from spindle.cli.terminal import show, show_json
     from spindle.recipes import RECIPES
+    from spindle.report.facts import facts
     from spindle.report.quantities import large
-    from spindle.report.table import facts
 
     if as_json:
         show_json({"recipes": [_sizes(recipe) | {"chosen_by_us": list(recipe.chosen)} for recipe in RECIPES.values()]})

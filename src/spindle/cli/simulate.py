@@ -34,7 +34,7 @@ def simulate(
     import spindle.simulate
     from spindle.artifact import to_json, write_whole
     from spindle.cli.inputs import load_plan, load_profile
-    from spindle.cli.terminal import notice, refuse_unwritable, show, show_chart, show_json
+    from spindle.cli.terminal import notice, refuse_outputs, show, show_chart, show_json
     from spindle.planners import graph_bound_s
     from spindle.program import lower, refuse_overfull, verify
     from spindle.report.gantt import timeline_chart
@@ -42,9 +42,11 @@ def simulate(
     from spindle.report.trace import trace_of
     from spindle.timeline import measure
 
-    refuse_unwritable(trace)
+    refuse_outputs(trace, inputs=(given, plan_file, cluster))
     profile = load_profile(given, devices, cluster)
     made = load_plan(plan_file, profile)
+    if made.num_devices < profile.cluster.num_devices:
+        notice(f"{plan_file} was planned for {made.num_devices} of the {profile.cluster.num_devices} devices")
     program = lower(made, profile)
     verify(program, profile)
     timeline = spindle.simulate.simulate(program, profile)

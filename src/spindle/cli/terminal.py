@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from spindle.artifact import writable_target
 from spindle.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,44 +19,51 @@ if TYPE_CHECKING:
     from spindle.report.gantt import Chart
 
 CLOSED_PIPE = 141  # as shells say it: 128 + SIGPIPE
+_ANY_WIDTH = 10_000
 
 
 def show(*parts: RenderableType) -> None:
-    """Prints tables and text for people."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
+    """Prints tables and text for people. Names come from files, so nothing in a text is markup."""
+    console = _console()
     with console.capture() as capture:
         for part in parts:
             console.print(part)
-    _write("".join(line.rstrip(" ") + "\n" for line in capture.get().splitlines()))
+    show_text("".join(line.rstrip(" ") + "\n" for line in capture.get().splitlines()))
 
 
 def show_json(value: Any) -> None:
     """Prints one JSON object and nothing else."""
-    _write(json.dumps(value, indent=1) + "\n")
+    show_text(json.dumps(value, indent=1) + "\n")
+
+
+def fits(part: RenderableType) -> bool:
+    """Whether the output is wide enough to show this without cutting or wrapping it."""
+    console = _console()
+    return console.measure(part, options=console.options.update(max_width=_ANY_WIDTH)).maximum <= console.width
 
 
 def show_chart(chart_of: Callable[[int], Chart], num_devices: int) -> None:
     """Draws a chart as wide as the output is; `chart_of` makes it for a number of columns."""
-    from rich.console import Console
-
     from spindle.report.gantt import columns_for, draw
 
-    console = Console()
+    console = _console()
     chart = chart_of(columns_for(console.width, num_devices))
     show("", draw(chart, num_devices, console.width, console.color_system is not None and not console.no_color))
+
+
+def printable(text: str) -> str:
+    """The text with a mark for every character that a terminal would not show, or would obey; lines stay lines."""
+    return "".join(one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text)
 
 
 def notice(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def errors() -> Console:
-    """A console on stderr, which shows nothing that moves where no person looks."""
+def _console(stderr: bool = False) -> Console:
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 
 @contextmanager
@@ -63,34 +71,55 @@ def progress_bar(text: str, total: float) -> Iterator[Callable[[float], None]]:
     """A bar on stderr that is told how much is done; nothing where no person looks."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    console = errors()
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    console = _console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         job = bar.add_task(text, total=total)
         yield lambda done: bar.update(job, completed=done)
 
 
-def refuse_unwritable(path: Path | None) -> None:
-    """Says before the work, not after it, that a file cannot be written."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise InputError(f"{path}: cannot be written, it is a directory; give the name of a file")
-    if not path.parent.is_dir():
-        raise InputError(f"{path}: cannot be written, there is no directory {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise InputError(f"{path}: cannot be written, {path.parent} does not allow it")
+def refuse_outputs(*outputs: Path | None, inputs: Iterable[str | Path | None] = ()) -> None:
+    """Says before the work, not after it, that a file cannot be written or would replace another of this command."""
+    taken = {
+        Path(os.path.realpath(given)): "an input" for given in inputs if given is not None and Path(given).is_file()
+    }
+    for path in outputs:
+        if path is None:
+            continue
+        if path == Path("-"):
+            raise InputError("-: an output needs the name of a file; what goes to standard output is asked by --json")
+        target = writable_target(path)
+        if target in taken:
+            raise InputError(f"{path}: cannot be written, it is also {taken[target]} of this command")
+        taken[target] = "another output"
 
 
-def _write(text: str) -> None:
+def show_text(text: str) -> None:
+    """Prints a text as it is."""
+    if sys.stdout is None:
+        raise InputError("cannot write to standard output (it is closed)")
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
         leave_closed_pipe()
+    except OSError as error:
+        raise unwritable_output(error) from error
+
+
+def unwritable_output(error: OSError) -> InputError:
+    """What to say when standard output takes no more."""
+    _discard_output()
+    return InputError(f"cannot write to standard output ({error.strerror})")
 
 
 def leave_closed_pipe() -> NoReturn:
-    """The reader has gone: leave without a word. Python would complain at exit when it flushes what is left."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """The reader has gone: leave without a word."""
+    _discard_output()
     raise SystemExit(CLOSED_PIPE)
+
+
+def _discard_output() -> None:
+    """Python would complain at exit when it flushes what is left."""
+    with suppress(OSError, ValueError):  # an output without a descriptor has none to flush to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -71,6 +71,21 @@ class Cluster:
         return tuple(number for number, island in enumerate(self.islands) for _ in range(island.num_devices))
 
     @property
+    def place_in_island(self) -> tuple[int, ...]:
+        """Where each device stands in its island; with tensor degree d it holds shard `place % d`."""
+        return tuple(place for island in self.islands for place in range(island.num_devices))
+
+    def tensor_groups(self, degree: int) -> tuple[tuple[int, ...], ...]:
+        """The groups of devices that can hold a tensor group of this degree: side by side inside one island."""
+        groups = []
+        first = 0
+        for island in self.islands:
+            for start in range(first, first + island.num_devices - degree + 1, degree):
+                groups.append(tuple(range(start, start + degree)))
+            first += island.num_devices
+        return tuple(groups)
+
+    @property
     def kind(self) -> DeviceKind:
         """The one kind of device there is; planners for a single workload need it to be one."""
         kinds = {island.kind for island in self.islands}

@@ -103,9 +103,11 @@ def uniform_cluster(name: str, island: Island, num_devices: int) -> Cluster:
 def read_cluster_file(path: Path) -> Cluster:
     """The cluster of a TOML file, in the form this module's head shows."""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
+    except IsADirectoryError as error:
+        raise InputError(f"{path}: is a directory, expected a .toml file") from error
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as text ({error})") from error
     except tomllib.TOMLDecodeError as error:

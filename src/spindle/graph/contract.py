@@ -47,7 +47,8 @@ def contract(operators: Sequence[Operator], edges: Sequence[tuple[int, int]]) ->
             run.append(following[run[-1]])
         runs.append(run)
     if sum(map(len, runs)) != len(operators):
-        raise WorkloadError("the flows form a cycle")
+        looped = set(range(len(operators))) - {operator for run in runs for operator in run}
+        raise WorkloadError(f"the flows form a cycle through {operators[min(looped)].name}")
     return runs
 
 
@@ -78,11 +79,13 @@ def metagraph_of(workload: Workload) -> MetaGraph:
             first = len(operators)
             for position, layer in enumerate(modules[call.module].layers):
                 cost = costs[layer.kind]
+                weights = [workload.parameters[parameter_position[name]] for name in layer.parameters]
+                sizes = tuple((one.num_elements, one.trainable) for one in weights)
                 # Layers with the same weights' sizes, batch and cost are alike; the cost stands for the input's shape.
                 operators.append(
                     Operator(
                         name=f"{task.name}/{call.name}[{position}]",
-                        type=(call.module, layer.kind),
+                        type=(call.module, layer.kind, sizes),
                         input_size=(task.batch_size, cost),
                     )
                 )
@@ -131,6 +134,8 @@ def _metaop(run: list[_Place]) -> MetaOp:
         task=head.task,
         batch_size=head.batch_size,
         module=head.module,
+        call=head.call,
+        first_layer=head.position,
         cost=head.cost,
         parameters=tuple(place.parameters for place in run),
     )

@@ -27,6 +27,8 @@ class MetaOp:
     task: str
     batch_size: int | None = None
     module: str | None = None
+    call: str | None = None
+    first_layer: int = 0  # in its module's chain
     cost: LayerCost | None = None
     parameters: tuple[tuple[int, ...], ...] = ()
 
@@ -55,12 +57,16 @@ class MetaGraph:
     def __post_init__(self) -> None:
         if not self.metaops:
             raise WorkloadError(f"graph {self.name!r} has no ops; it needs at least one")
+        names = [op.name for op in self.metaops]
+        if len(set(names)) < len(names):
+            repeated = next(name for name in names if names.count(name) > 1)
+            raise WorkloadError(f"two ops are called {repeated!r}; tasks and calls need names that tell them apart")
         predecessors: list[list[int]] = [[] for _ in self.metaops]
         successors: list[list[int]] = [[] for _ in self.metaops]
         for producer, consumer in self.edges:
             predecessors[consumer].append(producer)
             successors[producer].append(consumer)
-        order = topological_order([op.name for op in self.metaops], predecessors, successors)
+        order = topological_order(names, predecessors, successors)
         levels = [0] * len(self.metaops)
         for position in order:
             levels[position] = max((levels[producer] + 1 for producer in predecessors[position]), default=0)
@@ -68,7 +74,7 @@ class MetaGraph:
         object.__setattr__(self, "successors", tuple(map(tuple, successors)))
         object.__setattr__(self, "order", tuple(order))
         object.__setattr__(self, "levels", tuple(levels))
-        body = [to_json(self.metaops), self.edges, to_json(self.parameters)]
+        body = [to_json(self.metaops), self.edges, to_json(self.parameters), to_json(self.numerics)]
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         object.__setattr__(self, "fingerprint", digest[:16])
 

@@ -24,9 +24,7 @@ class Piece:
     wave: int | None = None
 
 
-def assemble(
-    profile: Profile, setting: Setting, planner: str, pieces: Iterable[Piece], seed: int = 0, evaluations: int = 0
-) -> Plan:
+def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[Piece], seed: int = 0) -> Plan:
     """A plan from pieces in an order that respects the flows.
 
     Each piece starts as soon as its data and its devices are there. Neighbouring pieces of one op on the same devices
@@ -40,8 +38,7 @@ def assemble(
     last_slot = [-1] * len(graph.metaops)
     slots: list[Slot] = []
     for piece in pieces:
-        forward_s, backward_s = profile.curve(piece.op, setting).times_s(len(piece.devices))
-        layer_s = forward_s * (2 if setting.recompute[piece.op] else 1) + backward_s
+        layer_s = profile.curve(piece.op, setting).layer_s(len(piece.devices), setting.recompute[piece.op])
         first = next_layer[piece.op]
         next_layer[piece.op] = last = first + piece.num_layers
         before = last_slot[piece.op]
@@ -99,7 +96,6 @@ def assemble(
         recompute=tuple(op.name for op, recomputed in zip(graph.metaops, setting.recompute, strict=True) if recomputed),
         folded_s=max(slot.end_s for slot in ordered),
         seed=seed,
-        evaluations=evaluations,
     )
 
 
@@ -133,3 +129,13 @@ def slots_per_op(plan: Plan) -> float:
             count += 1
         last[slot.op] = slot.devices
     return count / len(last)
+
+
+def relaxed(plan: Plan, profile: Profile, setting: Setting) -> Plan:
+    """The same slots in the same order, each as early as its data and devices allow."""
+    position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
+    pieces = [
+        Piece(op=position[slot.op], num_layers=slot.num_layers, devices=slot.devices, round=slot.round)
+        for slot in plan.slots
+    ]
+    return assemble(profile, setting, plan.planner, pieces, plan.seed)

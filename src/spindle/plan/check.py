@@ -18,12 +18,30 @@ def check(plan: Plan, profile: Profile) -> None:
         raise PlanError(f"this plan was made for another workload: {plan.workload!r}, not {profile.graph.name!r}")
     if plan.num_devices > profile.cluster.num_devices:
         raise PlanError(f"this plan needs {plan.num_devices} devices, the cluster has {profile.cluster.num_devices}")
-    for rule in (_ops_and_layers, _allocations, _rounds, _times, _waves):
+    for rule in (_settings, _ops_and_layers, _allocations, _rounds, _times, _waves):
         rule(plan, profile)
 
 
 def _refuse(plan: Plan, profile: Profile, slot: Slot, message: str) -> PlanError:
     return PlanError(f"wave {slot.wave}: {message}{marked(plan, profile, slot)}")
+
+
+def _settings(plan: Plan, profile: Profile) -> None:
+    """Degrees and recomputation name things that exist, and modules that share weights are sharded alike."""
+    degrees = dict(plan.tensor_degrees)
+    for module, degree in degrees.items():
+        if module not in profile.graph.modules:
+            raise PlanError(f"this plan gives a tensor degree to {module!r}, which is no module of the workload")
+        for other in profile.family_of(module) if degree > 1 else ():
+            if degrees.get(other, 1) != degree:
+                raise PlanError(
+                    f"{module!r} and {other!r} share weights, so their tensor degrees must be equal, "
+                    f"got {degree} and {degrees.get(other, 1)}"
+                )
+    names = {op.name for op in profile.graph.metaops}
+    for op in plan.recompute:
+        if op not in names:
+            raise PlanError(f"this plan recomputes {op!r}, which is no op of the workload")
 
 
 def _ops_and_layers(plan: Plan, profile: Profile) -> None:
@@ -48,7 +66,7 @@ def _allocations(plan: Plan, profile: Profile) -> None:
     """Each slot is on devices that exist, each once, in a number its curve allows, whole tensor groups in an island."""
     setting = setting_of(plan, profile)
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
-    island_of = profile.cluster.island_of
+    island_of, shard_of = profile.cluster.island_of, profile.cluster.place_in_island
     for slot in plan.slots:
         op = position[slot.op]
         curve = profile.curve(op, setting)
@@ -64,7 +82,7 @@ def _allocations(plan: Plan, profile: Profile) -> None:
             group = slot.devices[start : start + degree]
             if len({island_of[device] for device in group}) > 1:
                 raise _refuse(plan, profile, slot, f"the tensor group {list(group)} of {slot.op} spans two islands")
-            if any(device % degree != place for place, device in enumerate(group)):
+            if any(shard_of[device] % degree != place for place, device in enumerate(group)):
                 # A device always holds the same shard of a module.
                 raise _refuse(plan, profile, slot, f"the tensor group {list(group)} of {slot.op} is not aligned")
 
@@ -86,6 +104,11 @@ def _rounds(plan: Plan, profile: Profile) -> None:
             if last.get(device, 0) > slot.round:
                 raise _refuse(plan, profile, slot, f"device {device} is already in round {last[device]}")
             last[device] = slot.round
+    op_round = {slot.op: slot.round for slot in plan.slots}
+    for producer, consumer in profile.graph.edges:
+        first, second = profile.graph.metaops[producer].name, profile.graph.metaops[consumer].name
+        if op_round[first] != op_round[second]:
+            raise PlanError(f"{first} in round {op_round[first]} feeds {second} in round {op_round[second]}")
 
 
 def _times(plan: Plan, profile: Profile) -> None:
@@ -102,8 +125,7 @@ def _times(plan: Plan, profile: Profile) -> None:
         if slot.start_s < previous_start - slack:
             raise _refuse(plan, profile, slot, f"slots must stand in start order; {slot.op} starts too early")
         previous_start = slot.start_s
-        forward_s, backward_s = profile.curve(op, setting).times_s(len(slot.devices))
-        expected = slot.num_layers * (forward_s * (2 if setting.recompute[op] else 1) + backward_s)
+        expected = slot.num_layers * profile.curve(op, setting).layer_s(len(slot.devices), setting.recompute[op])
         if abs(slot.end_s - slot.start_s - expected) > slack:
             raise _refuse(
                 plan,

@@ -39,8 +39,8 @@ def format_plan(plan: Plan, profile: Profile, mark: int | None = None) -> str:
     """The text form; `mark` points at a slot, for errors."""
     early = _earliest_starts(plan, profile)
     lines = [f"# planner {plan.planner}"]
-    lines += [f"# tensor {module} {degree}" for module, degree in plan.tensor_degrees if degree > 1]
-    lines += [f"# recompute {op}" for op in plan.recompute]
+    lines += [f"# tensor {quote(module, safe=_SAFE)} {degree}" for module, degree in plan.tensor_degrees if degree > 1]
+    lines += [f"# recompute {quote(op, safe=_SAFE)}" for op in plan.recompute]
     line: list[str] = []
     wave = 0
     for number, slot in enumerate(plan.slots):
@@ -84,8 +84,8 @@ def parse_plan(text: str, profile: Profile) -> Plan:
     pieces: list[Piece] = []
     wave = -1
     for number, line in enumerate(text.splitlines(), start=1):
-        if line.startswith("#"):
-            words = line[1:].split()
+        if line.startswith("# "):
+            words = [unquote(word) for word in line[1:].split()]
             if words[:1] == ["planner"]:
                 planner = words[1]
             elif words[:1] == ["tensor"]:

@@ -433,6 +433,7 @@ def anneal(table, first_pieces, first_count, seed, evaluations, control):
             best_end[:count] = end_at[:count]
         if not is_kept:
             undo(pieces, count, kept, kept_count, pieces_of)
+    control[DONE] = min(step + 1, evaluations)
     return best, best_count, best_start, best_end
 
 

@@ -17,22 +17,50 @@ from spindle.planners.problem import Problem, Timed, choices_of
 
 def schedule_sequential(problem: Problem) -> list[Timed]:
     """Every op in turn, on as many devices as make it fastest."""
-    return _in_turn(problem, _by_level(problem, range(problem.num_ops)), problem.num_devices, 0.0)
+    return _in_turn(problem, _task_by_task(problem, range(problem.num_ops)), problem.num_devices, 0.0)
 
 
 def schedule_distmm(problem: Problem) -> list[Timed]:
-    """Task after task; inside one, the towers of a level side by side where that ends sooner than in turn."""
+    """Task after task; inside one, towers that do not wait for each other side by side where that ends sooner.
+
+    A tower is a chain of ops: it keeps its devices from its first op to its last.
+    """
     timed: list[Timed] = []
     start_s = 0.0
     for task in dict.fromkeys(problem.tasks):
-        ops = [op for op in range(problem.num_ops) if problem.tasks[op] == task]
-        for level in sorted({problem.levels[op] for op in ops}):
-            towers = [op for op in ops if problem.levels[op] == level]
-            in_turn = _in_turn(problem, towers, problem.num_devices, start_s)
+        for towers in _towers_by_level(problem, [op for op in range(problem.num_ops) if problem.tasks[op] == task]):
+            in_turn = _in_turn(problem, [op for tower in towers for op in tower], problem.num_devices, start_s)
             beside = _side_by_side(problem, towers, start_s)
             timed += min((beside, in_turn), key=_end_s) if beside else in_turn
             start_s = _end_s(timed)
     return timed
+
+
+def _towers_by_level(problem: Problem, ops: Sequence[int]) -> list[list[list[int]]]:
+    """Chains of a task's ops, grouped so that those of one group wait for no other of it."""
+    consumers: dict[int, list[int]] = {op: [] for op in ops}
+    for op in ops:
+        for producer in problem.predecessors[op]:
+            consumers[producer].append(op)
+    order = sorted(ops, key=lambda op: (problem.levels[op], op))
+    tower_of: dict[int, int] = {}
+    towers: list[list[int]] = []
+    for op in order:
+        producers = problem.predecessors[op]
+        if len(producers) == 1 and len(consumers[producers[0]]) == 1:
+            tower_of[op] = tower_of[producers[0]]
+            towers[tower_of[op]].append(op)
+        else:
+            tower_of[op] = len(towers)
+            towers.append([op])
+    levels: list[int] = []
+    for tower in towers:  # a tower's producers stand before it
+        before = [levels[tower_of[producer]] + 1 for producer in problem.predecessors[tower[0]]]
+        levels.append(max(before, default=0))
+    return [
+        [tower for tower, its_level in zip(towers, levels, strict=True) if its_level == level]
+        for level in sorted(set(levels))
+    ]
 
 
 def schedule_task_level(problem: Problem) -> list[Timed]:
@@ -67,7 +95,7 @@ def _end_s(timed: Iterable[Timed]) -> float:
     return max(one.end_s for one in timed)
 
 
-def _by_level(problem: Problem, ops: Sequence[int]) -> list[int]:
+def _task_by_task(problem: Problem, ops: Sequence[int]) -> list[int]:
     """Task after task, each in flow order."""
     first_of_task: dict[str, int] = {}
     for op in ops:
@@ -92,33 +120,23 @@ def _whole(problem: Problem, op: int, num_devices: int, start_s: float, end_s: f
     )
 
 
-def _side_by_side(problem: Problem, ops: Sequence[int], start_s: float) -> list[Timed] | None:
+def _side_by_side(problem: Problem, towers: list[list[int]], start_s: float) -> list[Timed] | None:
     """All at once, each on fixed devices, so that the last ends as soon as possible; None if they do not fit."""
-    counts = [int(problem.choices[op].num_devices[0]) for op in ops]
-    if sum(counts) > problem.num_devices:
+    if sum(_fewest(problem, tower) for tower in towers) > problem.num_devices:
         return None
-
-    def time_s(place: int, count: int) -> float:
-        return problem.num_layers[ops[place]] * problem.choices[ops[place]].time_on(count)
-
-    # Widening the slowest until it cannot grow is optimal: nothing else shortens the longest.
-    while True:
-        slowest = max(range(len(ops)), key=lambda place: time_s(place, counts[place]))
-        options = problem.choices[ops[slowest]].num_devices
-        wider = options[options > counts[slowest]]
-        if not len(wider) or sum(counts) - counts[slowest] + wider[0] > problem.num_devices:
-            break
-        counts[slowest] = int(wider[0])
+    steps = [np.unique(np.concatenate([problem.choices[op].num_devices for op in tower])) for tower in towers]
+    counts = _shortest_longest(problem, towers, steps)
     return [
-        _whole(problem, op, counts[place], start_s, start_s + time_s(place, counts[place]))
-        for place, op in enumerate(ops)
+        replace(one, team=f"tower of {problem.ops[tower[0]]}")
+        for tower, count in zip(towers, counts, strict=True)
+        for one in _in_turn(problem, tower, count, start_s)
     ]
 
 
 def _groups_that_fit(problem: Problem) -> list[list[int]] | None:
     """Ops of each task, the lightest tasks together when there are more than the devices can hold; None if never."""
     groups = [
-        _by_level(problem, [op for op in range(problem.num_ops) if problem.tasks[op] == task])
+        _task_by_task(problem, [op for op in range(problem.num_ops) if problem.tasks[op] == task])
         for task in dict.fromkeys(problem.tasks)
     ]
 

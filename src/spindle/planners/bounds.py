@@ -21,11 +21,10 @@ from spindle.profile import Profile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LpSolution:
-    """The bound, and how it is reached: for each op, layers (not whole) on numbers of devices, and when it ends."""
+    """The bound, and how it is reached: for each op, layers (not whole) on numbers of devices."""
 
     bound_s: float
     mixes: tuple[tuple[tuple[int, float], ...], ...]
-    starts_s: tuple[float, ...]
 
 
 def lower_hull(choices: Choices) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -55,7 +54,11 @@ def graph_bound_s(profile: Profile) -> float:
 
 def graph_bound(profile: Profile) -> LpSolution:
     """The LP bound over every setting: each op may take any tensor degree, nothing is recomputed."""
-    return lp_bound(best_degree_problem(profile))
+    problem = best_degree_problem(profile)
+    # Where idle neighbours make a device faster than its curve says, no layer is faster than at the best rate.
+    rate = max(1.0, *profile.host_rates) if profile.host_rates else 1.0
+    faster = tuple(replace(one, layer_s=one.layer_s / rate) for one in problem.choices)
+    return lp_bound(replace(problem, choices=faster))
 
 
 def best_degree_problem(profile: Profile) -> Problem:
@@ -125,11 +128,10 @@ def lp_bound(problem: Problem) -> LpSolution:
     if not result.success:
         raise ProfileError(f"the bound could not be computed: {result.message}")
     # Read-out.
-    mixes, starts = [], []
+    mixes = []
     for op in range(num_ops):
         layers = result.x[offsets[op] : offsets[op + 1]]
         mixes.append(
             tuple((int(count), float(part)) for count, part in zip(hulls[op][2], layers, strict=True) if part > 1e-9)
         )
-        starts.append(float(result.x[first_end + op] - (layers * hulls[op][0]).sum()))
-    return LpSolution(bound_s=float(result.fun), mixes=tuple(mixes), starts_s=tuple(starts))
+    return LpSolution(bound_s=float(result.fun), mixes=tuple(mixes))

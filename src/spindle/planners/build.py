@@ -14,12 +14,15 @@ import numpy as np
 
 from spindle.errors import DoesNotFitError
 from spindle.plan import Plan, assemble, check
-from spindle.planners.bounds import graph_bound_s
+from spindle.planners.bounds import graph_bound_s, lp_bound
 from spindle.planners.placement import place
 from spindle.planners.problem import Problem, Timed, problem_of
 from spindle.profile import Profile, Setting, saved_bytes, state_bytes
 from spindle.program import counts_bytes, lower, refuse_overfull, verify
 from spindle.simulate import simulate
+
+# Times the bound: a plan within it ends the search for one that saves memory in another way.
+GOOD_ENOUGH = 1.25
 
 Scheduler = Callable[[Problem], list[Timed]]
 
@@ -42,30 +45,44 @@ def build(profile: Profile, planner: str, schedule: Scheduler) -> Plan:
     return best_over_stages(profile, attempt)
 
 
-def best_over_stages(profile: Profile, plan_for: Callable[[Attempt], Plan]) -> Plan:
-    """Goes stage by stage until a plan fits; the fastest of that stage, finished and checked."""
+def best_over_stages(profile: Profile, plan_for: Callable[[Attempt], Plan], most_sharded: int | None = None) -> Plan:
+    """Goes stage by stage until a plan fits and is good; the fastest found, finished and checked.
+
+    A plan that fits at an early stage only because pieces were packed behind each other can be far slower than one of
+    a later stage; so one that is far from the bound does not end the search once memory has refused anything.
+    """
     refusal: DoesNotFitError | None = None
-    for stage in stages(profile):
-        plans = []
+    plans: list[Plan] = []
+    bound_s = graph_bound_s(profile)
+    for stage in stages(profile, most_sharded):
         for attempt in stage:
             try:
                 refuse_hopeless(profile, attempt)
                 plans.append(plan_for(attempt))
             except DoesNotFitError as error:
                 refusal = error
-        if plans:
-            return finished(min(plans, key=lambda plan: plan.makespan_s), profile)
+        best = min(plans, key=lambda plan: (plan.makespan_s, plan.folded_s), default=None)
+        if best is not None and (refusal is None or best.makespan_s <= GOOD_ENOUGH * bound_s):
+            break
+    if plans:
+        return finished(min(plans, key=lambda plan: (plan.makespan_s, plan.folded_s)), profile, bound_s)
+    assert refusal is not None
     raise DoesNotFitError(
         f"{refusal}, even with every task in a round of its own, recomputation and the largest tensor degrees; "
         "use more devices, devices with more memory, or smaller batches"
     )
 
 
-def stages(profile: Profile) -> Iterator[list[Attempt]]:
-    """What to try, from the fastest to the most frugal: as it is; with one means of saving memory; with several."""
+def stages(profile: Profile, most_sharded: int | None = None) -> Iterator[list[Attempt]]:
+    """What to try, from the fastest to the most frugal: as it is; with one means of saving memory; with several.
+
+    `most_sharded` limits how many choices of tensor degrees are tried; those with the best bound are.
+    """
     graph = profile.graph
     plain = profile.default_setting
     sharded = [profile.setting(degrees) for degrees in _sharded_degrees(profile)]
+    if most_sharded is not None and len(sharded) > most_sharded:
+        sharded = sorted(sharded, key=lambda setting: _promise_s(profile, setting))[:most_sharded]
     first = [plain]
     if any(op.batch_size is not None and op.batch_size < profile.cluster.num_devices for op in graph.metaops):
         # Data parallelism alone cannot use all devices; tensor parallelism may.
@@ -91,6 +108,17 @@ def stages(profile: Profile) -> Iterator[list[Attempt]]:
     ]
 
 
+def _promise_s(profile: Profile, setting: Setting) -> float:
+    """The bound under a setting, with the optimizer step of a device that holds a shard of everything."""
+    graph = profile.graph
+    degree_of: dict[int, int] = {}
+    for op, degree in zip(graph.metaops, setting.tensor_degrees, strict=True):
+        degree_of.update((parameter, degree) for layer in op.parameters for parameter in layer)
+    held = sum(graph.parameters[parameter].num_elements / degree for parameter, degree in degree_of.items())
+    update_s = held * graph.numerics.update_bytes / profile.cluster.kind.memory_bytes_per_s
+    return lp_bound(problem_of(profile, setting)).bound_s + update_s
+
+
 def refuse_hopeless(profile: Profile, attempt: Attempt) -> None:
     """Refuses an attempt whose bytes do not fit even spread evenly over all devices, before anything is scheduled."""
     graph, setting = profile.graph, attempt.setting
@@ -104,7 +132,7 @@ def refuse_hopeless(profile: Profile, attempt: Attempt) -> None:
         activations[op.task] += kept
     rounds = balanced_tasks(profile, attempt.num_rounds)
     most = max(sum(activations[task] for task in tasks) for tasks in rounds)
-    # As if every device held its even part; the rest of the message is the same as for a plan.
+    # As if every device held an even part of everything.
     refuse_overfull(np.array([int((state + most) / profile.cluster.num_devices)]), profile)
 
 
@@ -128,13 +156,19 @@ def _recomputing(profile: Profile, setting: Setting, share: float) -> Setting:
 
 
 def _sharded_degrees(profile: Profile) -> list[dict[str, int]]:
-    """Tensor degrees worth trying: 2, 4, 8 for the heaviest module, as much or less for others that are heavy."""
+    """Tensor degrees worth trying: 2, 4, 8 for the heaviest module, as much or less for others.
+
+    Worth sharding is a module whose state weighs on a device, or whose batch is too small for all devices.
+    """
     graph = profile.graph
     weight: dict[str, int] = {}
     for module in graph.modules:
         parameters = {p for op in graph.metaops if op.module == module for layer in op.parameters for p in layer}
         weight[module] = sum(state_bytes(graph, parameter) for parameter in parameters)
-    heavy = [module for module in graph.modules if weight[module] > profile.cluster.kind.memory_bytes / 8]
+    narrow = {op.module for op in graph.metaops if (op.batch_size or 0) < profile.cluster.num_devices}
+    heavy = [
+        module for module in graph.modules if weight[module] > profile.cluster.kind.memory_bytes / 8 or module in narrow
+    ]
     largest = max(heavy, key=lambda module: weight[module], default="")
     result: list[dict[str, int]] = []
     for degree in (2, 4, 8):
@@ -184,12 +218,10 @@ def balanced_tasks(profile: Profile, num_groups: int) -> list[frozenset[str]]:
     return [frozenset(group) for group in groups if group]
 
 
-def realise(
-    profile: Profile, setting: Setting, planner: str, timed: Sequence[Timed], seed: int = 0, evaluations: int = 0
-) -> Plan:
+def realise(profile: Profile, setting: Setting, planner: str, timed: Sequence[Timed], seed: int = 0) -> Plan:
     """Places timed pieces on devices."""
     in_order = sorted(timed, key=lambda one: (one.round, one.start_s))
-    return assemble(profile, setting, planner, place(profile, setting, in_order), seed, evaluations)
+    return assemble(profile, setting, planner, place(profile, setting, in_order), seed)
 
 
 def scored(plan: Plan, profile: Profile) -> Plan:
@@ -199,8 +231,8 @@ def scored(plan: Plan, profile: Profile) -> Plan:
     return replace(plan, makespan_s=timeline.makespan_s)
 
 
-def finished(plan: Plan, profile: Profile) -> Plan:
+def finished(plan: Plan, profile: Profile, bound_s: float) -> Plan:
     """The plan with its bound, after `check` and `verify`."""
     check(plan, profile)
     verify(lower(plan, profile), profile)
-    return replace(plan, bound_s=graph_bound_s(profile))
+    return replace(plan, bound_s=bound_s)

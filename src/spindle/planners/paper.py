@@ -7,7 +7,7 @@ batch are used, where it carries one. Extension is on (their default has it off)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from spindle.planners.allocate import Allocation, allocate
 from spindle.planners.problem import Choices, Problem, Timed, choices_of
@@ -38,12 +38,12 @@ class Wave:
     """Ops (numbered in the problem) with their devices and layers, all started together."""
 
     time_s: float
-    entries: tuple[tuple[int, int, int], ...] = field()  # (op, num_devices, layers)
+    entries: tuple[tuple[int, int, int], ...]  # (op, num_devices, layers)
 
 
 def paper_waves(problem: Problem) -> tuple[list[float], list[Wave]]:
     """C* of each level, and the waves of all levels one after another."""
-    choices = [choices_of(problem.profile, problem.setting, op, divisors_only=True) for op in problem.ops]
+    choices = _divisor_choices(problem)
     optima, waves = [], []
     for level in sorted(set(problem.levels)):
         ops = [op for op in range(problem.num_ops) if problem.levels[op] == level]
@@ -58,11 +58,12 @@ def paper_waves(problem: Problem) -> tuple[list[float], list[Wave]]:
 def schedule_paper(problem: Problem) -> list[Timed]:
     """The waves as timed pieces: every piece of a wave starts with it."""
     _, waves = paper_waves(problem)
+    choices = _divisor_choices(problem)
     timed: list[Timed] = []
     start_s = 0.0
     for number, wave in enumerate(waves):
         for op, num_devices, layers in wave.entries:
-            layer_s = _choices(problem, op).time_on(num_devices)
+            layer_s = choices[op].time_on(num_devices)
             timed.append(
                 Timed(
                     op=problem.ops[op],
@@ -77,8 +78,8 @@ def schedule_paper(problem: Problem) -> list[Timed]:
     return timed
 
 
-def _choices(problem: Problem, op: int) -> Choices:
-    return choices_of(problem.profile, problem.setting, problem.ops[op], divisors_only=True)
+def _divisor_choices(problem: Problem) -> list[Choices]:
+    return [choices_of(problem.profile, problem.setting, op, divisors_only=True) for op in problem.ops]
 
 
 def _whole_tuples(op: int, num_layers: int, allocation: Allocation) -> list[_Tuple]:

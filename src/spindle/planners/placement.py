@@ -16,6 +16,7 @@ from spindle.errors import DoesNotFitError
 from spindle.plan import Piece
 from spindle.planners.problem import Timed
 from spindle.profile import Profile, Setting, backward_bytes, saved_bytes, state_bytes
+from spindle.program import counts_bytes
 
 NEAR_DATA, NEAR_WEIGHTS, EMPTIEST, FULLEST = range(4)
 MAX_RETURNS = 16
@@ -68,10 +69,11 @@ class _Placement:
         self.last_devices: dict[int, np.ndarray] = {}
         self.team_devices: dict[str, np.ndarray] = {}
         # Memory: weights that are there, bytes of state, bytes of activations in the present round.
-        self.counts_bytes = bool(self.graph.parameters) or any(op.cost for op in self.graph.metaops)
+        self.counts_bytes = counts_bytes(profile)
         self.held = np.zeros((len(self.graph.parameters), num_devices), dtype=bool)
         self.state = np.zeros(num_devices)
         self.activations = np.zeros(num_devices)
+        self.working = np.zeros(num_devices)  # the largest working space of a backward pass
         self.round = 0
         self.memory_bytes = profile.cluster.kind.memory_bytes
         self.units_of = {degree: self._units(degree) for degree in set(setting.tensor_degrees)}
@@ -89,6 +91,7 @@ class _Placement:
             if one.round != self.round:
                 self.round = one.round
                 self.activations[:] = 0
+                self.working[:] = 0
             parameters = self._parameters(one)
             new_state = self._new_state(one.op, parameters)
             devices = self._choose(number, one, rules[number], new_state)
@@ -114,10 +117,10 @@ class _Placement:
         units = self.units_of[degree]
         num_units = one.num_devices // degree
         new_state = device_state[units].max(axis=1)
-        needed = (self.state + self.activations)[units].max(axis=1) + new_state + self._new_activations(one)
-        fits = (
-            needed <= self.profile.cluster.kind.memory_bytes if self.counts_bytes else np.ones(len(units), dtype=bool)
-        )
+        kept, working = self._new_activations(one)
+        held = self.state + self.activations + kept + np.maximum(self.working, working)
+        needed = held[units].max(axis=1) + new_state
+        fits = needed <= self.memory_bytes if self.counts_bytes else np.ones(len(units), dtype=bool)
         if fits.sum() < num_units:
             worst = int(np.argsort(needed, kind="stable")[min(num_units, len(units)) - 1])
             raise _NoRoom(number, int(units[worst, 0]), int(needed[worst]))
@@ -140,12 +143,10 @@ class _Placement:
         return self._in_share_order(one.op, units[chosen]).ravel()
 
     def _units(self, degree: int) -> np.ndarray:
-        """Groups of devices that can hold a tensor group: aligned, inside one island."""
-        count = len(self.island) // degree * degree
-        units = np.arange(count).reshape(-1, degree)
-        islands = self.island[units]
-        inside: np.ndarray = units[(islands == islands[:, :1]).all(axis=1)]
-        return inside
+        """Groups of devices that can hold a tensor group, one in each row."""
+        if degree == 1:
+            return np.arange(len(self.island))[:, None]
+        return np.array(self.profile.cluster.tensor_groups(degree))
 
     def _order(
         self,
@@ -235,13 +236,22 @@ class _Placement:
         added: np.ndarray = sizes @ ~self.held[parameters]
         return added
 
-    def _new_activations(self, one: Timed) -> float:
+    def _new_activations(self, one: Timed) -> tuple[np.ndarray, float]:
+        """Bytes each device would keep for a piece's backward, input from elsewhere included, and its working space."""
         op, degree = self.graph.metaops[one.op], self.setting.tensor_degrees[one.op]
+        kept = np.zeros(len(self.island))
         if op.batch_size is None or op.cost is None:
-            return 0.0
+            return kept, 0.0
         rows = -(-op.batch_size // (one.num_devices // degree))
-        kept = saved_bytes(op, rows, one.num_layers, degree, self.setting.recompute[one.op])
-        return kept + rows * op.cost.output_bytes + backward_bytes(op, rows, degree)
+        kept += saved_bytes(op, rows, one.num_layers, degree, self.setting.recompute[one.op])
+        givers = [one.op] if self.next_layer[one.op] else self.graph.predecessors[one.op]
+        for giver in givers:
+            cost = self.graph.metaops[giver].cost
+            if giver in self.last_devices and cost is not None:
+                arrives = np.ones(len(self.island), dtype=bool)
+                arrives[self.last_devices[giver]] = False
+                kept += arrives * rows * cost.output_bytes
+        return kept, backward_bytes(op, rows, degree)
 
     def _take(self, one: Timed, devices: np.ndarray, parameters: np.ndarray, new_state: np.ndarray) -> None:
         layer_s = (one.end_s - one.start_s) / one.num_layers
@@ -250,7 +260,9 @@ class _Placement:
         )
         end_s = start_s + one.num_layers * layer_s
         self.state[devices] += new_state[devices]
-        self.activations[devices] += self._new_activations(one)
+        kept, working = self._new_activations(one)
+        self.activations[devices] += kept[devices]
+        self.working[devices] = np.maximum(self.working[devices], working)
         self.held[parameters[:, None], devices] = True
         self.free_at_s[devices] = end_s
         self.op_end_s[one.op] = end_s

@@ -1,9 +1,9 @@
 """Planner `wavefront`: ours. No barrier between levels, any number of devices, allocations that change as the step
 unfolds.
 
-It anneals schedules in folded time under several rules, places each on devices, and lets the simulator choose: with
-transfers, synchronisation, the optimizer and memory. The baselines' and the paper's schedules stand among the
-candidates, so it is never slower than they are.
+It anneals schedules in folded time, places each on devices, and lets the simulator choose: with transfers,
+synchronisation, the optimizer and memory. The baselines' and the paper's own plans stand among the candidates, so it is
+never slower than they are.
 """
 
 from __future__ import annotations
@@ -13,13 +13,21 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from spindle.errors import DoesNotFitError
-from spindle.plan import Plan
+from spindle.plan import Plan, relaxed
 from spindle.planners.anneal import DONE, STOP, new_control, search
 from spindle.planners.baselines import schedule_distmm, schedule_sequential, schedule_task_level
-from spindle.planners.build import Attempt, Scheduler, best_over_stages, in_rounds, realise, scored
+from spindle.planners.bounds import graph_bound_s
+from spindle.planners.build import (
+    Attempt,
+    best_over_stages,
+    finished,
+    in_rounds,
+    realise,
+    refuse_hopeless,
+    scored,
+    stages,
+)
 from spindle.planners.paper import schedule_paper
 from spindle.planners.problem import Problem, Timed
 from spindle.profile import Profile
@@ -30,6 +38,7 @@ from spindle.program import counts_bytes
 PLAIN_EVALUATIONS = 400_000
 WITH_BYTES_EVALUATIONS = 100_000
 LARGE_CLUSTER = 256
+MOST_SHARDED = 4  # choices of tensor degrees that are worth annealing
 _GLANCE_S = 0.05  # how often a waiting planner looks at the clock
 # How many pieces an op may have, for one annealing run each: few make short programs, many fill gaps.
 PLAIN_PIECE_LIMITS = (4, 3)
@@ -49,7 +58,7 @@ Progress = Callable[[float], None]
 
 
 def plan_wavefront(profile: Profile, effort: Effort, progress: Progress | None = None) -> Plan:
-    """The best plan of all candidates, at the first stage of memory saving at which one fits.
+    """The best plan of all candidates.
 
     `progress` hears how much of an attempt's annealing is done, from 0 to 1.
     """
@@ -60,31 +69,79 @@ def plan_wavefront(profile: Profile, effort: Effort, progress: Progress | None =
         evaluations = WITH_BYTES_EVALUATIONS if counts_bytes(profile) else PLAIN_EVALUATIONS
         evaluations *= 4 if profile.cluster.num_devices > LARGE_CLUSTER else 1
     evaluations = max(1, evaluations // len(limits))
+    spent: list[int] = []
+    refused: list[DoesNotFitError] = []
+    tried: list[Attempt] = []
 
     def plan_for(attempt: Attempt) -> Plan:
-        best: Plan | None = None
-        refusal: DoesNotFitError | None = None
-        for schedule in _candidates(profile, attempt, limits, effort.seed, evaluations, clock, progress):
-            if clock.is_over() and best is not None:
-                break
-            # A schedule that is much longer in folded time alone than another with everything cannot win. Much,
-            # because placing it may still close gaps (the paper's barriers).
-            if best is not None and max(one.end_s for one in schedule) > 1.15 * best.makespan_s:
-                continue
-            try:
-                plan = realise(profile, attempt.setting, "wavefront", schedule, effort.seed)
-                if best is None or plan.folded_s < best.makespan_s:
-                    plan = scored(plan, profile)
-                    best = plan if best is None or plan.makespan_s < best.makespan_s else best
-            except DoesNotFitError as error:
-                refusal = error
-        if best is None:
-            assert refusal is not None
-            raise refusal
-        return best
+        tried.append(attempt)
+        plans: list[Plan] = []
+        for schedule in _annealed(profile, attempt, limits, effort.seed, evaluations, clock, progress, spent):
+            # Annealed schedules wait for nothing, so folded time is about the least that a step of theirs takes.
+            if not plans or max(one.end_s for one in schedule) < min(plans, key=_time).makespan_s:
+                plans += _tried(profile, attempt, schedule, effort.seed, plans, refused)
+        plans += _everyone_elses(profile, attempt, effort.seed, plans, refused)
+        if not plans:
+            raise refused[-1]
+        return min(plans, key=_time)
 
-    plan = best_over_stages(profile, plan_for)
-    return replace(plan, evaluations=evaluations * len(limits), cut_s=clock.cut_s)
+    plans: list[Plan] = []
+    try:
+        plans.append(best_over_stages(profile, plan_for, most_sharded=MOST_SHARDED))
+    except DoesNotFitError as error:
+        refused.append(error)
+    if refused or tried != [Attempt(setting=profile.default_setting)]:
+        # Memory is short or batches are small, so others may have their best plan where we did not look.
+        for attempt in [attempt for stage in stages(profile) for attempt in stage]:
+            plans += _everyone_elses(profile, attempt, effort.seed, plans, refused)
+    if not plans:
+        raise refused[0]
+    best = min(plans, key=_time)
+    if not best.bound_s:
+        best = finished(best, profile, graph_bound_s(profile))
+    return replace(best, seed=effort.seed, evaluations=sum(spent), cut_s=clock.cut_s)
+
+
+def _everyone_elses(
+    profile: Profile, attempt: Attempt, seed: int, plans: list[Plan], refused: list[DoesNotFitError]
+) -> list[Plan]:
+    """The plans of the paper's and the baselines' schedules under an attempt, where they may win."""
+    try:
+        refuse_hopeless(profile, attempt)
+    except DoesNotFitError:
+        return []
+    found: list[Plan] = []
+    for scheduler in (schedule_paper, schedule_task_level, schedule_distmm, schedule_sequential):
+        schedule = in_rounds(profile, attempt.setting, attempt.num_rounds, scheduler)
+        found += _tried(profile, attempt, schedule, seed, [*plans, *found], refused)
+    return found
+
+
+def _time(plan: Plan) -> tuple[float, float]:
+    return (plan.makespan_s, plan.folded_s)
+
+
+def _tried(
+    profile: Profile,
+    attempt: Attempt,
+    schedule: list[Timed],
+    seed: int,
+    plans: list[Plan],
+    refused: list[DoesNotFitError],
+) -> list[Plan]:
+    """The plans of a schedule: as it is, and without the waits that only its waves ask for. None if hopeless."""
+    busy_s = sum((one.end_s - one.start_s) * one.num_devices for one in schedule) / profile.cluster.num_devices
+    if plans and busy_s > min(plans, key=_time).makespan_s:
+        return []  # its devices are busy for longer than another plan takes
+    try:
+        plan = realise(profile, attempt.setting, "wavefront", schedule, seed)
+        found = [scored(plan, profile)]
+        if any(one.wave is not None for one in schedule):
+            found.append(scored(relaxed(plan, profile, attempt.setting), profile))
+        return found
+    except DoesNotFitError as error:
+        refused.append(error)
+        return []
 
 
 class _Clock:
@@ -102,7 +159,7 @@ class _Clock:
         return True
 
 
-def _candidates(
+def _annealed(
     profile: Profile,
     attempt: Attempt,
     piece_limits: tuple[int, ...],
@@ -110,35 +167,27 @@ def _candidates(
     evaluations: int,
     clock: _Clock,
     progress: Progress | None,
+    spent: list[int],
 ) -> Iterator[list[Timed]]:
-    """Schedules to place and simulate: annealed ones, two at a time on two cores, then everyone else's."""
+    """Annealed schedules, two runs at a time on two cores; `spent` counts their evaluations."""
     controls = [new_control() for _ in piece_limits]
 
-    def annealed(run: int) -> list[Timed]:
+    def run(number: int) -> list[Timed]:
         def schedule(problem: Problem) -> list[Timed]:
-            run_seed = seed * len(piece_limits) + run
-            return search(problem, piece_limits[run], run_seed, evaluations, controls[run])
+            run_seed = seed * len(piece_limits) + number
+            found = search(problem, piece_limits[number], run_seed, evaluations, controls[number])
+            spent.append(int(controls[number][DONE]))
+            return found
 
         return in_rounds(profile, attempt.setting, attempt.num_rounds, schedule)
 
     with ThreadPoolExecutor(max_workers=2) as pool:
-        try:
-            for future in [pool.submit(annealed, run) for run in range(len(piece_limits))]:
-                while not future.done():
-                    wait([future], timeout=_GLANCE_S)
-                    if clock.is_over():
-                        _stop(controls)
-                    if progress is not None:
-                        progress(sum(int(control[DONE]) for control in controls) / (evaluations * len(controls)))
-                yield future.result()
-        finally:
-            _stop(controls)  # whoever leaves early must not wait for the rest
-    others: tuple[Scheduler, ...] = (schedule_paper, schedule_task_level, schedule_distmm, schedule_sequential)
-    for scheduler in others:
-        timed = in_rounds(profile, attempt.setting, attempt.num_rounds, scheduler)
-        yield [replace(one, wave=None) for one in timed]
-
-
-def _stop(controls: list[np.ndarray]) -> None:
-    for control in controls:
-        control[STOP] = 1
+        for future in [pool.submit(run, number) for number in range(len(piece_limits))]:
+            while not future.done():
+                wait([future], timeout=_GLANCE_S)
+                if clock.is_over():
+                    for control in controls:
+                        control[STOP] = 1
+                if progress is not None:
+                    progress(sum(int(control[DONE]) for control in controls) / (evaluations * len(controls)))
+            yield future.result()

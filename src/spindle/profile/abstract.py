@@ -11,6 +11,7 @@ ops without one belong with what they are connected to). Nothing is known of byt
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from spindle.profile.curve import Curve
 from spindle.profile.profile import Profile
 
 LEAVES_OUT = ("bytes: no transfer, gradient synchronisation, optimizer or memory is counted for an abstract graph",)
+# Beyond these a number is surely a mistake, and times would no longer be counted in nanoseconds.
+MAX_LAYERS, MAX_BATCH = 1_000_000, 1_000_000_000
+SHORTEST_S, LONGEST_S = 1e-9, 1e5
 _OP_FIELDS = ("name", "layers", "time_s", "forward_s", "backward_s", "batch", "task")
 
 
@@ -75,11 +79,13 @@ def _read_op(entry: Any, where: str) -> tuple[MetaOp, Curve]:
     if "layers" not in entry:
         raise InputError(f'{where}: "layers" is missing')
     layers = read_integer(entry["layers"], f"{where}.layers")
-    if layers < 1:
-        raise InputError(f"{where}.layers: an op needs at least one layer, got {layers}")
+    if not 1 <= layers <= MAX_LAYERS:
+        raise InputError(
+            f"{where}.layers: expected 1 to {MAX_LAYERS:,} layers (an op needs at least one), got {layers}"
+        )
     batch = None if entry.get("batch") is None else read_integer(entry["batch"], f"{where}.batch")
-    if batch is not None and batch < 1:
-        raise InputError(f"{where}.batch: must be at least 1, got {batch}")
+    if batch is not None and not 1 <= batch <= MAX_BATCH:
+        raise InputError(f"{where}.batch: expected 1 to {MAX_BATCH:,}, got {batch}")
     task = entry.get("task", "")
     if not isinstance(task, str):
         raise InputError(f"{where}.task: expected a string, got {task!r}")
@@ -115,13 +121,15 @@ def _read_times(data: Any, where: str) -> dict[int, float]:
         raise InputError(f'{where}: expected times by number of devices, such as {{"1": 0.03, "2": 0.017}}')
     times: dict[int, float] = {}
     for key, value in data.items():
-        if not (key.isascii() and key.isdigit()) or int(key) < 1:
-            raise InputError(f"{where}: {key!r} is no number of devices; expected a whole number of at least 1")
+        if not (key.isascii() and key.isdigit() and len(key) <= 9) or int(key) < 1:
+            raise InputError(f"{where}: {key[:20]!r} is no number of devices; expected a whole number of at least 1")
         if int(key) in times:
             raise InputError(f"{where}: {int(key)} devices are listed twice")
         time_s = read_number(value, f'{where}["{key}"]')
         if time_s <= 0:
             raise InputError(f'{where}["{key}"]: a time must be above 0, got {time_s}')
+        if not SHORTEST_S <= time_s <= LONGEST_S:
+            raise InputError(f'{where}["{key}"]: expected {SHORTEST_S:g} to {LONGEST_S:g} seconds, got {time_s:g}')
         times[int(key)] = time_s
     return times
 
@@ -143,7 +151,7 @@ def _read_edges(data: Any, positions: dict[str, int], where: str) -> tuple[tuple
 
 
 def _with_tasks(metaops: list[MetaOp], edges: tuple[tuple[int, int], ...]) -> tuple[MetaOp, ...]:
-    """Names the task of every op that has none: one for each connected part of the graph."""
+    """Names the task of every op: ops that are connected, or carry the same task, belong together."""
     root = list(range(len(metaops)))
 
     def find(position: int) -> int:
@@ -151,15 +159,17 @@ def _with_tasks(metaops: list[MetaOp], edges: tuple[tuple[int, int], ...]) -> tu
             position = root[position]
         return position
 
-    for producer, consumer in edges:
-        low, high = sorted((find(producer), find(consumer)))
+    first_of_task: dict[str, int] = {}
+    same_task = [
+        (first_of_task.setdefault(op.task, position), position) for position, op in enumerate(metaops) if op.task
+    ]
+    for one, other in (*edges, *same_task):
+        low, high = sorted((find(one), find(other)))
         root[high] = low
+    named: dict[int, str] = {}
+    for position, op in enumerate(metaops):
+        if op.task:
+            named.setdefault(find(position), op.task)
     return tuple(
-        MetaOp(
-            name=op.name,
-            num_layers=op.num_layers,
-            batch_size=op.batch_size,
-            task=op.task or metaops[find(position)].name,
-        )
-        for position, op in enumerate(metaops)
+        replace(op, task=named.get(find(position), metaops[find(position)].name)) for position, op in enumerate(metaops)
     )

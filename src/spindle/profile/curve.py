@@ -50,8 +50,13 @@ class Curve:
             )
         return self.forward_s[position], self.backward_s[position]
 
+    def layer_s(self, num_devices: int, recompute: bool = False) -> float:
+        """Forward and backward together on so many devices; recomputation pays the forward pass twice."""
+        forward_s, backward_s = self.times_s(num_devices)
+        return forward_s * (2 if recompute else 1) + backward_s
+
     def folded_s(self, recompute: bool = False) -> NDArray[np.float64]:
-        """Forward and backward together at each allowed number; recomputation pays the forward pass twice."""
+        """`layer_s` at each allowed number."""
         forward: NDArray[np.float64] = np.asarray(self.forward_s)
         return forward * (2 if recompute else 1) + np.asarray(self.backward_s, dtype=np.float64)
 

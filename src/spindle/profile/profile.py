@@ -56,22 +56,44 @@ class Profile:
         """The smallest degree each module has, nothing recomputed."""
         return self.setting({})
 
+    def family_of(self, module: str) -> frozenset[str]:
+        """A module with all it shares weights with, through others too: they are sharded alike or not at all."""
+        users: dict[int, set[str]] = {}
+        for op in self.graph.metaops:
+            for layer in op.parameters:
+                for parameter in layer:
+                    users.setdefault(parameter, set()).add(op.module or "")
+        family = {module}
+        while grown := set().union(*(using for using in users.values() if using & family)) - family:
+            family |= grown
+        return frozenset(family)
+
     def setting(self, degrees: dict[str, int], recompute: frozenset[str] = frozenset()) -> Setting:
-        """A setting from degrees by module (the smallest where none is given) and names of ops to recompute."""
+        """A setting from degrees by module and names of ops to recompute.
+
+        A module that is not named takes the largest degree given to one that it shares weights with, else its smallest.
+        """
+        named = dict(degrees)
+        for module in self.graph.modules if degrees else ():
+            if module not in degrees:
+                known = [degrees[other] for other in self.family_of(module) if other in degrees]
+                if known:
+                    named[module] = max(known)
         return Setting(
             tensor_degrees=tuple(
-                degrees.get(op.module or "", curves[0].tensor_degree)
+                named.get(op.module or "", curves[0].tensor_degree)
                 for op, curves in zip(self.graph.metaops, self.curves, strict=True)
             ),
             recompute=tuple(op.name in recompute for op in self.graph.metaops),
         )
 
     def degrees_of(self, module: str) -> tuple[int, ...]:
-        """Degrees that every op of a module has a curve for."""
+        """Degrees that every op of a module, and of all it shares weights with, has a curve for."""
+        family = self.family_of(module)
         choices = [
             {curve.tensor_degree for curve in curves}
             for op, curves in zip(self.graph.metaops, self.curves, strict=True)
-            if op.module == module
+            if op.module in family
         ]
         return tuple(sorted(set.intersection(*choices)))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spindle.cluster import Cluster, Island
+from spindle.cluster import Cluster
 from spindle.errors import ProfileError
 from spindle.graph import MetaGraph, MetaOp
 from spindle.profile.communication import all_reduce_s
@@ -54,21 +54,23 @@ def roofline_profile(graph: MetaGraph, cluster: Cluster, roofline: Roofline = Ro
 def _curves(graph: MetaGraph, op: MetaOp, cluster: Cluster, roofline: Roofline) -> tuple[Curve, ...]:
     if op.cost is None or op.batch_size is None:
         raise ProfileError(f"op {op.name!r} has no cost to derive a time from; give it measured times")
-    smallest_island = min(cluster.islands, key=lambda island: island.num_devices)
+    largest_island = max(cluster.islands, key=lambda island: island.num_devices)
     degrees = []
     degree = 1
-    while degree <= min(op.cost.max_tensor_degree, smallest_island.num_devices, cluster.num_devices):
+    while degree <= min(op.cost.max_tensor_degree, largest_island.num_devices):
         degrees.append(degree)
         degree *= 2
-    return tuple(_curve(graph, op, cluster, roofline, smallest_island, degree) for degree in degrees)
+    return tuple(_curve(graph, op, cluster, roofline, degree) for degree in degrees)
 
 
-def _curve(graph: MetaGraph, op: MetaOp, cluster: Cluster, roofline: Roofline, island: Island, degree: int) -> Curve:
+def _curve(graph: MetaGraph, op: MetaOp, cluster: Cluster, roofline: Roofline, degree: int) -> Curve:
     cost, kind = op.cost, cluster.kind
     assert cost is not None
     assert op.batch_size is not None
-    num_replicas = np.arange(1, min(cluster.num_devices // degree, op.batch_size) + 1)
+    most_replicas = 1 if cost.whole_batch else min(len(cluster.tensor_groups(degree)), op.batch_size)
+    num_replicas = np.arange(1, most_replicas + 1)
     rows = -(-op.batch_size // num_replicas)
+    slowest = min((island.link for island in cluster.islands), key=lambda link: link.bytes_per_s)
     weights = sum(graph.parameters[parameter].num_elements for parameter in op.parameters[0]) / degree
     weight_bytes = weights * graph.numerics.parameter_bytes
     reached_flops = kind.peak_flops * roofline.efficiency * degree
@@ -78,7 +80,7 @@ def _curve(graph: MetaGraph, op: MetaOp, cluster: Cluster, roofline: Roofline, i
         traffic = traffic_passes * (rows * cost.traffic_bytes / degree + weight_bytes)
         compute = np.maximum(rows * flops / reached_flops, traffic / reached_bytes)
         # Backward all-reduces the gradients of the same tensors that forward all-reduced.
-        link_s = np.array([all_reduce_s(count * cost.tensor_bytes, degree, island.link) for count in rows.tolist()])
+        link_s = np.array([all_reduce_s(count * cost.tensor_bytes, degree, slowest) for count in rows.tolist()])
         return [float(time_s) for time_s in overhead_s + compute + link_s]
 
     return Curve(

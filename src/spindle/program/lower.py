@@ -61,14 +61,14 @@ def lower(plan: Plan, profile: Profile) -> Program:
         plan=plan,
         num_ranks=profile.cluster.num_devices,
         instructions=tuple(instructions),
-        lanes=tuple(_lane(profile.cluster.num_devices, order) for order in (compute, transfer, sync)),
+        lanes=tuple(
+            _lane(profile.cluster.num_devices, order)
+            for _, order in sorted({COMPUTE: compute, TRANSFER: transfer, SYNC: sync}.items())
+        ),
         slots=shapes,
         links=tuple(links),
         buckets=buckets,
     )
-
-
-assert (COMPUTE, TRANSFER, SYNC) == (0, 1, 2)  # the order of lanes above
 
 
 def _shape(profile: Profile, setting: Setting, slot: Slot, op: int) -> SlotShape:
@@ -137,7 +137,7 @@ def _buckets(
 ) -> tuple[Bucket, ...]:
     """Parameters with the same ranks and the same last word of backward, in the order in which they become ready.
 
-    A parameter of tensor degree d is d shards; device r always holds shard r mod d, so each shard has its own group.
+    A parameter of tensor degree d is d shards; a device always holds the same one, so each shard has its own group.
     """
     graph = profile.graph
     users: dict[int, list[tuple[int, int]]] = defaultdict(list)  # parameter -> (slot, backward instruction)
@@ -159,12 +159,13 @@ def _buckets(
             for shard in range(degree):
                 groups[slots, after, degree, shard].append(parameter)
 
+    place = np.asarray(profile.cluster.place_in_island)
     ranks_of: dict[tuple[tuple[int, ...], int, int], Column] = {}
     buckets: list[tuple[tuple[int, float], Bucket]] = []
     for (slots, after, degree, shard), parameters in groups.items():
         if (slots, degree, shard) not in ranks_of:
             ranks = np.unique(np.concatenate([np.asarray(plan.slots[slot].devices) for slot in slots]))
-            ranks_of[slots, degree, shard] = ranks[ranks % degree == shard]
+            ranks_of[slots, degree, shard] = ranks[place[ranks] % degree == shard]
         ranks = ranks_of[slots, degree, shard]
         if len(ranks) > 1:
             elements = sum(-(-graph.parameters[parameter].num_elements // degree) for parameter in parameters)

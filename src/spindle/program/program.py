@@ -98,10 +98,6 @@ class Program:
         """How many instructions all ranks run together."""
         return sum(len(lane.instructions) for lane in self.lanes)
 
-    def list_for(self, rank: int, lane: int) -> list[Instruction]:
-        """What one rank runs on one lane, in order."""
-        return [self.instructions[number] for number in self.lanes[lane].of_rank(rank)]
-
 
 def lane_from_pairs(num_ranks: int, instructions: Column, ranks: Column) -> Lane:
     """A lane from (instruction, rank) pairs that stand in program order."""

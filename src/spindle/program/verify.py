@@ -6,14 +6,17 @@ the deadlock that would have happened.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from itertools import pairwise
+
 import numpy as np
 
 from spindle.errors import ProgramError
 from spindle.profile import Profile
 from spindle.program.instances import Instances, instances_of
-from spindle.program.instructions import Backward, Forward, code
+from spindle.program.instructions import Backward, Exchange, Forward, Instruction, OptimizerStep, code, lane_of
 from spindle.program.memory import Memory, refuse_overfull
-from spindle.program.program import Column, Flows, Program, SlotShape
+from spindle.program.program import Bucket, Column, Flows, Program, SlotShape
 from spindle.program.reshard import common_scale
 from spindle.program.untimed import run_untimed
 
@@ -21,7 +24,9 @@ from spindle.program.untimed import run_untimed
 def verify(program: Program, profile: Profile) -> None:
     """Raises a ProgramError for the first thing that is wrong, a DoesNotFitError when memory is short."""
     _every_slot_runs(program)
+    _every_flow_has_its_link(program, profile)
     _every_row_arrives(program)
+    _every_gradient_is_summed(program, profile)
     instances = instances_of(program, profile.gangs)
     stuck = np.flatnonzero(~run_untimed(*instances.arrays))
     if len(stuck):
@@ -50,6 +55,24 @@ def _every_slot_runs(program: Program) -> None:
             raise ProgramError(f"slot {number} ({slot.op}) has no forward")
 
 
+def _every_flow_has_its_link(program: Program, profile: Profile) -> None:
+    """Slot to next slot of an op, producer to consumer: each has one link, with an exchange for each direction."""
+    slots_of: dict[int, list[int]] = defaultdict(list)
+    for number, shape in enumerate(program.slots):
+        slots_of[shape.op].append(number)
+    expected = {pair for numbers in slots_of.values() for pair in pairwise(numbers)}
+    expected |= {(slots_of[producer][-1], slots_of[consumer][0]) for producer, consumer in profile.graph.edges}
+    found = [(link.producer, link.consumer) for link in program.links]
+    for producer, consumer in sorted(expected.symmetric_difference(found)):
+        word = "no" if (producer, consumer) in expected else "a needless"
+        raise ProgramError(f"there is {word} link from slot {producer} to slot {consumer}")
+    exchanges = [one for one in program.instructions if isinstance(one, Exchange)]
+    for number in range(len(program.links)):
+        for backward in (False, True):
+            if exchanges.count(Exchange(link=number, backward=backward)) != 1:
+                raise ProgramError(f"link {number} needs one exchange {'backward' if backward else 'forward'}")
+
+
 def _every_row_arrives(program: Program) -> None:
     """Each rank of a consumer holds or receives each of its rows exactly once, and likewise each gradient row back."""
     for number, link in enumerate(program.links):
@@ -57,29 +80,91 @@ def _every_row_arrives(program: Program) -> None:
             (link.producer, link.consumer, link.forward, "activation"),
             (link.consumer, link.producer, link.backward, "gradient"),
         ):
-            given, taken = program.slots[giver], program.slots[taker]
-            missing = _rows_missing(given, taken, flows, program.num_ranks)
-            if missing.any():
-                place = int(np.flatnonzero(missing)[0])
-                raise ProgramError(
-                    f"link {number}: rank {taken.ranks[place]} needs {'more' if missing[place] > 0 else 'fewer'} "
-                    f"{what} rows of slot {taker} ({abs(int(missing[place]))}) than it holds and receives"
-                )
+            problem = _wrong_rows(program.slots[giver], program.slots[taker], flows, program.num_ranks)
+            if problem:
+                raise ProgramError(f"link {number}: {problem} ({what} rows for slot {taker})")
 
 
-def _rows_missing(giver: SlotShape, taker: SlotShape, flows: Flows, num_ranks: int) -> Column:
+def _wrong_rows(giver: SlotShape, taker: SlotShape, flows: Flows, num_ranks: int) -> str:
+    """What is wrong with a link's flows, if anything."""
     scale = common_scale(giver, taker)
-    given = giver.bounds * (scale // giver.num_rows)
-    taken = taker.bounds * (scale // taker.num_rows)
-    low, high = np.full(num_ranks, 0), np.full(num_ranks, 0)
-    low[giver.ranks] = np.repeat(given[:-1], giver.tensor_degree)
-    high[giver.ranks] = np.repeat(given[1:], giver.tensor_degree)
-    first = np.repeat(taken[:-1], taker.tensor_degree)
-    last = np.repeat(taken[1:], taker.tensor_degree)
-    local = np.maximum(0, np.minimum(high[taker.ranks], last) - np.maximum(low[taker.ranks], first))
-    received = np.bincount(flows.destination, weights=flows.last - flows.first, minlength=num_ranks)
-    missing: Column = (last - first) - local - received[taker.ranks].astype(np.int64)
-    return missing
+    had_first, had_last = _intervals(giver, scale, num_ranks)
+    want_first, want_last = _intervals(taker, scale, num_ranks)
+    sends_what_it_lacks = (flows.first < had_first[flows.source]) | (flows.last > had_last[flows.source])
+    if sends_what_it_lacks.any():
+        return f"rank {flows.source[int(np.argmax(sends_what_it_lacks))]} sends rows that it does not hold"
+    # What a rank has of its own and what it receives, one after another, must tile what it wants.
+    ranks = np.concatenate([taker.ranks, flows.destination])
+    first = np.concatenate([np.maximum(had_first, want_first)[taker.ranks], flows.first])
+    last = np.concatenate([np.minimum(had_last, want_last)[taker.ranks], flows.last])
+    held = first < last
+    ranks, first, last = ranks[held], first[held], last[held]
+    order = np.lexsort((first, ranks))
+    ranks, first, last = ranks[order], first[order], last[order]
+    opens = np.append(True, ranks[1:] != ranks[:-1])
+    closes = np.append(ranks[1:] != ranks[:-1], True)
+    expected = np.where(opens, want_first[ranks], np.append(0, last[:-1]))
+    wrong = (first != expected) | (closes & (last != want_last[ranks]))
+    if wrong.any():
+        return f"rank {ranks[int(np.argmax(wrong))]} needs other rows than it holds and receives"
+    missing = np.setdiff1d(taker.ranks, ranks)
+    return f"rank {missing[0]} needs rows and has none" if len(missing) else ""
+
+
+def _intervals(shape: SlotShape, scale: int, num_ranks: int) -> tuple[Column, Column]:
+    """The first and last row of each rank, empty for those that have none."""
+    first, last = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
+    bounds = shape.bounds * (scale // shape.num_rows)
+    first[shape.ranks] = np.repeat(bounds[:-1], shape.tensor_degree)
+    last[shape.ranks] = np.repeat(bounds[1:], shape.tensor_degree)
+    return first, last
+
+
+def _every_gradient_is_summed(program: Program, profile: Profile) -> None:
+    """Each shard of a trainable parameter is in one bucket, over all ranks that hold it, after every use of it."""
+    graph = profile.graph
+    place = np.asarray(profile.cluster.place_in_island)
+    after: dict[int, set[int]] = defaultdict(set)
+    using: dict[int, list[int]] = defaultdict(list)
+    for number, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Backward):
+            op = graph.metaops[program.slots[instruction.slot].op]
+            for layer in range(instruction.first, instruction.last) if op.parameters else ():
+                for parameter in op.parameters[layer]:
+                    after[parameter].add(number)
+                    using[parameter].append(instruction.slot)
+    buckets: dict[int, list[Bucket]] = defaultdict(list)
+    for bucket in program.buckets:
+        for parameter in bucket.parameters:
+            buckets[parameter].append(bucket)
+    updated = {int(rank) for rank in _ranks_running(program, OptimizerStep())}
+    ranks_of: dict[tuple[int, ...], Column] = {}
+    for parameter, slots in using.items():
+        if not graph.parameters[parameter].trainable:
+            continue
+        name, key = graph.parameters[parameter].name, tuple(dict.fromkeys(slots))
+        if key not in ranks_of:
+            ranks_of[key] = np.unique(np.concatenate([program.slots[slot].ranks for slot in key]))
+            lazy = set(ranks_of[key].tolist()) - updated
+            if lazy:
+                raise ProgramError(f"rank {min(lazy)} holds {name} and never updates it")
+        degree = program.slots[key[0]].tensor_degree
+        groups = [ranks_of[key][place[ranks_of[key]] % degree == shard] for shard in range(degree)]
+        expected = sorted(tuple(group.tolist()) for group in groups if len(group) > 1)
+        if sorted(tuple(bucket.ranks.tolist()) for bucket in buckets[parameter]) != expected:
+            raise ProgramError(f"the gradient of {name} is not summed once over just the ranks that hold it")
+        if any(set(bucket.after) != after[parameter] for bucket in buckets[parameter]):
+            raise ProgramError(f"the gradient of {name} is not synchronised after every backward that adds to it")
+
+
+def _ranks_running(program: Program, instruction: Instruction) -> Column:
+    """The ranks whose lists hold an instruction."""
+    if instruction not in program.instructions:
+        return np.zeros(0, dtype=np.int64)
+    number = program.instructions.index(instruction)
+    lane = program.lanes[lane_of(instruction)]
+    ranks: Column = np.repeat(np.arange(program.num_ranks), np.diff(lane.starts))[lane.instructions == number]
+    return ranks
 
 
 def describe_deadlock(program: Program, instances: Instances, stuck: Column) -> str:

@@ -21,6 +21,7 @@ class BoundReport:
     """
 
     workload: str
+    cluster: str
     num_devices: int
     lp_s: float
     level_s: tuple[float, ...]
@@ -56,6 +57,7 @@ def bound_report(profile: Profile) -> BoundReport:
     path, path_at_bound_s = _longest_path(problem, at_bound)
     return BoundReport(
         workload=profile.graph.name,
+        cluster=profile.cluster.name,
         num_devices=problem.num_devices,
         lp_s=solution.bound_s,
         level_s=tuple(paper_waves(problem_of(profile, profile.default_setting))[0]),

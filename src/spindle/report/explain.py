@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -251,8 +252,13 @@ def _about_curve(one: OpExplanation) -> str:
 
 
 def _about_bound(one: OpExplanation) -> str:
-    parts = [f"{layers:.3g} layers on {count}" for count, layers in one.bound_mix]
-    chosen = [f"{slot.last - slot.first} on {len(slot.devices)}" for slot in one.slots]
+    parts = [f"{layers:.3g} {'layer' if layers == 1 else 'layers'} on {count}" for count, layers in one.bound_mix]
+    pieces = [(slot.last - slot.first, len(slot.devices)) for slot in one.slots]
+    chosen = []
+    for (layers, devices), equal in itertools.groupby(pieces):
+        repeats = len(list(equal))
+        times = f"{repeats} × " if repeats > 1 else ""
+        chosen.append(f"{times}{count_of(layers, 'layer')} on {count_of(devices, 'device')}")
     return f"The LP bound would run {listed(parts)}; this plan runs {listed(chosen)}."
 
 
@@ -267,25 +273,30 @@ def _about_neighbours(one: OpExplanation) -> list[str]:
 
 
 def _about_data(one: OpExplanation) -> list[str]:
+    """Where its data came from; what is the same of several producers is said once."""
+    lines = []
     if not any(inflow.into_layer == 0 for inflow in one.inflows):
-        start = ["It takes its input from the batch, from no other op."]
-    else:
-        start = []
+        lines.append("It takes its input from the batch, from no other op.")
+    producers: dict[tuple[int, float, float], list[str]] = {}
     for inflow in one.inflows:
-        whence = f"layer {inflow.into_layer - 1}" if inflow.producer == one.op else inflow.producer
+        own = inflow.producer == one.op
         total = inflow.moved_bytes + inflow.kept_bytes
-        if total == 0 and inflow.producer == one.op:
+        if own and total == 0:
             continue
-        elif total == 0:
-            start.append(f"Layer {inflow.into_layer} takes its input from {whence}; its bytes are not known.")
-        elif inflow.moved_bytes == 0:
-            start.append(f"Layer {inflow.into_layer} finds its input from {whence} in place ({num_bytes(total)}).")
+        alike = producers.setdefault((inflow.into_layer, inflow.moved_bytes, total), [])
+        alike.append(f"layer {inflow.into_layer - 1}" if own else inflow.producer)
+    for (layer, moved, total), names in producers.items():
+        whence, each = listed(names), " each" if len(names) > 1 else ""
+        if total == 0:
+            lines.append(f"Layer {layer} takes its input from {whence}; its bytes are not known.")
+        elif moved == 0:
+            lines.append(f"Layer {layer} finds its input from {whence} in place ({num_bytes(total)}{each}).")
         else:
-            start.append(
-                f"Layer {inflow.into_layer} takes {num_bytes(total)} from {whence}; {num_bytes(inflow.moved_bytes)} "
-                f"({percent(inflow.moved_bytes / total)}) moves between devices."
+            lines.append(
+                f"Layer {layer} takes {num_bytes(total)}{each} from {whence}; {num_bytes(moved)} "
+                f"({percent(moved / total)}){' of each' if each else ''} moves between devices."
             )
-    return start
+    return lines
 
 
 def _about_weights(one: OpExplanation) -> list[str]:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from spindle.program.instructions import COMPUTE, SYNC, TRANSFER
 from spindle.timeline.timeline import Timeline
-
-COMPUTE, TRANSFER, SYNC = range(3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spindle.program import Instruction, Program
+from spindle.program import Instruction
 
 Column = NDArray[np.int64]
 
@@ -67,8 +67,3 @@ class Timeline:
             before = live[begin - 1] if begin else 0
             peaks[rank] += max(0, int(live[begin : begin + count[rank]].max()) - int(before))
         return peaks
-
-
-def matches(timeline: Timeline, program: Program) -> bool:
-    """Whether a timeline is of this program: the same instructions on the same number of ranks."""
-    return timeline.instructions == program.instructions and timeline.num_ranks == program.num_ranks
