@@ -36,7 +36,7 @@ from spindle.program import counts_bytes
 # Folded schedules tried in all. Where bytes count, a candidate must also be placed and simulated, which takes longer
 # the more devices there are; so then may the search.
 PLAIN_EVALUATIONS = 400_000
-WITH_BYTES_EVALUATIONS = 100_000
+WITH_BYTES_EVALUATIONS = 64_000
 LARGE_CLUSTER = 256
 MOST_SHARDED = 4  # choices of tensor degrees that are worth annealing
 _GLANCE_S = 0.05  # how often a waiting planner looks at the clock
@@ -76,11 +76,14 @@ def plan_wavefront(profile: Profile, effort: Effort, progress: Progress | None =
     def plan_for(attempt: Attempt) -> Plan:
         tried.append(attempt)
         plans: list[Plan] = []
-        for schedule in _annealed(profile, attempt, limits, effort.seed, evaluations, clock, progress, spent):
+        annealed = _annealed(profile, attempt, limits, effort.seed, evaluations, clock, progress, spent)
+        others = _everyone_elses(profile, attempt)  # made while the other threads anneal
+        for schedule in annealed:
             # Annealed schedules wait for nothing, so folded time is about the least that a step of theirs takes.
             if not plans or max(one.end_s for one in schedule) < min(plans, key=_time).makespan_s:
                 plans += _tried(profile, attempt, schedule, effort.seed, plans, refused)
-        plans += _everyone_elses(profile, attempt, effort.seed, plans, refused)
+        for schedule in others:
+            plans += _tried(profile, attempt, schedule, effort.seed, plans, refused)
         if not plans:
             raise refused[-1]
         return min(plans, key=_time)
@@ -93,7 +96,8 @@ def plan_wavefront(profile: Profile, effort: Effort, progress: Progress | None =
     if refused or tried != [Attempt(setting=profile.default_setting)]:
         # Memory is short or batches are small, so others may have their best plan where we did not look.
         for attempt in [attempt for stage in stages(profile) for attempt in stage]:
-            plans += _everyone_elses(profile, attempt, effort.seed, plans, refused)
+            for schedule in _everyone_elses(profile, attempt):
+                plans += _tried(profile, attempt, schedule, effort.seed, plans, refused)
     if not plans:
         raise refused[0]
     best = min(plans, key=_time)
@@ -102,19 +106,14 @@ def plan_wavefront(profile: Profile, effort: Effort, progress: Progress | None =
     return replace(best, seed=effort.seed, evaluations=sum(spent), cut_s=clock.cut_s)
 
 
-def _everyone_elses(
-    profile: Profile, attempt: Attempt, seed: int, plans: list[Plan], refused: list[DoesNotFitError]
-) -> list[Plan]:
-    """The plans of the paper's and the baselines' schedules under an attempt, where they may win."""
+def _everyone_elses(profile: Profile, attempt: Attempt) -> list[list[Timed]]:
+    """The paper's and the baselines' schedules under an attempt; none where bytes cannot fit anyway."""
     try:
         refuse_hopeless(profile, attempt)
     except DoesNotFitError:
         return []
-    found: list[Plan] = []
-    for scheduler in (schedule_paper, schedule_task_level, schedule_distmm, schedule_sequential):
-        schedule = in_rounds(profile, attempt.setting, attempt.num_rounds, scheduler)
-        found += _tried(profile, attempt, schedule, seed, [*plans, *found], refused)
-    return found
+    schedulers = (schedule_paper, schedule_task_level, schedule_distmm, schedule_sequential)
+    return [in_rounds(profile, attempt.setting, attempt.num_rounds, scheduler) for scheduler in schedulers]
 
 
 def _time(plan: Plan) -> tuple[float, float]:
@@ -129,14 +128,17 @@ def _tried(
     plans: list[Plan],
     refused: list[DoesNotFitError],
 ) -> list[Plan]:
-    """The plans of a schedule: as it is, and without the waits that only its waves ask for. None if hopeless."""
+    """The plans of a schedule: as it is, and where it keeps waves also without their waits. None if hopeless.
+
+    The step knows no barriers, so taking them out changes folded time alone, which is all there is without bytes.
+    """
     busy_s = sum((one.end_s - one.start_s) * one.num_devices for one in schedule) / profile.cluster.num_devices
     if plans and busy_s > min(plans, key=_time).makespan_s:
         return []  # its devices are busy for longer than another plan takes
     try:
         plan = realise(profile, attempt.setting, "wavefront", schedule, seed)
         found = [scored(plan, profile)]
-        if any(one.wave is not None for one in schedule):
+        if profile.gangs and any(one.wave is not None for one in schedule):
             found.append(scored(relaxed(plan, profile, attempt.setting), profile))
         return found
     except DoesNotFitError as error:
@@ -169,7 +171,7 @@ def _annealed(
     progress: Progress | None,
     spent: list[int],
 ) -> Iterator[list[Timed]]:
-    """Annealed schedules, two runs at a time on two cores; `spent` counts their evaluations."""
+    """Starts annealing, two runs at a time on two cores; the schedules as they are done. `spent` counts evaluations."""
     controls = [new_control() for _ in piece_limits]
 
     def run(number: int) -> list[Timed]:
@@ -181,13 +183,19 @@ def _annealed(
 
         return in_rounds(profile, attempt.setting, attempt.num_rounds, schedule)
 
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        for future in [pool.submit(run, number) for number in range(len(piece_limits))]:
-            while not future.done():
-                wait([future], timeout=_GLANCE_S)
-                if clock.is_over():
-                    for control in controls:
-                        control[STOP] = 1
-                if progress is not None:
-                    progress(sum(int(control[DONE]) for control in controls) / (evaluations * len(controls)))
-            yield future.result()
+    pool = ThreadPoolExecutor(max_workers=2)
+    futures = [pool.submit(run, number) for number in range(len(piece_limits))]
+
+    def results() -> Iterator[list[Timed]]:
+        with pool:
+            for future in futures:
+                while not future.done():
+                    wait([future], timeout=_GLANCE_S)
+                    if clock.is_over():
+                        for control in controls:
+                            control[STOP] = 1
+                    if progress is not None:
+                        progress(sum(int(control[DONE]) for control in controls) / (evaluations * len(controls)))
+                yield future.result()
+
+    return results()

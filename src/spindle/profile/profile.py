@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spindle.cluster import Cluster
 from spindle.errors import ProfileError
@@ -36,8 +36,10 @@ class Profile:
     gangs: bool = False
     host_rates: tuple[float, ...] = ()
     leaves_out: tuple[str, ...] = ()
+    families: tuple[frozenset[str], ...] = field(init=False, repr=False, compare=False)  # modules that share weights
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "families", _families(self.graph))
         if len(self.curves) != len(self.graph.metaops):
             raise ProfileError(f"{len(self.graph.metaops)} ops need as many curves, got {len(self.curves)}")
         for op, curves in zip(self.graph.metaops, self.curves, strict=True):
@@ -58,15 +60,7 @@ class Profile:
 
     def family_of(self, module: str) -> frozenset[str]:
         """A module with all it shares weights with, through others too: they are sharded alike or not at all."""
-        users: dict[int, set[str]] = {}
-        for op in self.graph.metaops:
-            for layer in op.parameters:
-                for parameter in layer:
-                    users.setdefault(parameter, set()).add(op.module or "")
-        family = {module}
-        while grown := set().union(*(using for using in users.values() if using & family)) - family:
-            family |= grown
-        return frozenset(family)
+        return next((family for family in self.families if module in family), frozenset({module}))
 
     def setting(self, degrees: dict[str, int], recompute: frozenset[str] = frozenset()) -> Setting:
         """A setting from degrees by module and names of ops to recompute.
@@ -107,3 +101,20 @@ class Profile:
             f"op {self.graph.metaops[op].name!r} has no curve for tensor degree {degree}; "
             f"it has {', '.join(str(curve.tensor_degree) for curve in self.curves[op])}"
         )
+
+
+def _families(graph: MetaGraph) -> tuple[frozenset[str], ...]:
+    """Modules that share weights, in groups of two and more."""
+    users: dict[int, set[str]] = {}
+    for op in graph.metaops:
+        for layer in op.parameters:
+            for parameter in layer:
+                users.setdefault(parameter, set()).add(op.module or "")
+    families: list[set[str]] = []
+    for using in users.values():
+        joined = set(using)
+        for family in [family for family in families if family & joined]:
+            families.remove(family)
+            joined |= family
+        families.append(joined)
+    return tuple(frozenset(family) for family in families if len(family) > 1)

@@ -32,8 +32,8 @@ class Tower:
     """Equal transformer layers, with an embedding before them or a head after them where those have many weights.
 
     Embedding and head share one table (tied weights); `table` names another tower's, for a head without an embedding.
-    A vocabulary without either counts the table with the last block: a layer of its own would be a level of its own,
-    and planners that go level by level would hold the whole tower back for a look-up.
+    A vocabulary without either counts the table in equal parts with the blocks: a layer of its own would be a level of
+    its own, and planners that go level by level would hold the whole tower back for a look-up.
     """
 
     name: str
@@ -82,18 +82,18 @@ def module_of(tower: Tower) -> Module:
         layers.insert(0, Layer(kind="embedding", parameters=table))
     if tower.has_head:
         layers.append(Layer(kind="head", parameters=table))
-    if tower.vocabulary and not (tower.has_embedding or tower.has_head):
-        layers[-1] = Layer(kind="block", parameters=layers[-1].parameters + table)
     return Module(name=tower.name, layers=tuple(layers))
 
 
 def parameters_of(tower: Tower) -> tuple[Parameter, ...]:
     """One parameter for each block, and the table where it is the tower's own."""
+    spread = tower.vocabulary and not (tower.has_embedding or tower.has_head)
+    part = tower.vocabulary * tower.width // tower.num_layers if spread else 0
     blocks = tuple(
-        Parameter(name=f"{tower.name}.blocks.{number}", num_elements=tower.layer_elements)
+        Parameter(name=f"{tower.name}.blocks.{number}", num_elements=tower.layer_elements + part)
         for number in range(tower.num_layers)
     )
-    if tower.table or not tower.vocabulary:
+    if tower.table or spread or not tower.vocabulary:
         return blocks
     table = Parameter(name=f"{tower.name}.table", num_elements=tower.vocabulary * tower.width)
     return (table, *blocks)

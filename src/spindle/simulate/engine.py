@@ -64,15 +64,19 @@ def _grown(column):
 
 
 @njit(cache=True)
+def _slowness(resource, load, slowness_of, slowness):
+    """How many times longer than alone a meeting takes on a resource under a load."""
+    row = slowness_of[resource]
+    return np.float64(load) if row < 0 else slowness[row, min(load, slowness.shape[1] - 1)]
+
+
+@njit(cache=True)
 def _span(meeting, fixed_ns, entry_starts, entry_resource, entry_ns, weight_on, slowness_of, slowness):
     """How long the whole meeting would take at the present load."""
     span = np.float64(fixed_ns[meeting])
     for entry in range(entry_starts[meeting], entry_starts[meeting + 1]):
         resource = entry_resource[entry]
-        row = slowness_of[resource]
-        load = weight_on[resource]
-        slow = np.float64(load) if row < 0 else slowness[row, min(load, slowness.shape[1] - 1)]
-        time = entry_ns[entry] * slow
+        time = entry_ns[entry] * _slowness(resource, weight_on[resource], slowness_of, slowness)
         if time > span:
             span = time
     return span
@@ -206,17 +210,29 @@ def run(
                 heap_time = _grown(heap_time)
                 heap_item = _grown(heap_item)
             heap_size = _push(heap_time, heap_item, heap_size, finish[meeting], meeting)
-        # Time again those that share a resource with it.
+        # Time again those that share a resource with it: only what this resource says of them has changed, so all of
+        # a meeting's entries are looked at again only when the one that held it back lets go.
         for entry in range(entry_starts[meeting], entry_starts[meeting + 1]):
-            other_entry = head[entry_resource[entry]]
+            resource = entry_resource[entry]
+            load = weight_on[resource]
+            before = load - entry_weight[entry] if starts else load + entry_weight[entry]
+            slow_before = _slowness(resource, before, slowness_of, slowness)
+            slow_now = _slowness(resource, load, slowness_of, slowness)
+            other_entry = head[resource]
             while other_entry >= 0:
                 other = entry_meeting[other_entry]
+                time_before = entry_ns[other_entry] * slow_before
+                time_now = entry_ns[other_entry] * slow_now
                 other_entry = following[other_entry]
                 if other == meeting:
                     continue
-                new_span = _span(
-                    other, fixed_ns, entry_starts, entry_resource, entry_ns, weight_on, slowness_of, slowness
-                )
+                new_span = span[other]
+                if time_now >= span[other]:
+                    new_span = time_now
+                elif time_before >= span[other] * (1 - 1e-12):
+                    new_span = _span(
+                        other, fixed_ns, entry_starts, entry_resource, entry_ns, weight_on, slowness_of, slowness
+                    )
                 if new_span == span[other]:
                     continue
                 if span[other] > 0:
