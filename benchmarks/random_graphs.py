@@ -82,6 +82,7 @@ def main(num_instances: int) -> None:
         about = {"powers_of_two": powers_of_two, "num_devices": num_devices}
         data.append(about | {"wavefront": ratios, "paper": paper_ratios, "slots_per_op": slots})
     header = [
+        "batches",
         "devices",
         "wavefront / bound, mean",
         "p90",

@@ -28,7 +28,7 @@ def main() -> None:
             began = time.perf_counter()
             simulate(program, profile)
             whole.append(time.perf_counter() - began)
-            instances = instances_of(program, profile.gangs)
+            instances = instances_of(program)
             costs = costs_of(program, instances, profile)
             began = time.perf_counter()
             run(*instances.arrays, *costs.arrays)

@@ -267,5 +267,5 @@ def test_verify_refuses_a_program_that_needs_more_memory_than_a_device_has():
 def test_memory_in_program_order_is_never_more_than_simulated_memory(planner, num_devices):
     profile = small.workload_profile({"x": ["vision", "lm"], "y": ["audio", "lm"]}, num_devices=num_devices)
     program = lower(make_plan(profile, planner), profile)
-    in_order = Memory(program, profile).peaks_in_order(instances_of(program, profile.gangs))
+    in_order = Memory(program, profile).peaks_in_order(instances_of(program))
     assert (in_order <= simulate(program, profile).peak_bytes()).all()

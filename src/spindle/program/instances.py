@@ -70,7 +70,7 @@ class Instances:
         return len(self.meeting_instruction)
 
 
-def instances_of(program: Program, gangs: bool) -> Instances:
+def instances_of(program: Program) -> Instances:
     """Unfolds a program. Raises a ProgramError when an instruction misses a partner or stands twice on one rank."""
     lanes = program.lanes
     sizes = [len(lane.instructions) for lane in lanes]
@@ -93,7 +93,7 @@ def instances_of(program: Program, gangs: bool) -> Instances:
     source, target = np.concatenate(sources), np.concatenate(targets)
     follower_starts, followers = _cut_by(source, target, len(instruction))
 
-    owners, member_starts, members, numbers = _meetings(program, where, gangs)
+    owners, member_starts, members, numbers = _meetings(program, where)
     meeting_of_member = np.repeat(np.arange(len(owners)), np.diff(member_starts))
     meeting_starts, meetings = _cut_by(members, meeting_of_member, len(instruction))
     return Instances(
@@ -169,7 +169,7 @@ def _needs(program: Program, where: Column) -> tuple[list[Column], list[Column]]
     return sources, targets
 
 
-def _meetings(program: Program, where: Column, gangs: bool) -> tuple[Column, Column, Column, Column]:
+def _meetings(program: Program, where: Column) -> tuple[Column, Column, Column, Column]:
     """Owners, members (cut by meeting) and flow entries of all meetings, in the order of instructions."""
     owners: list[int] = []  # by block of meetings: the instruction, how many, and members of each
     counts: list[int] = []
@@ -181,7 +181,7 @@ def _meetings(program: Program, where: Column, gangs: bool) -> tuple[Column, Col
         match instruction:
             case Forward(slot=slot) | Backward(slot=slot):
                 shape = program.slots[slot]
-                size = len(shape.ranks) if gangs else shape.tensor_degree
+                size = len(shape.ranks) if shape.gang else shape.tensor_degree
                 members = shape.ranks
             case Exchange(link=link, backward=is_backward):
                 flows = program.links[link].backward if is_backward else program.links[link].forward

@@ -74,7 +74,7 @@ def lower(plan: Plan, profile: Profile) -> Program:
 def _shape(profile: Profile, setting: Setting, slot: Slot, op: int) -> SlotShape:
     degree = setting.tensor_degrees[op]
     num_replicas = len(slot.devices) // degree
-    num_rows = profile.graph.metaops[op].batch_size
+    num_rows, cost = profile.graph.metaops[op].batch_size, profile.graph.metaops[op].cost
     if num_rows is None or profile.gangs:
         # The time on n devices is all that is known; whatever they share, each has an equal part of it.
         num_rows = num_replicas
@@ -83,6 +83,7 @@ def _shape(profile: Profile, setting: Setting, slot: Slot, op: int) -> SlotShape
         ranks=np.asarray(slot.devices, dtype=np.int64),
         bounds=share_bounds(num_rows, num_replicas),
         tensor_degree=degree,
+        gang=profile.gangs or (cost is not None and cost.meets),
     )
 
 

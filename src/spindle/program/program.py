@@ -28,6 +28,7 @@ class SlotShape:
     ranks: Column
     bounds: Column
     tensor_degree: int
+    gang: bool = False  # its ranks start together
 
     @property
     def num_rows(self) -> int:

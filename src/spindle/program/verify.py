@@ -27,7 +27,7 @@ def verify(program: Program, profile: Profile) -> None:
     _every_flow_has_its_link(program, profile)
     _every_row_arrives(program)
     _every_gradient_is_summed(program, profile)
-    instances = instances_of(program, profile.gangs)
+    instances = instances_of(program)
     stuck = np.flatnonzero(~run_untimed(*instances.arrays))
     if len(stuck):
         raise ProgramError(describe_deadlock(program, instances, stuck))

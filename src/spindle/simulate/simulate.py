@@ -15,7 +15,7 @@ from spindle.timeline import Timeline
 
 def simulate(program: Program, profile: Profile) -> Timeline:
     """The timeline of one step. Raises a ProgramError when the program deadlocks."""
-    instances = instances_of(program, profile.gangs)
+    instances = instances_of(program)
     costs = costs_of(program, instances, profile)
     posted, began, ended = run(*instances.arrays, *costs.arrays)
     if (ended < 0).any():

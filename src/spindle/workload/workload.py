@@ -55,6 +55,7 @@ class LayerCost:
     tensor_bytes: float = 0.0  # all-reduced by the forward pass of a tensor-parallel layer
     max_tensor_degree: int = 1
     whole_batch: bool = False  # samples depend on each other, so one device must see them all
+    meets: bool = False  # its devices exchange something small in the forward pass, so they run together
 
     def __post_init__(self) -> None:
         for name in ("forward_flops", "backward_flops", "traffic_bytes", "saved_bytes", "output_bytes", "tensor_bytes"):

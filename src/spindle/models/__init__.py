@@ -1,0 +1,5 @@
+"""What do the pieces compute? Chains of layers from `nn.Module`s. Needs torch; knows no rank and no plan."""
+
+from spindle.models.chain import Chain, ChainLayer, chain_of
+
+__all__ = ["Chain", "ChainLayer", "chain_of"]

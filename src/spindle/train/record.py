@@ -1,0 +1,133 @@
+"""What does a task do? Its function is traced once: calls of modules become calls, the code between them glue.
+
+Glue is run where its result is needed: each call carries the nodes that compute its arguments from the batch and from
+other calls' outputs, and so does the loss. Glue works on rows alone, as the design asks; a loss that does not is
+computed over the whole batch.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from spindle.errors import WorkloadError
+from spindle.train.task import Mean, ModuleHandle, TaskDefinition, called_module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedCall:
+    """One call: `arguments(batch, *outputs)` gives its arguments, over the outputs of the calls in `sources`."""
+
+    name: str
+    handle: ModuleHandle
+    sources: tuple[str, ...]
+    arguments: Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedTask:
+    """A task as calls in order and a loss `loss(batch, *outputs)` over the outputs of `loss_sources`."""
+
+    definition: TaskDefinition
+    calls: tuple[RecordedCall, ...]
+    loss_sources: tuple[str, ...]
+    loss: Callable[..., Any]
+    is_mean: bool
+
+
+class _TaskTracer(fx.Tracer):
+    """Traces a function of the batch; a module that is called without a handle is refused."""
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        raise WorkloadError(
+            f"it calls a {type(m).__name__} that is not registered; "
+            'write handle = spindle.module("name", module) once and call the handle'
+        )
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, nn.Parameter):
+            raise WorkloadError(
+                f"it uses a parameter of shape {tuple(a.shape)} outside any module; put it in a module, "
+                'spindle.module("head", head, whole_batch=True)'
+            )
+        if isinstance(a, ModuleHandle):
+            return a
+        return super().create_arg(a)
+
+
+def record(definition: TaskDefinition) -> RecordedTask:
+    """Records a task, or says what in it cannot be and on which line."""
+    try:
+        graph = _TaskTracer().trace(definition.function)
+    except WorkloadError as error:
+        raise WorkloadError(f"task {definition.name!r}{_line_of(error, definition)}: {error}") from error
+    except fx.proxy.TraceError as error:
+        raise WorkloadError(
+            f"task {definition.name!r}{_line_of(error, definition)}: it branches on a tensor's value, which is not "
+            "known when the step is planned; use torch.where, or decide from something that is no tensor"
+        ) from error
+    return _read(definition, graph)
+
+
+def _line_of(error: BaseException, definition: TaskDefinition) -> str:
+    """The last line of the task's own file on the way to the error."""
+    file = definition.function.__code__.co_filename
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f", line {frames[-1].lineno} ({frames[-1].line})" if frames else ""
+
+
+def _read(definition: TaskDefinition, graph: fx.Graph) -> RecordedTask:
+    (batch,) = (node for node in graph.nodes if node.op == "placeholder")
+    output = next(node for node in graph.nodes if node.op == "output")
+    calls: dict[fx.Node, str] = {}
+    times: dict[str, int] = {}
+    recorded = []
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is called_module:
+            handle = node.args[0]
+            name = f"{handle.name}#{times.get(handle.name, 0)}"
+            times[handle.name] = times.get(handle.name, 0) + 1
+            sources, arguments = _glue(graph, batch, calls, (node.args[1:], node.kwargs))
+            calls[node] = name
+            recorded.append(RecordedCall(name=name, handle=handle, sources=sources, arguments=arguments))
+    if not recorded:
+        raise WorkloadError(f"task {definition.name!r} calls no module; register one with spindle.module and call it")
+    result = output.args[0]
+    is_mean = isinstance(result, fx.Node) and result.target is Mean
+    sources, loss = _glue(graph, batch, calls, result)
+    return RecordedTask(definition=definition, calls=tuple(recorded), loss_sources=sources, loss=loss, is_mean=is_mean)
+
+
+def _glue(
+    graph: fx.Graph, batch: fx.Node, calls: dict[fx.Node, str], wanted: Any
+) -> tuple[tuple[str, ...], Callable[..., Any]]:
+    """The nodes that compute `wanted` from the batch and from outputs of calls, as a function of these."""
+    needed: set[fx.Node] = set()
+    sources: list[fx.Node] = []
+
+    def visit(node: fx.Node) -> None:
+        if node in needed or node is batch:
+            return
+        if node in calls:
+            if node not in sources:
+                sources.append(node)
+            return
+        needed.add(node)
+        fx.node.map_arg((node.args, node.kwargs), visit)
+
+    fx.node.map_arg(wanted, visit)
+    sources.sort(key=lambda node: list(calls).index(node))
+    part = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {batch: part.placeholder("batch")}
+    for number, node in enumerate(sources):
+        copies[node] = part.placeholder(f"output_{number}")
+    for node in graph.nodes:
+        if node in needed:
+            copies[node] = part.node_copy(node, lambda one: copies[one])
+    part.output(fx.node.map_arg(wanted, lambda one: copies[one]))
+    runner = fx.GraphModule(nn.Module(), part)
+    return tuple(calls[node] for node in sources), runner.forward

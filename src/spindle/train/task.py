@@ -1,0 +1,102 @@
+"""What a user's script is made of: modules by name, and tasks as functions over a batch.
+
+A handle that `module` returns is called like the module itself. While a task is being recorded it notes the call; at
+any other time it simply runs the module, so the same script trains in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import fx, nn
+
+from spindle.errors import WorkloadError
+from spindle.models import Chain, chain_of
+
+
+class ModuleHandle:
+    """A module under its name. `whole_batch` says that its samples depend on each other, so it must not be split."""
+
+    def __init__(self, name: str, user_module: nn.Module, whole_batch: bool) -> None:
+        self.name, self.module, self.whole_batch = name, user_module, whole_batch
+        self.chain: Chain = chain_of(user_module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        proxy = _first_proxy((args, kwargs))
+        if proxy is None:
+            return self.module(*args, **kwargs)
+        return proxy.tracer.create_proxy("call_function", called_module, (self, *args), kwargs)
+
+    def __repr__(self) -> str:
+        return f"spindle.module({self.name!r})"
+
+
+def called_module(handle: ModuleHandle, *args: Any, **kwargs: Any) -> Any:
+    """Stands in a recorded task for a call of a module."""
+    return handle.module(*args, **kwargs)
+
+
+def _first_proxy(value: Any) -> fx.Proxy | None:
+    found: list[fx.Proxy] = []
+    fx.node.map_aggregate(value, lambda leaf: found.append(leaf) if isinstance(leaf, fx.Proxy) else None)
+    return found[0] if found else None
+
+
+def module(name: str, user_module: nn.Module, *, whole_batch: bool = False) -> ModuleHandle:
+    """Registers an `nn.Module` under a name that all tasks share."""
+    if not isinstance(user_module, nn.Module):
+        raise WorkloadError(f"spindle.module({name!r}, ...): expected an nn.Module, got {type(user_module).__name__}")
+    if not name or "/" in name or "#" in name:
+        raise WorkloadError(f"spindle.module({name!r}, ...): a name must not be empty or hold '/' or '#'")
+    return ModuleHandle(name, user_module, whole_batch)
+
+
+class Mean(NamedTuple):
+    """A loss as a sum and what to divide it by; both are summed over all ranks before dividing."""
+
+    total: Any
+    count: Any
+
+
+def mean(total: Any, count: Any) -> Mean:
+    """A mean that may be split: over tokens with padding, say, where ranks have different counts."""
+    return Mean(total, count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskDefinition:
+    """A task's function with its batch size and weight; callable like the function."""
+
+    name: str
+    function: Callable[[Any], Any]
+    batch_size: int
+    weight: float = 1.0
+    per_sample_mean: bool = False
+
+    def __call__(self, batch: Any) -> Any:
+        return self.function(batch)
+
+
+def task(
+    *, batch_size: int, weight: float = 1.0, name: str | None = None, per_sample_mean: bool = False
+) -> Callable[[Callable[[Any], Any]], TaskDefinition]:
+    """Makes a task of a function over a batch that returns its loss.
+
+    The loss is computed over the whole batch unless it is a `spindle.mean`, or `per_sample_mean` says that it is the
+    mean of a loss of each sample.
+    """
+    if batch_size < 1:
+        raise WorkloadError(f"@spindle.task(batch_size={batch_size}): must be at least 1")
+
+    def define(function: Callable[[Any], Any]) -> TaskDefinition:
+        return TaskDefinition(
+            name=name or function.__name__,
+            function=function,
+            batch_size=batch_size,
+            weight=weight,
+            per_sample_mean=per_sample_mean,
+        )
+
+    return define
