@@ -1,0 +1,47 @@
+"""What the README shows is what runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_python_example_runs():
+    (code,) = blocks("python")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"\d+ ms, bound \d+ ms\n", done.stdout)
+
+
+@pytest.mark.parametrize("verb", ["plan", "simulate", "compare", "bound", "explain"])
+def test_the_commands_for_ones_own_numbers_run(verb, tmp_path):
+    (tmp_path / "graph.json").write_text(blocks("json")[0])
+    commands = [
+        line.split("#")[0].split()[1:] for block in blocks("sh") for line in block.splitlines() if "graph.json" in line
+    ]
+    (plan,) = (command for command in commands if command[0] == "plan")
+    (chosen,) = (command for command in commands if command[0] == verb)
+    for command in dict.fromkeys(map(tuple, (plan, chosen))):
+        done = subprocess.run(
+            [sys.executable, "-m", "spindle.cli", *command], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "vision" in done.stdout or "graph" in done.stdout
+
+
+def test_ci_calls_the_two_commands_of_the_readme():
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    first, second = (block.strip() for block in blocks("sh")[:2])
+    for command in (*first.split(" && "), *second.split(" && ")):
+        assert command.removeprefix("pip install ") in ci
