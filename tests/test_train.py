@@ -41,6 +41,22 @@ def test_a_module_with_blocks_is_cut_before_between_and_behind_them():
     assert torch.equal(chain(x, mask), whole(x, mask))
 
 
+def test_what_a_module_returns_from_its_middle_reaches_the_output():
+    class Early(worlds.Tower):
+        def forward(self, x):
+            x = early = self.blocks[0](self.stem(x))
+            for block in list(self.blocks)[1:]:
+                x = block(x)
+            return self.norm(x), early
+
+    whole = Early(4, 8, 3)
+    x = torch.randn(2, 4)
+    chain = chain_of(whole)
+    assert len(chain.layers) == 5
+    for ours, theirs in zip(chain(x), whole(x), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_every_parameter_is_in_some_layer():
     whole = Masked()
     found = {id(parameter) for layer in chain_of(whole).layers for parameter in layer.parameters}

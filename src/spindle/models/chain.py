@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 
@@ -120,7 +119,8 @@ def _cut(module: nn.Module, graph: fx.Graph, blocks: list[nn.Module]) -> Chain:
     layers = []
     available: list[fx.Node] = placeholders
     for number, segment in enumerate(segments):
-        later = {id(node) for rest in segments[number + 1 :] for node in rest}
+        # The output stands behind the last layer: what it takes from the middle is handed on to there.
+        later = {id(node) for rest in segments[number + 1 :] for node in rest} | {id(output)}
         needed = [node for node in [*available, *segment] if any(id(user) in later for user in node.users)]
         is_last = number == len(segments) - 1
         layers.append(_segment_layer(module, submodules, available, segment, None if is_last else needed, output))
@@ -160,15 +160,3 @@ def _segment_layer(
     ]
     kind = ";".join(steps)
     return ChainLayer(kind=kind, run=runner.forward, parameters=tuple(dict.fromkeys(parameters)))
-
-
-def run_layers(layers: Sequence[ChainLayer], values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Some layers in a row."""
-    for layer in layers:
-        values = layer.run(*values)
-    return values
-
-
-def as_tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors of a nest, in order."""
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

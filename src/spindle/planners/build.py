@@ -2,7 +2,7 @@
 
 Every planner is a function from a Problem to timed pieces; here it is tried under the settings that memory asks for:
 as it is, then with tensor parallelism or rounds or some recomputation, then with several of these. The first of these
-stages with a plan that fits decides, by simulated time.
+stages with a plan that fits decides, by simulated time, unless that plan is far from the bound.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Attempt:
 
 
 def build(profile: Profile, planner: str, schedule: Scheduler) -> Plan:
-    """The best plan of a scheduler at the first stage at which one fits."""
+    """The best plan of a scheduler over the stages that memory asks for."""
 
     def attempt(one: Attempt) -> Plan:
         timed = in_rounds(profile, one.setting, one.num_rounds, schedule)
@@ -61,16 +61,21 @@ def best_over_stages(profile: Profile, plan_for: Callable[[Attempt], Plan], most
                 plans.append(plan_for(attempt))
             except DoesNotFitError as error:
                 refusal = error
-        best = min(plans, key=lambda plan: (plan.makespan_s, plan.folded_s), default=None)
+        best = min(plans, key=time_of, default=None)
         if best is not None and (refusal is None or best.makespan_s <= GOOD_ENOUGH * bound_s):
             break
     if plans:
-        return finished(min(plans, key=lambda plan: (plan.makespan_s, plan.folded_s)), profile, bound_s)
+        return finished(min(plans, key=time_of), profile, bound_s)
     assert refusal is not None
     raise DoesNotFitError(
         f"{refusal}, even with every task in a round of its own, recomputation and the largest tensor degrees; "
         "use more devices, devices with more memory, or smaller batches"
     )
+
+
+def time_of(plan: Plan) -> tuple[float, float]:
+    """What plans are compared by: the step, then folded time."""
+    return (plan.makespan_s, plan.folded_s)
 
 
 def stages(profile: Profile, most_sharded: int | None = None) -> Iterator[list[Attempt]]:

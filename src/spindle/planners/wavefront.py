@@ -27,6 +27,7 @@ from spindle.planners.build import (
     refuse_hopeless,
     scored,
     stages,
+    time_of,
 )
 from spindle.planners.paper import schedule_paper
 from spindle.planners.problem import Problem, Timed
@@ -80,13 +81,13 @@ def plan_wavefront(profile: Profile, effort: Effort, progress: Progress | None =
         others = _everyone_elses(profile, attempt)  # made while the other threads anneal
         for schedule in annealed:
             # Annealed schedules wait for nothing, so folded time is about the least that a step of theirs takes.
-            if not plans or max(one.end_s for one in schedule) < min(plans, key=_time).makespan_s:
+            if not plans or max(one.end_s for one in schedule) < min(plans, key=time_of).makespan_s:
                 plans += _tried(profile, attempt, schedule, effort.seed, plans, refused)
         for schedule in others:
             plans += _tried(profile, attempt, schedule, effort.seed, plans, refused)
         if not plans:
             raise refused[-1]
-        return min(plans, key=_time)
+        return min(plans, key=time_of)
 
     plans: list[Plan] = []
     try:
@@ -100,7 +101,7 @@ def plan_wavefront(profile: Profile, effort: Effort, progress: Progress | None =
                 plans += _tried(profile, attempt, schedule, effort.seed, plans, refused)
     if not plans:
         raise refused[0]
-    best = min(plans, key=_time)
+    best = min(plans, key=time_of)
     if not best.bound_s:
         best = finished(best, profile, graph_bound_s(profile))
     return replace(best, seed=effort.seed, evaluations=sum(spent), cut_s=clock.cut_s)
@@ -116,10 +117,6 @@ def _everyone_elses(profile: Profile, attempt: Attempt) -> list[list[Timed]]:
     return [in_rounds(profile, attempt.setting, attempt.num_rounds, scheduler) for scheduler in schedulers]
 
 
-def _time(plan: Plan) -> tuple[float, float]:
-    return (plan.makespan_s, plan.folded_s)
-
-
 def _tried(
     profile: Profile,
     attempt: Attempt,
@@ -133,7 +130,7 @@ def _tried(
     The step knows no barriers, so taking them out changes folded time alone, which is all there is without bytes.
     """
     busy_s = sum((one.end_s - one.start_s) * one.num_devices for one in schedule) / profile.cluster.num_devices
-    if plans and busy_s > min(plans, key=_time).makespan_s:
+    if plans and busy_s > min(plans, key=time_of).makespan_s:
         return []  # its devices are busy for longer than another plan takes
     try:
         plan = realise(profile, attempt.setting, "wavefront", schedule, seed)

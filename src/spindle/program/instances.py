@@ -44,9 +44,7 @@ class Instances:
     meetings: Column
     member_starts: Column  # instances of this meeting
     members: Column
-    # For timing: which instruction a meeting belongs to, and its number among that instruction's meetings.
-    meeting_instruction: Column
-    meeting_number: Column
+    meeting_instruction: Column  # for timing: which instruction a meeting belongs to
 
     @property
     def arrays(self) -> tuple[Column, ...]:
@@ -93,7 +91,7 @@ def instances_of(program: Program) -> Instances:
     source, target = np.concatenate(sources), np.concatenate(targets)
     follower_starts, followers = _cut_by(source, target, len(instruction))
 
-    owners, member_starts, members, numbers = _meetings(program, where)
+    owners, member_starts, members = _meetings(program, where)
     meeting_of_member = np.repeat(np.arange(len(owners)), np.diff(member_starts))
     meeting_starts, meetings = _cut_by(members, meeting_of_member, len(instruction))
     return Instances(
@@ -108,7 +106,6 @@ def instances_of(program: Program) -> Instances:
         member_starts=member_starts,
         members=members,
         meeting_instruction=owners,
-        meeting_number=numbers,
     )
 
 
@@ -169,8 +166,8 @@ def _needs(program: Program, where: Column) -> tuple[list[Column], list[Column]]
     return sources, targets
 
 
-def _meetings(program: Program, where: Column) -> tuple[Column, Column, Column, Column]:
-    """Owners, members (cut by meeting) and flow entries of all meetings, in the order of instructions."""
+def _meetings(program: Program, where: Column) -> tuple[Column, Column, Column]:
+    """Owners and members (cut by meeting) of all meetings, in the order of instructions."""
     owners: list[int] = []  # by block of meetings: the instruction, how many, and members of each
     counts: list[int] = []
     sizes: list[int] = []
@@ -205,5 +202,4 @@ def _meetings(program: Program, where: Column) -> tuple[Column, Column, Column, 
         missing = int(np.flatnonzero(instances < 0)[0])
         name = code(program.instructions[member_owner[missing]])
         raise ProgramError(f"rank {member_rank[missing]} takes part in {name} but does not run it")
-    first_of_block = np.repeat(np.concatenate([[0], np.cumsum(counts)[:-1]]), counts)
-    return owner, starts, instances, np.arange(len(owner)) - first_of_block
+    return owner, starts, instances

@@ -3,7 +3,8 @@
 Transfers are posted as soon as their data is there and waited for when it is needed; synchronisation runs behind the
 backward that is still going on. The order of each lane is the program's, so what `verify` proved holds here.
 
-Left out so far: tensor degrees above one, lanes with quotas.
+Rows of a link are rows of the batch, because both ends of a task's flow have the same one. Left out so far: tensor
+degrees above one, lanes with quotas.
 """
 
 from __future__ import annotations
@@ -149,9 +150,8 @@ class Executor:
         if sends and giver not in made:
             return False
         transfer = _Transfer()
-        scale = self._scale(exchange.link)
         for number in sends:
-            first, last = int(flows.first[number]) // scale, int(flows.last[number]) // scale
+            first, last = int(flows.first[number]), int(flows.last[number])
             header, data = pack(self._given(state, exchange, first, last))
             peer = int(flows.destination[number])
             transfer.kept += [header, data]
@@ -162,20 +162,13 @@ class Executor:
             header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
             source = int(flows.source[number])
             request = dist.irecv(header, source, tag=self._tag(exchange, 0))
-            rows = int(flows.first[number]) // scale, int(flows.last[number]) // scale
+            rows = int(flows.first[number]), int(flows.last[number])
             transfer.arriving.append((*rows, header, request, source))
         state.transfers[exchange.link, exchange.backward] = transfer
         return True
 
     def _tag(self, exchange: Exchange, part: int) -> int:
         return (exchange.link * 2 + exchange.backward) * 2 + part
-
-    def _scale(self, link: int) -> int:
-        """Rows of a link in batch rows; both ends of a task's flow have the same batch."""
-        one = self.program.links[link]
-        producer, consumer = self.program.slots[one.producer], self.program.slots[one.consumer]
-        assert producer.num_rows == consumer.num_rows
-        return 1
 
     def _given(self, state: _StepState, exchange: Exchange, first: int, last: int) -> Any:
         link = self.program.links[exchange.link]

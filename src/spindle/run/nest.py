@@ -65,9 +65,7 @@ def pack(nest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """A header of fixed size that describes a nest, and its tensors as bytes."""
     leaves = tree_leaves(nest)
     # The nest itself describes its form, with each tensor's shape and type in its place.
-    form = tree_map(
-        lambda leaf: _Shape(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf, nest
-    )
+    form = tree_map(_shape_of, nest)
     text = pickle.dumps(form)
     if len(text) > HEADER_BYTES - 8:
         raise ValueError(
