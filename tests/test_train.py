@@ -11,7 +11,7 @@ from torch import nn  # noqa: E402
 import worlds  # noqa: E402
 from spindle.errors import WorkloadError  # noqa: E402
 from spindle.models import chain_of  # noqa: E402
-from spindle.train import bind, mean, module, record, task  # noqa: E402
+from spindle.train import bind, mean, module, record, task, trace_all  # noqa: E402
 
 
 class Masked(nn.Module):
@@ -98,7 +98,7 @@ def test_a_recorded_task_computes_what_the_function_does():
 
 def test_a_workload_of_tasks_names_calls_flows_and_tied_parameters():
     tasks = worlds.everything()
-    bound = bind("everything", [record(one) for one in tasks], worlds.batches(0))
+    bound = bind("everything", trace_all(tasks, worlds.batches(0)))
     plain = next(one for one in bound.workload.tasks if one.name == "plain")
     assert [call.name for call in plain.calls] == ["lm#0", "lm#1", "loss"]
     assert plain.flows == (("lm#0", "lm#1"), ("lm#1", "loss"))
@@ -137,7 +137,7 @@ def test_two_modules_with_one_name_are_refused():
         return mean((ENCODER(batch["x"]) + other(batch["x"])).sum(), 2)
 
     with pytest.raises(WorkloadError, match="two modules are called 'encoder'"):
-        bind("bad", [record(both)], {"both": {"x": torch.zeros(2, 4)}})
+        trace_all([both], {"both": {"x": torch.zeros(2, 4)}})
 
 
 def test_what_is_no_module_is_refused():

@@ -13,8 +13,9 @@ from spindle.plan import parse_plan
 from spindle.planners import Effort, make_plan
 from spindle.profile import roofline_profile
 from spindle.program import lower, verify
-from spindle.run import Executor
-from spindle.train import bind, code_of, mean, module, record, task
+from spindle.run import Executor, World
+from spindle.run.rows import signature_of
+from spindle.train import bind, code_of, mean, module, probe, task, trace_all
 
 
 class Block(nn.Module):
@@ -108,7 +109,9 @@ def error_of(ours: torch.Tensor, theirs: torch.Tensor, floor: float) -> float:
 def compare_step(rank: int, num_ranks: int, planner: str, seed: int) -> tuple[float, float, int]:
     """Runs a plan for two steps on this rank; the largest error of losses and of gradients, and how many were held."""
     tasks = everything()
-    bound = bind("everything", [record(one) for one in tasks], batches(seed))
+    examples = batches(seed)
+    traced = trace_all(tasks, examples)
+    bound = bind("everything", traced, probe(traced, examples))
     graph = metagraph_of(bound.workload)
     profile = roofline_profile(graph, cluster_named(f"cpux{num_ranks}"))
     if planner.startswith("random"):
@@ -118,9 +121,16 @@ def compare_step(rank: int, num_ranks: int, planner: str, seed: int) -> tuple[fl
     program = lower(plan, profile)
     verify(program, profile)
     parameters = [bound.parameters[one.name] for one in graph.parameters]
-    executor = Executor(program, graph, [code_of(bound, op) for op in graph.metaops], parameters, rank)
-    executor.step(batches(seed))
-    losses = executor.step(batches(seed + 1))
+    world = World(rank, num_ranks, torch.device("cpu"))
+    code = [code_of(bound, op) for op in graph.metaops]
+    executor = Executor(program, graph, code, parameters, bound.batch_axes, world)
+    for number in range(2):
+        step_batches = batches(seed + number)
+        signatures = {name: signature_of(batch) for name, batch in step_batches.items()}
+        parts, _ = executor.step(number, step_batches, signatures, check_losses=number == 0)
+    if num_ranks > 1:
+        dist.all_reduce(parts)
+    losses = dict(zip(graph.tasks, parts.tolist(), strict=True))
     ours = {name: tensor.grad for name, tensor in bound.parameters.items()}
     for tensor in bound.parameters.values():
         tensor.grad = None

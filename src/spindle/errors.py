@@ -7,7 +7,9 @@
     ├── ProfileError        a time or a size that is unknown, refused or not allowed
     ├── PlanError           a plan that is not legal; prints the plan with the place marked
     ├── ProgramError        a program that would deadlock or use data it does not have
-    └── DoesNotFitError     no plan within the memory there is
+    ├── DoesNotFitError     no plan within the memory there is
+    ├── TrainingError       a step that went wrong: a loss that is not a number, a loader that gives the wrong batch
+    └── PeerLostError       another rank ended, so this one must, too
 
 A user's mistake is one of these; `assert` is for our own bugs.
 """
@@ -42,4 +44,12 @@ class ProgramError(SpindleError):
 
 
 class DoesNotFitError(SpindleError):
+    pass
+
+
+class TrainingError(SpindleError):
+    pass
+
+
+class PeerLostError(SpindleError):
     pass

@@ -1,10 +1,11 @@
 """The program `spindle`: its verbs put together, and what its exit codes mean.
 
     0   done
-    1   the answer is no: nothing fits
+    1   the answer is no: nothing fits, or a launched job failed (its own code, if it gave one)
     2   misuse: arguments, or a file that is not what it should be
     130 stopped by Ctrl-C
     141 whoever read the output has gone
+    143 a launched job was stopped by SIGTERM
 
 A refusal is one line on stderr, never a traceback: a traceback is a bug of ours.
 """
@@ -27,6 +28,7 @@ from spindle import __version__
 from spindle.cli.bound import bound
 from spindle.cli.compare import compare
 from spindle.cli.explain import explain
+from spindle.cli.launch import JobEnded, launch
 from spindle.cli.plan import plan
 from spindle.cli.recipe import recipe
 from spindle.cli.recipes import recipes
@@ -44,7 +46,7 @@ _OUR_WORDS = (
     (r"Input should be a valid number.*", "expected a number"),
 )
 INTERRUPTED = 130
-VERBS = (plan, simulate, compare, bound, explain, recipes, recipe)
+VERBS = (plan, simulate, compare, bound, explain, recipes, recipe, launch)
 
 
 def make_app() -> typer.Typer:
@@ -52,7 +54,8 @@ def make_app() -> typer.Typer:
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(_root)
     for verb in VERBS:
-        app.command()(verb)
+        # What stands after a script is the script's own, even if it looks like an option.
+        app.command(context_settings={"allow_interspersed_args": verb is not launch})(verb)
     return app
 
 
@@ -67,7 +70,7 @@ def _root(
         bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Plan and rehearse training steps that run several multimodal tasks at once.
+    """Plan, rehearse and run training steps that run several multimodal tasks at once.
 
     Give it a graph of ops with their times, or the name of a recipe, and the machines. Start with:
 
@@ -76,6 +79,8 @@ def _root(
     spindle compare clip-4 --cluster a800x16
 
     spindle plan graph.json --devices 16 -o plan.json
+
+    spindle launch -n 4 train.py
     """
 
 
@@ -83,6 +88,8 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one command; returns its exit code."""
     try:
         code = make_app()(args=list(arguments), prog_name="spindle", standalone_mode=False)
+        if isinstance(code, JobEnded):
+            return code.code
         if code == INTERRUPTED:  # how newer versions of typer tell of Ctrl-C
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0

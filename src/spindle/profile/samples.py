@@ -66,12 +66,15 @@ def curve_from_samples(samples: LayerSamples, batch_size: int, max_devices: int)
     return Curve(num_devices=counts, forward_s=forward_s, backward_s=backward_s)
 
 
-def sampled_profile(graph: MetaGraph, cluster: Cluster, samples: Mapping[str, LayerSamples]) -> Profile:
+def sampled_profile(
+    graph: MetaGraph, cluster: Cluster, samples: Mapping[str, LayerSamples], host_rates: tuple[float, ...] = ()
+) -> Profile:
     """A profile from measured layers, by MetaOp name or, where that is missing, by module name."""
     curves = []
     for op in graph.metaops:
         measured = samples.get(op.name) or samples.get(op.module or "")
         if measured is None or op.batch_size is None:
             raise ProfileError(f"op {op.name!r}: no samples under its name or its module's ({op.module!r})")
-        curves.append((curve_from_samples(measured, op.batch_size, cluster.num_devices),))
-    return Profile(graph=graph, cluster=cluster, curves=tuple(curves), leaves_out=LEAVES_OUT)
+        most = 1 if op.cost is not None and op.cost.whole_batch else cluster.num_devices
+        curves.append((curve_from_samples(measured, op.batch_size, most),))
+    return Profile(graph=graph, cluster=cluster, curves=tuple(curves), host_rates=host_rates, leaves_out=LEAVES_OUT)

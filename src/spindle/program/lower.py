@@ -8,6 +8,7 @@ last the order on every rank.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import pairwise
 
 import numpy as np
@@ -32,12 +33,15 @@ from spindle.program.reshard import common_scale, flows_between, share_bounds
 CHUNK_BYTES = 64e6
 
 
-def lower(plan: Plan, profile: Profile) -> Program:
-    """The program of a legal plan; it does not check the plan again."""
+def lower(plan: Plan, profile: Profile, rows: Mapping[str, int] | None = None) -> Program:
+    """The program of a legal plan; it does not check the plan again.
+
+    `rows` gives the batch of a task for a step in which it is another than planned (a loader's short last one).
+    """
     setting = setting_of(plan, profile)
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
     ops = [position[slot.op] for slot in plan.slots]
-    shapes = tuple(_shape(profile, setting, slot, op) for slot, op in zip(plan.slots, ops, strict=True))
+    shapes = tuple(_shape(profile, setting, slot, op, rows or {}) for slot, op in zip(plan.slots, ops, strict=True))
     links = _links(plan, profile, ops, shapes)
     chunks = [_chunks(profile, setting, slot, op) for slot, op in zip(plan.slots, ops, strict=True)]
 
@@ -71,10 +75,11 @@ def lower(plan: Plan, profile: Profile) -> Program:
     )
 
 
-def _shape(profile: Profile, setting: Setting, slot: Slot, op: int) -> SlotShape:
+def _shape(profile: Profile, setting: Setting, slot: Slot, op: int, rows: Mapping[str, int]) -> SlotShape:
     degree = setting.tensor_degrees[op]
     num_replicas = len(slot.devices) // degree
-    num_rows, cost = profile.graph.metaops[op].batch_size, profile.graph.metaops[op].cost
+    metaop = profile.graph.metaops[op]
+    num_rows, cost = rows.get(metaop.task, metaop.batch_size), metaop.cost
     if num_rows is None or profile.gangs:
         # The time on n devices is all that is known; whatever they share, each has an equal part of it.
         num_rows = num_replicas

@@ -107,7 +107,7 @@ def _wrong_rows(giver: SlotShape, taker: SlotShape, flows: Flows, num_ranks: int
     wrong = (first != expected) | (closes & (last != want_last[ranks]))
     if wrong.any():
         return f"rank {ranks[int(np.argmax(wrong))]} needs other rows than it holds and receives"
-    missing = np.setdiff1d(taker.ranks, ranks)
+    missing = np.setdiff1d(taker.ranks[want_first[taker.ranks] < want_last[taker.ranks]], ranks)
     return f"rank {missing[0]} needs rows and has none" if len(missing) else ""
 
 

@@ -8,7 +8,7 @@ block has its letter only where it begins.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,7 @@ from spindle.timeline import Timeline
 IDLE = "·"
 _MAX_ROWS = 40
 _MAX_LABEL = 15
+_OVER = -2  # a cell after the end of its step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,8 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Rows of marks (positions in `marks`, -1 idle) with the devices that look so; the columns end at `end_s`."""
+    """Rows of marks (positions in `marks`, -1 idle, -2 after the step) with the devices that look so; the columns end
+    at `end_s`."""
 
     marks: tuple[Mark, ...]
     rows: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -69,8 +71,14 @@ def plan_chart(plan: Plan, graph: MetaGraph, num_columns: int) -> Chart:
     return Chart(marks=marks, rows=_grouped(cells), end_s=plan.folded_s, hint="forward and backward together")
 
 
-def timeline_chart(timeline: Timeline, program: Program, graph: MetaGraph, num_columns: int) -> Chart:
-    """The chart of a simulated or measured step. Transfers and synchronisation show where a device does not compute."""
+def timeline_chart(
+    timeline: Timeline, program: Program, graph: MetaGraph, num_columns: int, end_ns: int | None = None
+) -> Chart:
+    """The chart of a simulated or measured step. Transfers and synchronisation show where a device does not compute.
+
+    The columns end with the step, or at `end_ns`, so that steps of different lengths can share a scale.
+    """
+    end_ns = timeline.makespan_ns if end_ns is None else end_ns
     palette = palette_of(graph)
     num_ops = len(graph.metaops)
     forward = _op_marks(palette)
@@ -96,7 +104,7 @@ def timeline_chart(timeline: Timeline, program: Program, graph: MetaGraph, num_c
                 code[number] = 2 * num_ops + 1
             case OptimizerStep():
                 code[number] = 2 * num_ops + 2
-    scale = num_columns / max(1, timeline.makespan_ns)
+    scale = num_columns / max(1, end_ns)
     # Compute is painted last: what else goes on then costs nothing.
     order = np.argsort(-timeline.lane, kind="stable")
     cells = _paint(
@@ -108,10 +116,12 @@ def timeline_chart(timeline: Timeline, program: Program, graph: MetaGraph, num_c
         code[timeline.instruction[order]],
         num_ops,
     )
+    after = cells[:, math.ceil(timeline.makespan_ns * scale - 0.5) :]
+    after[after < 0] = _OVER
     return Chart(
         marks=(*forward, *backward, *others),
         rows=_grouped(cells),
-        end_s=timeline.makespan_s,
+        end_s=end_ns * 1e-9,
         hint="capitals forward, small letters backward",
     )
 
@@ -167,6 +177,11 @@ def _label_width(num_devices: int) -> int:
 
 def draw(chart: Chart, num_devices: int, width: int, in_colour: bool = False) -> Text:
     """The chart as text that is at most `width` wide, with its axis and its legend."""
+    return draw_rows(chart, num_devices, in_colour).append_text(draw_legend((chart,), width))
+
+
+def draw_rows(chart: Chart, num_devices: int, in_colour: bool = False) -> Text:
+    """The chart with its axis and without its legend, for charts that share one."""
     label_width = _label_width(num_devices)
     text = Text(no_wrap=True)
     text.append(f"{'devices':>{label_width}} ", style="bold")
@@ -174,7 +189,9 @@ def draw(chart: Chart, num_devices: int, width: int, in_colour: bool = False) ->
     for devices, row in chart.rows[:_MAX_ROWS]:
         text.append(f"{_label(devices, label_width):>{label_width}} ")
         for mark, cells in _runs(row):
-            if mark < 0:
+            if mark == _OVER:
+                text.append(" " * cells)
+            elif mark < 0:
                 text.append(IDLE * cells, style="dim")
             else:
                 shown = chart.marks[mark]
@@ -187,7 +204,6 @@ def draw(chart: Chart, num_devices: int, width: int, in_colour: bool = False) ->
         text.append(f"{'':>{label_width}} … and {count_of(num_hidden, 'device')} in {len(hidden)} more rows\n")
     num_columns = len(chart.rows[0][1])
     text.append(f"{'':>{label_width}} {_axis(chart.end_s, num_columns)}\n", style="dim")
-    text.append_text(_legend(chart, width))
     return text
 
 
@@ -235,16 +251,16 @@ def _short(time_s: float) -> str:
     return f"{time_s * factor:.3g} {unit}"
 
 
-def _legend(chart: Chart, width: int) -> Text:
-    """Ops in columns; backward goes without saying, other marks only where they show."""
-    shown = {mark for _, row in chart.rows for mark in row}
+def draw_legend(charts: Sequence[Chart], width: int) -> Text:
+    """Of charts with the same marks: ops in columns; backward goes without saying, other marks only where they show."""
+    shown = {mark for chart in charts for _, row in chart.rows for mark in row}
     entries = [
         mark
-        for number, mark in enumerate(chart.marks)
+        for number, mark in enumerate(charts[0].marks)
         if (mark.colour is None and number in shown) or (mark.colour is not None and mark.letter.isupper())
     ]
     entries = list(dict.fromkeys(entries))
-    if any(-1 in row for _, row in chart.rows):
+    if -1 in shown:
         entries.append(Mark(letter=IDLE, meaning="idle"))
     cell_width = min(width, 4 + max(len(mark.meaning) for mark in entries))
     per_line = max(1, width // cell_width)

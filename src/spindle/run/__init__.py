@@ -1,5 +1,18 @@
-"""Do it: the executor of a Program on `torch.distributed`."""
+"""Do it: a Program on `torch.distributed`. Knows instructions and code, not how tasks were written."""
 
-from spindle.run.executor import Executor
+from spindle.run.code import LayerCode, LayersCode, LossCode, OpCode
+from spindle.run.executor import Executor, Spans, held_parameters, seed_of
+from spindle.run.world import World, join_world
 
-__all__ = ["Executor"]
+__all__ = [
+    "Executor",
+    "LayerCode",
+    "LayersCode",
+    "LossCode",
+    "OpCode",
+    "Spans",
+    "World",
+    "held_parameters",
+    "join_world",
+    "seed_of",
+]

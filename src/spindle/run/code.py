@@ -6,14 +6,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from spindle.models import ChainLayer
+from torch import nn
+
+from spindle.run.rows import Axes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCode:
+    """One layer: `run(*values)` gives the values behind it, a tuple whose leaves have these row axes.
+
+    `writes_input` says that it changes its input in place, `is_random` that it draws random numbers.
+    """
+
+    run: Callable[..., tuple[Any, ...]]
+    axes: Axes
+    parameters: tuple[nn.Parameter, ...] = ()
+    writes_input: bool = False
+    is_random: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayersCode:
     """Layers of a module. An op that begins a call has `arguments(batch, *outputs)`, over the outputs of `sources`."""
 
-    layers: tuple[ChainLayer, ...]
+    layers: tuple[LayerCode, ...]
     arguments: Callable[..., Any] | None = None
     sources: tuple[str, ...] = ()
 
@@ -27,6 +43,7 @@ class LossCode:
     weight: float
     is_mean: bool
     per_sample_mean: bool
+    is_random: bool = False
 
 
 OpCode = LayersCode | LossCode

@@ -3,12 +3,18 @@
 Transfers are posted as soon as their data is there and waited for when it is needed; synchronisation runs behind the
 backward that is still going on. The order of each lane is the program's, so what `verify` proved holds here.
 
-Rows of a link are rows of the batch, because both ends of a task's flow have the same one. Left out so far: tensor
-degrees above one, lanes with quotas.
+What crosses a link is a nest of tensors. Its form (shapes, types, which leaves carry a gradient) goes ahead of it the
+first time a task's batch has a new shape; from then on both sides know it, and only the values move. Rows of a link are
+rows of the batch, because both ends of a task's flow have the same one.
+
+Left out so far: tensor degrees above one, lanes with quotas.
 """
 
 from __future__ import annotations
 
+import hashlib
+import pickle
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,13 +22,71 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
+from spindle.errors import ProgramError, TrainingError
 from spindle.graph import MetaGraph
-from spindle.program import Backward, Exchange, Forward, OptimizerStep, Program, SyncGradients
+from spindle.program import Backward, Exchange, Forward, OptimizerStep, Program, SlotShape, SyncGradients
 from spindle.program.instructions import COMPUTE, SYNC, TRANSFER
-from spindle.run.code import LayersCode, LossCode, OpCode
-from spindle.run.nest import HEADER_BYTES, cut_rows, describe, join_rows, pack, unpack
+from spindle.run.code import LayerCode, LayersCode, LossCode, OpCode
+from spindle.run.rows import Axes, Form, LeafForm, cut, cut_leaf, form_of, joined, shape_for
+from spindle.run.world import World, lost, peers
+
+_MAX_LEAVES = 1000  # of what crosses a link; tags of messages count through them
+_MAX_SEEN = 10_000  # shapes of batches remembered
+_LENGTH, _FORM, _VALUES = 0, 1, 2  # tags inside a flow: two for the form, then one for each leaf
+
+
+@dataclass(frozen=True, slots=True)
+class _Flow:
+    """Rows `[first, last)` to or from a peer. The gradient of what has no rows goes with a consumer's first row, so
+    that it is counted once."""
+
+    peer: int
+    first: int
+    last: int
+    with_rowless: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _LinkEnd:
+    """A link as this rank sees it."""
+
+    number: int
+    producer: int
+    consumer: int
+    source: str  # the call that produces
+    task: str
+    axes: Axes
+    sends: tuple[tuple[_Flow, ...], tuple[_Flow, ...]]  # forward, backward
+    receives: tuple[tuple[_Flow, ...], tuple[_Flow, ...]]
+    local: tuple[int, int] | None  # rows that this rank has on both sides
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A slot as this rank sees it: its rows of the batch, its links, its chunks of layers in forward order."""
+
+    number: int
+    task: str
+    call: str
+    name: str
+    code: OpCode
+    first_layer: int  # of the op, in its call
+    begins_call: bool
+    begin: int
+    end: int
+    num_rows: int
+    ranks: tuple[int, ...]
+    inputs: tuple[_LinkEnd, ...]
+    outputs: tuple[_LinkEnd, ...]
+    chunks: tuple[tuple[int, int], ...]
+    recompute: bool
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.begin
 
 
 @dataclass(slots=True)
@@ -34,323 +98,720 @@ class _Piece:
 
 
 @dataclass(slots=True)
-class _Transfer:
-    """One exchange on this rank: what is on its way."""
+class _Arrival:
+    """What comes over one flow: the leaves' buffers, or nothing yet while their form is still to come."""
 
-    requests: list[Any] = field(default_factory=list)
-    kept: list[torch.Tensor] = field(default_factory=list)  # buffers must live until they are sent
-    arriving: list[tuple[int, int, torch.Tensor, Any, int]] = field(
-        default_factory=list
-    )  # first, last, header, request, source
+    flow: _Flow
+    tensors: list[torch.Tensor | None] | None
+    requests: list[Any]
 
 
 @dataclass(slots=True)
 class _StepState:
     """What one step holds on one rank."""
 
+    number: int
     batches: Mapping[str, Any]
+    signatures: Mapping[str, int]
+    check_losses: bool
+    new: frozenset[str]  # tasks whose batch has a shape not seen before
     pieces: dict[int, list[_Piece]] = field(default_factory=dict)  # by slot, in forward order
-    inputs: dict[int, dict[int, Any]] = field(default_factory=dict)  # by slot, by link: leaves
+    inputs: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # by link: leaves that take gradients
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    transfers: dict[tuple[int, bool], _Transfer] = field(default_factory=dict)
+    arrivals: dict[tuple[int, bool], list[_Arrival]] = field(default_factory=dict)
+    sending: list[tuple[Any, torch.Tensor]] = field(default_factory=list)  # buffers must live until they are sent
     forwarded: set[int] = field(default_factory=set)
     returned: set[int] = field(default_factory=set)  # slots whose backward is over
     done_chunks: set[int] = field(default_factory=set)
-    syncs: list[tuple[Any, torch.Tensor, list[nn.Parameter]]] = field(default_factory=list)
+    syncs: list[tuple[int, Any, torch.Tensor, list[nn.Parameter]]] = field(default_factory=list)
     next_transfer: int = 0
     next_sync: int = 0
 
 
+@dataclass(slots=True)
+class Spans:
+    """When this rank's instructions ran, in nanoseconds of its clock: posted, start, end by instruction number."""
+
+    begin: int
+    posted: dict[int, int] = field(default_factory=dict)
+    start: dict[int, int] = field(default_factory=dict)
+    end: dict[int, int] = field(default_factory=dict)
+
+
 class Executor:
-    """Runs steps of one program on one rank. `parameters` are in the graph's order, this process's own tensors."""
+    """Runs steps of one program on one rank.
+
+    `parameters` are in the graph's order, this process's own tensors; `reached` are the positions of those that any
+    gradient reaches at all. `batch_axes` has the row axes of each task's batch.
+    """
 
     def __init__(
-        self, program: Program, graph: MetaGraph, code: Sequence[OpCode], parameters: Sequence[nn.Parameter], rank: int
+        self,
+        program: Program,
+        graph: MetaGraph,
+        code: Sequence[OpCode],
+        parameters: Sequence[nn.Parameter],
+        batch_axes: Mapping[str, Axes],
+        world: World,
+        *,
+        reached: frozenset[int] | None = None,
+        seed: int = 0,
     ) -> None:
-        self.program, self.graph, self.code, self.parameters, self.rank = program, graph, code, parameters, rank
-        self._numbers = {lane: program.lanes[lane].of_rank(rank).tolist() for lane in (COMPUTE, TRANSFER, SYNC)}
-        self._rows: dict[int, tuple[int, int]] = {}
-        self._chunks: dict[int, list[tuple[int, int]]] = {}
-        for number, shape in enumerate(program.slots):
-            for place, device in enumerate(shape.ranks.tolist()):
-                if device == rank:
-                    self._rows[number] = (int(shape.bounds[place]), int(shape.bounds[place + 1]))
-        for instruction in program.instructions:
-            if isinstance(instruction, Backward):
-                self._chunks.setdefault(instruction.slot, []).insert(0, (instruction.first, instruction.last))
-        # Every rank makes every group, in one order.
-        self._groups: dict[tuple[int, ...], Any] = {}
-        meeting = [tuple(bucket.ranks.tolist()) for bucket in program.buckets]
-        meeting += [
-            tuple(sorted(shape.ranks.tolist()))
-            for shape in program.slots
-            if isinstance(code[shape.op], LossCode) and len(shape.ranks) > 1
+        self.program, self.graph, self.world, self.batch_axes, self.seed = program, graph, world, batch_axes, seed
+        if any(shape.tensor_degree > 1 for shape in program.slots):
+            raise ProgramError("this plan splits layers over tensor groups, which the runtime does not do yet")
+        self._links = [self._link_end(number, code) for number in range(len(program.links))]
+        self._numbers = {lane: program.lanes[lane].of_rank(world.rank).tolist() for lane in (COMPUTE, TRANSFER, SYNC)}
+        self._slots = self._slots_of_rank(code)
+        self.held = held_parameters(program, graph, world.rank)
+        trainable = {number for number in self.held if graph.parameters[number].trainable}
+        self._trained = [parameters[number] for number in sorted(trainable)]
+        mine = set(self._numbers[COMPUTE])
+        self._buckets = [
+            (
+                frozenset(bucket.after) & mine,
+                [
+                    parameters[number]
+                    for number in bucket.parameters
+                    if number in self.held and (reached is None or number in reached)
+                ],
+                tuple(bucket.ranks.tolist()),
+            )
+            for bucket in program.buckets
         ]
-        for ranks in dict.fromkeys(meeting):
-            self._groups[ranks] = dist.new_group(list(ranks))
+        self._unreached = [] if reached is None else [parameters[number] for number in sorted(trainable - reached)]
+        # Forms by link and signature of the task's batch, as received and as sent. All ranks have seen the same.
+        self._forms: dict[tuple[int, int], Form] = {}
+        self._sent: dict[tuple[int, int], Form] = {}
+        self._seen: set[tuple[str, int]] = set()
+        self._exchanges = {
+            (one.link, one.backward): position
+            for position, one in enumerate(program.instructions)
+            if isinstance(one, Exchange)
+        }
+        if world.size > 1:
+            for bucket in program.buckets:
+                world.group("sync", tuple(bucket.ranks.tolist()))
+            for shape in program.slots:
+                if isinstance(code[shape.op], LossCode) and len(shape.ranks) > 1:
+                    world.group("loss", tuple(shape.ranks.tolist()))
 
-    def step(self, batches: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> dict[str, float]:
-        """One step on this step's batches (whole ones; each slot takes its rows). Returns the loss of each task."""
-        state = _StepState(batches=batches)
-        for parameter in self.parameters:
+    # What the program says, from this rank's side.
+
+    def _link_end(self, number: int, code: Sequence[OpCode]) -> _LinkEnd:
+        program, rank = self.program, self.world.rank
+        link = program.links[number]
+        producer, consumer = program.slots[link.producer], program.slots[link.consumer]
+        made = code[producer.op]
+        assert isinstance(made, LayersCode)
+        sends, receives = [], []
+        for backward, flows in ((False, link.forward), (True, link.backward)):
+            rows = list(
+                zip(*(one.tolist() for one in (flows.source, flows.destination, flows.first, flows.last)), strict=True)
+            )
+            begins = {
+                taker: int(consumer.bounds[place])
+                for place, taker in enumerate(consumer.ranks.tolist())
+                if consumer.bounds[place] < consumer.bounds[place + 1]
+            }
+
+            def flow(peer: int, first: int, last: int, taker: int, begins: dict[int, int] = begins) -> _Flow:
+                return _Flow(peer, first, last, first == begins[taker])
+
+            sends.append(
+                tuple(
+                    flow(to, first, last, source if backward else to)
+                    for source, to, first, last in rows
+                    if source == rank
+                )
+            )
+            receives.append(
+                tuple(
+                    flow(source, first, last, source if backward else to)
+                    for source, to, first, last in rows
+                    if to == rank
+                )
+            )
+        had, wanted = _rows_on(producer, rank), _rows_on(consumer, rank)
+        local = None
+        if had and wanted and max(had[0], wanted[0]) < min(had[1], wanted[1]):
+            local = (max(had[0], wanted[0]), min(had[1], wanted[1]))
+        return _LinkEnd(
+            number=number,
+            producer=link.producer,
+            consumer=link.consumer,
+            source=self.graph.metaops[producer.op].call or "",
+            task=self.graph.metaops[producer.op].task,
+            axes=made.layers[program.plan.slots[link.producer].last - 1].axes,
+            sends=(sends[0], sends[1]),
+            receives=(receives[0], receives[1]),
+            local=local,
+        )
+
+    def _slots_of_rank(self, code: Sequence[OpCode]) -> dict[int, _Slot]:
+        chunks: dict[int, list[tuple[int, int]]] = {}
+        for instruction in self.program.instructions:
+            if isinstance(instruction, Backward):
+                chunks.setdefault(instruction.slot, []).insert(0, (instruction.first, instruction.last))
+        slots = {}
+        for number, (shape, planned) in enumerate(zip(self.program.slots, self.program.plan.slots, strict=True)):
+            rows = _rows_on(shape, self.world.rank)
+            if rows is None:
+                continue
+            op = self.graph.metaops[shape.op]
+            slots[number] = _Slot(
+                number=number,
+                task=op.task,
+                call=op.call or "",
+                name=f"{op.task}/{op.call}[{op.first_layer + planned.first}:{op.first_layer + planned.last}]",
+                code=code[shape.op],
+                first_layer=op.first_layer,
+                begins_call=planned.first == 0,
+                begin=rows[0],
+                end=rows[1],
+                num_rows=shape.num_rows,
+                ranks=tuple(shape.ranks.tolist()),
+                inputs=tuple(link for link in self._links if link.consumer == number),
+                outputs=tuple(link for link in self._links if link.producer == number),
+                chunks=tuple(chunks[number]),
+                recompute=op.name in self.program.plan.recompute,
+            )
+        return slots
+
+    def reads(self) -> frozenset[str]:
+        """Tasks whose batch this rank needs."""
+        return frozenset(
+            slot.task
+            for slot in self._slots.values()
+            if isinstance(slot.code, LossCode) or (slot.begins_call and slot.code.arguments is not None)
+        )
+
+    # One step.
+
+    def step(
+        self,
+        number: int,
+        batches: Mapping[str, Any],
+        signatures: Mapping[str, int],
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        check_losses: bool = False,
+    ) -> tuple[torch.Tensor, Spans]:
+        """Runs a step on its batches (whole ones; each slot takes its rows) and the signatures of all tasks' batches.
+
+        Returns this rank's parts of the tasks' losses, which add up over ranks, and when everything ran.
+        """
+        clock = time.perf_counter_ns
+        new = frozenset(task for task, signature in signatures.items() if (task, signature) not in self._seen)
+        state = _StepState(number=number, batches=batches, signatures=signatures, check_losses=check_losses, new=new)
+        spans = Spans(clock())
+        for parameter in self._trained:
             parameter.grad = None
-        self._advance(state)
-        for number in self._numbers[COMPUTE]:
-            match self.program.instructions[number]:
-                case Forward(slot=slot):
-                    self._forward(state, slot)
-                    state.forwarded.add(slot)
-                case Backward(slot=slot, first=first, last=last):
-                    self._backward(state, slot, first, last)
-                    state.done_chunks.add(number)
-                    if first == self.program.plan.slots[slot].first:
-                        state.returned.add(slot)
-                case OptimizerStep():
-                    self._finish_syncs(state)
-                    if optimizer is not None:
-                        optimizer.step()
-                case Exchange() | SyncGradients():
-                    raise AssertionError("these stand on other lanes")
-            self._advance(state)
-        self._finish_syncs(state)
-        for transfer in state.transfers.values():
-            for request in transfer.requests:
-                request.wait()
-        return self._losses(state)
+        self._advance(state, spans)
+        for position in self._numbers[COMPUTE]:
+            instruction = self.program.instructions[position]
+            spans.posted[position] = clock()
+            try:
+                match instruction:
+                    case Forward(slot=slot):
+                        self._forward(state, self._slots[slot], spans, position)
+                        state.forwarded.add(slot)
+                    case Backward(slot=slot, first=first, last=last):
+                        self._backward(state, self._slots[slot], first, last, spans, position)
+                        state.done_chunks.add(position)
+                        if first == self.program.plan.slots[slot].first:
+                            state.returned.add(slot)
+                    case OptimizerStep():
+                        self._finish_syncs(state, spans)
+                        spans.start[position] = clock()
+                        if optimizer is not None:
+                            optimizer.step()
+                    case Exchange() | SyncGradients():
+                        raise AssertionError("these stand on other lanes")
+            except Exception as error:
+                error.add_note(f"in step {number} on rank {self.world.rank}, {self._describe(instruction)}")
+                raise
+            spans.end[position] = clock()
+            self._advance(state, spans)
+        self._finish_syncs(state, spans)
+        for request, _ in state.sending:
+            _wait(request)
+        self._remember(signatures)
+        return self._losses(state), spans
+
+    def _remember(self, signatures: Mapping[str, int]) -> None:
+        self._seen.update(signatures.items())
+        if len(self._seen) > _MAX_SEEN:  # on all ranks at once
+            for known in (self._seen, self._forms, self._sent):
+                known.clear()
+
+    def _describe(self, instruction: Forward | Backward | OptimizerStep | Exchange | SyncGradients) -> str:
+        match instruction:
+            case Forward(slot=slot) | Backward(slot=slot):
+                what = "forward" if isinstance(instruction, Forward) else "backward"
+                return f"{what} of {self._slots[slot].name}"
+            case _:
+                return type(instruction).__name__
 
     # Transfers and synchronisation, posted in the order of their lanes.
 
-    def _advance(self, state: _StepState) -> None:
+    def _advance(self, state: _StepState, spans: Spans) -> None:
         transfers = self._numbers[TRANSFER]
         while state.next_transfer < len(transfers):
-            instruction = self.program.instructions[transfers[state.next_transfer]]
+            position = transfers[state.next_transfer]
+            instruction = self.program.instructions[position]
             assert isinstance(instruction, Exchange)
-            if not self._post(state, instruction):
+            if not self._post(state, self._links[instruction.link], instruction.backward):
                 break
+            spans.posted[position] = time.perf_counter_ns()
             state.next_transfer += 1
         syncs = self._numbers[SYNC]
         while state.next_sync < len(syncs):
-            instruction = self.program.instructions[syncs[state.next_sync]]
+            position = syncs[state.next_sync]
+            instruction = self.program.instructions[position]
             assert isinstance(instruction, SyncGradients)
-            bucket = self.program.buckets[instruction.bucket]
-            mine = set(bucket.after) & set(self._numbers[COMPUTE])
-            if not mine <= state.done_chunks:
+            if not self._buckets[instruction.bucket][0] <= state.done_chunks:
                 break
-            self._post_sync(state, bucket.parameters, tuple(bucket.ranks.tolist()))
+            spans.posted[position] = time.perf_counter_ns()
+            self._post_sync(state, instruction.bucket, position)
             state.next_sync += 1
 
-    def _post(self, state: _StepState, exchange: Exchange) -> bool:
+    def _post(self, state: _StepState, link: _LinkEnd, backward: bool) -> bool:
         """Posts an exchange, or says that what it sends is not there yet."""
-        link = self.program.links[exchange.link]
-        giver = link.consumer if exchange.backward else link.producer
-        flows = link.backward if exchange.backward else link.forward
-        made = state.returned if exchange.backward else state.forwarded
-        sends = (flows.source == self.rank).nonzero()[0].tolist()
-        if sends and giver not in made:
-            return False
-        transfer = _Transfer()
-        for number in sends:
-            first, last = int(flows.first[number]), int(flows.last[number])
-            header, data = pack(self._given(state, exchange, first, last))
-            peer = int(flows.destination[number])
-            transfer.kept += [header, data]
-            transfer.requests.append(dist.isend(header, peer, tag=self._tag(exchange, 0)))
-            if data.numel():
-                transfer.requests.append(dist.isend(data, peer, tag=self._tag(exchange, 1)))
-        for number in (flows.destination == self.rank).nonzero()[0].tolist():
-            header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
-            source = int(flows.source[number])
-            request = dist.irecv(header, source, tag=self._tag(exchange, 0))
-            rows = int(flows.first[number]), int(flows.last[number])
-            transfer.arriving.append((*rows, header, request, source))
-        state.transfers[exchange.link, exchange.backward] = transfer
+        if link.sends[backward]:
+            made = state.returned if backward else state.forwarded
+            if (link.consumer if backward else link.producer) not in made:
+                return False
+        for flow in link.sends[backward]:
+            if backward:
+                self._send_gradients(state, link, flow)
+            else:
+                self._send_values(state, link, flow)
+        if link.receives[backward]:
+            arriving = self._expect_gradients if backward else self._expect_values
+            state.arrivals[link.number, backward] = [arriving(state, link, flow) for flow in link.receives[backward]]
         return True
 
-    def _tag(self, exchange: Exchange, part: int) -> int:
-        return (exchange.link * 2 + exchange.backward) * 2 + part
+    def _send_values(self, state: _StepState, link: _LinkEnd, flow: _Flow) -> None:
+        producer = self._slots[link.producer]
+        nest = state.outputs[link.producer]
+        form = form_of(nest, producer.rows)
+        if link.task in state.new:
+            if len(form.leaves) > _MAX_LEAVES:
+                raise TrainingError(f"{producer.name} hands on {len(form.leaves)} tensors, more than {_MAX_LEAVES}")
+            text = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8)
+            self._send(state, torch.tensor([text.numel()]), flow.peer, link, False, _LENGTH)
+            self._send(state, text, flow.peer, link, False, _FORM)
+        known = self._sent.setdefault((link.number, state.signatures[link.task]), form)
+        if known != form:
+            raise TrainingError(
+                f"{producer.name} gives {_shapes(form)} where it gave {_shapes(known)} for a batch of the same shape; "
+                "what crosses from rank to rank must have shapes that follow from the batch's"
+            )
+        for number, (leaf, axis) in enumerate(zip(tree_leaves(nest), link.axes, strict=True)):
+            if isinstance(leaf, torch.Tensor):
+                part = cut_leaf(
+                    leaf.detach(), axis, producer.rows, flow.first - producer.begin, flow.last - producer.begin
+                )
+                self._send(state, part, flow.peer, link, False, _VALUES + number)
 
-    def _given(self, state: _StepState, exchange: Exchange, first: int, last: int) -> Any:
-        link = self.program.links[exchange.link]
-        if exchange.backward:
-            begin, end = self._rows[link.consumer]
-            grads = tree_map(_gradient_of, state.inputs[link.consumer][exchange.link])
-            return cut_rows(grads, end - begin, first - begin, last - begin)
-        begin, end = self._rows[link.producer]
-        return cut_rows(state.outputs[link.producer], end - begin, first - begin, last - begin)
+    def _send_gradients(self, state: _StepState, link: _LinkEnd, flow: _Flow) -> None:
+        consumer = self._slots[link.consumer]
+        for number, (leaf, axis) in enumerate(zip(state.inputs[link.number], link.axes, strict=True)):
+            if leaf is not None and (axis is not None or flow.with_rowless):
+                gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                part = cut_leaf(gradient, axis, consumer.rows, flow.first - consumer.begin, flow.last - consumer.begin)
+                self._send(state, part, flow.peer, link, True, _VALUES + number)
 
-    def _received(self, state: _StepState, link: int, backward: bool) -> list[tuple[int, int, Any]]:
-        """What arrived over a link: first row, last row, nest. Waits for it."""
-        transfer = state.transfers.get((link, backward))
+    def _expect_values(self, state: _StepState, link: _LinkEnd, flow: _Flow) -> _Arrival:
+        if link.task in state.new:
+            return _Arrival(flow, None, [])
+        arrival = _Arrival(flow, [], [])
+        self._receive_leaves(arrival, link, self._forms[link.number, state.signatures[link.task]])
+        return arrival
+
+    def _receive_leaves(self, arrival: _Arrival, link: _LinkEnd, form: Form) -> None:
+        flow = arrival.flow
+        arrival.tensors = []
+        for number, (leaf, axis) in enumerate(zip(form.leaves, link.axes, strict=True)):
+            buffer = None
+            if isinstance(leaf, LeafForm):
+                shape = shape_for(leaf, axis, form.num_rows, flow.last - flow.first)
+                buffer = torch.empty(shape, dtype=leaf.dtype, device=self.world.device)
+                self._receive(arrival.requests, buffer, flow.peer, link, False, _VALUES + number)
+            arrival.tensors.append(buffer)
+
+    def _expect_gradients(self, state: _StepState, link: _LinkEnd, flow: _Flow) -> _Arrival:
+        producer = self._slots[link.producer]
+        arrival = _Arrival(flow, [], [])
+        assert arrival.tensors is not None
+        for number, (leaf, axis) in enumerate(zip(tree_leaves(state.outputs[link.producer]), link.axes, strict=True)):
+            buffer = None
+            if _takes_gradient(leaf) and (axis is not None or flow.with_rowless):
+                like = cut_leaf(leaf, axis, producer.rows, flow.first - producer.begin, flow.last - producer.begin)
+                buffer = torch.empty(like.shape, dtype=leaf.dtype, device=leaf.device)
+                self._receive(arrival.requests, buffer, flow.peer, link, True, _VALUES + number)
+            arrival.tensors.append(buffer)
+        return arrival
+
+    def _tag(self, link: _LinkEnd, backward: bool, part: int) -> int:
+        return (link.number * 2 + backward) * (_MAX_LEAVES + _VALUES) + part
+
+    def _send(
+        self, state: _StepState, tensor: torch.Tensor, peer: int, link: _LinkEnd, backward: bool, part: int
+    ) -> None:
+        if tensor.numel():
+            kept = tensor.contiguous()
+            with peers("sending"):
+                state.sending.append((dist.isend(kept, peer, tag=self._tag(link, backward, part)), kept))
+
+    def _receive(
+        self, requests: list[Any], buffer: torch.Tensor, peer: int, link: _LinkEnd, backward: bool, part: int
+    ) -> None:
+        if buffer.numel():
+            with peers("receiving"):
+                requests.append(dist.irecv(buffer, peer, tag=self._tag(link, backward, part)))
+
+    def _arrived(self, state: _StepState, link: _LinkEnd, backward: bool, spans: Spans) -> list[_Arrival]:
+        """What came over a link, waited for."""
+        arrivals = state.arrivals.get((link.number, backward), [])
         # `verify` has shown that nothing before it on its lane can still be waiting.
-        assert transfer is not None or not self._takes_part(link, backward)
-        result = []
-        for first, last, header, request, source in transfer.arriving if transfer else ():
-            request.wait()
-            _, num_bytes = describe(header)
-            data = torch.zeros(num_bytes, dtype=torch.uint8)
-            if num_bytes:
-                dist.recv(data, source, tag=self._tag(Exchange(link=link, backward=backward), 1))
-            result.append((first, last, unpack(header, data)))
-        return result
+        assert arrivals or not link.receives[backward]
+        for arrival in arrivals:
+            if arrival.tensors is None:
+                key = (link.number, state.signatures[link.task])
+                form = self._forms[key] = self._receive_form(link, arrival.flow.peer)
+                self._receive_leaves(arrival, link, form)
+            for request in arrival.requests:
+                _wait(request)
+        if arrivals:
+            spans.end[self._exchanges[link.number, backward]] = time.perf_counter_ns()
+        return arrivals
 
-    def _takes_part(self, link: int, backward: bool) -> bool:
-        flows = self.program.links[link].backward if backward else self.program.links[link].forward
-        return bool((flows.destination == self.rank).any())
+    def _receive_form(self, link: _LinkEnd, peer: int) -> Form:
+        requests: list[Any] = []
+        length = torch.zeros(1, dtype=torch.int64)
+        self._receive(requests, length, peer, link, False, _LENGTH)
+        _wait(requests.pop())
+        text = torch.empty(int(length), dtype=torch.uint8)
+        self._receive(requests, text, peer, link, False, _FORM)
+        _wait(requests.pop())
+        form: Form = pickle.loads(text.numpy().tobytes())
+        return form
 
-    def _post_sync(self, state: _StepState, parameters: tuple[int, ...], ranks: tuple[int, ...]) -> None:
-        tensors = [self.parameters[parameter] for parameter in parameters]
-        flat = torch.cat([_gradient_of(tensor).reshape(-1) for tensor in tensors])
-        request = dist.all_reduce(flat, group=self._groups[ranks], async_op=True)
-        state.syncs.append((request, flat, tensors))
+    def _post_sync(self, state: _StepState, bucket: int, position: int) -> None:
+        _, parameters, ranks = self._buckets[bucket]
+        if not parameters:
+            return
+        gradients = [_gradient(parameter).reshape(-1) for parameter in parameters]
+        flat = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+        with peers("synchronising gradients"):
+            request = dist.all_reduce(flat, group=self.world.group("sync", ranks), async_op=True)
+        state.syncs.append((position, request, flat, parameters))
 
-    def _finish_syncs(self, state: _StepState) -> None:
-        for request, flat, tensors in state.syncs:
-            request.wait()
-            place = 0
-            for tensor in tensors:
-                tensor.grad = flat[place : place + tensor.numel()].view_as(tensor)
-                place += tensor.numel()
+    def _finish_syncs(self, state: _StepState, spans: Spans) -> None:
+        for position, request, flat, parameters in state.syncs:
+            _wait(request)
+            spans.end[position] = time.perf_counter_ns()
+            sizes = [parameter.numel() for parameter in parameters]
+            for parameter, part in zip(parameters, torch.split(flat, sizes), strict=True):
+                parameter.grad = part.view_as(parameter)
         state.syncs.clear()
+        for parameter in self._unreached:
+            parameter.grad = None  # zeros from another rank are no gradient: one process would have none
 
     # Compute.
 
-    def _forward(self, state: _StepState, slot: int) -> None:
-        shape = self.program.slots[slot]
-        op, code = self.graph.metaops[shape.op], self.code[shape.op]
-        begin, end = self._rows[slot]
-        arrived = state.inputs[slot] = {
-            number: self._leaves(state, number, slot)
-            for number, link in enumerate(self.program.links)
-            if link.consumer == slot
-        }
-        by_call = {
-            self.graph.metaops[self.program.slots[self.program.links[number].producer].op].call: values
-            for number, values in arrived.items()
-        }
-        match code:
-            case LossCode():
-                outputs = [by_call[source][0] for source in code.sources]
-                batch = cut_rows(state.batches[op.task], op.batch_size or 0, begin, end)
-                state.losses[slot] = self._loss(code, slot, batch, outputs)
-            case LayersCode():
-                whole = self.program.plan.slots[slot]
-                pieces = state.pieces[slot] = []
-                values: Any = None
-                for first, last in self._chunks[slot]:
-                    layers = code.layers[first:last]
-                    if values is None and whole.first == 0 and code.arguments is not None:
-                        # The glue that feeds a call is part of its first chunk.
-                        batch = cut_rows(state.batches[op.task], op.batch_size or 0, begin, end)
-                        args, kwargs = code.arguments(batch, *(by_call[source][0] for source in code.sources))
-                        inputs: Any = ()
-                        values = layers[0].run(*args, **kwargs)
-                        layers = layers[1:]
-                    else:
-                        inputs = next(iter(arrived.values())) if values is None else _as_leaves(values)
-                        values = inputs
-                    for layer in layers:
-                        values = layer.run(*values)
-                    pieces.append(_Piece(inputs=inputs, outputs=values))
-                state.outputs[slot] = values
+    def _forward(self, state: _StepState, slot: _Slot, spans: Spans, position: int) -> None:
+        nests = {link.source: self._input(state, link, spans) for link in slot.inputs} if slot.rows else {}
+        spans.start[position] = time.perf_counter_ns()
+        match slot.code:
+            case LossCode() as code:
+                state.losses[slot.number] = self._loss(state, slot, code, nests)
+            case LayersCode() as code:
+                if slot.rows:
+                    self._run_layers(state, slot, code, nests)
 
-    def _leaves(self, state: _StepState, link: int, slot: int) -> Any:
-        """A slot's input over one link: local rows and received ones, joined, as leaves of a new graph."""
-        begin, end = self._rows[slot]
-        producer = self.program.links[link].producer
-        parts = [(first, nest, last - first) for first, last, nest in self._received(state, link, False)]
-        if producer in self._rows:
-            low, high = self._rows[producer]
-            first, last = max(low, begin), min(high, end)
-            if first < last:
-                local = cut_rows(state.outputs[producer], high - low, first - low, last - low)
-                parts.append((first, local, last - first))
-        return _as_leaves(join_rows([(first, nest) for first, nest, _ in parts], [size for *_, size in parts]))
+    def _run_layers(self, state: _StepState, slot: _Slot, code: LayersCode, nests: dict[str, Any]) -> None:
+        pieces = state.pieces[slot.number] = []
+        values: Any = None
+        for first, last in slot.chunks:
+            layers = code.layers[first:last]
+            inputs: Any = ()
+            if values is not None:
+                inputs = values = _as_leaves(values)
+            elif not (slot.begins_call and code.arguments is not None):
+                (values,) = nests.values()
+            for number, layer in enumerate(layers, start=first):
+                if layer.is_random:
+                    self._seed(state, slot, slot.first_layer + number)
+                if values is None:
+                    # The glue that feeds a call is part of its first layer.
+                    batch = self._batch(state, slot)
+                    outputs = [nests[source][0] for source in code.sources]
+                    if layer.writes_input:
+                        batch, outputs = _copied((batch, outputs))
+                    args, kwargs = code.arguments(batch, *outputs)  # type: ignore[misc]
+                else:
+                    args, kwargs = _copied(values) if layer.writes_input and number == first else values, {}
+                values = self._run_layer(layer, slot.recompute, args, kwargs)
+            pieces.append(_Piece(inputs=inputs, outputs=values))
+        state.outputs[slot.number] = values
 
-    def _loss(self, code: LossCode, slot: int, batch: Any, outputs: list[Any]) -> torch.Tensor:
-        """The rank's part of the task's loss; the parts of all its ranks add up to it."""
-        shape = self.program.slots[slot]
-        result: Any = code.loss(batch, *outputs)
-        begin, end = self._rows[slot]
-        if code.is_mean:
-            total, count = result
-            count = count.detach().clone() if isinstance(count, torch.Tensor) else torch.tensor(float(count))
-            if len(shape.ranks) > 1:
-                dist.all_reduce(count, group=self._groups[tuple(sorted(shape.ranks.tolist()))])
-            result = total / count
-        elif code.per_sample_mean:
-            result = result * ((end - begin) / shape.num_rows)
-        assert isinstance(result, torch.Tensor)
-        return result
+    def _run_layer(self, layer: LayerCode, recompute: bool, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        if recompute:
+            result: tuple[Any, ...] = checkpoint(layer.run, *args, use_reentrant=False, **kwargs)
+            return result
+        return layer.run(*args, **kwargs)
 
-    def _backward(self, state: _StepState, slot: int, first: int, last: int) -> None:
-        code = self.code[self.program.slots[slot].op]
-        if isinstance(code, LossCode):
-            if state.losses[slot].requires_grad:
-                torch.autograd.backward([state.losses[slot] * code.weight])
-            return
-        number = self._chunks[slot].index((first, last))
-        pieces = state.pieces[slot]
-        if number == len(pieces) - 1:
-            gradients = self._output_gradients(state, slot)
+    def _seed(self, state: _StepState, slot: _Slot, layer: int) -> None:
+        """Random layers draw the same numbers whenever the same rows of the same step pass through them."""
+        torch.manual_seed(seed_of(self.seed, state.number, slot.task, slot.call, layer, slot.begin, slot.end))
+
+    def _batch(self, state: _StepState, slot: _Slot) -> Any:
+        return cut(state.batches[slot.task], self.batch_axes[slot.task], slot.num_rows, slot.begin, slot.end)
+
+    def _input(self, state: _StepState, link: _LinkEnd, spans: Spans) -> Any:
+        """A slot's input over one link: rows that are here and rows that came, joined, as leaves of a new graph."""
+        slot = self._slots[link.consumer]
+        arrivals = self._arrived(state, link, False, spans)
+        if link.local is None:
+            form = self._forms[link.number, state.signatures[link.task]]
+            here: list[Any] = [None] * len(form.leaves)
+            kept: list[Any] = list(form.leaves)
+            spec = form.spec
         else:
-            gradients = [_gradient_of(leaf) for leaf in _float_leaves(pieces[number + 1].inputs)]
-        outputs = _float_leaves(pieces[number].outputs)
-        pairs = [(one, grad) for one, grad in zip(outputs, gradients, strict=True) if one.requires_grad]
-        if pairs:
-            torch.autograd.backward([one for one, _ in pairs], [grad for _, grad in pairs])
-
-    def _output_gradients(self, state: _StepState, slot: int) -> list[torch.Tensor]:
-        """The gradient of a slot's output: what its consumers, here and elsewhere, say of its rows."""
-        begin, end = self._rows[slot]
-        outputs = _float_leaves(state.outputs[slot])
-        sums = [torch.zeros_like(one) for one in outputs]
-        for number, link in enumerate(self.program.links):
-            if link.producer != slot:
+            producer = self._slots[link.producer]
+            here, spec = tree_flatten(state.outputs[link.producer])
+            kept = here
+            first, last = link.local[0] - producer.begin, link.local[1] - producer.begin
+        leaves: list[Any] = []
+        for number, (leaf, axis) in enumerate(zip(kept, link.axes, strict=True)):
+            if not isinstance(leaf, torch.Tensor | LeafForm):
+                leaves.append(leaf)
                 continue
-            parts = self._received(state, number, True)
-            if link.consumer in self._rows:
-                low, high = self._rows[link.consumer]
-                first, last = max(low, begin), min(high, end)
-                if first < last:
-                    grads = tree_map(_gradient_of, state.inputs[link.consumer][number])
-                    parts.append((first, last, cut_rows(grads, high - low, first - low, last - low)))
-            for first, last, nest in parts:
-                for total, one in zip(sums, _float_leaves(nest), strict=True):
-                    if total.dim() and total.shape[0] == end - begin and one.shape[0] == last - first:
-                        total[first - begin : last - begin] += one
-                    else:
-                        total += one
+            parts: list[tuple[int, torch.Tensor]] = []
+            if link.local is not None:
+                parts.append((link.local[0], cut_leaf(here[number].detach(), axis, producer.rows, first, last)))
+            for arrival in arrivals:
+                assert arrival.tensors is not None
+                part = arrival.tensors[number]
+                assert part is not None
+                parts.append((arrival.flow.first, part))
+            if axis is None:
+                whole = min(parts, key=lambda entry: entry[0])[1]
+            else:
+                try:
+                    whole = joined(parts, axis)
+                except RuntimeError as error:
+                    raise TrainingError(
+                        f"{slot.name} gets rows of shapes {', '.join(str(tuple(one.shape)) for _, one in parts)} from "
+                        "different ranks; a module's shapes must follow from the batch's, not from its rows"
+                    ) from error
+            leaves.append(whole.detach().requires_grad_(leaf.requires_grad))
+        state.inputs[link.number] = [leaf if _takes_gradient(leaf) else None for leaf in leaves]
+        return tree_unflatten(leaves, spec)
+
+    def _loss(self, state: _StepState, slot: _Slot, code: LossCode, nests: dict[str, Any]) -> torch.Tensor:
+        """The rank's part of the task's loss; the parts of all its ranks add up to it."""
+        result: Any = torch.zeros((), device=self.world.device)
+        count: Any = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        outputs = [nests[source][0] for source in code.sources] if slot.rows else []
+        if code.is_random:
+            self._seed(state, slot, slot.first_layer)
+        if slot.rows:
+            result = code.loss(self._batch(state, slot), *outputs)
+            if code.is_mean:
+                result, count = result
+                count = torch.as_tensor(count, device=self.world.device).detach().to(torch.float64)
+            if not isinstance(result, torch.Tensor) or result.numel() != 1:
+                got = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+                raise TrainingError(f"task {slot.task!r}: its loss must be one number in a tensor, got {got}")
+        if code.is_mean:
+            if len(slot.ranks) > 1:
+                count = count.clone()
+                with peers("counting"):
+                    dist.all_reduce(count, group=self.world.group("loss", slot.ranks))
+            result = result / count.to(result.dtype)
+        elif code.per_sample_mean:
+            result = result * (slot.rows / slot.num_rows)
+        if state.check_losses and len(slot.ranks) > 1 and not code.is_random:
+            self._check_split(state, slot, code, outputs, result.detach())
+        return result.reshape(())  # type: ignore[no-any-return]
+
+    def _check_split(
+        self, state: _StepState, slot: _Slot, code: LossCode, outputs: list[Any], part: torch.Tensor
+    ) -> None:
+        """Compares a loss put together from parts with the loss of the whole batch, on the first of its ranks."""
+        box = [(slot.begin, tree_map(_detached, outputs), float(part))]
+        boxes: list[Any] = [None] * len(slot.ranks)
+        with peers("checking a loss"):
+            dist.all_gather_object(boxes, box[0], group=self.world.group("loss", slot.ranks))
+        if self.world.rank != slot.ranks[0]:
+            return
+        parts = sorted((one for one in boxes if one[1]), key=lambda one: one[0])
+        axes = [link.axes for source in code.sources for link in slot.inputs if link.source == source]
+        flat = [tree_flatten(one[1]) for one in parts]
+        leaves = [
+            torch.cat(leaf, dim=axis) if axis is not None else leaf[0]
+            for leaf, axis in zip(
+                zip(*(one for one, _ in flat), strict=True), [axis for one in axes for axis in one], strict=True
+            )
+        ]
+        with torch.no_grad():
+            whole = code.loss(state.batches[slot.task], *tree_unflatten(leaves, flat[0][1]))
+        whole = float(whole[0] / whole[1] if code.is_mean else whole)
+        together = sum(one[2] for one in boxes)
+        tolerance = {torch.float64: 1e-7, torch.float32: 1e-3}.get(part.dtype, 5e-2)
+        if abs(whole - together) > tolerance * max(abs(whole), 1e-3):
+            raise TrainingError(
+                f"task {slot.task!r}: its loss over the whole batch is {whole:.6g}, but {together:.6g} when put "
+                f"together from the parts of {len(slot.ranks)} ranks; "
+                + (
+                    "spindle.mean(total, count) needs a total and a count that are sums over samples"
+                    if code.is_mean
+                    else "it is no mean over samples: leave out per_sample_mean=True, or return a spindle.mean"
+                )
+            )
+
+    def _backward(self, state: _StepState, slot: _Slot, first: int, last: int, spans: Spans, position: int) -> None:
+        if isinstance(slot.code, LossCode):
+            spans.start[position] = time.perf_counter_ns()
+            loss = state.losses[slot.number]
+            if loss.requires_grad:
+                (loss * slot.code.weight if slot.code.weight != 1 else loss).backward()  # type: ignore[no-untyped-call]
+            return
+        if slot.rows == 0:
+            spans.start[position] = time.perf_counter_ns()
+            return
+        number = slot.chunks.index((first, last))
+        pieces = state.pieces[slot.number]
+        outputs = tree_leaves(pieces[number].outputs)
+        gradients: Sequence[torch.Tensor | None]
+        if number == len(pieces) - 1:
+            gradients = self._output_gradients(state, slot, outputs, spans)
+        else:
+            gradients = [
+                leaf.grad if _takes_gradient(leaf) else None for leaf in tree_leaves(pieces[number + 1].inputs)
+            ]
+        spans.start[position] = time.perf_counter_ns()
+        pairs = [
+            (leaf, gradient)
+            for leaf, gradient in zip(outputs, gradients, strict=True)
+            if gradient is not None and _takes_gradient(leaf)
+        ]
+        if pairs:
+            torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
+        # Activations go as soon as they are used; the inputs of a chunk stay for the chunk before it.
+        pieces[number].outputs = None
+        del pieces[number + 1 :]
+        if number == 0:
+            state.outputs.pop(slot.number)
+            for link in slot.outputs:
+                if not link.sends[True]:
+                    state.inputs.pop(link.number, None)
+
+    def _output_gradients(
+        self, state: _StepState, slot: _Slot, outputs: list[Any], spans: Spans
+    ) -> list[torch.Tensor | None]:
+        """The gradient of a slot's output: what its consumers, here and elsewhere, say of its rows."""
+        sums: list[torch.Tensor | None] = [None] * len(outputs)
+        ours: set[int] = set()
+        for link in slot.outputs:
+            parts: list[tuple[int, int, bool, list[torch.Tensor | None]]] = [
+                (arrival.flow.first, arrival.flow.last, arrival.flow.with_rowless, arrival.tensors or [])
+                for arrival in self._arrived(state, link, True, spans)
+            ]
+            if link.local is not None:
+                consumer = self._slots[link.consumer]
+                first, last = link.local
+                gradients = [
+                    None
+                    if leaf is None or leaf.grad is None
+                    else cut_leaf(leaf.grad, axis, consumer.rows, first - consumer.begin, last - consumer.begin)
+                    for leaf, axis in zip(state.inputs[link.number], link.axes, strict=True)
+                ]
+                parts.append((first, last, first == consumer.begin, gradients))
+            for first, last, with_rowless, gradients in parts:
+                for number, (leaf, axis, gradient) in enumerate(zip(outputs, link.axes, gradients, strict=True)):
+                    if gradient is None or (axis is None and not with_rowless):
+                        continue
+                    total = sums[number]
+                    if total is None and gradient.shape == leaf.shape:
+                        sums[number] = gradient  # not ours to write to: it may be on its way to another rank
+                        continue
+                    if number not in ours:
+                        total = torch.zeros_like(leaf) if total is None else total.clone()
+                        ours.add(number)
+                    assert total is not None
+                    sums[number] = total
+                    place = cut_leaf(total, axis, slot.rows, first - slot.begin, last - slot.begin)
+                    place += gradient
         return sums
 
-    def _losses(self, state: _StepState) -> dict[str, float]:
-        """Every task's loss on every rank."""
+    def _losses(self, state: _StepState) -> torch.Tensor:
+        """This rank's part of each task's loss, on the host."""
         tasks = list(self.graph.tasks)
         values = torch.zeros(len(tasks), dtype=torch.float64)
         for slot, loss in state.losses.items():
-            values[tasks.index(self.graph.metaops[self.program.slots[slot].op].task)] += loss.detach().double()
-        if self.program.num_ranks > 1:
-            dist.all_reduce(values)
-        return dict(zip(tasks, values.tolist(), strict=True))
+            values[tasks.index(self._slots[slot].task)] += loss.detach().to("cpu", torch.float64)
+        return values
+
+
+def held_parameters(program: Program, graph: MetaGraph, rank: int) -> frozenset[int]:
+    """Positions of the parameters that a rank's slots use."""
+    held: set[int] = set()
+    for shape, slot in zip(program.slots, program.plan.slots, strict=True):
+        if rank in shape.ranks.tolist():
+            for layer in graph.metaops[shape.op].parameters[slot.first : slot.last]:
+                held.update(layer)
+    return frozenset(held)
+
+
+def seed_of(*parts: object) -> int:
+    """A seed from anything with a text."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "big")
+
+
+def _rows_on(shape: SlotShape, rank: int) -> tuple[int, int] | None:
+    """The rows of a slot on a rank; None where it does not run."""
+    for place, one in enumerate(shape.ranks.tolist()):
+        if one == rank:
+            return int(shape.bounds[place]), int(shape.bounds[place + 1])
+    return None
+
+
+def _wait(request: Any) -> None:
+    try:
+        request.wait()
+    except RuntimeError as error:
+        raise lost("waiting for it", error) from error
 
 
 def _as_leaves(nest: Any) -> Any:
-    """The same values, cut off from the graph that made them; floating tensors collect gradients."""
-
-    def cut(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return leaf.detach().requires_grad_(leaf.is_floating_point())
-
-    return tree_map(cut, nest)
+    """The same values, cut off from the graph that made them, collecting gradients where that one did."""
+    return tree_map(
+        lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf, nest
+    )
 
 
-def _float_leaves(nest: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+def _copied(nest: Any) -> Any:
+    """Copies that may be written to; gradients pass through."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, nest)
 
 
-def _gradient_of(leaf: Any) -> Any:
-    """A tensor's gradient, zero where nothing reached it; anything else as it is."""
-    if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
-        return leaf
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _takes_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _shapes(form: Form) -> str:
+    return ", ".join(str(leaf.shape) if isinstance(leaf, LeafForm) else repr(leaf) for leaf in form.leaves)

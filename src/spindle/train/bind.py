@@ -1,30 +1,24 @@
-"""From recorded tasks to a Workload, and back from a MetaOp to the code it stands for.
-
-Costs come from one pass over fake tensors: FLOPs as torch counts them, bytes of what crosses each cut. What a layer
-keeps for its backward pass is estimated as its inputs and outputs four times over.
-"""
+"""From traced tasks to a Workload, and back from a MetaOp to the code it stands for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode
 
-from spindle.errors import WorkloadError
 from spindle.graph import MetaOp
-from spindle.run.code import LayersCode, LossCode, OpCode
-from spindle.train.record import RecordedCall, RecordedTask
-from spindle.train.task import ModuleHandle
+from spindle.run.code import LayerCode, LayersCode, LossCode, OpCode
+from spindle.run.rows import Axes
+from spindle.train.probe import Facts
+from spindle.train.record import handles_of, parameter_names, record_all
+from spindle.train.task import ModuleHandle, TaskDefinition
+from spindle.train.trace import TracedLayer, TracedTask, trace
 from spindle.workload import Call, Layer, LayerCost, Module, Numerics, Parameter, Task, Workload
 
 LOSS = "loss"
-_SAVED_FACTOR = 4
+_NO_FACTS = Facts()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,25 +26,32 @@ class Bound:
     """A workload with the code behind it."""
 
     workload: Workload
-    tasks: Mapping[str, RecordedTask]
+    tasks: Mapping[str, TracedTask]
     parameters: Mapping[str, nn.Parameter]
     handles: Mapping[str, ModuleHandle]
+    facts: Facts
 
-    def call_of(self, op: MetaOp) -> RecordedCall | None:
-        """The call an op belongs to; None for a loss."""
-        return next((call for call in self.tasks[op.task].calls if call.name == op.call), None)
+    @property
+    def batch_axes(self) -> dict[str, Axes]:
+        return {name: task.batch_axes for name, task in self.tasks.items()}
 
 
-def bind(name: str, tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -> Bound:
-    """The workload of recorded tasks; `examples` has one batch for each, for shapes alone."""
-    handles = _handles(tasks)
-    parameter_names = _parameter_names(handles)
+def trace_all(definitions: Sequence[TaskDefinition], examples: Mapping[str, Any]) -> list[TracedTask]:
+    """Records and traces tasks; `examples` has one batch for each."""
+    return [trace(one, examples[one.definition.name]) for one in record_all(definitions)]
+
+
+def bind(name: str, tasks: Sequence[TracedTask], facts: Facts = _NO_FACTS) -> Bound:
+    """The workload of traced tasks."""
+    handles = handles_of([one.recorded for one in tasks])
+    names = parameter_names(handles)
     first: dict[str, nn.Parameter] = {}
     for handle in handles.values():
         for parameter in handle.module.parameters():
-            first.setdefault(parameter_names[id(parameter)], parameter)
-    modules = [_module(handle, parameter_names) for handle in handles.values()]
-    modules += [Module(name=f"{LOSS}.{one.definition.name}", layers=(Layer(kind=LOSS),)) for one in tasks]
+            first.setdefault(names[id(parameter)], parameter)
+    modules = [_module(handle, names) for handle in handles.values()]
+    modules += [Module(name=f"{LOSS}.{one.name}", layers=(Layer(kind=LOSS),)) for one in tasks]
+    element_bytes = max((parameter.element_size() for parameter in first.values()), default=4)
     workload = Workload(
         name=name,
         modules=tuple(modules),
@@ -58,36 +59,18 @@ def bind(name: str, tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) 
             Parameter(name=path, num_elements=parameter.numel(), trainable=parameter.requires_grad)
             for path, parameter in first.items()
         ),
-        tasks=tuple(_task(one, examples[one.definition.name]) for one in tasks),
-        numerics=Numerics(parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8, update_bytes=28),
+        tasks=tuple(_task(one, facts) for one in tasks),
+        # Adam's two moments beside each weight; a step reads weight, gradient and moments and writes all but one.
+        numerics=Numerics(
+            parameter_bytes=element_bytes,
+            gradient_bytes=element_bytes,
+            optimizer_bytes=2 * element_bytes,
+            update_bytes=7 * element_bytes,
+        ),
     )
     return Bound(
-        workload=workload,
-        tasks={one.definition.name: one for one in tasks},
-        parameters=first,
-        handles=handles,
+        workload=workload, tasks={one.name: one for one in tasks}, parameters=first, handles=handles, facts=facts
     )
-
-
-def _handles(tasks: Sequence[RecordedTask]) -> dict[str, ModuleHandle]:
-    handles: dict[str, ModuleHandle] = {}
-    for one in tasks:
-        for call in one.calls:
-            known = handles.setdefault(call.handle.name, call.handle)
-            if known.module is not call.handle.module:
-                raise WorkloadError(
-                    f"two modules are called {call.handle.name!r}; give one of them another name in spindle.module"
-                )
-    return handles
-
-
-def _parameter_names(handles: Mapping[str, ModuleHandle]) -> dict[int, str]:
-    """The first name of each tensor: tied weights are one parameter."""
-    names: dict[int, str] = {}
-    for handle in handles.values():
-        for path, parameter in handle.module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), f"{handle.name}.{path}")
-    return names
 
 
 def _kinds(handle: ModuleHandle) -> list[str]:
@@ -106,54 +89,52 @@ def _module(handle: ModuleHandle, names: Mapping[int, str]) -> Module:
     )
 
 
-def _task(one: RecordedTask, example: Any) -> Task:
-    definition = one.definition
+def _task(one: TracedTask, facts: Facts) -> Task:
+    definition, recorded = one.recorded.definition, one.recorded
+    rows = definition.batch_size
     calls, flows = [], []
-    outputs: dict[str, Any] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        batch = tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, example)
-        rows = definition.batch_size
-        for call in one.calls:
-            args, kwargs = call.arguments(batch, *(outputs[source] for source in call.sources))
-            costs: dict[str, LayerCost] = {}
-            values: Any = None
-            for kind, layer in zip(_kinds(call.handle), call.handle.chain.layers, strict=True):
-                before = (args, kwargs) if values is None else values
-                with FlopCounterMode(display=False) as counter:
-                    values = layer.run(*args, **kwargs) if values is None else layer.run(*values)
-                cost = _cost(counter.get_total_flops(), before, values, rows, call.handle.whole_batch)
-                costs[kind] = max(cost, costs.get(kind, cost), key=lambda known: known.forward_flops)
-            outputs[call.name] = values[0]
-            calls.append(Call(name=call.name, module=call.handle.name, costs=tuple(costs.items())))
-            flows += [(source, call.name) for source in call.sources]
-        used = [outputs[source] for source in one.loss_sources]
-    splits = one.is_mean or definition.per_sample_mean
-    loss_cost = replace(_cost(0, used, used, rows, whole_batch=not splits), meets=one.is_mean)
+    for call in recorded.calls:
+        whole_batch = call.handle.whole_batch or (one.name, call.name) in facts.coupled
+        costs: dict[str, LayerCost] = {}
+        for kind, layer in zip(_kinds(call.handle), one.layers[call.name], strict=True):
+            cost = _cost(layer, rows, whole_batch)
+            # Layers of one kind are alike; where their costs differ a little (the first has no gradient to pass on),
+            # the larger stands for all.
+            costs[kind] = max(cost, costs.get(kind, cost), key=lambda known: known.backward_flops)
+        calls.append(Call(name=call.name, module=call.handle.name, costs=tuple(costs.items())))
+        flows += [(source, call.name) for source in call.sources]
+    splits = recorded.is_mean or definition.per_sample_mean
+    loss_cost = LayerCost(
+        forward_flops=0,
+        backward_flops=0,
+        traffic_bytes=2 * one.loss_bytes / rows,
+        saved_bytes=2 * one.loss_bytes / rows,
+        output_bytes=0,
+        whole_batch=not splits or bool(one.whole_only),
+        # Ranks of a split loss meet: they add up their counts, and check themselves in the first step.
+        meets=splits and not one.whole_only,
+    )
     calls.append(Call(name=LOSS, module=f"{LOSS}.{definition.name}", costs=((LOSS, loss_cost),)))
-    flows += [(source, LOSS) for source in one.loss_sources]
-    return Task(name=definition.name, batch_size=definition.batch_size, calls=tuple(calls), flows=tuple(flows))
+    flows += [(source, LOSS) for source in recorded.loss_sources]
+    return Task(name=definition.name, batch_size=rows, calls=tuple(calls), flows=tuple(flows))
 
 
-def _cost(flops: int, before: Any, after: Any, rows: int, whole_batch: bool) -> LayerCost:
-    def num_bytes(nest: Any) -> int:
-        tensors = [leaf for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor)]
-        return sum(leaf.numel() * leaf.element_size() for leaf in tensors)
-
-    moved = num_bytes(before) + num_bytes(after)
+def _cost(layer: TracedLayer, rows: int, whole_batch: bool) -> LayerCost:
     return LayerCost(
-        forward_flops=flops / rows,
-        backward_flops=2 * flops / rows,
-        traffic_bytes=moved / rows,
-        saved_bytes=_SAVED_FACTOR * moved / rows,
-        output_bytes=num_bytes(after) / rows,
+        forward_flops=layer.forward_flops / rows,
+        backward_flops=layer.backward_flops / rows,
+        traffic_bytes=(layer.input_bytes + layer.output_bytes) / rows,
+        saved_bytes=layer.saved_bytes / rows,
+        output_bytes=layer.output_bytes / rows,
         whole_batch=whole_batch,
     )
 
 
 def code_of(bound: Bound, op: MetaOp) -> OpCode:
     """What the executor runs for an op."""
-    recorded = bound.tasks[op.task]
-    call = bound.call_of(op)
+    traced = bound.tasks[op.task]
+    recorded, facts = traced.recorded, bound.facts
+    call = next((call for call in recorded.calls if call.name == op.call), None)
     if call is None:
         return LossCode(
             loss=recorded.loss,
@@ -161,8 +142,18 @@ def code_of(bound: Bound, op: MetaOp) -> OpCode:
             weight=recorded.definition.weight,
             is_mean=recorded.is_mean,
             per_sample_mean=recorded.definition.per_sample_mean,
+            is_random=traced.name in facts.random_losses,
         )
-    layers = call.handle.chain.layers[op.first_layer : op.first_layer + op.num_layers]
+    layers = tuple(
+        LayerCode(
+            run=call.handle.chain.layers[number].run,
+            axes=traced.layers[call.name][number].axes,
+            parameters=call.handle.chain.layers[number].parameters,
+            writes_input=traced.layers[call.name][number].writes_input,
+            is_random=(traced.name, call.name, number) in facts.random_layers,
+        )
+        for number in range(op.first_layer, op.first_layer + op.num_layers)
+    )
     if op.first_layer:
         return LayersCode(layers=layers)
     return LayersCode(layers=layers, arguments=call.arguments, sources=call.sources)

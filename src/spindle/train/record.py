@@ -8,7 +8,7 @@ computed over the whole batch.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,3 +131,32 @@ def _glue(
     part.output(fx.node.map_arg(wanted, lambda one: copies[one]))
     runner = fx.GraphModule(nn.Module(), part)
     return tuple(calls[node] for node in sources), runner.forward
+
+
+def record_all(definitions: Sequence[TaskDefinition]) -> list[RecordedTask]:
+    """Records tasks that train together; modules are told apart by their names."""
+    recorded = [record(definition) for definition in definitions]
+    handles_of(recorded)
+    return recorded
+
+
+def handles_of(tasks: Sequence[RecordedTask]) -> dict[str, ModuleHandle]:
+    """The modules of tasks by name; two under one name are refused."""
+    handles: dict[str, ModuleHandle] = {}
+    for one in tasks:
+        for call in one.calls:
+            known = handles.setdefault(call.handle.name, call.handle)
+            if known.module is not call.handle.module:
+                raise WorkloadError(
+                    f"two modules are called {call.handle.name!r}; give one of them another name in spindle.module"
+                )
+    return handles
+
+
+def parameter_names(handles: Mapping[str, ModuleHandle]) -> dict[int, str]:
+    """The first name of each tensor: tied weights are one parameter."""
+    names: dict[int, str] = {}
+    for handle in handles.values():
+        for path, parameter in handle.module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), f"{handle.name}.{path}")
+    return names

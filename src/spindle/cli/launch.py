@@ -1,0 +1,65 @@
+"""`spindle launch`: a training script in several local processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEnded:
+    """The exit code of a job, which has already said what there is to say about it."""
+
+    code: int
+
+
+def launch(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A training script.", show_default=False)],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGUMENTS", help="What the script is given, options too.", show_default=False),
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option("-n", "--processes", metavar="N", help="How many processes to start.", show_default=False),
+    ] = None,
+    logs: Annotated[
+        Path | None,
+        typer.Option(
+            "--logs",
+            metavar="DIR",
+            help="Keep the output of ranks 1 and up here, as rank-1.log and so on.",
+            show_default=False,
+        ),
+    ] = None,
+) -> JobEnded:
+    """Run a training script in several processes of this machine, and stop them all when one fails.
+
+    Every process finds its rank in the environment, under the names that torchrun uses. On a host without GPUs they
+    talk through gloo. Rank 0 writes to this terminal; when a rank fails, the first error stands on top. Options go
+    before SCRIPT: what comes after it is the script's own.
+
+    One process needs no launcher (python train.py), several hosts need torchrun. Examples:
+
+    spindle launch -n 4 train.py
+
+    spindle launch -n 4 --logs logs train.py --steps 100
+    """
+    import importlib.util
+    import os
+
+    from spindle.errors import InputError
+
+    if processes is None:
+        raise InputError(f"how many processes? give -n N before the script: spindle launch -n 2 {script}")
+    if os.name != "posix":
+        raise InputError("spindle launch needs the process groups of Linux or macOS")
+    if importlib.util.find_spec("torch") is None:
+        raise InputError("training needs torch, which is not installed: pip install 'spindle-train[train]'")
+
+    import spindle.launch.launch
+
+    return JobEnded(code=spindle.launch.launch.launch(script, arguments or (), processes, logs))

@@ -1,0 +1,119 @@
+"""Which rank failed first, and what do we tell people? From how the processes ended and what they reported.
+
+A pure function: it knows neither processes nor files.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from spindle.launch.failure import Failure
+
+# How much later than it happened an end may be seen. A rank that is killed says nothing, while its neighbours can
+# report their lost connections before the launcher looks again; without this they would stand as the cause.
+SEEN_LATE_NS = 100_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How one rank's process ended, and when that was seen."""
+
+    rank: int
+    code: int  # as subprocess gives it: below 0 for a signal
+    time_ns: int  # time.monotonic_ns
+    told: bool  # whether the launcher had already told it to end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What to print, first cause on top, and the exit code of the job."""
+
+    text: str
+    code: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mishap:
+    """One rank that did not end well by itself."""
+
+    rank: int
+    time_ns: int
+    happened: str  # "failed: ValueError: boom", "was killed by SIGKILL"
+    text: str | None  # what there is to read below that, if anything; none from a rank that did not say why
+
+
+def verdict(endings: Sequence[Ending], failures: Sequence[Failure], log_end: Callable[[int], str]) -> Verdict:
+    """The story of a failed job. `log_end` gives the last lines that a rank wrote, for those that died without a word.
+
+    The cause is what came first among the failures that ranks call their own and the deaths without a report. A rank
+    that only lost its peers is the cause when there is nothing better.
+    """
+    failed = {ending.rank: ending for ending in endings if ending.code != 0}
+    reports: dict[int, Failure] = {}
+    for failure in sorted(failures, key=lambda failure: failure.time_ns):
+        if failure.rank in failed:
+            reports.setdefault(failure.rank, failure)
+    causes = [_reported(report) for report in reports.values() if report.kind == "own"]
+    causes += [_died(one) for one in failed.values() if one.rank not in reports and not one.told]
+    followers = [_reported(report) for report in reports.values() if report.kind == "follows"]
+    first = min(causes or followers, key=_in_order)
+    others = sorted((mishap for mishap in causes if mishap is not first), key=_in_order)
+    ended_well = [ending.rank for ending in endings if ending.code == 0 and not ending.told]
+
+    lines = [f"error: rank {first.rank} {first.happened}"]
+    if first.text:
+        lines.append(first.text)
+    elif first.text is None and (end := log_end(first.rank)):
+        lines += ["the end of its output:", end]
+    lines += _about_others(first, others)
+    mentioned = {first.rank, *ended_well, *(mishap.rank for mishap in others)}
+    if stopped := [ending.rank for ending in endings if ending.rank not in mentioned]:
+        lines.append(f"{_ranks(stopped)} stopped because of it")
+    if not causes and ended_well:
+        lines.append(f"{_ranks(ended_well)} had already ended without an error")
+    code = failed[first.rank].code
+    return Verdict(text="\n".join(lines), code=code if code > 0 else 1)
+
+
+def _in_order(mishap: _Mishap) -> tuple[int, int]:
+    return mishap.time_ns, mishap.rank
+
+
+def _reported(failure: Failure) -> _Mishap:
+    text = failure.text.removeprefix(failure.summary).lstrip("\n") if failure.text else None
+    return _Mishap(rank=failure.rank, time_ns=failure.time_ns, happened=f"failed: {failure.summary}", text=text)
+
+
+def _died(ending: Ending) -> _Mishap:
+    return _Mishap(rank=ending.rank, time_ns=ending.time_ns - SEEN_LATE_NS, happened=_death(ending.code), text=None)
+
+
+def _death(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+
+def _about_others(first: _Mishap, others: Iterable[_Mishap]) -> list[str]:
+    """One line for the ranks that failed as the first did, and one for each other thing that happened."""
+    ranks: dict[str, list[int]] = {}
+    for mishap in others:
+        ranks.setdefault(mishap.happened, []).append(mishap.rank)
+    same = ranks.pop(first.happened, [])
+    lines = [f"{_ranks(same)} failed the same way"] if same else []
+    for happened, those in ranks.items():
+        plural = happened.replace("was killed", "were killed", 1) if len(those) > 1 else happened
+        lines.append(f"then {_ranks(those)} {plural}")
+    return lines
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """ "rank 2"; "ranks 0, 1 and 3"."""
+    *most, last = map(str, sorted(ranks))
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

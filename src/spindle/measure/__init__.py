@@ -1,0 +1,7 @@
+"""How fast are the pieces really? Layers timed on this machine, links between its processes. Needs torch."""
+
+from spindle.measure.layers import measure_layers
+from spindle.measure.links import measure_link
+from spindle.measure.machine import local_profile
+
+__all__ = ["local_profile", "measure_layers", "measure_link"]

@@ -1,0 +1,452 @@
+"""Predicted beside measured: where did the step go otherwise than the simulator said?
+
+Both timelines are of one program, so each number of one stands beside the same number of the other. Left out: memory,
+because a measured timeline may carry no bytes; and the transfers one by one, because a measured transfer ends when its
+rank notices, which says more of the rank than of the link.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+import numpy as np
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from spindle.artifact import to_json
+from spindle.errors import ProgramError
+from spindle.graph import MetaGraph, MetaOp
+from spindle.program import Backward, Forward, OptimizerStep, Program
+from spindle.program.instructions import COMPUTE, code
+from spindle.program.program import Column
+from spindle.report.facts import facts
+from spindle.report.gantt import Chart, draw_legend, draw_rows, timeline_chart
+from spindle.report.quantities import count_of, figures, percent, seconds
+from spindle.timeline import Timeline, measure
+
+NS = 1e9
+_MAX_WAVES = 12
+_MAX_RATIO = 9_999
+_MAX_NAME = 30
+_ROOMY = 6  # characters of a number, up to which four pairs of them fit into 80 columns with space around their arrows
+
+Key = TypeVar("Key", int, str)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """The same seconds, predicted and measured."""
+
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def difference_s(self) -> float:
+        return self.measured_s - self.predicted_s
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted; none where nothing was predicted."""
+        return self.measured_s / self.predicted_s if self.predicted_s > 0 else None
+
+    def __add__(self, other: Pair) -> Pair:
+        return Pair(predicted_s=self.predicted_s + other.predicted_s, measured_s=self.measured_s + other.measured_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TotalsBeside:
+    """The step, and what a device did in it, as a mean over devices: the five add up to the step.
+
+    Transfers and synchronisation count only while a device does not compute, as in `Measures`.
+    """
+
+    step: Pair
+    compute: Pair
+    optimizer: Pair
+    transfer: Pair
+    sync: Pair
+    idle: Pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleBeside:
+    """Device-seconds of compute in all slots of a module; of a task, for ops that have no module."""
+
+    module: str
+    forward: Pair
+    backward: Pair
+
+    @property
+    def both(self) -> Pair:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaveBeside:
+    """When the first device begins a wave's forward and the last one ends it; device-seconds of compute."""
+
+    wave: int
+    forward_start: Pair
+    forward_end: Pair
+    forward: Pair
+    backward: Pair
+
+    @property
+    def both(self) -> Pair:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """One step twice. Modules are in the order of the graph, waves in their own."""
+
+    workload: str
+    planner: str
+    num_ranks: int
+    totals: TotalsBeside
+    modules: tuple[ModuleBeside, ...]
+    waves: tuple[WaveBeside, ...]
+
+    @property
+    def step_ratio(self) -> float | None:
+        return self.totals.step.ratio
+
+    @property
+    def module_error(self) -> float | None:
+        """Mean over modules of |measured / predicted - 1|, each weighing its predicted device-seconds.
+
+        A module of which nothing was predicted weighs nothing; none where that is all of them.
+        """
+        predicted = [one.both for one in self.modules if one.both.predicted_s > 0]
+        weight_s = sum(pair.predicted_s for pair in predicted)
+        return sum(abs(pair.difference_s) for pair in predicted) / weight_s if predicted else None
+
+
+def beside(predicted: Timeline, measured: Timeline, program: Program, graph: MetaGraph) -> Beside:
+    """Lays a measured step over its prediction. Raises a ProgramError when one of them is not of this program."""
+    if program.plan.fingerprint != graph.fingerprint:
+        raise ProgramError(
+            f"this program was made for another workload: {program.plan.workload!r} (fingerprint "
+            f"{program.plan.fingerprint}), expected {graph.name!r} ({graph.fingerprint})"
+        )
+    _refuse_another("predicted", predicted, program)
+    _refuse_another("measured", measured, program)
+    one, other = _sums(predicted), _sums(measured)
+    modules = _passes_by(program, lambda slot: _name_of(graph.metaops[program.slots[slot].op]))
+    waves = _passes_by(program, lambda slot: program.plan.slots[slot].wave)
+    return Beside(
+        workload=program.plan.workload,
+        planner=program.plan.planner,
+        num_ranks=program.num_ranks,
+        totals=_totals(predicted, measured),
+        modules=tuple(
+            ModuleBeside(
+                module=name,
+                forward=_device_s(one, other, modules[name].forward),
+                backward=_device_s(one, other, modules[name].backward),
+            )
+            for name in dict.fromkeys(map(_name_of, graph.metaops))
+        ),
+        waves=tuple(
+            WaveBeside(
+                wave=wave,
+                forward_start=_pair(one.start_ns[passes.forward].min(), other.start_ns[passes.forward].min()),
+                forward_end=_pair(one.end_ns[passes.forward].max(), other.end_ns[passes.forward].max()),
+                forward=_device_s(one, other, passes.forward),
+                backward=_device_s(one, other, passes.backward),
+            )
+            for wave, passes in sorted(waves.items())
+        ),
+    )
+
+
+def _name_of(op: MetaOp) -> str:
+    return op.task if op.module is None else op.module
+
+
+def _refuse_another(name: str, timeline: Timeline, program: Program) -> None:
+    """The same instructions, and every forward and backward once on each of its ranks."""
+    if timeline.instructions != program.instructions:
+        raise ProgramError(
+            f"the {name} timeline is of another program: {_first_difference(timeline, program)}; "
+            "predicted and measured can be compared only under one program"
+        )
+    if timeline.num_ranks != program.num_ranks:
+        raise ProgramError(
+            f"the {name} timeline is of {count_of(timeline.num_ranks, 'rank')}, the program of {program.num_ranks}"
+        )
+    lane = program.lanes[COMPUTE]
+    ranks = np.repeat(np.arange(program.num_ranks), np.diff(lane.starts))
+    expected = _computed(program, ranks, lane.instructions)
+    got = _computed(program, timeline.rank, timeline.instruction)
+    if not np.array_equal(got, expected):
+        num_got, num_expected = Counter(got.tolist()), Counter(expected.tolist())
+        wrong = min(one for one in num_got | num_expected if num_got[one] != num_expected[one])
+        rank, number = divmod(wrong, len(program.instructions))
+        raise ProgramError(
+            f"the {name} timeline is not of one whole step: on rank {rank} it has "
+            f"{count_of(num_got[wrong], 'span')} of {code(program.instructions[number])}, "
+            f"expected {num_expected[wrong]}"
+        )
+
+
+def _computed(program: Program, ranks: Column, instructions: Column) -> Column:
+    """Which rank runs which forward and backward, each as one number, sorted."""
+    computes = np.array([isinstance(instruction, Forward | Backward) for instruction in program.instructions])
+    chosen = computes[instructions]
+    return np.sort(ranks[chosen] * len(program.instructions) + instructions[chosen])
+
+
+def _first_difference(timeline: Timeline, program: Program) -> str:
+    for number, (got, expected) in enumerate(zip(timeline.instructions, program.instructions, strict=False)):
+        if got != expected:
+            return f"its instruction {number} is {code(got)}, expected {code(expected)}"
+    return f"it has {count_of(len(timeline.instructions), 'instruction')}, expected {len(program.instructions)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """By instruction, over its ranks: device time, first start, last end."""
+
+    device_ns: Column
+    start_ns: Column
+    end_ns: Column
+
+
+def _sums(timeline: Timeline) -> _Sums:
+    count = len(timeline.instructions)
+    sums = _Sums(
+        np.zeros(count, dtype=np.int64),
+        np.full(count, np.iinfo(np.int64).max),
+        np.zeros(count, dtype=np.int64),
+    )
+    np.add.at(sums.device_ns, timeline.instruction, timeline.end - timeline.start)
+    np.minimum.at(sums.start_ns, timeline.instruction, timeline.start)
+    np.maximum.at(sums.end_ns, timeline.instruction, timeline.end)
+    return sums
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """Numbers of instructions that compute."""
+
+    forward: list[int] = field(default_factory=list)
+    backward: list[int] = field(default_factory=list)
+
+
+def _passes_by(program: Program, key_of: Callable[[int], Key]) -> dict[Key, _Passes]:
+    passes: dict[Key, _Passes] = {}
+    for number, instruction in enumerate(program.instructions):
+        match instruction:
+            case Forward(slot=slot):
+                passes.setdefault(key_of(slot), _Passes()).forward.append(number)
+            case Backward(slot=slot):
+                passes.setdefault(key_of(slot), _Passes()).backward.append(number)
+            case _:
+                pass
+    return passes
+
+
+def _pair(predicted_ns: float, measured_ns: float) -> Pair:
+    return Pair(predicted_s=float(predicted_ns) / NS, measured_s=float(measured_ns) / NS)
+
+
+def _device_s(predicted: _Sums, measured: _Sums, instructions: list[int]) -> Pair:
+    return _pair(predicted.device_ns[instructions].sum(), measured.device_ns[instructions].sum())
+
+
+def _totals(predicted: Timeline, measured: Timeline) -> TotalsBeside:
+    one, other = _seconds_of(predicted), _seconds_of(measured)
+    return TotalsBeside(**{name: Pair(predicted_s=one[name], measured_s=other[name]) for name in one})
+
+
+def _seconds_of(timeline: Timeline) -> dict[str, float]:
+    measures = measure(timeline)
+    updates = np.array([isinstance(instruction, OptimizerStep) for instruction in timeline.instructions], dtype=bool)
+    optimizer_ns = int((timeline.end - timeline.start)[updates[timeline.instruction]].sum())
+    step_ns = timeline.makespan_ns * timeline.num_ranks
+    # Shares are of whole nanoseconds: rounding gives those back, and what is nothing stays nothing.
+    device_ns = {
+        "step": step_ns,
+        "compute": max(0, round(measures.compute_share * step_ns) - optimizer_ns),
+        "optimizer": optimizer_ns,
+        "transfer": round(measures.transfer_share * step_ns),
+        "sync": round(measures.sync_share * step_ns),
+        "idle": round(measures.idle_share * step_ns),
+    }
+    return {name: value / timeline.num_ranks / NS for name, value in device_ns.items()}
+
+
+def beside_json(beside: Beside) -> dict[str, Any]:
+    """The same for programs, with the ratios; a ratio to nothing is null."""
+    return {
+        "workload": beside.workload,
+        "planner": beside.planner,
+        "num_ranks": beside.num_ranks,
+        "step_ratio": beside.step_ratio,
+        "module_error": beside.module_error,
+        "totals": _row_json(beside.totals),
+        "modules": [_row_json(one) for one in beside.modules],
+        "waves": [_row_json(one) for one in beside.waves],
+    }
+
+
+def _row_json(row: TotalsBeside | ModuleBeside | WaveBeside) -> dict[str, Any]:
+    values = {one.name: getattr(row, one.name) for one in fields(row)}
+    return {
+        name: to_json(value) | {"ratio": value.ratio} if isinstance(value, Pair) else value
+        for name, value in values.items()
+    }
+
+
+def beside_table(beside: Beside) -> list[RenderableType]:
+    """In a few words, then the totals, the modules and the waves."""
+    tables = (_totals_table(beside.totals), _module_table(beside.modules), _wave_table(beside.waves))
+    return [_headline(beside), *(part for table in tables for part in ("", table))]
+
+
+def _headline(beside: Beside) -> Table:
+    step, error = beside.totals.step, beside.module_error
+    off = "not predicted" if error is None else f"{percent(error)} off on average, weighted by predicted device time"
+    return facts(
+        [
+            ("workload", f"{beside.workload} on {count_of(beside.num_ranks, 'device')}, planned by {beside.planner}"),
+            (
+                "step",
+                f"{seconds(step.predicted_s)} predicted, {seconds(step.measured_s)} measured, ratio {_ratio(step)}",
+            ),
+            ("modules", off),
+        ]
+    )
+
+
+def _totals_table(totals: TotalsBeside) -> Table:
+    unit, per_second = _unit([totals.step])
+    table = _table(f"A device's step on average, {unit}")
+    table.add_column("")
+    for name in ("predicted", "measured", "difference", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+
+    def add_row(name: str, pair: Pair, style: str = "") -> None:
+        both = (figures(pair.predicted_s * per_second), figures(pair.measured_s * per_second))
+        table.add_row(name, *both, _signed(pair.difference_s * per_second), _ratio(pair), style=style)
+
+    add_row("compute", totals.compute)
+    add_row("optimizer", totals.optimizer)
+    add_row("send, receive", totals.transfer)
+    add_row("synchronise", totals.sync)
+    add_row("idle", totals.idle)
+    table.add_section()
+    add_row("step", totals.step, style="bold")
+    return table
+
+
+def _module_table(modules: Sequence[ModuleBeside]) -> Table:
+    forward, backward = [one.forward for one in modules], [one.backward for one in modules]
+    unit, per_second = _unit([*forward, *backward])
+    table = _table(f"Modules, device-{unit} predicted → measured")
+    table.add_column("module", no_wrap=True, max_width=_MAX_NAME, overflow="ellipsis")
+    for name in ("forward", "ratio", "backward", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    cells = zip(_arrows(forward, per_second), _arrows(backward, per_second), strict=True)
+    for one, (there, back) in zip(modules, cells, strict=True):
+        table.add_row(one.module, there, _ratio(one.forward), back, _ratio(one.backward))
+    return table
+
+
+def _wave_table(waves: Sequence[WaveBeside]) -> Table:
+    """The ratio is of the device time of both passes together."""
+    shown = _worth_showing(waves)
+    columns = (
+        [one.forward_start for one in shown],
+        [one.forward_end for one in shown],
+        [one.forward for one in shown],
+        [one.backward for one in shown],
+    )
+    unit, per_second = _unit(pair for column in columns for pair in column)
+    table = _table(f"Waves, {unit} predicted → measured, ratio of device time")
+    table.add_column("wave", justify="right", no_wrap=True)
+    for name in ("forward\nstarts", "forward\nends", f"forward\ndevice-{unit}", f"backward\ndevice-{unit}", "\nratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    cells = zip(*(_arrows(column, per_second) for column in columns), strict=True)
+    for one, row in zip(shown, cells, strict=True):
+        table.add_row(str(one.wave), *row, _ratio(one.both))
+    left_out = [one for one in waves if one not in shown]
+    if left_out:
+        most_s = max(abs(one.both.difference_s) for one in left_out)
+        table.caption = f"{count_of(len(left_out), 'wave')} left out, at most {seconds(most_s)} of device time off"
+    return table
+
+
+def _worth_showing(waves: Sequence[WaveBeside]) -> list[WaveBeside]:
+    """All waves if they are few; else the first ones, and of the others those that are furthest off."""
+    if len(waves) <= _MAX_WAVES:
+        return list(waves)
+    num_first = _MAX_WAVES // 2
+    furthest = sorted(waves[num_first:], key=lambda one: -abs(one.both.difference_s))
+    return [*waves[:num_first], *sorted(furthest[: _MAX_WAVES - num_first], key=lambda one: one.wave)]
+
+
+def _table(title: str) -> Table:
+    return Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        caption_justify="left",
+    )
+
+
+def _unit(pairs: Iterable[Pair]) -> tuple[str, float]:
+    """One unit for a whole table, by its largest number, and how many make a second."""
+    largest_s = max((max(pair.predicted_s, pair.measured_s) for pair in pairs), default=0.0)
+    return ("s", 1.0) if largest_s >= 100 else ("ms", 1e3) if largest_s >= 1e-3 else ("µs", 1e6)
+
+
+def _arrows(column: Sequence[Pair], per_second: float) -> list[str]:
+    """`12.34 → 13.10`, arrows under each other; closer together where the numbers leave no room."""
+    predicted = [figures(pair.predicted_s * per_second) for pair in column]
+    measured = [figures(pair.measured_s * per_second) for pair in column]
+    width = max(map(len, (*predicted, *measured)), default=0)
+    arrow = " → " if width <= _ROOMY else "→"
+    return [f"{one:>{width}}{arrow}{other:>{width}}" for one, other in zip(predicted, measured, strict=True)]
+
+
+def _ratio(pair: Pair) -> str:
+    if pair.ratio is None:
+        return "-"
+    return figures(pair.ratio) if pair.ratio <= _MAX_RATIO else f">{figures(_MAX_RATIO)}"
+
+
+def _signed(value: float) -> str:
+    size = figures(abs(value))
+    sign = "+" if value > 0 else "-"
+    return f"{sign}{size}" if size.strip("0.") else size
+
+
+def beside_chart(
+    predicted: Timeline, measured: Timeline, program: Program, graph: MetaGraph, num_columns: int
+) -> tuple[Chart, Chart]:
+    """The charts of both steps on one scale, which ends with the longer of them."""
+    end_ns = max(1, predicted.makespan_ns, measured.makespan_ns)
+    return (
+        timeline_chart(predicted, program, graph, num_columns, end_ns),
+        timeline_chart(measured, program, graph, num_columns, end_ns),
+    )
+
+
+def draw_beside(charts: tuple[Chart, Chart], num_devices: int, width: int, in_colour: bool = False) -> Text:
+    """Predicted above measured, at most `width` wide, with one legend for both."""
+    text = Text(no_wrap=True)
+    for name, chart in zip(("predicted", "measured"), charts, strict=True):
+        text.append(f"{name}\n", style="bold")
+        text.append_text(draw_rows(chart, num_devices, in_colour)).append("\n")
+    return text.append_text(draw_legend(charts, width))

@@ -1,0 +1,134 @@
+"""The processes of a job: who we are, and what all ranks do together outside a program.
+
+`python train.py` is a world of one, which needs no process group. `spindle launch` and `torchrun` say in the
+environment who is who; then the world is a `torch.distributed` process group, ours or one that the script
+made already.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spindle.errors import PeerLostError
+from spindle.launch.failure import install_hook
+
+
+class World:
+    """This process among all of them. Groups are made once for each purpose and set of ranks, on all ranks at once."""
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
+
+    def group(self, purpose: str, ranks: tuple[int, ...]) -> Any:
+        """The group of these ranks. Every rank must ask for every group, in one order, before any rank uses it.
+
+        Lanes run side by side, so each has groups of its own: two ranks may start a lane's work in different orders
+        relative to another's.
+        """
+        key = (purpose, ranks)
+        if key not in self._groups:
+            # Small records stay on the host, whatever the device is.
+            backend = "gloo" if purpose == CONTROL else None
+            with peers("making a group"):
+                self._groups[key] = dist.new_group(list(ranks), backend=backend)
+        return self._groups[key]
+
+    @property
+    def control(self) -> Any:
+        return self.group(CONTROL, tuple(range(self.size)))
+
+    def start_all_gather(self, record: torch.Tensor) -> Gathering:
+        """Starts to give every rank's record (a small tensor on the host) to all ranks."""
+        if self.size == 1:
+            return Gathering(None, [record])
+        table = [torch.empty_like(record) for _ in range(self.size)]
+        with peers("exchanging headers"):
+            return Gathering(dist.all_gather(table, record, group=self.control, async_op=True), table)
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's value, on all ranks."""
+        if self.size == 1:
+            return value
+        box = [value]
+        with peers("sharing what rank 0 decided"):
+            dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value, on rank 0; nothing elsewhere."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        with peers("gathering"):
+            dist.gather_object(value, values, dst=0, group=self.control)
+        return values or []
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            with peers("meeting"):
+                dist.barrier(group=self.control)
+
+
+CONTROL = "control"
+
+
+class Gathering:
+    """Records on their way."""
+
+    def __init__(self, request: Any, table: list[torch.Tensor]) -> None:
+        self._request, self._table = request, table
+
+    def wait(self) -> list[torch.Tensor]:
+        if self._request is not None:
+            with peers("exchanging headers"):
+                self._request.wait()
+        return self._table
+
+
+@contextmanager
+def peers(doing: str) -> Iterator[None]:
+    """What torch raises inside when another process is gone becomes a PeerLostError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise lost(doing, error) from error
+
+
+def lost(doing: str, error: BaseException) -> PeerLostError:
+    return PeerLostError(f"another rank is gone, noticed while {doing}: {str(error).splitlines()[0]}")
+
+
+def join_world() -> World:
+    """The world that the environment describes."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if dist.is_initialized():
+        install_hook()
+        return World(dist.get_rank(), dist.get_world_size(), _device())
+    if size == 1:
+        return World(0, 1, _device())
+    install_hook()
+    device = _device()
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    atexit.register(_leave)
+    return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,80 @@
+"""What a run was: its losses, its plan, and its step predicted and measured."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from spindle.artifact import write_whole
+from spindle.graph import MetaGraph
+from spindle.plan import Plan
+from spindle.program import Program
+from spindle.report.beside import Beside, beside, beside_chart, beside_table, draw_beside
+from spindle.report.gantt import columns_for
+from spindle.report.trace import trace_of
+from spindle.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitResult:
+    """Losses by step, on all ranks; the measured timeline is rank 0's, one typical step of the last ones."""
+
+    rank: int
+    losses: tuple[dict[str, float], ...]
+    step_s: tuple[float, ...]
+    plan: Plan
+    program: Program
+    graph: MetaGraph
+    predicted: Timeline
+    measured: Timeline | None
+    notices: tuple[str, ...] = ()
+    crowded: bool = False  # more threads than cores
+
+    @property
+    def beside(self) -> Beside | None:
+        """The step predicted beside the step measured."""
+        if self.measured is None:
+            return None
+        return beside(self.predicted, self.measured, self.program, self.graph)
+
+    def print(self) -> None:
+        """On rank 0: the plan, how the losses went, and predicted beside measured."""
+        if self.rank:
+            return
+        console = Console(highlight=False, markup=False, emoji=False)
+        console.print(_loss_table(self.losses))
+        compared = self.beside
+        if compared is None or self.measured is None:
+            return
+        num_ranks = self.program.num_ranks
+        width = console.width
+        charts = beside_chart(self.predicted, self.measured, self.program, self.graph, columns_for(width, num_ranks))
+        console.print()
+        console.print(draw_beside(charts, num_ranks, width, console.color_system is not None and not console.no_color))
+        console.print()
+        console.print(*beside_table(compared), sep="\n")
+        typical = statistics.median(self.step_s[len(self.step_s) // 4 :])
+        console.print(f"\n{typical * 1e3:.1f} ms per step, the median of {len(self.step_s)}")
+        if self.crowded:
+            console.print("There are more ranks than cores here, so more ranks do not make a step faster.")
+
+    def write_trace(self, path: Path | str) -> None:
+        """Writes the measured step for Perfetto (on rank 0; elsewhere nothing)."""
+        if self.measured is not None:
+            write_whole(Path(path), trace_of(self.measured, self.program))
+
+
+def _loss_table(losses: tuple[dict[str, float], ...]) -> Table:
+    table = Table(title=f"Losses over {len(losses)} steps", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("task")
+    count = min(5, len(losses))
+    shown = [round(number * (len(losses) - 1) / max(1, count - 1)) for number in range(count)]
+    for step in shown:
+        table.add_column(f"step {step}", justify="right")
+    for name in losses[0]:
+        table.add_row(name, *(f"{losses[step][name]:.3f}" for step in shown))
+    return table

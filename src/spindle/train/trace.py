@@ -1,0 +1,250 @@
+"""What do recorded tasks compute, layer by layer? Found by running them on fake tensors, at two batch sizes.
+
+The first run gives FLOPs, bytes and what is kept for backward; the difference between the two gives the row axis of
+everything that crosses a cut. Code that looks at values, which fake tensors do not have, is run on real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from spindle.errors import WorkloadError
+from spindle.models import ChainLayer
+from spindle.run.rows import Axes, axes_of, cut
+from spindle.train.record import RecordedCall, RecordedTask
+
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedLayer:
+    """One layer of one call, over the whole batch."""
+
+    forward_flops: int
+    backward_flops: int
+    input_bytes: int
+    output_bytes: int
+    saved_bytes: int
+    axes: Axes
+    writes_input: bool
+    mixes: bool  # what it gives is not so much for each row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedTask:
+    recorded: RecordedTask
+    batch_axes: Axes
+    layers: Mapping[str, tuple[TracedLayer, ...]]  # by call
+    loss_bytes: int  # of what the loss takes
+    whole_only: str = ""  # why the task does not run on part of a batch
+
+    @property
+    def name(self) -> str:
+        return self.recorded.definition.name
+
+
+def batch_axes(definition_name: str, batch_size: int, batch: Any) -> Axes:
+    """The row axis of each leaf of a task's batch: the first dimension where it has the batch's size."""
+    leaves = tree_leaves(batch)
+    axes: Axes = tuple(
+        0 if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == batch_size else None for leaf in leaves
+    )
+    if not any(axis == 0 for axis in axes):
+        raise WorkloadError(
+            f"task {definition_name!r}: no tensor of its batch has {batch_size} rows, its batch_size; got "
+            f"{describe_batch(batch)}. Let the loader give {batch_size} samples, or say "
+            "@spindle.task(batch_size=...) as it is"
+        )
+    return axes
+
+
+def describe_batch(batch: Any) -> str:
+    """Where a batch has tensors, and of which shapes."""
+    entries = [
+        f"{keystr(path) or 'the batch'} {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else ""
+        for path, leaf in tree_flatten_with_path(batch)[0]
+    ]
+    shown = [entry for entry in entries if entry]
+    return ", ".join(shown[:8]) if shown else f"no tensor at all ({type(batch).__name__})"
+
+
+@dataclass(slots=True)
+class Visit:
+    """A layer about to run: call `run()` once; its values go on to the next layer."""
+
+    call: RecordedCall
+    number: int
+    layer: ChainLayer
+    inputs: Any  # what it reads: the batch and other calls' outputs for the first layer of a call
+    run: Callable[[], tuple[Any, ...]]
+    values: tuple[Any, ...] | None = None
+
+
+def walk(recorded: RecordedTask, batch: Any, outputs: dict[str, Any]) -> Iterator[Visit]:
+    """Visits a task's layers in order. Whoever walks runs each and leaves its values in the visit; `outputs` collects
+    what calls give."""
+    for call in recorded.calls:
+        sources = [outputs[source] for source in call.sources]
+        values: tuple[Any, ...] | None = None
+        for number, layer in enumerate(call.handle.chain.layers):
+            if values is None:
+
+                def run(layer: ChainLayer = layer, call: RecordedCall = call, sources: Any = sources) -> Any:
+                    args, kwargs = call.arguments(batch, *sources)
+                    return layer.run(*args, **kwargs)
+
+                visit = Visit(call, number, layer, (batch, sources), run)
+            else:
+
+                def go_on(layer: ChainLayer = layer, values: Any = values) -> Any:
+                    return layer.run(*values)
+
+                visit = Visit(call, number, layer, values, go_on)
+            try:
+                yield visit
+            except Exception as error:
+                error.add_note(f"in task {recorded.definition.name!r}, layer {number} of {call.name}")
+                raise
+            values = visit.values
+            assert values is not None
+        assert values is not None
+        outputs[call.name] = values[0]
+
+
+def trace(recorded: RecordedTask, batch: Any) -> TracedTask:
+    """Runs a task on fake tensors of its batch's shapes."""
+    definition = recorded.definition
+    rows = definition.batch_size
+    axes = batch_axes(definition.name, rows, batch)
+    large, used = _layers(recorded, batch)
+    small: dict[str, list[_Run]] = {}
+    whole_only = "its batch is one sample" if rows == 1 else ""
+    if rows > 1:
+        try:
+            small, _ = _layers(recorded, cut(batch, axes, rows, 0, rows - 1))
+        except Exception as error:  # the user's code, on fewer rows than it may expect
+            whole_only = f"it does not run on part of a batch ({type(error).__name__}: {_first_line(error)})"
+    layers: dict[str, tuple[TracedLayer, ...]] = {}
+    for call, runs in large.items():
+        traced = []
+        for number, run in enumerate(runs):
+            found: Axes = (None,) * len(tree_leaves(run.values))
+            mixes = False
+            if call in small:
+                found, mixes = axes_of(small[call][number].values, rows - 1, run.values, rows)
+            traced.append(
+                TracedLayer(
+                    forward_flops=run.flops,
+                    backward_flops=run.flops * (run.trains + run.passes_gradient),
+                    input_bytes=run.input_bytes,
+                    output_bytes=_num_bytes(run.values),
+                    saved_bytes=run.saved_bytes,
+                    axes=found,
+                    writes_input=run.writes_input,
+                    mixes=mixes,
+                )
+            )
+        layers[call] = tuple(traced)
+    return TracedTask(
+        recorded=recorded, batch_axes=axes, layers=layers, loss_bytes=_num_bytes(used), whole_only=whole_only
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    values: Any
+    flops: int
+    input_bytes: int
+    saved_bytes: int
+    writes_input: bool
+    trains: bool
+    passes_gradient: bool
+
+
+def _layers(recorded: RecordedTask, batch: Any) -> tuple[dict[str, list[_Run]], list[Any]]:
+    """What each layer did, and what the loss took."""
+    try:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with mode:
+            return _run_layers(recorded, tree_map(lambda leaf: _fake(mode, leaf), batch))
+    except _NEEDS_VALUES:
+        return _run_layers(recorded, batch)
+    except RuntimeError as error:
+        # Fake tensors wrap what they do not know in errors of their own kinds.
+        if "fake" not in f"{type(error).__name__} {error}".lower() and "symbolic" not in str(error).lower():
+            raise
+        return _run_layers(recorded, batch)
+
+
+def _fake(mode: FakeTensorMode, leaf: Any) -> Any:
+    return mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _run_layers(recorded: RecordedTask, batch: Any) -> tuple[dict[str, list[_Run]], list[Any]]:
+    runs: dict[str, list[_Run]] = {}
+    outputs: dict[str, Any] = {}
+    for visit in walk(recorded, batch, outputs):
+        before = [leaf for leaf in tree_leaves(visit.inputs) if isinstance(leaf, torch.Tensor)]
+        versions = [leaf._version for leaf in before]
+        passes_gradient = any(leaf.requires_grad for leaf in before)
+        saved: dict[int, int] = {}
+        keep = torch.autograd.graph.saved_tensors_hooks(_counting(saved, visit.layer.parameters), lambda packed: packed)
+        with FlopCounterMode(display=False) as counter, keep if torch.is_grad_enabled() else nullcontext():
+            visit.values = visit.run()
+        _refuse_objects(visit)
+        runs.setdefault(visit.call.name, []).append(
+            _Run(
+                values=visit.values,
+                flops=counter.get_total_flops(),
+                input_bytes=_num_bytes(before),
+                saved_bytes=sum(saved.values()),
+                writes_input=[leaf._version for leaf in before] != versions,
+                trains=any(parameter.requires_grad for parameter in visit.layer.parameters),
+                passes_gradient=passes_gradient,
+            )
+        )
+    return runs, [outputs[source] for source in recorded.loss_sources]
+
+
+def _counting(saved: dict[int, int], parameters: Sequence[nn.Parameter]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Notes what autograd keeps, each storage once, without weights."""
+    weights = {id(parameter) for parameter in parameters}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in weights and not isinstance(tensor, nn.Parameter):
+            storage = tensor.untyped_storage()
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    return pack
+
+
+def _refuse_objects(visit: Visit) -> None:
+    for leaf in tree_leaves(visit.values):
+        if not isinstance(leaf, torch.Tensor | bool | int | float | str | None):
+            raise WorkloadError(
+                f"module {visit.call.handle.name!r} returns a {type(leaf).__name__}, which is no nest of tensors; "
+                "let it return tensors, or tuples, lists and dicts of them"
+            )
+
+
+def _num_bytes(nest: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:200]

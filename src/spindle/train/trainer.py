@@ -1,0 +1,475 @@
+"""The Trainer: plans once, then runs the plan step after step.
+
+Every rank runs the same script. Rank 0 tries the tasks out, measures their layers and plans; all ranks lower the same
+plan. In each step ranks exchange one small header, a step ahead: the samples and shapes of each task's next batch, and
+their parts of the losses of a step before.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from spindle.errors import PlanError, TrainingError, WorkloadError
+from spindle.graph import MetaGraph, metagraph_of
+from spindle.measure import local_profile
+from spindle.plan import Plan, check, parse_plan, read_plan
+from spindle.planners import Effort, make_plan
+from spindle.profile import Profile
+from spindle.program import Program, lower, verify
+from spindle.run import Executor, OpCode, Spans, World, join_world
+from spindle.run.recorded import timeline_of
+from spindle.run.weights import Weights
+from spindle.simulate import simulate
+from spindle.train.bind import Bound, bind, code_of
+from spindle.train.feed import Batch, Feed, random_state
+from spindle.train.probe import Facts, probe
+from spindle.train.progress import Progress
+from spindle.train.record import handles_of, record_all
+from spindle.train.result import FitResult
+from spindle.train.task import TaskDefinition
+from spindle.train.trace import trace
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+_SAMPLED_STEPS = 9  # whose timelines are kept
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """What is decided once: the workload, its plan and what this rank has of it."""
+
+    bound: Bound
+    graph: MetaGraph
+    code: list[OpCode]
+    profile: Profile
+    plan: Plan
+    program: Program
+    weights: Weights
+    executors: dict[tuple[int, ...], Executor]
+    optimizer: torch.optim.Optimizer | None
+
+
+class Trainer:
+    """Trains several tasks in one step on all processes there are.
+
+    `optimizer` is called on each rank with the names and parameters that it holds, and returns a torch optimizer of
+    them. `plan` is a plan to run (a Plan, or the file of one); without it `planner` makes one, from measurements of
+    this machine. `seed` is for random layers and for the planner.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[TaskDefinition],
+        *,
+        optimizer: MakeOptimizer,
+        planner: str = "wavefront",
+        plan: Plan | Path | str | None = None,
+        seed: int = 0,
+        name: str = "training",
+    ) -> None:
+        if not tasks:
+            raise WorkloadError("spindle.Trainer needs at least one task")
+        for one in tasks:
+            if not isinstance(one, TaskDefinition):
+                raise WorkloadError(
+                    f"spindle.Trainer([...]): expected tasks, got {one!r}; write @spindle.task(batch_size=...) above it"
+                )
+        names = [one.name for one in tasks]
+        for task_name in names:
+            if names.count(task_name) > 1:
+                raise WorkloadError(
+                    f"two tasks are called {task_name!r}; give one another name, @spindle.task(name=...)"
+                )
+        self.tasks, self.seed, self.name = tuple(tasks), seed, name
+        self._make_optimizer, self._planner, self._given_plan = optimizer, planner, plan
+        self.world: World = join_world()
+        self.notices: list[str] = []
+        self._prepared: _Prepared | None = None
+        self._steps_done = 0
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that is trained with, once there is one."""
+        return self._prepared.plan if self._prepared else None
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Weights and buffers of all modules on rank 0, `module.path` by name; nothing on other ranks.
+
+        They load into plain PyTorch: `nn.ModuleDict({"vision": vision, ...}).load_state_dict(...)`.
+        """
+        if self.world.rank:
+            return {}
+        handles = self._prepared.bound.handles if self._prepared else handles_of(record_all(self.tasks))
+        return {
+            f"{name}.{path}": value
+            for name, handle in handles.items()
+            for path, value in handle.module.state_dict().items()
+        }
+
+    def fit(
+        self,
+        loaders: Mapping[str, Iterable[Any]],
+        *,
+        steps: int,
+        drop_last: bool = True,
+        progress: bool = True,
+        on_step: Callable[[int, dict[str, float]], None] | None = None,
+    ) -> FitResult:
+        """Trains for so many steps. Afterwards the user's own modules on rank 0 hold the trained weights.
+
+        `loaders` has an iterable of batches for each task. `on_step(step, losses)` is called on rank 0 as losses become
+        known, a step or two behind.
+        """
+        if steps < 1:
+            raise TrainingError(f"fit(steps={steps}): must be at least 1")
+        shown = Progress(enabled=progress and self.world.rank == 0)
+        try:
+            feeds = self._feeds(loaders, drop_last, shown)
+            if self._prepared is None:
+                self._prepared = self._prepare(feeds, shown)
+            return self._train(self._prepared, feeds, steps, shown, on_step)
+        finally:
+            shown.close()
+
+    def _notify(self, shown: Progress, text: str) -> None:
+        self.notices.append(text)
+        shown.note(text)
+
+    def _feeds(self, loaders: Mapping[str, Iterable[Any]], drop_last: bool, shown: Progress) -> dict[str, Feed]:
+        names = [one.name for one in self.tasks]
+        missing, unknown = (
+            [name for name in names if name not in loaders],
+            [name for name in loaders if name not in names],
+        )
+        if missing or unknown:
+            raise TrainingError(
+                "fit needs one loader for each task: "
+                + "; ".join(
+                    [f"none for {name!r}" for name in missing]
+                    + [f"{name!r} is no task (tasks: {', '.join(names)})" for name in unknown]
+                )
+            )
+        state = self.world.broadcast_object(random_state())
+        return {
+            one.name: Feed(one, loaders[one.name], drop_last, state, lambda text: self._notify(shown, text))
+            for one in self.tasks
+        }
+
+    # Once, before the first step.
+
+    def _prepare(self, feeds: Mapping[str, Feed], shown: Progress) -> _Prepared:
+        world = self.world
+        examples = {name: self._on_device(feed.peek().nest) for name, feed in feeds.items()}
+        shown.stage("recording tasks")
+        recorded = record_all(self.tasks)
+        for handle in handles_of(recorded).values():
+            handle.module.to(world.device)
+        traced = [trace(one, examples[one.definition.name]) for one in recorded]
+        facts: Facts = world.broadcast_object(probe(traced, examples) if world.rank == 0 else None)
+        bound = bind(self.name, traced, facts)
+        self._explain(bound, shown)
+        graph = metagraph_of(bound.workload)
+        code = [code_of(bound, op) for op in graph.metaops]
+        with shown.bar("measuring layers") as tell:
+            profile = local_profile(graph, code, examples, bound.batch_axes, world, tell)
+        with shown.bar("planning") as tell:
+            plan = self._plan(profile, tell)
+        program = lower(plan, profile)
+        verify(program, profile)
+        parameters = [bound.parameters[one.name] for one in graph.parameters]
+        weights = Weights(program, graph, parameters, world)
+        prepared = _Prepared(
+            bound=bound,
+            graph=graph,
+            code=code,
+            profile=profile,
+            plan=plan,
+            program=program,
+            weights=weights,
+            executors={},
+            optimizer=None,
+        )
+        sizes = tuple(one.batch_size for one in self.tasks)
+        prepared.executors[sizes] = self._executor(prepared, program)
+        return prepared
+
+    def _executor(self, prepared: _Prepared, program: Program) -> Executor:
+        graph, facts = prepared.graph, prepared.bound.facts
+        reached = None
+        if facts.reached is not None:
+            reached = frozenset(number for number, one in enumerate(graph.parameters) if one.name in facts.reached)
+        return Executor(
+            program,
+            graph,
+            prepared.code,
+            prepared.weights.parameters,
+            prepared.bound.batch_axes,
+            self.world,
+            reached=reached,
+            seed=self.seed,
+        )
+
+    def _explain(self, bound: Bound, shown: Progress) -> None:
+        """Says which modules run as one layer, or on one device, and why."""
+        for handle in bound.handles.values():
+            if handle.chain.reason:
+                self._notify(shown, f"module {handle.name!r} runs as one layer: {handle.chain.reason}")
+        if self.world.size > 1:
+            for (task, call), reason in bound.facts.coupled.items():
+                if not next(one for one in bound.tasks[task].recorded.calls if one.name == call).handle.whole_batch:
+                    self._notify(shown, f"task {task!r}: {call} runs on one device at a time: {reason}")
+
+    def _plan(self, profile: Profile, tell: Callable[[float], None]) -> Plan:
+        """Rank 0's plan, on all ranks."""
+        plan: Plan | None = None
+        if self.world.rank == 0:
+            given = self._given_plan
+            if given is None:
+                plan = make_plan(profile, self._planner, Effort(seed=self.seed), tell)
+            elif isinstance(given, Plan):
+                plan = given
+            elif isinstance(given, str) and "*" in given:
+                plan = parse_plan(given, profile)
+            else:
+                plan = read_plan(Path(given), profile.graph)
+        shared: Plan = self.world.broadcast_object(plan)
+        if shared.num_devices != self.world.size:
+            raise PlanError(
+                f"the plan is for {shared.num_devices} devices, but {self.world.size} ranks were started; start "
+                f"{shared.num_devices} (spindle launch -n {shared.num_devices} ...), or leave the plan out to make one"
+            )
+        check(shared, profile)
+        return shared
+
+    def _on_device(self, nest: Any) -> Any:
+        device = self.world.device
+        return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, nest)
+
+    # Every step.
+
+    def _train(
+        self,
+        prepared: _Prepared,
+        feeds: Mapping[str, Feed],
+        steps: int,
+        shown: Progress,
+        on_step: Callable[[int, dict[str, float]], None] | None,
+    ) -> FitResult:
+        names = [one.name for one in self.tasks]
+        world = self.world
+        prepared.weights.send_out()
+        self._share_buffers(prepared.bound)
+        if prepared.optimizer is None:
+            prepared.optimizer = self._optimizer(prepared)
+        main = prepared.executors[tuple(one.batch_size for one in self.tasks)]
+        wanted = main.reads()
+        history: list[dict[str, float]] = []
+        kept: list[Spans] = []
+        sampled = _sampled(steps)
+        step_s: list[float] = []
+        nothing = torch.zeros(len(names), dtype=torch.float64)
+        first = self._steps_done
+
+        def read() -> dict[str, Batch]:
+            return {name: feed.next() for name, feed in feeds.items() if name in wanted}
+
+        def note(parts: list[torch.Tensor]) -> None:
+            losses = dict(zip(names, torch.stack(parts).sum(0).tolist(), strict=True))
+            step = first + len(history)
+            history.append(losses)
+            for name, loss in losses.items():
+                if not math.isfinite(loss):
+                    raise TrainingError(
+                        f"task {name!r}: its loss is {loss} in step {step}"
+                        + (f" (step {step - 1}: {history[-2][name]:.6g})" if len(history) > 1 else "")
+                        + "; look at its learning rate, its data and what it divides by"
+                    )
+            shown.losses(step, losses)
+            if on_step is not None and world.rank == 0:
+                on_step(step, losses)
+
+        batches = read()
+        gathering = world.start_all_gather(_record(names, batches, nothing))
+        before = parts = nothing
+        shown.training(steps, names)
+        for number in range(steps):
+            begin = time.perf_counter()
+            table = gathering.wait()
+            if number > 1:
+                note([one[:, _LOSS] for one in table])
+            rows, signatures = self._agreed(table, names, first + number)
+            current = batches
+            if number + 1 < steps:
+                batches = read()
+                gathering = world.start_all_gather(_record(names, batches, parts))
+            executor = self._executor_for(prepared, rows)
+            if number in sampled:
+                world.barrier()  # a timeline needs a common start, as the simulator has
+            parts_now, spans = executor.step(
+                first + number,
+                {name: self._on_device(batch.nest) for name, batch in current.items()},
+                signatures,
+                prepared.optimizer,
+                check_losses=first + number == 0,
+            )
+            before, parts = parts, parts_now
+            if number in sampled and executor is main:
+                kept.append(spans)
+            step_s.append(time.perf_counter() - begin)
+            shown.step(number + 1, step_s[-1])
+        # The losses of the last two steps have no header to travel with.
+        for last in (before, parts)[-steps:]:
+            note([one[:, _LOSS] for one in world.start_all_gather(_record(names, {}, last)).wait()])
+        self._steps_done += steps
+        prepared.weights.bring_home()
+        self._buffers_home(prepared)
+        return self._result(prepared, history, kept, step_s)
+
+    def _agreed(self, table: list[torch.Tensor], names: list[str], step: int) -> tuple[tuple[int, ...], dict[str, int]]:
+        """The rows and the signature of each task's batch, on which all ranks that read it must agree."""
+        rows, signatures = [], {}
+        for position, name in enumerate(names):
+            found = [
+                (rank, record[position, :_LOSS]) for rank, record in enumerate(table) if record[position, _ROWS] > 0
+            ]
+            reference_rank, reference = found[0]
+            for rank, record in found[1:]:
+                if not torch.equal(record, reference):
+                    raise TrainingError(
+                        f"step {step}: the loader of task {name!r} gave rank {rank} another batch than rank "
+                        f"{reference_rank}; every rank must read the same batches: seed what shuffles them alike, and "
+                        "do not shard the dataset, Spindle gives each rank its rows"
+                    )
+            rows.append(int(reference[_ROWS]))
+            signatures[name] = int(reference[_SIGNATURE])
+        return tuple(rows), signatures
+
+    def _executor_for(self, prepared: _Prepared, rows: tuple[int, ...]) -> Executor:
+        """The executor for these numbers of rows; another than planned comes with a loader's short last batch."""
+        if rows not in prepared.executors:
+            names = [one.name for one in self.tasks]
+            program = lower(prepared.plan, prepared.profile, dict(zip(names, rows, strict=True)))
+            verify(program, prepared.profile)
+            prepared.executors[rows] = self._executor(prepared, program)
+        return prepared.executors[rows]
+
+    def _optimizer(self, prepared: _Prepared) -> torch.optim.Optimizer | None:
+        """The user's optimizer over what this rank holds and trains; none where that is nothing."""
+        graph, held = prepared.graph, prepared.executors[tuple(one.batch_size for one in self.tasks)].held
+        named = [
+            (graph.parameters[number].name, prepared.weights.parameters[number])
+            for number in sorted(held)
+            if graph.parameters[number].trainable
+        ]
+        if not named:
+            return None
+        optimizer = self._make_optimizer(list(named))
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TrainingError(f"Trainer(optimizer=...) must return a torch optimizer, got {type(optimizer).__name__}")
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if isinstance(optimizer, torch.optim.LBFGS) or (
+            closure is not None and closure.default is inspect.Parameter.empty
+        ):
+            raise TrainingError(
+                f"{type(optimizer).__name__} updates all parameters together, but each rank holds only some; use an "
+                "optimizer that updates each parameter by itself (SGD, Adam, AdamW, ...)"
+            )
+        mine = {id(parameter) for _, parameter in named}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in mine:
+                    raise TrainingError(
+                        "Trainer(optimizer=...) made an optimizer of parameters that were not given to it; use the "
+                        "names and parameters of its argument: each rank holds only some"
+                    )
+        return optimizer
+
+    def _share_buffers(self, bound: Bound) -> None:
+        if self.world.size == 1:
+            return
+        buffers = [buffer for handle in bound.handles.values() for buffer in handle.module.buffers()]
+        values = self.world.broadcast_object([buffer.cpu() for buffer in buffers] if self.world.rank == 0 else None)
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)
+
+    def _buffers_home(self, prepared: _Prepared) -> None:
+        """Rank 0 takes each module's buffers (running statistics) from the first rank of its last slot."""
+        if self.world.size == 1:
+            return
+        last: dict[str, int] = {}
+        for slot, shape in zip(prepared.plan.slots, prepared.program.slots, strict=True):
+            module = prepared.graph.metaops[shape.op].module
+            if module is not None:
+                last[module] = int(slot.devices[0])
+        mine = {
+            name: [buffer.cpu() for buffer in handle.module.buffers()]
+            for name, handle in prepared.bound.handles.items()
+            if last.get(name) == self.world.rank and self.world.rank
+        }
+        for given in self.world.gather_objects(mine):
+            for name, values in given.items():
+                for buffer, value in zip(prepared.bound.handles[name].module.buffers(), values, strict=True):
+                    buffer.copy_(value)
+
+    def _result(
+        self,
+        prepared: _Prepared,
+        history: list[dict[str, float]],
+        kept: list[Spans],
+        step_s: list[float],
+    ) -> FitResult:
+        """Everything that can be said about the run; timelines on rank 0 alone."""
+        spans = self.world.gather_objects(kept)
+        measured = None
+        if self.world.rank == 0 and kept:
+            timelines = [timeline_of(prepared.program, step) for step in zip(*spans, strict=True)]
+            measured = sorted(timelines, key=lambda one: one.makespan_ns)[len(timelines) // 2]
+        return FitResult(
+            rank=self.world.rank,
+            losses=tuple(history),
+            step_s=tuple(step_s),
+            plan=prepared.plan,
+            program=prepared.program,
+            graph=prepared.graph,
+            predicted=simulate(prepared.program, prepared.profile),
+            measured=measured,
+            notices=tuple(self.notices),
+            crowded=bool(prepared.profile.host_rates),
+        )
+
+
+def _sampled(steps: int) -> frozenset[int]:
+    """Steps whose timelines are kept: spread over the run, without its first ones, which warm up."""
+    first = min(3, steps - 1)
+    count = min(_SAMPLED_STEPS, steps - first)
+    return frozenset(first + (steps - 1 - first) * number // max(1, count - 1) for number in range(count))
+
+
+# Columns of the header's table, one row for each task.
+_ROWS, _SIGNATURE, _FINGERPRINT, _LOSS = range(4)
+
+
+def _record(names: list[str], batches: Mapping[str, Batch], losses: torch.Tensor) -> torch.Tensor:
+    record = torch.zeros(len(names), 4, dtype=torch.float64)
+    for position, name in enumerate(names):
+        if name in batches:
+            batch = batches[name]
+            record[position, :_LOSS] = torch.tensor(
+                [batch.num_rows, batch.signature, batch.fingerprint], dtype=torch.float64
+            )
+    record[:, _LOSS] = losses
+    return record
