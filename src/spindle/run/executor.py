@@ -13,7 +13,6 @@ Left out so far: tensor degrees above one, lanes with quotas.
 from __future__ import annotations
 
 import hashlib
-import pickle
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,18 @@ from spindle.graph import MetaGraph
 from spindle.program import Backward, Exchange, Forward, OptimizerStep, Program, SlotShape, SyncGradients
 from spindle.program.instructions import COMPUTE, SYNC, TRANSFER
 from spindle.run.code import LayerCode, LayersCode, LossCode, OpCode
-from spindle.run.rows import Axes, Form, LeafForm, cut, cut_leaf, form_of, joined, shape_for
+from spindle.run.rows import (
+    Axes,
+    Form,
+    LeafForm,
+    cut,
+    cut_leaf,
+    form_from_bytes,
+    form_of,
+    form_to_bytes,
+    joined,
+    shape_for,
+)
 from spindle.run.world import World, lost, peers
 
 _MAX_LEAVES = 1000  # of what crosses a link; tags of messages count through them
@@ -400,7 +410,7 @@ class Executor:
         if link.task in state.new:
             if len(form.leaves) > _MAX_LEAVES:
                 raise TrainingError(f"{producer.name} hands on {len(form.leaves)} tensors, more than {_MAX_LEAVES}")
-            text = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8)
+            text = torch.frombuffer(bytearray(form_to_bytes(form)), dtype=torch.uint8)
             self._send(state, torch.tensor([text.numel()]), flow.peer, link, False, _LENGTH)
             self._send(state, text, flow.peer, link, False, _FORM)
         known = self._sent.setdefault((link.number, state.signatures[link.task]), form)
@@ -497,8 +507,7 @@ class Executor:
         text = torch.empty(int(length), dtype=torch.uint8)
         self._receive(requests, text, peer, link, False, _FORM)
         _wait(requests.pop())
-        form: Form = pickle.loads(text.numpy().tobytes())
-        return form
+        return form_from_bytes(text.numpy().tobytes())
 
     def _post_sync(self, state: _StepState, bucket: int, position: int) -> None:
         _, parameters, ranks = self._buckets[bucket]

@@ -8,6 +8,7 @@ may hold several entries for each row (tokens of a flattened batch).
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,18 @@ def form_of(nest: Any, num_rows: int) -> Form:
         ),
         num_rows,
     )
+
+
+def form_to_bytes(form: Form) -> bytes:
+    """A form as a message: the nest itself with a LeafForm for each tensor, because nests' own descriptions change
+    with torch's versions."""
+    return pickle.dumps((tree_unflatten(list(form.leaves), form.spec), form.num_rows))
+
+
+def form_from_bytes(text: bytes) -> Form:
+    nest, num_rows = pickle.loads(text)
+    leaves, spec = tree_flatten(nest)
+    return Form(spec, tuple(leaves), num_rows)
 
 
 def shape_for(form: LeafForm, axis: int | None, num_rows: int, rows: int) -> tuple[int, ...]:

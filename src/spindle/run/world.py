@@ -114,10 +114,10 @@ def join_world() -> World:
         return World(dist.get_rank(), dist.get_world_size(), _device())
     if size == 1:
         return World(0, 1, _device())
-    install_hook()
     device = _device()
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     atexit.register(_leave)
+    install_hook()  # after torch, whose own hook would swallow what ours says before it ends the process
     return World(dist.get_rank(), dist.get_world_size(), device)
 
 
