@@ -129,6 +129,39 @@ def test_a_mistake_in_a_task_is_explained_with_its_line(function, message):
     assert "task 'bad'" in str(caught.value)
 
 
+def bad_lines(function, example=None):
+    with pytest.raises(WorkloadError) as caught:
+        record(task(batch_size=2, name="bad")(function), example)
+    return str(caught.value)
+
+
+def test_a_branch_on_a_shape_is_taken_as_the_batches_have_it():
+    def function(batch):
+        y = ENCODER(batch["x"][:, 0] if batch["x"].ndim == 3 else batch["x"])
+        y = y + torch.arange(1.0, 2.0)
+        return (y * batch["mask"] if "mask" in batch else y).mean()
+
+    for example in ({"x": torch.ones(2, 4)}, {"x": torch.ones(2, 5, 4), "mask": torch.ones(2, 1)}):
+        recorded = record(task(batch_size=2, name="shapes")(function), example)
+        (call,) = recorded.calls
+        args, kwargs = call.arguments(example)
+        ours = recorded.loss(example, call.handle.module(*args, **kwargs))
+        assert torch.equal(ours, function(example))
+
+
+def test_a_branch_on_the_number_of_samples_is_refused():
+    text = bad_lines(
+        lambda batch: ENCODER(batch["x"]).mean() if batch["x"].shape[0] == 2 else 0, {"x": torch.ones(2, 4)}
+    )
+    assert "it branches on how many samples there are" in text
+
+
+def test_what_tracing_cannot_do_is_refused_with_the_line():
+    text = bad_lines(lambda batch: ENCODER(batch["x"]).mean() * float(batch["x"].sum()))
+    assert "task 'bad', line" in text
+    assert "it cannot be recorded" in text
+
+
 def test_two_modules_with_one_name_are_refused():
     other = module("encoder", nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
 

@@ -3,5 +3,6 @@
 from spindle.measure.layers import measure_layers
 from spindle.measure.links import measure_link
 from spindle.measure.machine import local_profile
+from spindle.measure.update import measure_update
 
-__all__ = ["local_profile", "measure_layers", "measure_link"]
+__all__ = ["local_profile", "measure_layers", "measure_link", "measure_update"]

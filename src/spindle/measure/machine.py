@@ -27,9 +27,10 @@ def local_profile(
     batches: Mapping[str, Any],
     batch_axes: Mapping[str, Axes],
     world: World,
+    update_bytes_per_s: Callable[[], float | None] = lambda: None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Profile:
-    """Rank 0 times the layers, ranks 0 and 1 a link; every rank gets the same profile.
+    """Rank 0 times the layers and the optimizer, ranks 0 and 1 a link; every rank gets the same profile.
 
     Processes that share cores slow each other: k busy ones of a host run at the rate of its cores over the threads
     they start.
@@ -38,7 +39,7 @@ def local_profile(
     profile: Profile | None = None
     if world.rank == 0:
         samples = measure_layers(graph, code, batches, batch_axes, world.size, world.device, progress)
-        profile = sampled_profile(graph, cluster, samples, _host_rates(world))
+        profile = sampled_profile(graph, _updating(cluster, update_bytes_per_s()), samples, _host_rates(world))
     shared: Profile = world.broadcast_object(profile)
     return shared
 
@@ -61,6 +62,14 @@ def _cluster(world: World) -> Cluster:
     )
     where = f"{len(sizes)} hosts" if len(sizes) > 1 else "this machine"
     return Cluster(name=f"{world.size} processes on {where}", islands=islands)
+
+
+def _updating(cluster: Cluster, bytes_per_s: float | None) -> Cluster:
+    """The cluster with the rate at which an optimizer step was seen to move its bytes."""
+    if bytes_per_s is None:
+        return cluster
+    islands = (replace(island, kind=replace(island.kind, memory_bytes_per_s=bytes_per_s)) for island in cluster.islands)
+    return replace(cluster, islands=tuple(islands))
 
 
 def _kind(world: World, guess: DeviceKind, most: int) -> DeviceKind:

@@ -129,7 +129,7 @@ def costs_of(program: Program, instances: Instances, profile: Profile) -> Costs:
     _time_compute(program, profile, topology, instances, fixed_ns, entries)
     _time_flows(program, topology, instances, delay_ns, entries)
     _time_collectives(program, topology, instances, delay_ns, entries)
-    _time_updates(program, profile, instances, memory.update_bytes, fixed_ns)
+    _time_updates(program, profile, topology, instances, memory.update_bytes, fixed_ns, entries)
     entry_starts, entry_resource, entry_ns, entry_weight = entries.joined(instances.num_meetings)
 
     slowness_of = np.full(topology.num_resources, -1, dtype=np.int64)
@@ -245,9 +245,19 @@ def _time_collectives(
 
 
 def _time_updates(
-    program: Program, profile: Profile, instances: Instances, update_bytes: np.ndarray, fixed_ns: np.ndarray
+    program: Program,
+    profile: Profile,
+    topology: _Topology,
+    instances: Instances,
+    update_bytes: np.ndarray,
+    fixed_ns: np.ndarray,
+    entries: _Entries,
 ) -> None:
-    """Optimizer steps run at the device's memory bandwidth."""
+    """Optimizer steps run at the device's memory bandwidth, or what busy neighbours leave of it."""
     meetings = _meetings_of(program, instances, OptimizerStep)
     ranks = instances.rank[instances.members[instances.member_starts[meetings]]]
-    fixed_ns[meetings] = np.ceil(update_bytes[ranks] / profile.cluster.kind.memory_bytes_per_s * NS)
+    time_ns = np.ceil(update_bytes[ranks] / profile.cluster.kind.memory_bytes_per_s * NS)
+    if profile.host_rates:
+        entries.add(meetings, topology.host(topology.island[ranks]), time_ns)
+    else:
+        fixed_ns[meetings] = time_ns

@@ -38,7 +38,7 @@ class Bound:
 
 def trace_all(definitions: Sequence[TaskDefinition], examples: Mapping[str, Any]) -> list[TracedTask]:
     """Records and traces tasks; `examples` has one batch for each."""
-    return [trace(one, examples[one.definition.name]) for one in record_all(definitions)]
+    return [trace(one, examples[one.definition.name]) for one in record_all(definitions, examples)]
 
 
 def bind(name: str, tasks: Sequence[TracedTask], facts: Facts = _NO_FACTS) -> Bound:

@@ -12,7 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
 
 from spindle.errors import WorkloadError
 from spindle.train.task import Mean, ModuleHandle, TaskDefinition, called_module
@@ -42,6 +45,10 @@ class RecordedTask:
 class _TaskTracer(fx.Tracer):
     """Traces a function of the batch; a module that is called without a handle is refused."""
 
+    def __init__(self, samples: Sequence[Any], mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._samples, self._mode = samples, mode  # batches of different sizes, of fake tensors
+
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         raise WorkloadError(
             f"it calls a {type(m).__name__} that is not registered; "
@@ -58,19 +65,88 @@ class _TaskTracer(fx.Tracer):
             return a
         return super().create_arg(a)
 
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """A branch may look at shapes, as long as every number of samples takes the same way."""
+        with self._mode:
+            answers = [self._value_of(obj.node, sample) for sample in self._samples]
+        if not answers or any(isinstance(answer, torch.Tensor) for answer in answers):
+            raise WorkloadError(
+                "it branches on a tensor's value, which is not known when the step is planned; use torch.where, or "
+                "decide from something that is no tensor"
+            )
+        if len({bool(answer) for answer in answers}) > 1:
+            raise WorkloadError(
+                "it branches on how many samples there are, but ranks have different numbers of them; use torch.where, "
+                "or decide from something else"
+            )
+        return bool(answers[0])
 
-def record(definition: TaskDefinition) -> RecordedTask:
-    """Records a task, or says what in it cannot be and on which line."""
+    def _value_of(self, node: fx.Node, batch: Any) -> Any:
+        """What a node gives on a batch, from all that was recorded before it."""
+        known: dict[fx.Node, Any] = {}
+        for one in node.graph.nodes:
+            args, kwargs = fx.node.map_arg((one.args, one.kwargs), lambda other: known[other])
+            match one.op:
+                case "placeholder":
+                    known[one] = batch
+                case "get_attr":  # a constant of the script
+                    known[one] = getattr(self.root, one.target)
+                case "call_function":
+                    known[one] = one.target(*args, **kwargs)
+                case "call_method":
+                    known[one] = getattr(args[0], one.target)(*args[1:], **kwargs)
+        return known[node]
+
+
+def _proxies(example: Any, batch: Any) -> Any:
+    """The batch as the function sees it: its own dicts and tuples, with a proxy for each leaf."""
+    if isinstance(example, dict):
+        return {key: _proxies(value, batch[key]) for key, value in example.items()}
+    if isinstance(example, tuple) and hasattr(example, "_fields"):
+        return type(example)(*(_proxies(value, batch[number]) for number, value in enumerate(example)))
+    if isinstance(example, tuple | list):
+        return type(example)(_proxies(value, batch[number]) for number, value in enumerate(example))
+    return example if example is None or isinstance(example, str) else batch
+
+
+def record(definition: TaskDefinition, example: Any = None) -> RecordedTask:
+    """Records a task, or says what in it cannot be and on which line. An example is one of its batches: with it, the
+    function may look into the batch's dicts, and at shapes."""
+    samples: list[Any] = []
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    if example is not None:
+        rows = definition.batch_size
+        samples = [tree_map(lambda leaf: _fake(mode, leaf, rows, 0), example)]
+        samples.append(tree_map(lambda leaf: _fake(mode, leaf, rows, 1), example))
+
+    def function(batch: Any) -> Any:
+        return definition.function(batch if example is None else _proxies(example, batch))
+
+    name = f"task {definition.name!r}"
     try:
-        graph = _TaskTracer().trace(definition.function)
+        tracer = _TaskTracer(samples, mode)
+        graph = tracer.trace(function)
     except WorkloadError as error:
-        raise WorkloadError(f"task {definition.name!r}{_line_of(error, definition)}: {error}") from error
+        raise WorkloadError(f"{name}{_line_of(error, definition)}: {error}") from None
     except fx.proxy.TraceError as error:
         raise WorkloadError(
-            f"task {definition.name!r}{_line_of(error, definition)}: it branches on a tensor's value, which is not "
-            "known when the step is planned; use torch.where, or decide from something that is no tensor"
+            f"{name}{_line_of(error, definition)}: it cannot be recorded ({error}); loop over something whose length "
+            "is known, and decide from something that is no tensor"
         ) from error
-    return _read(definition, graph)
+    except Exception as error:
+        raise WorkloadError(
+            f"{name}{_line_of(error, definition)}: it cannot be recorded ({type(error).__name__}: {error}). A task is "
+            "recorded once, without values: it may use torch functions, x.shape and registered modules"
+        ) from error
+    return _read(definition, graph, tracer.root)
+
+
+def _fake(mode: FakeTensorMode, leaf: Any, batch_size: int, missing: int) -> Any:
+    """A tensor of the leaf's shape, with so many rows fewer where it has the batch's."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    fewer = missing if leaf.dim() and leaf.shape[0] == batch_size > 1 else 0
+    return mode.from_tensor(leaf[: leaf.shape[0] - fewer] if fewer else leaf)
 
 
 def _line_of(error: BaseException, definition: TaskDefinition) -> str:
@@ -80,7 +156,7 @@ def _line_of(error: BaseException, definition: TaskDefinition) -> str:
     return f", line {frames[-1].lineno} ({frames[-1].line})" if frames else ""
 
 
-def _read(definition: TaskDefinition, graph: fx.Graph) -> RecordedTask:
+def _read(definition: TaskDefinition, graph: fx.Graph, constants: nn.Module) -> RecordedTask:
     (batch,) = (node for node in graph.nodes if node.op == "placeholder")
     output = next(node for node in graph.nodes if node.op == "output")
     calls: dict[fx.Node, str] = {}
@@ -91,19 +167,19 @@ def _read(definition: TaskDefinition, graph: fx.Graph) -> RecordedTask:
             handle = node.args[0]
             name = f"{handle.name}#{times.get(handle.name, 0)}"
             times[handle.name] = times.get(handle.name, 0) + 1
-            sources, arguments = _glue(graph, batch, calls, (node.args[1:], node.kwargs))
+            sources, arguments = _glue(graph, constants, batch, calls, (node.args[1:], node.kwargs))
             calls[node] = name
             recorded.append(RecordedCall(name=name, handle=handle, sources=sources, arguments=arguments))
     if not recorded:
         raise WorkloadError(f"task {definition.name!r} calls no module; register one with spindle.module and call it")
     result = output.args[0]
     is_mean = isinstance(result, fx.Node) and result.target is Mean
-    sources, loss = _glue(graph, batch, calls, result)
+    sources, loss = _glue(graph, constants, batch, calls, result)
     return RecordedTask(definition=definition, calls=tuple(recorded), loss_sources=sources, loss=loss, is_mean=is_mean)
 
 
 def _glue(
-    graph: fx.Graph, batch: fx.Node, calls: dict[fx.Node, str], wanted: Any
+    graph: fx.Graph, constants: nn.Module, batch: fx.Node, calls: dict[fx.Node, str], wanted: Any
 ) -> tuple[tuple[str, ...], Callable[..., Any]]:
     """The nodes that compute `wanted` from the batch and from outputs of calls, as a function of these."""
     needed: set[fx.Node] = set()
@@ -129,13 +205,13 @@ def _glue(
         if node in needed:
             copies[node] = part.node_copy(node, lambda one: copies[one])
     part.output(fx.node.map_arg(wanted, lambda one: copies[one]))
-    runner = fx.GraphModule(nn.Module(), part)
+    runner = fx.GraphModule(constants, part)
     return tuple(calls[node] for node in sources), runner.forward
 
 
-def record_all(definitions: Sequence[TaskDefinition]) -> list[RecordedTask]:
+def record_all(definitions: Sequence[TaskDefinition], examples: Mapping[str, Any] | None = None) -> list[RecordedTask]:
     """Records tasks that train together; modules are told apart by their names."""
-    recorded = [record(definition) for definition in definitions]
+    recorded = [record(definition, (examples or {}).get(definition.name)) for definition in definitions]
     handles_of(recorded)
     return recorded
 

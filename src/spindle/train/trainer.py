@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from spindle.errors import PlanError, TrainingError, WorkloadError
 from spindle.graph import MetaGraph, metagraph_of
-from spindle.measure import local_profile
+from spindle.measure import local_profile, measure_update
 from spindle.plan import Plan, check, parse_plan, read_plan
 from spindle.planners import Effort, make_plan
 from spindle.profile import Profile
@@ -175,7 +175,7 @@ class Trainer:
         world = self.world
         examples = {name: self._on_device(feed.peek().nest) for name, feed in feeds.items()}
         shown.stage("recording tasks")
-        recorded = record_all(self.tasks)
+        recorded = record_all(self.tasks, examples)
         for handle in handles_of(recorded).values():
             handle.module.to(world.device)
         traced = [trace(one, examples[one.definition.name]) for one in recorded]
@@ -185,7 +185,15 @@ class Trainer:
         graph = metagraph_of(bound.workload)
         code = [code_of(bound, op) for op in graph.metaops]
         with shown.bar("measuring layers") as tell:
-            profile = local_profile(graph, code, examples, bound.batch_axes, world, tell)
+            profile = local_profile(
+                graph,
+                code,
+                examples,
+                bound.batch_axes,
+                world,
+                lambda: measure_update(self._make_optimizer, bound.parameters, graph.numerics.update_bytes),
+                tell,
+            )
         with shown.bar("planning") as tell:
             plan = self._plan(profile, tell)
         program = lower(plan, profile)

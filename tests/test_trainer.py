@@ -1,0 +1,328 @@
+"""The Trainer in one process: loaders, mistakes that are explained, and what it says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+
+import spindle  # noqa: E402
+from spindle.errors import PlanError, SpindleError, TrainingError, WorkloadError  # noqa: E402
+
+
+def sgd(named):
+    return torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
+
+
+def small(batch_size=4, **named):
+    """A module, and a task that pulls its output to zero."""
+    torch.manual_seed(0)
+    encoder = spindle.module("encoder", nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+
+    @spindle.task(batch_size=batch_size, **named)
+    def pull(batch):
+        return (encoder(batch["x"]) ** 2).mean()
+
+    return encoder, pull
+
+
+def rows(*sizes, value=1.0):
+    return [{"x": torch.full((size, 3), value + number)} for number, size in enumerate(sizes)]
+
+
+def fit(task, loader, steps, optimizer=sgd, **named):
+    trainer = spindle.Trainer([task], optimizer=optimizer)
+    return trainer, trainer.fit({"pull": loader}, steps=steps, progress=False, **named)
+
+
+# Loaders.
+
+
+def seen_by(task_options, loader, steps, **named):
+    """The first value and the rows of each batch that a step was trained on."""
+    seen = []
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(()))
+
+        def forward(self, x):
+            if not isinstance(x, torch._subclasses.FakeTensor):
+                seen.append((x[0, 0].item(), x.shape[0]))
+            return x * self.weight
+
+    watched = spindle.module("watched", Watched())
+
+    @spindle.task(name="pull", **task_options)
+    def pull(batch):
+        return watched(batch["x"]).sum()
+
+    _, result = fit(pull, loader, steps, **named)
+    return seen[-steps:], result
+
+
+def test_an_exhausted_loader_starts_its_next_epoch():
+    seen, _ = seen_by({"batch_size": 4}, rows(4, 4), steps=5)
+    assert [value for value, _ in seen] == [1.0, 2.0, 1.0, 2.0, 1.0]
+
+
+def test_a_short_last_batch_is_left_out_with_a_notice():
+    seen, result = seen_by({"batch_size": 4}, rows(4, 4, 3), steps=4)
+    assert seen == [(1.0, 4), (2.0, 4), (1.0, 4), (2.0, 4)]
+    (notice,) = result.notices[1:]
+    assert notice.startswith("task 'pull': the last batch of its loader has 3 of 4 samples and is left out")
+
+
+def test_a_short_last_batch_is_used_when_asked_for():
+    seen, _ = seen_by({"batch_size": 4}, rows(4, 4, 3), steps=4, drop_last=False)
+    assert seen == [(1.0, 4), (2.0, 4), (3.0, 3), (1.0, 4)]
+
+
+def test_trailing_sizes_may_change_from_step_to_step():
+    encoder = spindle.module("encoder", nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+
+    @spindle.task(batch_size=2)
+    def pull(batch):
+        return encoder(batch["x"]).mean()
+
+    _, result = fit(pull, [{"x": torch.ones(2, length, 3)} for length in (5, 2, 7)], steps=6)
+    assert len(result.losses) == 6
+
+
+def test_a_generator_that_gives_just_enough_is_enough():
+    _, task = small()
+    fit(task, (batch for batch in rows(4, 4)), steps=2)
+
+
+def test_a_generator_that_ends_too_soon_is_explained():
+    _, task = small()
+    with pytest.raises(TrainingError, match="task 'pull': its loader gives no batch; a generator cannot start again"):
+        fit(task, (batch for batch in rows(4, 4)), steps=3)
+
+
+def test_what_a_rank_computes_does_not_change_how_its_loader_shuffles():
+    def orders(dropout):
+        torch.manual_seed(3)
+        module = spindle.module("encoder", nn.Sequential(nn.Linear(1, 1), nn.Dropout(dropout)))
+        seen = []
+
+        class Noting(torch.utils.data.Dataset):
+            def __len__(self):
+                return 8
+
+            def __getitem__(self, number):
+                seen.append(number)
+                return {"x": torch.full((1,), float(number))}
+
+        @spindle.task(batch_size=4, name="pull")
+        def pull(batch):
+            return module(batch["x"]).sum()
+
+        fit(pull, DataLoader(Noting(), batch_size=4, shuffle=True), steps=8)
+        return seen
+
+    assert orders(0.0) == orders(0.5)
+
+
+def test_random_layers_repeat_under_one_seed_and_differ_from_step_to_step():
+    def losses(seed):
+        torch.manual_seed(0)
+        module = spindle.module("encoder", nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)))
+
+        @spindle.task(batch_size=4, name="pull")
+        def pull(batch):
+            return module(batch["x"]).sum()
+
+        trainer = spindle.Trainer(
+            [pull], optimizer=lambda named: torch.optim.SGD([p for _, p in named], 0.0), seed=seed
+        )
+        result = trainer.fit({"pull": [{"x": torch.ones(4, 8)}]}, steps=3, progress=False)
+        return [step["pull"] for step in result.losses]
+
+    assert losses(1) == losses(1)
+    assert losses(1) != losses(2)
+    assert len(set(losses(1))) == 3
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (rows(5, 5), r"no tensor of its batch has 4 rows, its batch_size; got \['x'\] \(5, 3\)"),
+        (rows(4, 5), r"its loader gave a batch of 5 samples, expected 4"),
+        (rows(4, 3, 4), r"its loader gave a batch of 3 samples, expected 4"),
+        ([{"x": "words"}], r"no tensor of its batch has 4 rows, its batch_size; got no tensor at all"),
+        ([], r"its loader gives no batch"),
+        ([*rows(4), {"x": torch.ones(4, 3), "y": torch.ones(4)}], r"another form than that of its first batch"),
+    ],
+)
+def test_a_wrong_batch_is_explained(loader, message):
+    _, task = small()
+    with pytest.raises(SpindleError, match=message) as caught:
+        fit(task, loader, steps=3)
+    assert "task 'pull'" in str(caught.value)
+
+
+def test_an_error_in_a_loader_names_the_task_and_stays_itself():
+    def loader():
+        yield from rows(4)
+        raise OSError("disk on fire")
+
+    _, task = small()
+    with pytest.raises(OSError, match="disk on fire") as caught:
+        fit(task, loader(), steps=3)
+    assert caught.value.__notes__ == ["in the loader of task 'pull'"]
+
+
+def test_a_module_that_gives_no_nest_of_tensors_is_refused():
+    class Answer:
+        pass
+
+    class Strange(nn.Module):
+        def forward(self, x):
+            return Answer()
+
+    strange = spindle.module("strange", Strange())
+
+    @spindle.task(batch_size=4, name="pull")
+    def pull(batch):
+        return strange(batch["x"])
+
+    with pytest.raises(WorkloadError, match="module 'strange' returns a Answer, which is no nest of tensors"):
+        fit(pull, rows(4), steps=1)
+
+
+def test_a_loss_that_is_no_number_is_refused():
+    encoder, _ = small()
+
+    @spindle.task(batch_size=4, name="pull")
+    def pull(batch):
+        return encoder(batch["x"])
+
+    with pytest.raises(TrainingError, match=r"task 'pull': its loss must be one number in a tensor, got \(4, 2\)"):
+        fit(pull, rows(4), steps=1)
+
+
+def test_a_plan_for_more_devices_than_ranks_is_refused():
+    _, task = small()
+    trainer = spindle.Trainer([task], optimizer=sgd)
+    trainer.fit({"pull": rows(4)}, steps=1, progress=False)
+    from dataclasses import replace
+
+    other = spindle.Trainer([task], optimizer=sgd, plan=replace(trainer.plan, num_devices=4))
+    with pytest.raises(PlanError, match="the plan is for 4 devices, but 1 ranks were started; start 4"):
+        other.fit({"pull": rows(4)}, steps=1, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (lambda named: torch.optim.LBFGS([p for _, p in named]), "LBFGS updates all parameters together"),
+        (lambda named: torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1), "that were not given to it"),
+        (lambda named: None, "must return a torch optimizer, got NoneType"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_split_is_refused(optimizer, message):
+    _, task = small()
+    with pytest.raises(TrainingError, match=message):
+        fit(task, rows(4), steps=1, optimizer=optimizer)
+
+
+def test_tasks_and_loaders_must_match():
+    _, task = small()
+    trainer = spindle.Trainer([task], optimizer=sgd)
+    with pytest.raises(TrainingError, match=r"none for 'pull'; 'push' is no task \(tasks: pull\)"):
+        trainer.fit({"push": rows(4)}, steps=1, progress=False)
+    with pytest.raises(WorkloadError, match="two tasks are called 'pull'"):
+        spindle.Trainer([task, task], optimizer=sgd)
+    with pytest.raises(WorkloadError, match=r"write @spindle\.task\(batch_size=\.\.\.\) above it"):
+        spindle.Trainer([lambda batch: 0], optimizer=sgd)
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run():
+    _, task = small()
+    batches = [*rows(4, 4), {"x": torch.full((4, 3), float("nan"))}, *rows(4)]
+    with pytest.raises(TrainingError, match="task 'pull': its loss is nan in step 2"):
+        fit(task, batches, steps=4)
+
+
+def test_an_error_in_a_layer_says_where_it_was():
+    class Breaks(nn.Linear):
+        def forward(self, x):
+            if not isinstance(x, torch._subclasses.FakeTensor) and float(x[0, 0]) == 2.0:
+                raise ArithmeticError("broken")
+            return super().forward(x)
+
+    encoder = spindle.module("encoder", nn.Sequential(Breaks(3, 3), nn.Linear(3, 2)))
+
+    @spindle.task(batch_size=4, name="pull")
+    def pull(batch):
+        return encoder(batch["x"]).mean()
+
+    with pytest.raises(ArithmeticError, match="broken") as caught:
+        fit(pull, rows(4, 4), steps=3)
+    assert caught.value.__notes__ == ["in step 1 on rank 0, forward of pull/encoder#0[0:1]"]
+
+
+# What it says and leaves behind.
+
+
+def test_a_module_that_stays_whole_is_named_with_the_reason():
+    single = spindle.module("single", nn.Linear(3, 2))
+
+    @spindle.task(batch_size=4, name="pull")
+    def pull(batch):
+        return single(batch["x"]).mean()
+
+    _, result = fit(pull, rows(4), steps=1)
+    assert result.notices == ("module 'single' runs as one layer: it has no list of two or more equal blocks",)
+
+
+def test_losses_are_told_as_they_become_known():
+    told = []
+    _, task = small()
+    _, result = fit(task, rows(4), steps=4, on_step=lambda step, losses: told.append((step, losses["pull"])))
+    assert told == [(step, losses["pull"]) for step, losses in enumerate(result.losses)]
+
+
+def test_a_result_prints_losses_and_predicted_beside_measured(capsys, tmp_path):
+    _, task = small()
+    _, result = fit(task, rows(4), steps=6)
+    result.print()
+    shown = capsys.readouterr().out
+    for text in ("Losses over 6 steps", "pull", "predicted", "measured", "encoder", "ms per step"):
+        assert text in shown
+    result.write_trace(tmp_path / "trace.json")
+    assert "pull/encoder" in (tmp_path / "trace.json").read_text()
+
+
+def test_importing_spindle_needs_no_torch():
+    code = "import sys, spindle, spindle.planners; assert 'torch' not in sys.modules; spindle.Trainer"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_example_trains_on_two_processes():
+    script = Path(__file__).resolve().parents[1] / "examples" / "four_tasks.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "spindle.cli", "launch", "-n", "2", str(script), "--steps", "4"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "COLUMNS": "100"},
+    )
+    assert done.returncode == 0, done.stderr
+    for text in ("image_text", "captioning", "predicted", "measured", "vision"):
+        assert text in done.stdout
