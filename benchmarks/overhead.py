@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from common import markdown, publish
+from common import ROOT, circumstances, markdown, publish, write_between
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -142,10 +142,11 @@ def main() -> None:
                 f"{ratios[0]:.3f} to {ratios[-1]:.3f}",
             ]
         )
-    publish(
-        "overhead",
-        {"pairs": data, "steps_of_a_pair": STEPS_OF_A_PAIR},
-        markdown(["against", "theirs", "Spindle", "ratio, median of 20 pairs", "middle half", "all"], rows),
+    table = markdown(["against", "theirs", "Spindle", "ratio, median of 20 pairs", "middle half", "all"], rows)
+    publish("overhead", {"pairs": data, "steps_of_a_pair": STEPS_OF_A_PAIR}, table)
+    about = circumstances()
+    write_between(
+        ROOT / "README.md", "overhead", f"{table}\n\nMeasured: {about['hardware']}, commit {about['commit']}."
     )
 
 

@@ -13,8 +13,7 @@ is the place; its sentence names the three behind a varying number of filler wor
     spindle launch -n 4 examples/four_tasks.py             # four processes on this machine
     torchrun --nproc-per-node 4 examples/four_tasks.py     # the same, started by torchrun
 
-Letters behind a tensor's name are its dimensions: B samples, L positions, D features, C channels, H and W pixels,
-T frames of a sound, F bins of a frame.
+Letters behind a name are the tensor's dimensions: B samples, L positions, D features, CHW of images, T frames, F bins.
 """
 
 import argparse
@@ -23,88 +22,60 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, StackDataset
 
 import spindle
 
 # Words: four special ones, then 8 grounds, 8 colours and 9 places.
 PAD, BEGIN, END, FILLER, GROUND, COLOUR, PLACE, NUM_WORDS = 0, 1, 2, 3, 4, 12, 20, 29
-MOST_FILLERS, NUM_POSITIONS = 4, 9  # of a sentence
-WIDTH = 96  # of what a tower gives
+MOST_FILLERS, LENGTH = 4, 9  # of a sentence
+WIDTH = 96  # of the features that towers give
 
 
 def make_scenes(num_scenes: int, seed: int) -> dict[str, Tensor]:
-    """The fields of some scenes, a row for each."""
+    """The images, sounds and sentences of some scenes."""
     generator = torch.Generator().manual_seed(seed)
-    limits = torch.tensor([8, 8, 9, MOST_FILLERS + 1])
-    drawn = (torch.rand(num_scenes, 4, generator=generator) * limits).long()
+    drawn = (torch.rand(num_scenes, 4, generator=generator) * torch.tensor([8, 8, 9, MOST_FILLERS + 1])).long()
     ground_B1, colour_B1, place_B1, fillers_B1 = drawn.split(1, dim=1)
 
-    # Image: places are 3 × 3, the square covers a quarter. Colours are corners of the RGB cube, the ground's are pale.
+    # Image: 3 × 3 places for a square of half its side. Colours are corners of the RGB cube, those of grounds are dull.
     row_BH, column_BW = torch.arange(32) // 8 - place_B1 // 3, torch.arange(32) // 8 - place_B1 % 3
     inside_BHW = (row_BH // 2 == 0)[:, :, None] & (column_BW // 2 == 0)[:, None, :]
-    square_BC, ground_BC = (2.0 * (one >> torch.arange(3) & 1) - 1.0 for one in (colour_B1, ground_B1))
+    square_BC, ground_BC = (2.0 * (one_B1 >> torch.arange(3) & 1) - 1.0 for one_B1 in (colour_B1, ground_B1))
     pixels_BCHW = torch.where(inside_BHW[:, None], square_BC[:, :, None, None], 0.5 * ground_BC[:, :, None, None])
+    pixels_BCHW += 0.3 * torch.randn(pixels_BCHW.shape, generator=generator)
 
-    # Sound: the lower bins hold a tone that sets in and fades, the upper ones a hum.
+    # Sound: a tone that sets in and fades in the lower bins, a hum in the upper ones.
     since_BT = torch.arange(16) - place_B1
     loudness_BT = torch.exp(-since_BT / 6) * (since_BT >= 0)
     tone_BF, hum_BF = torch.arange(32) == 2 * colour_B1, torch.arange(32) == 2 * ground_B1 + 16
-    sound_BTF = loudness_BT[:, :, None] * tone_BF[:, None] + 1.0 * hum_BF[:, None]
+    sound_BTF = loudness_BT[:, :, None] * tone_BF[:, None] + hum_BF[:, None]
+    sound_BTF += 0.3 * torch.randn(sound_BTF.shape, generator=generator)
 
     # Sentence: BEGIN, fillers, ground, colour, place, END, and padding.
-    words_BL = torch.full((num_scenes, NUM_POSITIONS), PAD)
-    words_BL[torch.arange(NUM_POSITIONS) <= fillers_B1] = FILLER
+    words_BL = torch.where(torch.arange(LENGTH) <= fillers_B1, FILLER, PAD)
     words_BL[:, 0] = BEGIN
     said = torch.cat([GROUND + ground_B1, COLOUR + colour_B1, PLACE + place_B1, torch.full_like(place_B1, END)], dim=1)
     words_BL.scatter_(1, 1 + fillers_B1 + torch.arange(4), said)
-
-    noisy = {"pixels": pixels_BCHW, "sound": sound_BTF}
-    noisy = {name: field + 0.3 * torch.randn(field.shape, generator=generator) for name, field in noisy.items()}
-    return {**noisy, "words": words_BL}
-
-
-class Fields(Dataset):
-    """Scenes as samples, with the fields that a task reads."""
-
-    def __init__(self, scenes: dict[str, Tensor], names: tuple[str, ...]) -> None:
-        self.fields = {name: scenes[name] for name in names}
-
-    def __len__(self) -> int:
-        return len(next(iter(self.fields.values())))
-
-    def __getitem__(self, number: int) -> dict[str, Tensor]:
-        return {name: field[number] for name, field in self.fields.items()}
-
-
-class Patches(nn.Conv2d):
-    """The patches of an image as a sequence."""
-
-    def forward(self, pixels_BCHW: Tensor) -> Tensor:
-        return super().forward(pixels_BCHW).flatten(2).transpose(1, 2)
-
-
-class EncoderBlock(nn.TransformerEncoderLayer):
-    def __init__(self, width: int) -> None:
-        super().__init__(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+    return {"pixels": pixels_BCHW, "sound": sound_BTF, "words": words_BL}
 
 
 class DecoderBlock(nn.TransformerDecoderLayer):
-    def __init__(self, width: int) -> None:
-        super().__init__(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-
     def forward(self, x_BLD: Tensor, seen_BLD: Tensor) -> Tensor:
         causal_LL = nn.Transformer.generate_square_subsequent_mask(x_BLD.shape[1], x_BLD.device, x_BLD.dtype)
         return super().forward(x_BLD, seen_BLD, tgt_mask=causal_LL)
 
 
 class Tower(nn.Module):
-    """Features of every position of a sequence: the patches of an image, the frames of a sound."""
+    """Features of every position of a sequence: patches of an image, frames of a sound, words."""
 
-    def __init__(self, stem: nn.Module, num_positions: int, blocks: list[nn.Module], width: int, out: int) -> None:
+    block = nn.TransformerEncoderLayer
+
+    def __init__(self, stem: nn.Module, length: int, width: int, depth: int, out: int = WIDTH) -> None:
         super().__init__()
-        self.stem, self.blocks = stem, nn.ModuleList(blocks)
-        self.position_LD = nn.Parameter(0.02 * torch.randn(num_positions, width))
+        self.stem, self.position_LD = stem, nn.Parameter(0.02 * torch.randn(length, width))
+        options = {"nhead": 4, "dim_feedforward": 4 * width, "dropout": 0.0, "batch_first": True, "norm_first": True}
+        self.blocks = nn.ModuleList(self.block(width, **options) for _ in range(depth))
         self.out = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, out))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,21 +85,86 @@ class Tower(nn.Module):
         return self.out(x_BLD)
 
 
-class TextTower(Tower):
-    """Features of a sentence, read off its first word; padding is not seen."""
-
-    def forward(self, words_BL: Tensor) -> Tensor:
-        x_BLD, padding_BL = self.stem(words_BL) + self.position_LD, words_BL == PAD
-        for block in self.blocks:
-            x_BLD = block(x_BLD, src_key_padding_mask=padding_BL)
-        return self.out(x_BLD[:, 0])
-
-
 class Decoder(Tower):
-    """Logits of the word that follows each word, given what is seen."""
+    """For every word, the logits of the one behind it, given what is seen."""
+
+    block = DecoderBlock
 
     def forward(self, words_BL: Tensor, seen_BLD: Tensor) -> Tensor:
         x_BLD = self.stem(words_BL) + self.position_LD
         for block in self.blocks:
             x_BLD = block(x_BLD, seen_BLD)
         return self.out(x_BLD)
+
+
+class Similarity(nn.Module):
+    """How alike each sample of one kind is to each of another, at a learned temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor(math.log(10.0)))
+
+    def forward(self, one_BD: Tensor, other_BD: Tensor) -> Tensor:
+        return F.normalize(one_BD, dim=1) @ F.normalize(other_BD, dim=1).T * self.log_scale.exp()
+
+
+torch.manual_seed(0)
+vision = spindle.module("vision", Tower(nn.Linear(192, 96), length=16, width=96, depth=5))
+audio = spindle.module("audio", Tower(nn.Linear(32, 64), length=16, width=64, depth=4))
+text = spindle.module("text", Tower(nn.Embedding(NUM_WORDS, 64), length=LENGTH, width=64, depth=4))
+decoder = spindle.module("decoder", Decoder(nn.Embedding(NUM_WORDS, 96), LENGTH - 1, width=96, depth=3, out=NUM_WORDS))
+head = spindle.module("head", Similarity(), whole_batch=True)  # each sample is compared with all others
+
+
+def see(batch):
+    """Features of an image's patches. What stands between modules is ordinary code."""
+    return vision(F.unfold(batch["pixels"], 8, stride=8).transpose(1, 2))
+
+
+def contrastive(one_BLD, other_BLD):
+    """A sample and its partner should find each other in the batch."""
+    logits_BB = head(one_BLD.mean(1), other_BLD.mean(1))
+    return -(logits_BB.log_softmax(0) + logits_BB.log_softmax(1)).diagonal().mean() / 2
+
+
+@spindle.task(batch_size=24)
+def image_text(batch):
+    return contrastive(see(batch), text(batch["words"]))
+
+
+@spindle.task(batch_size=32)
+def audio_text(batch):
+    return contrastive(audio(batch["sound"]), text(batch["words"]))
+
+
+@spindle.task(batch_size=16)
+def image_audio(batch):
+    return contrastive(see(batch), audio(batch["sound"]))
+
+
+@spindle.task(batch_size=16)
+def captioning(batch):
+    given_BL, next_BL = batch["words"][:, :-1], batch["words"][:, 1:]
+    logits_BDL = decoder(given_BL, see(batch)).transpose(1, 2)
+    total = F.cross_entropy(logits_BDL, next_BL, ignore_index=PAD, reduction="sum")
+    return spindle.mean(total, (next_BL != PAD).sum())  # each batch has its own number of words
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Trains four tasks together.")
+    parser.add_argument("--steps", type=int, default=120)
+    steps = parser.parse_args().steps
+    tasks = [image_text, audio_text, image_audio, captioning]
+    scenes = StackDataset(**make_scenes(2048, seed=0))
+    loaders = {}
+    for seed, task in enumerate(tasks):
+        order = torch.Generator().manual_seed(seed)  # every process reads the same batches
+        loaders[task.name] = DataLoader(scenes, task.batch_size, shuffle=True, drop_last=True, generator=order)
+
+    trainer = spindle.Trainer(tasks, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3))
+    result = trainer.fit(loaders, steps=steps)
+    result.print()
+
+
+if __name__ == "__main__":
+    main()

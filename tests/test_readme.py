@@ -17,11 +17,16 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
-def test_the_python_example_runs():
-    (code,) = blocks("python")
+@pytest.mark.parametrize(
+    ("number", "shown"), [(0, r"Losses over 20 steps(.|\n)*image_text(.|\n)*measured"), (1, r"\d+ ms, bound \d+ ms\n")]
+)
+def test_the_python_examples_run(number, shown):
+    if "torch" in blocks("python")[number]:
+        pytest.importorskip("torch")
+    code = blocks("python")[number]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"\d+ ms, bound \d+ ms\n", done.stdout)
+    assert re.match(shown, done.stdout)
 
 
 @pytest.mark.parametrize("verb", ["plan", "simulate", "compare", "bound", "explain"])
