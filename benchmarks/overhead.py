@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import spindle
 
 PAIRS, STEPS_OF_A_PAIR = 20, 5
-BATCH, LENGTH, WIDTH, BLOCKS = 16, 64, 256, 6
+BATCH, LENGTH, WIDTH, BLOCKS = 16, 32, 128, 6
 
 
 class Block(nn.Module):

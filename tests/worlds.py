@@ -1,46 +1,34 @@
-"""Small torch workloads for tests, and one process's part of running them. Imported by every process of the pool."""
+"""Small torch workloads for tests, and one rank's part of running them. Imported by every process of the pool."""
 
 from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import spindle
 from spindle.cluster import cluster_named
-from spindle.graph import metagraph_of
-from spindle.plan import parse_plan
+from spindle.graph import MetaGraph, metagraph_of
+from spindle.plan import Plan, check, parse_plan
 from spindle.planners import Effort, make_plan
-from spindle.profile import roofline_profile
+from spindle.profile import Profile, roofline_profile
 from spindle.program import lower, verify
-from spindle.run import Executor, World
+from spindle.run import Executor, OpCode, World, held_parameters
 from spindle.run.rows import signature_of
-from spindle.train import bind, code_of, mean, module, probe, task, trace_all
+from spindle.train import Bound, FitResult, bind, code_of, mean, module, probe, task, trace_all
+from spindle.train.record import handles_of, parameter_names, record_all
+from zoo import Block, Tower, Workload, one_kind, random_workload
 
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
-
-    def forward(self, x):
-        return x + torch.tanh(self.linear(self.norm(x)))
-
-
-class Tower(nn.Module):
-    """Something before a list of equal blocks, something after it."""
-
-    def __init__(self, width_in: int, width: int, num_blocks: int) -> None:
-        super().__init__()
-        self.stem = nn.Linear(width_in, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, x):
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
+__all__ = ["Block", "Tower", "batches", "everything"]
 
 
 def everything():
@@ -90,76 +78,374 @@ def batches(seed: int):
     }
 
 
-def reference(tasks, step_batches) -> dict[str, float]:
-    """Plain PyTorch in one process: the losses, with gradients left in the parameters."""
-    total, losses = 0.0, {}
+def workload_named(name: str, dtype: torch.dtype = torch.float64, weights: int | None = None) -> Workload:
+    """`everything`, `random 12`, or `in-place tokens`: a module of one kind under one loss."""
+    if name == "everything":
+        return Workload(tasks=everything(), batches=batches)
+    kind, _, last = name.rpartition(" ")
+    if kind == "random":
+        return random_workload(int(last), dtype, weights)
+    return one_kind(kind, last, dtype=dtype)
+
+
+# One process, plain PyTorch.
+
+
+def plain_losses(tasks, step_batches) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The losses of tasks, by calling their functions, and what is minimised."""
+    losses = {}
     for one in tasks:
         result = one(step_batches[one.name])
-        loss = result.total / result.count if isinstance(result, tuple) else result
-        losses[one.name] = loss.item()
-        total = total + one.weight * loss
-    total.backward()
-    return losses
+        losses[one.name] = result.total / result.count if isinstance(result, tuple) else result
+    return losses, sum(one.weight * losses[one.name] for one in tasks)
+
+
+def unique_parameters(tasks) -> dict[str, nn.Parameter]:
+    """Every parameter of the tasks' modules once, under its first name."""
+    handles = handles_of(record_all(tasks))
+    names = parameter_names(handles)
+    return {names[id(one)]: one for handle in handles.values() for one in handle.module.parameters()}
+
+
+def floor_of(tensors: Sequence[torch.Tensor]) -> float:
+    """DESIGN's first promise: below this norm an error is not taken relative to its own tensor."""
+    return 1e-3 * float(torch.stack([one.norm() for one in tensors]).norm()) / len(tensors) ** 0.5
 
 
 def error_of(ours: torch.Tensor, theirs: torch.Tensor, floor: float) -> float:
     return float((ours - theirs).norm() / max(float(theirs.norm()), floor))
 
 
-def compare_step(rank: int, num_ranks: int, planner: str, seed: int) -> tuple[float, float, int]:
-    """Runs a plan for two steps on this rank; the largest error of losses and of gradients, and how many were held."""
-    tasks = everything()
-    examples = batches(seed)
-    traced = trace_all(tasks, examples)
-    bound = bind("everything", traced, probe(traced, examples))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A step of one process; a gradient is None where PyTorch leaves none."""
+
+    losses: dict[str, float]
+    gradients: dict[str, torch.Tensor | None]
+
+
+@cache
+def reference(name: str, step: int) -> Reference:
+    workload = workload_named(name)
+    losses, total = plain_losses(workload.tasks, workload.batches(step))
+    total.backward()
+    parameters = unique_parameters(workload.tasks)
+    return Reference(
+        losses={task_name: loss.item() for task_name, loss in losses.items()},
+        gradients={path: parameter.grad for path, parameter in parameters.items()},
+    )
+
+
+# Plans.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A workload traced and bound, with its weights as they were made."""
+
+    workload: Workload
+    bound: Bound
+    graph: MetaGraph
+    code: list[OpCode]
+    weights: dict[str, torch.Tensor]
+
+    def profile(self, num_ranks: int) -> Profile:
+        return roofline_profile(self.graph, cluster_named(f"cpux{num_ranks}"))
+
+
+@cache
+def ready(name: str) -> Ready:
+    workload = workload_named(name)
+    examples = workload.batches(0)
+    traced = trace_all(workload.tasks, examples)
+    bound = bind(name, traced, probe(traced, examples))
     graph = metagraph_of(bound.workload)
-    profile = roofline_profile(graph, cluster_named(f"cpux{num_ranks}"))
-    if planner.startswith("random"):
-        plan = parse_plan(random_plan_text(profile, int(planner.removeprefix("random"))), profile)
-    else:
-        plan = make_plan(profile, planner, Effort(evaluations=2_000))
-    program = lower(plan, profile)
-    verify(program, profile)
-    parameters = [bound.parameters[one.name] for one in graph.parameters]
-    world = World(rank, num_ranks, torch.device("cpu"))
-    code = [code_of(bound, op) for op in graph.metaops]
-    executor = Executor(program, graph, code, parameters, bound.batch_axes, world)
-    for number in range(2):
-        step_batches = batches(seed + number)
-        signatures = {name: signature_of(batch) for name, batch in step_batches.items()}
-        parts, _ = executor.step(number, step_batches, signatures, check_losses=number == 0)
-    if num_ranks > 1:
-        dist.all_reduce(parts)
-    losses = dict(zip(graph.tasks, parts.tolist(), strict=True))
-    ours = {name: tensor.grad for name, tensor in bound.parameters.items()}
-    for tensor in bound.parameters.values():
-        tensor.grad = None
-    expected = reference(tasks, batches(seed + 1))
-    trainable = [tensor for tensor in bound.parameters.values() if tensor.grad is not None]
-    whole = torch.stack([tensor.grad.norm() for tensor in trainable]).norm()
-    floor = 1e-3 * float(whole) / len(trainable) ** 0.5
-    held = [name for name, tensor in bound.parameters.items() if ours[name] is not None and tensor.grad is not None]
-    gradient_error = max((error_of(ours[name], bound.parameters[name].grad, floor) for name in held), default=0.0)
-    loss_error = max(abs(losses[name] - value) / abs(value) for name, value in expected.items())
-    dist.barrier()
-    return loss_error, gradient_error, len(held)
+    return Ready(
+        workload=workload,
+        bound=bound,
+        graph=graph,
+        code=[code_of(bound, op) for op in graph.metaops],
+        weights={path: parameter.detach().clone() for path, parameter in bound.parameters.items()},
+    )
 
 
-def random_plan_text(profile, seed: int) -> str:
-    """Some legal plan: ops in flow order, cut anywhere, on any devices in any order."""
-    generator = torch.Generator().manual_seed(seed)
+def random_plan_text(profile: Profile, seed: int) -> str:
+    """Some legal plan: ops cut anywhere, on any devices in any order, as the flows allow; some rounds, some recomputed.
 
-    def below(limit: int) -> int:
-        return int(torch.randint(limit, (1,), generator=generator))
-
-    lines = []
-    for position in profile.graph.order:
-        op, curve = profile.graph.metaops[position], profile.curves[position][0]
-        left = op.num_layers
+    Starts are far apart, so that the plan is legal under any profile of the workload.
+    """
+    choose = random.Random(seed)
+    graph = profile.graph
+    tasks = choose.sample(graph.tasks, len(graph.tasks))
+    num_rounds = choose.choice((1, 1, min(2, len(tasks)), len(tasks)))
+    round_of = {name: number * num_rounds // len(tasks) for number, name in enumerate(tasks)}
+    lines = [f"# recompute {op.name}" for op in graph.metaops if choose.random() < choose.choice((0.0, 0.0, 0.7))]
+    wave = 0
+    for round_number in range(num_rounds):
+        left = {
+            position: op.num_layers for position, op in enumerate(graph.metaops) if round_of[op.task] == round_number
+        }
         while left:
-            layers = 1 + below(left)
-            count = curve.num_devices[below(len(curve.num_devices))]
-            devices = torch.randperm(profile.cluster.num_devices, generator=generator)[:count].tolist()
-            lines.append(f"{op.name}*{layers}@{','.join(map(str, devices))}")
-            left -= layers
+            able = [one for one in left if not any(source in left for source in graph.predecessors[one])]
+            free = choose.sample(range(profile.cluster.num_devices), profile.cluster.num_devices)
+            slots = []
+            for position in choose.sample(able, choose.randint(1, len(able))):
+                counts = [count for count in profile.curves[position][0].num_devices if count <= len(free)]
+                if not counts:
+                    break
+                count, layers = choose.choice(counts), choose.randint(1, left[position])
+                devices, free = free[:count], free[count:]
+                slots.append(
+                    f"{graph.metaops[position].name}*{layers}@{','.join(map(str, devices))}~{round_number}^{wave}000"
+                )
+                left[position] -= layers
+                if not left[position]:
+                    del left[position]
+            lines.append(" ".join(slots))
+            wave += 1
     return "\n".join(lines)
+
+
+def plan_of(name: str, planner: str, num_ranks: int) -> tuple[Plan, Profile]:
+    """The plan of a planner, or `plan 3`: a random one. Rank 0's, on all ranks."""
+    profile = ready(name).profile(num_ranks)
+    if planner.startswith("plan "):
+        return parse_plan(random_plan_text(profile, int(planner.removeprefix("plan "))), profile), profile
+    box: list[Any] = [None]
+    if num_ranks == 1 or dist.get_rank() == 0:
+        box = [make_plan(profile, planner, Effort(evaluations=1_000))]
+    if num_ranks > 1:
+        dist.broadcast_object_list(box, src=0)
+    return box[0], profile
+
+
+# One rank's part.
+
+
+def fail_on_rank(rank: int, num_ranks: int, failing: int | None) -> None:
+    """All ranks meet, but for one that raises."""
+    if rank == failing:
+        raise ValueError(f"what rank {rank} says")
+    dist.barrier()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """How far a rank is from the reference, at most; which gradients it compared, of which there are."""
+
+    loss: float
+    gradient: float
+    worst: str
+    compared: frozenset[str]
+    expected: frozenset[str]
+
+
+@contextmanager
+def chunks_of(num_bytes: float) -> Iterator[None]:
+    """Backward is handed on in chunks of this size."""
+    lowering: Any = import_module("spindle.program.lower")  # the package's own `lower` is the function
+    before, lowering.CHUNK_BYTES = lowering.CHUNK_BYTES, num_bytes
+    try:
+        yield
+    finally:
+        lowering.CHUNK_BYTES = before
+
+
+def compare_steps(rank: int, num_ranks: int, name: str, planner: str, steps: int, chunk_bytes: float = 64e6) -> Errors:
+    """Runs steps of a plan. What this rank does not hold is not a number, so that it cannot help."""
+    one = ready(name)
+    plan, profile = plan_of(name, planner, num_ranks)
+    check(plan, profile)
+    with chunks_of(chunk_bytes):
+        program = lower(plan, profile)
+    verify(program, profile)
+    names = [parameter.name for parameter in one.graph.parameters]
+    reached = one.bound.facts.reached
+    assert reached is not None
+    executor = Executor(
+        program,
+        one.graph,
+        one.code,
+        [one.bound.parameters[path] for path in names],
+        one.bound.batch_axes,
+        World(rank, num_ranks, torch.device("cpu")),
+        reached=frozenset(number for number, path in enumerate(names) if path in reached),
+    )
+    held = {names[number] for number in executor.held}
+    for path, parameter in one.bound.parameters.items():
+        parameter.data.copy_(one.weights[path] if path in held else torch.tensor(torch.nan))
+        parameter.grad = None
+    loss_error, gradient_error, worst = 0.0, 0.0, ""
+    for number in range(steps):
+        step_batches = one.workload.batches(number)
+        signatures = {task_name: signature_of(batch) for task_name, batch in step_batches.items()}
+        parts, _ = executor.step(number, step_batches, signatures, check_losses=number == 0)
+        if num_ranks > 1:
+            dist.all_reduce(parts)
+        expected = reference(name, number)
+        for task_name, ours in zip(one.graph.tasks, parts.tolist(), strict=True):
+            theirs = expected.losses[task_name]
+            loss_error = max(loss_error, abs(ours - theirs) / max(abs(theirs), 1e-3))
+        floor = floor_of([gradient for gradient in expected.gradients.values() if gradient is not None])
+        for path in held:
+            ours, theirs = one.bound.parameters[path].grad, expected.gradients[path]
+            assert (ours is None) == (theirs is None), f"step {number}: {path}: {ours} where one process has {theirs}"
+            if theirs is not None:
+                error = error_of(ours, theirs, floor)
+                if not error <= gradient_error:
+                    gradient_error, worst = error, f"{path} in step {number}"
+    return Errors(
+        loss=loss_error,
+        gradient=gradient_error,
+        worst=worst,
+        compared=frozenset(path for path in held if expected.gradients[path] is not None),
+        expected=frozenset(path for path, gradient in expected.gradients.items() if gradient is not None),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """How far rank 0 is from the reference after training, at most; an update is that of all steps together."""
+
+    loss: float
+    parameter: float
+    worst: str
+    buffer: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How a workload is trained, by Spindle and by plain PyTorch alike."""
+
+    name: str
+    optimizer: str = "sgd"
+    dtype: torch.dtype = torch.float64
+    fits: tuple[int, ...] = (3,)
+    short_rows: int | None = None  # of the second of two batches that the loaders have
+    own_weights: bool = False  # ranks start with weights of their own
+
+
+LEARNING_RATE = 0.05
+
+
+def make_optimizer(kind: str, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    parameters = [parameter for _, parameter in named]
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.3)
+
+
+def loaders_of(workload: Workload, training: Training, first: int, steps: int) -> dict[str, list[Any]]:
+    """The batches of so many steps; with short ones, those of an epoch, which starts again after two."""
+    if training.short_rows is None:
+        return {
+            one.name: [workload.batches(step)[one.name] for step in range(first, first + steps)]
+            for one in workload.tasks
+        }
+
+    def cut(batch: dict, size: int) -> dict:
+        rows = min(size, training.short_rows or size)
+        return {
+            key: leaf[:rows] if isinstance(leaf, torch.Tensor) and len(leaf) == size else leaf
+            for key, leaf in batch.items()
+        }
+
+    return {
+        one.name: [workload.batches(0)[one.name], cut(workload.batches(1)[one.name], one.batch_size)]
+        for one in workload.tasks
+    }
+
+
+def train_plainly(workload: Workload, training: Training) -> list[dict[str, float]]:
+    """One process, without Spindle; leaves the weights in the modules."""
+    trainable = [(path, one) for path, one in unique_parameters(workload.tasks).items() if one.requires_grad]
+    optimizer = make_optimizer(training.optimizer, trainable)
+    steps = sum(training.fits)
+    loaders = loaders_of(workload, training, 0, steps)
+    history = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        step_batches = {name: loader[step % len(loader)] for name, loader in loaders.items()}
+        losses, total = plain_losses(workload.tasks, step_batches)
+        total.backward()
+        optimizer.step()
+        history.append({name: loss.item() for name, loss in losses.items()})
+    return history
+
+
+def train(rank: int, num_ranks: int, training: Training, planner: str) -> Trained | None:
+    """Trains through the public interface; rank 0 compares itself with plain PyTorch."""
+    ours = workload_named(training.name, training.dtype, 100 + rank if training.own_weights and rank else None)
+    parameters = unique_parameters(ours.tasks)
+    shapes = {path: one.shape for path, one in parameters.items()}
+    filled: list[set[str]] = []
+
+    def with_memory() -> set[str]:
+        return {path for path, one in parameters.items() if one.shape == shapes[path]}
+
+    def make(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        optimizer = make_optimizer(training.optimizer, named)
+        if all(parameters[path] is one for path, one in named):  # and no copies, to measure with
+            optimizer.register_step_post_hook(lambda *_: filled.append(with_memory()))
+        return optimizer
+
+    chosen: dict[str, Any] = {"planner": planner}
+    if planner.startswith("plan ") and rank == 0:  # rank 0's plan counts
+        seed = int(planner.removeprefix("plan "))
+        chosen = {"plan": random_plan_text(ready(training.name).profile(num_ranks), seed)}
+    trainer = spindle.Trainer(ours.tasks, optimizer=make, **chosen)
+    history: list[dict[str, float]] = []
+    for number, steps in enumerate(training.fits):
+        loaders = loaders_of(ours, training, sum(training.fits[:number]), steps)
+        result = trainer.fit(loaders, steps=steps, drop_last=training.short_rows is None, progress=False)
+        history += result.losses
+        check_memory(result, rank, num_ranks, filled, with_memory())
+    assert bool(trainer.state_dict()) == (rank == 0)
+    if rank:
+        return None
+    theirs = workload_named(training.name, training.dtype)
+    expected = train_plainly(theirs, training)
+    loss = max(
+        abs(mine[name] - value) / max(abs(value), 1e-3)
+        for mine, yours in zip(history, expected, strict=True)
+        for name, value in yours.items()
+    )
+    # A user's own modules, and fresh ones that load what was trained.
+    fresh = workload_named(training.name, training.dtype, 99)
+    fresh_handles = handles_of(record_all(fresh.tasks))
+    nn.ModuleDict({name: handle.module for name, handle in fresh_handles.items()}).load_state_dict(trainer.state_dict())
+    parameter, worst = 0.0, ""
+    trained = unique_parameters(theirs.tasks)
+    floor = floor_of([one.detach() for one in trained.values()])
+    for found in (parameters, unique_parameters(fresh.tasks)):
+        for path, one in trained.items():
+            error = error_of(found[path].detach(), one.detach(), floor)
+            if training.optimizer == "adamw":  # DESIGN's floor for Adam, absolute
+                distance = float((found[path] - one).detach().abs().max())
+                error = min(error, 1e-9 * distance / (1e-6 * LEARNING_RATE))
+            if not error <= parameter:
+                parameter, worst = error, path
+    return Trained(loss=loss, parameter=parameter, worst=worst, buffer=buffer_error(ours, theirs))
+
+
+def check_memory(result: FitResult, rank: int, num_ranks: int, filled: list[set[str]], after: set[str]) -> None:
+    """A rank has the parameters of its slots, and those that no slot uses; rank 0 has all of them afterwards."""
+    names = [one.name for one in result.graph.parameters]
+    held = [{names[one] for one in held_parameters(result.program, result.graph, each)} for each in range(num_ranks)]
+    expected = held[rank] | (set(names) - set().union(*held))
+    assert all(one == expected for one in filled)
+    assert bool(filled) == any(result.graph.parameters[names.index(path)].trainable for path in held[rank])
+    assert after == (expected if rank else set(names))
+
+
+def buffer_error(ours: Workload, theirs: Workload) -> float:
+    """Of the buffers of modules that are called once: where they are called more often, ranks do not meet."""
+    calls = [call.handle.name for one in record_all(ours.tasks) for call in one.calls]
+    mine, yours = (handles_of(record_all(one.tasks)) for one in (ours, theirs))
+    errors = [
+        error_of(one.double(), other.double(), 1e-3)
+        for name in mine
+        if calls.count(name) == 1
+        for one, other in zip(mine[name].module.buffers(), yours[name].module.buffers(), strict=True)
+    ]
+    return max(errors, default=0.0)

@@ -3,29 +3,45 @@
 An `nn.Sequential` is one already. Any other module is traced with `torch.fx`, its longest list of equal blocks kept
 whole, and cut before the first block, between blocks and behind the last. What crosses a cut is whatever later layers
 still need, batch first. A module that cannot be traced or has no such list is one layer, and `reason` says why.
+
+A trace follows one way through the code. Arguments that are no tensors (a flag, a mask that is left out) decide that
+way, so a call that gives others has a chain of its own.
 """
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_map
+
+from spindle.errors import WorkloadError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainLayer:
     """One layer: `run(*values)` gives the values that cross the cut behind it, as a tuple.
 
-    `modules` are the user's own submodules (or the whole module) whose parameters it uses; layers of one `kind` are
-    alike but for their weights.
+    `modules` are the user's own submodules (or the whole module) that it calls; layers of one `kind` are alike but for
+    their weights.
     """
 
     kind: str
     run: Callable[..., tuple[Any, ...]]
     parameters: tuple[nn.Parameter, ...]
+    modules: tuple[nn.Module, ...] = ()
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Of its modules, as they are now: moving a module to a device replaces them."""
+        return list(dict.fromkeys(buffer for one in self.modules for buffer in one.buffers()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,32 +60,44 @@ class Chain:
         return values[0]
 
 
-def chain_of(module: nn.Module) -> Chain:
-    """Splits a module into layers, or explains why it stays whole."""
-    if isinstance(module, nn.Sequential) and len(module) > 1:
-        children = list(module)
-        return Chain(module=module, layers=tuple(_child_layer(child) for child in children))
+def chain_of(module: nn.Module, fixed: Mapping[str, Any] | None = None) -> Chain:
+    """Splits a module into layers, or explains why it stays whole.
+
+    `fixed` has arguments of `forward` that are no tensors, by name, with their values in the calls that this is for.
+    """
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return whole_chain(module, "it has hooks, which run around all of it")
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and len(module) > 1:
+        return Chain(module=module, layers=tuple(map(_module_layer, module)))
     blocks = _longest_block_list(module)
     if blocks is None:
-        return _whole(module, "it has no list of two or more equal blocks")
+        return whole_chain(module, "it has no list of two or more equal blocks")
+    before = _random_state()
     try:
-        graph = _BlockTracer(blocks).trace(module)
+        graph = _BlockTracer(blocks, fixed or {}).trace(module)
+        if _random_state() != before:
+            return whole_chain(module, "its forward draws random numbers outside its blocks")
+        return _cut(module, graph, blocks)
     except Exception as error:  # tracing runs the user's code, which may raise anything
-        return _whole(module, f"its forward cannot be traced ({type(error).__name__}: {error})")
-    return _cut(module, graph, blocks)
+        return whole_chain(module, f"its forward cannot be traced ({type(error).__name__}: {error})")
 
 
-def _whole(module: nn.Module, reason: str) -> Chain:
-    layer = ChainLayer(
-        kind=_signature(module), run=lambda *a, **k: (module(*a, **k),), parameters=tuple(module.parameters())
-    )
-    return Chain(module=module, layers=(layer,), reason=reason)
+def whole_chain(module: nn.Module, reason: str) -> Chain:
+    """A module as one layer."""
+    return Chain(module=module, layers=(_module_layer(module),), reason=reason)
 
 
-def _child_layer(child: nn.Module) -> ChainLayer:
+def _module_layer(module: nn.Module) -> ChainLayer:
     return ChainLayer(
-        kind=_signature(child), run=lambda *a, **k: (child(*a, **k),), parameters=tuple(child.parameters())
+        kind=_signature(module),
+        run=lambda *a, **k: (module(*a, **k),),
+        parameters=tuple(module.parameters()),
+        modules=(module,),
     )
+
+
+def _random_state() -> tuple[bytes, object]:
+    return torch.get_rng_state().numpy().tobytes(), random.getstate()
 
 
 def _signature(module: nn.Module) -> str:
@@ -89,12 +117,60 @@ def _longest_block_list(module: nn.Module) -> list[nn.Module] | None:
     return best
 
 
-class _BlockTracer(fx.Tracer):
+class GradientTracer(fx.Tracer):
+    """Records what `torch.no_grad()` means: what is computed under it takes no gradient. Other contexts that change
+    what code computes are refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._outside = self._context()
+
+    @staticmethod
+    def _context() -> tuple[bool, bool, bool]:
+        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+
+    def create_proxy(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
+        proxy = super().create_proxy(kind, target, *args, **kwargs)
+        context = self._context()
+        if context == self._outside or not kind.startswith("call_"):
+            return proxy
+        if context[1:] != self._outside[1:]:
+            raise WorkloadError(
+                "it switches torch.autocast on or off, which is not recorded; do it inside the forward of a module "
+                "without a list of blocks, or around the whole training"
+            )
+        return super().create_proxy("call_function", without_gradient, (proxy,), {})
+
+
+def without_gradient(value: Any) -> Any:
+    """The same values, cut off from what made them."""
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+class _BlockTracer(GradientTracer):
     """Keeps blocks whole, and everything that holds none of them."""
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    proxy_buffer_attributes = True  # as they are when it runs, not when it is traced
+
+    def __init__(self, blocks: Sequence[nn.Module], fixed: Mapping[str, Any]) -> None:
         super().__init__()
         self._blocks = {id(block) for block in blocks}
+        self._fixed = fixed
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        """A placeholder for each argument that is not fixed."""
+        signature = inspect.signature(self.root.forward)
+        names = [name for name in signature.parameters if name not in self._fixed]
+        for name in names:
+            if signature.parameters[name].kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+                raise WorkloadError(f"it takes any number of tensors as {signature.parameters[name]}")
+
+        def call(module: nn.Module, *values: Any) -> Any:
+            given = {**self._fixed, **dict(zip(names, values, strict=True))}
+            bound = inspect.BoundArguments(signature, OrderedDict((name, given[name]) for name in signature.parameters))
+            return root_fn(module, *bound.args, **bound.kwargs)
+
+        return call, [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in names)]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return id(m) in self._blocks or not any(id(inner) in self._blocks for inner in m.modules())
@@ -106,7 +182,7 @@ def _cut(module: nn.Module, graph: fx.Graph, blocks: list[nn.Module]) -> Chain:
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     is_block = [node.op == "call_module" and id(submodules[str(node.target)]) in block_ids for node in nodes]
     if sum(is_block) < 2:
-        return _whole(module, "its forward calls fewer than two of its blocks one by one")
+        return whole_chain(module, "its forward calls fewer than two of its blocks one by one")
     first, last = is_block.index(True), len(is_block) - 1 - is_block[::-1].index(True)
     # Before the first block; each block with what stands between it and the next; behind the last.
     starts = [0] if first else []
@@ -125,7 +201,8 @@ def _cut(module: nn.Module, graph: fx.Graph, blocks: list[nn.Module]) -> Chain:
         is_last = number == len(segments) - 1
         layers.append(_segment_layer(module, submodules, available, segment, None if is_last else needed, output))
         available = needed
-    return Chain(module=module, layers=tuple(layers))
+    names = [str(node.target) for node in placeholders]
+    return Chain(module=module, layers=(_called_like(module, names, layers[0]), *layers[1:]))
 
 
 def _segment_layer(
@@ -138,10 +215,7 @@ def _segment_layer(
 ) -> ChainLayer:
     """A layer from some nodes of the traced forward; without `outputs` it gives the module's own output."""
     part = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in inputs:
-        default = node.args[0] if node.op == "placeholder" and node.args else None
-        copies[node] = part.placeholder(node.name, default_value=default) if node.args else part.placeholder(node.name)
+    copies: dict[fx.Node, fx.Node] = {node: part.placeholder(node.name) for node in inputs}
     for node in segment:
         copies[node] = part.node_copy(node, lambda one: copies[one])
     if outputs is None:
@@ -159,4 +233,26 @@ def _segment_layer(
         for node in segment
     ]
     kind = ";".join(steps)
-    return ChainLayer(kind=kind, run=runner.forward, parameters=tuple(dict.fromkeys(parameters)))
+    return ChainLayer(
+        kind=kind,
+        run=runner.forward if outputs is None else _without_sizes(runner.forward),
+        parameters=tuple(dict.fromkeys(parameters)),
+        modules=tuple(dict.fromkeys(called)),
+    )
+
+
+def _without_sizes(run: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """A shape that crosses a cut is a tuple of numbers, of which one may be a number of rows."""
+    return lambda *values: tuple(tuple(one) if isinstance(one, torch.Size) else one for one in run(*values))
+
+
+def _called_like(module: nn.Module, names: Sequence[str], layer: ChainLayer) -> ChainLayer:
+    """A module's first layer, which takes the arguments of its forward and uses those of these names."""
+    signature = inspect.signature(module.forward)
+
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        return layer.run(*(given.arguments[name] for name in names))
+
+    return replace(layer, run=run)

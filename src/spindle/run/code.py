@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from spindle.run.rows import Axes
@@ -15,12 +16,14 @@ from spindle.run.rows import Axes
 class LayerCode:
     """One layer: `run(*values)` gives the values behind it, a tuple whose leaves have these row axes.
 
-    `writes_input` says that it changes its input in place, `is_random` that it draws random numbers.
+    `writes_input` says that it changes its input in place, `is_random` that it draws random numbers. `buffers()` are
+    tensors that it may change beside its output (running statistics).
     """
 
     run: Callable[..., tuple[Any, ...]]
     axes: Axes
     parameters: tuple[nn.Parameter, ...] = ()
+    buffers: Callable[[], list[torch.Tensor]] = list
     writes_input: bool = False
     is_random: bool = False
 

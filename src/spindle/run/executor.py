@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -181,11 +182,7 @@ class Executor:
         self._buckets = [
             (
                 frozenset(bucket.after) & mine,
-                [
-                    parameters[number]
-                    for number in bucket.parameters
-                    if number in self.held and (reached is None or number in reached)
-                ],
+                [parameters[number] for number in bucket.parameters if number in self.held],
                 tuple(bucket.ranks.tolist()),
             )
             for bucket in program.buckets
@@ -514,7 +511,9 @@ class Executor:
         if not parameters:
             return
         gradients = [_gradient(parameter).reshape(-1) for parameter in parameters]
-        flat = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+        # Behind them, whether there are any: where no rank has a gradient, one process would have none either.
+        there = [parameter.grad is not None for parameter in parameters]
+        flat = torch.cat([*gradients, torch.tensor(there, dtype=gradients[0].dtype, device=gradients[0].device)])
         with peers("synchronising gradients"):
             request = dist.all_reduce(flat, group=self.world.group("sync", ranks), async_op=True)
         state.syncs.append((position, request, flat, parameters))
@@ -524,11 +523,14 @@ class Executor:
             _wait(request)
             spans.end[position] = time.perf_counter_ns()
             sizes = [parameter.numel() for parameter in parameters]
-            for parameter, part in zip(parameters, torch.split(flat, sizes), strict=True):
-                parameter.grad = part.view_as(parameter)
+            *parts, there = torch.split(flat, [*sizes, len(sizes)])
+            for parameter, part, holders in zip(parameters, parts, there.tolist(), strict=True):
+                parameter.grad = part.view_as(parameter).to(parameter.dtype) if holders else None
         state.syncs.clear()
         for parameter in self._unreached:
-            parameter.grad = None  # zeros from another rank are no gradient: one process would have none
+            # Zeros from another rank are no gradient: one process would have none.
+            if parameter.grad is not None and not parameter.grad.any():
+                parameter.grad = None
 
     # Compute.
 
@@ -555,24 +557,16 @@ class Executor:
             for number, layer in enumerate(layers, start=first):
                 if layer.is_random:
                     self._seed(state, slot, slot.first_layer + number)
+                run, args = layer.run, values
                 if values is None:
                     # The glue that feeds a call is part of its first layer.
-                    batch = self._batch(state, slot)
-                    outputs = [nests[source][0] for source in code.sources]
-                    if layer.writes_input:
-                        batch, outputs = _copied((batch, outputs))
-                    args, kwargs = code.arguments(batch, *outputs)  # type: ignore[misc]
-                else:
-                    args, kwargs = _copied(values) if layer.writes_input and number == first else values, {}
-                values = self._run_layer(layer, slot.recompute, args, kwargs)
+                    run = _behind(code.arguments, layer.run)
+                    args = (self._batch(state, slot), *(nests[source][0] for source in code.sources))
+                if layer.writes_input and (number == first or slot.recompute):
+                    run = _on_copies(run)
+                values = _recomputed(layer, run, args) if slot.recompute else run(*args)
             pieces.append(_Piece(inputs=inputs, outputs=values))
         state.outputs[slot.number] = values
-
-    def _run_layer(self, layer: LayerCode, recompute: bool, args: Any, kwargs: Any) -> tuple[Any, ...]:
-        if recompute:
-            result: tuple[Any, ...] = checkpoint(layer.run, *args, use_reentrant=False, **kwargs)
-            return result
-        return layer.run(*args, **kwargs)
 
     def _seed(self, state: _StepState, slot: _Slot, layer: int) -> None:
         """Random layers draw the same numbers whenever the same rows of the same step pass through them."""
@@ -589,16 +583,16 @@ class Executor:
             form = self._forms[link.number, state.signatures[link.task]]
             here: list[Any] = [None] * len(form.leaves)
             kept: list[Any] = list(form.leaves)
-            spec = form.spec
+            spec, maker_rows = form.spec, form.num_rows
         else:
             producer = self._slots[link.producer]
             here, spec = tree_flatten(state.outputs[link.producer])
-            kept = here
+            kept, maker_rows = here, producer.rows
             first, last = link.local[0] - producer.begin, link.local[1] - producer.begin
         leaves: list[Any] = []
         for number, (leaf, axis) in enumerate(zip(kept, link.axes, strict=True)):
             if not isinstance(leaf, torch.Tensor | LeafForm):
-                leaves.append(leaf)
+                leaves.append(cut_leaf(leaf, axis, maker_rows, 0, slot.rows))
                 continue
             parts: list[tuple[int, torch.Tensor]] = []
             if link.local is not None:
@@ -663,7 +657,7 @@ class Executor:
         axes = [link.axes for source in code.sources for link in slot.inputs if link.source == source]
         flat = [tree_flatten(one[1]) for one in parts]
         leaves = [
-            torch.cat(leaf, dim=axis) if axis is not None else leaf[0]
+            leaf[0] if axis is None else torch.cat(leaf, dim=axis) if isinstance(leaf[0], torch.Tensor) else sum(leaf)
             for leaf, axis in zip(
                 zip(*(one for one, _ in flat), strict=True), [axis for one in axes for axis in one], strict=True
             )
@@ -803,6 +797,46 @@ def _as_leaves(nest: Any) -> Any:
     return tree_map(
         lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf, nest
     )
+
+
+Run = Callable[..., Any]
+
+
+def _behind(arguments: Run | None, run: Run) -> Run:
+    """A call's first layer over what its arguments are made of."""
+
+    def glued(batch: Any, *outputs: Any) -> Any:
+        assert arguments is not None
+        args, kwargs = arguments(batch, *outputs)
+        return run(*args, **kwargs)
+
+    return glued
+
+
+def _on_copies(run: Run) -> Run:
+    return lambda *args: run(*_copied(args))
+
+
+def _recomputed(layer: LayerCode, run: Run, args: Any) -> Any:
+    """Runs a layer now, and again in backward instead of keeping what it needs there."""
+    before = [buffer.clone() for buffer in layer.buffers()]
+    return checkpoint(run, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _again(layer, before)))
+
+
+@contextmanager
+def _again(layer: LayerCode, before: list[torch.Tensor]) -> Iterator[None]:
+    """Inside, a layer's buffers are as they were when it first ran; what it does to them counts once."""
+    after = [buffer.clone() for buffer in layer.buffers()]
+    _fill(layer.buffers(), before)
+    try:
+        yield
+    finally:
+        _fill(layer.buffers(), after)
+
+
+def _fill(buffers: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.data.copy_(value)  # unseen by autograd, which keeps running statistics for backward
 
 
 def _copied(nest: Any) -> Any:

@@ -2,7 +2,8 @@
 
 Every leaf of a nest has a row axis, found by running the code on batches of two sizes: the dimension that grows with
 the batch. A leaf without one (a position table, a temperature) belongs to every row alike and is never cut. A dimension
-may hold several entries for each row (tokens of a flattened batch).
+may hold several entries for each row (tokens of a flattened batch). A number that grows with the batch is a number of
+rows, or of such entries: it has an axis too, and is cut like a tensor of that length.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ def axes_of(small: Any, small_rows: int, large: Any, large_rows: int) -> tuple[A
     if len(few) != len(many):
         return (None,) * len(many), True
     for one, other in zip(few, many, strict=True):
+        if type(one) is int and type(other) is int:
+            axes.append(None if one == other else 0)
+            mixes |= one != other and one * large_rows != other * small_rows
+            continue
         if not isinstance(other, torch.Tensor) or not isinstance(one, torch.Tensor) or one.dim() != other.dim():
             axes.append(None)
-            mixes |= isinstance(other, torch.Tensor)
+            mixes |= isinstance(other, torch.Tensor) or one != other
             continue
         growing = [axis for axis in range(other.dim()) if one.shape[axis] != other.shape[axis]]
         axes.append(growing[0] if growing else None)
@@ -51,8 +56,10 @@ def cut(nest: Any, axes: Axes, num_rows: int, first: int, last: int) -> Any:
 
 
 def cut_leaf(leaf: Any, axis: int | None, num_rows: int, first: int, last: int) -> Any:
-    if axis is None or not isinstance(leaf, torch.Tensor):
+    if axis is None:
         return leaf
+    if not isinstance(leaf, torch.Tensor):
+        return leaf // num_rows * (last - first)
     each = leaf.shape[axis] // num_rows
     return leaf.narrow(axis, first * each, (last - first) * each)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -146,9 +148,10 @@ def code_of(bound: Bound, op: MetaOp) -> OpCode:
         )
     layers = tuple(
         LayerCode(
-            run=call.handle.chain.layers[number].run,
+            run=call.chain.layers[number].run,
             axes=traced.layers[call.name][number].axes,
-            parameters=call.handle.chain.layers[number].parameters,
+            parameters=call.chain.layers[number].parameters,
+            buffers=partial(operator.attrgetter("buffers"), call.chain.layers[number]),
             writes_input=traced.layers[call.name][number].writes_input,
             is_random=(traced.name, call.name, number) in facts.random_layers,
         )

@@ -1,8 +1,9 @@
 """Which samples influence each other, what is random, which parameters get a gradient? Tried out on two rows.
 
-Each call runs on two rows of the first batch, then again with the second row replaced by the first: where the first
-row's output changes, samples are coupled (batch normalisation, a loss inside a module), and the call must see its whole
-batch at once. Random numbers are drawn alike in both, so dropout does not look like coupling.
+Each call runs on two rows of the first batch, then again with one row replaced by the other: where the other row's
+output changes, samples are coupled (batch normalisation, a loss inside a module), and the call must see its whole batch
+at once; and so it must where the rows' outputs depend on their places. Random numbers are drawn alike each time, so
+dropout does not look like coupling.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from spindle.run.rows import Axes, cut
-from spindle.train.record import handles_of, parameter_names
-from spindle.train.trace import TracedTask, Visit, walk
+from spindle.run.rows import Axes, cut, cut_leaf
+from spindle.train.record import RecordedCall, handles_of, parameter_names
+from spindle.train.trace import TracedTask, Visit, unchanged, walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ def probe(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> Facts:
     reached: set[int] | None = set()
     handles = handles_of([task.recorded for task in tasks])
     names = parameter_names(handles)
-    with _unchanged([handle.module for handle in handles.values()]):
+    with unchanged([handle.module for handle in handles.values()]):
         for task in tasks:
             for call, layers in task.layers.items():
                 if task.whole_only:
@@ -64,9 +65,8 @@ def _probe_task(
 ) -> set[int] | None:
     """Fills in what one task shows; the ids of parameters that got a gradient, None when that failed."""
     rows = task.recorded.definition.batch_size
-    other = _other_row(batch, task.batch_axes, rows)
-    few = 1 if other is None else 2
-    pair = _rows(batch, task.batch_axes, rows, [0] if other is None else [0, other])
+    few = min(rows, 2)
+    pair = _different(_rows(batch, task.batch_axes, rows, [0, _other_row(batch, task.batch_axes, rows)][:few]), task)
     outputs: dict[str, Any] = {}
     visits: list[Visit] = []
     try:
@@ -91,39 +91,51 @@ def _probe_task(
     except Exception:  # the user's code on two rows; the step itself has its whole batch
         found = None
     if few == 2:
-        for call, reason in _coupled_calls(task, pair, outputs):
+        is_random = {call for name, call, _ in random_layers if name == task.name}
+        for call, reason in _coupled_calls(task, pair, outputs, is_random):
             coupled.setdefault((task.name, call), reason)
     return found
 
 
-def _coupled_calls(task: TracedTask, pair: Any, outputs: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Runs each call with its second row replaced by the first."""
-    same = _rows(pair, task.batch_axes, 2, [0, 0])
+def _coupled_calls(
+    task: TracedTask, pair: Any, outputs: dict[str, Any], is_random: set[str]
+) -> Iterator[tuple[str, str]]:
+    """Runs each call with one row in the place of the other, and with both in each other's."""
     axes = {call: layers[-1].axes for call, layers in task.layers.items()}
     for call in task.recorded.calls:
         if call.name not in outputs:
-            return
-        sources = [_rows(outputs[source], axes[source], 2, [0, 0]) for source in call.sources]
+            yield call.name, "it does not run on two samples"
+            continue
+
+        def row(number: int, wanted: list[int], call: RecordedCall = call) -> Any:
+            """What one row gives among these."""
+            torch.manual_seed(_SEED)
+            sources = (_rows(outputs[source], axes[source], 2, wanted) for source in call.sources)
+            args, kwargs = call.arguments(_rows(pair, task.batch_axes, 2, wanted), *sources)
+            return cut(call.chain(*args, **kwargs), axes[call.name], 2, number, number + 1)
+
         try:
             with torch.no_grad():
-                torch.manual_seed(_SEED)
-                args, kwargs = call.arguments(pair, *(outputs[source] for source in call.sources))
-                before = call.handle.chain(*args, **kwargs)
-                torch.manual_seed(_SEED)
-                args, kwargs = call.arguments(same, *sources)
-                after = call.handle.chain(*args, **kwargs)
+                first, second = row(0, [0, 1]), row(1, [0, 1])
+                alone = _alike(first, row(0, [0, 0])) and _alike(second, row(1, [1, 1]))
+                anywhere = call.name in is_random or _alike(first, row(1, [1, 0]))
         except Exception as error:
             yield call.name, f"it does not run on part of a batch ({type(error).__name__})"
             continue
-        first = [cut(nest, axes[call.name], 2, 0, 1) for nest in (before, after)]
-        if not all(_alike(one, two) for one, two in zip(*map(tree_leaves, first), strict=True)):
+        if not alone:
             yield call.name, "its samples influence each other"
+        elif not anywhere:
+            yield call.name, "what it does with a sample depends on its place in the batch"
 
 
 _SEED = 20240611
 
 
 def _alike(one: Any, two: Any) -> bool:
+    return all(map(_alike_leaves, tree_leaves(one), tree_leaves(two)))
+
+
+def _alike_leaves(one: Any, two: Any) -> bool:
     if not isinstance(one, torch.Tensor):
         return bool(one == two)
     if not one.is_floating_point():
@@ -133,13 +145,26 @@ def _alike(one: Any, two: Any) -> bool:
     return torch.allclose(one, two, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
-def _other_row(batch: Any, axes: Axes, rows: int) -> int | None:
-    """A row that is not like the first."""
-    for row in range(1, rows):
-        for leaf, axis in zip(tree_leaves(batch), axes, strict=True):
-            if axis is not None and not torch.equal(leaf[0], leaf[row]):
-                return row
-    return None
+def _other_row(batch: Any, axes: Axes, rows: int) -> int:
+    """The row that is least like the first."""
+
+    def differences(row: int) -> int:
+        leaves = zip(tree_leaves(batch), axes, strict=True)
+        return sum(axis is not None and not torch.equal(leaf[0], leaf[row]) for leaf, axis in leaves)
+
+    return max(range(1, rows), key=differences, default=0)
+
+
+def _different(pair: Any, task: TracedTask) -> Any:
+    """Two rows as they are, or with other numbers in the second where a tensor has the same in both."""
+    leaves, spec = tree_flatten(pair)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        for number, (leaf, axis) in enumerate(zip(leaves, task.batch_axes, strict=True)):
+            if axis is not None and leaf.is_floating_point() and len(leaf) == 2 and torch.equal(leaf[0], leaf[1]):
+                noise = torch.rand(leaf[1].shape, device=leaf.device).to(leaf.dtype)
+                leaves[number] = torch.stack([leaf[0], leaf[1] + noise])
+    return tree_unflatten(leaves, spec)
 
 
 def _rows(nest: Any, axes: Axes, num_rows: int, wanted: list[int]) -> Any:
@@ -148,7 +173,7 @@ def _rows(nest: Any, axes: Axes, num_rows: int, wanted: list[int]) -> Any:
     chosen = []
     for leaf, axis in zip(leaves, axes, strict=True):
         if axis is None or not isinstance(leaf, torch.Tensor):
-            chosen.append(leaf)
+            chosen.append(cut_leaf(leaf, axis, num_rows, 0, len(wanted)))
             continue
         each = leaf.shape[axis] // num_rows
         chosen.append(torch.cat([leaf.narrow(axis, row * each, each) for row in wanted], dim=axis))
@@ -165,15 +190,3 @@ def _drawing() -> Iterator[Any]:
 def _generators() -> list[torch.Tensor]:
     """The states of the generators that layers draw from."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
-
-
-@contextmanager
-def _unchanged(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Buffers, gradients and random state are put back."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
-    with torch.random.fork_rng(devices=devices):
-        yield
-    with torch.no_grad():
-        for buffer, value in kept:
-            buffer.copy_(value)

@@ -7,9 +7,10 @@ computed over the whole batch.
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,15 +19,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from spindle.errors import WorkloadError
+from spindle.models import Chain, GradientTracer, whole_chain
 from spindle.train.task import Mean, ModuleHandle, TaskDefinition, called_module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCall:
-    """One call: `arguments(batch, *outputs)` gives its arguments, over the outputs of the calls in `sources`."""
+    """One call: `arguments(batch, *outputs)` gives its arguments, over the outputs of the calls in `sources`.
+
+    `chain` has the layers that these arguments lead through.
+    """
 
     name: str
     handle: ModuleHandle
+    chain: Chain
     sources: tuple[str, ...]
     arguments: Callable[..., Any]
 
@@ -42,7 +48,24 @@ class RecordedTask:
     is_mean: bool
 
 
-class _TaskTracer(fx.Tracer):
+# What may give a part of another tensor, or one that shares its memory.
+_PARTS = """getitem getattr view view_as reshape flatten unflatten transpose swapaxes swapdims movedim permute t squeeze
+    unsqueeze expand expand_as broadcast_to chunk split tensor_split unbind narrow select diagonal detach"""
+
+
+def _is_shared(node: fx.Node) -> bool:
+    """Whether others may see it when this tensor is changed in place."""
+    return node.op == "placeholder" or getattr(node.target, "__name__", node.target) in _PARTS.split()
+
+
+def _writes(kind: str, target: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether this changes its first argument in place."""
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    in_name = name.endswith("_") and not name.startswith("_")
+    return kind in ("call_method", "call_function") and (in_name or kwargs.get("inplace") is True)
+
+
+class _TaskTracer(GradientTracer):
     """Traces a function of the batch; a module that is called without a handle is refused."""
 
     def __init__(self, samples: Sequence[Any], mode: FakeTensorMode) -> None:
@@ -54,6 +77,16 @@ class _TaskTracer(fx.Tracer):
             f"it calls a {type(m).__name__} that is not registered; "
             'write handle = spindle.module("name", module) once and call the handle'
         )
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> Any:
+        if _writes(kind, target, kwargs):
+            changed = args[0].node if args and isinstance(args[0], fx.Proxy) else None
+            if changed is None or _is_shared(changed) or not torch.is_grad_enabled():
+                raise WorkloadError(
+                    f"it changes a tensor in place ({getattr(target, '__name__', target)}) that others may share: part "
+                    "of the batch, or of another tensor; use what gives a new tensor, such as x.relu() for x.relu_()"
+                )
+        return super().create_proxy(kind, target, args, kwargs, *rest, **named)
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, nn.Parameter):
@@ -156,7 +189,38 @@ def _line_of(error: BaseException, definition: TaskDefinition) -> str:
     return f", line {frames[-1].lineno} ({frames[-1].line})" if frames else ""
 
 
+def _settle_writes(graph: fx.Graph) -> None:
+    """What changes a tensor in place works on a copy, and whoever reads that tensor later reads the copy."""
+    nodes = list(graph.nodes)
+    for place, node in enumerate(nodes):
+        if _writes(node.op, node.target, node.kwargs):
+            changed, *rest = node.args
+            later = set(nodes[place + 1 :])
+            changed.replace_all_uses_with(node, delete_user_cb=later.__contains__)
+            with graph.inserting_before(node):
+                node.args = (graph.call_method("clone", (changed,)), *rest)
+
+
+def _fixed_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Arguments of a call that hold no tensor: given so, or left out."""
+    signature = inspect.signature(module.forward)
+    try:
+        given = signature.bind(*args, **kwargs)
+    except TypeError:  # the module itself says it better
+        return {}
+    given.apply_defaults()
+    nodes: list[fx.Node] = []
+    fixed = {}
+    for name, value in given.arguments.items():
+        nodes.clear()
+        fx.node.map_arg(value, nodes.append)
+        if not nodes:
+            fixed[name] = value
+    return fixed
+
+
 def _read(definition: TaskDefinition, graph: fx.Graph, constants: nn.Module) -> RecordedTask:
+    _settle_writes(graph)
     (batch,) = (node for node in graph.nodes if node.op == "placeholder")
     output = next(node for node in graph.nodes if node.op == "output")
     calls: dict[fx.Node, str] = {}
@@ -169,7 +233,8 @@ def _read(definition: TaskDefinition, graph: fx.Graph, constants: nn.Module) -> 
             times[handle.name] = times.get(handle.name, 0) + 1
             sources, arguments = _glue(graph, constants, batch, calls, (node.args[1:], node.kwargs))
             calls[node] = name
-            recorded.append(RecordedCall(name=name, handle=handle, sources=sources, arguments=arguments))
+            chain = handle.chain_with(_fixed_arguments(handle.module, node.args[1:], node.kwargs))
+            recorded.append(RecordedCall(name=name, handle=handle, chain=chain, sources=sources, arguments=arguments))
     if not recorded:
         raise WorkloadError(f"task {definition.name!r} calls no module; register one with spindle.module and call it")
     result = output.args[0]
@@ -212,8 +277,27 @@ def _glue(
 def record_all(definitions: Sequence[TaskDefinition], examples: Mapping[str, Any] | None = None) -> list[RecordedTask]:
     """Records tasks that train together; modules are told apart by their names."""
     recorded = [record(definition, (examples or {}).get(definition.name)) for definition in definitions]
-    handles_of(recorded)
-    return recorded
+    return _cut_alike(recorded)
+
+
+def _cut_alike(tasks: Sequence[RecordedTask]) -> list[RecordedTask]:
+    """Calls of one module have the same layers, or one layer where their arguments lead through different ones."""
+    chains: dict[str, Chain] = {}
+    for name, handle in handles_of(tasks).items():
+        found = {id(call.chain): call.chain for task in tasks for call in task.calls if call.handle.name == name}
+        cuts = {tuple(layer.parameters for layer in chain.layers) for chain in found.values()}
+        handle.chain = next(iter(found.values()))
+        if len(cuts) > 1:
+            handle.chain = chains[name] = whole_chain(
+                handle.module, "its calls give different arguments, which lead through different layers"
+            )
+    return [
+        replace(
+            task,
+            calls=tuple(replace(call, chain=chains.get(call.handle.name, call.chain)) for call in task.calls),
+        )
+        for task in tasks
+    ]
 
 
 def handles_of(tasks: Sequence[RecordedTask]) -> dict[str, ModuleHandle]:

@@ -6,7 +6,7 @@ any other time it simply runs the module, so the same script trains in plain PyT
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +22,16 @@ class ModuleHandle:
     def __init__(self, name: str, user_module: nn.Module, whole_batch: bool) -> None:
         self.name, self.module, self.whole_batch = name, user_module, whole_batch
         self.chain: Chain = chain_of(user_module)
+        self._chains: dict[str, Chain] = {}
+
+    def chain_with(self, fixed: Mapping[str, Any]) -> Chain:
+        """The chain of calls that give these arguments, which are no tensors."""
+        if not fixed:
+            return self.chain
+        key = repr(sorted(fixed.items()))
+        if key not in self._chains:
+            self._chains[key] = chain_of(self.module, fixed)
+        return self._chains[key]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         proxy = _first_proxy((args, kwargs))

@@ -6,8 +6,8 @@ everything that crosses a cut. Code that looks at values, which fake tensors do 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +100,7 @@ def walk(recorded: RecordedTask, batch: Any, outputs: dict[str, Any]) -> Iterato
     for call in recorded.calls:
         sources = [outputs[source] for source in call.sources]
         values: tuple[Any, ...] | None = None
-        for number, layer in enumerate(call.handle.chain.layers):
+        for number, layer in enumerate(call.chain.layers):
             if values is None:
 
                 def run(layer: ChainLayer = layer, call: RecordedCall = call, sources: Any = sources) -> Any:
@@ -125,8 +125,25 @@ def walk(recorded: RecordedTask, batch: Any, outputs: dict[str, Any]) -> Iterato
         outputs[call.name] = values[0]
 
 
+@contextmanager
+def unchanged(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Buffers (running statistics) and random state are put back."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+    with torch.random.fork_rng(devices=devices):
+        yield
+    with torch.no_grad():
+        for buffer, value in kept:
+            buffer.copy_(value)
+
+
 def trace(recorded: RecordedTask, batch: Any) -> TracedTask:
-    """Runs a task on fake tensors of its batch's shapes."""
+    """Runs a task on fake tensors of its batch's shapes. Modules and random state are as before afterwards."""
+    with unchanged(call.handle.module for call in recorded.calls):
+        return _trace(recorded, batch)
+
+
+def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
     definition = recorded.definition
     rows = definition.batch_size
     axes = batch_axes(definition.name, rows, batch)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from spindle.errors import PlanError, TrainingError, WorkloadError
@@ -37,7 +38,7 @@ from spindle.train.progress import Progress
 from spindle.train.record import handles_of, record_all
 from spindle.train.result import FitResult
 from spindle.train.task import TaskDefinition
-from spindle.train.trace import trace
+from spindle.train.trace import trace, unchanged
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -173,7 +174,8 @@ class Trainer:
 
     def _prepare(self, feeds: Mapping[str, Feed], shown: Progress) -> _Prepared:
         world = self.world
-        examples = {name: self._on_device(feed.peek().nest) for name, feed in feeds.items()}
+        # Copies, because what is tried out may write over its input.
+        examples = {name: self._on_device(tree_map(_copied, feed.peek().nest)) for name, feed in feeds.items()}
         shown.stage("recording tasks")
         recorded = record_all(self.tasks, examples)
         for handle in handles_of(recorded).values():
@@ -184,7 +186,7 @@ class Trainer:
         self._explain(bound, shown)
         graph = metagraph_of(bound.workload)
         code = [code_of(bound, op) for op in graph.metaops]
-        with shown.bar("measuring layers") as tell:
+        with shown.bar("measuring layers") as tell, unchanged(handle.module for handle in bound.handles.values()):
             profile = local_profile(
                 graph,
                 code,
@@ -236,6 +238,17 @@ class Trainer:
         for handle in bound.handles.values():
             if handle.chain.reason:
                 self._notify(shown, f"module {handle.name!r} runs as one layer: {handle.chain.reason}")
+        calls = [call.handle.name for task in bound.tasks.values() for call in task.recorded.calls]
+        for name, handle in bound.handles.items():
+            tracking = [
+                one for one in handle.module.modules() if isinstance(one, _BatchNorm) and one.track_running_stats
+            ]
+            if tracking and handle.module.training and calls.count(name) > 1:
+                self._notify(
+                    shown,
+                    f"module {name!r} is called {calls.count(name)} times in a step: the running statistics of its "
+                    "batch normalisation follow one of these calls alone",
+                )
         if self.world.size > 1:
             for (task, call), reason in bound.facts.coupled.items():
                 if not next(one for one in bound.tasks[task].recorded.calls if one.name == call).handle.whole_batch:
@@ -415,23 +428,26 @@ class Trainer:
             buffer.copy_(value)
 
     def _buffers_home(self, prepared: _Prepared) -> None:
-        """Rank 0 takes each module's buffers (running statistics) from the first rank of its last slot."""
+        """Rank 0 takes each layer's buffers (running statistics) from the first rank that ran it in its last call."""
         if self.world.size == 1:
             return
-        last: dict[str, int] = {}
-        for slot, shape in zip(prepared.plan.slots, prepared.program.slots, strict=True):
-            module = prepared.graph.metaops[shape.op].module
-            if module is not None:
-                last[module] = int(slot.devices[0])
-        mine = {
-            name: [buffer.cpu() for buffer in handle.module.buffers()]
-            for name, handle in prepared.bound.handles.items()
-            if last.get(name) == self.world.rank and self.world.rank
-        }
+        handles = prepared.bound.handles
+        owner: dict[int, int] = {}
+        slots = sorted(zip(prepared.program.slots, prepared.plan.slots, strict=True), key=lambda pair: pair[0].op)
+        for shape, slot in slots:
+            op = prepared.graph.metaops[shape.op]
+            if op.module is not None and op.module in handles:
+                layers = handles[op.module].chain.layers[op.first_layer + slot.first : op.first_layer + slot.last]
+                owner.update((id(buffer), slot.devices[0]) for layer in layers for buffer in layer.buffers)
+        buffers = [buffer for handle in handles.values() for buffer in handle.module.buffers()]
+        mine = [
+            (number, buffer.cpu())
+            for number, buffer in enumerate(buffers)
+            if owner.get(id(buffer), 0) == self.world.rank and self.world.rank
+        ]
         for given in self.world.gather_objects(mine):
-            for name, values in given.items():
-                for buffer, value in zip(prepared.bound.handles[name].module.buffers(), values, strict=True):
-                    buffer.copy_(value)
+            for number, value in given:
+                buffers[number].copy_(value)
 
     def _result(
         self,
@@ -458,6 +474,10 @@ class Trainer:
             notices=tuple(self.notices),
             crowded=bool(prepared.profile.host_rates),
         )
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _sampled(steps: int) -> frozenset[int]:
