@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 import zoo  # noqa: E402
 from pool import Pool  # noqa: E402
+from scenes import SCENES  # noqa: E402
 from worlds import Errors, Training  # noqa: E402
 
 STEPS = 3
@@ -49,6 +50,12 @@ def test_random_legal_plans_give_the_numbers_of_one_process(pool, seed, plan):
     num_ranks = 1 + (seed + plan) % 6
     chunk_bytes = SMALL_CHUNKS if plan else 64e6
     assert_same(pool.run(num_ranks, "compare_steps", f"random {seed}", f"plan {seed + 100 * plan}", STEPS, chunk_bytes))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 5])
+@pytest.mark.parametrize("scene", SCENES)
+def test_workloads_as_people_write_them_give_the_numbers_of_one_process(pool, scene, num_ranks):
+    assert_same(pool.run(num_ranks, "compare_steps", scene, f"plan {num_ranks}", STEPS))
 
 
 def test_the_random_workloads_have_all_there_is_between_them():

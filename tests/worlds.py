@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import spindle
+from scenes import SCENES
 from spindle.cluster import cluster_named
 from spindle.graph import MetaGraph, metagraph_of
 from spindle.plan import Plan, check, parse_plan
@@ -79,9 +80,11 @@ def batches(seed: int):
 
 
 def workload_named(name: str, dtype: torch.dtype = torch.float64, weights: int | None = None) -> Workload:
-    """`everything`, `random 12`, or `in-place tokens`: a module of one kind under one loss."""
+    """`everything`, a scene, `random 12`, or `in-place tokens`: a module of one kind under one loss."""
     if name == "everything":
         return Workload(tasks=everything(), batches=batches)
+    if name in SCENES:
+        return SCENES[name]()
     kind, _, last = name.rpartition(" ")
     if kind == "random":
         return random_workload(int(last), dtype, weights)
@@ -100,9 +103,9 @@ def plain_losses(tasks, step_batches) -> tuple[dict[str, torch.Tensor], torch.Te
     return losses, sum(one.weight * losses[one.name] for one in tasks)
 
 
-def unique_parameters(tasks) -> dict[str, nn.Parameter]:
+def unique_parameters(workload: Workload) -> dict[str, nn.Parameter]:
     """Every parameter of the tasks' modules once, under its first name."""
-    handles = handles_of(record_all(tasks))
+    handles = handles_of(record_all(workload.tasks, workload.batches(0)))
     names = parameter_names(handles)
     return {names[id(one)]: one for handle in handles.values() for one in handle.module.parameters()}
 
@@ -129,7 +132,7 @@ def reference(name: str, step: int) -> Reference:
     workload = workload_named(name)
     losses, total = plain_losses(workload.tasks, workload.batches(step))
     total.backward()
-    parameters = unique_parameters(workload.tasks)
+    parameters = unique_parameters(workload)
     return Reference(
         losses={task_name: loss.item() for task_name, loss in losses.items()},
         gradients={path: parameter.grad for path, parameter in parameters.items()},
@@ -358,7 +361,7 @@ def loaders_of(workload: Workload, training: Training, first: int, steps: int) -
 
 def train_plainly(workload: Workload, training: Training) -> list[dict[str, float]]:
     """One process, without Spindle; leaves the weights in the modules."""
-    trainable = [(path, one) for path, one in unique_parameters(workload.tasks).items() if one.requires_grad]
+    trainable = [(path, one) for path, one in unique_parameters(workload).items() if one.requires_grad]
     optimizer = make_optimizer(training.optimizer, trainable)
     steps = sum(training.fits)
     loaders = loaders_of(workload, training, 0, steps)
@@ -376,7 +379,7 @@ def train_plainly(workload: Workload, training: Training) -> list[dict[str, floa
 def train(rank: int, num_ranks: int, training: Training, planner: str) -> Trained | None:
     """Trains through the public interface; rank 0 compares itself with plain PyTorch."""
     ours = workload_named(training.name, training.dtype, 100 + rank if training.own_weights and rank else None)
-    parameters = unique_parameters(ours.tasks)
+    parameters = unique_parameters(ours)
     shapes = {path: one.shape for path, one in parameters.items()}
     filled: list[set[str]] = []
 
@@ -412,12 +415,12 @@ def train(rank: int, num_ranks: int, training: Training, planner: str) -> Traine
     )
     # A user's own modules, and fresh ones that load what was trained.
     fresh = workload_named(training.name, training.dtype, 99)
-    fresh_handles = handles_of(record_all(fresh.tasks))
+    fresh_handles = handles_of(record_all(fresh.tasks, fresh.batches(0)))
     nn.ModuleDict({name: handle.module for name, handle in fresh_handles.items()}).load_state_dict(trainer.state_dict())
     parameter, worst = 0.0, ""
-    trained = unique_parameters(theirs.tasks)
+    trained = unique_parameters(theirs)
     floor = floor_of([one.detach() for one in trained.values()])
-    for found in (parameters, unique_parameters(fresh.tasks)):
+    for found in (parameters, unique_parameters(fresh)):
         for path, one in trained.items():
             error = error_of(found[path].detach(), one.detach(), floor)
             if training.optimizer == "adamw":  # DESIGN's floor for Adam, absolute
@@ -440,8 +443,8 @@ def check_memory(result: FitResult, rank: int, num_ranks: int, filled: list[set[
 
 def buffer_error(ours: Workload, theirs: Workload) -> float:
     """Of the buffers of modules that are called once: where they are called more often, ranks do not meet."""
-    calls = [call.handle.name for one in record_all(ours.tasks) for call in one.calls]
-    mine, yours = (handles_of(record_all(one.tasks)) for one in (ours, theirs))
+    calls = [call.handle.name for one in record_all(ours.tasks, ours.batches(0)) for call in one.calls]
+    mine, yours = (handles_of(record_all(one.tasks, one.batches(0))) for one in (ours, theirs))
     errors = [
         error_of(one.double(), other.double(), 1e-3)
         for name in mine

@@ -540,7 +540,7 @@ def random_workload(seed: int, dtype: torch.dtype = torch.float64, weights: int 
         recipes.append(
             _Recipe(
                 name=f"task{number}",
-                batch_size=choose.choice((1, 2, 3, 4, 5, 5, 6, 7, 7, 8, 9)),
+                batch_size=choose.choice((2, 3, 4, 5, 5, 6, 7, 7, 8, 9) + (1,) * bool(number)),
                 calls=tuple(calls),
                 loss=choose.choice(LOSSES),
                 detaches=choose.random() < 0.3,

@@ -26,6 +26,15 @@ def launch(
         int | None,
         typer.Option("-n", "--processes", metavar="N", help="How many processes to start.", show_default=False),
     ] = None,
+    virtual_devices: Annotated[
+        int | None,
+        typer.Option(
+            "--virtual-devices",
+            metavar="N",
+            help="Start so many processes on one GPU, each with its share of it.",
+            show_default=False,
+        ),
+    ] = None,
     logs: Annotated[
         Path | None,
         typer.Option(
@@ -39,21 +48,27 @@ def launch(
     """Run a training script in several processes of this machine, and stop them all when one fails.
 
     Every process finds its rank in the environment, under the names that torchrun uses. On a host without GPUs they
-    talk through gloo. Rank 0 writes to this terminal; when a rank fails, the first error stands on top. Options go
-    before SCRIPT: what comes after it is the script's own.
+    talk through gloo. With --virtual-devices they share one NVIDIA GPU through MPS, which is started for them and
+    stopped afterwards: one GPU stands for several. Rank 0 writes to this terminal; when a rank fails, the first error
+    stands on top. Options go before SCRIPT: what comes after it is the script's own.
 
     One process needs no launcher (python train.py), several hosts need torchrun. Examples:
 
     spindle launch -n 4 train.py
 
     spindle launch -n 4 --logs logs train.py --steps 100
+
+    spindle launch --virtual-devices 8 train.py
     """
     import importlib.util
     import os
 
     from spindle.errors import InputError
 
-    if processes is None:
+    if processes is not None and virtual_devices is not None:
+        raise InputError("give -n N or --virtual-devices N, not both: every virtual device is one process")
+    count = virtual_devices if processes is None else processes
+    if count is None:
         raise InputError(f"how many processes? give -n N before the script: spindle launch -n 2 {script}")
     if os.name != "posix":
         raise InputError("spindle launch needs the process groups of Linux or macOS")
@@ -62,4 +77,5 @@ def launch(
 
     import spindle.launch.launch
 
-    return JobEnded(code=spindle.launch.launch.launch(script, arguments or (), processes, logs))
+    share_gpu = virtual_devices is not None
+    return JobEnded(code=spindle.launch.launch.launch(script, arguments or (), count, logs, share_gpu=share_gpu))

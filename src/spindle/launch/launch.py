@@ -24,6 +24,7 @@ from pathlib import Path
 
 from spindle.errors import InputError
 from spindle.launch.failure import FOLDER_VARIABLE, read_failures
+from spindle.launch.mps import shared_gpu
 from spindle.launch.verdict import Ending, verdict
 from spindle.launch.worker import LAUNCHER_VARIABLE
 
@@ -43,11 +44,19 @@ AFTER_SIGNAL: Mapping[int, Ladder] = {
 }
 
 
-def launch(script: Path, arguments: Sequence[str], num_processes: int, logs: Path | None = None) -> int:
+def launch(
+    script: Path,
+    arguments: Sequence[str],
+    num_processes: int,
+    logs: Path | None = None,
+    *,
+    share_gpu: bool = False,
+) -> int:
     """Runs a script in so many processes and returns the exit code of the job; says on stderr why it is not 0.
 
     Rank 0 writes where this process writes. What other ranks write goes to `rank-1.log`… in the folder `logs`, or into
-    files that are gone at the end. Must be called in the main thread, the only one that signals reach.
+    files that are gone at the end. With `share_gpu` all ranks use one GPU, through MPS. Must be called in the main
+    thread, the only one that signals reach.
     """
     if num_processes < 1:
         raise InputError(f"expected at least 1 process, got {num_processes}")
@@ -58,9 +67,10 @@ def launch(script: Path, arguments: Sequence[str], num_processes: int, logs: Pat
         scratch = Path(stack.enter_context(_scratch_folder()))
         failures = _made_folder(scratch / "failures")
         log_folder = _made_folder(logs or scratch / "logs")
+        shared = stack.enter_context(shared_gpu(num_processes)) if share_gpu else {}
         job = stack.enter_context(closing(_Job()))
 
-        common = _common_environment(num_processes, failures)
+        common = _common_environment(num_processes, failures) | shared
         command = [sys.executable, "-P", "-m", "spindle.launch.worker", str(script), *arguments]
         for rank in range(num_processes):
             if signals:

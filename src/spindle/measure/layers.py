@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from spindle.graph import MetaGraph
 from spindle.profile import LayerSamples
 from spindle.run.code import LayersCode, LossCode, OpCode
-from spindle.run.rows import Axes, cut
+from spindle.run.rows import Axes, as_leaves, copied, cut, takes_gradient
 
 REPEATS = 3
 _MOST_SIZES = 6
@@ -95,7 +95,7 @@ def _time_task(
 
     try:
         for position in order:
-            taken[position] = {source: _leaves(given[source]) for source in graph.predecessors[position]}
+            taken[position] = {source: as_leaves(given[source]) for source in graph.predecessors[position]}
             begin = clock()
             given[position] = _run(graph, code[position], batch, taken[position])
             forward_s[position] = (clock() - begin) / graph.metaops[position].num_layers
@@ -104,11 +104,11 @@ def _time_task(
         order = [position for position in order if position in forward_s]
     seconds = {}
     for position in reversed(order):
-        outputs = [leaf for leaf in tree_leaves(given[position]) if _takes_gradient(leaf)]
+        outputs = [leaf for leaf in tree_leaves(given[position]) if takes_gradient(leaf)]
         gradients: list[Any] = [None if leaf.dim() == 0 else torch.zeros_like(leaf) for leaf in outputs]
         for consumer in graph.successors[position]:
             if consumer in taken:
-                leaves = [leaf for leaf in tree_leaves(taken[consumer][position]) if _takes_gradient(leaf)]
+                leaves = [leaf for leaf in tree_leaves(taken[consumer][position]) if takes_gradient(leaf)]
                 for number, leaf in enumerate(leaves):
                     if leaf.grad is not None and gradients[number] is not None:
                         gradients[number] += leaf.grad
@@ -138,23 +138,9 @@ def _run(graph: MetaGraph, code: OpCode, batch: Any, taken: dict[int, Any]) -> A
                 (values,) = taken.values()
                 rest = layers
             else:
-                args, kwargs = arguments(batch, *(_copied(by_call[source][0]) for source in sources))
+                args, kwargs = arguments(batch, *(copied(by_call[source][0]) for source in sources))
                 values = layers[0].run(*args, **kwargs)
                 rest = layers[1:]
             for number, layer in enumerate(rest):
-                values = layer.run(*(_copied(values) if layer.writes_input and number == 0 else values))
+                values = layer.run(*(copied(values) if layer.writes_input and number == 0 else values))
             return values
-
-
-def _leaves(nest: Any) -> Any:
-    return tree_map(
-        lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf, nest
-    )
-
-
-def _copied(nest: Any) -> Any:
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, nest)
-
-
-def _takes_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad

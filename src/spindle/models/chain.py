@@ -14,7 +14,7 @@ import inspect
 import operator
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,19 +29,18 @@ from spindle.errors import WorkloadError
 class ChainLayer:
     """One layer: `run(*values)` gives the values that cross the cut behind it, as a tuple.
 
-    `modules` are the user's own submodules (or the whole module) that it calls; layers of one `kind` are alike but for
-    their weights.
+    Layers of one `kind` are alike but for their weights.
     """
 
     kind: str
     run: Callable[..., tuple[Any, ...]]
     parameters: tuple[nn.Parameter, ...]
-    modules: tuple[nn.Module, ...] = ()
+    find_buffers: Callable[[], Iterable[torch.Tensor]] = tuple
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """Of its modules, as they are now: moving a module to a device replaces them."""
-        return list(dict.fromkeys(buffer for one in self.modules for buffer in one.buffers()))
+        """What it may change beside its output, as it is now: moving a module to a device replaces its buffers."""
+        return list(dict.fromkeys(self.find_buffers()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +91,7 @@ def _module_layer(module: nn.Module) -> ChainLayer:
         kind=_signature(module),
         run=lambda *a, **k: (module(*a, **k),),
         parameters=tuple(module.parameters()),
-        modules=(module,),
+        find_buffers=module.buffers,
     )
 
 
@@ -225,9 +224,18 @@ def _segment_layer(
         part.output(tuple(copies[node] for node in outputs))
     runner = fx.GraphModule(module, part)
     called = [submodules[str(node.target)] for node in segment if node.op == "call_module"]
-    fetched = [operator.attrgetter(str(node.target))(module) for node in segment if node.op == "get_attr"]
+    paths = [str(node.target) for node in segment if node.op == "get_attr"]
+
+    def fetched() -> list[torch.Tensor]:
+        return [operator.attrgetter(path)(module) for path in paths]
+
+    def find_buffers() -> list[torch.Tensor]:
+        own = [one for one in fetched() if not isinstance(one, nn.Parameter)]
+        return [*(buffer for one in called for buffer in one.buffers()), *own]
+
     parameters = [parameter for one in called for parameter in one.parameters()]
-    parameters += [one for one in fetched if isinstance(one, nn.Parameter)]
+    parameters += [one for one in fetched() if isinstance(one, nn.Parameter)]
+
     steps = [
         _signature(submodules[str(node.target)]) if node.op == "call_module" else f"{node.op}:{node.target}"
         for node in segment
@@ -237,7 +245,7 @@ def _segment_layer(
         kind=kind,
         run=runner.forward if outputs is None else _without_sizes(runner.forward),
         parameters=tuple(dict.fromkeys(parameters)),
-        modules=tuple(dict.fromkeys(called)),
+        find_buffers=find_buffers,
     )
 
 

@@ -1,7 +1,9 @@
 """Do it: a Program on `torch.distributed`. Knows instructions and code, not how tasks were written."""
 
 from spindle.run.code import LayerCode, LayersCode, LossCode, OpCode
-from spindle.run.executor import Executor, Spans, held_parameters, seed_of
+from spindle.run.executor import Executor, seed_of
+from spindle.run.side import held_parameters
+from spindle.run.step import Spans
 from spindle.run.world import World, join_world
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spindle.program import Exchange, Program, SyncGradients, instances_of
-from spindle.run.executor import Spans
+from spindle.run.step import Spans
 from spindle.timeline import Timeline
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Axes = tuple[int | None, ...]  # by leaf, in the order of `tree_leaves`
 _SAMPLES = 64
@@ -145,12 +145,28 @@ def _digest(text: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big")
 
 
-def float_leaves(nest: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-
-
 def joined(parts: Sequence[tuple[int, torch.Tensor]], axis: int) -> torch.Tensor:
     """Parts with their first rows as one tensor."""
     if len(parts) == 1:
         return parts[0][1]
     return torch.cat([part for _, part in sorted(parts, key=lambda entry: entry[0])], dim=axis)
+
+
+def as_leaves(nest: Any) -> Any:
+    """The same values, cut off from the graph that made them, collecting gradients where that one did."""
+    return tree_map(
+        lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf, nest
+    )
+
+
+def copied(nest: Any) -> Any:
+    """Copies that may be written to; gradients pass through."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, nest)
+
+
+def detached(nest: Any) -> Any:
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, nest)
+
+
+def takes_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad

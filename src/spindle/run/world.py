@@ -2,7 +2,8 @@
 
 `python train.py` is a world of one, which needs no process group. `spindle launch` and `torchrun` say in the
 environment who is who; then the world is a `torch.distributed` process group, ours or one that the script
-made already.
+made already. Under `spindle launch --virtual-devices` all ranks use one GPU, each its share of the memory, and tensors
+go through our own backend (`ipc`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spindle.errors import PeerLostError
+from spindle.errors import InputError, PeerLostError
 from spindle.launch.failure import install_hook
+from spindle.launch.mps import VIRTUAL_VARIABLE
+from spindle.run import ipc
+
+_SHARED_MEMORY = 0.94  # of a GPU is for its ranks; contexts and what they exchange tensors through take the rest
 
 
 class World:
@@ -102,6 +107,12 @@ def peers(doing: str) -> Iterator[None]:
         raise lost(doing, error) from error
 
 
+def wait(request: Any) -> None:
+    """Waits for something on its way to or from other ranks."""
+    with peers("waiting for it"):
+        request.wait()
+
+
 def lost(doing: str, error: BaseException) -> PeerLostError:
     return PeerLostError(f"another rank is gone, noticed while {doing}: {str(error).splitlines()[0]}")
 
@@ -115,17 +126,29 @@ def join_world() -> World:
     if size == 1:
         return World(0, 1, _device())
     device = _device()
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if VIRTUAL_VARIABLE in os.environ:
+        ipc.register()
+        dist.init_process_group(ipc.BACKEND)
+    else:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     atexit.register(_leave)
     install_hook()  # after torch, whose own hook would swallow what ours says before it ends the process
     return World(dist.get_rank(), dist.get_world_size(), device)
 
 
 def _device() -> torch.device:
+    sharers = int(os.environ.get(VIRTUAL_VARIABLE, "0"))
     if not torch.cuda.is_available():
+        if sharers:
+            raise InputError(
+                f"torch {torch.__version__} sees no GPU for this virtual device; it needs a build with CUDA that the "
+                "driver supports (python -c 'import torch; torch.cuda.init()' says what is wrong)"
+            )
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = torch.device("cuda", 0 if sharers else int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
+    if sharers:
+        torch.cuda.set_per_process_memory_fraction(_SHARED_MEMORY / sharers, device)
     return device
 
 

@@ -28,7 +28,7 @@ class Facts:
     coupled: dict[tuple[str, str], str] = field(default_factory=dict)  # with the reason
     random_layers: frozenset[tuple[str, str, int]] = frozenset()
     random_losses: frozenset[str] = frozenset()
-    reached: frozenset[str] | None = None  # names of parameters that get a gradient
+    reached: frozenset[str] | None = None  # names of parameters, but for those behind what takes no gradient
 
 
 def probe(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> Facts:
@@ -45,7 +45,7 @@ def probe(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> Facts:
                 if task.whole_only:
                     coupled[task.name, call] = task.whole_only
                 elif any(layer.mixes for layer in layers):
-                    coupled[task.name, call] = "what it gives is not one part for each sample"
+                    coupled[task.name, call] = "it does not work on each sample by itself"
             found = _probe_task(task, batches[task.name], coupled, random_layers, random_losses)
             reached = None if reached is None or found is None else reached | found
     return Facts(
@@ -63,7 +63,7 @@ def _probe_task(
     random_layers: set[tuple[str, str, int]],
     random_losses: set[str],
 ) -> set[int] | None:
-    """Fills in what one task shows; the ids of parameters that got a gradient, None when that failed."""
+    """Fills in what one task shows; the ids of parameters that a gradient may reach, None when that failed."""
     rows = task.recorded.definition.batch_size
     few = min(rows, 2)
     pair = _different(_rows(batch, task.batch_axes, rows, [0, _other_row(batch, task.batch_axes, rows)][:few]), task)
@@ -84,8 +84,12 @@ def _probe_task(
         parameters = [one for call in task.recorded.calls for one in call.handle.module.parameters()]
         found: set[int] | None = set()
         if loss.requires_grad:
-            loss.backward()
+            loss.backward(retain_graph=True)
             found = {id(parameter) for parameter in parameters if parameter.grad is not None}
+            # What had no part in anything (an expert that no sample went to) may have one in a step.
+            values = [leaf for visit in visits for leaf in tree_leaves(visit.values) if _takes_gradient(leaf)]
+            torch.autograd.backward(values, [torch.zeros_like(value) for value in values])
+            found |= {id(parameter) for parameter in parameters if parameter.grad is None}
         for parameter in parameters:
             parameter.grad = None
     except Exception:  # the user's code on two rows; the step itself has its whole batch
@@ -126,6 +130,10 @@ def _coupled_calls(
             yield call.name, "its samples influence each other"
         elif not anywhere:
             yield call.name, "what it does with a sample depends on its place in the batch"
+
+
+def _takes_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
 
 _SEED = 20240611

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -41,7 +42,7 @@ class TracedLayer:
     saved_bytes: int
     axes: Axes
     writes_input: bool
-    mixes: bool  # what it gives is not so much for each row
+    mixes: bool  # what it gives is not so much for each row, or something on the way is for each pair of rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +164,7 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
             mixes = False
             if call in small:
                 found, mixes = axes_of(small[call][number].values, rows - 1, run.values, rows)
+                mixes |= any(map(_pairs_rows, small[call][number].shapes, run.shapes))
             traced.append(
                 TracedLayer(
                     forward_flops=run.flops,
@@ -184,6 +186,7 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
     values: Any
+    shapes: list[torch.Size]  # of all that was computed, in order
     flops: int
     input_bytes: int
     saved_bytes: int
@@ -220,12 +223,14 @@ def _run_layers(recorded: RecordedTask, batch: Any) -> tuple[dict[str, list[_Run
         passes_gradient = any(leaf.requires_grad for leaf in before)
         saved: dict[int, int] = {}
         keep = torch.autograd.graph.saved_tensors_hooks(_counting(saved, visit.layer.parameters), lambda packed: packed)
-        with FlopCounterMode(display=False) as counter, keep if torch.is_grad_enabled() else nullcontext():
+        grad = keep if torch.is_grad_enabled() else nullcontext()
+        with FlopCounterMode(display=False) as counter, _Shapes() as shapes, grad:
             visit.values = visit.run()
         _refuse_objects(visit)
         runs.setdefault(visit.call.name, []).append(
             _Run(
                 values=visit.values,
+                shapes=shapes.found,
                 flops=counter.get_total_flops(),
                 input_bytes=_num_bytes(before),
                 saved_bytes=sum(saved.values()),
@@ -235,6 +240,24 @@ def _run_layers(recorded: RecordedTask, batch: Any) -> tuple[dict[str, list[_Run
             )
         )
     return runs, [outputs[source] for source in recorded.loss_sources]
+
+
+class _Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the shapes of whatever is computed inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.found += [leaf.shape for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        return result
+
+
+def _pairs_rows(small: torch.Size, large: torch.Size) -> bool:
+    """Whether a tensor grows with the batch in two dimensions: it compares every row with every other."""
+    return len(small) == len(large) and sum(one != other for one, other in zip(small, large, strict=True)) > 1
 
 
 def _counting(saved: dict[int, int], parameters: Sequence[nn.Parameter]) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -297,7 +297,7 @@ class Trainer:
         if prepared.optimizer is None:
             prepared.optimizer = self._optimizer(prepared)
         main = prepared.executors[tuple(one.batch_size for one in self.tasks)]
-        wanted = main.reads()
+        wanted = main.reads
         history: list[dict[str, float]] = []
         kept: list[Spans] = []
         sampled = _sampled(steps)

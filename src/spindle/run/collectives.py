@@ -1,0 +1,214 @@
+"""Collectives of a group, as rounds.
+
+In a round every rank stages its part in memory of its own, says so, and, when all have said so, reads what it needs:
+
+    broadcast        root stages                  all read root
+    all-gather       each stages its part         all read all
+    reduce-scatter   each stages everything       each reduces its slice
+    all-reduce       reduce-scatter, then all-gather of the slices; a small one is one round, where all read all
+
+Rounds use two halves of a segment in turn. Nobody stages the next but one round before all have staged the next one,
+hence read this one: no rank needs to say when it has read. What is larger than a half goes in chunks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from spindle.run.board import Board
+from spindle.run.job import Job, flat_bytes
+from spindle.run.medium import Segments
+
+Steps = Generator[None, None, None]  # stops where it must wait for other ranks
+Combine = Callable[[torch.Tensor, torch.Tensor], Any]  # takes the second into the first
+
+_ONE_ROUND_BYTES = 1 << 15  # an all-reduce up to here reads everything from everybody
+
+
+class Collectives:
+    """All collectives of one rank in one group, one after the other."""
+
+    def __init__(self, board: Board, segments: Segments, names: Sequence[str]) -> None:
+        self._board, self._segments, self._names = board, segments, names
+        self._rank, self._size = board.rank, board.size
+        self._queue: deque[tuple[Job, Steps]] = deque()
+        self._round = 0
+        self._behind: list[int] = []
+
+    def add(self, job: Job, steps: Steps) -> None:
+        self._queue.append((job, steps))
+
+    def jobs(self) -> Iterator[Job]:
+        return (job for job, _ in self._queue)
+
+    def waited_for(self) -> set[int]:
+        return set(self._behind) if self._queue else set()
+
+    def advance(self) -> bool:
+        """Does what can be done without waiting; whether that was to the end of any."""
+        moved = False
+        while self._queue:
+            job, steps = self._queue[0]
+            try:
+                next(steps)
+                break
+            except StopIteration:
+                self._queue.popleft()
+                job.finish()
+                moved = True
+        return moved
+
+    def barrier(self, job: Job) -> Steps:
+        yield from self._run_round(job, 0, lambda part: None, lambda parts: None)
+
+    def broadcast(self, job: Job, tensors: list[torch.Tensor], root: int) -> Steps:
+        for tensor in tensors:
+            flat = flat_bytes(tensor)
+            for first, last in _chunks(flat.numel(), job.medium.half_bytes[-1]):
+                chunk = flat[first:last]
+
+                def stage(part: torch.Tensor, chunk: torch.Tensor = chunk) -> None:
+                    if self._rank == root:
+                        part.copy_(chunk)
+
+                def read(parts: list[torch.Tensor], chunk: torch.Tensor = chunk) -> None:
+                    if self._rank != root:
+                        chunk.copy_(parts[root])
+
+                yield from self._run_round(job, last - first, stage, read)
+
+    def all_gather(self, job: Job, pairs: list[tuple[list[torch.Tensor], torch.Tensor]]) -> Steps:
+        """For each of several tensors: the tensors of all ranks."""
+        for outputs, given in pairs:
+            flats, source = [flat_bytes(output) for output in outputs], flat_bytes(given)
+            for first, last in _chunks(source.numel(), job.medium.half_bytes[-1]):
+                yield from self._gather(job, source[first:last], [flat[first:last] for flat in flats])
+
+    def reduce_scatter(
+        self, job: Job, pairs: list[tuple[torch.Tensor, list[torch.Tensor]]], combine: Combine, is_mean: bool
+    ) -> Steps:
+        """For each of several outputs: the reduction of what all ranks have for this one."""
+        for output, inputs in pairs:
+            target, sources = output.data.view(-1), [one.data.view(-1) for one in inputs]
+            most = job.medium.half_bytes[-1] // self._size // target.element_size()
+            for first, last in _chunks(target.numel(), most):
+                parts = [source[first:last] for source in sources]
+                yield from self._reduce(job, parts, target[first:last], self._rank * (last - first), combine, is_mean)
+
+    def all_reduce(self, job: Job, tensors: list[torch.Tensor], combine: Combine, is_mean: bool) -> Steps:
+        for tensor in tensors:
+            flat = tensor.data.view(-1)
+            for first, last in _chunks(flat.numel(), job.medium.half_bytes[-1] // flat.element_size()):
+                chunk = flat[first:last]
+                if _num_bytes(chunk) <= _ONE_ROUND_BYTES:
+                    yield from self._reduce(job, [chunk], chunk, 0, combine, is_mean)
+                    continue
+                count = -(-chunk.numel() // self._size)
+                slices = [chunk[rank * count : (rank + 1) * count] for rank in range(self._size)]
+                mine = slices[self._rank]
+                yield from self._reduce(job, [chunk], mine, self._rank * count, combine, is_mean)
+                yield from self._gather(job, flat_bytes(mine), [flat_bytes(one) for one in slices])
+
+    def _gather(self, job: Job, source: torch.Tensor, targets: list[torch.Tensor]) -> Steps:
+        """Each stages bytes, of which there may be fewer on later ranks; all read all."""
+
+        def stage(part: torch.Tensor) -> None:
+            part[: source.numel()].copy_(source)
+
+        def read(parts: list[torch.Tensor]) -> None:
+            for target, part in zip(targets, parts, strict=True):
+                target.copy_(part[: target.numel()])
+
+        yield from self._run_round(job, max(target.numel() for target in targets), stage, read)
+
+    def _reduce(
+        self,
+        job: Job,
+        sources: list[torch.Tensor],
+        target: torch.Tensor,
+        begin: int,
+        combine: Combine,
+        is_mean: bool,
+    ) -> Steps:
+        """All stage tensors, one behind the other; each reduces elements from `begin` on into its target."""
+
+        def stage(part: torch.Tensor) -> None:
+            sizes = [_num_bytes(source) for source in sources]
+            for place, source in zip(torch.split(part, sizes), sources, strict=True):
+                place.copy_(flat_bytes(source))
+
+        def read(parts: list[torch.Tensor]) -> None:
+            if target.numel():
+                views = [part.view(target.dtype)[begin : begin + target.numel()] for part in parts]
+                _combine_all(target, views, combine, is_mean)
+
+        yield from self._run_round(job, sum(map(_num_bytes, sources)), stage, read)
+
+    def _run_round(
+        self,
+        job: Job,
+        num_bytes: int,
+        stage: Callable[[torch.Tensor], None],
+        read: Callable[[list[torch.Tensor]], None],
+    ) -> Steps:
+        """`stage` fills our part, `read` gets the parts of all ranks; every part has so many bytes."""
+        board, medium = self._board, job.medium
+        self._round += 1
+        number, turn = self._round, self._round % 2
+        largest = len(medium.half_bytes) - 1
+        kind = next((one for one, half in enumerate(medium.half_bytes) if num_bytes <= half), largest)
+        begin = turn * medium.half_bytes[kind]
+        place = slice(begin, begin + num_bytes)
+        segment = -1
+        signal = 0
+        if num_bytes:
+            job.begin()
+            segment = self._segments.for_collectives(medium, kind, 2 * medium.half_bytes[kind])
+            stage(self._segments.of(self._rank, medium, segment)[place])
+            signal = medium.signal()
+        meaning = zlib.crc32(f"{job.name} {num_bytes} {segment}".encode())
+        board.meanings[self._rank][turn], board.signals[self._rank][turn] = meaning, signal
+        board.rounds[self._rank] = number
+        board.ring_all()
+        while behind := [rank for rank in range(self._size) if int(board.rounds[rank]) < number]:
+            self._behind = behind
+            yield
+        self._behind = []
+        for rank in range(self._size):
+            if int(board.meanings[rank][turn]) != meaning:
+                raise RuntimeError(
+                    f"{self._names[rank]} does not run the {job.name} of {num_bytes} bytes that "
+                    f"{self._names[self._rank]} runs; all ranks of a group must call the same collectives in one order"
+                )
+        if num_bytes:
+            for rank in range(self._size):
+                medium.wait_for(rank, int(board.signals[rank][turn]))
+            read([self._segments.of(rank, medium, segment)[place] for rank in range(self._size)])
+
+
+def _combine_all(into: torch.Tensor, parts: list[torch.Tensor], combine: Combine, is_mean: bool) -> None:
+    """In the order of ranks, so that all ranks get the same bits; half precisions add up in float32."""
+    if into.dtype in (torch.bfloat16, torch.float16):
+        total = parts[0].float()
+    else:
+        total = into
+        total.copy_(parts[0])
+    for part in parts[1:]:
+        combine(total, part)
+    if is_mean:
+        total.div_(len(parts))
+    if total is not into:
+        into.copy_(total)
+
+
+def _chunks(size: int, most: int) -> Iterator[tuple[int, int]]:
+    return ((first, min(first + most, size)) for first in range(0, size, most))
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

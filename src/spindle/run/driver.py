@@ -1,0 +1,78 @@
+"""The few calls of CUDA's driver that torch does not offer, through ctypes.
+
+Memory that other processes can map, and streams that write a word and wait for one. Everything happens in the context
+that is current in the calling thread, which is torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1
+_PORTABLE, _MAPPED = 1, 2
+_AT_LEAST = 0  # a wait ends when the word, as a signed difference, has reached the value
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_char * HANDLE_BYTES),)
+
+
+class Driver:
+    """libcuda, loaded."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1")
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code != 0:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(code, ctypes.byref(text))
+            raise RuntimeError(f"{name} failed: {(text.value or b'').decode() or code}")
+
+    def allocate(self, num_bytes: int) -> int:
+        address = ctypes.c_uint64()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        return address.value
+
+    def free(self, address: int) -> None:
+        self._call("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def export(self, address: int) -> bytes:
+        """What another process needs to map this allocation."""
+        handle = _Handle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+        return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
+
+    def open(self, handle: bytes) -> int:
+        address, given = ctypes.c_uint64(), _Handle()
+        ctypes.memmove(ctypes.byref(given), handle, HANDLE_BYTES)
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        return address.value
+
+    def close(self, address: int) -> None:
+        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+    def register(self, address: int, num_bytes: int) -> int:
+        """Makes host memory visible to the GPU; the address by which it sees it."""
+        size, seen = ctypes.c_size_t(num_bytes), ctypes.c_uint64()
+        self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), size, ctypes.c_uint(_PORTABLE | _MAPPED))
+        self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(seen), ctypes.c_void_p(address), ctypes.c_uint(0))
+        return seen.value
+
+    def unregister(self, address: int) -> None:
+        self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    def write_value(self, stream: int, address: int, value: int) -> None:
+        """After all that the stream has to do so far, and visibly after it, writes a word of 64 bits."""
+        self._call("cuStreamWriteValue64_v2", *_words(stream, address, value), ctypes.c_uint(0))
+
+    def wait_value(self, stream: int, address: int, value: int) -> None:
+        """The stream goes on when a word of 64 bits has reached a value."""
+        self._call("cuStreamWaitValue64_v2", *_words(stream, address, value), ctypes.c_uint(_AT_LEAST))
+
+
+def _words(stream: int, address: int, value: int) -> tuple[ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64]:
+    return ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint64(value)

@@ -1,0 +1,61 @@
+"""One operation of a group, from its call until it is over."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from spindle.run.medium import Medium
+
+
+class Job:
+    """An operation as its caller sees it: over when it is carried out, or put on a stream, or has failed."""
+
+    def __init__(self, name: str, tensors: list[torch.Tensor], medium: Medium, timeout_s: float) -> None:
+        self.name, self.tensors, self.medium = name, tensors, medium
+        self.deadline_s = time.monotonic() + timeout_s
+        self.error: RuntimeError | None = None
+        self.done: Any = None
+        self._called = medium.moment()
+        self._begun = False
+        self._over = threading.Event()
+        self._callbacks: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """What follows on the medium comes after what the caller had started. Only the first time counts."""
+        if not self._begun:
+            self._begun = True
+            self.medium.after(self._called, self.tensors)
+
+    def finish(self, error: RuntimeError | None = None) -> None:
+        if error is None:
+            self.done = self.medium.done()
+        self.error, self.tensors = error, []
+        with self._lock:
+            self._over.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def is_over(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self, seconds: float | None) -> bool:
+        return self._over.wait(seconds)
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._over.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's memory as bytes, unseen by autograd."""
+    return tensor.data.view(-1).view(torch.uint8)

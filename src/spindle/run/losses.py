@@ -1,0 +1,82 @@
+"""A rank's part of a task's loss, and the check that parts add up to the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from spindle.errors import TrainingError
+from spindle.run.code import LossCode
+from spindle.run.rows import detached
+from spindle.run.side import SlotSide
+from spindle.run.world import World, peers
+
+
+def loss_part(
+    code: LossCode, slot: SlotSide, batch: Any, nests: dict[str, Any], world: World, check_with: Any = None
+) -> torch.Tensor:
+    """A rank's part of the task's loss on its rows; the parts of all its ranks add up to it.
+
+    With `check_with`, the whole batch, a split loss is compared with the whole one.
+    """
+    result: Any = torch.zeros((), device=world.device)
+    count: Any = torch.zeros((), dtype=torch.float64, device=world.device)
+    outputs = [nests[source][0] for source in code.sources] if slot.rows else []
+    if slot.rows:
+        result = code.loss(batch, *outputs)
+        if code.is_mean:
+            result, count = result
+            count = torch.as_tensor(count, device=world.device).detach().to(torch.float64)
+        if not isinstance(result, torch.Tensor) or result.numel() != 1:
+            got = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+            raise TrainingError(f"task {slot.task!r}: its loss must be one number in a tensor, got {got}")
+    if code.is_mean:
+        if len(slot.ranks) > 1:
+            count = count.clone()
+            with peers("counting"):
+                dist.all_reduce(count, group=world.group("loss", slot.ranks))
+        result = result / count.to(result.dtype)
+    elif code.per_sample_mean:
+        result = result * (slot.rows / slot.num_rows)
+    if check_with is not None and len(slot.ranks) > 1 and not code.is_random:
+        _check_split(code, slot, check_with, outputs, result.detach(), world)
+    return result.reshape(())  # type: ignore[no-any-return]
+
+
+def _check_split(
+    code: LossCode, slot: SlotSide, batch: Any, outputs: list[Any], part: torch.Tensor, world: World
+) -> None:
+    """Compares a loss put together from parts with the loss of the whole batch, on the first of its ranks."""
+    boxes: list[Any] = [None] * len(slot.ranks)
+    with peers("checking a loss"):
+        box = (slot.begin, detached(outputs), float(part))
+        dist.all_gather_object(boxes, box, group=world.group("loss", slot.ranks))
+    if world.rank != slot.ranks[0]:
+        return
+    parts = sorted((one for one in boxes if one[1]), key=lambda one: one[0])
+    axes = [link.axes for source in code.sources for link in slot.inputs if link.source == source]
+    flat = [tree_flatten(one[1]) for one in parts]
+    leaves = [
+        leaf[0] if axis is None else torch.cat(leaf, dim=axis) if isinstance(leaf[0], torch.Tensor) else sum(leaf)
+        for leaf, axis in zip(
+            zip(*(one for one, _ in flat), strict=True), [axis for one in axes for axis in one], strict=True
+        )
+    ]
+    with torch.no_grad():
+        whole = code.loss(batch, *tree_unflatten(leaves, flat[0][1]))
+    whole = float(whole[0] / whole[1] if code.is_mean else whole)
+    together = sum(one[2] for one in boxes)
+    tolerance = {torch.float64: 1e-7, torch.float32: 1e-3}.get(part.dtype, 5e-2)
+    if abs(whole - together) > tolerance * max(abs(whole), 1e-3):
+        raise TrainingError(
+            f"task {slot.task!r}: its loss over the whole batch is {whole:.6g}, but {together:.6g} when put "
+            f"together from the parts of {len(slot.ranks)} ranks; "
+            + (
+                "spindle.mean(total, count) needs a total and a count that are sums over samples"
+                if code.is_mean
+                else "it is no mean over samples: leave out per_sample_mean=True, or return a spindle.mean"
+            )
+        )

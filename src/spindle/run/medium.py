@@ -1,0 +1,237 @@
+"""Memory through which tensors pass from process to process, of the host and of a GPU.
+
+A medium hands out segments that other processes map, and keeps order. On the host a copy is over when it returns. On a
+GPU it is merely on a stream: `signal` puts a mark behind all that is on the stream, and `wait_for` lets the stream wait
+for another rank's mark. Marks are words of the group's board, which the GPU writes and polls and the host sees, too.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from spindle.run.board import HANDLE_WORDS, Board, make_memory, open_memory
+from spindle.run.driver import Driver
+
+_KINDS = 4  # of segments a medium may have, for collectives and for messages
+
+
+class Medium(Protocol):
+    """What differs between kinds of memory."""
+
+    number: int  # among the kinds, the same on all ranks
+    half_bytes: tuple[int, ...]  # of the segments for collectives, small to large
+    slots: tuple[tuple[int, int], ...]  # of the segments for messages: how many of how many bytes
+
+    def enter_thread(self) -> None:
+        """Called once by the thread that will use this medium."""
+
+    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
+        """A segment, and the words by which others find it."""
+
+    def attach(self, pid: int, words: np.ndarray[Any, Any], num_bytes: int) -> torch.Tensor:
+        """A segment of another process."""
+
+    def moment(self) -> Any:
+        """What the caller has started so far, to be waited for by `after`."""
+
+    def after(self, moment: Any, tensors: list[torch.Tensor]) -> None:
+        """What follows here, on these tensors, comes after that moment."""
+
+    def signal(self) -> int:
+        """A mark behind what has been done here so far."""
+
+    def wait_for(self, rank: int, signal: int) -> None:
+        """What follows here comes after a rank's mark."""
+
+    def done(self) -> Any:
+        """What has been done here so far, for whoever waits for it; None when it is over."""
+
+    def is_busy(self) -> bool:
+        """Whether something here may still be waiting for another rank."""
+
+    def let_go(self) -> None:
+        """Waits for what was started here, and uses no other rank's memory any more."""
+
+    def close(self) -> None:
+        """Frees what is ours, which no other rank may be using any more."""
+
+
+class Segments:
+    """Pieces of memory of a group's ranks, by rank and number. Ours are made when they are needed; those of others are
+    mapped once they have said where they are."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._tensors: dict[tuple[int, int], torch.Tensor] = {}
+
+    def for_collectives(self, medium: Medium, kind: int, num_bytes: int) -> int:
+        return self._ours(medium, medium.number * 2 * _KINDS + kind, num_bytes)
+
+    def for_messages(self, medium: Medium, kind: int, num_bytes: int) -> int:
+        return self._ours(medium, (medium.number * 2 + 1) * _KINDS + kind, num_bytes)
+
+    def _ours(self, medium: Medium, number: int, num_bytes: int) -> int:
+        """Makes a segment of ours if there is none yet."""
+        if (self._board.rank, number) not in self._tensors:
+            tensor, words = medium.allocate(num_bytes)
+            self._tensors[self._board.rank, number] = tensor
+            ours = self._board.segments[self._board.rank]
+            ours["handle"][number] = words
+            ours["num_bytes"][number] = num_bytes
+        return number
+
+    def of(self, rank: int, medium: Medium, number: int) -> torch.Tensor:
+        """The bytes of a segment that its rank has spoken of."""
+        if (rank, number) not in self._tensors:
+            theirs = self._board.segments[rank]
+            num_bytes = int(theirs["num_bytes"][number])
+            assert num_bytes
+            pid = int(self._board.pids[rank])
+            self._tensors[rank, number] = medium.attach(pid, theirs["handle"][number], num_bytes)
+        return self._tensors[rank, number]
+
+
+class HostMedium:
+    """Shared memory of the host."""
+
+    number = 0
+    half_bytes: tuple[int, ...] = (1 << 16, 1 << 20)
+    slots: tuple[tuple[int, int], ...] = ((32, 1 << 14), (4, 1 << 20))
+
+    def __init__(self) -> None:
+        self._files: list[int] = []
+
+    def enter_thread(self) -> None:
+        pass
+
+    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
+        file, memory, _ = make_memory(num_bytes)
+        self._files.append(file)
+        words = np.zeros(HANDLE_WORDS, dtype=np.int64)
+        words[0] = file
+        return _bytes_of(memory), words
+
+    def attach(self, pid: int, words: np.ndarray[Any, Any], num_bytes: int) -> torch.Tensor:
+        return _bytes_of(open_memory(pid, int(words[0]), num_bytes))
+
+    def moment(self) -> Any:
+        return None
+
+    def after(self, moment: Any, tensors: list[torch.Tensor]) -> None:
+        pass
+
+    def signal(self) -> int:
+        return 0
+
+    def wait_for(self, rank: int, signal: int) -> None:
+        pass
+
+    def done(self) -> Any:
+        return None
+
+    def is_busy(self) -> bool:
+        return False
+
+    def let_go(self) -> None:
+        pass
+
+    def close(self) -> None:
+        for file in self._files:
+            os.close(file)
+        self._files.clear()
+
+
+def _bytes_of(memory: mmap.mmap) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class CudaMedium:
+    """Memory of a GPU that several processes use, and a stream for what is done with it."""
+
+    number = 1
+    half_bytes: tuple[int, ...] = (1 << 18, 1 << 22, 1 << 25)
+    slots: tuple[tuple[int, int], ...] = ((32, 1 << 16), (4, 1 << 25))
+
+    def __init__(self, board: Board, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._driver, self._board, self._count = Driver(), board, 0
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # so that there is a context
+            self._words = self._driver.register(board.address, board.num_bytes)
+        self._owned: list[int] = []
+        self._opened: list[int] = []
+        self._last: Any = None
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self.device)
+        torch.cuda.set_stream(self.stream)
+
+    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
+        address = self._driver.allocate(num_bytes)
+        self._owned.append(address)
+        words = np.frombuffer(self._driver.export(address), dtype=np.int64)
+        return self._tensor(address, num_bytes), words
+
+    def attach(self, pid: int, words: np.ndarray[Any, Any], num_bytes: int) -> torch.Tensor:
+        address = self._driver.open(np.ascontiguousarray(words).tobytes())
+        self._opened.append(address)
+        return self._tensor(address, num_bytes)
+
+    def _tensor(self, address: int, num_bytes: int) -> torch.Tensor:
+        return torch.as_tensor(_Allocation(address, num_bytes), device=self.device)
+
+    def moment(self) -> Any:
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def after(self, moment: Any, tensors: list[torch.Tensor]) -> None:
+        self.stream.wait_event(moment)
+        for tensor in tensors:
+            tensor.record_stream(self.stream)  # else its memory could be given away while we use it
+
+    def signal(self) -> int:
+        self._count += 1
+        address = self._words + self._board.signal_offset(self._board.rank)
+        self._driver.write_value(self.stream.cuda_stream, address, self._count)
+        return self._count
+
+    def wait_for(self, rank: int, signal: int) -> None:
+        if rank != self._board.rank:  # our own mark is on this very stream
+            address = self._words + self._board.signal_offset(rank)
+            self._driver.wait_value(self.stream.cuda_stream, address, signal)
+
+    def done(self) -> Any:
+        self._last = self.stream.record_event()
+        return self._last
+
+    def is_busy(self) -> bool:
+        return self._last is not None and not self._last.query()
+
+    def let_go(self) -> None:
+        self.stream.synchronize()
+        for address in self._opened:
+            self._driver.close(address)
+        self._opened.clear()
+
+    def close(self) -> None:
+        for address in self._owned:
+            self._driver.free(address)
+        self._owned.clear()
+        self._driver.unregister(self._board.address)
+
+
+class _Allocation:
+    """Memory of a GPU as torch takes it from others."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }

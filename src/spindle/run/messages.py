@@ -1,0 +1,234 @@
+"""Point to point: messages between the ranks of a group.
+
+    receiver   posts what it expects                copies the chunk, acknowledges it
+                        │                                  ▲            │
+    sender              └─▶ stages a chunk in a free slot ─┘            └─▶ the slot is free again
+
+Only messages that both sides have begun use slots, so slots always become free. Order is that of the calls, for each
+pair of ranks and tag; different tags overtake each other. What is larger than a slot goes in chunks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from spindle.run.board import RING, Board
+from spindle.run.job import Job, flat_bytes
+from spindle.run.medium import Segments
+
+
+@dataclass(slots=True)
+class _Message:
+    """A send or a receive, from the call until its last chunk."""
+
+    job: Job
+    flat: torch.Tensor  # bytes
+    post: int = -1  # the number of the receiver's post
+    offset: int = 0
+
+    @property
+    def left(self) -> int:
+        return self.flat.numel() - self.offset
+
+    def next_part(self, num_bytes: int) -> torch.Tensor:
+        part = self.flat[self.offset : self.offset + num_bytes]
+        self.offset += num_bytes
+        return part
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A place in a segment for one chunk, and who may still be reading it."""
+
+    segment: int
+    offset: int
+    num_bytes: int
+    reader: int = -1
+    signal: int = 0
+
+
+@dataclass(slots=True)
+class _Pair:
+    """Messages between this rank and another one. Counts are those of our row of the board."""
+
+    sends: dict[int, deque[_Message]] = field(default_factory=lambda: defaultdict(deque))  # by tag
+    posts: dict[int, deque[tuple[int, int]]] = field(default_factory=lambda: defaultdict(deque))  # number, bytes
+    sending: deque[_Message] = field(default_factory=deque)
+    away: deque[_Slot] = field(default_factory=deque)  # in the order of their chunks
+    receives: deque[tuple[int, _Message]] = field(default_factory=deque)  # to be posted, with their tags
+    expected: dict[int, _Message] = field(default_factory=dict)  # by number of the post
+    num_posted: int = 0
+    num_taken: int = 0
+    num_sent: int = 0
+    num_acknowledged: int = 0
+
+    def jobs(self) -> Iterator[Job]:
+        yield from (message.job for queue in self.sends.values() for message in queue)
+        yield from (message.job for message in self.sending)
+        yield from (message.job for _, message in self.receives)
+        yield from (message.job for message in self.expected.values())
+
+
+class Messages:
+    """All messages of one rank in one group."""
+
+    def __init__(self, board: Board, segments: Segments, names: Sequence[str]) -> None:
+        self._board, self._segments, self._names = board, segments, names
+        self._pairs = [_Pair() for _ in range(board.size)]
+        self._slots: dict[int, deque[_Slot]] = {}  # free ones, by segment
+        self._to_ring: set[int] = set()
+
+    def send(self, job: Job, peer: int, tag: int) -> None:
+        self._pairs[peer].sends[tag].append(_Message(job, flat_bytes(job.tensors[0])))
+
+    def receive(self, job: Job, peer: int, tag: int) -> None:
+        self._pairs[peer].receives.append((tag, _Message(job, flat_bytes(job.tensors[0]))))
+
+    def jobs(self) -> Iterator[Job]:
+        for pair in self._pairs:
+            yield from pair.jobs()
+
+    def waited_for(self) -> set[int]:
+        return {peer for peer, pair in enumerate(self._pairs) if next(pair.jobs(), None) is not None}
+
+    def readers(self) -> set[int]:
+        """Ranks that are still to copy what they were sent."""
+        return {peer for peer, pair in enumerate(self._pairs) if pair.away or pair.sending or any(pair.sends.values())}
+
+    def advance(self) -> bool:
+        """Does what can be done without waiting; whether that was anything."""
+        moving = False
+        for peer, pair in enumerate(self._pairs):
+            if pair.away or pair.sending or pair.sends:
+                moving |= self._advance_sends(peer, pair)
+            if pair.receives or pair.expected:
+                moving |= self._advance_receives(peer, pair)
+        for peer in self._to_ring:
+            self._board.ring(peer)
+        self._to_ring.clear()
+        return moving
+
+    def _words(self, peer: int) -> tuple[Any, Any]:
+        """What we say to a peer, and it to us."""
+        pairs = self._board.pairs
+        return pairs[self._board.rank][peer], pairs[peer][self._board.rank]
+
+    def _advance_sends(self, peer: int, pair: _Pair) -> bool:
+        ours, theirs = self._words(peer)
+        num_posted, num_acknowledged = int(theirs["posted"]), int(theirs["acknowledged"])
+        for number in range(pair.num_taken, num_posted):
+            tag, num_bytes = theirs["posts"][number % RING].tolist()
+            pair.posts[tag].append((number, num_bytes))
+        if num_posted > pair.num_taken:
+            ours["taken"] = pair.num_taken = num_posted
+            self._to_ring.add(peer)
+        for number in range(pair.num_sent - len(pair.away), num_acknowledged):
+            slot = pair.away.popleft()
+            slot.reader, slot.signal = peer, int(theirs["acknowledgements"][number % RING])
+            self._slots[slot.segment].append(slot)
+        self._match(peer, pair)
+        return self._stage(peer, pair, ours, RING - (pair.num_sent - num_acknowledged))
+
+    def _match(self, peer: int, pair: _Pair) -> None:
+        """Sends and posts of one tag belong to each other in their order."""
+        for tag in list(pair.sends):
+            sends, posts = pair.sends[tag], pair.posts[tag]
+            while sends and posts:
+                message = sends.popleft()
+                message.post, expected = posts.popleft()
+                pair.sending.append(message)
+                if expected != message.flat.numel():  # the receiver learns it from the chunk that comes
+                    message.job.finish(self._unequal(peer, expected, message))
+            if not sends:
+                del pair.sends[tag]
+            if not posts:
+                del pair.posts[tag]
+
+    def _stage(self, peer: int, pair: _Pair, ours: Any, room: int) -> bool:
+        """Stages chunks while there are slots. Messages take turns: a small one need not wait for a large one."""
+        moved = False
+        num_stuck = 0
+        while num_stuck < len(pair.sending) and room > 0:
+            message = pair.sending.popleft()
+            slot = self._free_slot(message)
+            if slot is None:
+                pair.sending.append(message)
+                num_stuck += 1
+                continue
+            self._stage_chunk(message, slot, ours["chunks"][pair.num_sent % RING])
+            pair.away.append(slot)
+            pair.num_sent += 1
+            ours["sent"] = pair.num_sent
+            self._to_ring.add(peer)
+            room, num_stuck, moved = room - 1, 0, True
+            if not message.job.is_over():
+                if message.left:
+                    pair.sending.append(message)
+                else:
+                    message.job.finish()
+        return moved
+
+    def _stage_chunk(self, message: _Message, slot: _Slot, note: Any) -> None:
+        medium, whole = message.job.medium, message.flat.numel()
+        message.job.begin()
+        if slot.reader >= 0:
+            medium.wait_for(slot.reader, slot.signal)
+        num_bytes = min(slot.num_bytes, message.left)
+        place = self._segments.of(self._board.rank, medium, slot.segment)[slot.offset : slot.offset + num_bytes]
+        place.copy_(message.next_part(num_bytes))
+        note[:] = (message.post, slot.segment, slot.offset, num_bytes, whole, medium.signal())
+
+    def _free_slot(self, message: _Message) -> _Slot | None:
+        medium = message.job.medium
+        largest = len(medium.slots) - 1
+        kind = next((one for one, (_, size) in enumerate(medium.slots) if message.left <= size), largest)
+        count, num_bytes = medium.slots[kind]
+        segment = self._segments.for_messages(medium, kind, count * num_bytes)
+        if segment not in self._slots:
+            self._slots[segment] = deque(_Slot(segment, place * num_bytes, num_bytes) for place in range(count))
+        return self._slots[segment].popleft() if self._slots[segment] else None
+
+    def _advance_receives(self, peer: int, pair: _Pair) -> bool:
+        moved = False
+        ours, theirs = self._words(peer)
+        num_taken = int(theirs["taken"])
+        while pair.receives and pair.num_posted - num_taken < RING:
+            tag, message = pair.receives.popleft()
+            ours["posts"][pair.num_posted % RING] = (tag, message.flat.numel())
+            pair.expected[pair.num_posted] = message
+            pair.num_posted += 1
+            ours["posted"] = pair.num_posted
+            self._to_ring.add(peer)
+            moved = True
+        for number in range(pair.num_acknowledged, int(theirs["sent"])):
+            post, segment, offset, num_bytes, whole, signal = theirs["chunks"][number % RING].tolist()
+            message = pair.expected[post]
+            mark, error = 0, None
+            if whole == message.flat.numel():
+                mark = self._copy_chunk(message, peer, segment, slice(offset, offset + num_bytes), signal)
+            else:
+                error = self._unequal(peer, whole, message)
+            if error or not message.left:
+                del pair.expected[post]
+                message.job.finish(error)
+            ours["acknowledgements"][number % RING] = mark
+            ours["acknowledged"] = pair.num_acknowledged = number + 1
+            self._to_ring.add(peer)
+            moved = True
+        return moved
+
+    def _copy_chunk(self, message: _Message, peer: int, segment: int, place: slice, signal: int) -> int:
+        medium = message.job.medium
+        message.job.begin()
+        source = self._segments.of(peer, medium, segment)[place]
+        medium.wait_for(peer, signal)
+        message.next_part(source.numel()).copy_(source)
+        return medium.signal()
+
+    def _unequal(self, peer: int, theirs: int, message: _Message) -> RuntimeError:
+        return RuntimeError(f"a message of {message.flat.numel()} bytes here has {theirs} bytes at {self._names[peer]}")

@@ -1,0 +1,179 @@
+"""A program from one rank's side: its slots with their rows, its ends of the links, its lists of instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spindle.graph import MetaGraph
+from spindle.program import Backward, Flows, Program, SlotShape
+from spindle.program.instructions import COMPUTE, SYNC, TRANSFER
+from spindle.run.code import LayersCode, LossCode, OpCode
+from spindle.run.rows import Axes
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Rows `[first, last)` to or from a peer. The gradient of what has no rows goes with a consumer's first row, so
+    that it is counted once."""
+
+    peer: int
+    first: int
+    last: int
+    with_rowless: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEnd:
+    """A link as this rank sees it."""
+
+    number: int
+    producer: int
+    consumer: int
+    source: str  # the call that produces
+    task: str
+    axes: Axes
+    sends: tuple[tuple[Flow, ...], tuple[Flow, ...]]  # forward, backward
+    receives: tuple[tuple[Flow, ...], tuple[Flow, ...]]
+    local: tuple[int, int] | None  # rows that this rank has on both sides
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSide:
+    """A slot as this rank sees it: its rows of the batch, its links, its chunks of layers in forward order."""
+
+    number: int
+    task: str
+    call: str
+    name: str
+    code: OpCode
+    first_layer: int  # of the op, in its call
+    begins_call: bool
+    begin: int
+    end: int
+    num_rows: int
+    ranks: tuple[int, ...]
+    inputs: tuple[LinkEnd, ...]
+    outputs: tuple[LinkEnd, ...]
+    chunks: tuple[tuple[int, int], ...]
+    recompute: bool
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """All that one rank does. Lanes hold instruction numbers in order."""
+
+    links: tuple[LinkEnd, ...]
+    slots: dict[int, SlotSide]
+    compute: tuple[int, ...]
+    transfer: tuple[int, ...]
+    sync: tuple[int, ...]
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Tasks whose batch this rank needs."""
+        return frozenset(
+            slot.task
+            for slot in self.slots.values()
+            if isinstance(slot.code, LossCode) or (slot.begins_call and slot.code.arguments is not None)
+        )
+
+
+def side_of(program: Program, graph: MetaGraph, code: Sequence[OpCode], rank: int) -> Side:
+    """A rank's side of a program; `code` is by op."""
+    links = tuple(_link_end(program, graph, code, rank, number) for number in range(len(program.links)))
+    compute, transfer, sync = (tuple(program.lanes[lane].of_rank(rank).tolist()) for lane in (COMPUTE, TRANSFER, SYNC))
+    slots = _slots(program, graph, code, rank, links)
+    return Side(links=links, slots=slots, compute=compute, transfer=transfer, sync=sync)
+
+
+def _link_end(program: Program, graph: MetaGraph, code: Sequence[OpCode], rank: int, number: int) -> LinkEnd:
+    link = program.links[number]
+    producer, consumer = program.slots[link.producer], program.slots[link.consumer]
+    made = code[producer.op]
+    assert isinstance(made, LayersCode)
+    directions = ((link.forward, False), (link.backward, True))
+    had, wanted = _rows_on(producer, rank), _rows_on(consumer, rank)
+    local = None
+    if had and wanted and max(had[0], wanted[0]) < min(had[1], wanted[1]):
+        local = (max(had[0], wanted[0]), min(had[1], wanted[1]))
+    forward_sends, backward_sends = (_flows(flows, back, consumer, rank, sends=True) for flows, back in directions)
+    forward_takes, backward_takes = (_flows(flows, back, consumer, rank, sends=False) for flows, back in directions)
+    return LinkEnd(
+        number=number,
+        producer=link.producer,
+        consumer=link.consumer,
+        source=graph.metaops[producer.op].call or "",
+        task=graph.metaops[producer.op].task,
+        axes=made.layers[program.plan.slots[link.producer].last - 1].axes,
+        sends=(forward_sends, backward_sends),
+        receives=(forward_takes, backward_takes),
+        local=local,
+    )
+
+
+def _flows(flows: Flows, backward: bool, consumer: SlotShape, rank: int, sends: bool) -> tuple[Flow, ...]:
+    """What a rank sends, or receives, over a link in one direction."""
+    begins = dict(zip(consumer.ranks.tolist(), consumer.bounds[:-1].tolist(), strict=True))
+    found = []
+    columns = (flows.source, flows.destination, flows.first, flows.last)
+    for source, to, first, last in zip(*(column.tolist() for column in columns), strict=True):
+        mine, peer = (source, to) if sends else (to, source)
+        if mine == rank:
+            found.append(Flow(peer, first, last, first == begins[source if backward else to]))
+    return tuple(found)
+
+
+def _slots(
+    program: Program, graph: MetaGraph, code: Sequence[OpCode], rank: int, links: Sequence[LinkEnd]
+) -> dict[int, SlotSide]:
+    chunks: dict[int, list[tuple[int, int]]] = {}
+    for instruction in program.instructions:
+        if isinstance(instruction, Backward):
+            chunks.setdefault(instruction.slot, []).insert(0, (instruction.first, instruction.last))
+    slots = {}
+    for number, (shape, planned) in enumerate(zip(program.slots, program.plan.slots, strict=True)):
+        rows = _rows_on(shape, rank)
+        if rows is None:
+            continue
+        op = graph.metaops[shape.op]
+        slots[number] = SlotSide(
+            number=number,
+            task=op.task,
+            call=op.call or "",
+            name=f"{op.task}/{op.call}[{op.first_layer + planned.first}:{op.first_layer + planned.last}]",
+            code=code[shape.op],
+            first_layer=op.first_layer,
+            begins_call=planned.first == 0,
+            begin=rows[0],
+            end=rows[1],
+            num_rows=shape.num_rows,
+            ranks=tuple(shape.ranks.tolist()),
+            inputs=tuple(link for link in links if link.consumer == number),
+            outputs=tuple(link for link in links if link.producer == number),
+            chunks=tuple(chunks[number]),
+            recompute=op.name in program.plan.recompute,
+        )
+    return slots
+
+
+def _rows_on(shape: SlotShape, rank: int) -> tuple[int, int] | None:
+    """The rows of a slot on a rank; None where it does not run."""
+    for place, one in enumerate(shape.ranks.tolist()):
+        if one == rank:
+            return int(shape.bounds[place]), int(shape.bounds[place + 1])
+    return None
+
+
+def held_parameters(program: Program, graph: MetaGraph, rank: int) -> frozenset[int]:
+    """Positions of the parameters that a rank's slots use."""
+    held: set[int] = set()
+    for shape, slot in zip(program.slots, program.plan.slots, strict=True):
+        if rank in shape.ranks.tolist():
+            for layer in graph.metaops[shape.op].parameters[slot.first : slot.last]:
+                held.update(layer)
+    return frozenset(held)

@@ -1,0 +1,323 @@
+"""What must hold of the backend `spindle_ipc`, on whatever device: each check runs on all ranks of a world.
+
+`test_ipc` runs them on the CPU, `test_virtual_devices` on a GPU that the ranks share.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+ALL = (*FLOATS, torch.int64, torch.uint8)
+# Fewer bytes than a round takes in one go, as many, more; nothing at all, one element, none that divides evenly.
+SIZES = (0, 1, 7, 4_099, 70_001, 700_003)
+
+
+def sizes_on(device: torch.device) -> tuple[int, ...]:
+    return SIZES if device.type == "cpu" else (*SIZES, 20_000_003)
+
+
+def values(rank: int, size: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
+    """What a rank has: whole numbers, so that sums are exact in every type and order."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randint(0, 5, (size,), generator=generator).to(device=device, dtype=dtype)
+
+
+def everybody(num_ranks: int, size: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
+    return torch.stack([values(rank, size, dtype, device, seed) for rank in range(num_ranks)])
+
+
+def same(ours: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+    assert ours.dtype == expected.dtype, what
+    assert torch.equal(ours, expected), f"{what}: {(ours != expected).sum()} of {ours.numel()} elements differ"
+
+
+def check_all_reduce(device: torch.device) -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    for dtype in ALL:
+        for size in sizes_on(device):
+            ours = values(rank, size, dtype, device)
+            dist.all_reduce(ours)
+            same(ours, everybody(num_ranks, size, dtype, device).sum(0).to(dtype), (dtype, size))
+
+
+def check_reductions(device: torch.device) -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    for size in (5, 70_001):
+        given = everybody(num_ranks, size, torch.float32, device) + 1
+        for op, expected in (
+            (dist.ReduceOp.MAX, given.amax(0)),
+            (dist.ReduceOp.MIN, given.amin(0)),
+            (dist.ReduceOp.PRODUCT, given.prod(0)),
+            (dist.ReduceOp.AVG, given.mean(0)),
+        ):
+            ours = given[rank].clone()
+            dist.all_reduce(ours, op)
+            torch.testing.assert_close(ours, expected)
+
+
+def check_half_precision_adds_up_in_float32(device: torch.device) -> None:
+    """256 + 1 is 256 in bfloat16, so ones that were added one by one would be lost."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    for size in (3, 70_001):
+        ours = torch.full((size,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16, device=device)
+        dist.all_reduce(ours)
+        same(ours, torch.full_like(ours, 256.0 + num_ranks - 1), size)
+
+
+def check_gathering(device: torch.device) -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    for dtype in ALL:
+        for size in sizes_on(device):
+            given = values(rank, size, dtype, device)
+            expected = everybody(num_ranks, size, dtype, device)
+            parts = [torch.empty_like(given) for _ in range(num_ranks)]
+            dist.all_gather(parts, given)
+            whole = torch.empty_like(expected)
+            into(whole, given)
+            for other in range(num_ranks):
+                same(parts[other], expected[other], (dtype, size))
+            same(whole, expected, (dtype, size))
+
+
+def check_scattering(device: torch.device) -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    for dtype in FLOATS:
+        for size in SIZES:
+            # What rank r has for rank s.
+            table = [[values(r, size, dtype, device, seed=s) for s in range(num_ranks)] for r in range(num_ranks)]
+            expected = torch.stack([row[rank] for row in table]).sum(0).to(dtype)
+            ours, again = torch.empty_like(expected), torch.empty_like(expected)
+            dist.reduce_scatter(ours, table[rank])
+            into(again, torch.stack(table[rank]).view(-1))
+            same(ours, expected, (dtype, size))
+            same(again, expected, (dtype, size))
+
+
+def check_broadcast(device: torch.device) -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    for dtype in ALL:
+        for root, size in enumerate(sizes_on(device)):
+            source = root % num_ranks
+            ours = values(rank, size, dtype, device)
+            dist.broadcast(ours, source)
+            same(ours, values(source, size, dtype, device), (dtype, size))
+
+
+def check_several_at_once(device: torch.device) -> None:
+    """A list of tensors in one call, as torch's coalescing hands them over."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    ours = [values(rank, size, torch.float32, device, seed=size) for size in (3, 0, 70_001)]
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as all_of_them:
+        for tensor in ours:
+            dist.all_reduce(tensor)
+    all_of_them.wait()
+    for tensor in ours:
+        size = tensor.numel()
+        same(tensor, everybody(num_ranks, size, torch.float32, device, seed=size).sum(0), size)
+
+
+def check_objects(device: torch.device) -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    found: list[Any] = [None] * num_ranks
+    dist.all_gather_object(found, {"rank": rank})
+    assert found == [{"rank": other} for other in range(num_ranks)]
+    box = ["from 1"] if rank == 1 else [None]
+    dist.broadcast_object_list(box, src=1)
+    assert box == ["from 1"]
+
+
+def check_async_order(device: torch.device) -> None:
+    """Many collectives under way, waited for backwards; each sees what its tensor was when it was called."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    ours = [values(rank, 1 + 997 * number, torch.float32, device, seed=number) for number in range(40)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in ours]
+    for work in reversed(works):
+        work.wait()
+    for number, tensor in enumerate(ours):
+        expected = everybody(num_ranks, tensor.numel(), torch.float32, device, seed=number).sum(0)
+        same(tensor, expected, number)
+        assert works[number].is_success()
+
+
+def check_messages(device: torch.device) -> None:
+    """Everybody writes to everybody: many messages under way both ways, tags posted in different orders."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    sizes = (1, 0, 33, 5_000, 300_001) if device.type == "cpu" else (1, 0, 33, 5_000, 300_001, 9_000_001)
+
+    def message(source: int, target: int, tag: int, number: int) -> torch.Tensor:
+        size = sizes[(tag + number) % len(sizes)]
+        return values(source, size, torch.float32, device, seed=100 * target + 10 * tag + number)
+
+    works, arrivals = [], []
+    posts = [(other, tag) for other in range(num_ranks) if other != rank for tag in range(6)]
+    random.Random(rank).shuffle(posts)
+    for other, tag in posts:
+        for number in range(3):  # in order, for each rank and tag
+            expected = message(other, rank, tag, number)
+            buffer = torch.full_like(expected, -1)
+            works.append(dist.irecv(buffer, other, tag=tag))
+            arrivals.append((buffer, expected, (other, tag, number)))
+    random.Random(rank + 100).shuffle(posts)
+    for other, tag in posts:
+        for number in range(3):
+            works.append(dist.isend(message(rank, other, tag, number), other, tag=tag))
+    random.Random(rank + 200).shuffle(works)
+    for work in works:
+        work.wait()
+    for buffer, expected, what in arrivals:
+        same(buffer, expected, what)
+
+
+def check_many_messages_of_one_tag(device: torch.device) -> None:
+    """More than fit the rings, in order."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    to, source = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+    buffers = [torch.zeros(3, device=device) for _ in range(200)]
+    works = [dist.irecv(buffer, source) for buffer in buffers]
+    works += [dist.isend(torch.full((3,), float(number), device=device), to) for number in range(200)]
+    for work in works:
+        work.wait()
+    assert [int(buffer[1]) for buffer in buffers] == list(range(200))
+
+
+def check_blocking_messages(device: torch.device) -> None:
+    rank = dist.get_rank()
+    buffer = torch.arange(70_001.0, device=device)
+    if rank == 0:
+        dist.send(buffer * 2, 1)
+        dist.recv(buffer, 1)
+        same(buffer, torch.arange(70_001.0, device=device) * 3, "back")
+    elif rank == 1:
+        dist.recv(buffer, 0)
+        same(buffer, torch.arange(70_001.0, device=device) * 2, "there")
+        dist.send(torch.arange(70_001.0, device=device) * 3, 0)
+
+
+def check_tensors_of_the_host_beside_them(device: torch.device) -> None:
+    """One group carries both kinds; their order among each other does not matter."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    here, there = torch.ones(1000, device=device), torch.ones(1000)
+    works = [dist.all_reduce(here, async_op=True), dist.all_reduce(there, async_op=True)]
+    for work in works:
+        work.wait()
+    same(here.cpu(), torch.full((1000,), float(num_ranks)), rank)
+    same(there, torch.full((1000,), float(num_ranks)), rank)
+
+
+def check_groups(device: torch.device) -> None:
+    """Overlapping groups, started in another order on every rank, with messages in between."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    pairs = [tuple(sorted((first, (first + 1) % num_ranks))) for first in range(num_ranks)]
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in dict.fromkeys(pairs)}
+    mine = [ranks for ranks in groups if rank in ranks]
+    if rank % 2:
+        mine.reverse()
+    tensors, works = {}, []
+    for ranks in mine * 5:
+        tensors[ranks] = values(rank, 30_001, torch.float32, device)
+        works.append(dist.all_reduce(tensors[ranks], group=groups[ranks], async_op=True))
+    for work in reversed(works):
+        work.wait()
+    for ranks, tensor in tensors.items():
+        expected = sum(values(other, 30_001, torch.float32, device) for other in ranks)
+        same(tensor, expected, ranks)
+    check_async_order(device)  # the first group works as before
+    for ranks in mine:
+        first, second = ranks
+        box = torch.tensor([float(rank)], device=device)
+        if rank == first:
+            dist.send(box, group=groups[ranks], group_dst=1)
+        else:
+            dist.recv(box, group=groups[ranks], group_src=0)
+            assert int(box) == first
+        assert dist.get_process_group_ranks(groups[ranks]) == [first, second]
+    for group in groups.values():
+        dist.destroy_process_group(group)
+
+
+def small_model(device: torch.device) -> nn.Module:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.BatchNorm1d(64), nn.Linear(64, 300), nn.Linear(300, 5))
+    return model.to(device=device, dtype=torch.float64)
+
+
+def gradients(model: nn.Module, device: torch.device, num_steps: int) -> list[torch.Tensor]:
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(num_steps):
+        model.zero_grad()
+        batch = torch.randn(8, 40, generator=generator, dtype=torch.float64).to(device)
+        model(batch).square().mean().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def check_ddp(device: torch.device) -> None:
+    """Gradients of torch's own DDP over this backend are those of DDP over gloo, buckets and buffers included."""
+    gloo = dist.new_group(backend="gloo")
+    host = torch.device("cpu")
+    options = {"bucket_cap_mb": 0.1}
+    ours = gradients(DistributedDataParallel(small_model(device), **options), device, 3)
+    theirs = gradients(DistributedDataParallel(small_model(host), process_group=gloo, **options), host, 3)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-9, atol=1e-12)
+    view = DistributedDataParallel(small_model(device), gradient_as_bucket_view=True, **options)
+    for one, other in zip(gradients(view, device, 3), ours, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def check_barrier(device: torch.device) -> None:
+    """Nobody passes before the last has come."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    if rank == num_ranks - 1:
+        time.sleep(0.3)
+    come_ns = time.monotonic_ns()  # one clock for all processes of a host
+    dist.barrier()
+    passed_ns = time.monotonic_ns()
+    times: list[Any] = [None] * num_ranks
+    dist.all_gather_object(times, (come_ns, passed_ns))
+    assert min(passed for _, passed in times) > max(come for come, _ in times)
+
+
+def expect_error(words: str, call: Callable[[torch.Tensor], Any], size: int, device: torch.device) -> None:
+    said = ""
+    try:
+        call(torch.ones(size, device=device))
+    except RuntimeError as error:
+        said = str(error)
+    assert words in said, f"expected an error with {words!r}, got {said!r}"
+
+
+def check_mistakes(device: torch.device) -> None:
+    """What ranks do not agree on is an error on all of them, and time runs out."""
+    rank = dist.get_rank()
+    group = dist.new_group()
+    if rank == 0:
+        expect_error("rank 1 does not run the all_reduce", lambda x: dist.all_reduce(x, group=group), 3, device)
+    else:
+        expect_error("rank 0", lambda x: dist.broadcast(x, 0, group=group), 3, device)
+    expect_error("rank", lambda x: dist.all_reduce(x, group=group), 3, device)  # the group is of no use any more
+    pair = dist.new_group()
+    if rank == 0:
+        expect_error("12 bytes here has 16 bytes", lambda x: dist.send(x, 1, group=pair), 3, device)
+    elif rank == 1:
+        expect_error("16 bytes here has 12 bytes", lambda x: dist.recv(x, 0, group=pair), 4, device)
+    short = dist.new_group(timeout=timedelta(seconds=0.5))
+    if rank == 0:
+        words = "recv timed out after 0.5 s, waiting for rank 1"
+        expect_error(words, lambda x: dist.recv(x, 1, group=short), 3, device)
+    dist.barrier()
+
+
+CHECKS = [function for name, function in list(globals().items()) if name.startswith("check_")]

@@ -1,0 +1,199 @@
+"""What `virtual_devices` runs on every rank: `ranks.py PART [FILE]`, under `spindle launch --virtual-devices`."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import checks
+import torch
+import torch.distributed as dist
+
+from spindle.run.world import World, join_world
+
+SIZES = (4, 1 << 20, 64 << 20, 256 << 20)
+
+
+def run_checks(world: World) -> None:
+    share = torch.cuda.get_device_properties(world.device).multi_processor_count
+    if world.rank == 0:
+        print(f"{world.size} ranks of {share} multiprocessors each", flush=True)
+    for check in checks.CHECKS:
+        begin_s = time.monotonic()
+        check(world.device)
+        torch.cuda.synchronize()
+        dist.barrier()
+        if world.rank == 0:
+            print(f"{check.__name__}: {time.monotonic() - begin_s:.2f} s", flush=True)
+    limit = torch.cuda.get_device_properties(world.device).total_memory // world.size
+    said = ""
+    try:
+        torch.empty(limit, dtype=torch.uint8, device=world.device)
+    except torch.OutOfMemoryError as error:
+        said = str(error)
+    assert "memory" in said, "a rank may take more than its share of the memory"
+
+
+def kill_waiting(world: World) -> None:
+    """A rank ends while the others wait for it on the host."""
+    dist.all_reduce(torch.ones(1000, device=world.device))
+    torch.cuda.synchronize()
+    dist.barrier()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    expect_loss(lambda: dist.all_reduce(torch.ones(1 << 20, device=world.device)))
+
+
+def kill_on_stream(world: World) -> None:
+    """A rank ends when others' streams already wait for its mark, behind a kernel that takes long."""
+    x = torch.ones(1000, device=world.device)
+    dist.all_reduce(x)
+    dist.barrier()
+    if world.rank == 1:
+        torch.cuda._sleep(20_000_000_000)
+    work = dist.all_reduce(x, async_op=True)
+    dist.barrier(group=world.control)
+    if world.rank == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def use() -> None:
+        work.wait()
+        torch.cuda.synchronize()  # returns when the mark is given up
+        dist.all_reduce(x)
+
+    expect_loss(use)
+
+
+def expect_loss(call: Callable[[], Any]) -> None:
+    begin_s, said = time.monotonic(), ""
+    try:
+        call()
+    except RuntimeError as error:
+        said = str(error)
+    print(f"noticed {time.monotonic() - begin_s:.3f} s: {said}", flush=True)
+    assert "rank 1" in said
+    time.sleep(600)  # until the launcher ends us
+
+
+def sleep(world: World) -> None:
+    dist.all_reduce(torch.ones(1000, device=world.device))
+    torch.cuda.synchronize()
+    dist.barrier()
+    if world.rank == 0:
+        print("asleep", flush=True)
+    time.sleep(600)
+
+
+def seconds(world: World, call: Callable[[], None], repeats: int) -> float:
+    """The median over repeats of the time until the last rank is done."""
+    slowest = []
+    for repeat in range(repeats + 1):
+        torch.cuda.synchronize()
+        dist.barrier(group=world.control)
+        begin_s = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        took = torch.tensor([time.perf_counter() - begin_s])
+        dist.all_reduce(took, dist.ReduceOp.MAX, group=world.control)
+        if repeat:
+            slowest.append(float(took))
+    return statistics.median(slowest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    what: str
+    backend: str
+    bytes: int
+    ms: float
+    gb_per_s: float  # of those bytes, counted once
+
+
+def measure_size(world: World, num_bytes: int) -> Iterator[Measurement]:
+    rank, num_ranks, gloo = world.rank, world.size, world.control
+    count = num_bytes // 4
+    x, host = torch.ones(count, device=world.device), torch.ones(count)
+    y = torch.empty_like(x)
+    mine = torch.ones(max(1, count // num_ranks), device=world.device)
+    parts = [torch.empty_like(mine) for _ in range(num_ranks)]
+
+    def there_and_back(tensor: torch.Tensor, group: Any = None) -> None:
+        """Between ranks 0 and 1; the others look on."""
+        if rank == 0:
+            dist.send(tensor, 1, group=group)
+            dist.recv(tensor, 1, group=group)
+        elif rank == 1:
+            dist.recv(tensor, 0, group=group)
+            dist.send(tensor, 0, group=group)
+
+    def shift() -> None:
+        works = [dist.irecv(y, (rank - 1) % num_ranks), dist.isend(x, (rank + 1) % num_ranks)]
+        for work in works:
+            work.wait()
+
+    def ten() -> None:
+        for work in [dist.all_reduce(x, async_op=True) for _ in range(10)]:
+            work.wait()
+
+    def through_host() -> None:
+        copy = x.cpu()
+        dist.all_reduce(copy, group=gloo)
+        x.copy_(copy)
+
+    many, few = (20, 10) if num_bytes <= 1 << 20 else (7, 2)
+    for what, backend, call, repeats, times in (
+        ("one way, 0 to 1", "spindle_ipc", lambda: there_and_back(x), many, 2),
+        ("one way, 0 to 1", "gloo, host", lambda: there_and_back(host, gloo), few, 2),
+        ("each to the next", "spindle_ipc", shift, many, 1),
+        ("all-reduce", "spindle_ipc", lambda: dist.all_reduce(x), many, 1),
+        ("all-reduce, one of ten", "spindle_ipc", ten, 3, 10),
+        ("all-reduce", "gloo, host", lambda: dist.all_reduce(host, group=gloo), few, 1),
+        ("all-reduce", "gloo, copied", through_host, few, 1),
+        ("all-gather of the whole", "spindle_ipc", lambda: dist.all_gather(parts, mine), many, 1),
+    ):
+        time_s = seconds(world, call, repeats) / times
+        yield Measurement(
+            what=what, backend=backend, bytes=num_bytes, ms=time_s * 1e3, gb_per_s=num_bytes / time_s / 1e9
+        )
+
+
+def measure(world: World, file: str) -> None:
+    found = []
+    for num_bytes in SIZES:
+        for one in measure_size(world, num_bytes):
+            found.append(asdict(one))
+            if world.rank == 0:
+                rate = f"{one.ms:9.3f} ms {one.gb_per_s:8.2f} GB/s"
+                print(f"{one.what:24} {one.backend:12} {one.bytes:>11} B {rate}", flush=True)
+    if world.rank == 0:
+        properties = torch.cuda.get_device_properties(world.device)
+        about = {
+            "gpu": properties.name,
+            "ranks": world.size,
+            "multiprocessors_per_rank": properties.multi_processor_count,
+            "torch": torch.__version__,
+            "method": "float32; median over repeats of the time until the slowest rank is synchronised",
+        }
+        Path(file).write_text(json.dumps({"about": about, "measured": found}))
+
+
+if __name__ == "__main__":
+    part, *rest = sys.argv[1:]
+    faulthandler.dump_traceback_later(60, repeat=True)  # where it hangs, should it
+    {
+        "checks": run_checks,
+        "kill_waiting": kill_waiting,
+        "kill_on_stream": kill_on_stream,
+        "sleep": sleep,
+        "measure": measure,
+    }[part](join_world(), *rest)

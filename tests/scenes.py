@@ -1,0 +1,255 @@
+"""Workloads as people write them: images and text, nests, views of one sample, hard negatives.
+
+B rows, L tokens, C channels, H and W pixels.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from spindle.train import mean, module, task
+from zoo import Workload
+
+WIDTH = 8
+WORDS = 11
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def words(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randint(WORDS, shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Vision(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 2, stride=2)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.GELU()) for _ in range(2)
+        )
+        self.head = nn.Linear(6, WIDTH)
+
+    def forward(self, pixels_BCHW):
+        x = self.stem(pixels_BCHW)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.flatten(2).transpose(1, 2))
+
+
+class Text(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, input_ids, attention_mask=None):
+        x = self.table(input_ids)
+        padded = None if attention_mask is None else attention_mask == 0
+        for block in self.blocks:
+            x = block(x, src_key_padding_mask=padded)
+        return {"last": self.norm(x), "pooled": x[:, 0]}
+
+
+class Fusion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.TransformerDecoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True) for _ in range(3)
+        )
+        self.out = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x, memory, mask=None):
+        for block in self.blocks:
+            x = block(x, memory, memory_key_padding_mask=mask)
+        return self.out(x)
+
+
+class Contrast(nn.Module):
+    """A whole-batch head that gives its loss, with a temperature and negatives that it remembers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.register_buffer("queue", torch.randn(4, WIDTH))
+
+    def forward(self, a, b):
+        others = torch.cat([F.normalize(b, dim=-1), self.queue])
+        return F.cross_entropy(F.normalize(a, dim=-1) @ others.T * self.scale.exp(), torch.arange(a.shape[0]))
+
+
+def multimodal() -> Workload:
+    """Contrast, captions, questions, and two views of an image, over shared encoders."""
+    torch.manual_seed(1)
+    vision, text = module("vision", Vision().double()), module("text", Text().double())
+    fusion, contrast = module("fusion", Fusion().double()), module("contrast", Contrast().double(), whole_batch=True)
+    importance = torch.linspace(0.5, 1.5, WORDS, dtype=torch.float64)
+
+    @task(batch_size=6)
+    def pairs(batch):
+        rest = {key: value for key, value in batch.items() if key != "pixels"}
+        return contrast(vision(batch["pixels"]).mean(1), text(**rest)["pooled"])
+
+    @task(batch_size=5, weight=0.3)
+    def captions(batch):
+        seen, read = vision(batch["pixels"]), text(batch["input_ids"], batch["attention_mask"])
+        scores = fusion(read["last"], seen)[:, :-1]
+        kept = batch["attention_mask"][:, 1:].to(scores.dtype)
+        target = batch["input_ids"][:, 1:]
+        losses = F.cross_entropy(scores.transpose(1, 2), target, weight=importance, reduction="none")
+        return mean((losses * kept).sum(), kept.sum())
+
+    @task(batch_size=7, per_sample_mean=True)
+    def questions(batch):
+        seen, asked = vision(batch["pixels"]), text(batch["input_ids"])["last"]
+        scores = fusion(asked, torch.cat([seen, asked], dim=1))[:, 0]
+        return F.cross_entropy(scores, batch["input_ids"][:, 0], label_smoothing=0.1)
+
+    @task(batch_size=4)
+    def views(batch):
+        """What the encoder gives is not row after row, but view after view."""
+        rows = batch["pixels"].shape[0]
+        z = F.normalize(vision(torch.cat([batch["pixels"], batch["pixels"].flip(-1)])).mean(1), dim=-1)
+        scores = (z @ z.T / 0.5).masked_fill(torch.eye(2 * rows, dtype=torch.bool), -1e9)
+        return F.cross_entropy(scores, (torch.arange(2 * rows) + rows) % (2 * rows))
+
+    tasks = [pairs, captions, questions, views]
+
+    def batches(step: int) -> dict:
+        result = {}
+        for number, one in enumerate(tasks):
+            seed, tokens = 100 * step + number, 4 + step % 3
+            kept = (torch.rand(one.batch_size, tokens, generator=torch.Generator().manual_seed(seed)) > 0.3).long()
+            kept[:, :2] = 1
+            result[one.name] = {
+                "pixels": normal(seed, one.batch_size, 3, 4 + 2 * (step % 2), 4),
+                "input_ids": words(seed, one.batch_size, tokens),
+                "attention_mask": kept,
+            }
+        return result
+
+    return Workload(tasks=tasks, batches=batches)
+
+
+def tuples() -> Workload:
+    """Batches that are lists and tuples; a layer that two modules share, a module under two names, unused calls."""
+    torch.manual_seed(2)
+    shared = nn.Linear(WIDTH, WIDTH)
+    one = module("one", nn.Sequential(shared, nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double())
+    again = module("again", one.module)
+    two = module("two", nn.Sequential(shared, nn.GELU()).double())
+
+    @task(batch_size=5)
+    def lists(batch):
+        x, (y, factor) = batch
+        return (one(x) - two(y)).square().mean() + again(x).square().mean() * factor
+
+    @task(batch_size=3)
+    def deep(batch):
+        x = batch["input"]["deep"]
+        seen = one(x)
+        two(seen)
+        return mean((two(seen.detach()) * seen).sum(), x.shape[0])
+
+    def batches(step: int) -> dict:
+        return {
+            "lists": [normal(step, 5, WIDTH), (normal(step + 10, 5, WIDTH), 0.5)],
+            "deep": {"input": {"deep": normal(step + 20, 3, WIDTH)}, "none": None, "number": torch.tensor(3.0)},
+        }
+
+    return Workload(tasks=[lists, deep], batches=batches)
+
+
+class Nest(nn.Module):
+    """Gives tensors with two entries for a row, with no rows, with rows in second place, of whole numbers; and numbers,
+    of which one is the number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.prototypes = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(3, WIDTH))
+
+    def forward(self, batch):
+        x = self.linear(batch["x"])
+        return {
+            "twice": x.repeat_interleave(2, 0),
+            "prototypes": F.normalize(self.prototypes, dim=-1),
+            "second": x.unsqueeze(0).expand(2, -1, -1),
+            "labels": x.argmax(-1),
+            "rows": x.shape[0],
+            "factor": 2.5,
+        }
+
+
+def nests() -> Workload:
+    torch.manual_seed(3)
+    nest = module("nest", Nest().double())
+    head = module("head", nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double())
+
+    @task(batch_size=5)
+    def whole(batch):
+        out = nest(batch)
+        z = head(out["twice"]).unflatten(0, (-1, 2)).mean(1)
+        scores = z @ out["prototypes"].T
+        return F.cross_entropy(scores, out["labels"] % 3) + out["second"][1].square().sum() / out["rows"]
+
+    @task(batch_size=6)
+    def parts(batch):
+        out = nest(batch)
+        z = head(out["second"].transpose(0, 1))[:, 0] + out["prototypes"][0]
+        losses = F.cross_entropy(head(z), out["labels"], reduction="none")
+        return mean(losses.sum() * out["factor"], z.shape[0])
+
+    @task(batch_size=7, per_sample_mean=True)
+    def samples(batch):
+        out = nest(batch)
+        z = head(out["twice"] * 2).unflatten(0, (out["rows"], 2)).sum(1)
+        return (z * out["prototypes"].sum(0)).mean()
+
+    def batches(step: int) -> dict:
+        return {one.name: {"x": normal(step + 10 * number, one.batch_size, WIDTH)} for number, one in enumerate(tasks)}
+
+    tasks = [whole, parts, samples]
+    return Workload(tasks=tasks, batches=batches)
+
+
+class Nearest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, a, b):
+        return self.linear(a * b[torch.cdist(a, b).argmin(1)])
+
+
+def hard_negatives() -> Workload:
+    """Samples pick each other, between calls and inside one. The first two pick themselves, so that they alone show
+    nothing of it."""
+    torch.manual_seed(5)
+    left, right, judge = (module(name, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()) for name in "lrj")
+    right.module.load_state_dict(left.module.state_dict())
+    nearest = module("nearest", Nearest().double())
+
+    @task(batch_size=6, per_sample_mean=True)
+    def between(batch):
+        a, b = left(batch["a"]), right(batch["b"])
+        return judge(a * b[(a @ b.T).argmax(1)]).square().mean()
+
+    @task(batch_size=5, per_sample_mean=True)
+    def inside(batch):
+        return nearest(left(batch["a"]), right(batch["b"])).square().mean()
+
+    def batches(step: int) -> dict:
+        a = normal(step, 6, WIDTH)
+        b = torch.cat([a[:2], a[2:].roll(1, 0)])
+        return {"between": {"a": a, "b": b}, "inside": {"a": a[:5], "b": b[:5]}}
+
+    return Workload(tasks=[between, inside], batches=batches)
+
+
+SCENES = {"multimodal": multimodal, "tuples": tuples, "nests": nests, "hard negatives": hard_negatives}

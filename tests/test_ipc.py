@@ -1,0 +1,225 @@
+"""Our backend of torch.distributed with real processes, over shared memory of the host."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from gpu import checks
+from spindle.errors import PeerLostError
+from spindle.run.ipc import BACKEND, register
+from spindle.run.world import peers
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes share memory in this way on Linux")
+
+SIZE = 4
+LIMIT_S = 60
+
+
+def join(rank: int, num_ranks: int, port: int, number: int, seconds: float = 30) -> None:
+    register()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=seconds))
+    dist.init_process_group(
+        BACKEND,
+        store=dist.PrefixStore(f"world {number}", store),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=seconds),
+    )
+
+
+def serve(rank: int, port: int, requests: Any, answers: Any) -> None:
+    """One process: joins a new world for each request, and runs a function of this module or of `checks` there."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    for number, num_ranks, name in iter(requests.get, None):
+        try:
+            join(rank, num_ranks, port, number)
+            (getattr(checks, name, None) or globals()[name])(torch.device("cpu"))
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            answers.put((rank, ""))
+        except BaseException as error:
+            answers.put((rank, "".join(traceback.format_exception(error))))
+            raise
+
+
+class Pool:
+    """Processes for all tests. Those that a test has ended are started anew; all of them after one that failed."""
+
+    def __init__(self) -> None:
+        self.spawn = multiprocessing.get_context("spawn")
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.number = 0
+        self.close()
+
+    def close(self) -> None:
+        for process in getattr(self, "processes", {}).values():
+            process.kill()
+            process.join()
+        self.processes: dict[int, Any] = {}
+        self.requests: dict[int, Any] = {}
+        self.answers = self.spawn.Queue()
+
+    def start(self, rank: int) -> None:
+        self.requests[rank] = self.spawn.Queue()
+        arguments = (rank, self.store.port, self.requests[rank], self.answers)
+        self.processes[rank] = self.spawn.Process(target=serve, args=arguments, daemon=True)
+        self.processes[rank].start()
+
+    def run(self, name: str, num_ranks: int, silent: tuple[int, ...] = ()) -> None:
+        """Runs a check on so many ranks, all but the silent ones of which must answer."""
+        for rank in range(SIZE):
+            if rank not in self.processes or not self.processes[rank].is_alive():
+                self.start(rank)
+        self.number += 1
+        for rank in range(num_ranks):
+            self.requests[rank].put((self.number, num_ranks, name))
+        try:
+            for _ in range(num_ranks - len(silent)):
+                rank, trouble = self.answers.get(timeout=LIMIT_S)
+                assert not trouble, f"rank {rank}:\n{trouble}"
+        except BaseException:
+            self.close()
+            raise
+        for rank in silent:
+            self.processes[rank].join()
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in checks.CHECKS])
+def test_on_three_ranks(check, pool):
+    pool.run(check, 3)
+
+
+@pytest.mark.parametrize("check", ["check_all_reduce", "check_messages", "check_ddp"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_on_two_and_four_ranks(check, num_ranks, pool):
+    pool.run(check, num_ranks)
+
+
+def alone(device: torch.device) -> None:
+    ours = torch.ones(3)
+    dist.all_reduce(ours)
+    dist.barrier()
+    assert ours.tolist() == [1, 1, 1]
+
+
+def test_a_group_of_one(pool):
+    pool.run("alone", 1)
+
+
+def survive_a_killed_rank(device: torch.device) -> None:
+    rank = dist.get_rank()
+    dist.all_reduce(torch.ones(1))
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin_s = time.monotonic()
+    meet = (lambda: dist.all_reduce(torch.ones(1 << 20))) if rank == 0 else (lambda: dist.recv(torch.ones(1), 2))
+    expected = r"noticed while testing: rank 2 \(process \d+\) has ended"
+    with pytest.raises(PeerLostError, match=expected), peers("testing"):
+        meet()
+    assert time.monotonic() - begin_s < 3
+    with pytest.raises(RuntimeError, match="rank 2"):
+        dist.barrier()
+
+
+def test_a_killed_rank_is_an_error_on_the_others_within_seconds(pool):
+    pool.run("survive_a_killed_rank", 3, silent=(2,))
+
+
+def go_on_without_one(device: torch.device) -> None:
+    rank = dist.get_rank()
+    rest = dist.new_group([0, 1])
+    if rank == 2:
+        dist.send(torch.full((300_000,), 7.0), 0)  # still read when its sender is about to leave
+        return
+    if rank == 0:
+        time.sleep(0.2)
+        buffer = torch.zeros(300_000)
+        dist.recv(buffer, 2)
+        assert buffer.eq(7).all()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1), group=rest)
+        time.sleep(0.1)
+    with pytest.raises(RuntimeError, match=r"rank 2 .* has left the group"):
+        dist.barrier()
+
+
+def test_others_go_on_without_a_rank_that_has_left(pool):
+    pool.run("go_on_without_one", 3)
+
+
+def fail_in_backward(device: torch.device) -> None:
+    """An error must come out of DDP as an error, though DDP waits for it in C++."""
+    rank = dist.get_rank()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    loss = model(torch.ones(2, 4)).sum()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="rank 1"):
+        loss.backward()
+
+
+def test_ddp_raises_when_a_rank_is_gone(pool):
+    pool.run("fail_in_backward", 2, silent=(1,))
+
+
+def leave_work_behind(device: torch.device) -> None:
+    work = dist.irecv(torch.ones(1), 1 - dist.get_rank())
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="left the group"):
+        work.wait()
+
+
+def test_what_nobody_will_finish_is_an_error_after_leaving(pool):
+    pool.run("leave_work_behind", 2)
+
+
+def leave_no_file(device: torch.device) -> None:
+    dist.all_reduce(torch.ones(100_000))
+    before = {Path(f"/proc/self/fd/{file}") for file in os.listdir("/proc/self/fd")}
+    assert any("spindle-" in os.readlink(path) for path in before if path.is_symlink())
+    dist.destroy_process_group()
+    left = [path for path in before if path.is_symlink() and "spindle-" in os.readlink(path)]
+    assert left == []
+
+
+def test_no_memory_stays_behind(pool):
+    pool.run("leave_no_file", 2)
+
+
+def wait_with_a_limit(device: torch.device) -> None:
+    if dist.get_rank() == 0:
+        work = dist.irecv(torch.ones(1), 1)
+        with pytest.raises(RuntimeError, match="recv is not over"):
+            work.wait(timedelta(seconds=0.1))
+        assert not work.is_completed()
+        dist.send(torch.ones(1), 1)
+        assert work.wait()
+        assert work.is_completed()
+    else:
+        dist.recv(torch.ones(1), 0)
+        dist.send(torch.ones(1), 0)
+
+
+def test_waiting_may_have_a_limit(pool):
+    pool.run("wait_with_a_limit", 2)
