@@ -44,6 +44,12 @@ def test_every_kind_of_module_gives_the_numbers_of_one_process(pool, kind):
     assert_same(pool.run(2 + number % 3, "compare_steps", f"{kind} {loss}", f"plan {number}", STEPS, SMALL_CHUNKS))
 
 
+@pytest.mark.parametrize("kind", ["in-place", "written", "normals", "unused", "shaped"])
+def test_what_is_recomputed_gives_them_too(pool, kind):
+    for plan in (1, 2):
+        assert_same(pool.run(3, "compare_steps", f"{kind} tokens", f"plan {plan} recomputed", STEPS))
+
+
 @pytest.mark.parametrize("plan", range(2))
 @pytest.mark.parametrize("seed", range(WORKLOADS))
 def test_random_legal_plans_give_the_numbers_of_one_process(pool, seed, plan):
@@ -137,8 +143,8 @@ def test_every_parameter_starts_with_the_value_of_rank_0(pool, seed, num_ranks):
 def test_what_modules_keep_beside_their_weights_is_as_in_plain_pytorch(pool, kind):
     """Running statistics are of the training steps alone: nothing that was tried out or recomputed counts in them."""
     training = Training(name=f"{kind} tokens")
-    for plan in (1, 2):
-        assert_trained_same(pool, 3, training, f"plan {plan}")
+    assert_trained_same(pool, 3, training, "plan 1")
+    assert_trained_same(pool, 3, training, "plan 2 recomputed")
     assert_trained_same(pool, 1, replace(training, optimizer="adamw"), "plan 4")
 
 

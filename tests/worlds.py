@@ -172,17 +172,20 @@ def ready(name: str) -> Ready:
     )
 
 
-def random_plan_text(profile: Profile, seed: int) -> str:
+def random_plan_text(profile: Profile, planner: str) -> str:
     """Some legal plan: ops cut anywhere, on any devices in any order, as the flows allow; some rounds, some recomputed.
 
-    Starts are far apart, so that the plan is legal under any profile of the workload.
+    `plan 3` is one, `plan 3 recomputed` the same with everything recomputed. Starts are far apart, so that the plan is
+    legal under any profile of the workload.
     """
-    choose = random.Random(seed)
+    choose = random.Random(int(planner.split()[1]))
     graph = profile.graph
     tasks = choose.sample(graph.tasks, len(graph.tasks))
     num_rounds = choose.choice((1, 1, min(2, len(tasks)), len(tasks)))
     round_of = {name: number * num_rounds // len(tasks) for number, name in enumerate(tasks)}
-    lines = [f"# recompute {op.name}" for op in graph.metaops if choose.random() < choose.choice((0.0, 0.0, 0.7))]
+    share = choose.choice((0.0, 0.0, 0.7))
+    recomputed = [op for op in graph.metaops if choose.random() < share]
+    lines = [f"# recompute {op.name}" for op in (graph.metaops if planner.endswith("recomputed") else recomputed)]
     wave = 0
     for round_number in range(num_rounds):
         left = {
@@ -210,10 +213,10 @@ def random_plan_text(profile: Profile, seed: int) -> str:
 
 
 def plan_of(name: str, planner: str, num_ranks: int) -> tuple[Plan, Profile]:
-    """The plan of a planner, or `plan 3`: a random one. Rank 0's, on all ranks."""
+    """The plan of a planner, or a random one. Rank 0's, on all ranks."""
     profile = ready(name).profile(num_ranks)
     if planner.startswith("plan "):
-        return parse_plan(random_plan_text(profile, int(planner.removeprefix("plan "))), profile), profile
+        return parse_plan(random_plan_text(profile, planner), profile), profile
     box: list[Any] = [None]
     if num_ranks == 1 or dist.get_rank() == 0:
         box = [make_plan(profile, planner, Effort(evaluations=1_000))]
@@ -394,8 +397,7 @@ def train(rank: int, num_ranks: int, training: Training, planner: str) -> Traine
 
     chosen: dict[str, Any] = {"planner": planner}
     if planner.startswith("plan ") and rank == 0:  # rank 0's plan counts
-        seed = int(planner.removeprefix("plan "))
-        chosen = {"plan": random_plan_text(ready(training.name).profile(num_ranks), seed)}
+        chosen = {"plan": random_plan_text(ready(training.name).profile(num_ranks), planner)}
     trainer = spindle.Trainer(ours.tasks, optimizer=make, **chosen)
     history: list[dict[str, float]] = []
     for number, steps in enumerate(training.fits):

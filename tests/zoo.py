@@ -325,6 +325,15 @@ class Temperature(nn.Module):
         return F.normalize(self.turn(a), dim=-1) @ F.normalize(b, dim=-1).T * self.scale.exp()
 
 
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x):
+        return torch.tanh(x.add_(self.bias))
+
+
 def in_place() -> nn.Module:
     """Layers that write over their input, the first and the last among them."""
     return nn.Sequential(
@@ -332,7 +341,7 @@ def in_place() -> nn.Module:
         nn.Linear(WIDTH, WIDTH),
         nn.ReLU(inplace=True),
         nn.Linear(WIDTH, WIDTH),
-        nn.ELU(inplace=True),
+        *(Shift(), Shift(), Shift()),
     )
 
 

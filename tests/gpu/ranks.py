@@ -167,9 +167,34 @@ def measure_size(world: World, num_bytes: int) -> Iterator[Measurement]:
         )
 
 
+def profile(world: World) -> None:
+    import cProfile, pstats
+    x = torch.ones(1, device=world.device)
+    big = torch.ones(1 << 18, device=world.device)
+    def ping():
+        if world.rank == 0:
+            dist.send(x, 1); dist.recv(x, 1)
+        elif world.rank == 1:
+            dist.recv(x, 0); dist.send(x, 0)
+    for name, call in (("ping", ping), ("all_reduce 4 B", lambda: dist.all_reduce(x)), ("all_reduce 1 MB", lambda: dist.all_reduce(big))):
+        for _ in range(20): call()
+        torch.cuda.synchronize(); dist.barrier(group=world.control)
+        t, c = time.perf_counter(), time.thread_time()
+        for _ in range(200): call()
+        a, b = time.perf_counter() - t, time.thread_time() - c
+        torch.cuda.synchronize()
+        if world.rank == 0: print(name, "no sync: wall us", a / 200 * 1e6, "main cpu us", b / 200 * 1e6, "synced", (time.perf_counter() - t) / 200 * 1e6, flush=True)
+        dist.barrier(group=world.control)
+        p = cProfile.Profile(); p.enable()
+        for _ in range(200): call()
+        p.disable()
+        if world.rank == 0: pstats.Stats(p).sort_stats("tottime").print_stats(16)
+        dist.barrier(group=world.control)
+
+
 def measure(world: World, file: str) -> None:
     found = []
-    for num_bytes in SIZES:
+    for num_bytes in map(int, os.environ["SIZES"].split(",")) if "SIZES" in os.environ else SIZES:
         for one in measure_size(world, num_bytes):
             found.append(asdict(one))
             if world.rank == 0:
@@ -189,6 +214,8 @@ def measure(world: World, file: str) -> None:
 
 if __name__ == "__main__":
     part, *rest = sys.argv[1:]
+    import spindle.run.board
+    spindle.run.board._SPIN_NS = int(os.environ.get("SPIN_NS", "50000"))
     faulthandler.dump_traceback_later(60, repeat=True)  # where it hangs, should it
     {
         "checks": run_checks,
@@ -196,4 +223,5 @@ if __name__ == "__main__":
         "kill_on_stream": kill_on_stream,
         "sleep": sleep,
         "measure": measure,
+        "profile": profile,
     }[part](join_world(), *rest)

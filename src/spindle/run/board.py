@@ -22,13 +22,36 @@ import uuid
 from contextlib import suppress
 from typing import Any, Protocol
 
-import numpy as np
+# A row, in words of 64 bits. Counts only grow; the entries of a ring stand at their number modulo its length.
+DOORBELL = 0
+SIGNAL = 1  # how far the rank's GPU has got; the GPU writes it
+PID = 2
+CLOSED = 3
+DRIVERS = 4  # threads that wait for an operation, and carry out what there is to do meanwhile
+ROUND = 5  # rounds of collectives that the rank has staged its part of,
+ROUND_MEANINGS = 6  # what it takes the last two for,
+ROUND_SIGNALS = 8  # and when its GPU has staged them
+SEGMENTS = 16  # staging memory of the rank: its size, written last, and what says where it is
+NUM_SEGMENTS = 16
+HANDLE_WORDS = 8
+SEGMENT_WORDS = 1 + HANDLE_WORDS
+PAIRS = SEGMENTS + NUM_SEGMENTS * SEGMENT_WORDS  # what the rank says to each other one:
+POSTED = 0  # receives that it has posted there,
+TAKEN = 1  # receives of the other's that it has noted,
+SENT = 2  # chunks that it has staged for the other,
+ACKNOWLEDGED = 3  # chunks of the other's that it has copied
+RING = 64
+POST_WORDS, CHUNK_WORDS = 2, 6
+POSTS = 4  # tag, bytes
+CHUNKS = POSTS + RING * POST_WORDS  # number of the post, segment, offset, bytes, bytes of the whole, signal
+ACKNOWLEDGEMENTS = CHUNKS + RING * CHUNK_WORDS  # signals
+PAIR_WORDS = ACKNOWLEDGEMENTS + RING
 
-RING = 64  # messages on their way from one rank to another
-NUM_SEGMENTS = 16  # of staging memory that a rank may own
-HANDLE_WORDS = 8  # what says where a segment is
 GONE = 1 << 62  # a signal of a rank that will send no more: beyond all others
-_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # x86-64
+_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 9, 10  # x86-64; both with a choice of whom to wake
+_DRIVER, _THREAD = 1, 2  # who sleeps on a doorbell
+_ALL = 0x7FFFFFFF
+_SPIN_NS = 50_000
 
 
 class Store(Protocol):
@@ -73,58 +96,25 @@ def open_memory(pid: int, file: int, num_bytes: int, name: str | None = None) ->
         os.close(opened)
 
 
-def _row(size: int) -> np.dtype[Any]:
-    """What one rank says. Counts only grow; entries of a ring stand at their number modulo the ring's length."""
-    segment = np.dtype([("num_bytes", "i8"), ("handle", "i8", (HANDLE_WORDS,))])  # num_bytes is written last
-    pair = np.dtype(
-        [
-            ("posted", "i8"),  # receives posted to that rank
-            ("taken", "i8"),  # of its receives, those noted here
-            ("sent", "i8"),  # chunks staged for that rank
-            ("acknowledged", "i8"),  # of its chunks, those copied
-            ("posts", "i8", (RING, 2)),  # tag, bytes
-            ("chunks", "i8", (RING, 6)),  # post, segment, offset, bytes, bytes of the whole, signal
-            ("acknowledgements", "i8", (RING,)),  # signals
-        ]
-    )
-    return np.dtype(
-        [
-            ("doorbell", "i8"),
-            ("signal", "i8"),  # how far a GPU has got; a GPU writes it
-            ("pid", "i8"),
-            ("closed", "i8"),
-            ("round", "i8"),  # rounds of collectives that this rank has staged its part of
-            ("meanings", "i8", (2,)),  # what it thinks they are, even and odd ones
-            ("signals", "i8", (2,)),
-            ("padding", "i8", (7,)),  # to a whole number of cache lines
-            ("segments", segment, (NUM_SEGMENTS,)),
-            ("pairs", pair, (size,)),
-        ]
-    )
-
-
 class Board:
-    """The shared words of one group, from one rank's side."""
+    """The shared words of one group, from one rank's side: `words`, in rows that begin at `row(rank)`."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
         check_host()
         self.rank, self.size = rank, size
-        row = _row(size)
-        num_bytes = -(-row.itemsize * size // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._row_words = PAIRS + size * PAIR_WORDS
+        self.num_bytes = -(-8 * self._row_words * size // mmap.PAGESIZE) * mmap.PAGESIZE
         file = None
         if rank == 0:
-            file, self._memory, name = make_memory(num_bytes)
+            file, memory, name = make_memory(self.num_bytes)
             store.set("board", f"{os.getpid()} {file} {name}")
         else:
             pid, other, name = store.get("board").decode().split()
-            self._memory = open_memory(int(pid), int(other), num_bytes, name)
-        self.rows: Any = np.frombuffer(self._memory, dtype=row, count=size)
-        self.address, self.num_bytes, self._row_bytes = self.rows.ctypes.data, num_bytes, row.itemsize
-        self.rounds, self.closed = self.rows["round"], self.rows["closed"]
-        self.meanings, self.signals = self.rows["meanings"], self.rows["signals"]
-        self.segments, self.pairs, self.pids = self.rows["segments"], self.rows["pairs"], self.rows["pid"]
-        self._doorbells = self.rows["doorbell"]
+            memory = open_memory(int(pid), int(other), self.num_bytes, name)
+        self.words = memoryview(memory).cast("q")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._count = itertools.count()
+        self._may_spin = len(os.sched_getaffinity(0)) >= 2 * size
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.syscall.argtypes = [
             ctypes.c_long,
@@ -135,49 +125,76 @@ class Board:
             ctypes.c_void_p,
             ctypes.c_uint32,
         ]
-        self.pids[rank] = os.getpid()
+        self.words[self.row(rank) + PID] = os.getpid()
         self._meet(timeout_s)
         if file is not None:
             os.close(file)
-        self._watched = {one: _watched(int(self.pids[one])) for one in range(size) if one != rank}
+        self._watched = {one: _watched(self.pid(one)) for one in range(size) if one != rank}
 
     def _meet(self, timeout_s: float) -> None:
         end_s = time.monotonic() + timeout_s
-        while not self.pids.all():
+        while missing := [rank for rank in range(self.size) if not self.pid(rank)]:
             if time.monotonic() > end_s:
-                missing = np.flatnonzero(self.pids == 0).tolist()
                 raise RuntimeError(f"ranks {missing} of this group did not join within {timeout_s:g} s")
             time.sleep(0.001)
 
+    def row(self, rank: int) -> int:
+        return rank * self._row_words
+
+    def pair(self, rank: int, other: int) -> int:
+        """Where a rank says what concerns another one."""
+        return rank * self._row_words + PAIRS + other * PAIR_WORDS
+
+    def segment(self, rank: int, number: int) -> int:
+        return rank * self._row_words + SEGMENTS + number * SEGMENT_WORDS
+
+    def pid(self, rank: int) -> int:
+        return self.words[self.row(rank) + PID]
+
+    def is_closed(self, rank: int) -> bool:
+        return bool(self.words[self.row(rank) + CLOSED])
+
     def signal_offset(self, rank: int) -> int:
         """Where in the board's memory a rank's signal stands, in bytes."""
-        return rank * self._row_bytes + 8
+        return 8 * (self.row(rank) + SIGNAL)
 
     def doorbell(self) -> int:
-        return int(self._doorbells[self.rank]) & 0xFFFFFFFF
+        return self.words[self.row(self.rank) + DOORBELL]
 
     def ring(self, rank: int) -> None:
         """Wakes a rank. Every ringing writes a word of its own, so that none can be taken for an earlier one."""
-        self._doorbells[rank] = (self.rank + 1) << 22 | (next(self._count) & 0x3FFFFF)
-        self._futex(rank, _FUTEX_WAKE, 1, None)
+        row = self.row(rank)
+        self.words[row + DOORBELL] = (self.rank + 1) << 22 | (next(self._count) & 0x3FFFFF)
+        whom = _DRIVER if self.words[row + DRIVERS] else _THREAD
+        self._futex(rank, _FUTEX_WAKE, _ALL, None, whom)
 
     def ring_all(self) -> None:
         for rank in range(self.size):
             if rank != self.rank:
                 self.ring(rank)
 
-    def sleep(self, seen: int, seconds: float) -> None:
-        """Until somebody rings, unless somebody has since the doorbell read `seen`; no longer than so many seconds."""
-        limit = (ctypes.c_long * 2)(int(seconds), int(seconds % 1 * 1e9))
-        self._futex(self.rank, _FUTEX_WAIT, seen, limit)
+    def sleep(self, seen: int, seconds: float, *, as_driver: bool) -> None:
+        """Until somebody rings, unless somebody has since the doorbell read `seen`; no longer than so many seconds.
 
-    def _futex(self, rank: int, operation: int, value: int, limit: Any) -> None:
-        self._libc.syscall(_SYS_FUTEX, self.address + rank * self._row_bytes, operation, value, limit, None, 0)
+        A core that goes to sleep takes tens of microseconds to wake up. Where there are cores enough, whoever waits
+        for an answer stays awake for a moment.
+        """
+        if as_driver and self._may_spin:
+            place, spin_ns = self.row(self.rank) + DOORBELL, time.monotonic_ns() + _SPIN_NS
+            while time.monotonic_ns() < spin_ns:
+                if self.words[place] != seen:
+                    return
+        end_ns = time.monotonic_ns() + int(seconds * 1e9)
+        limit = (ctypes.c_long * 2)(*divmod(end_ns, 1_000_000_000))
+        self._futex(self.rank, _FUTEX_WAIT, seen, limit, _DRIVER if as_driver else _THREAD)
+
+    def _futex(self, rank: int, operation: int, value: int, limit: Any, whom: int) -> None:
+        self._libc.syscall(_SYS_FUTEX, self.address + 8 * self.row(rank), operation, value, limit, None, whom)
 
     def is_alive(self, rank: int) -> bool:
         if rank == self.rank:
             return True
-        watched = self._watched[rank]
+        watched = self._watched.get(rank)
         if watched is None:
             return False
         waiting = select.poll()
@@ -186,7 +203,7 @@ class Board:
 
     def give_up_on(self, rank: int) -> None:
         """Lets everything that waits for a signal of a dead rank go on."""
-        self.rows["signal"][rank] = GONE
+        self.words[self.row(rank) + SIGNAL] = GONE
 
     def close(self) -> None:
         for watched in self._watched.values():

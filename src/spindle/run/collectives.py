@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from spindle.run.board import Board
+from spindle.run.board import ROUND, ROUND_MEANINGS, ROUND_SIGNALS, Board
 from spindle.run.job import Job, flat_bytes
 from spindle.run.medium import Segments
 
@@ -158,6 +158,7 @@ class Collectives:
     ) -> Steps:
         """`stage` fills our part, `read` gets the parts of all ranks; every part has so many bytes."""
         board, medium = self._board, job.medium
+        words, ours = board.words, board.row(self._rank)
         self._round += 1
         number, turn = self._round, self._round % 2
         largest = len(medium.half_bytes) - 1
@@ -172,22 +173,21 @@ class Collectives:
             stage(self._segments.of(self._rank, medium, segment)[place])
             signal = medium.signal()
         meaning = zlib.crc32(f"{job.name} {num_bytes} {segment}".encode())
-        board.meanings[self._rank][turn], board.signals[self._rank][turn] = meaning, signal
-        board.rounds[self._rank] = number
+        words[ours + ROUND_MEANINGS + turn], words[ours + ROUND_SIGNALS + turn] = meaning, signal
+        words[ours + ROUND] = number
         board.ring_all()
-        while behind := [rank for rank in range(self._size) if int(board.rounds[rank]) < number]:
+        while behind := [rank for rank in range(self._size) if words[board.row(rank) + ROUND] < number]:
             self._behind = behind
             yield
         self._behind = []
         for rank in range(self._size):
-            if int(board.meanings[rank][turn]) != meaning:
+            if words[board.row(rank) + ROUND_MEANINGS + turn] != meaning:
                 raise RuntimeError(
                     f"{self._names[rank]} does not run the {job.name} of {num_bytes} bytes that "
                     f"{self._names[self._rank]} runs; all ranks of a group must call the same collectives in one order"
                 )
         if num_bytes:
-            for rank in range(self._size):
-                medium.wait_for(rank, int(board.signals[rank][turn]))
+            medium.wait_for({rank: words[board.row(rank) + ROUND_SIGNALS + turn] for rank in range(self._size)})
             read([self._segments.of(rank, medium, segment)[place] for rank in range(self._size)])
 
 

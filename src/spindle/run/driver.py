@@ -7,11 +7,15 @@ that is current in the calling thread, which is torch's.
 from __future__ import annotations
 
 import ctypes
+import struct
+from collections.abc import Sequence
 from typing import Any
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _PORTABLE, _MAPPED = 1, 2
+_WAIT = struct.Struct("=I4xQQI4xQ8x")  # CUstreamBatchMemOpParams: operation, address, value, flags, alias
+_WAIT_VALUE_64 = 4
 _AT_LEAST = 0  # a wait ends when the word, as a signed difference, has reached the value
 
 
@@ -31,6 +35,17 @@ class Driver:
             text = ctypes.c_char_p()
             self._library.cuGetErrorString(code, ctypes.byref(text))
             raise RuntimeError(f"{name} failed: {(text.value or b'').decode() or code}")
+
+    def context(self) -> int:
+        """The context that is current in this thread."""
+        context = ctypes.c_void_p()
+        self._call("cuCtxGetCurrent", ctypes.byref(context))
+        assert context.value
+        return context.value
+
+    def use(self, context: int) -> None:
+        """Makes a context current in this thread."""
+        self._call("cuCtxSetCurrent", ctypes.c_void_p(context))
 
     def allocate(self, num_bytes: int) -> int:
         address = ctypes.c_uint64()
@@ -67,12 +82,12 @@ class Driver:
 
     def write_value(self, stream: int, address: int, value: int) -> None:
         """After all that the stream has to do so far, and visibly after it, writes a word of 64 bits."""
-        self._call("cuStreamWriteValue64_v2", *_words(stream, address, value), ctypes.c_uint(0))
+        words = ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint64(value)
+        self._call("cuStreamWriteValue64_v2", *words, ctypes.c_uint(0))
 
-    def wait_value(self, stream: int, address: int, value: int) -> None:
-        """The stream goes on when a word of 64 bits has reached a value."""
-        self._call("cuStreamWaitValue64_v2", *_words(stream, address, value), ctypes.c_uint(_AT_LEAST))
-
-
-def _words(stream: int, address: int, value: int) -> tuple[ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64]:
-    return ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint64(value)
+    def wait_values(self, stream: int, values: Sequence[tuple[int, int]]) -> None:
+        """The stream goes on when each of some words of 64 bits, by their addresses, has reached its value."""
+        waits = b"".join(_WAIT.pack(_WAIT_VALUE_64, address, value, _AT_LEAST, 0) for address, value in values)
+        self._call(
+            "cuStreamBatchMemOp_v2", ctypes.c_void_p(stream), ctypes.c_uint(len(values)), waits, ctypes.c_uint(0)
+        )

@@ -55,13 +55,14 @@ def _make_group(options: Any, _: Any) -> IpcGroup:
 class IpcWork(dist.Work):
     """An operation under way, as torch knows it."""
 
-    def __init__(self, job: Job, device: torch.device, outputs: list[torch.Tensor]) -> None:
+    def __init__(self, transport: Transport, job: Job, outputs: list[torch.Tensor]) -> None:
         super().__init__()
-        self._job, self._device, self._outputs = job, device, outputs
+        self._transport, self._job, self._outputs = transport, job, outputs
+        self._device = outputs[0].device if outputs else torch.device("cpu")
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Lets the current stream wait, or the host where there is no stream."""
-        if not self._job.wait(timeout.total_seconds() or None):
+        if not self._transport.finish(self._job, timeout.total_seconds() or None):
             raise RuntimeError(f"{self._job.name} is not over after {timeout}")
         if self._job.error is not None:
             raise RuntimeError(str(self._job.error))
@@ -90,10 +91,10 @@ class IpcWork(dist.Work):
         over: Future[Any] = Future(devices=[self._device] if on_gpu else None)
 
         def tell() -> None:
-            # From whatever thread: what is on the stream of this moment counts as part of the result.
-            if on_gpu and self._job.error is None:
-                torch.cuda.current_stream(self._device).wait_event(self._job.done)
+            # What is on the current stream then is what those who wait for the future wait for.
+            entered = self._job.medium.enter()
             over.set_result(None)
+            self._job.medium.leave(entered)
 
         def outputs(_: Any) -> list[torch.Tensor]:
             if self._job.error is not None:
@@ -130,18 +131,18 @@ class IpcGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> IpcWork:
         (tensor,) = _checked(tensors)
-        return _work(self._transport.start_message(False, tensor, dst, tag), [tensor])
+        return self._work(self._transport.start_message(False, tensor, dst, tag), [tensor])
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> IpcWork:
         (tensor,) = _checked(tensors)
-        return _work(self._transport.start_message(True, tensor, src, tag), [tensor])
+        return self._work(self._transport.start_message(True, tensor, src, tag), [tensor])
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> IpcWork:
         combine, is_mean, name = _reduction("all_reduce", opts)
         tensors = _checked(tensors)
         steps = self._transport.collectives.all_reduce
         job = self._transport.start(name, tensors, lambda job: steps(job, tensors, combine, is_mean))
-        return _work(job, tensors)
+        return self._work(job, tensors)
 
     allreduce_coalesced = allreduce
 
@@ -150,7 +151,7 @@ class IpcGroup(dist.ProcessGroup):
         tensors = _checked(tensors)
         steps = self._transport.collectives.broadcast
         job = self._transport.start(f"broadcast from {root}", tensors, lambda job: steps(job, tensors, root))
-        return _work(job, tensors)
+        return self._work(job, tensors)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> IpcWork:
         return self._all_gather(list(zip(map(_checked, outputs), _checked(inputs), strict=True)))
@@ -176,7 +177,7 @@ class IpcGroup(dist.ProcessGroup):
         tensors = outputs + [given for _, given in pairs]
         steps = self._transport.collectives.all_gather
         job = self._transport.start("all_gather", tensors, lambda job: steps(job, pairs))
-        return _work(job, outputs)
+        return self._work(job, outputs)
 
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
@@ -204,23 +205,22 @@ class IpcGroup(dist.ProcessGroup):
         tensors = outputs + [given for _, inputs in pairs for given in inputs]
         steps = self._transport.collectives.reduce_scatter
         job = self._transport.start(name, tensors, lambda job: steps(job, pairs, combine, is_mean))
-        return _work(job, outputs)
+        return self._work(job, outputs)
 
     def barrier(self, opts: Any = None) -> IpcWork:
         """When it is over, all that any rank had started before, on the host or its current stream, is done."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()
-        return _work(self._transport.start("barrier", [], self._transport.collectives.barrier), [])
+        return self._work(self._transport.start("barrier", [], self._transport.collectives.barrier), [])
+
+    def _work(self, job: Job, outputs: list[torch.Tensor]) -> IpcWork:
+        return IpcWork(self._transport, job, outputs)
 
     def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """A tensor in one piece for each rank."""
         if tensor.numel() % self._size:
             raise ValueError(f"{tensor.numel()} elements cannot be split over {self._size} ranks")
         return list(tensor.view(self._size, -1).unbind())
-
-
-def _work(job: Job, outputs: list[torch.Tensor]) -> IpcWork:
-    return IpcWork(job, outputs[0].device if outputs else torch.device("cpu"), outputs)
 
 
 def _checked(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

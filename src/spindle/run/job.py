@@ -15,15 +15,23 @@ from spindle.run.medium import Medium
 class Job:
     """An operation as its caller sees it: over when it is carried out, or put on a stream, or has failed."""
 
-    def __init__(self, name: str, tensors: list[torch.Tensor], medium: Medium, timeout_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        tensors: list[torch.Tensor],
+        medium: Medium,
+        timeout_s: float,
+        note_end: Callable[[list[Callable[[], None]]], None],
+    ) -> None:
         self.name, self.tensors, self.medium = name, tensors, medium
         self.deadline_s = time.monotonic() + timeout_s
         self.error: RuntimeError | None = None
         self.done: Any = None
         self._called = medium.moment()
         self._begun = False
-        self._over = threading.Event()
+        self._over = False
         self._callbacks: list[Callable[[], None]] = []
+        self._note_end = note_end  # takes what is to be called, which must not be in the middle of anything
         self._lock = threading.Lock()
 
     def begin(self) -> None:
@@ -37,20 +45,15 @@ class Job:
             self.done = self.medium.done()
         self.error, self.tensors = error, []
         with self._lock:
-            self._over.set()
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+            self._over = True
+        self._note_end(self._callbacks)
 
     def is_over(self) -> bool:
-        return self._over.is_set()
-
-    def wait(self, seconds: float | None) -> bool:
-        return self._over.wait(seconds)
+        return self._over
 
     def when_over(self, callback: Callable[[], None]) -> None:
         with self._lock:
-            if not self._over.is_set():
+            if not self._over:
                 self._callbacks.append(callback)
                 return
         callback()

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
+import threading
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from spindle.run.board import HANDLE_WORDS, Board, make_memory, open_memory
 from spindle.run.driver import Driver
 
 _KINDS = 4  # of segments a medium may have, for collectives and for messages
+Handle = tuple[int, ...]  # the words by which other processes find a segment
 
 
 class Medium(Protocol):
@@ -27,13 +30,15 @@ class Medium(Protocol):
     half_bytes: tuple[int, ...]  # of the segments for collectives, small to large
     slots: tuple[tuple[int, int], ...]  # of the segments for messages: how many of how many bytes
 
-    def enter_thread(self) -> None:
-        """Called once by the thread that will use this medium."""
+    def enter(self) -> Any:
+        """From here on the calling thread uses this medium; gives what `leave` needs."""
 
-    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
-        """A segment, and the words by which others find it."""
+    def leave(self, entered: Any) -> None: ...
 
-    def attach(self, pid: int, words: np.ndarray[Any, Any], num_bytes: int) -> torch.Tensor:
+    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, Handle]:
+        """A segment, and how others find it."""
+
+    def attach(self, pid: int, handle: Handle, num_bytes: int) -> torch.Tensor:
         """A segment of another process."""
 
     def moment(self) -> Any:
@@ -45,8 +50,8 @@ class Medium(Protocol):
     def signal(self) -> int:
         """A mark behind what has been done here so far."""
 
-    def wait_for(self, rank: int, signal: int) -> None:
-        """What follows here comes after a rank's mark."""
+    def wait_for(self, marks: Mapping[int, int]) -> None:
+        """What follows here comes after the marks of some ranks."""
 
     def done(self) -> Any:
         """What has been done here so far, for whoever waits for it; None when it is over."""
@@ -78,22 +83,25 @@ class Segments:
     def _ours(self, medium: Medium, number: int, num_bytes: int) -> int:
         """Makes a segment of ours if there is none yet."""
         if (self._board.rank, number) not in self._tensors:
-            tensor, words = medium.allocate(num_bytes)
+            tensor, handle = medium.allocate(num_bytes)
             self._tensors[self._board.rank, number] = tensor
-            ours = self._board.segments[self._board.rank]
-            ours["handle"][number] = words
-            ours["num_bytes"][number] = num_bytes
+            words, place = self._board.words, self._board.segment(self._board.rank, number)
+            for offset, word in enumerate(handle, start=1):
+                words[place + offset] = word
+            words[place] = num_bytes
         return number
 
     def of(self, rank: int, medium: Medium, number: int) -> torch.Tensor:
         """The bytes of a segment that its rank has spoken of."""
         if (rank, number) not in self._tensors:
-            theirs = self._board.segments[rank]
-            num_bytes = int(theirs["num_bytes"][number])
+            place = self._board.segment(rank, number)
+            num_bytes, *handle = self._board.words[place : place + 1 + HANDLE_WORDS]
             assert num_bytes
-            pid = int(self._board.pids[rank])
-            self._tensors[rank, number] = medium.attach(pid, theirs["handle"][number], num_bytes)
+            self._tensors[rank, number] = medium.attach(self._board.pid(rank), tuple(handle), num_bytes)
         return self._tensors[rank, number]
+
+    def forget(self) -> None:
+        self._tensors.clear()
 
 
 class HostMedium:
@@ -106,18 +114,19 @@ class HostMedium:
     def __init__(self) -> None:
         self._files: list[int] = []
 
-    def enter_thread(self) -> None:
+    def enter(self) -> Any:
+        return None
+
+    def leave(self, entered: Any) -> None:
         pass
 
-    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
+    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, Handle]:
         file, memory, _ = make_memory(num_bytes)
         self._files.append(file)
-        words = np.zeros(HANDLE_WORDS, dtype=np.int64)
-        words[0] = file
-        return _bytes_of(memory), words
+        return _bytes_of(memory), (file,) + (0,) * (HANDLE_WORDS - 1)
 
-    def attach(self, pid: int, words: np.ndarray[Any, Any], num_bytes: int) -> torch.Tensor:
-        return _bytes_of(open_memory(pid, int(words[0]), num_bytes))
+    def attach(self, pid: int, handle: Handle, num_bytes: int) -> torch.Tensor:
+        return _bytes_of(open_memory(pid, handle[0], num_bytes))
 
     def moment(self) -> Any:
         return None
@@ -128,7 +137,7 @@ class HostMedium:
     def signal(self) -> int:
         return 0
 
-    def wait_for(self, rank: int, signal: int) -> None:
+    def wait_for(self, marks: Mapping[int, int]) -> None:
         pass
 
     def done(self) -> Any:
@@ -163,23 +172,32 @@ class CudaMedium:
         self._driver, self._board, self._count = Driver(), board, 0
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # so that there is a context
+            self._context = self._driver.context()
             self._words = self._driver.register(board.address, board.num_bytes)
         self._owned: list[int] = []
         self._opened: list[int] = []
         self._last: Any = None
+        self._thread = threading.local()
 
-    def enter_thread(self) -> None:
-        torch.cuda.set_device(self.device)
+    def enter(self) -> Any:
+        if not getattr(self._thread, "is_ready", False):
+            torch.cuda.set_device(self.device)
+            self._driver.use(self._context)
+            self._thread.is_ready = True
+        before = torch.cuda.current_stream(self.device)
         torch.cuda.set_stream(self.stream)
+        return before
 
-    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
+    def leave(self, entered: Any) -> None:
+        torch.cuda.set_stream(entered)
+
+    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, Handle]:
         address = self._driver.allocate(num_bytes)
         self._owned.append(address)
-        words = np.frombuffer(self._driver.export(address), dtype=np.int64)
-        return self._tensor(address, num_bytes), words
+        return self._tensor(address, num_bytes), struct.unpack(f"{HANDLE_WORDS}q", self._driver.export(address))
 
-    def attach(self, pid: int, words: np.ndarray[Any, Any], num_bytes: int) -> torch.Tensor:
-        address = self._driver.open(np.ascontiguousarray(words).tobytes())
+    def attach(self, pid: int, handle: Handle, num_bytes: int) -> torch.Tensor:
+        address = self._driver.open(struct.pack(f"{HANDLE_WORDS}q", *handle))
         self._opened.append(address)
         return self._tensor(address, num_bytes)
 
@@ -200,10 +218,14 @@ class CudaMedium:
         self._driver.write_value(self.stream.cuda_stream, address, self._count)
         return self._count
 
-    def wait_for(self, rank: int, signal: int) -> None:
-        if rank != self._board.rank:  # our own mark is on this very stream
-            address = self._words + self._board.signal_offset(rank)
-            self._driver.wait_value(self.stream.cuda_stream, address, signal)
+    def wait_for(self, marks: Mapping[int, int]) -> None:
+        values = [
+            (self._words + self._board.signal_offset(rank), signal)
+            for rank, signal in marks.items()
+            if rank != self._board.rank  # our own mark is on this very stream
+        ]
+        if values:
+            self._driver.wait_values(self.stream.cuda_stream, values)
 
     def done(self) -> Any:
         self._last = self.stream.record_event()

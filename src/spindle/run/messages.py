@@ -13,11 +13,22 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from spindle.run.board import RING, Board
+from spindle.run.board import (
+    ACKNOWLEDGED,
+    ACKNOWLEDGEMENTS,
+    CHUNK_WORDS,
+    CHUNKS,
+    POST_WORDS,
+    POSTED,
+    POSTS,
+    RING,
+    SENT,
+    TAKEN,
+    Board,
+)
 from spindle.run.job import Job, flat_bytes
 from spindle.run.medium import Segments
 
@@ -113,23 +124,19 @@ class Messages:
         self._to_ring.clear()
         return moving
 
-    def _words(self, peer: int) -> tuple[Any, Any]:
-        """What we say to a peer, and it to us."""
-        pairs = self._board.pairs
-        return pairs[self._board.rank][peer], pairs[peer][self._board.rank]
-
     def _advance_sends(self, peer: int, pair: _Pair) -> bool:
-        ours, theirs = self._words(peer)
-        num_posted, num_acknowledged = int(theirs["posted"]), int(theirs["acknowledged"])
+        words, rank = self._board.words, self._board.rank
+        ours, theirs = self._board.pair(rank, peer), self._board.pair(peer, rank)
+        num_posted, num_acknowledged = words[theirs + POSTED], words[theirs + ACKNOWLEDGED]
         for number in range(pair.num_taken, num_posted):
-            tag, num_bytes = theirs["posts"][number % RING].tolist()
-            pair.posts[tag].append((number, num_bytes))
+            place = theirs + POSTS + number % RING * POST_WORDS
+            pair.posts[words[place]].append((number, words[place + 1]))
         if num_posted > pair.num_taken:
-            ours["taken"] = pair.num_taken = num_posted
+            words[ours + TAKEN] = pair.num_taken = num_posted
             self._to_ring.add(peer)
         for number in range(pair.num_sent - len(pair.away), num_acknowledged):
             slot = pair.away.popleft()
-            slot.reader, slot.signal = peer, int(theirs["acknowledgements"][number % RING])
+            slot.reader, slot.signal = peer, words[theirs + ACKNOWLEDGEMENTS + number % RING]
             self._slots[slot.segment].append(slot)
         self._match(peer, pair)
         return self._stage(peer, pair, ours, RING - (pair.num_sent - num_acknowledged))
@@ -149,7 +156,7 @@ class Messages:
             if not posts:
                 del pair.posts[tag]
 
-    def _stage(self, peer: int, pair: _Pair, ours: Any, room: int) -> bool:
+    def _stage(self, peer: int, pair: _Pair, ours: int, room: int) -> bool:
         """Stages chunks while there are slots. Messages take turns: a small one need not wait for a large one."""
         moved = False
         num_stuck = 0
@@ -160,10 +167,10 @@ class Messages:
                 pair.sending.append(message)
                 num_stuck += 1
                 continue
-            self._stage_chunk(message, slot, ours["chunks"][pair.num_sent % RING])
+            self._stage_chunk(message, slot, ours + CHUNKS + pair.num_sent % RING * CHUNK_WORDS)
             pair.away.append(slot)
             pair.num_sent += 1
-            ours["sent"] = pair.num_sent
+            self._board.words[ours + SENT] = pair.num_sent
             self._to_ring.add(peer)
             room, num_stuck, moved = room - 1, 0, True
             if not message.job.is_over():
@@ -173,15 +180,17 @@ class Messages:
                     message.job.finish()
         return moved
 
-    def _stage_chunk(self, message: _Message, slot: _Slot, note: Any) -> None:
+    def _stage_chunk(self, message: _Message, slot: _Slot, note: int) -> None:
         medium, whole = message.job.medium, message.flat.numel()
         message.job.begin()
         if slot.reader >= 0:
-            medium.wait_for(slot.reader, slot.signal)
+            medium.wait_for({slot.reader: slot.signal})
         num_bytes = min(slot.num_bytes, message.left)
         place = self._segments.of(self._board.rank, medium, slot.segment)[slot.offset : slot.offset + num_bytes]
         place.copy_(message.next_part(num_bytes))
-        note[:] = (message.post, slot.segment, slot.offset, num_bytes, whole, medium.signal())
+        words = (message.post, slot.segment, slot.offset, num_bytes, whole, medium.signal())
+        for offset, word in enumerate(words):
+            self._board.words[note + offset] = word
 
     def _free_slot(self, message: _Message) -> _Slot | None:
         medium = message.job.medium
@@ -195,18 +204,21 @@ class Messages:
 
     def _advance_receives(self, peer: int, pair: _Pair) -> bool:
         moved = False
-        ours, theirs = self._words(peer)
-        num_taken = int(theirs["taken"])
+        words, rank = self._board.words, self._board.rank
+        ours, theirs = self._board.pair(rank, peer), self._board.pair(peer, rank)
+        num_taken = words[theirs + TAKEN]
         while pair.receives and pair.num_posted - num_taken < RING:
             tag, message = pair.receives.popleft()
-            ours["posts"][pair.num_posted % RING] = (tag, message.flat.numel())
+            place = ours + POSTS + pair.num_posted % RING * POST_WORDS
+            words[place], words[place + 1] = tag, message.flat.numel()
             pair.expected[pair.num_posted] = message
             pair.num_posted += 1
-            ours["posted"] = pair.num_posted
+            words[ours + POSTED] = pair.num_posted
             self._to_ring.add(peer)
             moved = True
-        for number in range(pair.num_acknowledged, int(theirs["sent"])):
-            post, segment, offset, num_bytes, whole, signal = theirs["chunks"][number % RING].tolist()
+        for number in range(pair.num_acknowledged, words[theirs + SENT]):
+            place = theirs + CHUNKS + number % RING * CHUNK_WORDS
+            post, segment, offset, num_bytes, whole, signal = words[place : place + CHUNK_WORDS]
             message = pair.expected[post]
             mark, error = 0, None
             if whole == message.flat.numel():
@@ -216,8 +228,8 @@ class Messages:
             if error or not message.left:
                 del pair.expected[post]
                 message.job.finish(error)
-            ours["acknowledgements"][number % RING] = mark
-            ours["acknowledged"] = pair.num_acknowledged = number + 1
+            words[ours + ACKNOWLEDGEMENTS + number % RING] = mark
+            words[ours + ACKNOWLEDGED] = pair.num_acknowledged = number + 1
             self._to_ring.add(peer)
             moved = True
         return moved
@@ -226,7 +238,7 @@ class Messages:
         medium = message.job.medium
         message.job.begin()
         source = self._segments.of(peer, medium, segment)[place]
-        medium.wait_for(peer, signal)
+        medium.wait_for({peer: signal})
         message.next_part(source.numel()).copy_(source)
         return medium.signal()
 

@@ -1,9 +1,12 @@
-"""The thread of a group: carries out its messages and collectives, and notices when others are gone.
+"""Who carries out the messages and collectives of a group, and notices when others are gone.
 
-Callers hand in jobs; everything else happens on the thread, which never waits for one job while another could go on.
+Callers hand in jobs. Each of them does at once what can be done at once; whoever waits for a job does, while waiting,
+what there is to do; when nobody waits, a thread does it. Nobody waits for one job while another could go on.
+
 On a GPU, "staged" and "read" mean: put on a stream. A stream waits for another rank's mark only when that rank has
-already put the mark on its own stream. So whatever order operations are called in, and however the hardware folds
-streams into its few queues, no stream waits for work that comes later.
+already put the mark on its own stream. So whatever order operations are called in, however the hardware folds streams
+into its few queues, and whenever the driver waits for all streams (to load a kernel, to free memory), no stream waits
+for work that is still to come.
 
 A rank that waits for one that has ended or left fails within a fraction of a second, with everything it has pending.
 """
@@ -18,31 +21,36 @@ from itertools import chain
 
 import torch
 
-from spindle.run.board import Board
+from spindle.run.board import CLOSED, DRIVERS, Board
 from spindle.run.collectives import Collectives, Steps
 from spindle.run.job import Job
 from spindle.run.medium import CudaMedium, HostMedium, Medium, Segments
 from spindle.run.messages import Messages
 
-_LOOK_S = 0.1  # how often we look whether those we wait for are still there
-_IDLE_S = 3600.0
+_LOOK_S = 0.2  # how often we look whether those we wait for are still there
 _LEAVE_S = 10.0  # how long we wait for others to let go of our memory
 
 
 class Transport:
-    """What a group's thread knows. `start`, `start_message` and `leave` are for callers in any thread."""
+    """One rank's part of a group. Public methods are for callers in any thread."""
 
     def __init__(self, board: Board, names: Sequence[str], timeout_s: float) -> None:
         self._board, self._names, self._timeout_s = board, names, timeout_s
-        segments = Segments(board)
-        self.messages, self.collectives = Messages(board, segments, names), Collectives(board, segments, names)
-        self._media: dict[str, Medium] = {}
-        self._entered: set[int] = set()
+        self._segments = Segments(board)
+        self.messages = Messages(board, self._segments, names)
+        self.collectives = Collectives(board, self._segments, names)
+        self._work = threading.Lock()  # held by whoever is doing what there is to do
+        self._look_s = 0.0
+        self._num_ended = 0
+        self._is_pending = False
+        self._to_call: deque[Callable[[], None]] = deque()
+        self._state = threading.Lock()  # held for a moment, for what follows
         self._submitted: deque[tuple[Job, Callable[[], None]]] = deque()
+        self._media: dict[str, Medium] = {}
+        self._num_drivers = 0
         self._error: RuntimeError | None = None
         self._leaving = False
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()  # for what callers and the thread both change: the six above
 
     def start(self, name: str, tensors: list[torch.Tensor], steps: Callable[[Job], Steps]) -> Job:
         """Starts a collective over these tensors, all of one device."""
@@ -58,9 +66,30 @@ class Transport:
         self._submit(job, lambda: add(job, peer, tag))
         return job
 
+    def finish(self, job: Job, limit_s: float | None) -> bool:
+        """Waits for a job, doing what there is to do; whether it is over."""
+        if job.is_over():
+            return True
+        end_s = None if limit_s is None else time.monotonic() + limit_s
+        self._count_drivers(1)
+        try:
+            while True:
+                seen = self._board.doorbell()
+                with self._work:
+                    self._step(num_others=self._num_drivers - 1)
+                self._call()
+                left_s = _LOOK_S if end_s is None else min(_LOOK_S, end_s - time.monotonic())
+                if job.is_over() or left_s < 0:
+                    return job.is_over()
+                self._board.sleep(seen, left_s, as_driver=True)
+        finally:
+            self._count_drivers(-1)
+            if self._is_pending:
+                self._board.ring(self._board.rank)  # the thread, to take over
+
     def leave(self) -> None:
         """Finishes what others still read from us, and ends the thread."""
-        with self._lock:
+        with self._state:
             self._leaving, thread = True, self._thread
         if thread is None:
             self._close()
@@ -72,66 +101,100 @@ class Transport:
         devices = {tensor.device for tensor in tensors} or {torch.device("cpu")}
         if len(devices) > 1:
             raise ValueError(f"{name}: tensors on several devices ({', '.join(sorted(map(str, devices)))})")
-        return Job(name, tensors, self._medium(devices.pop()), self._timeout_s)
+        return Job(name, tensors, self._medium(devices.pop()), self._timeout_s, self._note_end)
+
+    def _note_end(self, callbacks: list[Callable[[], None]]) -> None:
+        self._num_ended += 1
+        self._to_call.extend(callbacks)
 
     def _medium(self, device: torch.device) -> Medium:
-        with self._lock:
+        with self._state:
             if device.type not in self._media:
                 self._media[device.type] = HostMedium() if device.type == "cpu" else CudaMedium(self._board, device)
             return self._media[device.type]
 
     def _submit(self, job: Job, add: Callable[[], None]) -> None:
-        with self._lock:
+        with self._state:
             if self._leaving:
                 raise RuntimeError(str(self._error or "this process has left the group"))
             self._submitted.append((job, add))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="spindle transport", daemon=True)
                 self._thread.start()
-        self._board.ring(self._board.rank)
+        if self._work.acquire(blocking=False):
+            try:
+                self._step(num_others=self._num_drivers)
+            finally:
+                self._work.release()
+            self._call()
+        else:
+            self._board.ring(self._board.rank)  # whoever is at it will look again
 
-    # The thread.
+    def _count_drivers(self, more: int) -> None:
+        with self._state:
+            self._num_drivers += more
+            self._board.words[self._board.row(self._board.rank) + DRIVERS] = self._num_drivers
+
+    # What there is to do. Called by whoever holds `_work`.
 
     def _run(self) -> None:
-        try:
-            with torch.no_grad():
-                self._work()
-        except BaseException as error:  # nobody else would ever finish what is pending
-            self._error = error if isinstance(error, RuntimeError) else RuntimeError(repr(error))
-        self._drop(str(self._error or "this process has left the group"))
-        self._close()
-
-    def _work(self) -> None:
-        look_s = 0.0
+        """The thread's life."""
         while True:
             seen = self._board.doorbell()
-            leaving = self._take()
-            self._advance()
-            computing = self._is_computing()
-            if leaving and not computing and not self._holds_others():
-                return
-            busy = computing or leaving or next(self._jobs(), None) is not None
-            self._board.sleep(seen, _LOOK_S if busy else _IDLE_S)
-            if busy and time.monotonic() > look_s:
-                self._look()
-                look_s = time.monotonic() + _LOOK_S
+            if not self._num_drivers:
+                with self._work:
+                    self._step(num_others=self._num_drivers)
+                    leaving = self._leaving and not (self._error is None and self._is_needed())
+                self._call()
+                if leaving:
+                    break
+            self._board.sleep(seen, _LOOK_S, as_driver=False)
+        with self._work:
+            self._drop(str(self._error or "this process has left the group"))
+            self._close()
+        self._call()
 
-    def _take(self) -> bool:
-        """Takes in what callers have started; whether we are to leave."""
-        with self._lock:
-            entries, leaving = list(self._submitted), self._leaving
-            self._submitted.clear()
-        for job, add in entries:
-            if job.medium.number not in self._entered:
-                self._entered.add(job.medium.number)
-                job.medium.enter_thread()
-            add()
-        return leaving
+    def _step(self, num_others: int) -> None:
+        """Does what can be done now; wakes others who wait if anything came to its end, in good or in bad."""
+        if self._error is not None:
+            return
+        num_ended = self._num_ended
+        entered = [(medium, medium.enter()) for medium in tuple(self._media.values())]
+        try:
+            self._advance()
+            if time.monotonic() > self._look_s:
+                self._look()
+                self._look_s = time.monotonic() + _LOOK_S
+        except BaseException as error:  # nobody else would ever finish what is pending
+            self._error = error if isinstance(error, RuntimeError) else RuntimeError(repr(error))
+            self._drop(str(self._error))
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            for medium, before in entered:
+                medium.leave(before)
+            self._is_pending = next(self._jobs(), None) is not None
+            if num_others and self._num_ended > num_ended:
+                self._board.ring(self._board.rank)
 
     def _advance(self) -> None:
-        """Does all that can be done without waiting."""
-        while self.collectives.advance() | self.messages.advance():
-            pass
+        while True:
+            with self._state:
+                while self._submitted:
+                    self._submitted.popleft()[1]()
+            while self.collectives.advance() | self.messages.advance():
+                pass
+            if not self._submitted:
+                return
+
+    def _call(self) -> None:
+        """Calls whom a job's end concerns; not in the middle of anything, because they may start new jobs."""
+        while self._to_call:
+            try:
+                callback = self._to_call.popleft()
+            except IndexError:  # another thread was faster
+                return
+            callback()
 
     def _jobs(self) -> Iterator[Job]:
         return chain(self.collectives.jobs(), self.messages.jobs())
@@ -139,14 +202,18 @@ class Transport:
     def _is_computing(self) -> bool:
         return any(medium.is_busy() for medium in tuple(self._media.values()))
 
-    def _holds_others(self) -> bool:
+    def _is_needed(self) -> bool:
         """Whether others still need us for what we have started with them."""
-        return bool(self.collectives.waited_for()) or any(map(self._is_there, self.messages.readers()))
+        return (
+            self._is_computing()
+            or bool(self.collectives.waited_for())
+            or any(map(self._is_there, self.messages.readers()))
+        )
 
     # When others are gone.
 
     def _is_there(self, rank: int) -> bool:
-        return not self._board.closed[rank] and self._board.is_alive(rank)
+        return not self._board.is_closed(rank) and self._board.is_alive(rank)
 
     def _waited_for(self) -> set[int]:
         return self.collectives.waited_for() | self.messages.waited_for()
@@ -154,11 +221,12 @@ class Transport:
     def _look(self) -> None:
         """Fails if somebody we wait for has ended or left, or we have waited too long."""
         board = self._board
+        waited, computing = self._waited_for(), self._is_computing()
+        if not (waited or computing):
+            return
         # What is on a stream may wait for the mark of a rank that ended before its GPU got there.
-        cut_off = {rank for rank in range(board.size) if not (board.closed[rank] or board.is_alive(rank))}
-        gone = {rank for rank in self._waited_for() if not self._is_there(rank)}
-        if self._is_computing():
-            gone |= cut_off
+        cut_off = {rank for rank in range(board.size) if not (board.is_closed(rank) or board.is_alive(rank))}
+        gone = {rank for rank in waited if not self._is_there(rank)} | (cut_off if computing else set())
         if gone:
             self._advance()  # it may have done its part between our last step and its end
             gone &= self._waited_for() | cut_off
@@ -167,7 +235,7 @@ class Transport:
         if gone:
             first = min(cut_off or gone)  # others may have left because of it
             how = "has ended" if first in cut_off else "has left the group"
-            raise RuntimeError(f"{self._names[first]} (process {int(board.pids[first])}) {how}")
+            raise RuntimeError(f"{self._names[first]} (process {board.pid(first)}) {how}")
         now_s = time.monotonic()
         for job in self._jobs():
             if now_s > job.deadline_s:
@@ -176,7 +244,7 @@ class Transport:
 
     def _drop(self, why: str) -> None:
         """Ends everything that is pending; what comes later is refused."""
-        with self._lock:
+        with self._state:
             self._leaving = True
             jobs = [job for job, _ in self._submitted]
             self._submitted.clear()
@@ -193,8 +261,10 @@ class Transport:
         media = [medium for kind, medium in self._media.items() if kind == "cpu" or self._error is None]
         try:
             for medium in media:
+                medium.enter()
                 medium.let_go()
-            board.closed[board.rank] = 1
+            self._segments.forget()
+            board.words[board.row(board.rank) + CLOSED] = 1
             board.ring_all()
             if "cuda" in self._media and self._error is None:
                 self._wait_for_others()
@@ -210,4 +280,4 @@ class Transport:
             seen = self._board.doorbell()
             if not any(map(self._is_there, others)):
                 return
-            self._board.sleep(seen, _LOOK_S)
+            self._board.sleep(seen, _LOOK_S, as_driver=False)

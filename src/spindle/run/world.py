@@ -122,7 +122,8 @@ def join_world() -> World:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_initialized():
         install_hook()
-        return World(dist.get_rank(), dist.get_world_size(), _device())
+        on_host = dist.get_backend() == "gloo"  # which cannot send a GPU's tensors
+        return World(dist.get_rank(), dist.get_world_size(), torch.device("cpu") if on_host else _device())
     if size == 1:
         return World(0, 1, _device())
     device = _device()
@@ -145,7 +146,14 @@ def _device() -> torch.device:
                 "driver supports (python -c 'import torch; torch.cuda.init()' says what is wrong)"
             )
         return torch.device("cpu")
-    device = torch.device("cuda", 0 if sharers else int(os.environ.get("LOCAL_RANK", "0")))
+    place, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if place >= num_gpus and not sharers:
+        raise InputError(
+            f"rank {place} of this host has no GPU of its own: there are {num_gpus}. Start as many processes as GPUs, "
+            f"share one (spindle launch --virtual-devices {os.environ.get('LOCAL_WORLD_SIZE', 'N')} ...), or train on "
+            "the CPU (CUDA_VISIBLE_DEVICES= in the environment)"
+        )
+    device = torch.device("cuda", 0 if sharers else place)
     torch.cuda.set_device(device)
     if sharers:
         torch.cuda.set_per_process_memory_fraction(_SHARED_MEMORY / sharers, device)
