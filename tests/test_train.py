@@ -119,6 +119,10 @@ TEMPERATURE = nn.Parameter(torch.ones(1))
             lambda batch: (ENCODER(batch["x"]) * TEMPERATURE).mean(),
             r"uses a parameter of shape \(1,\) outside any",
         ),
+        (
+            lambda batch: (ENCODER(batch["x"]) * TEMPERATURE.exp()).mean(),
+            r"uses a tensor that takes a gradient, of shape \(1,\) outside any",
+        ),
         (lambda batch: ENCODER(batch["x"]).mean() if batch["x"].sum() > 0 else 0, r"branches on a tensor's value"),
         (lambda batch: batch["x"].mean(), r"calls no module; register one"),
     ],

@@ -154,9 +154,12 @@ def measure_size(world: World, num_bytes: int) -> Iterator[Measurement]:
     for what, backend, call, repeats, times in (
         ("one way, 0 to 1", "spindle_ipc", lambda: there_and_back(x), many, 2),
         ("one way, 0 to 1", "gloo, host", lambda: there_and_back(host, gloo), few, 2),
+        ("one way, in a row", "spindle_ipc", lambda: [there_and_back(x) for _ in range(20)], 3, 40),
+        ("one way, in a row", "gloo, host", lambda: [there_and_back(host, gloo) for _ in range(5)], 2, 10),
         ("each to the next", "spindle_ipc", shift, many, 1),
         ("all-reduce", "spindle_ipc", lambda: dist.all_reduce(x), many, 1),
-        ("all-reduce, one of ten", "spindle_ipc", ten, 3, 10),
+        ("all-reduce, in a row", "spindle_ipc", lambda: [dist.all_reduce(x) for _ in range(20)], 3, 20),
+        ("all-reduce, ten at once", "spindle_ipc", ten, 3, 10),
         ("all-reduce", "gloo, host", lambda: dist.all_reduce(host, group=gloo), few, 1),
         ("all-reduce", "gloo, copied", through_host, few, 1),
         ("all-gather of the whole", "spindle_ipc", lambda: dist.all_gather(parts, mine), many, 1),
@@ -167,34 +170,9 @@ def measure_size(world: World, num_bytes: int) -> Iterator[Measurement]:
         )
 
 
-def profile(world: World) -> None:
-    import cProfile, pstats
-    x = torch.ones(1, device=world.device)
-    big = torch.ones(1 << 18, device=world.device)
-    def ping():
-        if world.rank == 0:
-            dist.send(x, 1); dist.recv(x, 1)
-        elif world.rank == 1:
-            dist.recv(x, 0); dist.send(x, 0)
-    for name, call in (("ping", ping), ("all_reduce 4 B", lambda: dist.all_reduce(x)), ("all_reduce 1 MB", lambda: dist.all_reduce(big))):
-        for _ in range(20): call()
-        torch.cuda.synchronize(); dist.barrier(group=world.control)
-        t, c = time.perf_counter(), time.thread_time()
-        for _ in range(200): call()
-        a, b = time.perf_counter() - t, time.thread_time() - c
-        torch.cuda.synchronize()
-        if world.rank == 0: print(name, "no sync: wall us", a / 200 * 1e6, "main cpu us", b / 200 * 1e6, "synced", (time.perf_counter() - t) / 200 * 1e6, flush=True)
-        dist.barrier(group=world.control)
-        p = cProfile.Profile(); p.enable()
-        for _ in range(200): call()
-        p.disable()
-        if world.rank == 0: pstats.Stats(p).sort_stats("tottime").print_stats(16)
-        dist.barrier(group=world.control)
-
-
 def measure(world: World, file: str) -> None:
     found = []
-    for num_bytes in map(int, os.environ["SIZES"].split(",")) if "SIZES" in os.environ else SIZES:
+    for num_bytes in SIZES:
         for one in measure_size(world, num_bytes):
             found.append(asdict(one))
             if world.rank == 0:
@@ -214,8 +192,6 @@ def measure(world: World, file: str) -> None:
 
 if __name__ == "__main__":
     part, *rest = sys.argv[1:]
-    import spindle.run.board
-    spindle.run.board._SPIN_NS = int(os.environ.get("SPIN_NS", "50000"))
     faulthandler.dump_traceback_later(60, repeat=True)  # where it hangs, should it
     {
         "checks": run_checks,
@@ -223,5 +199,4 @@ if __name__ == "__main__":
         "kill_on_stream": kill_on_stream,
         "sleep": sleep,
         "measure": measure,
-        "profile": profile,
     }[part](join_world(), *rest)

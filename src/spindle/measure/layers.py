@@ -54,7 +54,8 @@ def measure_layers(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for number, (task, rows) in enumerate(jobs):
             batch = cut(batches[task], batch_axes[task], _batch_size(graph, task), 0, rows)
-            found = _time_task(graph, code, task, tree_map(lambda leaf: _to(leaf, device), batch), device)
+            is_whole = rows == _batch_size(graph, task)
+            found = _time_task(graph, code, task, tree_map(lambda leaf: _to(leaf, device), batch), device, is_whole)
             if (task, rows) in warmed:
                 for position, seconds in found.items():
                     times[position, rows].append(seconds)
@@ -80,7 +81,7 @@ def _to(leaf: Any, device: torch.device) -> Any:
 
 
 def _time_task(
-    graph: MetaGraph, code: Sequence[OpCode], task: str, batch: Any, device: torch.device
+    graph: MetaGraph, code: Sequence[OpCode], task: str, batch: Any, device: torch.device, is_whole: bool
 ) -> dict[int, tuple[float, float]]:
     """Forward and backward seconds of a layer of each op of a task, on this batch."""
     forward_s: dict[int, float] = {}
@@ -99,7 +100,10 @@ def _time_task(
             begin = clock()
             given[position] = _run(graph, code[position], batch, taken[position])
             forward_s[position] = (clock() - begin) / graph.metaops[position].num_layers
-    except Exception:
+    except Exception as error:
+        if is_whole:
+            error.add_note(f"in task {task!r}, trying out {graph.metaops[position].name} on its first batch")
+            raise
         # A task that does not run on part of its batch is planned with the shares that it ran on.
         order = [position for position in order if position in forward_s]
     seconds = {}

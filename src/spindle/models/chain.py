@@ -14,7 +14,8 @@ import inspect
 import operator
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map
 
 from spindle.errors import WorkloadError
+from spindle.models.state import keep_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +73,16 @@ def chain_of(module: nn.Module, fixed: Mapping[str, Any] | None = None) -> Chain
     blocks = _longest_block_list(module)
     if blocks is None:
         return whole_chain(module, "it has no list of two or more equal blocks")
-    before = _random_state()
+    before, put_back = _random_state(), keep_state([module])
     try:
-        graph = _BlockTracer(blocks, fixed or {}).trace(module)
+        try:
+            graph = _BlockTracer(blocks, fixed or {}).trace(module)
+        finally:
+            keeps_state = put_back()
         if _random_state() != before:
             return whole_chain(module, "its forward draws random numbers outside its blocks")
+        if keeps_state:
+            return whole_chain(module, "its forward keeps something on the module itself")
         return _cut(module, graph, blocks)
     except Exception as error:  # tracing runs the user's code, which may raise anything
         return whole_chain(module, f"its forward cannot be traced ({type(error).__name__}: {error})")
@@ -128,6 +135,10 @@ class GradientTracer(fx.Tracer):
     def _context() -> tuple[bool, bool, bool]:
         return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
 
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        with _recorded_whole():
+            return super().trace(root, concrete_args)
+
     def create_proxy(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
         proxy = super().create_proxy(kind, target, *args, **kwargs)
         context = self._context()
@@ -139,6 +150,50 @@ class GradientTracer(fx.Tracer):
                 "without a list of blocks, or around the whole training"
             )
         return super().create_proxy("call_function", without_gradient, (proxy,), {})
+
+
+@contextmanager
+def _recorded_whole() -> Iterator[None]:
+    """What a trace would see through, or stumble over, is recorded as one call: a custom autograd function, whose
+    backward is its own; functions that make a tensor of a size."""
+    inner = torch.autograd.Function.__dict__["apply"]
+    makers = {name: getattr(torch, name) for name in ("ones", "zeros", "full", "empty", "rand", "randn", "eye")}
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        proxy = _first_proxy((args, kwargs))
+        if proxy is None:
+            return inner.__func__(cls, *args, **kwargs)
+
+        def applied(*args: Any, **kwargs: Any) -> Any:
+            return cls.apply(*args, **kwargs)
+
+        applied.__name__ = applied.__qualname__ = f"apply_{cls.__name__}"
+        return proxy.tracer.create_proxy("call_function", applied, args, kwargs)
+
+    def making(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **kwargs: Any) -> Any:
+            proxy = _first_proxy((args, kwargs))
+            if proxy is None:
+                return make(*args, **kwargs)
+            return proxy.tracer.create_proxy("call_function", make, args, kwargs)
+
+        return made
+
+    try:
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+        for name, make in makers.items():
+            setattr(torch, name, making(make))
+        yield
+    finally:
+        torch.autograd.Function.apply = inner  # type: ignore[method-assign]
+        for name, make in makers.items():
+            setattr(torch, name, make)
+
+
+def _first_proxy(value: Any) -> fx.Proxy | None:
+    found: list[fx.Proxy] = []
+    fx.node.map_aggregate(value, lambda leaf: found.append(leaf) if isinstance(leaf, fx.Proxy) else None)
+    return found[0] if found else None
 
 
 def without_gradient(value: Any) -> Any:

@@ -4,8 +4,9 @@ One row for each rank, which that rank alone writes; everybody reads all rows. A
 on its doorbell (a futex), so that waiting costs nothing and takes no lock of Python's.
 
 The memory is a `memfd`, opened by the others through `/proc`: it has no name that could be left behind. What is
-written first is seen first on x86-64, so a word that announces others is written after them; other processors would
-need fences, which Python does not have.
+written first is seen first on x86-64, so a word that announces others is written after them. Where a rank writes a word
+and then reads another's, to know whether it must wake that one, it takes a `fence` in between. Other processors would
+need more fences than Python has.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import platform
 import select
 import sys
+import threading
 import time
 import uuid
 from contextlib import suppress
@@ -39,10 +41,11 @@ PAIRS = SEGMENTS + NUM_SEGMENTS * SEGMENT_WORDS  # what the rank says to each ot
 POSTED = 0  # receives that it has posted there,
 TAKEN = 1  # receives of the other's that it has noted,
 SENT = 2  # chunks that it has staged for the other,
-ACKNOWLEDGED = 3  # chunks of the other's that it has copied
+ACKNOWLEDGED = 3  # chunks of the other's that it has copied,
+WAITING = 4  # and whether it waits for any of these from the other
 RING = 64
 POST_WORDS, CHUNK_WORDS = 2, 6
-POSTS = 4  # tag, bytes
+POSTS = 5  # tag, bytes
 CHUNKS = POSTS + RING * POST_WORDS  # number of the post, segment, offset, bytes, bytes of the whole, signal
 ACKNOWLEDGEMENTS = CHUNKS + RING * CHUNK_WORDS  # signals
 PAIR_WORDS = ACKNOWLEDGEMENTS + RING
@@ -51,7 +54,6 @@ GONE = 1 << 62  # a signal of a rank that will send no more: beyond all others
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 9, 10  # x86-64; both with a choice of whom to wake
 _DRIVER, _THREAD = 1, 2  # who sleeps on a doorbell
 _ALL = 0x7FFFFFFF
-_SPIN_NS = 50_000
 
 
 class Store(Protocol):
@@ -114,7 +116,7 @@ class Board:
         self.words = memoryview(memory).cast("q")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._count = itertools.count()
-        self._may_spin = len(os.sched_getaffinity(0)) >= 2 * size
+        self._lock = threading.Lock()
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.syscall.argtypes = [
             ctypes.c_long,
@@ -165,8 +167,14 @@ class Board:
         """Wakes a rank. Every ringing writes a word of its own, so that none can be taken for an earlier one."""
         row = self.row(rank)
         self.words[row + DOORBELL] = (self.rank + 1) << 22 | (next(self._count) & 0x3FFFFF)
+        self.fence()
         whom = _DRIVER if self.words[row + DRIVERS] else _THREAD
         self._futex(rank, _FUTEX_WAKE, _ALL, None, whom)
+
+    def fence(self) -> None:
+        """What this thread wrote before is seen by all before it reads what comes after: so does a lock on x86-64."""
+        with self._lock:
+            pass
 
     def ring_all(self) -> None:
         for rank in range(self.size):
@@ -174,16 +182,7 @@ class Board:
                 self.ring(rank)
 
     def sleep(self, seen: int, seconds: float, *, as_driver: bool) -> None:
-        """Until somebody rings, unless somebody has since the doorbell read `seen`; no longer than so many seconds.
-
-        A core that goes to sleep takes tens of microseconds to wake up. Where there are cores enough, whoever waits
-        for an answer stays awake for a moment.
-        """
-        if as_driver and self._may_spin:
-            place, spin_ns = self.row(self.rank) + DOORBELL, time.monotonic_ns() + _SPIN_NS
-            while time.monotonic_ns() < spin_ns:
-                if self.words[place] != seen:
-                    return
+        """Until somebody rings, unless somebody has since the doorbell read `seen`; no longer than so many seconds."""
         end_ns = time.monotonic_ns() + int(seconds * 1e9)
         limit = (ctypes.c_long * 2)(*divmod(end_ns, 1_000_000_000))
         self._futex(self.rank, _FUTEX_WAIT, seen, limit, _DRIVER if as_driver else _THREAD)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,9 +26,17 @@ from spindle.run.job import Job, flat_bytes
 from spindle.run.medium import Segments
 
 Steps = Generator[None, None, None]  # stops where it must wait for other ranks
-Combine = Callable[[torch.Tensor, torch.Tensor], Any]  # takes the second into the first
 
 _ONE_ROUND_BYTES = 1 << 15  # an all-reduce up to here reads everything from everybody
+_SMALL_BYTES = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Combine:
+    """How parts become one: all rows of a tensor at once, or one more part into a total."""
+
+    all_of: Callable[[torch.Tensor], torch.Tensor]
+    one_more: Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 class Collectives:
@@ -121,8 +130,7 @@ class Collectives:
             part[: source.numel()].copy_(source)
 
         def read(parts: list[torch.Tensor]) -> None:
-            for target, part in zip(targets, parts, strict=True):
-                target.copy_(part[: target.numel()])
+            _copy_all(targets, [part[: target.numel()] for target, part in zip(targets, parts, strict=True)])
 
         yield from self._run_round(job, max(target.numel() for target in targets), stage, read)
 
@@ -175,11 +183,11 @@ class Collectives:
         meaning = zlib.crc32(f"{job.name} {num_bytes} {segment}".encode())
         words[ours + ROUND_MEANINGS + turn], words[ours + ROUND_SIGNALS + turn] = meaning, signal
         words[ours + ROUND] = number
-        board.ring_all()
-        while behind := [rank for rank in range(self._size) if words[board.row(rank) + ROUND] < number]:
-            self._behind = behind
+        board.fence()
+        if not self._look_for(number):
+            board.ring_all()  # the last to come wakes the others
+        while self._look_for(number):
             yield
-        self._behind = []
         for rank in range(self._size):
             if words[board.row(rank) + ROUND_MEANINGS + turn] != meaning:
                 raise RuntimeError(
@@ -190,20 +198,35 @@ class Collectives:
             medium.wait_for({rank: words[board.row(rank) + ROUND_SIGNALS + turn] for rank in range(self._size)})
             read([self._segments.of(rank, medium, segment)[place] for rank in range(self._size)])
 
+    def _look_for(self, number: int) -> list[int]:
+        """Ranks that are not as far as this round."""
+        words, row = self._board.words, self._board.row
+        self._behind = [rank for rank in range(self._size) if words[row(rank) + ROUND] < number]
+        return self._behind
+
 
 def _combine_all(into: torch.Tensor, parts: list[torch.Tensor], combine: Combine, is_mean: bool) -> None:
-    """In the order of ranks, so that all ranks get the same bits; half precisions add up in float32."""
-    if into.dtype in (torch.bfloat16, torch.float16):
-        total = parts[0].float()
+    """In the same order on all ranks, so that all get the same bits; half precisions add up in float32."""
+    dtype = torch.float32 if into.dtype in (torch.bfloat16, torch.float16) else into.dtype
+    if _num_bytes(into) <= _SMALL_BYTES:  # then the number of kernels is what counts
+        total = combine.all_of(torch.stack(parts).to(dtype))
     else:
-        total = into
+        total = into if into.dtype == dtype else torch.empty_like(into, dtype=dtype)
         total.copy_(parts[0])
-    for part in parts[1:]:
-        combine(total, part)
+        for part in parts[1:]:
+            combine.one_more(total, part)
     if is_mean:
         total.div_(len(parts))
     if total is not into:
         into.copy_(total)
+
+
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if sum(map(_num_bytes, targets)) <= _SMALL_BYTES:
+        torch._foreach_copy_(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def _chunks(size: int, most: int) -> Iterator[tuple[int, int]]:

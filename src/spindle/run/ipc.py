@@ -32,12 +32,13 @@ from spindle.run.transport import Transport
 
 BACKEND = "spindle_ipc"
 
+_SUM = Combine(lambda rows: rows.sum(0, dtype=rows.dtype), lambda total, part: total.add_(part))
 _COMBINE: dict[Any, Combine] = {
-    dist.ReduceOp.SUM: lambda total, part: total.add_(part),
-    dist.ReduceOp.AVG: lambda total, part: total.add_(part),
-    dist.ReduceOp.PRODUCT: lambda total, part: total.mul_(part),
-    dist.ReduceOp.MAX: lambda total, part: torch.maximum(total, part, out=total),
-    dist.ReduceOp.MIN: lambda total, part: torch.minimum(total, part, out=total),
+    dist.ReduceOp.SUM: _SUM,
+    dist.ReduceOp.AVG: _SUM,
+    dist.ReduceOp.PRODUCT: Combine(lambda rows: rows.prod(0, dtype=rows.dtype), lambda total, part: total.mul_(part)),
+    dist.ReduceOp.MAX: Combine(lambda rows: rows.amax(0), lambda total, part: torch.maximum(total, part, out=total)),
+    dist.ReduceOp.MIN: Combine(lambda rows: rows.amin(0), lambda total, part: torch.minimum(total, part, out=total)),
 }
 
 

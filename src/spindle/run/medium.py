@@ -169,6 +169,8 @@ class CudaMedium:
     def __init__(self, board: Board, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._key = (self.stream.stream_id, self.stream.device_index, self.stream.device_type)
         self._driver, self._board, self._count = Driver(), board, 0
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # so that there is a context
@@ -184,12 +186,12 @@ class CudaMedium:
             torch.cuda.set_device(self.device)
             self._driver.use(self._context)
             self._thread.is_ready = True
-        before = torch.cuda.current_stream(self.device)
-        torch.cuda.set_stream(self.stream)
+        before = torch._C._cuda_getCurrentStream(self._index)
+        torch._C._cuda_setStream(*self._key)
         return before
 
     def leave(self, entered: Any) -> None:
-        torch.cuda.set_stream(entered)
+        torch._C._cuda_setStream(*entered)
 
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, Handle]:
         address = self._driver.allocate(num_bytes)

@@ -27,6 +27,7 @@ from spindle.run.board import (
     RING,
     SENT,
     TAKEN,
+    WAITING,
     Board,
 )
 from spindle.run.job import Job, flat_bytes
@@ -77,6 +78,7 @@ class _Pair:
     num_taken: int = 0
     num_sent: int = 0
     num_acknowledged: int = 0
+    is_waiting: bool = False
 
     def jobs(self) -> Iterator[Job]:
         yield from (message.job for queue in self.sends.values() for message in queue)
@@ -91,14 +93,17 @@ class Messages:
     def __init__(self, board: Board, segments: Segments, names: Sequence[str]) -> None:
         self._board, self._segments, self._names = board, segments, names
         self._pairs = [_Pair() for _ in range(board.size)]
+        self._active: set[int] = set()  # peers with whom there is anything to do
         self._slots: dict[int, deque[_Slot]] = {}  # free ones, by segment
-        self._to_ring: set[int] = set()
+        self._told: set[int] = set()  # peers for whom we have written something
 
     def send(self, job: Job, peer: int, tag: int) -> None:
         self._pairs[peer].sends[tag].append(_Message(job, flat_bytes(job.tensors[0])))
+        self._active.add(peer)
 
     def receive(self, job: Job, peer: int, tag: int) -> None:
         self._pairs[peer].receives.append((tag, _Message(job, flat_bytes(job.tensors[0]))))
+        self._active.add(peer)
 
     def jobs(self) -> Iterator[Job]:
         for pair in self._pairs:
@@ -112,17 +117,34 @@ class Messages:
         return {peer for peer, pair in enumerate(self._pairs) if pair.away or pair.sending or any(pair.sends.values())}
 
     def advance(self) -> bool:
-        """Does what can be done without waiting; whether that was anything."""
+        """Does what can be done without waiting; whether it is worth another look."""
         moving = False
-        for peer, pair in enumerate(self._pairs):
+        for peer in tuple(self._active):
+            pair = self._pairs[peer]
             if pair.away or pair.sending or pair.sends:
                 moving |= self._advance_sends(peer, pair)
             if pair.receives or pair.expected:
                 moving |= self._advance_receives(peer, pair)
-        for peer in self._to_ring:
-            self._board.ring(peer)
-        self._to_ring.clear()
+            moving |= self._say_whether_waiting(peer, pair)
+        if self._told:
+            self._board.fence()
+            for peer in self._told:
+                if self._board.words[self._board.pair(peer, self._board.rank) + WAITING]:
+                    self._board.ring(peer)
+            self._told.clear()
         return moving
+
+    def _say_whether_waiting(self, peer: int, pair: _Pair) -> bool:
+        """Peers wake those who wait. Whoever begins to looks once more: what came before nobody will wake it for."""
+        waiting = bool(pair.sending or pair.sends or pair.receives or pair.expected)
+        if not waiting and not pair.away:
+            self._active.discard(peer)
+        if waiting == pair.is_waiting:
+            return False
+        pair.is_waiting = waiting
+        self._board.words[self._board.pair(self._board.rank, peer) + WAITING] = waiting
+        self._board.fence()
+        return waiting
 
     def _advance_sends(self, peer: int, pair: _Pair) -> bool:
         words, rank = self._board.words, self._board.rank
@@ -133,7 +155,7 @@ class Messages:
             pair.posts[words[place]].append((number, words[place + 1]))
         if num_posted > pair.num_taken:
             words[ours + TAKEN] = pair.num_taken = num_posted
-            self._to_ring.add(peer)
+            self._told.add(peer)
         for number in range(pair.num_sent - len(pair.away), num_acknowledged):
             slot = pair.away.popleft()
             slot.reader, slot.signal = peer, words[theirs + ACKNOWLEDGEMENTS + number % RING]
@@ -171,7 +193,7 @@ class Messages:
             pair.away.append(slot)
             pair.num_sent += 1
             self._board.words[ours + SENT] = pair.num_sent
-            self._to_ring.add(peer)
+            self._told.add(peer)
             room, num_stuck, moved = room - 1, 0, True
             if not message.job.is_over():
                 if message.left:
@@ -214,7 +236,7 @@ class Messages:
             pair.expected[pair.num_posted] = message
             pair.num_posted += 1
             words[ours + POSTED] = pair.num_posted
-            self._to_ring.add(peer)
+            self._told.add(peer)
             moved = True
         for number in range(pair.num_acknowledged, words[theirs + SENT]):
             place = theirs + CHUNKS + number % RING * CHUNK_WORDS
@@ -230,7 +252,7 @@ class Messages:
                 message.job.finish(error)
             words[ours + ACKNOWLEDGEMENTS + number % RING] = mark
             words[ours + ACKNOWLEDGED] = pair.num_acknowledged = number + 1
-            self._to_ring.add(peer)
+            self._told.add(peer)
             moved = True
         return moved
 

@@ -94,7 +94,8 @@ class Transfers:
         if known != form:
             raise TrainingError(
                 f"{producer.name} gives {_shapes(form)} where it gave {_shapes(known)} for a batch of the same shape; "
-                "what crosses from rank to rank must have shapes that follow from the batch's"
+                "what crosses from rank to rank must have shapes that follow from the batch's: let it pad to a fixed "
+                "length, or keep it whole with spindle.module(..., whole_batch=True)"
             )
         for number, (leaf, axis) in enumerate(zip(tree_leaves(nest), link.axes, strict=True)):
             if isinstance(leaf, torch.Tensor):

@@ -41,8 +41,7 @@ class Transport:
         self.collectives = Collectives(board, self._segments, names)
         self._work = threading.Lock()  # held by whoever is doing what there is to do
         self._look_s = 0.0
-        self._num_ended = 0
-        self._is_pending = False
+        self._num_started = self._num_ended = 0
         self._to_call: deque[Callable[[], None]] = deque()
         self._state = threading.Lock()  # held for a moment, for what follows
         self._submitted: deque[tuple[Job, Callable[[], None]]] = deque()
@@ -84,7 +83,7 @@ class Transport:
                 self._board.sleep(seen, left_s, as_driver=True)
         finally:
             self._count_drivers(-1)
-            if self._is_pending:
+            if self._num_started > self._num_ended:
                 self._board.ring(self._board.rank)  # the thread, to take over
 
     def leave(self) -> None:
@@ -118,6 +117,7 @@ class Transport:
             if self._leaving:
                 raise RuntimeError(str(self._error or "this process has left the group"))
             self._submitted.append((job, add))
+            self._num_started += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="spindle transport", daemon=True)
                 self._thread.start()
@@ -173,7 +173,6 @@ class Transport:
         finally:
             for medium, before in entered:
                 medium.leave(before)
-            self._is_pending = next(self._jobs(), None) is not None
             if num_others and self._num_ended > num_ended:
                 self._board.ring(self._board.rank)
 

@@ -18,7 +18,7 @@ _FLAT_ELEMENTS = 1 << 24  # of one message
 class Weights:
     """All parameters of a workload: where each lives during training.
 
-    At home, rank 0 has them all. Away, each rank has those of its slots and the others take no memory.
+    At home, every rank has them all. Away, each has those of its slots and the others take no memory.
     """
 
     def __init__(self, program: Program, graph: MetaGraph, parameters: Sequence[nn.Parameter], world: World) -> None:
@@ -53,15 +53,18 @@ class Weights:
                 parameter.data = parameter.data.to(device)
 
     def bring_home(self) -> None:
-        """Rank 0 gets every parameter's value back."""
+        """Every rank gets every parameter's value back, as each had it before: to evaluate, or to train on."""
         for numbers in self._flats():
             holders = self.holders[numbers[0]]
-            if holders and 0 not in holders:
-                if self.world.rank == holders[0]:
-                    with peers("bringing parameters home"):
-                        dist.send(self._flat(numbers), 0)
-                elif self.world.rank == 0:
-                    self._fill(numbers, self._receive(numbers, holders[0]))
+            others = [rank for rank in range(self.world.size) if rank not in holders]
+            if holders and self.world.rank == holders[0] and others:
+                flat = self._flat(numbers)
+                with peers("bringing parameters home"):
+                    for request in [dist.isend(flat, to) for to in others]:
+                        assert request is not None
+                        request.wait()
+            elif holders and self.world.rank in others:
+                self._fill(numbers, self._receive(numbers, holders[0]))
 
     def _flats(self) -> Iterator[list[int]]:
         """Parameters in messages: those of the same ranks and type together, up to a size."""

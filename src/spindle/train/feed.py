@@ -41,6 +41,11 @@ def random_state() -> RandomState:
     return torch.get_rng_state(), random.getstate(), np.random.get_state()
 
 
+def draw() -> None:
+    """Moves all of these on, so that what starts from them next starts elsewhere."""
+    torch.rand(1), random.random(), np.random.random()
+
+
 def set_random_state(state: RandomState) -> None:
     torch.set_rng_state(state[0])
     random.setstate(state[1])
@@ -62,6 +67,7 @@ class Feed:
         self._state = state
         self._iterator: Iterator[Any] | None = None
         self._axes: Axes | None = None
+        self._absent: list[bool] | None = None  # which leaves of a batch are None
         self._told = False
         self._since_start = 0  # full batches of this epoch
         self._kept: Batch | None = None
@@ -141,7 +147,10 @@ class Feed:
         if self._axes is None:
             self._axes = batch_axes(name, size, nest)
         leaves = tree_leaves(nest)
-        if len(leaves) != len(self._axes):
+        absent = [leaf is None for leaf in leaves]
+        if self._absent is None:
+            self._absent = absent
+        if absent != self._absent:
             raise TrainingError(
                 f"task {name!r}: its loader gave {describe_batch(nest)}, another form than that of its first batch"
             )

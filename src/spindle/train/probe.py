@@ -71,8 +71,11 @@ def _probe_task(
     visits: list[Visit] = []
     try:
         for visit in walk(task.recorded, pair, outputs):
+            versions = [buffer._version for buffer in visit.layer.buffers]
             with _drawing() as drawn:
                 visit.values = visit.run()
+            if versions != [buffer._version for buffer in visit.layer.buffers]:
+                coupled.setdefault((task.name, visit.call.name), "it keeps something of the samples it sees")
             if drawn():
                 random_layers.add((task.name, visit.call.name, visit.number))
             visits.append(visit)

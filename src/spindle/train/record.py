@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from spindle.errors import WorkloadError
 from spindle.models import Chain, GradientTracer, whole_chain
-from spindle.train.task import Mean, ModuleHandle, TaskDefinition, called_module
+from spindle.train.task import Mean, ModuleHandle, TaskDefinition, called_module, recording
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,7 @@ class RecordedTask:
     loss_sources: tuple[str, ...]
     loss: Callable[..., Any]
     is_mean: bool
+    decisions: tuple[bool, ...] = ()  # ways taken where it branches on shapes; other batches must take the same
 
 
 # What may give a part of another tensor, or one that shares its memory.
@@ -71,8 +72,12 @@ class _TaskTracer(GradientTracer):
     def __init__(self, samples: Sequence[Any], mode: FakeTensorMode) -> None:
         super().__init__()
         self._samples, self._mode = samples, mode  # batches of different sizes, of fake tensors
+        self._looking = False
+        self.decisions: list[bool] = []  # ways taken where the code branches on shapes
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        if self._looking:
+            return forward(*args, **kwargs)
         raise WorkloadError(
             f"it calls a {type(m).__name__} that is not registered; "
             'write handle = spindle.module("name", module) once and call the handle'
@@ -89,9 +94,10 @@ class _TaskTracer(GradientTracer):
         return super().create_proxy(kind, target, args, kwargs, *rest, **named)
 
     def create_arg(self, a: Any) -> Any:
-        if isinstance(a, nn.Parameter):
+        if isinstance(a, torch.Tensor) and a.requires_grad:
+            what = "a parameter" if isinstance(a, nn.Parameter) else "a tensor that takes a gradient,"
             raise WorkloadError(
-                f"it uses a parameter of shape {tuple(a.shape)} outside any module; put it in a module, "
+                f"it uses {what} of shape {tuple(a.shape)} outside any module; put it in a module, "
                 'spindle.module("head", head, whole_batch=True)'
             )
         if isinstance(a, ModuleHandle):
@@ -100,8 +106,12 @@ class _TaskTracer(GradientTracer):
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """A branch may look at shapes, as long as every number of samples takes the same way."""
-        with self._mode:
-            answers = [self._value_of(obj.node, sample) for sample in self._samples]
+        self._looking = True
+        try:
+            with self._mode, torch.no_grad():
+                answers = [self._value_of(obj.node, sample) for sample in self._samples]
+        finally:
+            self._looking = False
         if not answers or any(isinstance(answer, torch.Tensor) for answer in answers):
             raise WorkloadError(
                 "it branches on a tensor's value, which is not known when the step is planned; use torch.where, or "
@@ -112,6 +122,7 @@ class _TaskTracer(GradientTracer):
                 "it branches on how many samples there are, but ranks have different numbers of them; use torch.where, "
                 "or decide from something else"
             )
+        self.decisions.append(bool(answers[0]))
         return bool(answers[0])
 
     def _value_of(self, node: fx.Node, batch: Any) -> Any:
@@ -139,7 +150,7 @@ def _proxies(example: Any, batch: Any) -> Any:
         return type(example)(*(_proxies(value, batch[number]) for number, value in enumerate(example)))
     if isinstance(example, tuple | list):
         return type(example)(_proxies(value, batch[number]) for number, value in enumerate(example))
-    return example if example is None or isinstance(example, str) else batch
+    return None if example is None else batch
 
 
 def record(definition: TaskDefinition, example: Any = None) -> RecordedTask:
@@ -158,20 +169,21 @@ def record(definition: TaskDefinition, example: Any = None) -> RecordedTask:
     name = f"task {definition.name!r}"
     try:
         tracer = _TaskTracer(samples, mode)
-        graph = tracer.trace(function)
+        token = recording.set(tracer)
+        try:
+            graph = tracer.trace(function)
+        finally:
+            recording.reset(token)
     except WorkloadError as error:
         raise WorkloadError(f"{name}{_line_of(error, definition)}: {error}") from None
-    except fx.proxy.TraceError as error:
-        raise WorkloadError(
-            f"{name}{_line_of(error, definition)}: it cannot be recorded ({error}); loop over something whose length "
-            "is known, and decide from something that is no tensor"
-        ) from error
     except Exception as error:
+        what = str(error).split(". ")[0].splitlines()[0] if str(error) else type(error).__name__
         raise WorkloadError(
-            f"{name}{_line_of(error, definition)}: it cannot be recorded ({type(error).__name__}: {error}). A task is "
-            "recorded once, without values: it may use torch functions, x.shape and registered modules"
+            f"{name}{_line_of(error, definition)}: it cannot be recorded ({what}). A task is recorded once, without "
+            "values: write x.shape[0] for len(x), torch.where for a choice by values, and put loops over sizes and "
+            "writes to parts of a tensor into a module"
         ) from error
-    return _read(definition, graph, tracer.root)
+    return _read(definition, graph, tracer)
 
 
 def _fake(mode: FakeTensorMode, leaf: Any, batch_size: int, missing: int) -> Any:
@@ -219,7 +231,8 @@ def _fixed_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any
     return fixed
 
 
-def _read(definition: TaskDefinition, graph: fx.Graph, constants: nn.Module) -> RecordedTask:
+def _read(definition: TaskDefinition, graph: fx.Graph, tracer: _TaskTracer) -> RecordedTask:
+    constants = tracer.root
     _settle_writes(graph)
     (batch,) = (node for node in graph.nodes if node.op == "placeholder")
     output = next(node for node in graph.nodes if node.op == "output")
@@ -240,7 +253,14 @@ def _read(definition: TaskDefinition, graph: fx.Graph, constants: nn.Module) -> 
     result = output.args[0]
     is_mean = isinstance(result, fx.Node) and result.target is Mean
     sources, loss = _glue(graph, constants, batch, calls, result)
-    return RecordedTask(definition=definition, calls=tuple(recorded), loss_sources=sources, loss=loss, is_mean=is_mean)
+    return RecordedTask(
+        definition=definition,
+        calls=tuple(recorded),
+        loss_sources=sources,
+        loss=loss,
+        is_mean=is_mean,
+        decisions=tuple(tracer.decisions),
+    )
 
 
 def _glue(

@@ -7,6 +7,7 @@ any other time it simply runs the module, so the same script trains in plain PyT
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,10 +35,10 @@ class ModuleHandle:
         return self._chains[key]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        proxy = _first_proxy((args, kwargs))
-        if proxy is None:
+        tracer = recording.get()
+        if tracer is None:
             return self.module(*args, **kwargs)
-        return proxy.tracer.create_proxy("call_function", called_module, (self, *args), kwargs)
+        return tracer.create_proxy("call_function", called_module, (self, *args), kwargs)
 
     def __repr__(self) -> str:
         return f"spindle.module({self.name!r})"
@@ -48,10 +49,7 @@ def called_module(handle: ModuleHandle, *args: Any, **kwargs: Any) -> Any:
     return handle.module(*args, **kwargs)
 
 
-def _first_proxy(value: Any) -> fx.Proxy | None:
-    found: list[fx.Proxy] = []
-    fx.node.map_aggregate(value, lambda leaf: found.append(leaf) if isinstance(leaf, fx.Proxy) else None)
-    return found[0] if found else None
+recording: ContextVar[fx.Tracer | None] = ContextVar("recording", default=None)  # while a task is being recorded
 
 
 def module(name: str, user_module: nn.Module, *, whole_batch: bool = False) -> ModuleHandle:

@@ -24,7 +24,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from torch.utils.flop_counter import FlopCounterMode
 
 from spindle.errors import WorkloadError
-from spindle.models import ChainLayer
+from spindle.models import ChainLayer, keep_state
 from spindle.run.rows import Axes, axes_of, cut
 from spindle.train.record import RecordedCall, RecordedTask
 
@@ -128,14 +128,14 @@ def walk(recorded: RecordedTask, batch: Any, outputs: dict[str, Any]) -> Iterato
 
 @contextmanager
 def unchanged(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Buffers (running statistics) and random state are put back."""
+    """Attributes and buffers of modules (caches, running statistics) and random state are put back."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
-    with torch.random.fork_rng(devices=devices):
-        yield
-    with torch.no_grad():
-        for buffer, value in kept:
-            buffer.copy_(value)
+    put_back = keep_state(modules)
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        put_back()
 
 
 def trace(recorded: RecordedTask, batch: Any) -> TracedTask:

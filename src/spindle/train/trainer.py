@@ -11,7 +11,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,13 @@ from spindle.run.recorded import timeline_of
 from spindle.run.weights import Weights
 from spindle.simulate import simulate
 from spindle.train.bind import Bound, bind, code_of
-from spindle.train.feed import Batch, Feed, random_state
+from spindle.train.feed import Batch, Feed, draw, random_state
 from spindle.train.probe import Facts, probe
 from spindle.train.progress import Progress
-from spindle.train.record import handles_of, record_all
+from spindle.train.record import RecordedTask, handles_of, record, record_all
 from spindle.train.result import FitResult
 from spindle.train.task import TaskDefinition
-from spindle.train.trace import trace, unchanged
+from spindle.train.trace import describe_batch, trace, unchanged
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -97,6 +97,8 @@ class Trainer:
         self.notices: list[str] = []
         self._prepared: _Prepared | None = None
         self._steps_done = 0
+        self._same_way: set[tuple[str, int]] = set()
+        self._mode: list[bool] = []
 
     @property
     def rank(self) -> int:
@@ -108,12 +110,10 @@ class Trainer:
         return self._prepared.plan if self._prepared else None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Weights and buffers of all modules on rank 0, `module.path` by name; nothing on other ranks.
+        """Weights and buffers of all modules, `module.path` by name, the same on every rank.
 
         They load into plain PyTorch: `nn.ModuleDict({"vision": vision, ...}).load_state_dict(...)`.
         """
-        if self.world.rank:
-            return {}
         handles = self._prepared.bound.handles if self._prepared else handles_of(record_all(self.tasks))
         return {
             f"{name}.{path}": value
@@ -130,10 +130,10 @@ class Trainer:
         progress: bool = True,
         on_step: Callable[[int, dict[str, float]], None] | None = None,
     ) -> FitResult:
-        """Trains for so many steps. Afterwards the user's own modules on rank 0 hold the trained weights.
+        """Trains for so many steps. Afterwards the user's own modules hold the trained weights.
 
-        `loaders` has an iterable of batches for each task. `on_step(step, losses)` is called on rank 0 as losses become
-        known, a step or two behind.
+        `loaders` has an iterable of batches for each task. `on_step(step, losses)` is called on every rank as losses
+        become known, a step or two behind.
         """
         if steps < 1:
             raise TrainingError(f"fit(steps={steps}): must be at least 1")
@@ -142,6 +142,12 @@ class Trainer:
             feeds = self._feeds(loaders, drop_last, shown)
             if self._prepared is None:
                 self._prepared = self._prepare(feeds, shown)
+                self._mode = _mode(self._prepared.bound)
+            elif self._mode != _mode(self._prepared.bound):
+                raise TrainingError(
+                    "modules were frozen, thawed or switched between train() and eval() since the first fit, which "
+                    "planned for them as they were; make a new spindle.Trainer"
+                )
             return self._train(self._prepared, feeds, steps, shown, on_step)
         finally:
             shown.close()
@@ -165,6 +171,7 @@ class Trainer:
                 )
             )
         state = self.world.broadcast_object(random_state())
+        draw()
         return {
             one.name: Feed(one, loaders[one.name], drop_last, state, lambda text: self._notify(shown, text))
             for one in self.tasks
@@ -236,14 +243,14 @@ class Trainer:
     def _explain(self, bound: Bound, shown: Progress) -> None:
         """Says which modules run as one layer, or on one device, and why."""
         for handle in bound.handles.values():
-            if handle.chain.reason:
+            if handle.chain.reason and not handle.whole_batch and any(handle.module.children()):
                 self._notify(shown, f"module {handle.name!r} runs as one layer: {handle.chain.reason}")
         calls = [call.handle.name for task in bound.tasks.values() for call in task.recorded.calls]
         for name, handle in bound.handles.items():
             tracking = [
                 one for one in handle.module.modules() if isinstance(one, _BatchNorm) and one.track_running_stats
             ]
-            if tracking and handle.module.training and calls.count(name) > 1:
+            if self.world.size > 1 and tracking and handle.module.training and calls.count(name) > 1:
                 self._notify(
                     shown,
                     f"module {name!r} is called {calls.count(name)} times in a step: the running statistics of its "
@@ -306,7 +313,10 @@ class Trainer:
         first = self._steps_done
 
         def read() -> dict[str, Batch]:
-            return {name: feed.next() for name, feed in feeds.items() if name in wanted}
+            batches = {name: feed.next() for name, feed in feeds.items() if name in wanted}
+            for name, batch in batches.items():
+                self._check_way(prepared.bound.tasks[name].recorded, batch)
+            return batches
 
         def note(parts: list[torch.Tensor]) -> None:
             losses = dict(zip(names, torch.stack(parts).sum(0).tolist(), strict=True))
@@ -320,7 +330,7 @@ class Trainer:
                         + "; look at its learning rate, its data and what it divides by"
                     )
             shown.losses(step, losses)
-            if on_step is not None and world.rank == 0:
+            if on_step is not None:
                 on_step(step, losses)
 
         batches = read()
@@ -358,7 +368,21 @@ class Trainer:
         self._steps_done += steps
         prepared.weights.bring_home()
         self._buffers_home(prepared)
+        self._share_buffers(prepared.bound)
         return self._result(prepared, history, kept, step_s)
+
+    def _check_way(self, recorded: RecordedTask, batch: Batch) -> None:
+        """A task that branches on shapes must take the way on which it was recorded."""
+        name = recorded.definition.name
+        if not recorded.decisions or (name, batch.signature) in self._same_way:
+            return
+        again = record(replace(recorded.definition, batch_size=batch.num_rows), batch.nest)
+        if again.decisions != recorded.decisions:
+            raise TrainingError(
+                f"task {name!r}: it branches on shapes, and this batch ({describe_batch(batch.nest)}) takes another "
+                "way than the first did; it is recorded once: move the branch into a module, or pad batches alike"
+            )
+        self._same_way.add((name, batch.signature))
 
     def _agreed(self, table: list[torch.Tensor], names: list[str], step: int) -> tuple[tuple[int, ...], dict[str, int]]:
         """The rows and the signature of each task's batch, on which all ranks that read it must agree."""
@@ -368,8 +392,8 @@ class Trainer:
                 (rank, record[position, :_LOSS]) for rank, record in enumerate(table) if record[position, _ROWS] > 0
             ]
             reference_rank, reference = found[0]
-            for rank, record in found[1:]:
-                if not torch.equal(record, reference):
+            for rank, other in found[1:]:
+                if not torch.equal(other, reference):
                     raise TrainingError(
                         f"step {step}: the loader of task {name!r} gave rank {rank} another batch than rank "
                         f"{reference_rank}; every rank must read the same batches: seed what shuffles them alike, and "
@@ -478,6 +502,12 @@ class Trainer:
 
 def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _mode(bound: Bound) -> list[bool]:
+    """What a plan depends on and a user may switch: what is trained, and which modules are in training mode."""
+    trains = [parameter.requires_grad for parameter in bound.parameters.values()]
+    return trains + [one.training for handle in bound.handles.values() for one in handle.module.modules()]
 
 
 def _sampled(steps: int) -> frozenset[int]:
