@@ -19,7 +19,7 @@ import pytest
 from spindle.cli.main import run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-pytest.importorskip("torch")  # without which nothing is launched
+torch = pytest.importorskip("torch")  # without which nothing is launched
 
 LIMIT_S = 20
 
@@ -246,3 +246,10 @@ def test_a_daemon_that_does_not_start_is_told_of_in_one_line(stage):
         "Cannot find MPS control daemon process\n"
     )
     assert list(stage.temporary.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it does")
+def test_a_rank_whose_torch_sees_no_gpu_says_so(stage):
+    code, said = stage.finish("from spindle.run.world import join_world; join_world()", devices=1)
+    assert code == 1
+    assert "sees no GPU for this virtual device" in said

@@ -331,7 +331,7 @@ class Shift(nn.Module):
         self.bias = nn.Parameter(torch.rand(WIDTH))
 
     def forward(self, x):
-        return torch.tanh(x.add_(self.bias))
+        return torch.tanh(x.add_(self.bias)) * 0.9
 
 
 def in_place() -> nn.Module:

@@ -76,7 +76,8 @@ def _kind(world: World, guess: DeviceKind, most: int) -> DeviceKind:
     """What a rank has: its GPU, or its part of the host's memory."""
     if world.device.type == "cuda":
         properties = torch.cuda.get_device_properties(world.device)
-        return replace(guess, name=properties.name, memory_bytes=int(properties.total_memory), memory_bytes_per_s=2e12)
+        memory = int(properties.total_memory * torch.cuda.get_per_process_memory_fraction(world.device))
+        return replace(guess, name=properties.name, memory_bytes=memory, memory_bytes_per_s=2e12)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return replace(guess, memory_bytes=memory // most)
 

@@ -28,7 +28,8 @@ from typing import Any, Protocol
 DOORBELL = 0
 SIGNAL = 1  # how far the rank's GPU has got; the GPU writes it
 PID = 2
-CLOSED = 3
+CLOSED = 3  # whether the rank has left the group:
+LEFT, FAILED = 1, 2  # in order, or after an error
 DRIVERS = 4  # threads that wait for an operation, and carry out what there is to do meanwhile
 ROUND = 5  # rounds of collectives that the rank has staged its part of,
 ROUND_MEANINGS = 6  # what it takes the last two for,
@@ -155,6 +156,10 @@ class Board:
 
     def is_closed(self, rank: int) -> bool:
         return bool(self.words[self.row(rank) + CLOSED])
+
+    def is_cut_off(self, rank: int) -> bool:
+        """Whether a rank has ended without having left in order: its GPU may not have done what it announced."""
+        return self.words[self.row(rank) + CLOSED] != LEFT and not self.is_alive(rank)
 
     def signal_offset(self, rank: int) -> int:
         """Where in the board's memory a rank's signal stands, in bytes."""

@@ -1,7 +1,7 @@
 """`spindle_ipc`: a backend of `torch.distributed` for ranks of one host that share a GPU, or none.
 
 NCCL refuses two ranks on one GPU, and gloo cannot send its tensors. Here they pass through memory that all ranks of a
-group map: of the GPU by CUDA IPC, of the host by shared memory (`medium`), carried by one thread for each group
+group map, of the GPU by CUDA IPC, of the host by shared memory (`medium`). Whoever waits carries them, or else a thread
 (`transport`). Point to point, all-reduce, all-gather, reduce-scatter, broadcast and barrier, on both kinds of tensors
 in one group; DDP runs on it unchanged. Times say nothing about links between GPUs.
 

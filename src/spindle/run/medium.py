@@ -59,9 +59,6 @@ class Medium(Protocol):
     def is_busy(self) -> bool:
         """Whether something here may still be waiting for another rank."""
 
-    def let_go(self) -> None:
-        """Waits for what was started here, and uses no other rank's memory any more."""
-
     def close(self) -> None:
         """Frees what is ours, which no other rank may be using any more."""
 
@@ -146,9 +143,6 @@ class HostMedium:
     def is_busy(self) -> bool:
         return False
 
-    def let_go(self) -> None:
-        pass
-
     def close(self) -> None:
         for file in self._files:
             os.close(file)
@@ -163,7 +157,7 @@ class CudaMedium:
     """Memory of a GPU that several processes use, and a stream for what is done with it."""
 
     number = 1
-    half_bytes: tuple[int, ...] = (1 << 18, 1 << 22, 1 << 25)
+    half_bytes: tuple[int, ...] = (1 << 18, 1 << 22, 1 << 24, 1 << 26)
     slots: tuple[tuple[int, int], ...] = ((32, 1 << 16), (4, 1 << 25))
 
     def __init__(self, board: Board, device: torch.device) -> None:
@@ -237,6 +231,7 @@ class CudaMedium:
         return self._last is not None and not self._last.query()
 
     def let_go(self) -> None:
+        """Waits for what was started here, and uses no other rank's memory any more."""
         self.stream.synchronize()
         for address in self._opened:
             self._driver.close(address)

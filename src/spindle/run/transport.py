@@ -21,7 +21,7 @@ from itertools import chain
 
 import torch
 
-from spindle.run.board import CLOSED, DRIVERS, Board
+from spindle.run.board import CLOSED, DRIVERS, FAILED, LEFT, Board
 from spindle.run.collectives import Collectives, Steps
 from spindle.run.job import Job
 from spindle.run.medium import CudaMedium, HostMedium, Medium, Segments
@@ -224,7 +224,7 @@ class Transport:
         if not (waited or computing):
             return
         # What is on a stream may wait for the mark of a rank that ended before its GPU got there.
-        cut_off = {rank for rank in range(board.size) if not (board.is_closed(rank) or board.is_alive(rank))}
+        cut_off = set(filter(board.is_cut_off, range(board.size)))
         gone = {rank for rank in waited if not self._is_there(rank)} | (cut_off if computing else set())
         if gone:
             self._advance()  # it may have done its part between our last step and its end
@@ -254,29 +254,34 @@ class Transport:
     def _close(self) -> None:
         """Lets go of what is others', then of what is ours once they have let go of it.
 
-        After an error nobody knows what a GPU still does: its memory stays until the process ends.
+        Memory of the host stays as long as anybody has it mapped. Memory of a GPU goes with us, so we wait for the
+        others. After an error nobody knows what the GPU still does: then it stays until the process ends.
         """
         board = self._board
-        media = [medium for kind, medium in self._media.items() if kind == "cpu" or self._error is None]
+        host, gpu = self._media.get("cpu"), self._media.get("cuda")
+        assert gpu is None or isinstance(gpu, CudaMedium)
         try:
-            for medium in media:
-                medium.enter()
-                medium.let_go()
+            if gpu is not None and self._error is None:
+                gpu.enter()
+                gpu.let_go()
             self._segments.forget()
-            board.words[board.row(board.rank) + CLOSED] = 1
+            board.words[board.row(board.rank) + CLOSED] = LEFT if self._error is None else FAILED
             board.ring_all()
-            if "cuda" in self._media and self._error is None:
-                self._wait_for_others()
-            for medium in media:
-                medium.close()
+            if host is not None:
+                host.close()
+            if gpu is not None and self._error is None and self._have_others_left():
+                gpu.close()
         finally:
             board.close()
 
-    def _wait_for_others(self) -> None:
+    def _have_others_left(self) -> bool:
+        """Waits for it, but not for ever."""
         end_s = time.monotonic() + _LEAVE_S
         others = [rank for rank in range(self._board.size) if rank != self._board.rank]
-        while time.monotonic() < end_s:
+        while any(map(self._is_there, others)):
+            if time.monotonic() > end_s:
+                return False
             seen = self._board.doorbell()
-            if not any(map(self._is_there, others)):
-                return
-            self._board.sleep(seen, _LOOK_S, as_driver=False)
+            if any(map(self._is_there, others)):
+                self._board.sleep(seen, _LOOK_S, as_driver=False)
+        return True

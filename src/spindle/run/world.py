@@ -22,7 +22,7 @@ from spindle.launch.failure import install_hook
 from spindle.launch.mps import VIRTUAL_VARIABLE
 from spindle.run import ipc
 
-_SHARED_MEMORY = 0.94  # of a GPU is for its ranks; contexts and what they exchange tensors through take the rest
+_SHARED_MEMORY = 0.92  # of a GPU is for its ranks; contexts and what they exchange tensors through take the rest
 
 
 class World:
