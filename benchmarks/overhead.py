@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 
 import torch
-from common import ROOT, circumstances, markdown, publish, write_between
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import spindle
+from common import ROOT, circumstances, markdown, publish, write_between
 
 PAIRS, STEPS_OF_A_PAIR = 20, 5
 BATCH, LENGTH, WIDTH, BLOCKS = 16, 32, 128, 6
@@ -32,7 +32,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-        self.feed = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.feed = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)

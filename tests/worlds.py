@@ -311,7 +311,7 @@ def compare_steps(rank: int, num_ranks: int, name: str, planner: str, steps: int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """How far rank 0 is from the reference after training, at most; an update is that of all steps together."""
+    """How far a rank is from plain PyTorch after training, at most."""
 
     loss: float
     parameter: float
@@ -379,8 +379,8 @@ def train_plainly(workload: Workload, training: Training) -> list[dict[str, floa
     return history
 
 
-def train(rank: int, num_ranks: int, training: Training, planner: str) -> Trained | None:
-    """Trains through the public interface; rank 0 compares itself with plain PyTorch."""
+def train(rank: int, num_ranks: int, training: Training, planner: str) -> Trained:
+    """Trains through the public interface, and compares with plain PyTorch."""
     ours = workload_named(training.name, training.dtype, 100 + rank if training.own_weights and rank else None)
     parameters = unique_parameters(ours)
     shapes = {path: one.shape for path, one in parameters.items()}
@@ -405,9 +405,6 @@ def train(rank: int, num_ranks: int, training: Training, planner: str) -> Traine
         result = trainer.fit(loaders, steps=steps, drop_last=training.short_rows is None, progress=False)
         history += result.losses
         check_memory(result, rank, num_ranks, filled, with_memory())
-    assert bool(trainer.state_dict()) == (rank == 0)
-    if rank:
-        return None
     theirs = workload_named(training.name, training.dtype)
     expected = train_plainly(theirs, training)
     loss = max(
@@ -424,13 +421,18 @@ def train(rank: int, num_ranks: int, training: Training, planner: str) -> Traine
     floor = floor_of([one.detach() for one in trained.values()])
     for found in (parameters, unique_parameters(fresh)):
         for path, one in trained.items():
-            error = error_of(found[path].detach(), one.detach(), floor)
-            if training.optimizer == "adamw":  # DESIGN's floor for Adam, absolute
-                distance = float((found[path] - one).detach().abs().max())
-                error = min(error, 1e-9 * distance / (1e-6 * LEARNING_RATE))
+            error = trained_error(training, found[path].detach(), one.detach(), floor)
             if not error <= parameter:
                 parameter, worst = error, path
-    return Trained(loss=loss, parameter=parameter, worst=worst, buffer=buffer_error(ours, theirs))
+    return Trained(loss=loss, parameter=parameter, worst=worst, buffer=buffer_error(training, ours, theirs))
+
+
+def trained_error(training: Training, ours: torch.Tensor, theirs: torch.Tensor, floor: float) -> float:
+    """Under Adam, with DESIGN's absolute floor: it makes steps of gradients that are zero in exact arithmetic."""
+    error = error_of(ours, theirs, floor)
+    if training.optimizer == "adamw":
+        error = min(error, 1e-9 * float((ours - theirs).abs().max()) / (1e-6 * LEARNING_RATE))
+    return error
 
 
 def check_memory(result: FitResult, rank: int, num_ranks: int, filled: list[set[str]], after: set[str]) -> None:
@@ -443,12 +445,12 @@ def check_memory(result: FitResult, rank: int, num_ranks: int, filled: list[set[
     assert after == set(names)
 
 
-def buffer_error(ours: Workload, theirs: Workload) -> float:
+def buffer_error(training: Training, ours: Workload, theirs: Workload) -> float:
     """Of the buffers of modules that are called once: where they are called more often, ranks do not meet."""
     calls = [call.handle.name for one in record_all(ours.tasks, ours.batches(0)) for call in one.calls]
     mine, yours = (handles_of(record_all(one.tasks, one.batches(0))) for one in (ours, theirs))
     errors = [
-        error_of(one.double(), other.double(), 1e-3)
+        trained_error(training, one.double(), other.double(), 1e-3)
         for name in mine
         if calls.count(name) == 1
         for one, other in zip(mine[name].module.buffers(), yours[name].module.buffers(), strict=True)

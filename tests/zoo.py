@@ -208,7 +208,7 @@ class Optional(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.stem, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
         self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
 
     def forward(self, input, kept=None, scale: float = 1.0):
@@ -219,7 +219,7 @@ class Optional(nn.Module):
             x = block(x)
             if kept is None:
                 x = x * 0.5
-        return x
+        return self.norm(x)
 
 
 class Shaped(nn.Module):
