@@ -130,13 +130,14 @@ def survive_a_killed_rank(device: torch.device) -> None:
     rank = dist.get_rank()
     dist.all_reduce(torch.ones(1))
     if rank == 2:
+        time.sleep(1)  # until the others are through with the first
         os.kill(os.getpid(), signal.SIGKILL)
     begin_s = time.monotonic()
     meet = (lambda: dist.all_reduce(torch.ones(1 << 20))) if rank == 0 else (lambda: dist.recv(torch.ones(1), 2))
     expected = r"noticed while testing: rank 2 \(process \d+\) has ended"
     with pytest.raises(PeerLostError, match=expected), peers("testing"):
         meet()
-    assert time.monotonic() - begin_s < 3
+    assert time.monotonic() - begin_s < 20
     with pytest.raises(RuntimeError, match="rank 2"):
         dist.barrier()
 

@@ -511,9 +511,9 @@ def _mode(bound: Bound) -> list[bool]:
 
 
 def _sampled(steps: int) -> frozenset[int]:
-    """Steps whose timelines are kept: spread over the run, without its first ones, which warm up."""
+    """Steps whose timelines are kept: a few, spread over the run, without its first ones, which warm up."""
     first = min(3, steps - 1)
-    count = min(_SAMPLED_STEPS, steps - first)
+    count = min(_SAMPLED_STEPS, max(1, steps // 8))
     return frozenset(first + (steps - 1 - first) * number // max(1, count - 1) for number in range(count))
 
 
