@@ -1,0 +1,187 @@
+"""Modules as chains of layers and tasks as recorded: what a trace does not see by itself."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+
+from spindle.errors import WorkloadError  # noqa: E402
+from spindle.models import chain_of  # noqa: E402
+from spindle.train import module, record, task, trace_all  # noqa: E402
+from spindle.train.record import record_all  # noqa: E402
+from zoo import WIDTH, Optional, Residual, Tower  # noqa: E402
+
+
+def assert_same(one, other) -> None:
+    assert torch.equal(one, other)
+    weights = [parameter for parameter in ONE.parameters() if parameter.requires_grad]
+    gradients = [torch.autograd.grad(value.sum(), weights, allow_unused=True) for value in (one, other)]
+    for mine, yours in zip(*gradients, strict=True):
+        assert (mine is None) == (yours is None)
+        assert mine is None or torch.equal(mine, yours)
+
+
+ONE = Tower(WIDTH, WIDTH, 2).double()
+HANDLE = module("one", ONE)
+X = torch.randn(3, WIDTH, dtype=torch.float64)
+
+
+class Forward(Tower):
+    """A tower with another forward."""
+
+    def __init__(self, forward) -> None:
+        super().__init__(WIDTH, WIDTH, 3)
+        self.function = forward
+
+    def forward(self, x, *args, flag=False, **kwargs):
+        return self.function(self, x, *args, flag=flag, **kwargs)
+
+
+def test_a_sequential_with_a_forward_of_its_own_is_no_chain_of_its_children():
+    whole = Residual(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
+    assert len(chain_of(whole).layers) == 1
+    assert torch.equal(chain_of(whole)(X), whole(X))
+
+
+def test_hooks_keep_a_module_whole():
+    whole = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
+    whole.register_forward_hook(lambda module, args, output: output * 2)
+    assert "it has hooks" in chain_of(whole).reason
+    assert torch.equal(chain_of(whole)(X), whole(X))
+
+
+def test_a_forward_that_draws_between_its_blocks_is_not_traced_once_for_all():
+    def dropping(self, x, flag):
+        for block in self.blocks:
+            x = x if random.random() < 0.5 else block(x)
+        return x
+
+    assert "draws random numbers" in chain_of(Forward(dropping), {"flag": False, "args": (), "kwargs": {}}).reason
+
+
+def test_a_forward_that_switches_autocast_is_not_cut():
+    def halved(self, x, flag):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for block in self.blocks:
+                x = block(x)
+        return x
+
+    assert "torch.autocast" in chain_of(Forward(halved), {"flag": False, "args": (), "kwargs": {}}).reason
+
+
+def test_a_chain_follows_the_flags_of_its_call():
+    def flagged(self, x, flag):
+        for block in self.blocks:
+            x = block(x) if flag else x * block(x)
+        return x
+
+    whole = Forward(flagged).double()
+    for flag in (False, True):
+        chain = chain_of(whole, {"flag": flag, "args": (), "kwargs": {}})
+        assert len(chain.layers) == (3 if flag else 4)
+        assert torch.equal(chain(X, flag=flag), whole(X, flag=flag))
+
+
+def test_tensors_of_any_number_keep_a_module_whole():
+    def summed(self, x, *args, flag):
+        for block in self.blocks:
+            x = block(x) + sum(args)
+        return x
+
+    assert r"it takes any number of tensors as *args" in chain_of(Forward(summed)).reason
+
+
+def test_calls_with_and_without_a_mask_have_layers_of_their_own():
+    handle = module("maybe", Optional().double())
+    kept = torch.ones(3, 2, dtype=torch.bool)
+
+    @task(batch_size=3)
+    def both(batch):
+        return handle(batch["x"], batch["kept"]).sum() + handle(batch["x"]).sum()
+
+    batch = {"x": torch.randn(3, 2, WIDTH, dtype=torch.float64), "kept": kept}
+    (recorded,) = record_all([both], {"both": batch})
+    given, left_out = recorded.calls
+    assert given.chain is not left_out.chain
+    assert len(given.chain.layers) == len(left_out.chain.layers) == 4
+    assert torch.equal(given.chain(batch["x"], kept), handle.module(batch["x"], kept))
+    assert torch.equal(left_out.chain(batch["x"]), handle.module(batch["x"]))
+
+
+def test_calls_that_lead_through_different_layers_keep_a_module_whole():
+    def shorter(self, x, flag):
+        for block in list(self.blocks)[flag:]:
+            x = block(x)
+        return x
+
+    handle = module("shorter", Forward(shorter).double())
+
+    @task(batch_size=3)
+    def both(batch):
+        return handle(batch["x"], flag=True).sum() + handle(batch["x"]).sum()
+
+    (recorded,) = record_all([both], {"both": {"x": X}})
+    for call, flag in zip(recorded.calls, (True, False), strict=True):
+        assert "lead through different layers" in call.chain.reason
+        assert torch.equal(call.chain(X, flag=flag), handle.module(X, flag=flag))
+
+
+def run_recorded(function, batch):
+    recorded = record(task(batch_size=3, name="one")(function), batch)
+    outputs: dict = {}
+    for call in recorded.calls:
+        args, kwargs = call.arguments(batch, *(outputs[source] for source in call.sources))
+        outputs[call.name] = call.chain(*args, **kwargs)
+    return recorded.loss(batch, *(outputs[source] for source in recorded.loss_sources))
+
+
+def without_gradient(batch):
+    with torch.no_grad():
+        target = HANDLE(batch["x"]) * 2
+    return (HANDLE(batch["x"]) - target).square().mean()
+
+
+def written_over(batch):
+    y = HANDLE(batch["x"]) * 3
+    z = y + 1
+    y.clamp_(max=0.5)
+    return (F.leaky_relu(y, inplace=True) * z).mean()
+
+
+def with_constants(batch):
+    return (HANDLE(batch["x"]) * torch.linspace(0, 1, WIDTH, dtype=torch.float64)).mean()
+
+
+@pytest.mark.parametrize("function", [without_gradient, written_over, with_constants])
+def test_a_recorded_task_has_the_gradients_of_the_function(function):
+    assert_same(run_recorded(function, {"x": X}), function({"x": X}))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda batch: HANDLE(batch["x"].mul_(2)).mean(),
+        lambda batch: HANDLE(batch["x"])[:, 0].relu_().mean(),
+    ],
+)
+def test_a_task_that_writes_over_what_others_share_is_refused(function):
+    with pytest.raises(WorkloadError, match="it changes a tensor in place"):
+        record(task(batch_size=3, name="writes")(function), {"x": X})
+
+
+def test_tracing_leaves_running_statistics_alone():
+    norm = module("norm", nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).double())
+
+    @task(batch_size=3)
+    def normal(batch):
+        return norm(batch["x"]).square().mean()
+
+    before = {name: value.clone() for name, value in norm.module.state_dict().items()}
+    trace_all([normal], {"normal": {"x": X}})
+    assert all(torch.equal(value, before[name]) for name, value in norm.module.state_dict().items())
