@@ -10,7 +10,7 @@ so far: tensor degrees above one, lanes with quotas.
 from __future__ import annotations
 
 import hashlib
-import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -25,12 +25,15 @@ from spindle.errors import ProgramError, TrainingError
 from spindle.graph import MetaGraph
 from spindle.program import Backward, Exchange, Forward, Instruction, OptimizerStep, Program, SyncGradients
 from spindle.run.code import LayerCode, LayersCode, LossCode, OpCode
+from spindle.run.graphs import Chunk, Gradients, Graphs, Made
 from spindle.run.losses import loss_part
 from spindle.run.rows import Axes, LeafForm, as_leaves, copied, cut, cut_leaf, joined, takes_gradient
 from spindle.run.side import LinkEnd, SlotSide, held_parameters, side_of
-from spindle.run.step import Piece, Spans, Step
+from spindle.run.step import Piece, Step, Watch
 from spindle.run.transfers import Transfers
 from spindle.run.world import World, peers, wait
+
+_STEPS_BEFORE_CAPTURE = 2  # in which libraries choose their kernels
 
 
 class Executor:
@@ -51,6 +54,7 @@ class Executor:
         *,
         reached: frozenset[int] | None = None,
         seed: int = 0,
+        cuda_graphs: bool = True,
     ) -> None:
         self.program, self.graph, self.world, self.batch_axes, self.seed = program, graph, world, batch_axes, seed
         if any(shape.tensor_degree > 1 for shape in program.slots):
@@ -71,6 +75,9 @@ class Executor:
             for bucket in program.buckets
         ]
         self._unreached = [] if reached is None else [parameters[number] for number in sorted(trainable - reached)]
+        self._captures = cuda_graphs and world.device.type == "cuda"
+        self._graphs: tuple[frozenset[tuple[str, int]], Graphs] | None = None  # with the shapes they are for
+        self._steps_on: Counter[frozenset[tuple[str, int]]] = Counter()
         if world.size > 1:
             for bucket in program.buckets:
                 world.group("sync", tuple(bucket.ranks.tolist()))
@@ -86,12 +93,14 @@ class Executor:
         optimizer: torch.optim.Optimizer | None = None,
         *,
         check_losses: bool = False,
-    ) -> tuple[torch.Tensor, Spans]:
+        timed: bool = True,
+    ) -> tuple[torch.Tensor, Watch]:
         """Runs a step on its batches (whole ones; each slot takes its rows) and the signatures of all tasks' batches.
 
-        Returns this rank's parts of the tasks' losses, which add up over ranks, and when everything ran.
+        Returns this rank's parts of the tasks' losses, which add up over ranks, and, of a timed step, when everything
+        ran.
         """
-        clock = time.perf_counter_ns
+        watch = Watch(self.world.device, timed)
         step = Step(
             number=number,
             batches=batches,
@@ -99,26 +108,26 @@ class Executor:
             check_losses=check_losses,
             new=self._transfers.new(signatures),
         )
-        spans = Spans(clock())
+        self._use_graphs(step)
         for parameter in self._trained:
             parameter.grad = None
-        self._advance(step, spans)
+        self._advance(step, watch)
         for position in self._side.compute:
             instruction = self.program.instructions[position]
-            spans.posted[position] = clock()
+            watch.posted[position] = watch.now()
             try:
                 match instruction:
                     case Forward(slot=slot):
-                        self._forward(step, self._side.slots[slot], spans, position)
+                        self._forward(step, self._side.slots[slot], watch, position)
                         step.forwarded.add(slot)
                     case Backward(slot=slot, first=first, last=last):
-                        self._backward(step, self._side.slots[slot], first, last, spans, position)
+                        self._backward(step, self._side.slots[slot], first, last, watch, position)
                         step.done_chunks.add(position)
                         if first == self.program.plan.slots[slot].first:
                             step.returned.add(slot)
                     case OptimizerStep():
-                        self._finish_syncs(step, spans)
-                        spans.start[position] = clock()
+                        self._finish_syncs(step, watch)
+                        watch.start[position] = watch.now()
                         if optimizer is not None:
                             optimizer.step()
                     case Exchange() | SyncGradients():
@@ -126,13 +135,33 @@ class Executor:
             except Exception as error:
                 error.add_note(f"in step {number} on rank {self.world.rank}, {self._describe(instruction)}")
                 raise
-            spans.end[position] = clock()
-            self._advance(step, spans)
-        self._finish_syncs(step, spans)
+            watch.end[position] = watch.now()
+            self._advance(step, watch)
+        self._finish_syncs(step, watch)
         for request, _ in step.sending:
             wait(request)
         self._transfers.remember(signatures)
-        return self._losses(step), spans
+        if step.graphs is not None and not step.graphs.is_complete:
+            step.graphs.finish()
+        return self._losses(step), watch
+
+    def _use_graphs(self, step: Step) -> None:
+        """After a few steps on batches of the same shapes, the next is captured and later ones replay it."""
+        if not self._captures or step.check_losses:
+            return
+        shapes = frozenset((slot.task, step.signatures[slot.task]) for slot in self._side.slots.values())
+        self._steps_on[shapes] += 1
+        if self._graphs is None and self._steps_on[shapes] > _STEPS_BEFORE_CAPTURE:
+            buckets = [parameters for _, parameters, _ in self._buckets]
+            self._graphs = (shapes, Graphs(Gradients(buckets), step.batches))
+        if self._graphs is not None and self._graphs[0] == shapes:
+            step.graphs = self._graphs[1]
+            step.batches = step.graphs.batches(step.batches)
+
+    @property
+    def without_graph(self) -> dict[str, str]:
+        """Why slots run without a CUDA graph, by name."""
+        return self._graphs[1].refused if self._graphs else {}
 
     def _describe(self, instruction: Instruction) -> str:
         match instruction:
@@ -144,7 +173,7 @@ class Executor:
 
     # Transfers and synchronisation, posted in the order of their lanes.
 
-    def _advance(self, step: Step, spans: Spans) -> None:
+    def _advance(self, step: Step, watch: Watch) -> None:
         transfers = self._side.transfer
         while step.next_transfer < len(transfers):
             position = transfers[step.next_transfer]
@@ -152,7 +181,7 @@ class Executor:
             assert isinstance(instruction, Exchange)
             if not self._transfers.post(step, self._side.links[instruction.link], instruction.backward):
                 break
-            spans.posted[position] = time.perf_counter_ns()
+            watch.posted[position] = watch.now()
             step.next_transfer += 1
         syncs = self._side.sync
         while step.next_sync < len(syncs):
@@ -161,7 +190,7 @@ class Executor:
             assert isinstance(instruction, SyncGradients)
             if not self._buckets[instruction.bucket][0] <= step.done_chunks:
                 break
-            spans.posted[position] = time.perf_counter_ns()
+            watch.posted[position] = watch.now()
             self._post_sync(step, instruction.bucket, position)
             step.next_sync += 1
 
@@ -169,21 +198,28 @@ class Executor:
         _, parameters, ranks = self._buckets[bucket]
         if not parameters:
             return
-        gradients = [_gradient(parameter).reshape(-1) for parameter in parameters]
-        # Behind them, whether there are any: where no rank has a gradient, one process would have none either.
-        there = [parameter.grad is not None for parameter in parameters]
-        flat = torch.cat([*gradients, torch.tensor(there, dtype=gradients[0].dtype, device=gradients[0].device)])
+        flat = step.graphs.gradients.gathered(bucket, parameters) if step.graphs else None
+        if flat is None:
+            gradients = [_gradient(parameter).reshape(-1) for parameter in parameters]
+            # Behind them, whether there are any: where no rank has a gradient, one process would have none either.
+            there = [parameter.grad is not None for parameter in parameters]
+            flat = torch.cat([*gradients, torch.tensor(there, dtype=gradients[0].dtype, device=gradients[0].device)])
         with peers("synchronising gradients"):
             request = dist.all_reduce(flat, group=self.world.group("sync", ranks), async_op=True)
-        step.syncs.append((position, request, flat, parameters))
+        step.syncs.append((position, bucket, request, flat))
 
-    def _finish_syncs(self, step: Step, spans: Spans) -> None:
-        for position, request, flat, parameters in step.syncs:
+    def _finish_syncs(self, step: Step, watch: Watch) -> None:
+        for position, bucket, request, flat in step.syncs:
             wait(request)
-            spans.end[position] = time.perf_counter_ns()
+            watch.end[position] = watch.now()
+            parameters = self._buckets[bucket][1]
             sizes = [parameter.numel() for parameter in parameters]
             *parts, there = torch.split(flat, [*sizes, len(sizes)])
-            for parameter, part, holders in zip(parameters, parts, there.tolist(), strict=True):
+            # Reading the flags waits for the GPU, so replays take those of the step that was captured.
+            known = step.graphs.holders if step.graphs else {}
+            if bucket not in known:
+                known[bucket] = there.tolist()
+            for parameter, part, holders in zip(parameters, parts, known[bucket], strict=True):
                 parameter.grad = part.view_as(parameter).to(parameter.dtype) if holders else None
         step.syncs.clear()
         for parameter in self._unreached:
@@ -193,22 +229,37 @@ class Executor:
 
     # Compute.
 
-    def _forward(self, step: Step, slot: SlotSide, spans: Spans, position: int) -> None:
-        nests = {link.source: self._input(step, link, spans) for link in slot.inputs} if slot.rows else {}
-        spans.start[position] = time.perf_counter_ns()
-        match slot.code:
-            case LossCode() as code:
-                if code.is_random:
-                    self._seed(step, slot, slot.first_layer)
-                batch = self._batch(step, slot) if slot.rows else None
-                whole = step.batches[slot.task] if step.check_losses else None
-                step.losses[slot.number] = loss_part(code, slot, batch, nests, self.world, check_with=whole)
-            case LayersCode() as code:
-                if slot.rows:
-                    self._run_layers(step, slot, code, nests)
+    def _forward(self, step: Step, slot: SlotSide, watch: Watch, position: int) -> None:
+        nests = {link.source: self._input(step, link, watch) for link in slot.inputs} if slot.rows else {}
+        watch.start[position] = watch.now()
+        if slot.rows == 0 and not isinstance(slot.code, LossCode):
+            return
+        if step.graphs is not None and step.graphs.has(slot):
+            nests, made = step.graphs.forward(slot, nests, lambda inputs: self._compute(step, slot, inputs))
+        else:
+            made = self._compute(step, slot, nests)
+        for link in slot.inputs if slot.rows else ():
+            leaves = tree_leaves(nests[link.source])
+            step.inputs[link.number] = [leaf if takes_gradient(leaf) else None for leaf in leaves]
+        step.pieces[slot.number] = made.pieces
+        if isinstance(slot.code, LossCode):
+            step.losses[slot.number] = made.outputs
+        else:
+            step.outputs[slot.number] = made.outputs
 
-    def _run_layers(self, step: Step, slot: SlotSide, code: LayersCode, nests: dict[str, Any]) -> None:
-        pieces = step.pieces[slot.number] = []
+    def _compute(self, step: Step, slot: SlotSide, nests: dict[str, Any]) -> Made:
+        """A slot's forward pass on its inputs."""
+        if isinstance(slot.code, LayersCode):
+            return self._run_layers(step, slot, slot.code, nests)
+        if slot.code.is_random:
+            self._seed(step, slot, slot.first_layer)
+        batch = self._batch(step, slot) if slot.rows else None
+        whole = step.batches[slot.task] if step.check_losses else None
+        loss = loss_part(slot.code, slot, batch, nests, self.world, check_with=whole)
+        return Made([Piece(inputs=(), outputs=loss * slot.code.weight if slot.code.weight != 1 else loss)], loss)
+
+    def _run_layers(self, step: Step, slot: SlotSide, code: LayersCode, nests: dict[str, Any]) -> Made:
+        pieces = []
         values: Any = None
         for first, last in slot.chunks:
             layers = code.layers[first:last]
@@ -229,7 +280,7 @@ class Executor:
                     run = _on_copies(run)
                 values = _recomputed(layer, run, args) if slot.recompute else run(*args)
             pieces.append(Piece(inputs=inputs, outputs=values))
-        step.outputs[slot.number] = values
+        return Made(pieces, values)
 
     def _seed(self, step: Step, slot: SlotSide, layer: int) -> None:
         """Random layers draw the same numbers whenever the same rows of the same step pass through them."""
@@ -238,10 +289,10 @@ class Executor:
     def _batch(self, step: Step, slot: SlotSide) -> Any:
         return cut(step.batches[slot.task], self.batch_axes[slot.task], slot.num_rows, slot.begin, slot.end)
 
-    def _input(self, step: Step, link: LinkEnd, spans: Spans) -> Any:
+    def _input(self, step: Step, link: LinkEnd, watch: Watch) -> Any:
         """A slot's input over one link: rows that are here and rows that came, joined, as leaves of a new graph."""
         slot = self._side.slots[link.consumer]
-        arrivals = self._transfers.arrived(step, link, False, spans)
+        arrivals = self._transfers.arrived(step, link, False, watch)
         if link.local is None:
             form = self._transfers.form_of(step, link)
             here: list[Any] = [None] * len(form.leaves)
@@ -276,46 +327,57 @@ class Executor:
                         "different ranks; a module's shapes must follow from the batch's, not from its rows"
                     ) from error
             leaves.append(whole.detach().requires_grad_(leaf.requires_grad))
-        step.inputs[link.number] = [leaf if takes_gradient(leaf) else None for leaf in leaves]
         return tree_unflatten(leaves, spec)
 
-    def _backward(self, step: Step, slot: SlotSide, first: int, last: int, spans: Spans, position: int) -> None:
-        if isinstance(slot.code, LossCode):
-            spans.start[position] = time.perf_counter_ns()
-            loss = step.losses[slot.number]
-            if loss.requires_grad:
-                (loss * slot.code.weight if slot.code.weight != 1 else loss).backward()  # type: ignore[no-untyped-call]
-            return
-        if slot.rows == 0:
-            spans.start[position] = time.perf_counter_ns()
+    def _backward(self, step: Step, slot: SlotSide, first: int, last: int, watch: Watch, position: int) -> None:
+        if slot.rows == 0 and not isinstance(slot.code, LossCode):
+            watch.start[position] = watch.now()
             return
         number = slot.chunks.index((first, last))
+        is_last = number == len(slot.chunks) - 1
         pieces = step.pieces[slot.number]
-        outputs = tree_leaves(pieces[number].outputs)
-        gradients: Sequence[torch.Tensor | None]
-        if number == len(pieces) - 1:
-            gradients = self._output_gradients(step, slot, outputs, spans)
+        gradients: list[torch.Tensor | None]
+        if isinstance(slot.code, LossCode):
+            gradients = [torch.ones_like(step.losses[slot.number])]
+        elif is_last:
+            gradients = self._output_gradients(step, slot, tree_leaves(step.outputs[slot.number]), watch)
         else:
-            gradients = [leaf.grad if takes_gradient(leaf) else None for leaf in tree_leaves(pieces[number + 1].inputs)]
-        spans.start[position] = time.perf_counter_ns()
-        pairs = [
-            (leaf, gradient)
-            for leaf, gradient in zip(outputs, gradients, strict=True)
-            if gradient is not None and takes_gradient(leaf)
-        ]
-        if pairs:
-            torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
+            below = tree_leaves(pieces[number + 1].inputs) if pieces else []
+            gradients = [leaf.grad if takes_gradient(leaf) else None for leaf in below]
+        watch.start[position] = watch.now()
+        if step.graphs is None or not step.graphs.backward(
+            slot, first, gradients, lambda: self._chunk(step, slot, number), is_last=is_last
+        ):
+            _run_backward(tree_leaves(pieces[number].outputs), gradients)
         # Activations go as soon as they are used; the inputs of a chunk stay for the chunk before it.
-        pieces[number].outputs = None
-        del pieces[number + 1 :]
-        if number == 0:
+        if pieces:
+            pieces[number].outputs = None
+            del pieces[number + 1 :]
+        if number == 0 and slot.number in step.outputs:
             step.outputs.pop(slot.number)
             for link in slot.outputs:
                 if not link.sends[True]:
                     step.inputs.pop(link.number, None)
 
+    def _chunk(self, step: Step, slot: SlotSide, number: int) -> Chunk:
+        """A chunk of a slot with all that its gradients are for."""
+        pieces = step.pieces[slot.number]
+        inputs: list[Any] = [leaf for link in slot.inputs for leaf in step.inputs[link.number]]
+        if number > 0:
+            inputs = tree_leaves(pieces[number].inputs)
+        parameters: dict[int, nn.Parameter] = {}
+        if isinstance(slot.code, LayersCode):
+            first, last = slot.chunks[number]
+            used = (one for layer in slot.code.layers[first:last] for one in layer.parameters)
+            parameters = {id(one): one for one in used if one.requires_grad}
+        return Chunk(
+            outputs=tree_leaves(pieces[number].outputs),
+            inputs=[leaf for leaf in inputs if takes_gradient(leaf)],
+            parameters=list(parameters.values()),
+        )
+
     def _output_gradients(
-        self, step: Step, slot: SlotSide, outputs: list[Any], spans: Spans
+        self, step: Step, slot: SlotSide, outputs: list[Any], watch: Watch
     ) -> list[torch.Tensor | None]:
         """The gradient of a slot's output: what its consumers, here and elsewhere, say of its rows."""
         sums: list[torch.Tensor | None] = [None] * len(outputs)
@@ -323,7 +385,7 @@ class Executor:
         for link in slot.outputs:
             parts: list[tuple[int, int, bool, list[torch.Tensor | None]]] = [
                 (arrival.flow.first, arrival.flow.last, arrival.flow.with_rowless, arrival.tensors or [])
-                for arrival in self._transfers.arrived(step, link, True, spans)
+                for arrival in self._transfers.arrived(step, link, True, watch)
             ]
             if link.local is not None:
                 consumer = self._side.slots[link.consumer]
@@ -366,6 +428,16 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "big")
 
 
+def _run_backward(outputs: list[Any], gradients: list[torch.Tensor | None]) -> None:
+    pairs = [
+        (leaf, gradient)
+        for leaf, gradient in zip(outputs, gradients, strict=True)
+        if gradient is not None and takes_gradient(leaf)
+    ]
+    if pairs:
+        torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
+
+
 Run = Callable[..., Any]
 
 
@@ -387,7 +459,13 @@ def _on_copies(run: Run) -> Run:
 def _recomputed(layer: LayerCode, run: Run, args: Any) -> Any:
     """Runs a layer now, and again in backward instead of keeping what it needs there."""
     before = [buffer.clone() for buffer in layer.buffers()]
-    return checkpoint(run, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _again(layer, before)))
+    return checkpoint(
+        run,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=layer.is_random,
+        context_fn=lambda: (nullcontext(), _again(layer, before)),
+    )
 
 
 @contextmanager

@@ -27,9 +27,10 @@ def timeline_of(program: Program, ranks: Sequence[Spans]) -> Timeline:
     ):
         spans = ranks[rank]
         where[rank, number] = instance
-        posted[instance] = spans.posted.get(number, spans.begin) - origin
-        end[instance] = spans.end.get(number, spans.posted.get(number, spans.begin)) - origin
-        start[instance] = spans.start.get(number, spans.posted.get(number, spans.begin)) - origin
+        first = spans.posted.get(number, spans.begin)
+        posted[instance] = first - origin
+        end[instance] = spans.end.get(number, first) - origin
+        start[instance] = spans.start.get(number, first) - origin
     for number, instruction in enumerate(program.instructions):
         match instruction:
             case Exchange(link=link, backward=backward):

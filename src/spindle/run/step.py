@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from spindle.run.side import Flow
+
+if TYPE_CHECKING:
+    from spindle.run.graphs import Graphs
 
 
 @dataclass(slots=True)
@@ -38,6 +41,7 @@ class Step:
     signatures: Mapping[str, int]
     check_losses: bool
     new: frozenset[str]  # tasks whose batch has a shape not seen before
+    graphs: Graphs | None = None
     pieces: dict[int, list[Piece]] = field(default_factory=dict)  # by slot, in forward order
     inputs: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # by link: leaves that take gradients
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -47,16 +51,57 @@ class Step:
     forwarded: set[int] = field(default_factory=set)
     returned: set[int] = field(default_factory=set)  # slots whose backward is over
     done_chunks: set[int] = field(default_factory=set)
-    syncs: list[tuple[int, Any, torch.Tensor, list[nn.Parameter]]] = field(default_factory=list)
+    syncs: list[tuple[int, int, Any, torch.Tensor]] = field(default_factory=list)  # position, bucket, request, flat
     next_transfer: int = 0
     next_sync: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Spans:
     """When this rank's instructions ran, in nanoseconds of its clock: posted, start, end by instruction number."""
 
     begin: int
-    posted: dict[int, int] = field(default_factory=dict)
-    start: dict[int, int] = field(default_factory=dict)
-    end: dict[int, int] = field(default_factory=dict)
+    posted: dict[int, int]
+    start: dict[int, int]
+    end: dict[int, int]
+
+
+Moment = int | torch.cuda.Event
+
+
+class Watch:
+    """Notes when instructions run.
+
+    On a GPU the moments are those at which its stream of compute gets there, and only `timed` steps note them.
+    """
+
+    def __init__(self, device: torch.device, timed: bool = True) -> None:
+        self.posted: dict[int, Moment] = {}
+        self.start: dict[int, Moment] = {}
+        self.end: dict[int, Moment] = {}
+        self._on_gpu, self._timed = device.type == "cuda", timed
+        self._begin = perf_counter_ns()
+        self._first = self.now()
+
+    def now(self) -> Moment:
+        if not self._on_gpu:
+            return perf_counter_ns()
+        if not self._timed:
+            return 0
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def spans(self) -> Spans:
+        """All moments as numbers. The GPU must have passed them."""
+        return Spans(self._begin, *(self._settled(moments) for moments in (self.posted, self.start, self.end)))
+
+    def _settled(self, moments: dict[int, Moment]) -> dict[int, int]:
+        return {position: self._number(moment) for position, moment in moments.items()}
+
+    def _number(self, moment: Moment) -> int:
+        if isinstance(moment, int):
+            return moment
+        assert isinstance(self._first, torch.cuda.Event)
+        since: float = self._first.elapsed_time(moment)
+        return self._begin + round(since * 1e6)

@@ -6,7 +6,6 @@ first time a task's batch has a new shape; from then on both sides know it, and 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +26,7 @@ from spindle.run.rows import (
     takes_gradient,
 )
 from spindle.run.side import Flow, LinkEnd, Side
-from spindle.run.step import Arrival, Spans, Step
+from spindle.run.step import Arrival, Step, Watch
 from spindle.run.world import World, peers, wait
 
 _MAX_LEAVES = 1000  # of what crosses a link; tags of messages count through them
@@ -159,7 +158,7 @@ class Transfers:
             with peers("receiving"):
                 requests.append(dist.irecv(buffer, peer, tag=self._tag(link, backward, part)))
 
-    def arrived(self, step: Step, link: LinkEnd, backward: bool, spans: Spans) -> list[Arrival]:
+    def arrived(self, step: Step, link: LinkEnd, backward: bool, watch: Watch) -> list[Arrival]:
         """What came over a link, waited for."""
         arrivals = step.arrivals.get((link.number, backward), [])
         # `verify` has shown that nothing before it on its lane can still be waiting.
@@ -172,7 +171,7 @@ class Transfers:
             for request in arrival.requests:
                 wait(request)
         if arrivals:
-            spans.end[self._positions[link.number, backward]] = time.perf_counter_ns()
+            watch.end[self._positions[link.number, backward]] = watch.now()
         return arrivals
 
     def _receive_form(self, link: LinkEnd, peer: int) -> Form:

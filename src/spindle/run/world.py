@@ -81,6 +81,12 @@ class World:
             with peers("meeting"):
                 dist.barrier(group=self.control)
 
+    def meet(self) -> None:
+        """All ranks stand here at once, and so do their devices."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.barrier()
+
 
 CONTROL = "control"
 

@@ -62,9 +62,12 @@ class Feed:
         drop_last: bool,
         state: RandomState,
         notify: Callable[[str], None],
+        *,
+        compared: bool,
     ) -> None:
         self.definition, self.loader, self.drop_last, self._notify = definition, loader, drop_last, notify
-        self._state = state
+        self._state, self._compared = state, compared  # with what other ranks read
+        self._draws = not isinstance(loader, list | tuple)  # whether reading may take random numbers
         self._iterator: Iterator[Any] | None = None
         self._axes: Axes | None = None
         self._absent: list[bool] | None = None  # which leaves of a batch are None
@@ -85,6 +88,9 @@ class Feed:
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
+        if not self._draws:
+            yield
+            return
         outside = random_state()
         set_random_state(self._state)
         try:
@@ -168,7 +174,8 @@ class Feed:
         return next(iter(found))
 
     def _batch(self, nest: Any, rows: int) -> Batch:
-        return Batch(nest=nest, num_rows=rows, signature=signature_of(nest), fingerprint=fingerprint_of(nest))
+        fingerprint = fingerprint_of(nest) if self._compared else 0
+        return Batch(nest=nest, num_rows=rows, signature=signature_of(nest), fingerprint=fingerprint)
 
 
 _END = object()

@@ -31,6 +31,7 @@ class FitResult:
     graph: MetaGraph
     predicted: Timeline
     measured: Timeline | None
+    peak_bytes: tuple[int, ...] = ()  # on a GPU: the most that each rank held, on rank 0
     notices: tuple[str, ...] = ()
     crowded: bool = False  # more threads than cores
 

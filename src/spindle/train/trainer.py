@@ -27,7 +27,7 @@ from spindle.plan import Plan, check, parse_plan, read_plan
 from spindle.planners import Effort, make_plan
 from spindle.profile import Profile
 from spindle.program import Program, lower, verify
-from spindle.run import Executor, OpCode, Spans, World, join_world
+from spindle.run import Executor, OpCode, Watch, World, join_world
 from spindle.run.recorded import timeline_of
 from spindle.run.weights import Weights
 from spindle.simulate import simulate
@@ -45,9 +45,20 @@ MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer
 _SAMPLED_STEPS = 9  # whose timelines are kept
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What was found out about the tasks on this machine."""
+
+    bound: Bound
+    graph: MetaGraph
+    code: list[OpCode]
+    profile: Profile
+    mode: list[bool]
+
+
 @dataclass(slots=True)
 class _Prepared:
-    """What is decided once: the workload, its plan and what this rank has of it."""
+    """The plan, and what this rank has of it."""
 
     bound: Bound
     graph: MetaGraph
@@ -65,7 +76,8 @@ class Trainer:
 
     `optimizer` is called on each rank with the names and parameters that it holds, and returns a torch optimizer of
     them. `plan` is a plan to run (a Plan, or the file of one); without it `planner` makes one, from measurements of
-    this machine. `seed` is for random layers and for the planner.
+    this machine. `seed` is for random layers and for the planner. On a GPU, steps whose batches have the same shapes
+    are captured in `cuda_graphs` and replayed: the same numbers, without what Python code in a module does beside.
     """
 
     def __init__(
@@ -77,6 +89,7 @@ class Trainer:
         plan: Plan | Path | str | None = None,
         seed: int = 0,
         name: str = "training",
+        cuda_graphs: bool = True,
     ) -> None:
         if not tasks:
             raise WorkloadError("spindle.Trainer needs at least one task")
@@ -91,14 +104,14 @@ class Trainer:
                 raise WorkloadError(
                     f"two tasks are called {task_name!r}; give one another name, @spindle.task(name=...)"
                 )
-        self.tasks, self.seed, self.name = tuple(tasks), seed, name
+        self.tasks, self.seed, self.name, self.cuda_graphs = tuple(tasks), seed, name, cuda_graphs
         self._make_optimizer, self._planner, self._given_plan = optimizer, planner, plan
         self.world: World = join_world()
         self.notices: list[str] = []
+        self._known: _Known | None = None
         self._prepared: _Prepared | None = None
         self._steps_done = 0
         self._same_way: set[tuple[str, int]] = set()
-        self._mode: list[bool] = []
 
     @property
     def rank(self) -> int:
@@ -109,12 +122,17 @@ class Trainer:
         """The plan that is trained with, once there is one."""
         return self._prepared.plan if self._prepared else None
 
+    @property
+    def profile(self) -> Profile | None:
+        """What was measured, once it was."""
+        return self._known.profile if self._known else None
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Weights and buffers of all modules, `module.path` by name, the same on every rank.
 
         They load into plain PyTorch: `nn.ModuleDict({"vision": vision, ...}).load_state_dict(...)`.
         """
-        handles = self._prepared.bound.handles if self._prepared else handles_of(record_all(self.tasks))
+        handles = self._known.bound.handles if self._known else handles_of(record_all(self.tasks))
         return {
             f"{name}.{path}": value
             for name, handle in handles.items()
@@ -140,17 +158,41 @@ class Trainer:
         shown = Progress(enabled=progress and self.world.rank == 0)
         try:
             feeds = self._feeds(loaders, drop_last, shown)
-            if self._prepared is None:
-                self._prepared = self._prepare(feeds, shown)
-                self._mode = _mode(self._prepared.bound)
-            elif self._mode != _mode(self._prepared.bound):
+            if self._known is None:
+                self._known = self._find_out(feeds, shown)
+            elif self._known.mode != _mode(self._known.bound):
                 raise TrainingError(
                     "modules were frozen, thawed or switched between train() and eval() since the first fit, which "
                     "planned for them as they were; make a new spindle.Trainer"
                 )
+            if self._prepared is None:
+                self._prepared = self._prepare(self._known, shown)
             return self._train(self._prepared, feeds, steps, shown, on_step)
         finally:
             shown.close()
+
+    def prepare(self, loaders: Mapping[str, Iterable[Any]], *, progress: bool = True) -> Profile:
+        """Records the tasks and measures their layers, as the first `fit` would, without training.
+
+        The first batch of each loader is looked at.
+        """
+        shown = Progress(enabled=progress and self.world.rank == 0)
+        try:
+            if self._known is None:
+                self._known = self._find_out(self._feeds(loaders, True, shown), shown)
+            return self._known.profile
+        finally:
+            shown.close()
+
+    def replan(self, *, planner: str | None = None, plan: Plan | Path | str | None = None) -> None:
+        """The next `fit` goes on with another plan: a given one, or another planner's. The optimizer starts anew."""
+        if planner is not None:
+            self._planner = planner
+        self._given_plan = plan
+        if self._prepared is not None:
+            for parameter in self._prepared.weights.parameters:
+                parameter.grad = None
+        self._prepared = None
 
     def _notify(self, shown: Progress, text: str) -> None:
         self.notices.append(text)
@@ -172,14 +214,18 @@ class Trainer:
             )
         state = self.world.broadcast_object(random_state())
         draw()
+        several = self.world.size > 1
         return {
-            one.name: Feed(one, loaders[one.name], drop_last, state, lambda text: self._notify(shown, text))
+            one.name: Feed(
+                one, loaders[one.name], drop_last, state, lambda text: self._notify(shown, text), compared=several
+            )
             for one in self.tasks
         }
 
     # Once, before the first step.
 
-    def _prepare(self, feeds: Mapping[str, Feed], shown: Progress) -> _Prepared:
+    def _find_out(self, feeds: Mapping[str, Feed], shown: Progress) -> _Known:
+        """Records the tasks and measures their layers."""
         world = self.world
         # Copies, because what is tried out may write over its input.
         examples = {name: self._on_device(tree_map(_copied, feed.peek().nest)) for name, feed in feeds.items()}
@@ -203,20 +249,23 @@ class Trainer:
                 lambda: measure_update(self._make_optimizer, bound.parameters, graph.numerics.update_bytes),
                 tell,
             )
+        return _Known(bound, graph, code, profile, _mode(bound))
+
+    def _prepare(self, known: _Known, shown: Progress) -> _Prepared:
+        """Plans, and gets ready to run the plan."""
         with shown.bar("planning") as tell:
-            plan = self._plan(profile, tell)
-        program = lower(plan, profile)
-        verify(program, profile)
-        parameters = [bound.parameters[one.name] for one in graph.parameters]
-        weights = Weights(program, graph, parameters, world)
+            plan = self._plan(known.profile, tell)
+        program = lower(plan, known.profile)
+        verify(program, known.profile)
+        parameters = [known.bound.parameters[one.name] for one in known.graph.parameters]
         prepared = _Prepared(
-            bound=bound,
-            graph=graph,
-            code=code,
-            profile=profile,
+            bound=known.bound,
+            graph=known.graph,
+            code=known.code,
+            profile=known.profile,
             plan=plan,
             program=program,
-            weights=weights,
+            weights=Weights(program, known.graph, parameters, self.world),
             executors={},
             optimizer=None,
         )
@@ -238,6 +287,7 @@ class Trainer:
             self.world,
             reached=reached,
             seed=self.seed,
+            cuda_graphs=self.cuda_graphs,
         )
 
     def _explain(self, bound: Bound, shown: Progress) -> None:
@@ -305,8 +355,11 @@ class Trainer:
             prepared.optimizer = self._optimizer(prepared)
         main = prepared.executors[tuple(one.batch_size for one in self.tasks)]
         wanted = main.reads
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(world.device)
         history: list[dict[str, float]] = []
-        kept: list[Spans] = []
+        kept: list[Watch] = []
         sampled = _sampled(steps)
         step_s: list[float] = []
         nothing = torch.zeros(len(names), dtype=torch.float64)
@@ -348,28 +401,33 @@ class Trainer:
                 batches = read()
                 gathering = world.start_all_gather(_record(names, batches, parts))
             executor = self._executor_for(prepared, rows)
-            if number in sampled:
-                world.barrier()  # a timeline needs a common start, as the simulator has
-            parts_now, spans = executor.step(
+            is_timed = number in sampled and executor is main
+            if is_timed:
+                world.meet()  # a timeline needs a common start, as the simulator has
+            parts_now, watch = executor.step(
                 first + number,
                 {name: self._on_device(batch.nest) for name, batch in current.items()},
                 signatures,
                 prepared.optimizer,
                 check_losses=first + number == 0,
+                timed=is_timed,
             )
             before, parts = parts, parts_now
-            if number in sampled and executor is main:
-                kept.append(spans)
+            if is_timed:
+                kept.append(watch)
             step_s.append(time.perf_counter() - begin)
             shown.step(number + 1, step_s[-1])
         # The losses of the last two steps have no header to travel with.
         for last in (before, parts)[-steps:]:
             note([one[:, _LOSS] for one in world.start_all_gather(_record(names, {}, last)).wait()])
         self._steps_done += steps
+        for name, reason in main.without_graph.items():
+            self._notify(shown, f"{name} runs without a CUDA graph: {reason}")
+        peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else 0
         prepared.weights.bring_home()
         self._buffers_home(prepared)
         self._share_buffers(prepared.bound)
-        return self._result(prepared, history, kept, step_s)
+        return self._result(prepared, history, kept, step_s, peak)
 
     def _check_way(self, recorded: RecordedTask, batch: Batch) -> None:
         """A task that branches on shapes must take the way on which it was recorded."""
@@ -477,11 +535,12 @@ class Trainer:
         self,
         prepared: _Prepared,
         history: list[dict[str, float]],
-        kept: list[Spans],
+        kept: list[Watch],
         step_s: list[float],
+        peak_bytes: int,
     ) -> FitResult:
         """Everything that can be said about the run; timelines on rank 0 alone."""
-        spans = self.world.gather_objects(kept)
+        spans = self.world.gather_objects([watch.spans() for watch in kept])
         measured = None
         if self.world.rank == 0 and kept:
             timelines = [timeline_of(prepared.program, step) for step in zip(*spans, strict=True)]
@@ -495,6 +554,7 @@ class Trainer:
             graph=prepared.graph,
             predicted=simulate(prepared.program, prepared.profile),
             measured=measured,
+            peak_bytes=tuple(self.world.gather_objects(peak_bytes)) if peak_bytes else (),
             notices=tuple(self.notices),
             crowded=bool(prepared.profile.host_rates),
         )

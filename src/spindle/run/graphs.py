@@ -1,0 +1,291 @@
+"""Slots as CUDA graphs: a slot's forward pass, and the backward pass of each of its chunks, launched as one.
+
+A step is captured as it runs: each piece of compute is recorded instead of launched, then replayed at once, so
+transfers between pieces go on as ever. All graphs of a rank take their memory from one pool, in the order of the rank's program,
+and later steps replay them in that order: what one piece leaves free the next ones use, as in the step that was
+captured. What lives longer (inputs, outputs, gradients) keeps its place for good.
+
+A piece that cannot be captured (it draws random numbers, waits for the GPU, meets other ranks) runs as it did before.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from spindle.errors import TrainingError
+from spindle.run.code import LossCode
+from spindle.run.rows import takes_gradient
+from spindle.run.side import SlotSide
+from spindle.run.step import Piece
+
+Nests = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Made:
+    """What a slot's forward pass made: its chunks, and what it hands on (a loss, or a nest of tensors)."""
+
+    pieces: list[Piece]
+    outputs: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Layers whose backward runs as one: their outputs, and the leaves that gradients are for."""
+
+    outputs: list[Any]
+    inputs: list[torch.Tensor]
+    parameters: list[nn.Parameter]
+
+
+class Gradients:
+    """One place for the gradient of each parameter, side by side for those that are synchronised together.
+
+    Behind a bucket's gradients stand as many flags: which of them its rank has.
+    """
+
+    def __init__(self, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
+        self._places: dict[int, torch.Tensor] = {}
+        self._flats: dict[int, torch.Tensor] = {}
+        self._flags: dict[int, tuple[list[bool], torch.Tensor]] = {}
+        for number, parameters in enumerate(buckets):
+            if parameters and len({(one.dtype, one.device) for one in parameters}) == 1:
+                sizes = [one.numel() for one in parameters]
+                flat = torch.zeros(sum(sizes) + len(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+                self._flats[number] = flat
+                for parameter, part in zip(parameters, torch.split(flat[: sum(sizes)], sizes), strict=True):
+                    self._places[id(parameter)] = part.view_as(parameter)
+
+    def place(self, parameter: nn.Parameter) -> torch.Tensor:
+        return self._places.setdefault(id(parameter), torch.zeros_like(parameter))
+
+    def gathered(self, bucket: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
+        """A bucket's gradients and flags, all at their places; None where they have no common one."""
+        flat = self._flats.get(bucket)
+        if flat is None:
+            return None
+        there = [parameter.grad is not None for parameter in parameters]
+        for parameter in parameters:
+            place = self._places[id(parameter)]
+            if parameter.grad is None:
+                place.zero_()
+            elif parameter.grad.data_ptr() != place.data_ptr():
+                place.copy_(parameter.grad)
+        known = self._flags.get(bucket)
+        if known is None or known[0] != there:
+            known = self._flags[bucket] = (there, torch.tensor(there, dtype=flat.dtype, device=flat.device))
+        flat[-len(there) :].copy_(known[1])
+        return flat
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A captured slot. The backward passes are by their first layer."""
+
+    forward: torch.cuda.CUDAGraph
+    nests: Nests
+    made: Made  # with its autograd graph until its backward passes are captured
+    backward: dict[int, _Backward] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Backward:
+    graph: torch.cuda.CUDAGraph
+    gradients: list[torch.Tensor | None]  # of the outputs, where they come from elsewhere
+    written: list[tuple[nn.Parameter, bool]]  # with whether this pass is the first to write to the parameter's place
+
+
+class Graphs:
+    """The captured slots of one rank, for batches of one set of shapes."""
+
+    def __init__(self, gradients: Gradients, batches: Mapping[str, Any]) -> None:
+        self.gradients = gradients
+        self.refused: dict[str, str] = {}  # why slots run without a graph, by name
+        self.holders: dict[int, list[float]] = {}  # by bucket: how many ranks have each gradient
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._batches = {task: tree_map(_copied, nest) for task, nest in batches.items()}
+        self._slots: dict[int, _Slot] = {}
+        self._written: set[int] = set()
+        self.is_complete = False  # the step that captures is over
+        torch.cuda.empty_cache()  # what earlier steps hold is for the pool now
+
+    def batches(self, batches: Mapping[str, Any]) -> Mapping[str, Any]:
+        """These batches, at the place from which the graphs read."""
+        return {task: _put(self._batches[task], nest) for task, nest in batches.items()}
+
+    def has(self, slot: SlotSide) -> bool:
+        """Whether a slot runs as a graph, or is to be captured now."""
+        return slot.number in self._slots or (not self.is_complete and self._can_try(slot))
+
+    def _can_try(self, slot: SlotSide) -> bool:
+        reason = None
+        match slot.code:
+            case LossCode() as code:
+                if code.is_mean and len(slot.ranks) > 1:
+                    reason = "its ranks add up their counts"
+                elif code.is_random:
+                    reason = "its loss draws random numbers"
+            case code:
+                if any(layer.is_random for layer in code.layers):
+                    reason = "it draws random numbers"
+                elif any(_is_hooked(parameter) for layer in code.layers for parameter in layer.parameters):
+                    reason = "a parameter has a hook"
+        if reason is not None:
+            self.refused[slot.name] = reason
+        return slot.name not in self.refused
+
+    def forward(self, slot: SlotSide, nests: Nests, compute: Callable[[Nests], Made]) -> tuple[Nests, Made]:
+        """Runs a slot's forward pass. Gives the inputs that gradients will be for, and what was made."""
+        captured = self._slots.get(slot.number)
+        if captured is not None:
+            for source, nest in nests.items():
+                _put(captured.nests[source], nest)
+            captured.forward.replay()
+            return captured.nests, captured.made
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with self._capturing(graph):
+                made = compute(nests)
+        except Exception as error:
+            self._refuse(slot, error)
+            return nests, compute(nests)
+        graph.replay()
+        self._slots[slot.number] = _Slot(graph, nests, made)
+        return nests, Made(made.pieces, tree_map(_cut_off, made.outputs))
+
+    def backward(
+        self,
+        slot: SlotSide,
+        first: int,
+        gradients: list[torch.Tensor | None],
+        chunk: Callable[[], Chunk],
+        *,
+        is_last: bool,
+    ) -> bool:
+        """Runs the backward pass of a chunk of a slot, or says that it cannot.
+
+        `gradients` are those of its outputs; only the last chunk's come from elsewhere, the others are where the chunk
+        behind them left them. Gradients of its inputs and parameters are at their `grad` afterwards.
+        """
+        captured = self._slots.get(slot.number)
+        if captured is None:
+            return False
+        known = captured.backward.get(first)
+        if known is None:
+            known = self._capture_backward(slot, gradients, chunk())
+            if known is None:
+                del self._slots[slot.number]
+                return False
+            if is_last:
+                known.gradients = gradients
+            captured.backward[first] = known
+        elif is_last:
+            for place, gradient in zip(known.gradients, gradients, strict=True):
+                if (place is None) != (gradient is None):
+                    raise TrainingError(
+                        f"{slot.name} got gradients for other outputs than when it was captured in a CUDA graph; "
+                        "train with spindle.Trainer(cuda_graphs=False)"
+                    )
+                _put(place, gradient)
+        known.graph.replay()
+        for parameter, is_first in known.written:
+            place = self.gradients.place(parameter)
+            if is_first and parameter.grad is not None and parameter.grad.data_ptr() != place.data_ptr():
+                place += parameter.grad  # from a slot that ran without a graph
+            parameter.grad = place
+        return True
+
+    def _capture_backward(
+        self,
+        slot: SlotSide,
+        gradients: list[torch.Tensor | None],
+        chunk: Chunk,
+    ) -> _Backward | None:
+        graph = torch.cuda.CUDAGraph()
+        pairs = [
+            (leaf, gradient)
+            for leaf, gradient in zip(chunk.outputs, gradients, strict=True)
+            if gradient is not None and takes_gradient(leaf)
+        ]
+        inputs, parameters = chunk.inputs, chunk.parameters
+        wanted = [*inputs, *parameters]
+        places = [self.gradients.place(parameter) for parameter in parameters]
+        written = []
+        try:
+            with self._capturing(graph):
+                found: Sequence[torch.Tensor | None] = [None] * len(wanted)
+                if pairs and wanted:
+                    found = torch.autograd.grad(
+                        [leaf for leaf, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True
+                    )
+                for parameter, place, gradient in zip(parameters, places, found[len(inputs) :], strict=True):
+                    if gradient is not None:
+                        is_first = id(parameter) not in self._written
+                        place.copy_(gradient) if is_first else place.add_(gradient)
+                        written.append((parameter, is_first))
+        except Exception as error:
+            self._refuse(slot, error)
+            return None
+        self._written.update(id(parameter) for parameter, _ in written)
+        for leaf, gradient in zip(inputs, found, strict=False):
+            leaf.grad = gradient
+        return _Backward(graph, [], written)
+
+    def finish(self) -> None:
+        """The step that captured is over: what remains of its autograd graphs goes."""
+        for slot in self._slots.values():
+            slot.made = Made([], tree_map(_cut_off, slot.made.outputs))
+        self.is_complete = True
+
+    def _refuse(self, slot: SlotSide, error: Exception) -> None:
+        torch.cuda.synchronize()
+        self.refused[slot.name] = f"capturing it failed: {str(error).splitlines()[0]}"
+
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        here = torch.cuda.current_stream()
+        self._stream.wait_stream(here)
+        collects = gc.isenabled()
+        gc.disable()  # freeing what another graph holds would end the capture
+        try:
+            with torch.cuda.stream(self._stream):
+                # Other threads (transfers) use the GPU meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    yield
+                finally:
+                    graph.capture_end()
+            here.wait_stream(self._stream)
+        finally:
+            if collects:
+                gc.enable()
+
+
+def _put(place: Any, value: Any) -> Any:
+    """Values into the tensors of a nest, unless they are there already."""
+    with torch.no_grad():
+        for old, new in zip(tree_leaves(place), tree_leaves(value), strict=True):
+            if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                old.detach().copy_(new, non_blocking=True)
+    return place
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _cut_off(leaf: Any) -> Any:
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _is_hooked(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
