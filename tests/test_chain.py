@@ -185,3 +185,24 @@ def test_tracing_leaves_running_statistics_alone():
     before = {name: value.clone() for name, value in norm.module.state_dict().items()}
     trace_all([normal], {"normal": {"x": X}})
     assert all(torch.equal(value, before[name]) for name, value in norm.module.state_dict().items())
+
+
+def test_a_chain_follows_a_module_whose_buffers_are_replaced():
+    class Shifted(Tower):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH, 2)
+            self.register_buffer("shift", torch.ones(WIDTH))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x + self.shift)
+            return x
+
+    one = Shifted()
+    chain = chain_of(one)
+    one.double()  # as moving it to a device does
+    assert len(chain.layers) > 1
+    values = (X,)
+    for layer in chain.layers:
+        values = layer.run(*values)
+    assert torch.equal(values[0], one(X))

@@ -13,7 +13,7 @@ import small
 from spindle.errors import DoesNotFitError, ProgramError
 from spindle.plan import parse_plan
 from spindle.planners import make_plan
-from spindle.program import Flows, Memory, SlotShape, format_program, instances_of, lower, parse_program, verify
+from spindle.program import Backward, Flows, Memory, SlotShape, format_program, instances_of, lower, parse_program, verify
 from spindle.program.reshard import flows_between, share_bounds
 from spindle.simulate import simulate
 
@@ -73,6 +73,16 @@ def test_a_row_goes_to_every_member_of_a_tensor_group_from_one_member():
     assert received == {2: 2, 3: 2, 4: 2, 5: 2}
 
 
+def test_a_small_model_is_handed_on_in_a_few_chunks_and_alone_in_one():
+    def num_chunks(num_devices: int) -> int:
+        profile = small.workload_profile({"x": ["vision"]}, num_devices=num_devices)
+        program = lower(parse_plan(f"x/vision#0[0:4]*4@0-{num_devices - 1}", profile), profile)
+        return sum(isinstance(one, Backward) for one in program.instructions)
+
+    assert num_chunks(2) == 4
+    assert num_chunks(1) == 1
+
+
 @given(small.graphs(), st.sampled_from(["paper", "sequential", "distmm", "task-level"]))
 def test_the_text_form_of_a_program_comes_back_the_same(profile, planner):
     text = format_program(lower(make_plan(profile, planner), profile), profile)
@@ -119,8 +129,18 @@ def test_a_parameter_on_one_device_alone_is_not_synchronised():
 def test_tensor_shards_are_synchronised_apart():
     profile = small.workload_profile({"x": ["vision"]}, num_devices=4)
     program = lower(parse_plan("# tensor vision 2\nx/vision#0[0:4]*4@0-3", profile), profile)
-    assert [bucket.ranks.tolist() for bucket in program.buckets] == [[0, 2], [1, 3]]
-    assert {bucket.num_bytes for bucket in program.buckets} == {4 * 500_000 * 2}
+    assert {tuple(bucket.ranks.tolist()) for bucket in program.buckets} == {(0, 2), (1, 3)}
+    assert sum(bucket.num_bytes for bucket in program.buckets) == 2 * 4 * 500_000 * 2
+
+
+def test_a_small_model_is_handed_on_in_a_few_chunks_and_alone_in_one():
+    def num_chunks(num_devices: int) -> int:
+        profile = small.workload_profile({"x": ["vision"]}, num_devices=num_devices)
+        program = lower(parse_plan(f"x/vision#0[0:4]*4@0-{num_devices - 1}", profile), profile)
+        return sum(isinstance(one, Backward) for one in program.instructions)
+
+    assert num_chunks(2) == 4
+    assert num_chunks(1) == 1
 
 
 @given(small.graphs(), st.sampled_from(["paper", "sequential", "distmm", "task-level"]))

@@ -138,6 +138,15 @@ def test_busy_neighbours_slow_each_other_and_running_work_is_timed_again():
     assert spans(timeline, Backward) == [(0, 20_000_000, 45_000_000), (1, 10_000_000, 30_000_000)]
 
 
+def test_idle_neighbours_make_a_device_faster_than_its_curve():
+    ops = [("a", 1, 1, 0, 30), ("b", 1, 1, 0, 15)]
+    profile = replace(small.linear_profile(ops, num_devices=2), host_rates=(2.0, 1.0))
+    _, timeline = run("a*1@0 b*1@1", profile)
+    # Curves hold while both are busy. b is done at 15 ms; 15 ms of a's backward are left then, at twice the rate.
+    assert spans(timeline, Forward) == [(0, 0, 10_000_000), (1, 0, 5_000_000)]
+    assert spans(timeline, Backward) == [(0, 10_000_000, 22_500_000), (1, 5_000_000, 15_000_000)]
+
+
 def test_a_deadlock_is_reported_by_the_simulator_too():
     profile = small.two_towers()
     program = lower(small.plan("vision*12@0-2 text*6@3\nhead*1@0-3", profile), profile)

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import spindle
 from scenes import SCENES
@@ -48,7 +50,7 @@ def everything():
     def contrast(batch):
         a = F.normalize(vision(batch["x"]), dim=-1)
         b = F.normalize(text(batch["y"]), dim=-1)
-        return F.cross_entropy(a @ b.T * 5, torch.arange(a.shape[0]))
+        return F.cross_entropy(a @ b.T * 5, torch.arange(a.shape[0], device=a.device))
 
     @task(batch_size=5, weight=0.5)
     def question(batch):
@@ -156,10 +158,16 @@ class Ready:
         return roofline_profile(self.graph, cluster_named(f"cpux{num_ranks}"))
 
 
+def on_device(nest: Any, device: str) -> Any:
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, nest)
+
+
 @cache
-def ready(name: str) -> Ready:
+def ready(name: str, device: str = "cpu") -> Ready:
     workload = workload_named(name)
-    examples = workload.batches(0)
+    examples = on_device(workload.batches(0), device)
+    for handle in handles_of(record_all(workload.tasks, examples)).values():
+        handle.module.to(device)
     traced = trace_all(workload.tasks, examples)
     bound = bind(name, traced, probe(traced, examples))
     graph = metagraph_of(bound.workload)
@@ -212,9 +220,9 @@ def random_plan_text(profile: Profile, planner: str) -> str:
     return "\n".join(lines)
 
 
-def plan_of(name: str, planner: str, num_ranks: int) -> tuple[Plan, Profile]:
+def plan_of(name: str, planner: str, num_ranks: int, device: str) -> tuple[Plan, Profile]:
     """The plan of a planner, or a random one. Rank 0's, on all ranks."""
-    profile = ready(name).profile(num_ranks)
+    profile = ready(name, device).profile(num_ranks)
     if planner.startswith("plan "):
         return parse_plan(random_plan_text(profile, planner), profile), profile
     box: list[Any] = [None]
@@ -242,6 +250,8 @@ class Errors:
     loss: float
     gradient: float
     worst: str
+    captured: int  # slots, in CUDA graphs
+    without_graph: dict[str, str]
     compared: frozenset[str]
     expected: frozenset[str]
 
@@ -257,10 +267,26 @@ def chunks_of(num_bytes: float) -> Iterator[None]:
         lowering.CHUNK_BYTES = before
 
 
-def compare_steps(rank: int, num_ranks: int, name: str, planner: str, steps: int, chunk_bytes: float = 64e6) -> Errors:
-    """Runs steps of a plan. What this rank does not hold is not a number, so that it cannot help."""
-    one = ready(name)
-    plan, profile = plan_of(name, planner, num_ranks)
+def steps_alike(workload: Workload, count: int) -> list[int]:
+    """Numbers of steps whose batches have the shapes of the first."""
+    first = {task_name: signature_of(batch) for task_name, batch in workload.batches(0).items()}
+    alike = (
+        number
+        for number in range(1000)
+        if {task_name: signature_of(batch) for task_name, batch in workload.batches(number).items()} == first
+    )
+    return list(islice(alike, count))
+
+
+def compare_steps(
+    rank: int, num_ranks: int, name: str, planner: str, steps: int, chunk_bytes: float = 64e6, device: str = "cpu"
+) -> Errors:
+    """Runs steps of a plan. What this rank does not hold is not a number, so that it cannot help.
+
+    On a GPU the steps have batches of the same shapes, so that they are captured.
+    """
+    one = ready(name, device)
+    plan, profile = plan_of(name, planner, num_ranks, device)
     check(plan, profile)
     with chunks_of(chunk_bytes):
         program = lower(plan, profile)
@@ -274,7 +300,7 @@ def compare_steps(rank: int, num_ranks: int, name: str, planner: str, steps: int
         one.code,
         [one.bound.parameters[path] for path in names],
         one.bound.batch_axes,
-        World(rank, num_ranks, torch.device("cpu")),
+        World(rank, num_ranks, torch.device(device)),
         reached=frozenset(number for number, path in enumerate(names) if path in reached),
     )
     held = {names[number] for number in executor.held}
@@ -282,8 +308,8 @@ def compare_steps(rank: int, num_ranks: int, name: str, planner: str, steps: int
         parameter.data.copy_(one.weights[path] if path in held else torch.tensor(torch.nan))
         parameter.grad = None
     loss_error, gradient_error, worst = 0.0, 0.0, ""
-    for number in range(steps):
-        step_batches = one.workload.batches(number)
+    for number in range(steps) if device == "cpu" else steps_alike(one.workload, steps):
+        step_batches = on_device(one.workload.batches(number), device)
         signatures = {task_name: signature_of(batch) for task_name, batch in step_batches.items()}
         parts, _ = executor.step(number, step_batches, signatures, check_losses=number == 0)
         if num_ranks > 1:
@@ -297,13 +323,15 @@ def compare_steps(rank: int, num_ranks: int, name: str, planner: str, steps: int
             ours, theirs = one.bound.parameters[path].grad, expected.gradients[path]
             assert (ours is None) == (theirs is None), f"step {number}: {path}: {ours} where one process has {theirs}"
             if theirs is not None:
-                error = error_of(ours, theirs, floor)
+                error = error_of(ours.cpu(), theirs, floor)
                 if not error <= gradient_error:
                     gradient_error, worst = error, f"{path} in step {number}"
     return Errors(
         loss=loss_error,
         gradient=gradient_error,
         worst=worst,
+        captured=executor.num_captured,
+        without_graph=dict(executor.without_graph),
         compared=frozenset(path for path in held if expected.gradients[path] is not None),
         expected=frozenset(path for path, gradient in expected.gradients.items() if gradient is not None),
     )

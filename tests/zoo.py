@@ -279,7 +279,7 @@ class Place(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        return self.linear(x) * torch.arange(1, x.shape[0] + 1)[:, None, None] / 5
+        return self.linear(x) * torch.arange(1, x.shape[0] + 1, device=x.device)[:, None, None] / 5
 
 
 class First(Place):
@@ -378,7 +378,7 @@ def plain_call(handle, x, batch):
 
 
 def masked_call(handle, x, batch):
-    position = torch.arange(x.shape[1])[None, :, None].to(x.dtype).expand(x.shape[0], x.shape[1], 1)
+    position = torch.arange(x.shape[1], device=x.device)[None, :, None].to(x.dtype).expand(x.shape[0], x.shape[1], 1)
     return handle(x, kept=kept_of(batch), position=position / LONGEST)
 
 
@@ -454,7 +454,7 @@ def itself_call(handle, x, batch):
 
 def kept_of(batch):
     """Which tokens are no padding."""
-    return torch.arange(batch["x"].shape[1]) < batch["lengths"].unsqueeze(1)
+    return torch.arange(batch["x"].shape[1], device=batch["x"].device) < batch["lengths"].unsqueeze(1)
 
 
 Apply = Callable[[ModuleHandle, torch.Tensor, dict], torch.Tensor]
@@ -662,10 +662,10 @@ def _loss(kind: str, x, other, batch, head):
     a, b = ((one * kept).sum(1) / kept.sum(1) for one in (x, other))
     if kind == "contrast":
         scores = F.normalize(a, dim=-1) @ F.normalize(b + batch["y"][:, 0], dim=-1).T * 5
-        return F.cross_entropy(scores, torch.arange(scores.shape[0]))
+        return F.cross_entropy(scores, torch.arange(scores.shape[0], device=scores.device))
     if kind == "head":
         scores = head(a, b + batch["y"][:, 0])
-        labels = torch.arange(scores.shape[0])
+        labels = torch.arange(scores.shape[0], device=scores.device)
         return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels)) / 2 + x.square().mean()
     losses = ((x - batch["y"]) ** 2).mean(-1) + 0.1 * other.square().mean(-1)
     if kind == "tokens":

@@ -32,7 +32,7 @@ def to_json(value: Any) -> Any:
         return {
             field.name: to_json(getattr(value, field.name))
             for field in dataclasses.fields(value)
-            if getattr(value, field.name) != field.default
+            if field.init and getattr(value, field.name) != field.default
         }
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
@@ -61,6 +61,7 @@ def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
         )
         for field in dataclasses.fields(kind)
+        if field.init  # what a value works out itself is in no file
     )
 
 
@@ -244,7 +245,7 @@ def artifact_text(kind: str, value: Any) -> str:
 
     Its own fields are there with their defaults too, unless they are empty; what lies within leaves its defaults out.
     """
-    fields = {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    fields = {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
     filled = {name: item for name, item in fields.items() if item is not None and item not in ([], {})}
     text = json.dumps({"spindle": kind, "version": 1} | filled, indent=1) + "\n"
     return re.sub(

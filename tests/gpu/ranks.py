@@ -43,6 +43,35 @@ def run_checks(world: World) -> None:
     assert "memory" in said, "a rank may take more than its share of the memory"
 
 
+def run_training(world: World) -> None:
+    """Random workloads under random plans, first launch by launch, then captured, then replayed: one process's numbers.
+
+    They are in float64, and one process is the CPU.
+    """
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    import worlds
+    import zoo
+
+    kinds = [f"{kind} {zoo.LOSSES[number % len(zoo.LOSSES)]}" for number, kind in enumerate(zoo.KINDS)]
+    names = ["everything", *kinds, *(f"random {seed}" for seed in range(12))]
+    captured = refused = 0
+    for number, name in enumerate(names):
+        begin_s = time.monotonic()
+        chunk_bytes = 1.0 if number % 2 else 64e6
+        found = worlds.compare_steps(world.rank, world.size, name, f"plan {number}", 7, chunk_bytes, "cuda")
+        assert found.gradient < 1e-9, (name, found.gradient, found.worst)
+        assert found.loss < 1e-9, (name, found.loss)
+        for slot, reason in found.without_graph.items():
+            assert "random" in reason or "counts" in reason, f"{name}: {slot}: {reason}"
+        captured += found.captured
+        refused += len(found.without_graph)
+        if world.rank == 0:
+            print(f"{name}, plan {number}: {found.gradient:.1e}, {time.monotonic() - begin_s:.1f} s", flush=True)
+    assert captured > refused
+    if world.rank == 0:
+        print(f"rank 0: {captured} slots captured, {refused} not", flush=True)
+
+
 def kill_waiting(world: World) -> None:
     """A rank ends while the others wait for it on the host."""
     dist.all_reduce(torch.ones(1000, device=world.device))
@@ -195,6 +224,7 @@ if __name__ == "__main__":
     faulthandler.dump_traceback_later(60, repeat=True)  # where it hangs, should it
     {
         "checks": run_checks,
+        "training": run_training,
         "kill_waiting": kill_waiting,
         "kill_on_stream": kill_on_stream,
         "sleep": sleep,

@@ -14,8 +14,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_the_backend_on_eight_ranks():
-    virtual_devices.run_checks(8)
+@pytest.mark.parametrize("part", ["checks", "training"])
+def test_the_backend_and_the_runtime_on_eight_ranks(part):
+    virtual_devices.run_part(part, 8)
 
 
 @pytest.mark.parametrize("how", ["kill_waiting", "kill_on_stream"])

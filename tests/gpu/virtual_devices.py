@@ -2,8 +2,8 @@
 
     python tests/gpu/virtual_devices.py [--devices 8] [--measure FILE]     (LOGS=FOLDER keeps the output of all ranks)
 
-Checks the backend on ranks that share one GPU through MPS, that a rank or a launcher that is killed ends everything
-within seconds, and, if asked to, measures. Ends with exit code 0 when all of it holds.
+Checks the backend and the runtime on ranks that share one GPU through MPS, that a rank or a launcher that is killed
+ends everything within seconds, and, if asked to, measures. Ends with exit code 0 when all of it holds.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def wait_until_gone(before: set[str]) -> float:
     return time.monotonic() - begin_s
 
 
-def run_checks(devices: int) -> str:
+def run_part(part: str, devices: int) -> str:
     before = mps_processes()
-    job = launched("ranks.py", "checks", devices=devices)
+    job = launched("ranks.py", part, devices=devices)
     code, out, err = outcome(job)
     assert code == 0, f"exit code {code}\n{out}\n{err}"
     assert mps_processes() == before, "MPS is still there"
@@ -119,7 +119,8 @@ def main() -> int:
     parser.add_argument("--only", default="")
     given = parser.parse_args()
     parts = {
-        "checks": lambda: run_checks(given.devices),
+        "checks": lambda: run_part("checks", given.devices),
+        "training": lambda: run_part("training", given.devices),
         "kill_waiting": lambda: kill_a_rank(3, "kill_waiting"),
         "kill_on_stream": lambda: kill_a_rank(3, "kill_on_stream"),
         "kill_the_launcher": lambda: kill_the_launcher(2),

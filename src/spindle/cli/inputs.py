@@ -20,7 +20,8 @@ MAX_DEVICES = 1 << 20
 
 
 def load_profile(given: str, num_devices: int | None, cluster_name: str | None) -> Profile:
-    """The profile of an input: an abstract graph's own times, else a roofline, which recipes bring fitted."""
+    """The profile of an input: a measured one, an abstract graph's own times, else a roofline, which recipes bring
+    fitted."""
     if given in RECIPES:
         recipe = RECIPES[given]
         cluster = _real_cluster(given, num_devices, cluster_name)
@@ -35,6 +36,8 @@ def load_profile(given: str, num_devices: int | None, cluster_name: str | None) 
         names = [(f"ops[{position}].name", op.name) for position, op in enumerate(profile.graph.metaops)]
         _refuse_unprintable(given, [*names, *(("task", task) for task in profile.graph.tasks)])
         return profile
+    if data.get("spindle") == "profile":
+        return _measured(data, given, num_devices, cluster_name)
     workload = _workload(data, given)
     _refuse_unprintable(given, _names(workload))
     return roofline_profile(metagraph_of(workload), _real_cluster(given, num_devices, cluster_name), Roofline())
@@ -68,11 +71,24 @@ def _refuse_unprintable(where: str, names: Iterable[tuple[str, str]]) -> None:
             raise InputError(f"{where}: {what}: a name must be printable, got {name!r}")
 
 
+def _measured(data: dict[str, Any], given: str, num_devices: int | None, cluster_name: str | None) -> Profile:
+    """A profile as a file has it: its times hold on its own machines only."""
+    if num_devices is not None or cluster_name is not None:
+        option = "--devices" if cluster_name is None else "--cluster"
+        raise InputError(f"{given}: a profile holds for the machines it was measured on; leave {option} out")
+    profile = artifact_from_json(data, given, "profile", Profile)
+    names = [(f"graph.metaops[{place}].name", op.name) for place, op in enumerate(profile.graph.metaops)]
+    names += [("task", task) for task in profile.graph.tasks] + [("module", one) for one in profile.graph.modules]
+    texts = [("graph.name", profile.graph.name), ("cluster.name", profile.cluster.name)]
+    _refuse_unprintable(given, [*names, *texts, ("measured_on", profile.measured_on)])
+    return profile
+
+
 def _workload(data: dict[str, Any], where: str) -> Workload:
     if "spindle" not in data:
         raise InputError(
             f'{where}: expected an abstract graph (an object with "ops") or a Spindle workload '
-            f'("spindle": "workload"); this has {", ".join(map(repr, list(data)[:6])) or "nothing in it"}'
+            f'or profile ("spindle": "workload"); this has {", ".join(map(repr, list(data)[:6])) or "nothing in it"}'
         )
     return artifact_from_json(data, where, "workload", Workload)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,25 +17,31 @@ class JobEnded:
     code: int
 
 
+Script = Annotated[Path, typer.Argument(metavar="SCRIPT", help="A training script.", show_default=False)]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ARGUMENTS", help="What the script is given, options too.", show_default=False),
+]
+Processes = Annotated[
+    int | None,
+    typer.Option("-n", "--processes", metavar="N", help="How many processes to start.", show_default=False),
+]
+VirtualDevices = Annotated[
+    int | None,
+    typer.Option(
+        "--virtual-devices",
+        metavar="N",
+        help="Start so many processes on one GPU, each with its share of it.",
+        show_default=False,
+    ),
+]
+
+
 def launch(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A training script.", show_default=False)],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="ARGUMENTS", help="What the script is given, options too.", show_default=False),
-    ] = None,
-    processes: Annotated[
-        int | None,
-        typer.Option("-n", "--processes", metavar="N", help="How many processes to start.", show_default=False),
-    ] = None,
-    virtual_devices: Annotated[
-        int | None,
-        typer.Option(
-            "--virtual-devices",
-            metavar="N",
-            help="Start so many processes on one GPU, each with its share of it.",
-            show_default=False,
-        ),
-    ] = None,
+    script: Script,
+    arguments: Arguments = None,
+    processes: Processes = None,
+    virtual_devices: VirtualDevices = None,
     logs: Annotated[
         Path | None,
         typer.Option(
@@ -60,6 +67,18 @@ def launch(
 
     spindle launch --virtual-devices 8 train.py
     """
+    return launched(script, arguments, processes, virtual_devices, logs)
+
+
+def launched(
+    script: Path,
+    arguments: list[str] | None,
+    processes: int | None,
+    virtual_devices: int | None,
+    logs: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> JobEnded:
+    """Runs a script as these options ask; `environment` is what its processes find there beside all else."""
     import importlib.util
     import os
 
@@ -78,4 +97,7 @@ def launch(
     import spindle.launch.launch
 
     share_gpu = virtual_devices is not None
-    return JobEnded(code=spindle.launch.launch.launch(script, arguments or (), count, logs, share_gpu=share_gpu))
+    code = spindle.launch.launch.launch(
+        script, arguments or (), count, logs, share_gpu=share_gpu, environment=environment
+    )
+    return JobEnded(code=code)

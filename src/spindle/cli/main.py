@@ -30,6 +30,7 @@ from spindle.cli.compare import compare
 from spindle.cli.explain import explain
 from spindle.cli.launch import JobEnded, launch
 from spindle.cli.plan import plan
+from spindle.cli.profile import profile
 from spindle.cli.recipe import recipe
 from spindle.cli.recipes import recipes
 from spindle.cli.simulate import simulate
@@ -46,7 +47,8 @@ _OUR_WORDS = (
     (r"Input should be a valid number.*", "expected a number"),
 )
 INTERRUPTED = 130
-VERBS = (plan, simulate, compare, bound, explain, recipes, recipe, launch)
+VERBS = (plan, simulate, compare, bound, explain, recipes, recipe, launch, profile)
+_RUN_A_SCRIPT = (launch, profile)
 
 
 def make_app() -> typer.Typer:
@@ -55,7 +57,7 @@ def make_app() -> typer.Typer:
     app.callback()(_root)
     for verb in VERBS:
         # What stands after a script is the script's own, even if it looks like an option.
-        app.command(context_settings={"allow_interspersed_args": verb is not launch})(verb)
+        app.command(context_settings={"allow_interspersed_args": verb not in _RUN_A_SCRIPT})(verb)
     return app
 
 
@@ -72,7 +74,8 @@ def _root(
 ) -> None:
     """Plan, rehearse and run training steps that run several multimodal tasks at once.
 
-    Give it a graph of ops with their times, or the name of a recipe, and the machines. Start with:
+    Give it a graph of ops with their times, or the name of a recipe, and the machines; or a training script. Start
+    with:
 
     spindle recipes
 

@@ -11,7 +11,8 @@ Input = Annotated[
     str,
     typer.Argument(
         metavar="INPUT",
-        help="An abstract graph (.json with ops and their times), a workload (.json), or the name of a recipe.",
+        help="An abstract graph (.json with ops and their times), a workload (.json), the name of a recipe, or a "
+        "profile (.json) that `spindle profile` wrote, which brings its machines.",
         show_default=False,
     ),
 ]

@@ -22,15 +22,20 @@ class DeviceKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One direction of a link; both directions run at this rate at once."""
+    """One direction of a link; both directions run at this rate at once.
+
+    `collective_s` is what a collective takes beside its bytes, where that was measured; else it is the hops of a tree.
+    """
 
     bytes_per_s: float
     latency_s: float = 0.0
+    collective_s: float | None = None
 
     def __post_init__(self) -> None:
         _positive("link", self, "bytes_per_s")
-        if not self.latency_s >= 0:
-            raise ClusterError(f"link: latency_s must be at least 0, got {self.latency_s}")
+        for name, value in (("latency_s", self.latency_s), ("collective_s", self.collective_s or 0.0)):
+            if not value >= 0:
+                raise ClusterError(f"link: {name} must be at least 0, got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,12 +51,13 @@ def launch(
     logs: Path | None = None,
     *,
     share_gpu: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> int:
     """Runs a script in so many processes and returns the exit code of the job; says on stderr why it is not 0.
 
     Rank 0 writes where this process writes. What other ranks write goes to `rank-1.log`… in the folder `logs`, or into
-    files that are gone at the end. With `share_gpu` all ranks use one GPU, through MPS. Must be called in the main
-    thread, the only one that signals reach.
+    files that are gone at the end. With `share_gpu` all ranks use one GPU, through MPS. They find `environment`
+    in theirs. Must be called in the main thread, the only one that signals reach.
     """
     if num_processes < 1:
         raise InputError(f"expected at least 1 process, got {num_processes}")
@@ -70,7 +71,7 @@ def launch(
         shared = stack.enter_context(shared_gpu(num_processes)) if share_gpu else {}
         job = stack.enter_context(closing(_Job()))
 
-        common = _common_environment(num_processes, failures) | shared
+        common = _common_environment(num_processes, failures) | shared | dict(environment or {})
         command = [sys.executable, "-P", "-m", "spindle.launch.worker", str(script), *arguments]
         for rank in range(num_processes):
             if signals:

@@ -1,8 +1,8 @@
 """How fast are the pieces really? Layers timed on this machine, links between its processes. Needs torch."""
 
-from spindle.measure.layers import measure_layers
+from spindle.measure.layers import Kind, LayerMeter, measure_layers
 from spindle.measure.links import measure_link
 from spindle.measure.machine import local_profile
 from spindle.measure.update import measure_update
 
-__all__ = ["local_profile", "measure_layers", "measure_link", "measure_update"]
+__all__ = ["Kind", "LayerMeter", "local_profile", "measure_layers", "measure_link", "measure_update"]

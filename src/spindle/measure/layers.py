@@ -1,150 +1,285 @@
 """Times of every op, forward and backward apart, at the batch shares that a planner can choose.
 
-A task's ops run one after the other on so many rows, cut from each other as slots are. Medians of a few repeats; one
-device alone, so neighbours' load is for the profile's rates to say.
+Each task runs once, forward, on its first batch; what reaches an op there, cut to a share, is what the op is timed on.
+An op is a run of equal layers: three of them stand for all, different ones, so that weights do not come from a cache.
+What is alike is timed once: the same block in five tasks, on inputs of one form, is one measurement.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
+from spindle.errors import PeerLostError
 from spindle.graph import MetaGraph
+from spindle.measure.cache import Cache, Times
+from spindle.measure.timing import Work, time_passes
+from spindle.measure.together import Together
 from spindle.profile import LayerSamples
-from spindle.run.code import LayersCode, LossCode, OpCode
-from spindle.run.rows import Axes, as_leaves, copied, cut, takes_gradient
+from spindle.run.code import LayerCode, LayersCode, LossCode, OpCode
+from spindle.run.rows import Axes, as_leaves, copied, cut, form_of, takes_gradient
 
-REPEATS = 3
-_MOST_SIZES = 6
+_MOST_SIZES, _MOST_SIZES_ON_GPU = 6, 8
+_MOST_LAYERS = 3  # of an op that are timed
 
 
-def shares(batch_size: int, num_devices: int) -> list[int]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What an op computes, in words that differ where the code does.
+
+    `glue` is what stands before the first layer of a call, or a loss; empty where it only picks parts of the batch.
+    """
+
+    layer: str
+    glue: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Point:
+    """An op on some rows. What has the same key takes the same time."""
+
+    key: Mapping[str, str]
+    work: Work
+    num_layers: int
+
+
+def shares(batch_size: int, num_devices: int, most_sizes: int = _MOST_SIZES) -> list[int]:
     """Rows on one device that splits over up to so many devices can give; at most a handful, the ends among them."""
     sizes = sorted({-(-batch_size // count) for count in range(1, min(batch_size, num_devices) + 1)})
-    if len(sizes) <= _MOST_SIZES:
+    if len(sizes) <= most_sizes:
         return sizes
-    step = (len(sizes) - 1) / (_MOST_SIZES - 1)
-    return sorted({sizes[round(number * step)] for number in range(_MOST_SIZES)})
+    step = (len(sizes) - 1) / (most_sizes - 1)
+    return sorted({sizes[round(number * step)] for number in range(most_sizes)})
+
+
+class LayerMeter:
+    """Times points, each kind of them once, and remembers the longest."""
+
+    def __init__(self, together: Together, cache: Cache | None = None) -> None:
+        self.num_timed = 0
+        self.longest: Work | None = None
+        self._longest_s = 0.0
+        self._together, self._cache = together, cache  # the cache is the first rank's alone
+        self._known: dict[tuple[tuple[str, str], ...], Times] = {}
+
+    def times(self, points: Sequence[_Point | Exception]) -> list[Times | Exception]:
+        """Forward and backward seconds of one layer at each point, or why there are none."""
+        # What one rank could not even set up, none times.
+        set_up = self._together.tell(*(float(not isinstance(point, Exception)) for point in points))
+        known = self._together.decide([self._find(point) for point in points])
+        found: list[Times | Exception] = []
+        for number, point in enumerate(points):
+            if isinstance(point, Exception):
+                found.append(point)
+            elif not all(row[number] for row in set_up):
+                found.append(PeerLostError("another rank could not run it"))
+            else:
+                found.append(known[number] or self._measure(point))
+                self._remember(point, found[-1])
+        return found
+
+    def _find(self, point: _Point | Exception) -> Times | None:
+        if isinstance(point, Exception):
+            return None
+        known = self._known.get(_sorted(point.key))
+        return known or (None if self._cache is None else self._cache.find(point.key))
+
+    def _measure(self, point: _Point) -> Times | Exception:
+        self.num_timed += 1
+        measured = time_passes(point.work, self._together)
+        if isinstance(measured, Exception):
+            return measured
+        times = measured[0] / point.num_layers, measured[1] / point.num_layers
+        if self._cache is not None:
+            self._cache.store(point.key, times)
+        return times
+
+    def _remember(self, point: _Point, times: Times | Exception) -> None:
+        if isinstance(times, Exception):
+            return
+        self._known[_sorted(point.key)] = times
+        if sum(times) * point.num_layers > self._longest_s:
+            self.longest, self._longest_s = point.work, sum(times) * point.num_layers
 
 
 def measure_layers(
     graph: MetaGraph,
     code: Sequence[OpCode],
+    kinds: Sequence[Kind],
     batches: Mapping[str, Any],
     batch_axes: Mapping[str, Axes],
     num_devices: int,
     device: torch.device,
+    meter: LayerMeter,
+    *,
+    graphs: bool = False,
     progress: Callable[[float], None] = lambda share: None,
 ) -> dict[str, LayerSamples]:
     """Seconds of one layer of each op, by op name. Leaves no gradients behind."""
-    times: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
-    jobs = [
-        (task, rows)
-        for task in graph.tasks
-        for rows in shares(_batch_size(graph, task), num_devices)
-        for _ in range(1 + REPEATS)
-    ]
-    warmed: set[tuple[str, int]] = set()
+    sizes = [_sizes(graph, position, num_devices, device) for position in range(len(graph.metaops))]
+    samples: dict[str, LayerSamples] = {}
+    num_done = 0
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        for number, (task, rows) in enumerate(jobs):
-            batch = cut(batches[task], batch_axes[task], _batch_size(graph, task), 0, rows)
-            is_whole = rows == _batch_size(graph, task)
-            found = _time_task(graph, code, task, tree_map(lambda leaf: _to(leaf, device), batch), device, is_whole)
-            if (task, rows) in warmed:
-                for position, seconds in found.items():
-                    times[position, rows].append(seconds)
-            warmed.add((task, rows))
-            progress((number + 1) / len(jobs))
-    samples = {}
-    for position, op in enumerate(graph.metaops):
-        sizes = sorted(rows for known, rows in times if known == position)
-        samples[op.name] = LayerSamples(
-            rows=tuple(sizes),
-            forward_s=tuple(statistics.median(one for one, _ in times[position, rows]) for rows in sizes),
-            backward_s=tuple(statistics.median(one for _, one in times[position, rows]) for rows in sizes),
-        )
-    return samples
+        for position, taken in _walk(graph, code, batches):
+            op = graph.metaops[position]
+            assert op.batch_size is not None
+            points: list[_Point | Exception] = []
+            for rows in sizes[position]:
+                batch = cut(batches[op.task], batch_axes[op.task], op.batch_size, 0, rows)
+                inputs = {
+                    graph.metaops[source].call: as_leaves(cut(nest, _axes(code[source]), op.batch_size, 0, rows))
+                    for source, nest in taken.items()
+                }
+                points.append(_point(code[position], kinds[position], batch, inputs, device, graphs))
+            samples[op.name] = _samples(op.task, op.name, sizes[position], meter.times(points))
+            num_done += len(points)
+            progress(num_done / sum(map(len, sizes)))
+    return {op.name: samples[op.name] for op in graph.metaops}
 
 
-def _batch_size(graph: MetaGraph, task: str) -> int:
-    return next(op.batch_size for op in graph.metaops if op.task == task and op.batch_size is not None)
+def _sizes(graph: MetaGraph, position: int, num_devices: int, device: torch.device) -> list[int]:
+    op = graph.metaops[position]
+    assert op.batch_size is not None
+    if op.cost is not None and op.cost.whole_batch:
+        return [op.batch_size]
+    return shares(op.batch_size, num_devices, _MOST_SIZES_ON_GPU if device.type == "cuda" else _MOST_SIZES)
 
 
-def _to(leaf: Any, device: torch.device) -> Any:
-    return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+def _samples(task: str, name: str, sizes: Sequence[int], found: Sequence[Times | Exception]) -> LayerSamples:
+    """An op that does not run on some share is planned with the shares that it ran on."""
+    known = [(rows, *times) for rows, times in zip(sizes, found, strict=True) if not isinstance(times, Exception)]
+    if not known:
+        error = found[-1]
+        assert isinstance(error, Exception)
+        error.add_note(f"in task {task!r}, trying out {name} on its first batch")
+        raise error
+    rows, forward_s, backward_s = zip(*known, strict=True)
+    return LayerSamples(rows=rows, forward_s=forward_s, backward_s=backward_s)
 
 
-def _time_task(
-    graph: MetaGraph, code: Sequence[OpCode], task: str, batch: Any, device: torch.device, is_whole: bool
-) -> dict[int, tuple[float, float]]:
-    """Forward and backward seconds of a layer of each op of a task, on this batch."""
-    forward_s: dict[int, float] = {}
-    taken: dict[int, dict[int, Any]] = {}  # op -> producer -> its leaves
-    given: dict[int, Any] = {}
-    order = [position for position in graph.order if graph.metaops[position].task == task]
+def _walk(graph: MetaGraph, code: Sequence[OpCode], batches: Mapping[str, Any]) -> Iterator[tuple[int, dict[int, Any]]]:
+    """Every op with what reaches it from other ops on its task's whole batch. One layer runs at a time, and nothing is
+    kept for a backward pass."""
+    for task in graph.tasks:
+        given: dict[int, Any] = {}
+        for position in graph.order:
+            op, one = graph.metaops[position], code[position]
+            if op.task != task:
+                continue
+            taken = {source: given[source] for source in graph.predecessors[position]}
+            yield position, taken
+            if isinstance(one, LossCode):
+                continue
+            try:
+                inputs = {graph.metaops[source].call: values for source, values in taken.items()}
+                values: Any = None
+                for run in _steps(one, batches[task], inputs):
+                    values = as_leaves(run(values))
+                given[position] = values
+            except Exception as error:
+                error.add_note(f"in task {task!r}, trying out {op.name} on its first batch")
+                raise
 
-    def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
 
+def _axes(code: OpCode) -> Axes:
+    assert isinstance(code, LayersCode)  # a loss feeds nothing
+    return code.layers[-1].axes
+
+
+def _steps(code: LayersCode, batch: Any, inputs: Mapping[str | None, Any]) -> Iterator[Callable[[Any], Any]]:
+    """An op's layers, each a function of the values before it; the first finds its own."""
+    first, *rest = code.layers
+
+    def begin(_: Any) -> Any:
+        given = (batch, *_outputs(code, inputs)) if code.arguments is not None else next(iter(inputs.values()))
+        if first.writes_input:
+            given = copied(given)
+        if code.arguments is None:
+            return first.run(*given)
+        args, kwargs = code.arguments(*given)
+        return first.run(*args, **kwargs)
+
+    yield begin
+    for layer in rest:
+        yield partial(_run, layer)
+
+
+def _run(layer: LayerCode, values: Any) -> Any:
+    return layer.run(*values)
+
+
+def _outputs(code: OpCode, inputs: Mapping[str | None, Any]) -> list[Any]:
+    return [inputs[source][0] for source in code.sources]
+
+
+def _point(
+    code: OpCode, kind: Kind, batch: Any, inputs: Mapping[str | None, Any], device: torch.device, graphs: bool
+) -> _Point | Exception:
+    """What to time for an op on this batch and these inputs, under a key that says all that its time depends on."""
     try:
-        for position in order:
-            taken[position] = {source: as_leaves(given[source]) for source in graph.predecessors[position]}
-            begin = clock()
-            given[position] = _run(graph, code[position], batch, taken[position])
-            forward_s[position] = (clock() - begin) / graph.metaops[position].num_layers
+        seen: dict[str, Any] = {}
+        match code:
+            case LossCode():
+                layers: tuple[LayerCode, ...] = ()
+                is_random = code.is_random
+
+                def run() -> Any:
+                    result = code.loss(batch, *_outputs(code, inputs))
+                    return result[0] / result[1] if code.is_mean else result
+
+            case LayersCode():
+                layers = code.layers[:_MOST_LAYERS]
+                is_random = any(layer.is_random for layer in layers)
+                steps = list(
+                    _steps(LayersCode(layers=layers, arguments=code.arguments, sources=code.sources), batch, inputs)
+                )
+
+                def run() -> Any:
+                    values = None
+                    for step in steps:
+                        values = step(values)
+                    return values
+
+                if code.arguments is None:
+                    seen["inputs"] = tuple(inputs.values())
+                else:
+                    seen["arguments"] = code.arguments(*copied((batch, *_outputs(code, inputs))))
+        if kind.glue:
+            seen["glue inputs"] = (batch, _outputs(code, inputs))
     except Exception as error:
-        if is_whole:
-            error.add_note(f"in task {task!r}, trying out {graph.metaops[position].name} on its first batch")
-            raise
-        # A task that does not run on part of its batch is planned with the shares that it ran on.
-        order = [position for position in order if position in forward_s]
-    seconds = {}
-    for position in reversed(order):
-        outputs = [leaf for leaf in tree_leaves(given[position]) if takes_gradient(leaf)]
-        gradients: list[Any] = [None if leaf.dim() == 0 else torch.zeros_like(leaf) for leaf in outputs]
-        for consumer in graph.successors[position]:
-            if consumer in taken:
-                leaves = [leaf for leaf in tree_leaves(taken[consumer][position]) if takes_gradient(leaf)]
-                for number, leaf in enumerate(leaves):
-                    if leaf.grad is not None and gradients[number] is not None:
-                        gradients[number] += leaf.grad
-        begin = clock()
-        if outputs:
-            torch.autograd.backward(outputs, [_filled(one, grad) for one, grad in zip(outputs, gradients, strict=True)])
-        seconds[position] = (forward_s[position], (clock() - begin) / graph.metaops[position].num_layers)
-    for one in code:
-        for layer in one.layers if isinstance(one, LayersCode) else ():
-            for parameter in layer.parameters:
-                parameter.grad = None
-    return seconds
+        return error
+    parameters = list(dict.fromkeys(one for layer in layers for one in layer.parameters))
+    buffers = [buffer for layer in layers for buffer in layer.buffers()]
+    is_graphed = graphs and device.type == "cuda" and not is_random
+    key = {name: _form(nest) for name, nest in seen.items()} | {
+        "layer": kind.layer,
+        "glue": kind.glue,
+        "parameters": _form(parameters),
+        "buffers": _form(buffers),
+        "layers timed": str(max(1, len(layers))),
+        "random": str(is_random),
+        "graphed": str(is_graphed),
+    }
+    work = Work(
+        run=run,
+        leaves=tuple(leaf for leaf in tree_leaves(tuple(inputs.values())) if takes_gradient(leaf)),
+        parameters=tuple(one for one in parameters if one.requires_grad),
+        device=device,
+        is_graphed=is_graphed,
+    )
+    return _Point(key=key, work=work, num_layers=max(1, len(layers)))
 
 
-def _filled(output: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-    return torch.ones_like(output) if gradient is None else gradient
+def _form(nest: Any) -> str:
+    """Shapes, dtypes and what takes a gradient; values that are no tensors as they are."""
+    form = form_of(nest, 0)
+    return f"{form.spec} {form.leaves}"
 
 
-def _run(graph: MetaGraph, code: OpCode, batch: Any, taken: dict[int, Any]) -> Any:
-    by_call = {graph.metaops[source].call: values for source, values in taken.items()}
-    match code:
-        case LossCode():
-            result = code.loss(batch, *(by_call[source][0] for source in code.sources))
-            return (result[0] / result[1] if code.is_mean else result,)
-        case LayersCode(layers=layers, arguments=arguments, sources=sources):
-            if arguments is None:
-                (values,) = taken.values()
-                rest = layers
-            else:
-                args, kwargs = arguments(batch, *(copied(by_call[source][0]) for source in sources))
-                values = layers[0].run(*args, **kwargs)
-                rest = layers[1:]
-            for number, layer in enumerate(rest):
-                values = layer.run(*(copied(values) if layer.writes_input and number == 0 else values))
-            return values
+def _sorted(key: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(key.items()))

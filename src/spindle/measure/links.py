@@ -1,43 +1,60 @@
-"""How fast a message goes from one rank to another."""
+"""How fast do messages go between ranks?
+
+Latency is that of a small message to a neighbour and back. On GPUs of one host the rate is that of an all-reduce over
+all ranks, as the bytes that each sends around a ring, because gradients are most of what travels; elsewhere it is that
+of a larger message.
+"""
 
 from __future__ import annotations
 
-import statistics
-import time
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from spindle.cluster import Link
+from spindle.measure.timing import median_s
+from spindle.profile import ring_bytes
 from spindle.run.world import World, peers
 
 _SMALL, _LARGE = 1, 1 << 18  # float32 elements
-_REPEATS = 5
+_SMALL_SUM, _LARGE_SUM = 1 << 20, 1 << 25  # both large enough to go the way of gradients
+_REPEATS, _REPEATS_ON_GPU = 5, 25
 
 
-def measure_link(world: World, first: int, second: int) -> Link | None:
-    """The link between two ranks, on the first of them; the other takes part, the rest return at once."""
-    if world.rank not in (first, second):
-        return None
-    small_s, large_s = (_round_trip_s(world, first, second, size) / 2 for size in (_SMALL, _LARGE))
-    if world.rank != first:
-        return None
-    return Link(bytes_per_s=4 * (_LARGE - _SMALL) / max(large_s - small_s, 1e-6), latency_s=small_s)
+def measure_link(world: World, *, by_all_reduce: bool = False) -> Link:
+    """The link between two ranks of a host, the same on every rank, all of which must ask."""
+    link = None
+    if world.rank < 2:
+        small_s, large_s = (_round_trip_s(world, size) / 2 for size in (_SMALL, _LARGE))
+        link = Link(bytes_per_s=4 * (_LARGE - _SMALL) / max(large_s - small_s, 1e-6), latency_s=small_s)
+    shared: Link = world.broadcast_object(link)
+    if not by_all_reduce:
+        return shared
+    small_s, large_s = (_all_reduce_s(world, size) for size in (_SMALL_SUM, _LARGE_SUM))
+    rate = ring_bytes(4 * (_LARGE_SUM - _SMALL_SUM), world.size) / max(large_s - small_s, 1e-6)
+    beside_s = max(0.0, small_s - ring_bytes(4 * _SMALL_SUM, world.size) / rate)
+    result: Link = world.broadcast_object(replace(shared, bytes_per_s=rate, collective_s=beside_s))
+    return result
 
 
-def _round_trip_s(world: World, first: int, second: int, size: int) -> float:
+def _all_reduce_s(world: World, size: int) -> float:
     buffer = torch.zeros(size, device=world.device)
-    times = []
+    world.barrier()
+    with peers("measuring links"):
+        return median_s(lambda: dist.all_reduce(buffer), _REPEATS_ON_GPU, world.device)
+
+
+def _round_trip_s(world: World, size: int) -> float:
+    buffer = torch.zeros(size, device=world.device)
+
+    def there_and_back() -> None:
+        if world.rank == 0:
+            dist.send(buffer, 1)
+            dist.recv(buffer, 1)
+        else:
+            dist.recv(buffer, 0)
+            dist.send(buffer, 0)
+
     with peers("measuring a link"):
-        for _ in range(_REPEATS):
-            begin = time.perf_counter()
-            if world.rank == first:
-                dist.send(buffer, second)
-                dist.recv(buffer, second)
-            else:
-                dist.recv(buffer, first)
-                dist.send(buffer, first)
-            if world.device.type == "cuda":
-                torch.cuda.synchronize(world.device)
-            times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+        return median_s(there_and_back, _REPEATS_ON_GPU if world.device.type == "cuda" else _REPEATS, world.device)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
+import platform
 import socket
+import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from spindle.cluster import Cluster, DeviceKind, Island, cluster_named
 from spindle.graph import MetaGraph
-from spindle.measure.layers import measure_layers
+from spindle.launch.mps import VIRTUAL_VARIABLE
+from spindle.measure.cache import Cache
+from spindle.measure.layers import Kind, LayerMeter, measure_layers
 from spindle.measure.links import measure_link
-from spindle.profile import Profile, sampled_profile
+from spindle.measure.rates import measure_overlap, measure_rates
+from spindle.measure.together import Together
+from spindle.profile import LayerSamples, Profile, ProfileRequest, sampled_profile
 from spindle.run.code import OpCode
 from spindle.run.rows import Axes
 from spindle.run.world import World
@@ -24,39 +33,92 @@ from spindle.run.world import World
 def local_profile(
     graph: MetaGraph,
     code: Sequence[OpCode],
+    kinds: Sequence[Kind],
     batches: Mapping[str, Any],
     batch_axes: Mapping[str, Axes],
     world: World,
+    *,
     update_bytes_per_s: Callable[[], float | None] = lambda: None,
     progress: Callable[[float], None] = lambda share: None,
+    notify: Callable[[str], None] = lambda text: None,
+    graphs: bool = False,
+    request: ProfileRequest | None = None,
 ) -> Profile:
-    """Rank 0 times the layers and the optimizer, ranks 0 and 1 a link; every rank gets the same profile.
+    """Layers, optimizer and links, measured here; every rank gets the same profile.
 
-    Processes that share cores slow each other: k busy ones of a host run at the rate of its cores over the threads
-    they start.
+    Rank 0 measures layers and optimizer by itself, and processes that share cores slow each other: k busy ones of a
+    host run at the rate of its cores over the threads they start. Ranks that share one GPU measure all at once, so
+    their curves hold with every neighbour busy, and a rate says how much faster a device is when fewer are.
+
+    Times of layers that were measured before are taken from the cache on a GPU, where they repeat; on a CPU, whose load
+    changes, only where a profile was asked for.
     """
+    together = Together(world, together=VIRTUAL_VARIABLE in os.environ)
     cluster = _cluster(world)
+    samples: dict[str, LayerSamples] = {}
+    rates: tuple[float, ...] = ()
+    overlap, update = 1.0, None
+    if together.size > 1 or world.rank == 0:
+        cache = None
+        if world.rank == 0 and (world.device.type == "cuda" or request is not None):
+            cache = Cache(_machine(world, together), notify, fresh=request is not None and request.fresh)
+        meter = LayerMeter(together, cache)
+        samples = measure_layers(
+            graph, code, kinds, batches, batch_axes, world.size, world.device, meter, graphs=graphs, progress=progress
+        )
+        rates = _host_rates(world) if together.size == 1 else measure_rates(meter.longest, together)
+        overlap = measure_overlap(meter.longest, together, world, cluster.islands[0].link)
+        found = [rate for (rate,) in together.tell(update_bytes_per_s() or math.nan) if not math.isnan(rate)]
+        update = statistics.median(found) if found else None
     profile: Profile | None = None
     if world.rank == 0:
-        samples = measure_layers(graph, code, batches, batch_axes, world.size, world.device, progress)
-        profile = sampled_profile(graph, _updating(cluster, update_bytes_per_s()), samples, _host_rates(world))
+        profile = sampled_profile(graph, _updating(cluster, update), samples, rates)
+        profile = replace(profile, overlap=overlap, measured_on=_place(world))
     shared: Profile = world.broadcast_object(profile)
     return shared
+
+
+def _machine(world: World, together: Together) -> dict[str, str]:
+    """What a measured time depends on beside the layer."""
+    facts = {"torch": torch.__version__, "busy devices": str(together.size)}
+    if world.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(world.device)
+        return facts | {"device": properties.name, "multiprocessors": str(properties.multi_processor_count)}
+    return facts | {"device": _processor(), "threads": str(torch.get_num_threads())}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return named or platform.processor() or platform.machine()
+
+
+def _place(world: World) -> str:
+    """Where and when a profile was measured, for people."""
+    name = _processor()
+    if world.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(world.device)
+        name = f"{properties.name}, {properties.multi_processor_count} multiprocessors for each device"
+    return f"{name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d', time.gmtime())}"
 
 
 def _cluster(world: World) -> Cluster:
     """One island for each host, in the order of ranks."""
     hosts = world.broadcast_object(world.gather_objects(socket.gethostname()))
-    link = measure_link(world, 0, 1) if world.size > 1 else None
-    island = cluster_named("cpux1").islands[0]
-    inside = world.broadcast_object(link) or island.link
     sizes = [len(list(ranks)) for _, ranks in groupby(hosts)]
+    island = cluster_named("cpux1").islands[0]
+    link = island.link
+    if world.size > 1:
+        link = measure_link(world, by_all_reduce=world.device.type == "cuda" and len(sizes) == 1)
     islands = tuple(
         Island(
             kind=_kind(world, island.kind, most=max(sizes)),
             num_devices=size,
-            link=inside,
-            uplink=replace(island.uplink, latency_s=inside.latency_s) if len(sizes) > 1 else island.uplink,
+            link=link,
+            uplink=replace(island.uplink, latency_s=link.latency_s) if len(sizes) > 1 else island.uplink,
         )
         for size in sizes
     )

@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -277,7 +278,8 @@ def _segment_layer(
         part.output((result,))
     else:
         part.output(tuple(copies[node] for node in outputs))
-    runner = fx.GraphModule(module, part)
+    # On the module itself, not on a copy of what it had: moving it to a device replaces its buffers.
+    run = partial(type(fx.GraphModule(module, part)).forward, module)
     called = [submodules[str(node.target)] for node in segment if node.op == "call_module"]
     paths = [str(node.target) for node in segment if node.op == "get_attr"]
 
@@ -298,7 +300,7 @@ def _segment_layer(
     kind = ";".join(steps)
     return ChainLayer(
         kind=kind,
-        run=runner.forward if outputs is None else _without_sizes(runner.forward),
+        run=run if outputs is None else _without_sizes(run),
         parameters=tuple(dict.fromkeys(parameters)),
         find_buffers=find_buffers,
     )

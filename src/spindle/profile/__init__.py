@@ -3,6 +3,7 @@
 from spindle.profile.abstract import abstract_profile, read_abstract_graph
 from spindle.profile.communication import all_reduce_s, collective_latency_s, ring_bytes
 from spindle.profile.curve import Curve
+from spindle.profile.file import ProfileRequest, fitting, profile_request, read_profile, write_profile
 from spindle.profile.memory import backward_bytes, saved_bytes, state_bytes
 from spindle.profile.profile import Profile, Setting
 from spindle.profile.roofline import Roofline, roofline_profile
@@ -12,6 +13,7 @@ __all__ = [
     "Curve",
     "LayerSamples",
     "Profile",
+    "ProfileRequest",
     "Roofline",
     "Setting",
     "abstract_profile",
@@ -19,10 +21,14 @@ __all__ = [
     "backward_bytes",
     "collective_latency_s",
     "curve_from_samples",
+    "fitting",
+    "profile_request",
     "read_abstract_graph",
+    "read_profile",
     "ring_bytes",
     "roofline_profile",
     "sampled_profile",
     "saved_bytes",
     "state_bytes",
+    "write_profile",
 ]

@@ -24,4 +24,5 @@ def all_reduce_s(num_bytes: float, num_members: int, link: Link) -> float:
     """Seconds of an all-reduce inside one island, alone on its links."""
     if num_members == 1:
         return 0.0
-    return ring_bytes(num_bytes, num_members) / link.bytes_per_s + collective_latency_s(num_members, link.latency_s)
+    beside_s = collective_latency_s(num_members, link.latency_s) if link.collective_s is None else link.collective_s
+    return ring_bytes(num_bytes, num_members) / link.bytes_per_s + beside_s

@@ -29,8 +29,10 @@ from spindle.program.instructions import (
 from spindle.program.program import Bucket, Column, Flows, Lane, Link, Program, SlotShape, lane_from_pairs
 from spindle.program.reshard import common_scale, flows_between, share_bounds
 
-# Gradients are handed on while backward still runs; smaller chunks hide more and cost more messages.
+# Gradients are handed on while backward still runs; smaller chunks hide more and cost more messages. A small model is
+# handed on in a few of them.
 CHUNK_BYTES = 64e6
+_SMALL_CHUNK_BYTES, _NUM_CHUNKS = 1e6, 8
 
 
 def lower(plan: Plan, profile: Profile, rows: Mapping[str, int] | None = None) -> Program:
@@ -43,7 +45,8 @@ def lower(plan: Plan, profile: Profile, rows: Mapping[str, int] | None = None) -
     ops = [position[slot.op] for slot in plan.slots]
     shapes = tuple(_shape(profile, setting, slot, op, rows or {}) for slot, op in zip(plan.slots, ops, strict=True))
     links = _links(plan, profile, ops, shapes)
-    chunks = [_chunks(profile, setting, slot, op) for slot, op in zip(plan.slots, ops, strict=True)]
+    chunk_bytes = _chunk_bytes(profile)
+    chunks = [_chunks(profile, setting, slot, op, chunk_bytes) for slot, op in zip(plan.slots, ops, strict=True)]
 
     instructions: list[Instruction] = [Forward(slot=number) for number in range(len(plan.slots))]
     backward_numbers: list[list[int]] = []
@@ -117,17 +120,24 @@ def _links(plan: Plan, profile: Profile, ops: list[int], shapes: tuple[SlotShape
     return links
 
 
-def _chunks(profile: Profile, setting: Setting, slot: Slot, op: int) -> list[tuple[int, int]]:
+def _chunk_bytes(profile: Profile) -> float:
+    """The gradients of so many bytes are handed on together."""
+    numerics = profile.graph.numerics
+    elements = sum(parameter.num_elements for parameter in profile.graph.parameters if parameter.trainable)
+    return min(CHUNK_BYTES, max(_SMALL_CHUNK_BYTES, elements * numerics.gradient_bytes / _NUM_CHUNKS))
+
+
+def _chunks(profile: Profile, setting: Setting, slot: Slot, op: int, chunk_bytes: float) -> list[tuple[int, int]]:
     """Layer ranges whose backward runs as one instruction, last layers first."""
     graph = profile.graph
-    if not graph.metaops[op].parameters:
+    if not graph.metaops[op].parameters or profile.cluster.num_devices == 1:
         return [(slot.first, slot.last)]
     chunks: list[tuple[int, int]] = []
     last, num_bytes = slot.last, 0.0
     for layer in range(slot.last - 1, slot.first - 1, -1):
         parameters = graph.metaops[op].parameters[layer]
         num_bytes += sum(graph.parameters[parameter].num_elements for parameter in parameters)
-        if num_bytes * graph.numerics.gradient_bytes / setting.tensor_degrees[op] >= CHUNK_BYTES or layer == slot.first:
+        if num_bytes * graph.numerics.gradient_bytes / setting.tensor_degrees[op] >= chunk_bytes or layer == slot.first:
             chunks.append((layer, last))
             last, num_bytes = layer, 0.0
     return chunks

@@ -75,7 +75,9 @@ class Executor:
             for bucket in program.buckets
         ]
         self._unreached = [] if reached is None else [parameters[number] for number in sorted(trainable - reached)]
-        self._captures = cuda_graphs and world.device.type == "cuda"
+        is_gpu = world.device.type == "cuda"
+        self._stream = torch.cuda.Stream(world.device) if is_gpu else None  # type: ignore[no-untyped-call]
+        self._captures = cuda_graphs and self._stream is not None
         self._graphs: tuple[frozenset[tuple[str, int]], Graphs] | None = None  # with the shapes they are for
         self._steps_on: Counter[frozenset[tuple[str, int]]] = Counter()
         if world.size > 1:
@@ -100,7 +102,6 @@ class Executor:
         Returns this rank's parts of the tasks' losses, which add up over ranks, and, of a timed step, when everything
         ran.
         """
-        watch = Watch(self.world.device, timed)
         step = Step(
             number=number,
             batches=batches,
@@ -108,7 +109,17 @@ class Executor:
             check_losses=check_losses,
             new=self._transfers.new(signatures),
         )
-        self._use_graphs(step)
+        with _on(self._stream):
+            watch = Watch(self.world.device, timed)
+            self._use_graphs(step)
+            self._run(step, optimizer, watch)
+            self._transfers.remember(signatures)
+            if step.graphs is not None and not step.graphs.is_complete:
+                step.graphs.finish()
+            return self._losses(step), watch
+
+    def _run(self, step: Step, optimizer: torch.optim.Optimizer | None, watch: Watch) -> None:
+        """This rank's instructions, in order."""
         for parameter in self._trained:
             parameter.grad = None
         self._advance(step, watch)
@@ -133,17 +144,13 @@ class Executor:
                     case Exchange() | SyncGradients():
                         raise AssertionError("these stand on other lanes")
             except Exception as error:
-                error.add_note(f"in step {number} on rank {self.world.rank}, {self._describe(instruction)}")
+                error.add_note(f"in step {step.number} on rank {self.world.rank}, {self._describe(instruction)}")
                 raise
             watch.end[position] = watch.now()
             self._advance(step, watch)
         self._finish_syncs(step, watch)
         for request, _ in step.sending:
             wait(request)
-        self._transfers.remember(signatures)
-        if step.graphs is not None and not step.graphs.is_complete:
-            step.graphs.finish()
-        return self._losses(step), watch
 
     def _use_graphs(self, step: Step) -> None:
         """After a few steps on batches of the same shapes, the next is captured and later ones replay it."""
@@ -157,6 +164,11 @@ class Executor:
         if self._graphs is not None and self._graphs[0] == shapes:
             step.graphs = self._graphs[1]
             step.batches = step.graphs.batches(step.batches)
+
+    @property
+    def num_captured(self) -> int:
+        """How many slots run as CUDA graphs."""
+        return self._graphs[1].num_slots if self._graphs else 0
 
     @property
     def without_graph(self) -> dict[str, str]:
@@ -291,6 +303,8 @@ class Executor:
 
     def _input(self, step: Step, link: LinkEnd, watch: Watch) -> Any:
         """A slot's input over one link: rows that are here and rows that came, joined, as leaves of a new graph."""
+        if link.is_whole:
+            return as_leaves(step.outputs[link.producer])
         slot = self._side.slots[link.consumer]
         arrivals = self._transfers.arrived(step, link, False, watch)
         if link.local is None:
@@ -380,6 +394,9 @@ class Executor:
         self, step: Step, slot: SlotSide, outputs: list[Any], watch: Watch
     ) -> list[torch.Tensor | None]:
         """The gradient of a slot's output: what its consumers, here and elsewhere, say of its rows."""
+        if len(slot.outputs) == 1 and slot.outputs[0].is_whole:
+            inputs = step.inputs[slot.outputs[0].number]
+            return [None if leaf is None else leaf.grad for leaf in inputs]
         sums: list[torch.Tensor | None] = [None] * len(outputs)
         ours: set[int] = set()
         for link in slot.outputs:
@@ -426,6 +443,19 @@ class Executor:
 def seed_of(*parts: object) -> int:
     """A seed from anything with a text."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "big")
+
+
+@contextmanager
+def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """On a stream of its own, between what comes before and after."""
+    if stream is None:
+        yield
+        return
+    here = torch.cuda.current_stream()
+    stream.wait_stream(here)
+    with torch.cuda.stream(stream):
+        yield
+    here.wait_stream(stream)
 
 
 def _run_backward(outputs: list[Any], gradients: list[torch.Tensor | None]) -> None:

@@ -1,9 +1,12 @@
 """Slots as CUDA graphs: a slot's forward pass, and the backward pass of each of its chunks, launched as one.
 
 A step is captured as it runs: each piece of compute is recorded instead of launched, then replayed at once, so
-transfers between pieces go on as ever. All graphs of a rank take their memory from one pool, in the order of the rank's program,
-and later steps replay them in that order: what one piece leaves free the next ones use, as in the step that was
-captured. What lives longer (inputs, outputs, gradients) keeps its place for good.
+transfers between pieces go on as ever. All graphs of a rank take their memory from one pool, in the order of the rank's
+program, and later steps replay them in that order: what one piece leaves free the next ones use, as in the step that
+was captured. What lives longer (inputs, outputs, gradients) keeps its place for good.
+
+Captures and all other steps run on one stream, not the default one, because autograd puts a parameter's gradient on the
+stream of its first use.
 
 A piece that cannot be captured (it draws random numbers, waits for the GPU, meets other ranks) runs as it did before.
 """
@@ -91,6 +94,7 @@ class _Slot:
     """A captured slot. The backward passes are by their first layer."""
 
     forward: torch.cuda.CUDAGraph
+    compute: Callable[[Nests], Made]
     nests: Nests
     made: Made  # with its autograd graph until its backward passes are captured
     backward: dict[int, _Backward] = field(default_factory=dict)
@@ -98,7 +102,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Backward:
-    graph: torch.cuda.CUDAGraph
+    graph: torch.cuda.CUDAGraph | None  # None where there is nothing to do
     gradients: list[torch.Tensor | None]  # of the outputs, where they come from elsewhere
     written: list[tuple[nn.Parameter, bool]]  # with whether this pass is the first to write to the parameter's place
 
@@ -111,16 +115,20 @@ class Graphs:
         self.refused: dict[str, str] = {}  # why slots run without a graph, by name
         self.holders: dict[int, list[float]] = {}  # by bucket: how many ranks have each gradient
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._batches = {task: tree_map(_copied, nest) for task, nest in batches.items()}
         self._slots: dict[int, _Slot] = {}
         self._written: set[int] = set()
         self.is_complete = False  # the step that captures is over
-        torch.cuda.empty_cache()  # what earlier steps hold is for the pool now
+        gc.collect()  # what earlier steps hold is for the pool
+        torch.cuda.empty_cache()
 
     def batches(self, batches: Mapping[str, Any]) -> Mapping[str, Any]:
         """These batches, at the place from which the graphs read."""
         return {task: _put(self._batches[task], nest) for task, nest in batches.items()}
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
 
     def has(self, slot: SlotSide) -> bool:
         """Whether a slot runs as a graph, or is to be captured now."""
@@ -130,6 +138,8 @@ class Graphs:
         reason = None
         match slot.code:
             case LossCode() as code:
+                if slot.rows == 0:
+                    return False
                 if code.is_mean and len(slot.ranks) > 1:
                     reason = "its ranks add up their counts"
                 elif code.is_random:
@@ -159,7 +169,7 @@ class Graphs:
             self._refuse(slot, error)
             return nests, compute(nests)
         graph.replay()
-        self._slots[slot.number] = _Slot(graph, nests, made)
+        self._slots[slot.number] = _Slot(graph, compute, nests, made)
         return nests, Made(made.pieces, tree_map(_cut_off, made.outputs))
 
     def backward(
@@ -183,6 +193,8 @@ class Graphs:
         if known is None:
             known = self._capture_backward(slot, gradients, chunk())
             if known is None:
+                # Trying has used up what backward needs.
+                captured.made.pieces[:] = captured.compute(captured.nests).pieces
                 del self._slots[slot.number]
                 return False
             if is_last:
@@ -196,7 +208,8 @@ class Graphs:
                         "train with spindle.Trainer(cuda_graphs=False)"
                     )
                 _put(place, gradient)
-        known.graph.replay()
+        if known.graph is not None:
+            known.graph.replay()
         for parameter, is_first in known.written:
             place = self.gradients.place(parameter)
             if is_first and parameter.grad is not None and parameter.grad.data_ptr() != place.data_ptr():
@@ -218,15 +231,15 @@ class Graphs:
         ]
         inputs, parameters = chunk.inputs, chunk.parameters
         wanted = [*inputs, *parameters]
+        if not (pairs and wanted):
+            return _Backward(None, [], [])
         places = [self.gradients.place(parameter) for parameter in parameters]
         written = []
         try:
             with self._capturing(graph):
-                found: Sequence[torch.Tensor | None] = [None] * len(wanted)
-                if pairs and wanted:
-                    found = torch.autograd.grad(
-                        [leaf for leaf, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True
-                    )
+                found = torch.autograd.grad(
+                    [leaf for leaf, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True
+                )
                 for parameter, place, gradient in zip(parameters, places, found[len(inputs) :], strict=True):
                     if gradient is not None:
                         is_first = id(parameter) not in self._written
@@ -248,23 +261,20 @@ class Graphs:
 
     def _refuse(self, slot: SlotSide, error: Exception) -> None:
         torch.cuda.synchronize()
+        self._pool = torch.cuda.graph_pool_handle()  # a capture that failed does not give its pool back
         self.refused[slot.name] = f"capturing it failed: {str(error).splitlines()[0]}"
 
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        here = torch.cuda.current_stream()
-        self._stream.wait_stream(here)
         collects = gc.isenabled()
         gc.disable()  # freeing what another graph holds would end the capture
         try:
-            with torch.cuda.stream(self._stream):
-                # Other threads (transfers) use the GPU meanwhile.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    yield
-                finally:
-                    graph.capture_end()
-            here.wait_stream(self._stream)
+            # Other threads (transfers) use the GPU meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
         finally:
             if collects:
                 gc.enable()

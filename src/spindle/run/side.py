@@ -36,6 +36,7 @@ class LinkEnd:
     sends: tuple[tuple[Flow, ...], tuple[Flow, ...]]  # forward, backward
     receives: tuple[tuple[Flow, ...], tuple[Flow, ...]]
     local: tuple[int, int] | None  # rows that this rank has on both sides
+    is_whole: bool  # what is made here is used here, all of it and nothing else
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ def _link_end(program: Program, graph: MetaGraph, code: Sequence[OpCode], rank: 
         sends=(forward_sends, backward_sends),
         receives=(forward_takes, backward_takes),
         local=local,
+        is_whole=had == wanted == local and not any((*forward_sends, *forward_takes, *backward_sends, *backward_takes)),
     )
 
 

@@ -46,6 +46,14 @@ class World:
                 self._groups[key] = dist.new_group(list(ranks), backend=backend)
         return self._groups[key]
 
+    def forget_groups(self) -> None:
+        """Lets go of all groups but that for control, on all ranks at once: some hold memory of their device."""
+        for key in [key for key in self._groups if key[0] != CONTROL]:
+            group = self._groups.pop(key)
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                with peers("leaving a group"):
+                    dist.destroy_process_group(group)
+
     @property
     def control(self) -> Any:
         return self.group(CONTROL, tuple(range(self.size)))
@@ -124,7 +132,19 @@ def lost(doing: str, error: BaseException) -> PeerLostError:
 
 
 def join_world() -> World:
-    """The world that the environment describes."""
+    """The world that the environment describes; the same one as long as its process group is."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if group is None or _joined.get("group") is not group:
+        world = _join()
+        _joined.update(group=dist.group.WORLD if dist.is_initialized() else None, world=world)
+    joined: World = _joined["world"]
+    return joined
+
+
+_joined: dict[str, Any] = {}
+
+
+def _join() -> World:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_initialized():
         install_hook()

@@ -59,6 +59,7 @@ class _Topology:
     island: np.ndarray
     link_bytes_per_s: np.ndarray  # by device
     link_latency_s: np.ndarray
+    link_collective_s: np.ndarray  # not a number where it was not measured
     uplink_bytes_per_s: np.ndarray  # by island
     uplink_latency_s: np.ndarray
 
@@ -77,9 +78,12 @@ class _Topology:
     def host(self, island: np.ndarray) -> np.ndarray:
         return 2 * self.num_devices + 2 * self.num_islands + island
 
+    def device(self, device: np.ndarray) -> np.ndarray:
+        return 2 * self.num_devices + 3 * self.num_islands + device
+
     @property
     def num_resources(self) -> int:
-        return 2 * self.num_devices + 3 * self.num_islands
+        return 3 * self.num_devices + 3 * self.num_islands
 
 
 def _topology(profile: Profile) -> _Topology:
@@ -92,6 +96,7 @@ def _topology(profile: Profile) -> _Topology:
         island,
         np.array([one.link.bytes_per_s for one in islands])[island],
         np.array([one.link.latency_s for one in islands])[island],
+        np.array([np.nan if one.link.collective_s is None else one.link.collective_s for one in islands])[island],
         np.array([one.uplink.bytes_per_s for one in islands]),
         np.array([one.uplink.latency_s for one in islands]),
     )
@@ -128,15 +133,16 @@ def costs_of(program: Program, instances: Instances, profile: Profile) -> Costs:
 
     _time_compute(program, profile, topology, instances, fixed_ns, entries)
     _time_flows(program, topology, instances, delay_ns, entries)
-    _time_collectives(program, topology, instances, delay_ns, entries)
+    _time_collectives(program, topology, instances, delay_ns, entries, is_shared=profile.overlap > 1)
     _time_updates(program, profile, topology, instances, memory.update_bytes, fixed_ns, entries)
     entry_starts, entry_resource, entry_ns, entry_weight = entries.joined(instances.num_meetings)
 
     slowness_of = np.full(topology.num_resources, -1, dtype=np.int64)
-    slowness = np.ones((1, 2))
-    if profile.host_rates:
-        slowness_of[topology.host(np.arange(topology.num_islands))] = 0
-        slowness = 1 / np.array([[1.0, *profile.host_rates]])
+    slowness = np.ones((2, max(3, 1 + len(profile.host_rates))))
+    slowness[0, 1 : 1 + len(profile.host_rates)] = 1 / np.array(profile.host_rates)
+    slowness[1, 2:] = profile.overlap
+    slowness_of[topology.host(np.arange(topology.num_islands))] = 0
+    slowness_of[topology.device(np.arange(topology.num_devices))] = 1
     bytes_at_start, bytes_at_end = memory.changes(instances)
     return Costs(
         delay_ns=delay_ns,
@@ -180,15 +186,18 @@ def _time_compute(
                 time_ns[number] = (last - first) * (layer_s[slot][1] + again) * NS
             case _:
                 pass
+    computes = np.array([isinstance(instruction, Forward | Backward) for instruction in program.instructions])
+    meetings = np.flatnonzero(computes[instances.meeting_instruction])
     if not profile.host_rates:
         fixed_ns[:] = np.round(time_ns[instances.meeting_instruction])
-        return
-    computes = np.array([isinstance(instruction, Forward | Backward) for instruction in program.instructions])
-    for meeting in np.flatnonzero(computes[instances.meeting_instruction]).tolist():
+    for meeting in meetings.tolist() if profile.host_rates or profile.overlap > 1 else ():
         members = instances.members[instances.member_starts[meeting] : instances.member_starts[meeting + 1]]
-        hosts, counts = np.unique(topology.island[instances.rank[members]], return_counts=True)
-        work = np.full(len(hosts), time_ns[instances.meeting_instruction[meeting]])
-        entries.add(np.full(len(hosts), meeting), topology.host(hosts), work, counts)
+        ranks, work_ns = instances.rank[members], time_ns[instances.meeting_instruction[meeting]]
+        if profile.host_rates:
+            hosts, counts = np.unique(topology.island[ranks], return_counts=True)
+            entries.add(np.full(len(hosts), meeting), topology.host(hosts), np.full(len(hosts), work_ns), counts)
+        if profile.overlap > 1:
+            entries.add(np.full(len(ranks), meeting), topology.device(ranks), np.full(len(ranks), work_ns))
 
 
 def _time_flows(
@@ -217,9 +226,18 @@ def _time_flows(
 
 
 def _time_collectives(
-    program: Program, topology: _Topology, instances: Instances, delay_ns: np.ndarray, entries: _Entries
+    program: Program,
+    topology: _Topology,
+    instances: Instances,
+    delay_ns: np.ndarray,
+    entries: _Entries,
+    *,
+    is_shared: bool,
 ) -> None:
-    """All-reduces as rings over all members: every port carries it, and every uplink of a group that spans islands."""
+    """All-reduces as rings over all members: every port carries it, and every uplink of a group that spans islands.
+
+    Where a device `is_shared` by compute and all-reduces, these slow each other.
+    """
     if not program.buckets:
         return
     by_bucket = _meetings_of(program, instances, SyncGradients)
@@ -227,7 +245,7 @@ def _time_collectives(
     carried = np.array([ring_bytes(one.num_bytes, len(one.ranks)) * NS for one in program.buckets])
     bucket = np.repeat(np.arange(len(sizes)), sizes)
     ranks = np.concatenate([one.ranks for one in program.buckets])
-    for port in (topology.port_out, topology.port_in):
+    for port in (topology.port_out, topology.port_in, *([topology.device] if is_shared else [])):
         entries.add(by_bucket[bucket], port(ranks), carried[bucket] / topology.link_bytes_per_s[ranks])
     latency = np.zeros(len(sizes))
     np.maximum.at(latency, bucket, topology.link_latency_s[ranks])
@@ -239,9 +257,10 @@ def _time_collectives(
     for uplink in (topology.uplink_out, topology.uplink_in):
         entries.add(by_bucket[bucket], uplink(island), carried[bucket] / topology.uplink_bytes_per_s[island])
     np.maximum.at(latency, bucket, topology.uplink_latency_s[island])
-    delay_ns[by_bucket] = [
-        round(collective_latency_s(size, one) * NS) for size, one in zip(sizes.tolist(), latency.tolist(), strict=True)
-    ]
+    delay_s = np.array([collective_latency_s(*one) for one in zip(sizes.tolist(), latency.tolist(), strict=True)])
+    measured_s = np.array([topology.link_collective_s[one.ranks].max() for one in program.buckets])
+    measured_s[bucket] = np.nan
+    delay_ns[by_bucket] = np.round(np.where(np.isnan(measured_s), delay_s, measured_s) * NS)
 
 
 def _time_updates(

@@ -161,8 +161,10 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
         traced = []
         for number, run in enumerate(runs):
             found: Axes = (None,) * len(tree_leaves(run.values))
-            mixes = False
+            mixes, saved_bytes = False, run.saved_bytes
             if call in small:
+                # What grows with the batch: views of weights are kept as well, and are no activations.
+                saved_bytes = rows * max(0, saved_bytes - small[call][number].saved_bytes)
                 found, mixes = axes_of(small[call][number].values, rows - 1, run.values, rows)
                 mixes |= any(map(_pairs_rows, small[call][number].shapes, run.shapes))
             traced.append(
@@ -171,7 +173,7 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
                     backward_flops=run.flops * (run.trains + run.passes_gradient),
                     input_bytes=run.input_bytes,
                     output_bytes=_num_bytes(run.values),
-                    saved_bytes=run.saved_bytes,
+                    saved_bytes=saved_bytes,
                     axes=found,
                     writes_input=run.writes_input,
                     mixes=mixes,
@@ -221,7 +223,7 @@ def _run_layers(recorded: RecordedTask, batch: Any) -> tuple[dict[str, list[_Run
         before = [leaf for leaf in tree_leaves(visit.inputs) if isinstance(leaf, torch.Tensor)]
         versions = [leaf._version for leaf in before]
         passes_gradient = any(leaf.requires_grad for leaf in before)
-        saved: dict[int, int] = {}
+        saved: dict[int, torch.UntypedStorage] = {}
         keep = torch.autograd.graph.saved_tensors_hooks(_counting(saved, visit.layer.parameters), lambda packed: packed)
         grad = keep if torch.is_grad_enabled() else nullcontext()
         with FlopCounterMode(display=False) as counter, _Shapes() as shapes, grad:
@@ -233,7 +235,7 @@ def _run_layers(recorded: RecordedTask, batch: Any) -> tuple[dict[str, list[_Run
                 shapes=shapes.found,
                 flops=counter.get_total_flops(),
                 input_bytes=_num_bytes(before),
-                saved_bytes=sum(saved.values()),
+                saved_bytes=sum(storage.nbytes() for storage in saved.values()),
                 writes_input=[leaf._version for leaf in before] != versions,
                 trains=any(parameter.requires_grad for parameter in visit.layer.parameters),
                 passes_gradient=passes_gradient,
@@ -260,15 +262,17 @@ def _pairs_rows(small: torch.Size, large: torch.Size) -> bool:
     return len(small) == len(large) and sum(one != other for one, other in zip(small, large, strict=True)) > 1
 
 
-def _counting(saved: dict[int, int], parameters: Sequence[nn.Parameter]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Notes what autograd keeps, each storage once, without weights."""
+def _counting(
+    saved: dict[int, torch.UntypedStorage], parameters: Sequence[nn.Parameter]
+) -> Callable[[torch.Tensor], None]:
+    """Notes what autograd would keep, each storage once, without weights. The graph itself keeps nothing: a tensor in a
+    hook of the graph that made it would never go."""
     weights = {id(parameter) for parameter in parameters}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: torch.Tensor) -> None:
         if id(tensor) not in weights and not isinstance(tensor, nn.Parameter):
             storage = tensor.untyped_storage()
-            saved[storage._cdata] = storage.nbytes()
-        return tensor
+            saved[storage._cdata] = storage
 
     return pack
 

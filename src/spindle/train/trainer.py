@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from spindle.graph import MetaGraph, metagraph_of
 from spindle.measure import local_profile, measure_update
 from spindle.plan import Plan, check, parse_plan, read_plan
 from spindle.planners import Effort, make_plan
-from spindle.profile import Profile
+from spindle.profile import Profile, ProfileRequest, fitting, profile_request, read_profile, write_profile
 from spindle.program import Program, lower, verify
 from spindle.run import Executor, OpCode, Watch, World, join_world
 from spindle.run.recorded import timeline_of
@@ -33,6 +33,7 @@ from spindle.run.weights import Weights
 from spindle.simulate import simulate
 from spindle.train.bind import Bound, bind, code_of
 from spindle.train.feed import Batch, Feed, draw, random_state
+from spindle.train.kinds import kinds_of
 from spindle.train.probe import Facts, probe
 from spindle.train.progress import Progress
 from spindle.train.record import RecordedTask, handles_of, record, record_all
@@ -76,8 +77,9 @@ class Trainer:
 
     `optimizer` is called on each rank with the names and parameters that it holds, and returns a torch optimizer of
     them. `plan` is a plan to run (a Plan, or the file of one); without it `planner` makes one, from measurements of
-    this machine. `seed` is for random layers and for the planner. On a GPU, steps whose batches have the same shapes
-    are captured in `cuda_graphs` and replayed: the same numbers, without what Python code in a module does beside.
+    this machine, or from a `profile` (a Profile, or the file that `spindle profile` wrote). `seed` is for random layers
+    and for the planner. On a GPU, steps whose batches have the same shapes are captured in `cuda_graphs` and replayed:
+    the same numbers, without what Python code in a module does beside.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Trainer:
         optimizer: MakeOptimizer,
         planner: str = "wavefront",
         plan: Plan | Path | str | None = None,
+        profile: Profile | Path | str | None = None,
         seed: int = 0,
         name: str = "training",
         cuda_graphs: bool = True,
@@ -105,7 +108,8 @@ class Trainer:
                     f"two tasks are called {task_name!r}; give one another name, @spindle.task(name=...)"
                 )
         self.tasks, self.seed, self.name, self.cuda_graphs = tuple(tasks), seed, name, cuda_graphs
-        self._make_optimizer, self._planner, self._given_plan = optimizer, planner, plan
+        self._make_optimizer, self._planner = optimizer, planner
+        self._given_plan, self._given_profile = plan, profile
         self.world: World = join_world()
         self.notices: list[str] = []
         self._known: _Known | None = None
@@ -192,7 +196,8 @@ class Trainer:
         if self._prepared is not None:
             for parameter in self._prepared.weights.parameters:
                 parameter.grad = None
-        self._prepared = None
+            self._prepared = None
+            self.world.forget_groups()
 
     def _notify(self, shown: Progress, text: str) -> None:
         self.notices.append(text)
@@ -239,17 +244,46 @@ class Trainer:
         self._explain(bound, shown)
         graph = metagraph_of(bound.workload)
         code = [code_of(bound, op) for op in graph.metaops]
+        request = profile_request()
+        if self._given_profile is not None and request is None:
+            return _Known(bound, graph, code, self._fitting_profile(graph), _mode(bound))
         with shown.bar("measuring layers") as tell, unchanged(handle.module for handle in bound.handles.values()):
             profile = local_profile(
                 graph,
                 code,
+                kinds_of(bound, graph),
                 examples,
                 bound.batch_axes,
                 world,
-                lambda: measure_update(self._make_optimizer, bound.parameters, graph.numerics.update_bytes),
-                tell,
+                update_bytes_per_s=lambda: measure_update(
+                    self._make_optimizer, bound.parameters, graph.numerics.update_bytes
+                ),
+                progress=tell,
+                notify=lambda text: self._notify(shown, text),
+                graphs=self.cuda_graphs,
+                request=request,
             )
+        if request is not None:
+            self._hand_over(profile, request)
         return _Known(bound, graph, code, profile, _mode(bound))
+
+    def _fitting_profile(self, graph: MetaGraph) -> Profile:
+        """Rank 0's profile, on all ranks."""
+        given = self._given_profile
+        if isinstance(given, Path | str):
+            given = read_profile(Path(given)) if self.world.rank == 0 else None
+        where = "Trainer(profile=...)" if isinstance(self._given_profile, Profile) else str(self._given_profile)
+        return fitting(self.world.broadcast_object(given), graph, self.world.size, where)
+
+    def _hand_over(self, profile: Profile, request: ProfileRequest) -> NoReturn:
+        """`spindle profile` wants a profile and no training: the script ends here, on all ranks, as by `sys.exit()`.
+
+        Its own `finally` and `with` blocks run. A script that goes on all the same gets here again with its next fit.
+        """
+        if self.world.rank == 0:
+            write_profile(request.output, profile)
+        self.world.barrier()
+        raise SystemExit(0)
 
     def _prepare(self, known: _Known, shown: Progress) -> _Prepared:
         """Plans, and gets ready to run the plan."""
@@ -371,8 +405,8 @@ class Trainer:
                 self._check_way(prepared.bound.tasks[name].recorded, batch)
             return batches
 
-        def note(parts: list[torch.Tensor]) -> None:
-            losses = dict(zip(names, torch.stack(parts).sum(0).tolist(), strict=True))
+        def note(table: _Table) -> None:
+            losses = {name: sum(record[task][_LOSS] for record in table) for task, name in enumerate(names)}
             step = first + len(history)
             history.append(losses)
             for name, loss in losses.items():
@@ -392,9 +426,9 @@ class Trainer:
         shown.training(steps, names)
         for number in range(steps):
             begin = time.perf_counter()
-            table = gathering.wait()
+            table = [one.tolist() for one in gathering.wait()]
             if number > 1:
-                note([one[:, _LOSS] for one in table])
+                note(table)
             rows, signatures = self._agreed(table, names, first + number)
             current = batches
             if number + 1 < steps:
@@ -419,7 +453,7 @@ class Trainer:
             shown.step(number + 1, step_s[-1])
         # The losses of the last two steps have no header to travel with.
         for last in (before, parts)[-steps:]:
-            note([one[:, _LOSS] for one in world.start_all_gather(_record(names, {}, last)).wait()])
+            note([one.tolist() for one in world.start_all_gather(_record(names, {}, last)).wait()])
         self._steps_done += steps
         for name, reason in main.without_graph.items():
             self._notify(shown, f"{name} runs without a CUDA graph: {reason}")
@@ -442,16 +476,14 @@ class Trainer:
             )
         self._same_way.add((name, batch.signature))
 
-    def _agreed(self, table: list[torch.Tensor], names: list[str], step: int) -> tuple[tuple[int, ...], dict[str, int]]:
+    def _agreed(self, table: _Table, names: list[str], step: int) -> tuple[tuple[int, ...], dict[str, int]]:
         """The rows and the signature of each task's batch, on which all ranks that read it must agree."""
         rows, signatures = [], {}
         for position, name in enumerate(names):
-            found = [
-                (rank, record[position, :_LOSS]) for rank, record in enumerate(table) if record[position, _ROWS] > 0
-            ]
+            found = [(rank, record[position][:_LOSS]) for rank, record in enumerate(table) if record[position][_ROWS]]
             reference_rank, reference = found[0]
             for rank, other in found[1:]:
-                if not torch.equal(other, reference):
+                if other != reference:
                     raise TrainingError(
                         f"step {step}: the loader of task {name!r} gave rank {rank} another batch than rank "
                         f"{reference_rank}; every rank must read the same batches: seed what shuffles them alike, and "
@@ -556,7 +588,7 @@ class Trainer:
             measured=measured,
             peak_bytes=tuple(self.world.gather_objects(peak_bytes)) if peak_bytes else (),
             notices=tuple(self.notices),
-            crowded=bool(prepared.profile.host_rates),
+            crowded=min(prepared.profile.host_rates, default=1.0) < 1,
         )
 
 
@@ -571,23 +603,20 @@ def _mode(bound: Bound) -> list[bool]:
 
 
 def _sampled(steps: int) -> frozenset[int]:
-    """Steps whose timelines are kept: a few, spread over the run, without its first ones, which warm up."""
-    first = min(3, steps - 1)
+    """Steps whose timelines are kept: a few, spread over the second half of the run; the first ones warm up."""
     count = min(_SAMPLED_STEPS, max(1, steps // 8))
-    return frozenset(first + (steps - 1 - first) * number // max(1, count - 1) for number in range(count))
+    return frozenset(steps - 1 - (steps // 2) * number // count for number in range(count))
 
 
 # Columns of the header's table, one row for each task.
 _ROWS, _SIGNATURE, _FINGERPRINT, _LOSS = range(4)
+_Table = list[list[list[float]]]  # of all ranks
 
 
 def _record(names: list[str], batches: Mapping[str, Batch], losses: torch.Tensor) -> torch.Tensor:
-    record = torch.zeros(len(names), 4, dtype=torch.float64)
-    for position, name in enumerate(names):
-        if name in batches:
-            batch = batches[name]
-            record[position, :_LOSS] = torch.tensor(
-                [batch.num_rows, batch.signature, batch.fingerprint], dtype=torch.float64
-            )
-    record[:, _LOSS] = losses
-    return record
+    rows = []
+    for name, loss in zip(names, losses.tolist(), strict=True):
+        batch = batches.get(name)
+        known = (0, 0, 0) if batch is None else (batch.num_rows, batch.signature, batch.fingerprint)
+        rows.append((*known, loss))
+    return torch.tensor(rows, dtype=torch.float64)

@@ -1,0 +1,67 @@
+"""`spindle profile`: how fast are the pieces of a training script, here?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spindle.cli.launch import Arguments, JobEnded, Processes, Script, VirtualDevices
+from spindle.cli.options import AsJson
+
+
+def profile(
+    script: Script,
+    arguments: Arguments = None,
+    processes: Processes = None,
+    virtual_devices: VirtualDevices = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="PROFILE.json", help="Write the profile here.", show_default=False),
+    ] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Measure again what was measured before.")] = False,
+    as_json: AsJson = False,
+) -> JobEnded | None:
+    """Measure the layers, links and optimizer of a training script, without training it.
+
+    The script runs as under `spindle launch`, in one process unless told otherwise, until its first `Trainer.fit` has
+    measured; there it ends. The profile stands for the script and these machines: `spindle plan`, `simulate`, `compare`
+    and `bound` take it as their input, and so does `spindle.Trainer(profile=...)`. Layers are measured once and kept in
+    ~/.cache/spindle. Options go before SCRIPT: what comes after it is the script's own. Examples:
+
+    spindle profile -n 4 -o profile.json train.py
+
+    spindle profile --virtual-devices 8 -o profile.json train.py --steps 100
+
+    spindle compare profile.json
+    """
+    import tempfile
+
+    from spindle.artifact import artifact_text
+    from spindle.cli.launch import launched
+    from spindle.cli.terminal import notice, refuse_outputs, show, show_text
+    from spindle.errors import InputError
+    from spindle.profile import ProfileRequest, read_profile, write_profile
+    from spindle.report.measured import profile_facts, profile_table
+
+    refuse_outputs(output, inputs=(script,))
+    if processes is None and virtual_devices is None:
+        processes = 1
+    with tempfile.TemporaryDirectory(prefix="spindle-profile-") as folder:
+        request = ProfileRequest(output=Path(folder) / "profile.json", fresh=no_cache)
+        ended = launched(script, arguments, processes, virtual_devices, environment=request.environment())
+        if ended.code:
+            return ended
+        if not request.output.exists():
+            raise InputError(f"{script}: it ended without a call of spindle.Trainer.fit, so nothing was measured")
+        found = read_profile(request.output)
+    if output is not None:
+        write_profile(output, found)
+    if as_json:
+        show_text(artifact_text("profile", found))
+        return None
+    show(profile_table(found), profile_facts(found))
+    if output is not None:
+        notice(f"wrote {output}")
+    return None

@@ -1,0 +1,201 @@
+"""How long do a forward and a backward pass take? Medians after a warm-up, by the GPU's own clock where there is one.
+
+On a GPU the two passes may run as CUDA graphs, as slots do in a step; then a copy of each parameter's gradient to its
+place is part of the backward pass, as it is there.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from spindle.errors import PeerLostError
+from spindle.measure.together import Together
+from spindle.run.rows import takes_gradient
+
+_REPEATS = 3  # on a CPU
+_GPU_WARM_UPS = 3
+# So often, but for so long: neighbours must overlap, and heavy work lowers the clock, which takes half a second.
+_GPU_REPEATS, _GPU_LEAST_S, _GPU_MOST_S = 100, 0.1, 1.0
+_GPU_FEWEST, _GPU_MOST = 10, 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Something to time: `run()` is a forward pass, whose backward pass gives gradients of leaves and parameters."""
+
+    run: Callable[[], Any]
+    leaves: tuple[torch.Tensor, ...]
+    parameters: tuple[nn.Parameter, ...]
+    device: torch.device
+    is_graphed: bool = False
+
+
+def time_passes(work: Work, together: Together, num_busy: int | None = None) -> tuple[float, float] | Exception:
+    """Forward and backward seconds, the median over the ranks that measure; or why one of them could not.
+
+    With `num_busy`, only so many of the ranks work while the others wait.
+    """
+    failure: Exception | None = None
+    passes: _Passes | None = None
+    once_s, seconds = math.nan, (math.nan, math.nan)
+    try:
+        passes = warmed(work)
+        once_s = sum(medians(passes, 1, work.device)) if work.device.type == "cuda" else 0.0
+    except Exception as error:
+        failure = error
+    told = [row[0] for row in together.tell(once_s)]
+    num_busy = num_busy or together.size
+    if not any(map(math.isnan, told)) and passes is not None:
+        try:
+            if together.rank < num_busy:
+                seconds = medians(passes, _num_repeats(max(told), work.device), work.device)
+        except Exception as error:
+            failure = error
+    passes = None
+    if work.device.type == "cuda":
+        torch.cuda.empty_cache()  # a graph's memory is of no use to the next
+    found = together.tell(*seconds)[:num_busy]
+    if failure is not None:
+        return failure
+    if any(math.isnan(forward_s) for forward_s, _ in found):
+        return PeerLostError("another rank could not run it")
+    forward_s, backward_s = (statistics.median(column) for column in zip(*found, strict=True))
+    return forward_s, backward_s
+
+
+def _num_repeats(once_s: float, device: torch.device) -> int:
+    if device.type != "cuda":
+        return _REPEATS
+    busy_s = min(_GPU_MOST_S, max(_GPU_LEAST_S, _GPU_REPEATS * once_s))
+    return max(_GPU_FEWEST, min(_GPU_MOST, math.ceil(busy_s / max(once_s, 1e-6))))
+
+
+def warmed(work: Work) -> _Passes:
+    passes = _Eager(work)
+    if work.device.type != "cuda":
+        return passes
+    # What a stream captures must have run on it before.
+    stream = torch.cuda.Stream() if work.is_graphed else torch.cuda.current_stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_GPU_WARM_UPS):
+            passes.forward()
+            passes.backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    if not work.is_graphed:
+        return passes
+    try:
+        graphed = _Graphed(passes, stream)
+        graphed.forward()
+        graphed.backward()
+        return graphed
+    except RuntimeError:  # code that waits for the GPU, say; the runtime runs it without a graph, too
+        torch.cuda.synchronize()
+        return passes
+
+
+@dataclass(slots=True)
+class _Eager:
+    work: Work
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    gradients: list[torch.Tensor] = field(default_factory=list)  # of the outputs
+    places: list[torch.Tensor] = field(default_factory=list)  # for gradients of parameters
+
+    def __post_init__(self) -> None:
+        self.forward()
+        # Numbers as they come: a GPU that multiplies zeros draws less power and runs faster.
+        self.gradients = [torch.randn_like(one) for one in self.outputs]
+        if self.work.is_graphed:
+            self.places = [torch.empty_like(one) for one in self.work.parameters]
+        self.backward()
+
+    def forward(self) -> None:
+        self.outputs = [leaf for leaf in tree_leaves(self.work.run()) if takes_gradient(leaf)]
+
+    def backward(self) -> None:
+        wanted = (*self.work.leaves, *self.work.parameters)
+        outputs, self.outputs = self.outputs, []
+        if not outputs or not wanted:
+            return
+        found = torch.autograd.grad(outputs, wanted, self.gradients, allow_unused=True)
+        for place, gradient in zip(self.places, found[len(self.work.leaves) :], strict=False):
+            if gradient is not None:
+                place.copy_(gradient)
+
+
+class _Graphed:
+    def __init__(self, passes: _Eager, stream: torch.cuda.Stream) -> None:
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        # Other threads (of torch.distributed) may use the GPU meanwhile.
+        mode = "thread_local"
+        with torch.cuda.graph(self._forward, stream=stream, capture_error_mode=mode):
+            passes.forward()
+        self._has_backward = bool(passes.outputs)
+        if self._has_backward:
+            with torch.cuda.graph(self._backward, self._forward.pool(), stream, mode):
+                passes.backward()
+
+    def forward(self) -> None:
+        self._forward.replay()
+
+    def backward(self) -> None:
+        if self._has_backward:
+            self._backward.replay()
+
+
+_Passes = _Eager | _Graphed
+
+
+def medians(passes: _Passes, num_repeats: int, device: torch.device) -> tuple[float, float]:
+    """Forward and backward seconds in the second half of some repeats; nothing waits between them, so the device is
+    never idle."""
+    marks = []
+    for _ in range(num_repeats):
+        begin = _mark(device)
+        passes.forward()
+        middle = _mark(device)
+        passes.backward()
+        marks.append((begin, middle, _mark(device)))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        marks = marks[num_repeats // 2 :]
+    return (
+        statistics.median(_between_s(begin, middle) for begin, middle, _ in marks),
+        statistics.median(_between_s(middle, end) for _, middle, end in marks),
+    )
+
+
+def _mark(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _between_s(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return float(end - begin)
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def median_s(repeat: Callable[[], object], times: int, device: torch.device) -> float:
+    """The median of some repeats, one straight after another, behind one that warms up."""
+    repeat()
+    marks = [_mark(device)]
+    for _ in range(times):
+        repeat()
+        marks.append(_mark(device))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return statistics.median(_between_s(begin, end) for begin, end in pairwise(marks))

@@ -1,0 +1,117 @@
+"""What an op computes, in words: where they are equal so is the code, and a time measured for one holds for the other.
+
+A layer is told by its module (classes with their sources, settings and shapes) and its place there. Left out: functions
+of the script that a module's forward calls, and what its attributes hold inside.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import operator
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from spindle.graph import MetaGraph
+from spindle.measure import Kind
+from spindle.train.bind import Bound
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def kinds_of(bound: Bound, graph: MetaGraph) -> list[Kind]:
+    """The kind of each op, by position."""
+    modules = {name: _module_text(handle.module) for name, handle in bound.handles.items()}
+    kinds = []
+    for op in graph.metaops:
+        recorded = bound.tasks[op.task].recorded
+        call = next((call for call in recorded.calls if call.name == op.call), None)
+        if call is None:
+            kinds.append(Kind(layer="loss", glue=_graph_text(recorded.loss)))
+            continue
+        called_with, only_picks = _graph_text(call.arguments), _only_picks(call.arguments)
+        layer = (
+            f"layer {op.first_layer} of {len(call.chain.layers)}, {modules[call.handle.name]}, "
+            f"called with {_constants(call.arguments)}: {_plain(call.chain.layers[op.first_layer].kind)}"
+        )
+        kinds.append(Kind(layer=layer, glue="" if op.first_layer or only_picks else called_with))
+    return kinds
+
+
+def _module_text(module: nn.Module) -> str:
+    """The class of a module and a digest of all that makes it what it is, but for the values of its weights."""
+    parts = [_plain(repr(module))]
+    for path, one in module.named_modules():
+        settings = {name: _setting(value) for name, value in vars(one).items() if not name.startswith("_")}
+        parts.append(f"{path} {type(one).__qualname__} {settings}")
+    parts += _sources({kind for one in module.modules() for kind in type(one).__mro__})
+    digest = hashlib.blake2b("\n".join(parts).encode(errors="replace"), digest_size=8).hexdigest()
+    return f"{type(module).__qualname__} {digest}"
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return _plain(repr(value))
+
+
+def _sources(classes: Iterable[type]) -> list[str]:
+    """The text of classes that are not torch's own, whose version is known otherwise."""
+    named = {f"{one.__module__}.{one.__qualname__}": one for one in classes}
+    own = {name: one for name, one in named.items() if name.split(".")[0] not in ("torch", "builtins")}
+    return [f"{name} {_source(own[name])}" for name in sorted(own)]
+
+
+def _source(one: type) -> str:
+    try:
+        return inspect.getsource(one)
+    except (OSError, TypeError):  # typed at a prompt
+        functions = [value for value in vars(one).values() if inspect.isfunction(value)]
+        return str([(function.__code__.co_code.hex(), function.__code__.co_names) for function in functions])
+
+
+def _nodes(function: Any) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """Recorded code is the forward of a graph."""
+    runner = function.__self__
+    assert isinstance(runner, fx.GraphModule)
+    return runner, list(runner.graph.nodes)
+
+
+def _graph_text(function: Any) -> str:
+    """Recorded code, with numbers for names: these depend on what else was recorded."""
+    runner, nodes = _nodes(function)
+    number = {node: f"%{place}" for place, node in enumerate(nodes)}
+    lines = []
+    for node in nodes:
+        target = node.target
+        if node.op == "placeholder":
+            target = "input"
+        elif node.op == "get_attr":  # a constant of the script
+            target = _setting(operator.attrgetter(str(target))(runner))
+        elif callable(target):
+            target = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
+        arguments = fx.node.map_arg((node.args, node.kwargs), lambda one: number[one])
+        lines.append(f"{number[node]} {node.op} {target} {arguments}")
+    return _plain("\n".join(lines))
+
+
+def _only_picks(function: Any) -> bool:
+    picks = ("placeholder", "output")
+    return all(
+        node.op in picks or (node.target is operator.getitem and isinstance(node.args[1], str | int))
+        for node in _nodes(function)[1]
+    )
+
+
+def _constants(function: Any) -> str:
+    """What a call is given that is no tensor."""
+    output = _nodes(function)[1][-1]
+    return _plain(str(fx.node.map_arg(output.args[0], lambda one: "tensor")))
+
+
+def _plain(text: str) -> str:
+    return _ADDRESS.sub("", text)
