@@ -18,8 +18,8 @@ Gradients live in DDP's buckets (`gradient_as_bucket_view`) and are zeroed in pl
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,6 +152,18 @@ def _parts(workload: Workload, world: World) -> dict[str, list[Batch]]:
 Shapes = tuple[tuple[int, ...], ...]
 
 
+@contextmanager
+def _captures_beside_transfers() -> Iterator[None]:
+    """Inside, a capture minds what its own thread does alone: the thread that moves data uses the GPU, too."""
+    begin = torch.cuda.graph.__init__
+    before = begin.__defaults__
+    begin.__defaults__ = tuple("thread_local" if value == "global" else value for value in before or ())
+    try:
+        yield
+    finally:
+        begin.__defaults__ = before
+
+
 class _Call(nn.Module):
     """A tower at one shape of its input: what is graphed, while the tower itself stays as it is."""
 
@@ -188,9 +200,10 @@ class _Graphs:
                 self.num_eager += 1
                 continue
             # A pool for each: the activations of two towers are alive at once, in whatever order they run.
-            self.captured[key] = torch.cuda.make_graphed_callables(
-                _Call(tower), sample, num_warmup_iters=_WARM_UP_ITERATIONS
-            )
+            with _captures_beside_transfers():
+                self.captured[key] = torch.cuda.make_graphed_callables(
+                    _Call(tower), sample, num_warmup_iters=_WARM_UP_ITERATIONS
+                )
 
     def towers(self) -> Towers:
         """Towers to call: a graph where there is one for these shapes."""

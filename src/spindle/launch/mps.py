@@ -29,6 +29,7 @@ from spindle.errors import InputError
 VIRTUAL_VARIABLE = "SPINDLE_VIRTUAL_DEVICES"
 PROGRAM = "nvidia-cuda-mps-control"
 MAX_DEVICES = 48  # clients that one server takes
+_QUEUES_VARIABLE, _NUM_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 96  # from host to GPU, for all clients together
 START_S = 20.0
 QUIT_S = 5.0
 KEEPER_S = 30.0
@@ -92,6 +93,8 @@ def _client_environment(folder: Path, num_devices: int) -> dict[str, str]:
     return _daemon_environment(folder) | {
         "CUDA_VISIBLE_DEVICES": "0",  # the daemon shows its clients one GPU, by a number of its own
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // num_devices),
+        # A stream that waits for another rank holds up whatever shares its queue; clients get two queues unless they ask.
+        _QUEUES_VARIABLE: os.environ.get(_QUEUES_VARIABLE, str(min(32, _NUM_QUEUES // num_devices))),
         VIRTUAL_VARIABLE: str(num_devices),
     }
 

@@ -179,7 +179,7 @@ def _walk(graph: MetaGraph, code: Sequence[OpCode], batches: Mapping[str, Any]) 
                 inputs = {graph.metaops[source].call: values for source, values in taken.items()}
                 values: Any = None
                 for run in _steps(one, batches[task], inputs):
-                    values = as_leaves(run(values))
+                    values = as_leaves(run(copied(values)))  # a layer may write to its input
                 given[position] = values
             except Exception as error:
                 error.add_note(f"in task {task!r}, trying out {op.name} on its first batch")

@@ -21,11 +21,12 @@ from torch.utils._pytree import tree_leaves
 from spindle.errors import PeerLostError
 from spindle.measure.together import Together
 from spindle.run.rows import takes_gradient
+from spindle.run.world import compute_stream
 
 _REPEATS = 3  # on a CPU
 _GPU_WARM_UPS = 3
 # So often, but for so long: neighbours must overlap, and heavy work lowers the clock, which takes half a second.
-_GPU_REPEATS, _GPU_LEAST_S, _GPU_MOST_S = 100, 0.1, 1.0
+_GPU_REPEATS, _GPU_LEAST_S, _GPU_MOST_S = 50, 0.05, 0.4
 _GPU_FEWEST, _GPU_MOST = 10, 2000
 
 
@@ -85,7 +86,7 @@ def warmed(work: Work) -> _Passes:
     if work.device.type != "cuda":
         return passes
     # What a stream captures must have run on it before.
-    stream = torch.cuda.Stream() if work.is_graphed else torch.cuda.current_stream()  # type: ignore[no-untyped-call]
+    stream = compute_stream() if work.is_graphed else torch.cuda.current_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(_GPU_WARM_UPS):

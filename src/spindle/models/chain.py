@@ -32,13 +32,15 @@ from spindle.models.state import keep_state
 class ChainLayer:
     """One layer: `run(*values)` gives the values that cross the cut behind it, as a tuple.
 
-    Layers of one `kind` are alike but for their weights.
+    Layers of one `kind` are alike but for their weights. Layers with the same `settings`, where there are any, do the
+    same with them.
     """
 
     kind: str
     run: Callable[..., tuple[Any, ...]]
     parameters: tuple[nn.Parameter, ...]
     find_buffers: Callable[[], Iterable[torch.Tensor]] = tuple
+    settings: str = ""
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -298,12 +300,40 @@ def _segment_layer(
         for node in segment
     ]
     kind = ";".join(steps)
+    settings = ""
+    if [node.op for node in segment] == ["call_module"] and outputs is not None:
+        names = {node: str(number) for number, node in enumerate([*inputs, *segment])}
+        given, used = fx.node.map_arg((segment[0].args, segment[0].kwargs, outputs), lambda one: names[one]), called[0]
+        settings = f"{given} {_settings(used)}"
     return ChainLayer(
         kind=kind,
         run=run if outputs is None else _without_sizes(run),
         parameters=tuple(dict.fromkeys(parameters)),
         find_buffers=find_buffers,
+        settings=settings,
     )
+
+
+def _settings(module: nn.Module) -> str:
+    """Equal for modules of the same type with the same attributes all through, but for the values of their tensors."""
+    parts = []
+    for path, one in module.named_modules():
+        own = {
+            name: value if isinstance(value, bool | int | float | str | tuple | None) else id(value)
+            for name, value in vars(one).items()
+            if name not in _TENSORS and not (name.startswith("_") and not value)
+        }
+        tensors = [
+            (name, each.shape, each.dtype)
+            for group in _TENSORS[:2]
+            for name, each in vars(one)[group].items()
+            if each is not None
+        ]
+        parts.append((path, type(one), own, tensors))
+    return repr(parts)
+
+
+_TENSORS = ("_parameters", "_buffers", "_modules")
 
 
 def _without_sizes(run: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:

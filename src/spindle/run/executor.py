@@ -31,7 +31,7 @@ from spindle.run.rows import Axes, LeafForm, as_leaves, copied, cut, cut_leaf, j
 from spindle.run.side import LinkEnd, SlotSide, held_parameters, side_of
 from spindle.run.step import Piece, Step, Watch
 from spindle.run.transfers import Transfers
-from spindle.run.world import World, peers, wait
+from spindle.run.world import World, compute_stream, peers, wait
 
 _STEPS_BEFORE_CAPTURE = 2  # in which libraries choose their kernels
 
@@ -75,8 +75,7 @@ class Executor:
             for bucket in program.buckets
         ]
         self._unreached = [] if reached is None else [parameters[number] for number in sorted(trainable - reached)]
-        is_gpu = world.device.type == "cuda"
-        self._stream = torch.cuda.Stream(world.device) if is_gpu else None  # type: ignore[no-untyped-call]
+        self._stream = compute_stream() if world.device.type == "cuda" else None
         self._captures = cuda_graphs and self._stream is not None
         self._graphs: tuple[frozenset[tuple[str, int]], Graphs] | None = None  # with the shapes they are for
         self._steps_on: Counter[frozenset[tuple[str, int]]] = Counter()

@@ -12,6 +12,7 @@ import atexit
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -97,6 +98,12 @@ class World:
 
 
 CONTROL = "control"
+
+
+@cache
+def compute_stream() -> torch.cuda.Stream:
+    """The one stream of this process for compute beside the default one: libraries keep a workspace for each."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 class Gathering:

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from spindle.errors import WorkloadError
 from spindle.models import ChainLayer, keep_state
-from spindle.run.rows import Axes, axes_of, cut
+from spindle.run.rows import Axes, axes_of, cut, form_of
 from spindle.train.record import RecordedCall, RecordedTask
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -202,7 +202,7 @@ def _layers(recorded: RecordedTask, batch: Any) -> tuple[dict[str, list[_Run]], 
     try:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
-            return _run_layers(recorded, tree_map(lambda leaf: _fake(mode, leaf), batch))
+            return _run_layers(recorded, tree_map(lambda leaf: _fake(mode, leaf), batch), {})
     except _NEEDS_VALUES:
         return _run_layers(recorded, batch)
     except RuntimeError as error:
@@ -216,10 +216,19 @@ def _fake(mode: FakeTensorMode, leaf: Any) -> Any:
     return mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _run_layers(recorded: RecordedTask, batch: Any) -> tuple[dict[str, list[_Run]], list[Any]]:
+def _run_layers(
+    recorded: RecordedTask, batch: Any, known: dict[Any, _Run] | None = None
+) -> tuple[dict[str, list[_Run]], list[Any]]:
+    """What each layer did, and what the loss took. Layers that do the same are not run again where they are `known`,
+    which takes values that are but shapes."""
     runs: dict[str, list[_Run]] = {}
     outputs: dict[str, Any] = {}
     for visit in walk(recorded, batch, outputs):
+        key = _likeness(visit) if known is not None else None
+        if known is not None and key in known:
+            visit.values = known[key].values
+            runs.setdefault(visit.call.name, []).append(known[key])
+            continue
         before = [leaf for leaf in tree_leaves(visit.inputs) if isinstance(leaf, torch.Tensor)]
         versions = [leaf._version for leaf in before]
         passes_gradient = any(leaf.requires_grad for leaf in before)
@@ -241,7 +250,18 @@ def _run_layers(recorded: RecordedTask, batch: Any) -> tuple[dict[str, list[_Run
                 passes_gradient=passes_gradient,
             )
         )
+        if known is not None and key is not None:
+            known[key] = runs[visit.call.name][-1]
     return runs, [outputs[source] for source in recorded.loss_sources]
+
+
+def _likeness(visit: Visit) -> Any:
+    """Equal for layers that do the same with inputs of the same form; None where that cannot be told."""
+    if visit.number == 0 or not visit.layer.settings:
+        return None
+    trained = tuple(parameter.requires_grad for parameter in visit.layer.parameters)
+    form = form_of(visit.inputs, 0)
+    return visit.layer.settings, trained, repr(form.spec), repr(form.leaves)
 
 
 class _Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
