@@ -93,7 +93,7 @@ def _client_environment(folder: Path, num_devices: int) -> dict[str, str]:
     return _daemon_environment(folder) | {
         "CUDA_VISIBLE_DEVICES": "0",  # the daemon shows its clients one GPU, by a number of its own
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // num_devices),
-        # A stream that waits for another rank holds up whatever shares its queue; clients get two queues unless they ask.
+        # A stream that waits for another rank holds up what shares its queue; clients get two unless they ask for more.
         _QUEUES_VARIABLE: os.environ.get(_QUEUES_VARIABLE, str(min(32, _NUM_QUEUES // num_devices))),
         VIRTUAL_VARIABLE: str(num_devices),
     }

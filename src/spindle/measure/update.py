@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 
 from spindle.measure.timing import median_s
+from spindle.run.world import compute_stream
 
 _REPEATS, _REPEATS_ON_GPU = 3, 15
 _MOST_ELEMENTS, _MOST_ELEMENTS_ON_GPU = 1 << 24, 1 << 27  # enough to tell, little enough to copy
@@ -32,12 +34,13 @@ def measure_update(
     for name, parameter in trained.items():
         if not copies or elements + parameter.numel() <= (_MOST_ELEMENTS_ON_GPU if is_cuda else _MOST_ELEMENTS):
             copy = nn.Parameter(parameter.detach().clone())
-            copy.grad = torch.zeros_like(copy)
+            copy.grad = torch.randn_like(copy)
             copies.append((name, copy))
             elements += parameter.numel()
     try:
         optimizer = make_optimizer(list(copies))
         # One straight after another: a GPU is left to itself while the next step is made ready.
-        return elements * update_bytes / median_s(optimizer.step, _REPEATS_ON_GPU if is_cuda else _REPEATS, device)
+        with torch.cuda.stream(compute_stream()) if is_cuda else nullcontext():
+            return elements * update_bytes / median_s(optimizer.step, _REPEATS_ON_GPU if is_cuda else _REPEATS, device)
     except Exception:
         return None

@@ -48,6 +48,7 @@ class Collectives:
         self._queue: deque[tuple[Job, Steps]] = deque()
         self._round = 0
         self._behind: list[int] = []
+        self.held: Job | None = None  # what waits for its caller's own GPU
 
     def add(self, job: Job, steps: Steps) -> None:
         self._queue.append((job, steps))
@@ -61,10 +62,12 @@ class Collectives:
     def advance(self) -> bool:
         """Does what can be done without waiting; whether that was to the end of any."""
         moved = False
+        self.held = None
         while self._queue:
             job, steps = self._queue[0]
             try:
                 next(steps)
+                self.held = None if job.is_due() else job
                 break
             except StopIteration:
                 self._queue.popleft()
@@ -167,6 +170,10 @@ class Collectives:
         """`stage` fills our part, `read` gets the parts of all ranks; every part has so many bytes."""
         board, medium = self._board, job.medium
         words, ours = board.words, board.row(self._rank)
+        # Streams that wait for each other for long slow down whatever else the GPU does: the host waits instead.
+        self._behind = []
+        while num_bytes and not job.is_due():
+            yield
         self._round += 1
         number, turn = self._round, self._round % 2
         largest = len(medium.half_bytes) - 1

@@ -40,6 +40,10 @@ class Job:
             self._begun = True
             self.medium.after(self._called, self.tensors)
 
+    def is_due(self) -> bool:
+        """Whether what the caller had started is over, so that nothing of this has to wait for it on a stream."""
+        return self._begun or self.medium.is_past(self._called)
+
     def finish(self, error: RuntimeError | None = None) -> None:
         if error is None:
             self.done = self.medium.done()

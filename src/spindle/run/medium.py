@@ -44,6 +44,8 @@ class Medium(Protocol):
     def moment(self) -> Any:
         """What the caller has started so far, to be waited for by `after`."""
 
+    def is_past(self, moment: Any) -> bool: ...
+
     def after(self, moment: Any, tensors: list[torch.Tensor]) -> None:
         """What follows here, on these tensors, comes after that moment."""
 
@@ -128,6 +130,9 @@ class HostMedium:
     def moment(self) -> Any:
         return None
 
+    def is_past(self, moment: Any) -> bool:
+        return True
+
     def after(self, moment: Any, tensors: list[torch.Tensor]) -> None:
         pass
 
@@ -202,6 +207,9 @@ class CudaMedium:
 
     def moment(self) -> Any:
         return torch.cuda.current_stream(self.device).record_event()
+
+    def is_past(self, moment: Any) -> bool:
+        return bool(moment.query())
 
     def after(self, moment: Any, tensors: list[torch.Tensor]) -> None:
         self.stream.wait_event(moment)

@@ -28,6 +28,7 @@ from spindle.run.medium import CudaMedium, HostMedium, Medium, Segments
 from spindle.run.messages import Messages
 
 _LOOK_S = 0.2  # how often we look whether those we wait for are still there
+_POLL_S = 1e-4  # how often we look whether our own GPU is as far as a collective needs it
 _LEAVE_S = 10.0  # how long we wait for others to let go of our memory
 
 
@@ -80,7 +81,7 @@ class Transport:
                 left_s = _LOOK_S if end_s is None else min(_LOOK_S, end_s - time.monotonic())
                 if job.is_over() or left_s < 0:
                     return job.is_over()
-                self._board.sleep(seen, left_s, as_driver=True)
+                self._rest(seen, left_s, as_driver=True)
         finally:
             self._count_drivers(-1)
             if self._num_started > self._num_ended:
@@ -148,11 +149,21 @@ class Transport:
                 self._call()
                 if leaving:
                     break
-            self._board.sleep(seen, _LOOK_S, as_driver=False)
+            self._rest(seen, _LOOK_S, as_driver=False)
         with self._work:
             self._drop(str(self._error or "this process has left the group"))
             self._close()
         self._call()
+
+    def _rest(self, seen: int, limit_s: float, *, as_driver: bool) -> None:
+        """Until somebody rings, or our own GPU is as far as a collective needs it; no longer than so many seconds."""
+        end_s = time.monotonic() + limit_s
+        held = self.collectives.held
+        if held is None:
+            self._board.sleep(seen, limit_s, as_driver=as_driver)
+        while held is not None and not held.is_due() and self._board.doorbell() == seen and time.monotonic() < end_s:
+            self._board.sleep(seen, _POLL_S, as_driver=as_driver)
+            held = self.collectives.held
 
     def _step(self, num_others: int) -> None:
         """Does what can be done now; wakes others who wait if anything came to its end, in good or in bad."""

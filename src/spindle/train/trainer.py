@@ -7,6 +7,7 @@ their parts of the losses of a step before.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
 import time
@@ -197,6 +198,7 @@ class Trainer:
             for parameter in self._prepared.weights.parameters:
                 parameter.grad = None
             self._prepared = None
+            gc.collect()  # what the plan held on its device
             self.world.forget_groups()
 
     def _notify(self, shown: Progress, text: str) -> None:
