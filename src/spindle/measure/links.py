@@ -18,28 +18,31 @@ from spindle.profile import ring_bytes
 from spindle.run.world import World, peers
 
 _SMALL, _LARGE = 1, 1 << 18  # float32 elements
-_SMALL_SUM, _LARGE_SUM = 1 << 20, 1 << 25  # both large enough to go the way of gradients
+_SMALL_SUM, _LARGE_SUM = 1 << 22, 1 << 27  # bytes, both large enough to go the way of gradients
 _REPEATS, _REPEATS_ON_GPU = 5, 25
 
 
-def measure_link(world: World, *, by_all_reduce: bool = False) -> Link:
-    """The link between two ranks of a host, the same on every rank, all of which must ask."""
+def measure_link(world: World, *, summed: torch.dtype | None = None) -> Link:
+    """The link between two ranks of a host, the same on every rank, all of which must ask.
+
+    With `summed`, the type of gradients, its rate is that of their all-reduce.
+    """
     link = None
     if world.rank < 2:
         small_s, large_s = (_round_trip_s(world, size) / 2 for size in (_SMALL, _LARGE))
         link = Link(bytes_per_s=4 * (_LARGE - _SMALL) / max(large_s - small_s, 1e-6), latency_s=small_s)
     shared: Link = world.broadcast_object(link)
-    if not by_all_reduce:
+    if summed is None:
         return shared
-    small_s, large_s = (_all_reduce_s(world, size) for size in (_SMALL_SUM, _LARGE_SUM))
-    rate = ring_bytes(4 * (_LARGE_SUM - _SMALL_SUM), world.size) / max(large_s - small_s, 1e-6)
-    beside_s = max(0.0, small_s - ring_bytes(4 * _SMALL_SUM, world.size) / rate)
+    small_s, large_s = (_all_reduce_s(world, size, summed) for size in (_SMALL_SUM, _LARGE_SUM))
+    rate = ring_bytes(_LARGE_SUM - _SMALL_SUM, world.size) / max(large_s - small_s, 1e-6)
+    beside_s = max(0.0, small_s - ring_bytes(_SMALL_SUM, world.size) / rate)
     result: Link = world.broadcast_object(replace(shared, bytes_per_s=rate, collective_s=beside_s))
     return result
 
 
-def _all_reduce_s(world: World, size: int) -> float:
-    buffer = torch.zeros(size, device=world.device)
+def _all_reduce_s(world: World, num_bytes: int, dtype: torch.dtype) -> float:
+    buffer = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=world.device)
     world.barrier()
     with peers("measuring links"):
         return median_s(lambda: dist.all_reduce(buffer), _REPEATS_ON_GPU, world.device)

@@ -54,7 +54,7 @@ def local_profile(
     changes, only where a profile was asked for.
     """
     together = Together(world, together=VIRTUAL_VARIABLE in os.environ)
-    cluster = _cluster(world)
+    cluster = _cluster(world, torch.bfloat16 if graph.numerics.gradient_bytes == 2 else torch.float32)
     samples: dict[str, LayerSamples] = {}
     rates: tuple[float, ...] = ()
     overlap, update = 1.0, None
@@ -105,14 +105,14 @@ def _place(world: World) -> str:
     return f"{name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d', time.gmtime())}"
 
 
-def _cluster(world: World) -> Cluster:
+def _cluster(world: World, summed: torch.dtype) -> Cluster:
     """One island for each host, in the order of ranks."""
     hosts = world.broadcast_object(world.gather_objects(socket.gethostname()))
     sizes = [len(list(ranks)) for _, ranks in groupby(hosts)]
     island = cluster_named("cpux1").islands[0]
     link = island.link
     if world.size > 1:
-        link = measure_link(world, by_all_reduce=world.device.type == "cuda" and len(sizes) == 1)
+        link = measure_link(world, summed=summed if world.device.type == "cuda" and len(sizes) == 1 else None)
     islands = tuple(
         Island(
             kind=_kind(world, island.kind, most=max(sizes)),

@@ -24,11 +24,13 @@ import torch
 from spindle.run.board import ROUND, ROUND_MEANINGS, ROUND_SIGNALS, Board
 from spindle.run.job import Job, flat_bytes
 from spindle.run.medium import Segments
+from spindle.run.sums import HALF_PRECISIONS, sum_into
 
 Steps = Generator[None, None, None]  # stops where it must wait for other ranks
 
 _ONE_ROUND_BYTES = 1 << 15  # an all-reduce up to here reads everything from everybody
 _SMALL_BYTES = 1 << 18
+_TOGETHER = 16  # elements: a rank's part begins where kernels can take several at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class Combine:
 
     all_of: Callable[[torch.Tensor], torch.Tensor]
     one_more: Callable[[torch.Tensor, torch.Tensor], Any]
+    is_sum: bool = False
 
 
 class Collectives:
@@ -120,7 +123,7 @@ class Collectives:
                 if _num_bytes(chunk) <= _ONE_ROUND_BYTES:
                     yield from self._reduce(job, [chunk], chunk, 0, combine, is_mean)
                     continue
-                count = -(-chunk.numel() // self._size)
+                count = -(-chunk.numel() // self._size // _TOGETHER) * _TOGETHER
                 slices = [chunk[rank * count : (rank + 1) * count] for rank in range(self._size)]
                 mine = slices[self._rank]
                 yield from self._reduce(job, [chunk], mine, self._rank * count, combine, is_mean)
@@ -214,7 +217,10 @@ class Collectives:
 
 def _combine_all(into: torch.Tensor, parts: list[torch.Tensor], combine: Combine, is_mean: bool) -> None:
     """In the same order on all ranks, so that all get the same bits; half precisions add up in float32."""
-    dtype = torch.float32 if into.dtype in (torch.bfloat16, torch.float16) else into.dtype
+    if combine.is_sum and not is_mean and into.dtype in HALF_PRECISIONS and _num_bytes(into) > _SMALL_BYTES:
+        sum_into(into, parts)
+        return
+    dtype = torch.float32 if into.dtype in HALF_PRECISIONS else into.dtype
     if _num_bytes(into) <= _SMALL_BYTES:  # then the number of kernels is what counts
         total = combine.all_of(torch.stack(parts).to(dtype))
     else:

@@ -32,7 +32,7 @@ from spindle.run.transport import Transport
 
 BACKEND = "spindle_ipc"
 
-_SUM = Combine(lambda rows: rows.sum(0, dtype=rows.dtype), lambda total, part: total.add_(part))
+_SUM = Combine(lambda rows: rows.sum(0, dtype=rows.dtype), lambda total, part: total.add_(part), is_sum=True)
 _COMBINE: dict[Any, Combine] = {
     dist.ReduceOp.SUM: _SUM,
     dist.ReduceOp.AVG: _SUM,
