@@ -25,7 +25,8 @@ from spindle.errors import ProgramError, TrainingError
 from spindle.graph import MetaGraph
 from spindle.program import Backward, Exchange, Forward, Instruction, OptimizerStep, Program, SyncGradients
 from spindle.run.code import LayerCode, LayersCode, LossCode, OpCode
-from spindle.run.graphs import Chunk, Gradients, Graphs, Made
+from spindle.run.gradients import Gradients
+from spindle.run.graphs import Chunk, Graphs, Made
 from spindle.run.losses import loss_part
 from spindle.run.rows import Axes, LeafForm, as_leaves, copied, cut, cut_leaf, joined, takes_gradient
 from spindle.run.side import LinkEnd, SlotSide, held_parameters, side_of
@@ -74,6 +75,7 @@ class Executor:
             )
             for bucket in program.buckets
         ]
+        self._gradients = Gradients([bucket for _, bucket, _ in self._buckets])
         self._unreached = [] if reached is None else [parameters[number] for number in sorted(trainable - reached)]
         self._stream = compute_stream() if world.device.type == "cuda" else None
         self._captures = cuda_graphs and self._stream is not None
@@ -158,8 +160,7 @@ class Executor:
         shapes = frozenset((slot.task, step.signatures[slot.task]) for slot in self._side.slots.values())
         self._steps_on[shapes] += 1
         if self._graphs is None and self._steps_on[shapes] > _STEPS_BEFORE_CAPTURE:
-            buckets = [parameters for _, parameters, _ in self._buckets]
-            self._graphs = (shapes, Graphs(Gradients(buckets), step.batches))
+            self._graphs = (shapes, Graphs(self._gradients, step.batches))
         if self._graphs is not None and self._graphs[0] == shapes:
             step.graphs = self._graphs[1]
             step.batches = step.graphs.batches(step.batches)
@@ -209,12 +210,7 @@ class Executor:
         _, parameters, ranks = self._buckets[bucket]
         if not parameters:
             return
-        flat = step.graphs.gradients.gathered(bucket, parameters) if step.graphs else None
-        if flat is None:
-            gradients = [_gradient(parameter).reshape(-1) for parameter in parameters]
-            # Behind them, whether there are any: where no rank has a gradient, one process would have none either.
-            there = [parameter.grad is not None for parameter in parameters]
-            flat = torch.cat([*gradients, torch.tensor(there, dtype=gradients[0].dtype, device=gradients[0].device)])
+        flat = self._gradients.gathered(bucket)
         with peers("synchronising gradients"):
             request = dist.all_reduce(flat, group=self.world.group("sync", ranks), async_op=True)
         step.syncs.append((position, bucket, request, flat))
@@ -223,15 +219,11 @@ class Executor:
         for position, bucket, request, flat in step.syncs:
             wait(request)
             watch.end[position] = watch.now()
-            parameters = self._buckets[bucket][1]
-            sizes = [parameter.numel() for parameter in parameters]
-            *parts, there = torch.split(flat, [*sizes, len(sizes)])
             # Reading the flags waits for the GPU, so replays take those of the step that was captured.
             known = step.graphs.holders if step.graphs else {}
             if bucket not in known:
-                known[bucket] = there.tolist()
-            for parameter, part, holders in zip(parameters, parts, known[bucket], strict=True):
-                parameter.grad = part.view_as(parameter).to(parameter.dtype) if holders else None
+                known[bucket] = flat[-len(self._buckets[bucket][1]) :].tolist()
+            self._gradients.spread(bucket, known[bucket])
         step.syncs.clear()
         for parameter in self._unreached:
             # Zeros from another rank are no gradient: one process would have none.
@@ -511,7 +503,3 @@ def _again(layer: LayerCode, before: list[torch.Tensor]) -> Iterator[None]:
 def _fill(buffers: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     for buffer, value in zip(buffers, values, strict=True):
         buffer.data.copy_(value)  # unseen by autograd, which keeps running statistics for backward
-
-
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -14,7 +14,7 @@ A piece that cannot be captured (it draws random numbers, waits for the GPU, mee
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from spindle.errors import TrainingError
 from spindle.run.code import LossCode
+from spindle.run.gradients import Gradients
 from spindle.run.rows import takes_gradient
 from spindle.run.side import SlotSide
 from spindle.run.step import Piece
@@ -47,46 +48,6 @@ class Chunk:
     outputs: list[Any]
     inputs: list[torch.Tensor]
     parameters: list[nn.Parameter]
-
-
-class Gradients:
-    """One place for the gradient of each parameter, side by side for those that are synchronised together.
-
-    Behind a bucket's gradients stand as many flags: which of them its rank has.
-    """
-
-    def __init__(self, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
-        self._places: dict[int, torch.Tensor] = {}
-        self._flats: dict[int, torch.Tensor] = {}
-        self._flags: dict[int, tuple[list[bool], torch.Tensor]] = {}
-        for number, parameters in enumerate(buckets):
-            if parameters and len({(one.dtype, one.device) for one in parameters}) == 1:
-                sizes = [one.numel() for one in parameters]
-                flat = torch.zeros(sum(sizes) + len(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
-                self._flats[number] = flat
-                for parameter, part in zip(parameters, torch.split(flat[: sum(sizes)], sizes), strict=True):
-                    self._places[id(parameter)] = part.view_as(parameter)
-
-    def place(self, parameter: nn.Parameter) -> torch.Tensor:
-        return self._places.setdefault(id(parameter), torch.zeros_like(parameter))
-
-    def gathered(self, bucket: int, parameters: Sequence[nn.Parameter]) -> torch.Tensor | None:
-        """A bucket's gradients and flags, all at their places; None where they have no common one."""
-        flat = self._flats.get(bucket)
-        if flat is None:
-            return None
-        there = [parameter.grad is not None for parameter in parameters]
-        for parameter in parameters:
-            place = self._places[id(parameter)]
-            if parameter.grad is None:
-                place.zero_()
-            elif parameter.grad.data_ptr() != place.data_ptr():
-                place.copy_(parameter.grad)
-        known = self._flags.get(bucket)
-        if known is None or known[0] != there:
-            known = self._flags[bucket] = (there, torch.tensor(there, dtype=flat.dtype, device=flat.device))
-        flat[-len(there) :].copy_(known[1])
-        return flat
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ parts, so that the result is the same bits on every way.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
 
 import torch
 
@@ -36,17 +36,33 @@ if triton is not None:
 
 
 _addresses: dict[tuple[int, ...], torch.Tensor] = {}
-_state: dict[str, Any] = {"works": triton is not None}
 
 
 def sum_into(into: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    """Writes the sum of parts, of one half precision, into a tensor of the same, which may be one of them."""
-    if _state["works"] and into.is_cuda and all(one.data_ptr() % _ALIGNMENT == 0 for one in (into, *parts)):
-        try:
-            _sum_in_one_pass(into, parts)
-            return
-        except Exception:  # no compiler on this machine, say
-            _state["works"] = False
+    """Writes the sum of parts, of one half precision, into a tensor of the same."""
+    aligned = all(one.data_ptr() % _ALIGNMENT == 0 for one in (into, *parts))
+    if aligned and into.is_cuda and _one_pass_works(into.device, into.dtype):
+        _sum_in_one_pass(into, parts)
+    else:
+        _sum_one_by_one(into, parts)
+
+
+@cache
+def _one_pass_works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tried once: there may be no compiler on this machine."""
+    if triton is None:
+        return False
+    parts = [torch.randn(3 * _BLOCK + 5, device=device).to(dtype) for _ in range(3)]
+    ours, expected = torch.empty_like(parts[0]), torch.empty_like(parts[0])
+    try:
+        _sum_in_one_pass(ours, parts)
+    except Exception:
+        return False
+    _sum_one_by_one(expected, parts)
+    return torch.equal(ours, expected)
+
+
+def _sum_one_by_one(into: torch.Tensor, parts: list[torch.Tensor]) -> None:
     total = parts[0].to(torch.float32)
     for part in parts[1:]:
         total += part
