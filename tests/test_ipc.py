@@ -19,6 +19,7 @@ import torch.multiprocessing as multiprocessing
 from gpu import checks
 from spindle.errors import PeerLostError
 from spindle.run.ipc import BACKEND, register
+from spindle.run.medium import HostMedium
 from spindle.run.world import peers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes share memory in this way on Linux")
@@ -107,6 +108,32 @@ def pool():
 @pytest.mark.parametrize("check", [check.__name__ for check in checks.CHECKS])
 def test_on_three_ranks(check, pool):
     pool.run(check, 3)
+
+
+def collectives_that_wait_for_their_device(device: torch.device) -> None:
+    """As on a GPU that is not yet as far as its caller is: ranks are there at different times, and one job waits
+    behind another."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    before = HostMedium.is_past
+    try:
+        for late in (*range(num_ranks), None):
+            until_s = time.monotonic() + (0.05 if late in (rank, None) else 0.0)
+            HostMedium.is_past = lambda self, moment, until_s=until_s: time.monotonic() > until_s
+            tensors = [torch.full((1000,), float(rank + number)) for number in range(3)]
+            requests = [dist.all_reduce(one, async_op=True) for one in tensors]
+            if late == rank:
+                time.sleep(0.1)  # while the thread does it
+            for number, (one, request) in enumerate(zip(tensors, requests, strict=True)):
+                request.wait()
+                expected = sum(other + number for other in range(num_ranks))
+                assert torch.equal(one, torch.full((1000,), float(expected)))
+                assert time.monotonic() > until_s
+    finally:
+        HostMedium.is_past = before
+
+
+def test_collectives_wait_for_their_device_on_the_host(pool):
+    pool.run("collectives_that_wait_for_their_device", 3)
 
 
 @pytest.mark.parametrize("check", ["check_all_reduce", "check_messages", "check_ddp"])

@@ -13,7 +13,17 @@ import small
 from spindle.errors import DoesNotFitError, ProgramError
 from spindle.plan import parse_plan
 from spindle.planners import make_plan
-from spindle.program import Backward, Flows, Memory, SlotShape, format_program, instances_of, lower, parse_program, verify
+from spindle.program import (
+    Backward,
+    Flows,
+    Memory,
+    SlotShape,
+    format_program,
+    instances_of,
+    lower,
+    parse_program,
+    verify,
+)
 from spindle.program.reshard import flows_between, share_bounds
 from spindle.simulate import simulate
 
@@ -131,16 +141,6 @@ def test_tensor_shards_are_synchronised_apart():
     program = lower(parse_plan("# tensor vision 2\nx/vision#0[0:4]*4@0-3", profile), profile)
     assert {tuple(bucket.ranks.tolist()) for bucket in program.buckets} == {(0, 2), (1, 3)}
     assert sum(bucket.num_bytes for bucket in program.buckets) == 2 * 4 * 500_000 * 2
-
-
-def test_a_small_model_is_handed_on_in_a_few_chunks_and_alone_in_one():
-    def num_chunks(num_devices: int) -> int:
-        profile = small.workload_profile({"x": ["vision"]}, num_devices=num_devices)
-        program = lower(parse_plan(f"x/vision#0[0:4]*4@0-{num_devices - 1}", profile), profile)
-        return sum(isinstance(one, Backward) for one in program.instructions)
-
-    assert num_chunks(2) == 4
-    assert num_chunks(1) == 1
 
 
 @given(small.graphs(), st.sampled_from(["paper", "sequential", "distmm", "task-level"]))

@@ -15,6 +15,7 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 import spindle  # noqa: E402
+import spindle.train.trainer as trainer_module  # noqa: E402
 from spindle.errors import PlanError, SpindleError, TrainingError, WorkloadError  # noqa: E402
 
 
@@ -458,3 +459,36 @@ def test_the_example_trains_on_two_processes():
     assert done.returncode == 0, done.stderr
     for text in ("image_text", "captioning", "predicted", "measured", "vision"):
         assert text in done.stdout
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+def test_losses_are_all_told_in_order_however_far_behind_they_travel(monkeypatch, steps):
+    """On a GPU they travel later than here."""
+
+    def losses(behind):
+        monkeypatch.setitem(trainer_module._LOSSES_BEHIND, "cpu", behind)
+        told = []
+        _, pull = small()
+        _, result = fit(pull, rows(4, 4, 4), steps, on_step=lambda step, losses: told.append((step, losses)))
+        assert told == list(enumerate(result.losses))
+        return result.losses
+
+    assert losses(1) == losses(2)
+    assert len(losses(2)) == steps
+
+
+def test_another_plan_goes_on_from_the_weights_of_the_last():
+    _, pull = small()
+    trainer = spindle.Trainer([pull], optimizer=sgd)
+    profile = trainer.prepare({"pull": rows(4)}, progress=False)
+    assert trainer.profile is profile
+    assert trainer.plan is None
+    first = trainer.fit({"pull": rows(4)}, steps=2, progress=False)
+    trainer.replan(planner="sequential")
+    assert trainer.plan is None
+    second = trainer.fit({"pull": rows(4)}, steps=2, progress=False)
+    assert second.plan.planner == "sequential"
+    assert trainer.profile is profile
+    _, again = small()
+    _, whole = fit(again, rows(4), 4)
+    assert [*first.losses, *second.losses] == list(whole.losses)

@@ -423,11 +423,11 @@ class Executor:
         return sums
 
     def _losses(self, step: Step) -> torch.Tensor:
-        """This rank's part of each task's loss, on the host."""
+        """This rank's part of each task's loss, on its device."""
         tasks = list(self.graph.tasks)
-        values = torch.zeros(len(tasks), dtype=torch.float64)
+        values = torch.zeros(len(tasks), dtype=torch.float64, device=self.world.device)
         for slot, loss in step.losses.items():
-            values[tasks.index(self._side.slots[slot].task)] += loss.detach().to("cpu", torch.float64)
+            values[tasks.index(self._side.slots[slot].task)] += loss.detach()
         return values
 
 

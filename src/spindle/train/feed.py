@@ -68,6 +68,7 @@ class Feed:
         self.definition, self.loader, self.drop_last, self._notify = definition, loader, drop_last, notify
         self._state, self._compared = state, compared  # with what other ranks read
         self._draws = not isinstance(loader, list | tuple)  # whether reading may take random numbers
+        self._fingerprints: dict[tuple[int, ...], int] = {}
         self._iterator: Iterator[Any] | None = None
         self._axes: Axes | None = None
         self._absent: list[bool] | None = None  # which leaves of a batch are None
@@ -174,8 +175,21 @@ class Feed:
         return next(iter(found))
 
     def _batch(self, nest: Any, rows: int) -> Batch:
-        fingerprint = fingerprint_of(nest) if self._compared else 0
-        return Batch(nest=nest, num_rows=rows, signature=signature_of(nest), fingerprint=fingerprint)
+        return Batch(
+            nest=nest,
+            num_rows=rows,
+            signature=signature_of(nest),
+            fingerprint=self._fingerprint(nest) if self._compared else 0,
+        )
+
+    def _fingerprint(self, nest: Any) -> int:
+        """Batches that a list holds are looked at once: on a GPU looking waits for it."""
+        if self._draws:
+            return fingerprint_of(nest)
+        key = tuple(id(leaf) for leaf in tree_leaves(nest))
+        if key not in self._fingerprints:
+            self._fingerprints[key] = fingerprint_of(nest)
+        return self._fingerprints[key]
 
 
 _END = object()

@@ -11,6 +11,7 @@ import gc
 import inspect
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +46,9 @@ from spindle.train.trace import describe_batch, trace, unchanged
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 _SAMPLED_STEPS = 9  # whose timelines are kept
+# How many steps lie between a step and the header that carries its losses. Reading them waits for a GPU, which must not
+# stand still for it.
+_LOSSES_BEHIND = {"cpu": 1, "cuda": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +402,6 @@ class Trainer:
         kept: list[Watch] = []
         sampled = _sampled(steps)
         step_s: list[float] = []
-        nothing = torch.zeros(len(names), dtype=torch.float64)
         first = self._steps_done
 
         def read() -> dict[str, Batch]:
@@ -423,24 +426,27 @@ class Trainer:
                 on_step(step, losses)
 
         batches = read()
-        gathering = world.start_all_gather(_record(names, batches, nothing))
-        before = parts = nothing
+        gathering = world.start_all_gather(_record(names, batches, None))
+        unsent: deque[torch.Tensor] = deque()  # losses of the last steps, which a GPU may still be at
+        carries_losses = False  # the header that is on its way
         shown.training(steps, names)
         for number in range(steps):
             begin = time.perf_counter()
             table = [one.tolist() for one in gathering.wait()]
-            if number > 1:
+            if carries_losses:
                 note(table)
             rows, signatures = self._agreed(table, names, first + number)
             current = batches
             if number + 1 < steps:
                 batches = read()
-                gathering = world.start_all_gather(_record(names, batches, parts))
+                carries_losses = len(unsent) >= _LOSSES_BEHIND[world.device.type]
+                losses = unsent.popleft() if carries_losses else None
+                gathering = world.start_all_gather(_record(names, batches, losses))
             executor = self._executor_for(prepared, rows)
             is_timed = number in sampled and executor is main
             if is_timed:
                 world.meet()  # a timeline needs a common start, as the simulator has
-            parts_now, watch = executor.step(
+            parts, watch = executor.step(
                 first + number,
                 {name: self._on_device(batch.nest) for name, batch in current.items()},
                 signatures,
@@ -448,14 +454,14 @@ class Trainer:
                 check_losses=first + number == 0,
                 timed=is_timed,
             )
-            before, parts = parts, parts_now
+            unsent.append(parts)
             if is_timed:
                 kept.append(watch)
             step_s.append(time.perf_counter() - begin)
             shown.step(number + 1, step_s[-1])
-        # The losses of the last two steps have no header to travel with.
-        for last in (before, parts)[-steps:]:
-            note([one.tolist() for one in world.start_all_gather(_record(names, {}, last)).wait()])
+        # The losses of the last steps have no header to travel with.
+        for losses in unsent:
+            note([one.tolist() for one in world.start_all_gather(_record(names, {}, losses)).wait()])
         self._steps_done += steps
         for name, reason in main.without_graph.items():
             self._notify(shown, f"{name} runs without a CUDA graph: {reason}")
@@ -615,9 +621,10 @@ _ROWS, _SIGNATURE, _FINGERPRINT, _LOSS = range(4)
 _Table = list[list[list[float]]]  # of all ranks
 
 
-def _record(names: list[str], batches: Mapping[str, Batch], losses: torch.Tensor) -> torch.Tensor:
+def _record(names: list[str], batches: Mapping[str, Batch], losses: torch.Tensor | None) -> torch.Tensor:
     rows = []
-    for name, loss in zip(names, losses.tolist(), strict=True):
+    values = [0.0] * len(names) if losses is None else losses.tolist()
+    for name, loss in zip(names, values, strict=True):
         batch = batches.get(name)
         known = (0, 0, 0) if batch is None else (batch.num_rows, batch.signature, batch.fingerprint)
         rows.append((*known, loss))
