@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import small
 from spindle.errors import ProgramError
 from spindle.plan import parse_plan
-from spindle.planners import make_plan
+from spindle.planners import graph_bound_s, make_plan
 from spindle.profile import state_bytes
 from spindle.program import Backward, Exchange, Forward, OptimizerStep, SyncGradients, lower, parse_program
 from spindle.program.text import format_program
@@ -145,6 +145,37 @@ def test_idle_neighbours_make_a_device_faster_than_its_curve():
     # Curves hold while both are busy. b is done at 15 ms; 15 ms of a's backward are left then, at twice the rate.
     assert spans(timeline, Forward) == [(0, 0, 10_000_000), (1, 0, 5_000_000)]
     assert spans(timeline, Backward) == [(0, 10_000_000, 22_500_000), (1, 5_000_000, 15_000_000)]
+
+
+def test_gradients_on_their_way_and_compute_slow_each_other_where_a_device_does_both():
+    def step_s(overlap):
+        workload = small.workload_profile({"x": ["vision"]}, num_devices=2, elements=64_000_000)
+        profile = replace(workload, overlap=overlap)
+        return simulate(lower(parse_plan("x/vision#0[0:4]*4@0-1", profile), profile), profile).makespan_s
+
+    assert step_s(1.0) < step_s(1.5) < step_s(2.0)
+
+
+def test_a_measured_collective_takes_what_was_measured_beside_its_bytes():
+    def step(collective_s):
+        profile = small.workload_profile({"x": ["vision"]}, num_devices=2)
+        island = profile.cluster.islands[0]
+        island = replace(island, link=replace(island.link, collective_s=collective_s))
+        profile = replace(profile, cluster=replace(profile.cluster, islands=(island,)))
+        return run("x/vision#0[0:4]*4@0-1", profile)
+
+    (program, slow), (_, fast) = step(0.5), step(0.0)
+    # One after another, and far longer than all compute.
+    assert slow.makespan_s - fast.makespan_s == pytest.approx(0.5 * len(program.buckets), rel=0.05)
+
+
+@given(small.graphs(), st.lists(st.floats(0.2, 3.0), min_size=8, max_size=8))
+def test_no_step_is_below_the_bound_however_neighbours_matter(profile, rates):
+    count = profile.cluster.num_devices
+    profile = replace(profile, host_rates=tuple(sorted(rates, reverse=True))[:count])
+    for planner in ("sequential", "paper"):
+        step_s = simulate(lower(make_plan(profile, planner), profile), profile).makespan_s
+        assert step_s >= graph_bound_s(profile) * (1 - 1e-6)
 
 
 def test_a_deadlock_is_reported_by_the_simulator_too():

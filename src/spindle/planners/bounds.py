@@ -55,10 +55,13 @@ def graph_bound_s(profile: Profile) -> float:
 def graph_bound(profile: Profile) -> LpSolution:
     """The LP bound over every setting: each op may take any tensor degree, nothing is recomputed."""
     problem = best_degree_problem(profile)
-    # Where idle neighbours make a device faster than its curve says, no layer is faster than at the best rate.
-    rate = max(1.0, *profile.host_rates) if profile.host_rates else 1.0
-    faster = tuple(replace(one, layer_s=one.layer_s / rate) for one in problem.choices)
-    return lp_bound(replace(problem, choices=faster))
+    rates = np.array(profile.host_rates)
+    if not len(rates):
+        return lp_bound(problem)
+    # Where neighbours matter, no layer is faster than at the best rate, and k busy devices do at most k times theirs.
+    together = np.arange(1, 1 + len(rates)) * rates
+    capacity = sum(float(together[: island.num_devices].max()) for island in profile.cluster.islands)
+    return lp_bound(problem, rate=float(rates.max()), capacity=capacity)
 
 
 def best_degree_problem(profile: Profile) -> Problem:
@@ -77,8 +80,11 @@ def best_degree_problem(profile: Profile) -> Problem:
     return replace(problem, choices=tuple(merged))
 
 
-def lp_bound(problem: Problem) -> LpSolution:
-    """The LP bound of a problem under its setting."""
+def lp_bound(problem: Problem, rate: float = 1.0, capacity: float | None = None) -> LpSolution:
+    """The LP bound of a problem under its setting.
+
+    Layers may run at up to `rate`, and all devices together do the work of `capacity` of them.
+    """
     # Data.
     hulls = [lower_hull(choices) for choices in problem.choices]
     num_ops = problem.num_ops
@@ -102,13 +108,13 @@ def lp_bound(problem: Problem) -> LpSolution:
 
     # Constraints (all "at most 0"): an op ends after its producers and its own duration, C after every end, area fits.
     for op in range(num_ops):
-        duration = [(int(offsets[op]) + k, float(value)) for k, value in enumerate(hulls[op][0])]
+        duration = [(int(offsets[op]) + k, float(value) / rate) for k, value in enumerate(hulls[op][0])]
         constrain([*duration, (first_end + op, -1.0)])
         for producer in problem.predecessors[op]:
             constrain([*duration, (first_end + producer, 1.0), (first_end + op, -1.0)])
         constrain([(first_end + op, 1.0), (makespan, -1.0)])
     area = [(int(offsets[op]) + k, float(value)) for op in range(num_ops) for k, value in enumerate(hulls[op][1])]
-    constrain([*area, (makespan, -float(problem.num_devices))])
+    constrain([*area, (makespan, -(problem.num_devices if capacity is None else capacity))])
     all_layers = coo_array(
         (np.ones(first_end), (np.repeat(np.arange(num_ops), sizes), np.arange(first_end))),
         shape=(num_ops, makespan + 1),
