@@ -206,3 +206,25 @@ def test_a_chain_follows_a_module_whose_buffers_are_replaced():
     for layer in chain.layers:
         values = layer.run(*values)
     assert torch.equal(values[0], one(X))
+
+
+def test_tensors_that_a_block_keeps_to_itself_do_not_keep_it_from_being_cut():
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self._mask, self._nothing = nn.Linear(WIDTH, WIDTH), torch.ones(WIDTH), []
+
+        def forward(self, x):
+            return self.linear(x) * self._mask
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Masked() for _ in range(3))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    assert len(chain_of(Stack()).layers) == 3

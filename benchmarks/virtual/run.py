@@ -173,6 +173,7 @@ def measure_planners(experiment: Experiment, name: str, planners: list[str]) -> 
                 partial(planner_cell, experiment, trainer, workload, planner),
             )
             free()
+        trainer.replan()  # lets go of the groups of its last plan
         del trainer, workload
         free()
 

@@ -80,7 +80,14 @@ def local_profile(
 
 def _machine(world: World, together: Together) -> dict[str, str]:
     """What a measured time depends on beside the layer."""
-    facts = {"torch": torch.__version__, "busy devices": str(together.size)}
+    switches = (
+        torch.backends.cudnn.benchmark,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_autocast_enabled(world.device.type),
+        torch.get_autocast_dtype(world.device.type),
+        torch.get_float32_matmul_precision(),
+    )
+    facts = {"torch": torch.__version__, "busy devices": str(together.size), "switches": str(switches)}
     if world.device.type == "cuda":
         properties = torch.cuda.get_device_properties(world.device)
         return facts | {"device": properties.name, "multiprocessors": str(properties.multi_processor_count)}

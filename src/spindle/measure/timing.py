@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from spindle.errors import PeerLostError
 from spindle.measure.together import Together
+from spindle.run.graphs import capturing
 from spindle.run.rows import takes_gradient
 from spindle.run.world import compute_stream
 
@@ -100,7 +101,7 @@ def warmed(work: Work) -> _Passes:
         graphed.forward()
         graphed.backward()
         return graphed
-    except RuntimeError:  # code that waits for the GPU, say; the runtime runs it without a graph, too
+    except Exception:  # code that waits for the GPU, say; the runtime runs it without a graph, too
         torch.cuda.synchronize()
         return passes
 
@@ -137,14 +138,16 @@ class _Eager:
 class _Graphed:
     def __init__(self, passes: _Eager, stream: torch.cuda.Stream) -> None:
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # Other threads (of torch.distributed) may use the GPU meanwhile.
-        mode = "thread_local"
-        with torch.cuda.graph(self._forward, stream=stream, capture_error_mode=mode):
-            passes.forward()
-        self._has_backward = bool(passes.outputs)
-        if self._has_backward:
-            with torch.cuda.graph(self._backward, self._forward.pool(), stream, mode):
-                passes.backward()
+        pool = torch.cuda.graph_pool_handle()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            with capturing(self._forward, pool):
+                passes.forward()
+            self._has_backward = bool(passes.outputs)
+            if self._has_backward:
+                with capturing(self._backward, pool):
+                    passes.backward()
+        torch.cuda.current_stream().wait_stream(stream)
 
     def forward(self) -> None:
         self._forward.replay()

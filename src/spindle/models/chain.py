@@ -321,7 +321,7 @@ def _settings(module: nn.Module) -> str:
         own = {
             name: value if isinstance(value, bool | int | float | str | tuple | None) else id(value)
             for name, value in vars(one).items()
-            if name not in _TENSORS and not (name.startswith("_") and not value)
+            if name not in _TENSORS and not (isinstance(value, dict | set | None) and not value)
         }
         tensors = [
             (name, each.shape, each.dtype)

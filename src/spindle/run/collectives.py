@@ -64,18 +64,18 @@ class Collectives:
 
     def advance(self) -> bool:
         """Does what can be done without waiting; whether that was to the end of any."""
-        moved = False
-        self.held = None
+        moved, held = False, None
         while self._queue:
             job, steps = self._queue[0]
             try:
                 next(steps)
-                self.held = None if job.is_due() else job
+                held = None if job.is_due() else job
                 break
             except StopIteration:
                 self._queue.popleft()
                 job.finish()
                 moved = True
+        self.held = held
         return moved
 
     def barrier(self, job: Job) -> Steps:

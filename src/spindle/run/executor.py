@@ -81,6 +81,8 @@ class Executor:
         self._captures = cuda_graphs and self._stream is not None
         self._graphs: tuple[frozenset[tuple[str, int]], Graphs] | None = None  # with the shapes they are for
         self._steps_on: Counter[frozenset[tuple[str, int]]] = Counter()
+        self._refused: dict[str, str] = {}
+        self._places: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # of parameters and buffers, by slot
         if world.size > 1:
             for bucket in program.buckets:
                 world.group("sync", tuple(bucket.ranks.tolist()))
@@ -117,6 +119,8 @@ class Executor:
             self._transfers.remember(signatures)
             if step.graphs is not None and not step.graphs.is_complete:
                 step.graphs.finish()
+                if step.graphs.is_spoiled:
+                    self._drop_graphs()
             return self._losses(step), watch
 
     def _run(self, step: Step, optimizer: torch.optim.Optimizer | None, watch: Watch) -> None:
@@ -158,12 +162,34 @@ class Executor:
         if not self._captures or step.check_losses:
             return
         shapes = frozenset((slot.task, step.signatures[slot.task]) for slot in self._side.slots.values())
+        self._watch_places()
         self._steps_on[shapes] += 1
         if self._graphs is None and self._steps_on[shapes] > _STEPS_BEFORE_CAPTURE:
-            self._graphs = (shapes, Graphs(self._gradients, step.batches))
+            self._graphs = (shapes, Graphs(self._gradients, step.batches, self._refused))
         if self._graphs is not None and self._graphs[0] == shapes:
             step.graphs = self._graphs[1]
             step.batches = step.graphs.batches(step.batches)
+
+    def _watch_places(self) -> None:
+        """Graphs know where parameters and buffers were. Moved ones need new graphs; a slot whose buffers are others
+        after every step can have none."""
+        for slot in self._side.slots.values():
+            if not isinstance(slot.code, LayersCode):
+                continue
+            layers = slot.code.layers[slot.chunks[0][0] : slot.chunks[-1][1]]
+            weights = tuple(one.data_ptr() for layer in layers for one in layer.parameters)
+            buffers = tuple(one.data_ptr() for layer in layers for one in layer.buffers())
+            before = self._places.get(slot.number)
+            self._places[slot.number] = (weights, buffers)
+            if before is None or before == (weights, buffers):
+                continue
+            if before[0] == weights:
+                self._refused[slot.name] = "it replaces its buffers"
+            self._drop_graphs()
+
+    def _drop_graphs(self) -> None:
+        self._graphs = None
+        self._steps_on.clear()
 
     @property
     def num_captured(self) -> int:
@@ -173,7 +199,7 @@ class Executor:
     @property
     def without_graph(self) -> dict[str, str]:
         """Why slots run without a CUDA graph, by name."""
-        return self._graphs[1].refused if self._graphs else {}
+        return self._refused
 
     def _describe(self, instruction: Instruction) -> str:
         match instruction:
@@ -219,11 +245,11 @@ class Executor:
         for position, bucket, request, flat in step.syncs:
             wait(request)
             watch.end[position] = watch.now()
-            # Reading the flags waits for the GPU, so replays take those of the step that was captured.
-            known = step.graphs.holders if step.graphs else {}
-            if bucket not in known:
-                known[bucket] = flat[-len(self._buckets[bucket][1]) :].tolist()
-            self._gradients.spread(bucket, known[bucket])
+            count = len(self._buckets[bucket][1])
+            # Reading the flags waits for the GPU. Where all is replayed, what this rank has it always has.
+            is_replayed = step.graphs is not None and step.graphs.is_complete and not step.graphs.refused
+            is_certain = is_replayed and self._gradients.has_all(bucket)
+            self._gradients.spread(bucket, [1.0] * count if is_certain else flat[-count:].tolist())
         step.syncs.clear()
         for parameter in self._unreached:
             # Zeros from another rank are no gradient: one process would have none.
@@ -444,9 +470,11 @@ def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
         return
     here = torch.cuda.current_stream()
     stream.wait_stream(here)
-    with torch.cuda.stream(stream):
-        yield
-    here.wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        here.wait_stream(stream)
 
 
 def _run_backward(outputs: list[Any], gradients: list[torch.Tensor | None]) -> None:

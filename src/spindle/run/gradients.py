@@ -54,6 +54,10 @@ class Gradients:
         flat[-len(there) :].copy_(known[1])
         return flat
 
+    def has_all(self, bucket: int) -> bool:
+        """Whether this rank had all of a bucket's gradients when they were last gathered."""
+        return all(self._flags[bucket][0])
+
     def spread(self, bucket: int, holders: Sequence[float]) -> None:
         """Parameters take a bucket's gradients as they are now, but for those that no rank has."""
         for parameter, count in zip(self._buckets[bucket], holders, strict=True):

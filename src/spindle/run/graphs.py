@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +55,7 @@ class _Slot:
     """A captured slot. The backward passes are by their first layer."""
 
     forward: torch.cuda.CUDAGraph
-    compute: Callable[[Nests], Made]
+    compute: Callable[[Nests], Made] | None  # until then, too
     nests: Nests
     made: Made  # with its autograd graph until its backward passes are captured
     backward: dict[int, _Backward] = field(default_factory=dict)
@@ -71,10 +71,10 @@ class _Backward:
 class Graphs:
     """The captured slots of one rank, for batches of one set of shapes."""
 
-    def __init__(self, gradients: Gradients, batches: Mapping[str, Any]) -> None:
+    def __init__(self, gradients: Gradients, batches: Mapping[str, Any], refused: dict[str, str]) -> None:
         self.gradients = gradients
-        self.refused: dict[str, str] = {}  # why slots run without a graph, by name
-        self.holders: dict[int, list[float]] = {}  # by bucket: how many ranks have each gradient
+        self.refused = refused  # why slots run without a graph, by name
+        self.is_spoiled = False  # must not be replayed
         self._pool = torch.cuda.graph_pool_handle()
         self._batches = {task: tree_map(_copied, nest) for task, nest in batches.items()}
         self._slots: dict[int, _Slot] = {}
@@ -124,7 +124,7 @@ class Graphs:
             return captured.nests, captured.made
         graph = torch.cuda.CUDAGraph()
         try:
-            with self._capturing(graph):
+            with capturing(graph, self._pool):
                 made = compute(nests)
         except Exception as error:
             self._refuse(slot, error)
@@ -154,7 +154,9 @@ class Graphs:
         if known is None:
             known = self._capture_backward(slot, gradients, chunk())
             if known is None:
-                # Trying has used up what backward needs.
+                # Trying has used up what backward needs. What others captured may count on what this would have left.
+                self.is_spoiled = True
+                assert captured.compute is not None
                 captured.made.pieces[:] = captured.compute(captured.nests).pieces
                 del self._slots[slot.number]
                 return False
@@ -197,7 +199,7 @@ class Graphs:
         places = [self.gradients.place(parameter) for parameter in parameters]
         written = []
         try:
-            with self._capturing(graph):
+            with capturing(graph, self._pool):
                 found = torch.autograd.grad(
                     [leaf for leaf, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True
                 )
@@ -215,30 +217,41 @@ class Graphs:
         return _Backward(graph, [], written)
 
     def finish(self) -> None:
-        """The step that captured is over: what remains of its autograd graphs goes."""
+        """The step that captured is over: what remains of it goes."""
         for slot in self._slots.values():
-            slot.made = Made([], tree_map(_cut_off, slot.made.outputs))
+            slot.made, slot.compute = Made([], tree_map(_cut_off, slot.made.outputs)), None
         self.is_complete = True
 
     def _refuse(self, slot: SlotSide, error: Exception) -> None:
         torch.cuda.synchronize()
         self._pool = torch.cuda.graph_pool_handle()  # a capture that failed does not give its pool back
-        self.refused[slot.name] = f"capturing it failed: {str(error).splitlines()[0]}"
+        cause = error.__context__ or error  # the end of a capture that has failed fails, too
+        self.refused[slot.name] = f"capturing it failed: {(str(cause).splitlines() or [type(cause).__name__])[0]}"
 
-    @contextmanager
-    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        collects = gc.isenabled()
-        gc.disable()  # freeing what another graph holds would end the capture
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Inside, what is put on the current stream, not the default one, becomes a graph with memory from this pool."""
+    collects = gc.isenabled()
+    gc.disable()  # freeing what another graph holds would end the capture
+    try:
+        # Other threads (transfers) use the GPU meanwhile.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
-            # Other threads (transfers) use the GPU meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                yield
-            finally:
-                graph.capture_end()
+            yield
         finally:
-            if collects:
-                gc.enable()
+            try:
+                graph.capture_end()
+            except Exception:
+                # torch goes on as if it captured, and frees nothing that another stream has used.
+                device = torch.cuda.current_device()
+                for end in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+                    with suppress(Exception):
+                        getattr(torch._C, end)(device, pool)
+                raise
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _put(place: Any, value: Any) -> Any:

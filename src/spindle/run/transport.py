@@ -128,6 +128,8 @@ class Transport:
             finally:
                 self._work.release()
             self._call()
+            if self.collectives.held is not None and not self._num_drivers:
+                self._board.ring(self._board.rank)  # the thread, to look when our GPU is as far
         else:
             self._board.ring(self._board.rank)  # whoever is at it will look again
 
@@ -216,6 +218,7 @@ class Transport:
         """Whether others still need us for what we have started with them."""
         return (
             self._is_computing()
+            or self.collectives.held is not None
             or bool(self.collectives.waited_for())
             or any(map(self._is_there, self.messages.readers()))
         )

@@ -139,19 +139,7 @@ def lost(doing: str, error: BaseException) -> PeerLostError:
 
 
 def join_world() -> World:
-    """The world that the environment describes; the same one as long as its process group is."""
-    group = dist.group.WORLD if dist.is_initialized() else None
-    if group is None or _joined.get("group") is not group:
-        world = _join()
-        _joined.update(group=dist.group.WORLD if dist.is_initialized() else None, world=world)
-    joined: World = _joined["world"]
-    return joined
-
-
-_joined: dict[str, Any] = {}
-
-
-def _join() -> World:
+    """The world that the environment describes."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_initialized():
         install_hook()

@@ -313,7 +313,7 @@ class Trainer:
         prepared.executors[sizes] = self._executor(prepared, program)
         return prepared
 
-    def _executor(self, prepared: _Prepared, program: Program) -> Executor:
+    def _executor(self, prepared: _Prepared, program: Program, *, captures: bool = True) -> Executor:
         graph, facts = prepared.graph, prepared.bound.facts
         reached = None
         if facts.reached is not None:
@@ -327,7 +327,7 @@ class Trainer:
             self.world,
             reached=reached,
             seed=self.seed,
-            cuda_graphs=self.cuda_graphs,
+            cuda_graphs=self.cuda_graphs and captures,
         )
 
     def _explain(self, bound: Bound, shown: Progress) -> None:
@@ -463,8 +463,12 @@ class Trainer:
         for losses in unsent:
             note([one.tolist() for one in world.start_all_gather(_record(names, {}, losses)).wait()])
         self._steps_done += steps
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
         for name, reason in main.without_graph.items():
-            self._notify(shown, f"{name} runs without a CUDA graph: {reason}")
+            text = f"{name} runs without a CUDA graph: {reason}"
+            if text not in self.notices:
+                self._notify(shown, text)
         peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else 0
         prepared.weights.bring_home()
         self._buffers_home(prepared)
@@ -507,7 +511,7 @@ class Trainer:
             names = [one.name for one in self.tasks]
             program = lower(prepared.plan, prepared.profile, dict(zip(names, rows, strict=True)))
             verify(program, prepared.profile)
-            prepared.executors[rows] = self._executor(prepared, program)
+            prepared.executors[rows] = self._executor(prepared, program, captures=False)
         return prepared.executors[rows]
 
     def _optimizer(self, prepared: _Prepared) -> torch.optim.Optimizer | None:
