@@ -187,6 +187,12 @@ class Executor:
                 self._refused[slot.name] = "it replaces its buffers"
             self._drop_graphs()
 
+    def _replays_all_layers(self, step: Step) -> bool:
+        layers = (slot for slot in self._side.slots.values() if isinstance(slot.code, LayersCode))
+        return (
+            step.graphs is not None and step.graphs.is_complete and all(one.name not in self._refused for one in layers)
+        )
+
     def _drop_graphs(self) -> None:
         self._graphs = None
         self._steps_on.clear()
@@ -247,8 +253,7 @@ class Executor:
             watch.end[position] = watch.now()
             count = len(self._buckets[bucket][1])
             # Reading the flags waits for the GPU. Where all is replayed, what this rank has it always has.
-            is_replayed = step.graphs is not None and step.graphs.is_complete and not step.graphs.refused
-            is_certain = is_replayed and self._gradients.has_all(bucket)
+            is_certain = self._replays_all_layers(step) and self._gradients.has_all(bucket)
             self._gradients.spread(bucket, [1.0] * count if is_certain else flat[-count:].tolist())
         step.syncs.clear()
         for parameter in self._unreached:
