@@ -13,6 +13,7 @@ A refusal is one line on stderr, never a traceback: a traceback is a bug of ours
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
 import re
 import shutil
@@ -51,13 +52,19 @@ VERBS = (plan, simulate, compare, bound, explain, recipes, recipe, launch, profi
 _RUN_A_SCRIPT = (launch, profile)
 
 
+def _paragraphs(text: str) -> str:
+    """A docstring with each paragraph on one line, for a terminal of any width to break."""
+    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))
+
+
 def make_app() -> typer.Typer:
     """The command line as typer knows it; errors come out of it as exceptions."""
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(_root)
     for verb in VERBS:
         # What stands after a script is the script's own, even if it looks like an option.
-        app.command(context_settings={"allow_interspersed_args": verb not in _RUN_A_SCRIPT})(verb)
+        settings = {"allow_interspersed_args": verb not in _RUN_A_SCRIPT}
+        app.command(help=_paragraphs(verb.__doc__ or ""), context_settings=settings)(verb)
     return app
 
 

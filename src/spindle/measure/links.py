@@ -17,7 +17,7 @@ from spindle.measure.timing import median_s
 from spindle.profile import ring_bytes
 from spindle.run.world import World, peers
 
-_SMALL, _LARGE = 1, 1 << 18  # float32 elements
+_SMALL, _LARGE = 1, 1 << 21  # float32 elements; long enough to be told from the latency on a busy machine
 _SMALL_SUM, _LARGE_SUM = 1 << 22, 1 << 27  # bytes, both large enough to go the way of gradients
 _REPEATS, _REPEATS_ON_GPU = 5, 25
 
