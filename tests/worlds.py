@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import spindle
+from replay import graphs_without_cuda
 from scenes import SCENES
 from spindle.cluster import cluster_named
 from spindle.graph import MetaGraph, metagraph_of
@@ -278,12 +279,25 @@ def steps_alike(workload: Workload, count: int) -> list[int]:
     return list(islice(alike, count))
 
 
+def compare_replayed(rank: int, num_ranks: int, name: str, planner: str, steps: int, chunk_bytes: float) -> Errors:
+    """Runs steps of a plan as on a GPU: launched one by one, then captured, then replayed."""
+    with graphs_without_cuda():
+        return compare_steps(rank, num_ranks, name, planner, steps, chunk_bytes, captures=True)
+
+
 def compare_steps(
-    rank: int, num_ranks: int, name: str, planner: str, steps: int, chunk_bytes: float = 64e6, device: str = "cpu"
+    rank: int,
+    num_ranks: int,
+    name: str,
+    planner: str,
+    steps: int,
+    chunk_bytes: float = 64e6,
+    device: str = "cpu",
+    captures: bool = False,
 ) -> Errors:
     """Runs steps of a plan. What this rank does not hold is not a number, so that it cannot help.
 
-    On a GPU the steps have batches of the same shapes, so that they are captured.
+    Steps to capture have batches of the same shapes.
     """
     one = ready(name, device)
     plan, profile = plan_of(name, planner, num_ranks, device)
@@ -303,12 +317,14 @@ def compare_steps(
         World(rank, num_ranks, torch.device(device)),
         reached=frozenset(number for number, path in enumerate(names) if path in reached),
     )
+    captures |= device != "cpu"
+    executor._captures = captures
     held = {names[number] for number in executor.held}
     for path, parameter in one.bound.parameters.items():
         parameter.data.copy_(one.weights[path] if path in held else torch.tensor(torch.nan))
         parameter.grad = None
     loss_error, gradient_error, worst = 0.0, 0.0, ""
-    for number in range(steps) if device == "cpu" else steps_alike(one.workload, steps):
+    for number in steps_alike(one.workload, steps) if captures else range(steps):
         step_batches = on_device(one.workload.batches(number), device)
         signatures = {task_name: signature_of(batch) for task_name, batch in step_batches.items()}
         parts, _ = executor.step(number, step_batches, signatures, check_losses=number == 0)
