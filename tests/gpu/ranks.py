@@ -62,7 +62,9 @@ def run_training(world: World) -> None:
         assert found.gradient < 1e-9, (name, found.gradient, found.worst)
         assert found.loss < 1e-9, (name, found.loss)
         for slot, reason in found.without_graph.items():
-            assert "random" in reason or "counts" in reason, f"{name}: {slot}: {reason}"
+            # Which expert a sample goes to is asked for on the way.
+            expected = "random" in reason or "counts" in reason or name.startswith("experts")
+            assert expected, f"{name}: {slot}: {reason}"
         captured += found.captured
         refused += len(found.without_graph)
         if world.rank == 0:
