@@ -252,4 +252,36 @@ def hard_negatives() -> Workload:
     return Workload(tasks=[between, inside], batches=batches)
 
 
-SCENES = {"multimodal": multimodal, "tuples": tuples, "nests": nests, "hard negatives": hard_negatives}
+class Counting(nn.Module):
+    """A block that puts another tensor in the place of its buffer each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen = self.seen + 1
+        return self.linear(x).tanh()
+
+
+def counters() -> Workload:
+    """A module that replaces its buffers, before one that does not."""
+    torch.manual_seed(3)
+    counting = module("counting", nn.Sequential(Counting(), Counting()).double())
+    behind = module("behind", nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)).double())
+
+    @task(batch_size=4, per_sample_mean=True)
+    def counted(batch):
+        return behind(counting(batch["x"])).mean()
+
+    return Workload(tasks=[counted], batches=lambda step: {"counted": {"x": normal(step, 4, WIDTH)}})
+
+
+SCENES = {
+    "multimodal": multimodal,
+    "tuples": tuples,
+    "nests": nests,
+    "hard negatives": hard_negatives,
+    "counters": counters,
+}

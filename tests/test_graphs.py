@@ -48,3 +48,10 @@ def test_random_workloads_under_random_plans_do(pool, seed):
 
 def test_what_is_recomputed_does(pool):
     assert_same(pool.run(2, "compare_replayed", "tower tokens", "plan 3 recomputed", STEPS, SMALL_CHUNKS))
+
+
+def test_a_module_that_replaces_its_buffers_keeps_nobody_else_from_being_captured(pool):
+    answers = pool.run(1, "compare_replayed", "counters", "plan 1", 9, 64e6)
+    assert_same(answers, allowed=("replaces its buffers",))
+    assert all("counting" in slot for slot in answers[0].without_graph)
+    assert answers[0].without_graph

@@ -44,6 +44,20 @@ def fit(task, loader, steps, optimizer=sgd, **named):
     return trainer, trainer.fit({"pull": loader}, steps=steps, progress=False, **named)
 
 
+class Noting(torch.utils.data.Dataset):
+    """Eight samples, which notes whom it was asked for."""
+
+    def __init__(self, seen, width) -> None:
+        self.seen, self.width = seen, width
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number):
+        self.seen.append(number)
+        return {"x": torch.full((self.width,), float(number))}
+
+
 # Loaders.
 
 
@@ -116,19 +130,11 @@ def test_what_a_rank_computes_does_not_change_how_its_loader_shuffles():
         module = spindle.module("encoder", nn.Sequential(nn.Linear(1, 1), nn.Dropout(dropout)))
         seen = []
 
-        class Noting(torch.utils.data.Dataset):
-            def __len__(self):
-                return 8
-
-            def __getitem__(self, number):
-                seen.append(number)
-                return {"x": torch.full((1,), float(number))}
-
         @spindle.task(batch_size=4, name="pull")
         def pull(batch):
             return module(batch["x"]).sum()
 
-        fit(pull, DataLoader(Noting(), batch_size=4, shuffle=True), steps=8)
+        fit(pull, DataLoader(Noting(seen, 1), batch_size=4, shuffle=True), steps=8)
         return seen
 
     assert orders(0.0) == orders(0.5)
@@ -383,17 +389,9 @@ def test_a_custom_autograd_function_in_a_task_keeps_its_backward():
 def test_each_fit_shuffles_anew():
     seen = []
 
-    class Noting(torch.utils.data.Dataset):
-        def __len__(self):
-            return 8
-
-        def __getitem__(self, number):
-            seen.append(number)
-            return {"x": torch.full((3,), float(number))}
-
     _, task = small()
     trainer = spindle.Trainer([task], optimizer=sgd)
-    loader = DataLoader(Noting(), batch_size=4, shuffle=True)
+    loader = DataLoader(Noting(seen, 3), batch_size=4, shuffle=True)
     for _ in range(2):
         trainer.fit({"pull": loader}, steps=2, progress=False)
     assert sorted(seen[:8]) == sorted(seen[8:]) == list(range(8))

@@ -181,7 +181,7 @@ class Executor:
             buffers = tuple(one.data_ptr() for layer in layers for one in layer.buffers())
             before = self._places.get(slot.number)
             self._places[slot.number] = (weights, buffers)
-            if before is None or before == (weights, buffers):
+            if before is None or before == (weights, buffers) or slot.name in self._refused:
                 continue
             if before[0] == weights:
                 self._refused[slot.name] = "it replaces its buffers"
