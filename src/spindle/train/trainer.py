@@ -35,6 +35,7 @@ from spindle.run.weights import Weights
 from spindle.simulate import simulate
 from spindle.train.bind import Bound, bind, code_of
 from spindle.train.feed import Batch, Feed, draw, random_state
+from spindle.train.header import Table, agreed, header, losses_in
 from spindle.train.kinds import kinds_of
 from spindle.train.probe import Facts, probe
 from spindle.train.progress import Progress
@@ -410,8 +411,8 @@ class Trainer:
                 self._check_way(prepared.bound.tasks[name].recorded, batch)
             return batches
 
-        def note(table: _Table) -> None:
-            losses = {name: sum(record[task][_LOSS] for record in table) for task, name in enumerate(names)}
+        def note(table: Table) -> None:
+            losses = losses_in(table, names)
             step = first + len(history)
             history.append(losses)
             for name, loss in losses.items():
@@ -426,7 +427,7 @@ class Trainer:
                 on_step(step, losses)
 
         batches = read()
-        gathering = world.start_all_gather(_record(names, batches, None))
+        gathering = world.start_all_gather(header(names, batches, None))
         unsent: deque[torch.Tensor] = deque()  # losses of the last steps, which a GPU may still be at
         carries_losses = False  # the header that is on its way
         shown.training(steps, names)
@@ -435,13 +436,13 @@ class Trainer:
             table = [one.tolist() for one in gathering.wait()]
             if carries_losses:
                 note(table)
-            rows, signatures = self._agreed(table, names, first + number)
+            rows, signatures = agreed(table, names, first + number)
             current = batches
             if number + 1 < steps:
                 batches = read()
                 carries_losses = len(unsent) >= _LOSSES_BEHIND[world.device.type]
                 losses = unsent.popleft() if carries_losses else None
-                gathering = world.start_all_gather(_record(names, batches, losses))
+                gathering = world.start_all_gather(header(names, batches, losses))
             executor = self._executor_for(prepared, rows)
             is_timed = number in sampled and executor is main
             if is_timed:
@@ -461,7 +462,7 @@ class Trainer:
             shown.step(number + 1, step_s[-1])
         # The losses of the last steps have no header to travel with.
         for losses in unsent:
-            note([one.tolist() for one in world.start_all_gather(_record(names, {}, losses)).wait()])
+            note([one.tolist() for one in world.start_all_gather(header(names, {}, losses)).wait()])
         self._steps_done += steps
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
@@ -487,23 +488,6 @@ class Trainer:
                 "way than the first did; it is recorded once: move the branch into a module, or pad batches alike"
             )
         self._same_way.add((name, batch.signature))
-
-    def _agreed(self, table: _Table, names: list[str], step: int) -> tuple[tuple[int, ...], dict[str, int]]:
-        """The rows and the signature of each task's batch, on which all ranks that read it must agree."""
-        rows, signatures = [], {}
-        for position, name in enumerate(names):
-            found = [(rank, record[position][:_LOSS]) for rank, record in enumerate(table) if record[position][_ROWS]]
-            reference_rank, reference = found[0]
-            for rank, other in found[1:]:
-                if other != reference:
-                    raise TrainingError(
-                        f"step {step}: the loader of task {name!r} gave rank {rank} another batch than rank "
-                        f"{reference_rank}; every rank must read the same batches: seed what shuffles them alike, and "
-                        "do not shard the dataset, Spindle gives each rank its rows"
-                    )
-            rows.append(int(reference[_ROWS]))
-            signatures[name] = int(reference[_SIGNATURE])
-        return tuple(rows), signatures
 
     def _executor_for(self, prepared: _Prepared, rows: tuple[int, ...]) -> Executor:
         """The executor for these numbers of rows; another than planned comes with a loader's short last batch."""
@@ -618,18 +602,3 @@ def _sampled(steps: int) -> frozenset[int]:
     """Steps whose timelines are kept: a few, spread over the second half of the run; the first ones warm up."""
     count = min(_SAMPLED_STEPS, max(1, steps // 8))
     return frozenset(steps - 1 - (steps // 2) * number // count for number in range(count))
-
-
-# Columns of the header's table, one row for each task.
-_ROWS, _SIGNATURE, _FINGERPRINT, _LOSS = range(4)
-_Table = list[list[list[float]]]  # of all ranks
-
-
-def _record(names: list[str], batches: Mapping[str, Batch], losses: torch.Tensor | None) -> torch.Tensor:
-    rows = []
-    values = [0.0] * len(names) if losses is None else losses.tolist()
-    for name, loss in zip(names, values, strict=True):
-        batch = batches.get(name)
-        known = (0, 0, 0) if batch is None else (batch.num_rows, batch.signature, batch.fingerprint)
-        rows.append((*known, loss))
-    return torch.tensor(rows, dtype=torch.float64)
