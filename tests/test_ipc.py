@@ -18,6 +18,7 @@ import torch.multiprocessing as multiprocessing
 
 from gpu import checks
 from spindle.errors import PeerLostError
+from spindle.run import collectives
 from spindle.run.ipc import BACKEND, register
 from spindle.run.medium import HostMedium
 from spindle.run.world import peers
@@ -108,6 +109,39 @@ def pool():
 @pytest.mark.parametrize("check", [check.__name__ for check in checks.CHECKS])
 def test_on_three_ranks(check, pool):
     pool.run(check, 3)
+
+
+def one_that_reads_late(device: torch.device) -> None:
+    """A rank that reads others' memory late finds it as it was."""
+    rank, size = dist.get_rank(), 1 << 18  # one chunk, so that no other follows
+    places, copy_all = HostMedium.place_of, collectives._copy_all
+    found = []
+
+    def noted(medium: HostMedium, tensor: torch.Tensor) -> Any:
+        found.append(places(medium, tensor))
+        return found[-1]
+
+    def late(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        time.sleep(0.1 if rank == 1 else 0)
+        copy_all(targets, sources)
+
+    HostMedium.place_of, collectives._copy_all = noted, late
+    try:
+        ours = torch.zeros(size).share_memory_()
+        for _ in range(3):
+            ours.fill_(rank + 1)
+            dist.all_reduce(ours)
+            total = ours.clone()
+            ours.fill_(-1)
+            assert torch.equal(total, torch.full((size,), 6.0))
+    finally:
+        HostMedium.place_of, collectives._copy_all = places, copy_all
+    assert all(place is not None for place in found)
+    assert len(found) == 3
+
+
+def test_memory_that_others_read_stays_as_it_is(pool):
+    pool.run("one_that_reads_late", 3)
 
 
 def collectives_that_wait_for_their_device(device: torch.device) -> None:

@@ -51,6 +51,29 @@ def check_all_reduce(device: torch.device) -> None:
             same(ours, everybody(num_ranks, size, dtype, device).sum(0).to(dtype), (dtype, size))
 
 
+def check_all_reduce_of_the_same_memory(device: torch.device) -> None:
+    """What is summed again and again is read where it is, by all ranks or beside one that does otherwise."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    size = 20_000_003 if device.type == "cuda" else 700_003
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        memory = torch.zeros(size + 64, dtype=dtype, device=device)
+        if device.type == "cpu":
+            memory.share_memory_()
+        ours = memory[64:]
+        for step in range(6):
+            other = values(rank, size, dtype, device, seed=step)
+            is_elsewhere = step > 2 and rank == step % num_ranks
+            given = other if is_elsewhere else ours.copy_(other)
+            dist.all_reduce(given)
+            same(given, everybody(num_ranks, size, dtype, device, seed=step).sum(0).to(dtype), (dtype, step))
+            given.zero_()  # nobody may still be reading it
+        for op, expected in ((dist.ReduceOp.MAX, num_ranks), (dist.ReduceOp.AVG, (num_ranks + 1) / 2)):
+            if dtype.is_floating_point:
+                ours.fill_(rank + 1)
+                dist.all_reduce(ours, op)
+                same(ours, torch.full_like(ours, expected), (dtype, op))
+
+
 def check_reductions(device: torch.device) -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     for size in (5, 70_001):

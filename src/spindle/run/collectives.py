@@ -9,6 +9,9 @@ In a round every rank stages its part in memory of its own, says so, and, when a
 
 Rounds use two halves of a segment in turn. Nobody stages the next but one round before all have staged the next one,
 hence read this one: no rank needs to say when it has read. What is larger than a half goes in chunks.
+
+A large tensor that is all-reduced again and again, as gradients are, is not staged: others read it where it is. That
+moves 3 times its bytes instead of 5. Then all meet once more at the end, because its owner may change it after that.
 """
 
 from __future__ import annotations
@@ -16,20 +19,23 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from spindle.run.board import ROUND, ROUND_MEANINGS, ROUND_SIGNALS, Board
+from spindle.run.board import PLACE_WORDS, ROUND, ROUND_MEANINGS, ROUND_PLACES, ROUND_SIGNALS, Board
 from spindle.run.job import Job, flat_bytes
-from spindle.run.medium import Segments
-from spindle.run.sums import HALF_PRECISIONS, sum_into
+from spindle.run.medium import Medium, Place, Segments
+from spindle.run.sums import HALF_PRECISIONS, SUMMED, sum_into
 
 Steps = Generator[None, None, None]  # stops where it must wait for other ranks
+Round = Generator[None, None, bool]  # gives whether any rank's part was read where it is
 
 _ONE_ROUND_BYTES = 1 << 15  # an all-reduce up to here reads everything from everybody
 _SMALL_BYTES = 1 << 18
+_IN_PLACE_BYTES = 1 << 20
+_MOST_SEEN = 4096
 _TOGETHER = 16  # elements: a rank's part begins where kernels can take several at once
 
 
@@ -51,6 +57,7 @@ class Collectives:
         self._queue: deque[tuple[Job, Steps]] = deque()
         self._round = 0
         self._behind: list[int] = []
+        self._seen: set[Place] = set()
         self.held: Job | None = None  # what waits for its caller's own GPU
 
     def add(self, job: Job, steps: Steps) -> None:
@@ -126,10 +133,26 @@ class Collectives:
                 count = -(-chunk.numel() // self._size // _TOGETHER) * _TOGETHER
                 slices = [chunk[rank * count : (rank + 1) * count] for rank in range(self._size)]
                 mine = slices[self._rank]
-                yield from self._reduce(job, [chunk], mine, self._rank * count, combine, is_mean)
-                yield from self._gather(job, flat_bytes(mine), [flat_bytes(one) for one in slices])
+                place = self._known_place(job.medium, chunk)
+                is_read = yield from self._reduce(job, [chunk], mine, self._rank * count, combine, is_mean, place)
+                if place is not None:
+                    place = replace(place, offset=place.offset + self._rank * count * chunk.element_size())
+                yield from self._gather(job, flat_bytes(mine), [flat_bytes(one) for one in slices], place)
+                if is_read:
+                    yield from self._run_round(job, 0, lambda part: None, lambda parts: None, is_marked=True)
 
-    def _gather(self, job: Job, source: torch.Tensor, targets: list[torch.Tensor]) -> Steps:
+    def _known_place(self, medium: Medium, tensor: torch.Tensor) -> Place | None:
+        """Where others may read a tensor itself. What is seen for the first time may be gone the next: others would
+        hold on to its memory."""
+        place = medium.place_of(tensor) if _num_bytes(tensor) >= _IN_PLACE_BYTES else None
+        if place is None or place in self._seen:
+            return place
+        if len(self._seen) > _MOST_SEEN:
+            self._seen.clear()
+        self._seen.add(place)
+        return None
+
+    def _gather(self, job: Job, source: torch.Tensor, targets: list[torch.Tensor], place: Place | None = None) -> Round:
         """Each stages bytes, of which there may be fewer on later ranks; all read all."""
 
         def stage(part: torch.Tensor) -> None:
@@ -138,7 +161,8 @@ class Collectives:
         def read(parts: list[torch.Tensor]) -> None:
             _copy_all(targets, [part[: target.numel()] for target, part in zip(targets, parts, strict=True)])
 
-        yield from self._run_round(job, max(target.numel() for target in targets), stage, read)
+        size = max(target.numel() for target in targets)
+        return (yield from self._run_round(job, size, stage, read, source, place))
 
     def _reduce(
         self,
@@ -148,7 +172,8 @@ class Collectives:
         begin: int,
         combine: Combine,
         is_mean: bool,
-    ) -> Steps:
+        place: Place | None = None,
+    ) -> Round:
         """All stage tensors, one behind the other; each reduces elements from `begin` on into its target."""
 
         def stage(part: torch.Tensor) -> None:
@@ -161,7 +186,8 @@ class Collectives:
                 views = [part.view(target.dtype)[begin : begin + target.numel()] for part in parts]
                 _combine_all(target, views, combine, is_mean)
 
-        yield from self._run_round(job, sum(map(_num_bytes, sources)), stage, read)
+        size = sum(map(_num_bytes, sources))
+        return (yield from self._run_round(job, size, stage, read, flat_bytes(sources[0]), place))
 
     def _run_round(
         self,
@@ -169,8 +195,16 @@ class Collectives:
         num_bytes: int,
         stage: Callable[[torch.Tensor], None],
         read: Callable[[list[torch.Tensor]], None],
-    ) -> Steps:
-        """`stage` fills our part, `read` gets the parts of all ranks; every part has so many bytes."""
+        source: torch.Tensor | None = None,
+        place: Place | None = None,
+        *,
+        is_marked: bool = False,
+    ) -> Round:
+        """`stage` fills our part, `read` gets the parts of all ranks; every part has so many bytes.
+
+        With a `place` our part is not staged, but is `source`, which others find there. A round without bytes may be
+        marked all the same: then what has been started before it is over everywhere.
+        """
         board, medium = self._board, job.medium
         words, ours = board.words, board.row(self._rank)
         # Streams that wait for each other for long slow down whatever else the GPU does: the host waits instead.
@@ -182,16 +216,19 @@ class Collectives:
         largest = len(medium.half_bytes) - 1
         kind = next((one for one, half in enumerate(medium.half_bytes) if num_bytes <= half), largest)
         begin = turn * medium.half_bytes[kind]
-        place = slice(begin, begin + num_bytes)
-        segment = -1
+        staged = slice(begin, begin + num_bytes)
         signal = 0
-        if num_bytes:
+        if num_bytes or is_marked:
             job.begin()
+        if num_bytes and place is None:
             segment = self._segments.for_collectives(medium, kind, 2 * medium.half_bytes[kind])
-            stage(self._segments.of(self._rank, medium, segment)[place])
+            source = self._segments.of(self._rank, medium, segment)[staged]
+            stage(source)
+        if num_bytes or is_marked:
             signal = medium.signal()
-        meaning = zlib.crc32(f"{job.name} {num_bytes} {segment}".encode())
+        meaning = zlib.crc32(f"{job.name} {num_bytes} {kind}".encode())
         words[ours + ROUND_MEANINGS + turn], words[ours + ROUND_SIGNALS + turn] = meaning, signal
+        self._say_place(turn, place)
         words[ours + ROUND] = number
         board.fence()
         if not self._look_for(number):
@@ -204,9 +241,35 @@ class Collectives:
                     f"{self._names[rank]} does not run the {job.name} of {num_bytes} bytes that "
                     f"{self._names[self._rank]} runs; all ranks of a group must call the same collectives in one order"
                 )
-        if num_bytes:
+        if num_bytes or is_marked:
             medium.wait_for({rank: words[board.row(rank) + ROUND_SIGNALS + turn] for rank in range(self._size)})
-            read([self._segments.of(rank, medium, segment)[place] for rank in range(self._size)])
+        if not num_bytes:
+            return False
+        places = [self._place_said(rank, turn) for rank in range(self._size)]
+        number_of_segment = self._segments.number_for_collectives(medium, kind)
+        parts = []
+        for rank, said in enumerate(places):
+            if rank == self._rank:
+                assert source is not None
+                parts.append(source)
+            elif said is None:
+                parts.append(self._segments.of(rank, medium, number_of_segment)[staged])
+            else:
+                parts.append(self._segments.at(rank, medium, said)[:num_bytes])
+        read(parts)
+        return any(said is not None for said in places)
+
+    def _say_place(self, turn: int, place: Place | None) -> None:
+        words, at = self._board.words, self._board.row(self._rank) + ROUND_PLACES + turn * PLACE_WORDS
+        words[at] = 0 if place is None else place.num_bytes
+        if place is not None:
+            for offset, word in enumerate((place.offset, *place.handle), start=1):
+                words[at + offset] = word
+
+    def _place_said(self, rank: int, turn: int) -> Place | None:
+        at = self._board.row(rank) + ROUND_PLACES + turn * PLACE_WORDS
+        num_bytes, offset, *handle = self._board.words[at : at + PLACE_WORDS]
+        return Place(num_bytes, offset, tuple(handle)) if num_bytes else None
 
     def _look_for(self, number: int) -> list[int]:
         """Ranks that are not as far as this round."""
@@ -217,21 +280,19 @@ class Collectives:
 
 def _combine_all(into: torch.Tensor, parts: list[torch.Tensor], combine: Combine, is_mean: bool) -> None:
     """In the same order on all ranks, so that all get the same bits; half precisions add up in float32."""
-    if combine.is_sum and not is_mean and into.dtype in HALF_PRECISIONS and _num_bytes(into) > _SMALL_BYTES:
+    if combine.is_sum and not is_mean and into.dtype in SUMMED and _num_bytes(into) > _SMALL_BYTES:
         sum_into(into, parts)
         return
     dtype = torch.float32 if into.dtype in HALF_PRECISIONS else into.dtype
     if _num_bytes(into) <= _SMALL_BYTES:  # then the number of kernels is what counts
         total = combine.all_of(torch.stack(parts).to(dtype))
     else:
-        total = into if into.dtype == dtype else torch.empty_like(into, dtype=dtype)
-        total.copy_(parts[0])
+        total = parts[0].to(dtype, copy=True)  # what it goes into may itself be a part
         for part in parts[1:]:
             combine.one_more(total, part)
     if is_mean:
         total.div_(len(parts))
-    if total is not into:
-        into.copy_(total)
+    into.copy_(total)
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -239,7 +300,8 @@ def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
         return
     for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+        if target.data_ptr() != source.data_ptr():
+            target.copy_(source)
 
 
 def _chunks(size: int, most: int) -> Iterator[tuple[int, int]]:

@@ -16,6 +16,7 @@ _LAZY_PEER_ACCESS = 1
 _PORTABLE, _MAPPED = 1, 2
 _WAIT = struct.Struct("=I4xQQI4xQ8x")  # CUstreamBatchMemOpParams: operation, address, value, flags, alias
 _WAIT_VALUE_64 = 4
+_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _AT_LEAST = 0  # a wait ends when the word, as a signed difference, has reached the value
 
 
@@ -60,6 +61,18 @@ class Driver:
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
         return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
+
+    def allocation_of(self, address: int) -> tuple[int, int, int] | None:
+        """Where the allocation around an address begins, its bytes, and its number, which no other ever has."""
+        base, size, number = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
+        try:
+            self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+            self._call(
+                "cuPointerGetAttribute", ctypes.byref(number), ctypes.c_int(_BUFFER_ID), ctypes.c_uint64(address)
+            )
+        except RuntimeError:
+            return None
+        return base.value, size.value, number.value
 
     def open(self, handle: bytes) -> int:
         address, given = ctypes.c_uint64(), _Handle()

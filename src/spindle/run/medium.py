@@ -12,6 +12,7 @@ import os
 import struct
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,17 @@ from spindle.run.board import HANDLE_WORDS, Board, make_memory, open_memory
 from spindle.run.driver import Driver
 
 _KINDS = 4  # of segments a medium may have, for collectives and for messages
-Handle = tuple[int, ...]  # the words by which other processes find a segment
+_MOST_HANDLES = 1024
+Handle = tuple[int, ...]  # the words by which other processes find memory
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor of this process is, for others: in an allocation of so many bytes, from an offset on."""
+
+    num_bytes: int
+    offset: int
+    handle: Handle
 
 
 class Medium(Protocol):
@@ -39,7 +50,10 @@ class Medium(Protocol):
         """A segment, and how others find it."""
 
     def attach(self, pid: int, handle: Handle, num_bytes: int) -> torch.Tensor:
-        """A segment of another process."""
+        """Memory of another process."""
+
+    def place_of(self, tensor: torch.Tensor) -> Place | None:
+        """Where others find a tensor's own memory, if they can."""
 
     def moment(self) -> Any:
         """What the caller has started so far, to be waited for by `after`."""
@@ -72,9 +86,20 @@ class Segments:
     def __init__(self, board: Board) -> None:
         self._board = board
         self._tensors: dict[tuple[int, int], torch.Tensor] = {}
+        self._placed: dict[tuple[int, Handle], torch.Tensor] = {}
+
+    def at(self, rank: int, medium: Medium, place: Place) -> torch.Tensor:
+        """The bytes from a place of another rank on."""
+        key = (rank, place.handle)
+        if key not in self._placed:
+            self._placed[key] = medium.attach(self._board.pid(rank), place.handle, place.num_bytes)
+        return self._placed[key][place.offset :]
+
+    def number_for_collectives(self, medium: Medium, kind: int) -> int:
+        return medium.number * 2 * _KINDS + kind
 
     def for_collectives(self, medium: Medium, kind: int, num_bytes: int) -> int:
-        return self._ours(medium, medium.number * 2 * _KINDS + kind, num_bytes)
+        return self._ours(medium, self.number_for_collectives(medium, kind), num_bytes)
 
     def for_messages(self, medium: Medium, kind: int, num_bytes: int) -> int:
         return self._ours(medium, (medium.number * 2 + 1) * _KINDS + kind, num_bytes)
@@ -101,6 +126,7 @@ class Segments:
 
     def forget(self) -> None:
         self._tensors.clear()
+        self._placed.clear()
 
 
 class HostMedium:
@@ -126,6 +152,17 @@ class HostMedium:
 
     def attach(self, pid: int, handle: Handle, num_bytes: int) -> torch.Tensor:
         return _bytes_of(open_memory(pid, handle[0], num_bytes))
+
+    def place_of(self, tensor: torch.Tensor) -> Place | None:
+        """What `share_memory_()` made of a tensor, others can open."""
+        storage = tensor.untyped_storage()
+        by_file = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
+        if not (by_file and storage.is_shared()):
+            return None
+        file, num_bytes = storage._share_fd_cpu_()
+        # The number of a file is given away again, the number behind it is not.
+        handle = (file, os.fstat(file).st_ino) + (0,) * (HANDLE_WORDS - 2)
+        return Place(num_bytes, tensor.data_ptr() - storage.data_ptr(), handle)
 
     def moment(self) -> Any:
         return None
@@ -177,6 +214,7 @@ class CudaMedium:
             self._words = self._driver.register(board.address, board.num_bytes)
         self._owned: list[int] = []
         self._opened: list[int] = []
+        self._handles: dict[int, Handle | None] = {}  # by the driver's number of an allocation, never used again
         self._last: Any = None
         self._thread = threading.local()
 
@@ -201,6 +239,25 @@ class CudaMedium:
         address = self._driver.open(struct.pack(f"{HANDLE_WORDS}q", *handle))
         self._opened.append(address)
         return self._tensor(address, num_bytes)
+
+    def place_of(self, tensor: torch.Tensor) -> Place | None:
+        """Torch's own memory, unless it comes from an allocator whose memory cannot be shared."""
+        found = self._driver.allocation_of(tensor.data_ptr())
+        if found is None:
+            return None
+        base, num_bytes, number = found
+        if number not in self._handles:
+            if len(self._handles) > _MOST_HANDLES:
+                self._handles.clear()
+            self._handles[number] = self._handle_of(base)
+        handle = self._handles[number]
+        return None if handle is None else Place(num_bytes, tensor.data_ptr() - base, handle)
+
+    def _handle_of(self, address: int) -> Handle | None:
+        try:
+            return struct.unpack(f"{HANDLE_WORDS}q", self._driver.export(address))
+        except RuntimeError:
+            return None
 
     def _tensor(self, address: int, num_bytes: int) -> torch.Tensor:
         return torch.as_tensor(_Allocation(address, num_bytes), device=self.device)

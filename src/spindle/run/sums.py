@@ -1,4 +1,4 @@
-"""The sum of equal tensors of half precision, added up in float32: one pass over memory where Triton is there.
+"""The sum of equal tensors, added up in float32: one pass over memory where Triton is there.
 
 The parts are memory of other processes, so there is no one tensor of them all. Elements are added in the order of the
 parts, so that the result is the same bits on every way.
@@ -21,6 +21,7 @@ _ALIGNMENT = 16  # bytes that a thread can take at once
 _MOST_KNOWN = 4096
 
 HALF_PRECISIONS = (torch.bfloat16, torch.float16)
+SUMMED = (*HALF_PRECISIONS, torch.float32)
 
 if triton is not None:
 
@@ -39,7 +40,7 @@ _addresses: dict[tuple[int, ...], torch.Tensor] = {}
 
 
 def sum_into(into: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    """Writes the sum of parts, of one half precision, into a tensor of the same."""
+    """Writes the sum of parts, all of one type, into a tensor of the same, which may be one of them."""
     aligned = all(one.data_ptr() % _ALIGNMENT == 0 for one in (into, *parts))
     if aligned and into.is_cuda and _one_pass_works(into.device, into.dtype):
         _sum_in_one_pass(into, parts)
@@ -64,7 +65,7 @@ def _one_pass_works(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _sum_one_by_one(into: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    total = parts[0].to(torch.float32)
+    total = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:
         total += part
     into.copy_(total)
