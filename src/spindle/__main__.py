@@ -1,0 +1,7 @@
+"""`python -m spindle` is the command `spindle`."""
+
+import sys
+
+from spindle.cli.main import main
+
+sys.exit(main())
