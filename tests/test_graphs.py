@@ -50,6 +50,12 @@ def test_what_is_recomputed_does(pool):
     assert_same(pool.run(2, "compare_replayed", "tower tokens", "plan 3 recomputed", STEPS, SMALL_CHUNKS))
 
 
+def test_what_is_recomputed_and_cannot_be_captured_does(pool):
+    answers = pool.run(2, "compare_replayed", "experts tokens", "plan 3 recomputed", STEPS, SMALL_CHUNKS)
+    assert_same(answers, allowed=("random", "counts", "capturing"))
+    assert any("middle" in slot for one in answers for slot in one.without_graph)
+
+
 def test_a_module_that_replaces_its_buffers_keeps_nobody_else_from_being_captured(pool):
     answers = pool.run(1, "compare_replayed", "counters", "plan 1", 9, 64e6)
     assert_same(answers, allowed=("replaces its buffers",))

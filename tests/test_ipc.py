@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ import torch.multiprocessing as multiprocessing
 
 from gpu import checks
 from spindle.errors import PeerLostError
-from spindle.run import collectives
+from spindle.run import collectives, transport
 from spindle.run.ipc import BACKEND, register
 from spindle.run.medium import HostMedium
 from spindle.run.world import peers
@@ -164,6 +165,25 @@ def collectives_that_wait_for_their_device(device: torch.device) -> None:
                 assert time.monotonic() > until_s
     finally:
         HostMedium.is_past = before
+
+
+def devices_that_get_there_between_two_looks(device: torch.device) -> None:
+    """Nobody sleeps for what has come true meanwhile."""
+    before, look_s = HostMedium.is_past, transport._LOOK_S
+    transport._LOOK_S = 1000.0
+    try:
+        for number, looks in enumerate(range(1, 6)):
+            answers = itertools.chain([False] * looks, itertools.repeat(True))
+            HostMedium.is_past = lambda self, moment, answers=answers: next(answers)
+            ours = torch.full((1000,), float(number))
+            dist.all_reduce(ours)
+            assert ours.tolist() == [number * dist.get_world_size()] * 1000
+    finally:
+        HostMedium.is_past, transport._LOOK_S = before, look_s
+
+
+def test_devices_get_there_between_two_looks(pool):
+    pool.run("devices_that_get_there_between_two_looks", 3)
 
 
 def test_collectives_wait_for_their_device_on_the_host(pool):

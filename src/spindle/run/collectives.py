@@ -29,8 +29,9 @@ from spindle.run.job import Job, flat_bytes
 from spindle.run.medium import Medium, Place, Segments
 from spindle.run.sums import HALF_PRECISIONS, SUMMED, sum_into
 
-Steps = Generator[None, None, None]  # stops where it must wait for other ranks
-Round = Generator[None, None, bool]  # gives whether any rank's part was read where it is
+# Both stop where they must wait, and say whether that is for the caller's own device (else for other ranks).
+Steps = Generator[bool, None, None]
+Round = Generator[bool, None, bool]  # gives whether any rank's part was read where it is
 
 _ONE_ROUND_BYTES = 1 << 15  # an all-reduce up to here reads everything from everybody
 _SMALL_BYTES = 1 << 18
@@ -75,8 +76,7 @@ class Collectives:
         while self._queue:
             job, steps = self._queue[0]
             try:
-                next(steps)
-                held = None if job.is_due() else job
+                held = job if next(steps) else None
                 break
             except StopIteration:
                 self._queue.popleft()
@@ -210,7 +210,7 @@ class Collectives:
         # Streams that wait for each other for long slow down whatever else the GPU does: the host waits instead.
         self._behind = []
         while num_bytes and not job.is_due():
-            yield
+            yield True
         self._round += 1
         number, turn = self._round, self._round % 2
         largest = len(medium.half_bytes) - 1
@@ -234,7 +234,7 @@ class Collectives:
         if not self._look_for(number):
             board.ring_all()  # the last to come wakes the others
         while self._look_for(number):
-            yield
+            yield False
         for rank in range(self._size):
             if words[board.row(rank) + ROUND_MEANINGS + turn] != meaning:
                 raise RuntimeError(

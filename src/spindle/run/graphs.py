@@ -14,6 +14,7 @@ A piece that cannot be captured (it draws random numbers, waits for the GPU, mee
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -128,6 +129,11 @@ class Graphs:
                 made = compute(nests)
         except Exception as error:
             self._refuse(slot, error)
+            failed = True
+        else:
+            failed = False
+        if failed:
+            gc.collect()  # torch 2.11's checkpoint leaves its hooks on until its frames go, which the error held
             return nests, compute(nests)
         graph.replay()
         self._slots[slot.number] = _Slot(graph, compute, nests, made)
@@ -210,6 +216,11 @@ class Graphs:
                         written.append((parameter, is_first))
         except Exception as error:
             self._refuse(slot, error)
+            failed = True
+        else:
+            failed = False
+        if failed:
+            gc.collect()  # as above
             return None
         self._written.update(id(parameter) for parameter, _ in written)
         for leaf, gradient in zip(inputs, found, strict=False):
@@ -241,7 +252,9 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
             yield
         finally:
             try:
-                graph.capture_end()
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # a layer may do nothing but views
+                    graph.capture_end()
             except Exception:
                 # torch goes on as if it captured, and frees nothing that another stream has used.
                 device = torch.cuda.current_device()
