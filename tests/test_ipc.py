@@ -186,6 +186,36 @@ def test_devices_get_there_between_two_looks(pool):
     pool.run("devices_that_get_there_between_two_looks", 3)
 
 
+def threads_while_another_works(device: torch.device) -> None:
+    """The thread does not look again and again while whoever waits is at it: it would take the interpreter away."""
+    is_past, signal, rest = HostMedium.is_past, HostMedium.signal, transport.Transport._rest
+    num_rests = 0
+
+    def counted(self: Any, *arguments: Any, **named: Any) -> None:
+        nonlocal num_rests
+        num_rests += 1
+        rest(self, *arguments, **named)
+
+    def slow(self: Any) -> int:
+        time.sleep(0.2)
+        return signal(self)
+
+    until_s = time.monotonic() + 0.1
+    HostMedium.is_past = lambda self, moment: time.monotonic() > until_s
+    HostMedium.signal, transport.Transport._rest = slow, counted
+    try:
+        request = dist.all_reduce(torch.ones(1000), async_op=True)
+        time.sleep(0.02)  # so that the thread looks after it
+        request.wait()
+    finally:
+        HostMedium.is_past, HostMedium.signal, transport.Transport._rest = is_past, signal, rest
+    assert num_rests < 100, num_rests
+
+
+def test_threads_sleep_while_another_works(pool):
+    pool.run("threads_while_another_works", 2)
+
+
 def test_collectives_wait_for_their_device_on_the_host(pool):
     pool.run("collectives_that_wait_for_their_device", 3)
 

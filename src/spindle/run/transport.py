@@ -160,12 +160,16 @@ class Transport:
     def _rest(self, seen: int, limit_s: float, *, as_driver: bool) -> None:
         """Until somebody rings, or our own GPU is as far as a collective needs it; no longer than so many seconds."""
         end_s = time.monotonic() + limit_s
-        held = self.collectives.held
+        held = self._held(as_driver)
         if held is None:
             self._board.sleep(seen, limit_s, as_driver=as_driver)
         while held is not None and not held.is_due() and self._board.doorbell() == seen and time.monotonic() < end_s:
             self._board.sleep(seen, _POLL_S, as_driver=as_driver)
-            held = self.collectives.held
+            held = self._held(as_driver)
+
+    def _held(self, as_driver: bool) -> Job | None:
+        """What to look after while resting; the thread leaves it to drivers where there are any."""
+        return self.collectives.held if as_driver or not self._num_drivers else None
 
     def _step(self, num_others: int) -> None:
         """Does what can be done now; wakes others who wait if anything came to its end, in good or in bad."""
