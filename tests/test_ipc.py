@@ -220,6 +220,53 @@ def test_collectives_wait_for_their_device_on_the_host(pool):
     pool.run("collectives_that_wait_for_their_device", 3)
 
 
+def messages_that_wait_for_their_device(device: torch.device) -> None:
+    """One that waits does not hold up another, and nothing is read or written before its time."""
+    rank, before, moment = dist.get_rank(), HostMedium.is_past, HostMedium.moment
+    begin_s = time.monotonic()
+    late_s = {"send": begin_s + 0.3, "recv": begin_s + 0.1}
+    moments = iter(range(100))
+    HostMedium.moment = lambda self: next(moments)
+    # The first call of each rank is late, the second is not.
+    HostMedium.is_past = lambda self, moment: moment > 0 or time.monotonic() > late_s["send" if rank == 0 else "recv"]
+    try:
+        ours = [torch.full((100_000,), float(10 * rank + number)) for number in range(2)]
+        call = dist.isend if rank == 0 else dist.irecv
+        first, second = (call(one, 1 - rank, tag=number) for number, one in enumerate(ours))
+        second.wait()
+        if rank == 1:
+            assert torch.equal(ours[1], torch.full((100_000,), 1.0))
+            assert torch.equal(ours[0], torch.full((100_000,), 10.0)), "the first one is not yet to be written to"
+        ours[0].fill_(5.0) if rank == 0 else None  # until its time comes, the sender may still write to it
+        first.wait()
+        if rank == 1:
+            assert torch.equal(ours[0], torch.full((100_000,), 5.0))
+    finally:
+        HostMedium.is_past, HostMedium.moment = before, moment
+
+
+def test_messages_wait_for_their_device_on_the_host(pool):
+    pool.run("messages_that_wait_for_their_device", 2)
+
+
+def memory_that_is_freed(device: torch.device) -> None:
+    (ours,) = [one for one in gc.get_objects() if isinstance(one, transport.Transport)]
+    summed = torch.ones(1 << 19).share_memory_()
+    for _ in range(3):
+        dist.all_reduce(summed)
+    assert len(ours._segments._placed) == dist.get_world_size() - 1
+    dist.barrier()
+    del summed
+    end_s = time.monotonic() + 20
+    while ours._segments._placed:
+        assert time.monotonic() < end_s, "the others' memory is still held"
+        time.sleep(0.05)
+
+
+def test_memory_that_its_owner_frees_is_let_go(pool):
+    pool.run("memory_that_is_freed", 3)
+
+
 @pytest.mark.parametrize("check", ["check_all_reduce", "check_messages", "check_ddp"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_on_two_and_four_ranks(check, num_ranks, pool):

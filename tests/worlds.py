@@ -327,7 +327,8 @@ def compare_steps(
     for number in steps_alike(one.workload, steps) if captures else range(steps):
         step_batches = on_device(one.workload.batches(number), device)
         signatures = {task_name: signature_of(batch) for task_name, batch in step_batches.items()}
-        parts, _ = executor.step(number, step_batches, signatures, check_losses=number == 0)
+        losses, _ = executor.step(number, step_batches, signatures, check_losses=number == 0)
+        parts = torch.tensor(losses.tolist(), dtype=torch.float64)
         if num_ranks > 1:
             dist.all_reduce(parts)
         expected = reference(name, number)

@@ -3,7 +3,7 @@
 from spindle.run.code import LayerCode, LayersCode, LossCode, OpCode
 from spindle.run.executor import Executor, seed_of
 from spindle.run.side import held_parameters
-from spindle.run.step import Spans, Watch
+from spindle.run.step import Losses, Spans, Watch
 from spindle.run.world import World, join_world
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "LayerCode",
     "LayersCode",
     "LossCode",
+    "Losses",
     "OpCode",
     "Spans",
     "Watch",

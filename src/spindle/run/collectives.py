@@ -59,7 +59,7 @@ class Collectives:
         self._round = 0
         self._behind: list[int] = []
         self._seen: set[Place] = set()
-        self.held: Job | None = None  # what waits for its caller's own GPU
+        self.held: list[Job] = []  # what waits for its caller's own GPU
 
     def add(self, job: Job, steps: Steps) -> None:
         self._queue.append((job, steps))
@@ -72,11 +72,11 @@ class Collectives:
 
     def advance(self) -> bool:
         """Does what can be done without waiting; whether that was to the end of any."""
-        moved, held = False, None
+        moved, held = False, list[Job]()
         while self._queue:
             job, steps = self._queue[0]
             try:
-                held = job if next(steps) else None
+                held = [job] if next(steps) else []
                 break
             except StopIteration:
                 self._queue.popleft()

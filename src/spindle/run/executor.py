@@ -30,7 +30,7 @@ from spindle.run.graphs import Chunk, Graphs, Made
 from spindle.run.losses import loss_part
 from spindle.run.rows import Axes, LeafForm, as_leaves, copied, cut, cut_leaf, joined, takes_gradient
 from spindle.run.side import LinkEnd, SlotSide, held_parameters, side_of
-from spindle.run.step import Piece, Step, Watch
+from spindle.run.step import Losses, Pace, Piece, Step, Watch
 from spindle.run.transfers import Transfers
 from spindle.run.world import World, compute_stream, peers, wait
 
@@ -99,7 +99,7 @@ class Executor:
         *,
         check_losses: bool = False,
         timed: bool = True,
-    ) -> tuple[torch.Tensor, Watch]:
+    ) -> tuple[Losses, Watch]:
         """Runs a step on its batches (whole ones; each slot takes its rows) and the signatures of all tasks' batches.
 
         Returns this rank's parts of the tasks' losses, which add up over ranks, and, of a timed step, when everything
@@ -128,8 +128,10 @@ class Executor:
         for parameter in self._trained:
             parameter.grad = None
         self._advance(step, watch)
+        pace = Pace(self.world.device)
         for position in self._side.compute:
             instruction = self.program.instructions[position]
+            pace.keep()
             watch.posted[position] = watch.now()
             try:
                 match instruction:
@@ -453,13 +455,13 @@ class Executor:
                     place += gradient
         return sums
 
-    def _losses(self, step: Step) -> torch.Tensor:
-        """This rank's part of each task's loss, on its device."""
+    def _losses(self, step: Step) -> Losses:
+        """This rank's part of each task's loss."""
         tasks = list(self.graph.tasks)
         values = torch.zeros(len(tasks), dtype=torch.float64, device=self.world.device)
         for slot, loss in step.losses.items():
             values[tasks.index(self._side.slots[slot].task)] += loss.detach()
-        return values
+        return Losses(values)
 
 
 def seed_of(*parts: object) -> int:

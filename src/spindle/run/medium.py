@@ -17,11 +17,10 @@ from typing import Any, Protocol
 
 import torch
 
-from spindle.run.board import HANDLE_WORDS, Board, make_memory, open_memory
+from spindle.run.board import FREED, HANDLE_WORDS, Board, make_memory, open_memory
 from spindle.run.driver import Driver
 
 _KINDS = 4  # of segments a medium may have, for collectives and for messages
-_MOST_HANDLES = 1024
 Handle = tuple[int, ...]  # the words by which other processes find memory
 
 
@@ -52,8 +51,14 @@ class Medium(Protocol):
     def attach(self, pid: int, handle: Handle, num_bytes: int) -> torch.Tensor:
         """Memory of another process."""
 
+    def detach(self, memory: torch.Tensor) -> None:
+        """Lets go of what `attach` gave."""
+
     def place_of(self, tensor: torch.Tensor) -> Place | None:
         """Where others find a tensor's own memory, if they can."""
+
+    def has_freed(self) -> bool:
+        """Whether memory that `place_of` spoke of is gone since it was last asked. Others still hold on to it."""
 
     def moment(self) -> Any:
         """What the caller has started so far, to be waited for by `after`."""
@@ -86,14 +91,25 @@ class Segments:
     def __init__(self, board: Board) -> None:
         self._board = board
         self._tensors: dict[tuple[int, int], torch.Tensor] = {}
-        self._placed: dict[tuple[int, Handle], torch.Tensor] = {}
+        self._placed: dict[tuple[int, Handle], tuple[Medium, torch.Tensor]] = {}
+        self._freed: dict[int, int] = {}  # how often ranks have freed what is placed, as far as we know
 
     def at(self, rank: int, medium: Medium, place: Place) -> torch.Tensor:
         """The bytes from a place of another rank on."""
         key = (rank, place.handle)
         if key not in self._placed:
-            self._placed[key] = medium.attach(self._board.pid(rank), place.handle, place.num_bytes)
-        return self._placed[key][place.offset :]
+            self._placed[key] = medium, medium.attach(self._board.pid(rank), place.handle, place.num_bytes)
+        return self._placed[key][1][place.offset :]
+
+    def let_go(self) -> None:
+        """Of all placed memory of ranks that have freed some of it; what is still there is attached again."""
+        for rank in {rank for rank, _ in self._placed}:
+            freed = self._board.words[self._board.row(rank) + FREED]
+            if self._freed.get(rank, 0) != freed:
+                self._freed[rank] = freed
+                for key in [key for key in self._placed if key[0] == rank]:
+                    medium, memory = self._placed.pop(key)
+                    medium.detach(memory)
 
     def number_for_collectives(self, medium: Medium, kind: int) -> int:
         return medium.number * 2 * _KINDS + kind
@@ -138,6 +154,7 @@ class HostMedium:
 
     def __init__(self) -> None:
         self._files: list[int] = []
+        self._placed: set[tuple[int, int]] = set()  # numbers of files and of what is behind them
 
     def enter(self) -> Any:
         return None
@@ -161,8 +178,18 @@ class HostMedium:
             return None
         file, num_bytes = storage._share_fd_cpu_()
         # The number of a file is given away again, the number behind it is not.
-        handle = (file, os.fstat(file).st_ino) + (0,) * (HANDLE_WORDS - 2)
+        inode = os.fstat(file).st_ino
+        self._placed.add((file, inode))
+        handle = (file, inode) + (0,) * (HANDLE_WORDS - 2)
         return Place(num_bytes, tensor.data_ptr() - storage.data_ptr(), handle)
+
+    def detach(self, memory: torch.Tensor) -> None:
+        pass  # it goes with the last tensor of it
+
+    def has_freed(self) -> bool:
+        gone = {(file, inode) for file, inode in self._placed if not _is_open(file, inode)}
+        self._placed -= gone
+        return bool(gone)
 
     def moment(self) -> Any:
         return None
@@ -191,6 +218,13 @@ class HostMedium:
         self._files.clear()
 
 
+def _is_open(file: int, inode: int) -> bool:
+    try:
+        return os.fstat(file).st_ino == inode
+    except OSError:
+        return False
+
+
 def _bytes_of(memory: mmap.mmap) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -214,7 +248,8 @@ class CudaMedium:
             self._words = self._driver.register(board.address, board.num_bytes)
         self._owned: list[int] = []
         self._opened: list[int] = []
-        self._handles: dict[int, Handle | None] = {}  # by the driver's number of an allocation, never used again
+        # Where allocations begin, and how others find them, by the driver's number, which it never uses again.
+        self._handles: dict[int, tuple[int, Handle | None]] = {}
         self._last: Any = None
         self._thread = threading.local()
 
@@ -247,11 +282,21 @@ class CudaMedium:
             return None
         base, num_bytes, number = found
         if number not in self._handles:
-            if len(self._handles) > _MOST_HANDLES:
-                self._handles.clear()
-            self._handles[number] = self._handle_of(base)
-        handle = self._handles[number]
+            self._handles[number] = base, self._handle_of(base)
+        handle = self._handles[number][1]
         return None if handle is None else Place(num_bytes, tensor.data_ptr() - base, handle)
+
+    def detach(self, memory: torch.Tensor) -> None:
+        self.stream.synchronize()
+        self._driver.close(memory.data_ptr())
+        self._opened.remove(memory.data_ptr())
+
+    def has_freed(self) -> bool:
+        known = {number: self._driver.allocation_of(base) for number, (base, _) in self._handles.items()}
+        gone = [number for number, found in known.items() if found is None or found[2] != number]
+        for number in gone:
+            del self._handles[number]
+        return bool(gone)
 
     def _handle_of(self, address: int) -> Handle | None:
         try:

@@ -6,6 +6,9 @@
 
 Only messages that both sides have begun use slots, so slots always become free. Order is that of the calls, for each
 pair of ranks and tag; different tags overtake each other. What is larger than a slot goes in chunks.
+
+Both sides wait on the host until their own GPU has got to the call: all messages share a stream, on which one that has
+to wait would hold up the others.
 """
 
 from __future__ import annotations
@@ -96,6 +99,7 @@ class Messages:
         self._active: set[int] = set()  # peers with whom there is anything to do
         self._slots: dict[int, deque[_Slot]] = {}  # free ones, by segment
         self._told: set[int] = set()  # peers for whom we have written something
+        self.held: list[Job] = []  # what waits for its caller's own GPU
 
     def send(self, job: Job, peer: int, tag: int) -> None:
         self._pairs[peer].sends[tag].append(_Message(job, flat_bytes(job.tensors[0])))
@@ -119,6 +123,7 @@ class Messages:
     def advance(self) -> bool:
         """Does what can be done without waiting; whether it is worth another look."""
         moving = False
+        self.held = []
         for peer in tuple(self._active):
             pair = self._pairs[peer]
             if pair.away or pair.sending or pair.sends:
@@ -184,7 +189,7 @@ class Messages:
         num_stuck = 0
         while num_stuck < len(pair.sending) and room > 0:
             message = pair.sending.popleft()
-            slot = self._free_slot(message)
+            slot = self._free_slot(message) if self._is_due(message) else None
             if slot is None:
                 pair.sending.append(message)
                 num_stuck += 1
@@ -244,6 +249,8 @@ class Messages:
             message = pair.expected[post]
             mark, error = 0, None
             if whole == message.flat.numel():
+                if not self._is_due(message):
+                    break
                 mark = self._copy_chunk(message, peer, segment, slice(offset, offset + num_bytes), signal)
             else:
                 error = self._unequal(peer, whole, message)
@@ -255,6 +262,12 @@ class Messages:
             self._told.add(peer)
             moved = True
         return moved
+
+    def _is_due(self, message: _Message) -> bool:
+        if message.job.is_due():
+            return True
+        self.held.append(message.job)
+        return False
 
     def _copy_chunk(self, message: _Message, peer: int, segment: int, place: slice, signal: int) -> int:
         medium = message.job.medium

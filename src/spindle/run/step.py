@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import perf_counter_ns
@@ -13,6 +14,8 @@ from spindle.run.side import Flow
 
 if TYPE_CHECKING:
     from spindle.run.graphs import Graphs
+
+_AHEAD = 3  # instructions
 
 
 @dataclass(slots=True)
@@ -54,6 +57,43 @@ class Step:
     syncs: list[tuple[int, int, Any, torch.Tensor]] = field(default_factory=list)  # position, bucket, request, flat
     next_transfer: int = 0
     next_sync: int = 0
+
+
+class Losses:
+    """This rank's parts of a step's losses. A GPU may still be at the step: reading them waits for it, but not for what
+    was started later."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values, self._copied = values, None
+        if values.device.type == "cuda":
+            self._values = torch.empty_like(values, device="cpu", pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._copied = torch.cuda.current_stream().record_event()
+
+    def tolist(self) -> list[float]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        found: list[float] = self._values.tolist()
+        return found
+
+
+class Pace:
+    """Keeps the host a few instructions ahead of its GPU and no more. While a launch waits for room in the GPU's queue,
+    no other thread of the process gets to the GPU, so collectives stand still."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._launched: deque[torch.cuda.Event] = deque()
+
+    def keep(self) -> None:
+        """To be called before each instruction."""
+        if not self._on_gpu:
+            return
+        if len(self._launched) == _AHEAD:
+            self._launched.popleft().synchronize()
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._launched.append(event)
 
 
 @dataclass(frozen=True, slots=True)

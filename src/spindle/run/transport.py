@@ -21,14 +21,14 @@ from itertools import chain
 
 import torch
 
-from spindle.run.board import CLOSED, DRIVERS, FAILED, LEFT, Board
+from spindle.run.board import CLOSED, DRIVERS, FAILED, FREED, LEFT, Board
 from spindle.run.collectives import Collectives, Steps
 from spindle.run.job import Job
 from spindle.run.medium import CudaMedium, HostMedium, Medium, Segments
 from spindle.run.messages import Messages
 
 _LOOK_S = 0.2  # how often we look whether those we wait for are still there
-_POLL_S = 1e-4  # how often we look whether our own GPU is as far as a collective needs it
+_POLL_S = 1e-4  # how often we look whether our own GPU is as far as it must be
 _LEAVE_S = 10.0  # how long we wait for others to let go of our memory
 
 
@@ -128,7 +128,7 @@ class Transport:
             finally:
                 self._work.release()
             self._call()
-            if self.collectives.held is not None and not self._num_drivers:
+            if self._held(as_driver=False):
                 self._board.ring(self._board.rank)  # the thread, to look when our GPU is as far
         else:
             self._board.ring(self._board.rank)  # whoever is at it will look again
@@ -158,18 +158,20 @@ class Transport:
         self._call()
 
     def _rest(self, seen: int, limit_s: float, *, as_driver: bool) -> None:
-        """Until somebody rings, or our own GPU is as far as a collective needs it; no longer than so many seconds."""
+        """Until somebody rings, or our own GPU is as far as something needs it; no longer than so many seconds."""
         end_s = time.monotonic() + limit_s
         held = self._held(as_driver)
-        if held is None:
+        if not held:
             self._board.sleep(seen, limit_s, as_driver=as_driver)
-        while held is not None and not held.is_due() and self._board.doorbell() == seen and time.monotonic() < end_s:
+        while held and self._board.doorbell() == seen and time.monotonic() < end_s:
+            if any(job.is_due() for job in held):
+                return
             self._board.sleep(seen, _POLL_S, as_driver=as_driver)
             held = self._held(as_driver)
 
-    def _held(self, as_driver: bool) -> Job | None:
+    def _held(self, as_driver: bool) -> list[Job]:
         """What to look after while resting; the thread leaves it to drivers where there are any."""
-        return self.collectives.held if as_driver or not self._num_drivers else None
+        return self.collectives.held + self.messages.held if as_driver or not self._num_drivers else []
 
     def _step(self, num_others: int) -> None:
         """Does what can be done now; wakes others who wait if anything came to its end, in good or in bad."""
@@ -222,7 +224,7 @@ class Transport:
         """Whether others still need us for what we have started with them."""
         return (
             self._is_computing()
-            or self.collectives.held is not None
+            or bool(self.collectives.held)
             or bool(self.collectives.waited_for())
             or any(map(self._is_there, self.messages.readers()))
         )
@@ -236,8 +238,11 @@ class Transport:
         return self.collectives.waited_for() | self.messages.waited_for()
 
     def _look(self) -> None:
-        """Fails if somebody we wait for has ended or left, or we have waited too long."""
+        """Lets go of memory that its owner has freed. Fails if somebody we wait for has left, has ended, or is late."""
         board = self._board
+        if any(medium.has_freed() for medium in tuple(self._media.values())):
+            board.words[board.row(board.rank) + FREED] += 1
+        self._segments.let_go()
         waited, computing = self._waited_for(), self._is_computing()
         if not (waited or computing):
             return

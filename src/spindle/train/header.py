@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from spindle.errors import TrainingError
+from spindle.run import Losses
 from spindle.train.feed import Batch
 
 _ROWS, _SIGNATURE, _FINGERPRINT, _LOSS = range(4)
 Table = list[list[list[float]]]  # of all ranks, by rank, task and column
 
 
-def header(names: Sequence[str], batches: Mapping[str, Batch], losses: torch.Tensor | None) -> torch.Tensor:
+def header(names: Sequence[str], batches: Mapping[str, Batch], losses: Losses | None) -> torch.Tensor:
     """What this rank has to tell."""
     rows = []
     values = [0.0] * len(names) if losses is None else losses.tolist()

@@ -29,7 +29,7 @@ from spindle.plan import Plan, check, parse_plan, read_plan
 from spindle.planners import Effort, make_plan
 from spindle.profile import Profile, ProfileRequest, fitting, profile_request, read_profile, write_profile
 from spindle.program import Program, lower, verify
-from spindle.run import Executor, OpCode, Watch, World, join_world
+from spindle.run import Executor, Losses, OpCode, Watch, World, join_world
 from spindle.run.recorded import timeline_of
 from spindle.run.weights import Weights
 from spindle.simulate import simulate
@@ -428,7 +428,7 @@ class Trainer:
 
         batches = read()
         gathering = world.start_all_gather(header(names, batches, None))
-        unsent: deque[torch.Tensor] = deque()  # losses of the last steps, which a GPU may still be at
+        unsent: deque[Losses] = deque()  # losses of the last steps, which a GPU may still be at
         carries_losses = False  # the header that is on its way
         shown.training(steps, names)
         for number in range(steps):
