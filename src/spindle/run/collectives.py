@@ -59,7 +59,7 @@ class Collectives:
         self._round = 0
         self._behind: list[int] = []
         self._seen: set[Place] = set()
-        self.held: list[Job] = []  # what waits for its caller's own GPU
+        self.is_held = False  # whether the first of all waits for its caller's own GPU
 
     def add(self, job: Job, steps: Steps) -> None:
         self._queue.append((job, steps))
@@ -72,17 +72,17 @@ class Collectives:
 
     def advance(self) -> bool:
         """Does what can be done without waiting; whether that was to the end of any."""
-        moved, held = False, list[Job]()
+        moved = is_held = False
         while self._queue:
             job, steps = self._queue[0]
             try:
-                held = [job] if next(steps) else []
+                is_held = next(steps)
                 break
             except StopIteration:
                 self._queue.popleft()
                 job.finish()
                 moved = True
-        self.held = held
+        self.is_held = is_held
         return moved
 
     def barrier(self, job: Job) -> Steps:

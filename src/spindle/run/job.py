@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from spindle.run.medium import Medium
+from spindle.run.ticker import ticker
 
 
 class Job:
@@ -22,13 +23,15 @@ class Job:
         medium: Medium,
         timeout_s: float,
         note_end: Callable[[list[Callable[[], None]]], None],
+        wake: Callable[[], None],
     ) -> None:
         self.name, self.tensors, self.medium = name, tensors, medium
         self.deadline_s = time.monotonic() + timeout_s
         self.error: RuntimeError | None = None
         self.done: Any = None
         self._called = medium.moment()
-        self._begun = False
+        self._begun = self._is_watched = False
+        self._wake = wake
         self._over = False
         self._callbacks: list[Callable[[], None]] = []
         self._note_end = note_end  # takes what is to be called, which must not be in the middle of anything
@@ -41,8 +44,16 @@ class Job:
             self.medium.after(self._called, self.tensors)
 
     def is_due(self) -> bool:
-        """Whether what the caller had started is over, so that nothing of this has to wait for it on a stream."""
-        return self._begun or self.medium.is_past(self._called)
+        """Whether what the caller had started is over, so that nothing of this has to wait for it on a stream.
+
+        If it is not, those who carry out jobs will be woken when it is.
+        """
+        if self._begun or self.medium.is_past(self._called):
+            return True
+        if not self._is_watched:
+            self._is_watched = True
+            ticker().watch(lambda: self.medium.is_past(self._called), self._wake)
+        return False
 
     def finish(self, error: RuntimeError | None = None) -> None:
         if error is None:

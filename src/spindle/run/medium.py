@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from spindle.run.board import FREED, HANDLE_WORDS, Board, make_memory, open_memo
 from spindle.run.driver import Driver
 
 _KINDS = 4  # of segments a medium may have, for collectives and for messages
+_SWITCH_S = 1e-4
 Handle = tuple[int, ...]  # the words by which other processes find memory
 
 
@@ -246,6 +248,8 @@ class CudaMedium:
             torch.cuda.current_stream().synchronize()  # so that there is a context
             self._context = self._driver.context()
             self._words = self._driver.register(board.address, board.num_bytes)
+        # A thread that is woken gets the interpreter from one that launches work only after this time, 5 ms at first.
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         self._owned: list[int] = []
         self._opened: list[int] = []
         # Where allocations begin, and how others find them, by the driver's number, which it never uses again.

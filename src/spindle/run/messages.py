@@ -99,7 +99,6 @@ class Messages:
         self._active: set[int] = set()  # peers with whom there is anything to do
         self._slots: dict[int, deque[_Slot]] = {}  # free ones, by segment
         self._told: set[int] = set()  # peers for whom we have written something
-        self.held: list[Job] = []  # what waits for its caller's own GPU
 
     def send(self, job: Job, peer: int, tag: int) -> None:
         self._pairs[peer].sends[tag].append(_Message(job, flat_bytes(job.tensors[0])))
@@ -123,7 +122,6 @@ class Messages:
     def advance(self) -> bool:
         """Does what can be done without waiting; whether it is worth another look."""
         moving = False
-        self.held = []
         for peer in tuple(self._active):
             pair = self._pairs[peer]
             if pair.away or pair.sending or pair.sends:
@@ -189,7 +187,7 @@ class Messages:
         num_stuck = 0
         while num_stuck < len(pair.sending) and room > 0:
             message = pair.sending.popleft()
-            slot = self._free_slot(message) if self._is_due(message) else None
+            slot = self._free_slot(message) if message.job.is_due() else None
             if slot is None:
                 pair.sending.append(message)
                 num_stuck += 1
@@ -249,7 +247,7 @@ class Messages:
             message = pair.expected[post]
             mark, error = 0, None
             if whole == message.flat.numel():
-                if not self._is_due(message):
+                if not message.job.is_due():
                     break
                 mark = self._copy_chunk(message, peer, segment, slice(offset, offset + num_bytes), signal)
             else:
@@ -262,12 +260,6 @@ class Messages:
             self._told.add(peer)
             moved = True
         return moved
-
-    def _is_due(self, message: _Message) -> bool:
-        if message.job.is_due():
-            return True
-        self.held.append(message.job)
-        return False
 
     def _copy_chunk(self, message: _Message, peer: int, segment: int, place: slice, signal: int) -> int:
         medium = message.job.medium

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 
 import torch
@@ -28,7 +29,6 @@ from spindle.run.medium import CudaMedium, HostMedium, Medium, Segments
 from spindle.run.messages import Messages
 
 _LOOK_S = 0.2  # how often we look whether those we wait for are still there
-_POLL_S = 1e-4  # how often we look whether our own GPU is as far as it must be
 _LEAVE_S = 10.0  # how long we wait for others to let go of our memory
 
 
@@ -81,7 +81,7 @@ class Transport:
                 left_s = _LOOK_S if end_s is None else min(_LOOK_S, end_s - time.monotonic())
                 if job.is_over() or left_s < 0:
                     return job.is_over()
-                self._rest(seen, left_s, as_driver=True)
+                self._board.sleep(seen, left_s, as_driver=True)
         finally:
             self._count_drivers(-1)
             if self._num_started > self._num_ended:
@@ -101,7 +101,8 @@ class Transport:
         devices = {tensor.device for tensor in tensors} or {torch.device("cpu")}
         if len(devices) > 1:
             raise ValueError(f"{name}: tensors on several devices ({', '.join(sorted(map(str, devices)))})")
-        return Job(name, tensors, self._medium(devices.pop()), self._timeout_s, self._note_end)
+        wake = partial(self._board.ring, self._board.rank)
+        return Job(name, tensors, self._medium(devices.pop()), self._timeout_s, self._note_end, wake)
 
     def _note_end(self, callbacks: list[Callable[[], None]]) -> None:
         self._num_ended += 1
@@ -128,8 +129,6 @@ class Transport:
             finally:
                 self._work.release()
             self._call()
-            if self._held(as_driver=False):
-                self._board.ring(self._board.rank)  # the thread, to look when our GPU is as far
         else:
             self._board.ring(self._board.rank)  # whoever is at it will look again
 
@@ -151,27 +150,11 @@ class Transport:
                 self._call()
                 if leaving:
                     break
-            self._rest(seen, _LOOK_S, as_driver=False)
+            self._board.sleep(seen, _LOOK_S, as_driver=False)
         with self._work:
             self._drop(str(self._error or "this process has left the group"))
             self._close()
         self._call()
-
-    def _rest(self, seen: int, limit_s: float, *, as_driver: bool) -> None:
-        """Until somebody rings, or our own GPU is as far as something needs it; no longer than so many seconds."""
-        end_s = time.monotonic() + limit_s
-        held = self._held(as_driver)
-        if not held:
-            self._board.sleep(seen, limit_s, as_driver=as_driver)
-        while held and self._board.doorbell() == seen and time.monotonic() < end_s:
-            if any(job.is_due() for job in held):
-                return
-            self._board.sleep(seen, _POLL_S, as_driver=as_driver)
-            held = self._held(as_driver)
-
-    def _held(self, as_driver: bool) -> list[Job]:
-        """What to look after while resting; the thread leaves it to drivers where there are any."""
-        return self.collectives.held + self.messages.held if as_driver or not self._num_drivers else []
 
     def _step(self, num_others: int) -> None:
         """Does what can be done now; wakes others who wait if anything came to its end, in good or in bad."""
@@ -224,7 +207,7 @@ class Transport:
         """Whether others still need us for what we have started with them."""
         return (
             self._is_computing()
-            or bool(self.collectives.held)
+            or self.collectives.is_held
             or bool(self.collectives.waited_for())
             or any(map(self._is_there, self.messages.readers()))
         )
