@@ -66,3 +66,12 @@ def test_half_precision_is_summed_in_single():
     into = torch.empty(5, dtype=torch.bfloat16)
     sum_into(into, parts)
     assert into.tolist() == [258.0] * 5
+
+
+def test_parameters_keep_no_second_copy_of_what_a_bucket_holds():
+    bucket = parameters(2, 3)
+    bucket[0].grad = torch.tensor([1.0, 2.0])
+    flat = Gradients([bucket]).gathered(0)
+    flat.mul_(2)
+    assert bucket[0].grad.tolist() == [2, 4]
+    assert bucket[1].grad is None

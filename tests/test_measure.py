@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import spindle  # noqa: E402
+from pool import Pool  # noqa: E402
 from spindle.errors import ProfileError  # noqa: E402
 from spindle.graph import metagraph_of  # noqa: E402
 from spindle.measure import LayerMeter, measure_layers, measure_update  # noqa: E402
@@ -313,3 +314,23 @@ def test_a_profile_for_another_number_of_devices_is_refused(profile):
     two = replace(profile.cluster, islands=profile.cluster.islands * 2)
     with pytest.raises(ProfileError, match=r"Trainer\(profile=...\) is for 2 devices, but 1 ranks were started"):
         trainer_with(replace(profile, cluster=two)).prepare(loaders(), progress=False)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    one = Pool()
+    yield one
+    one.close()
+
+
+def test_all_ranks_find_the_same_about_sums_beside_compute(pool):
+    found = pool.run(2, "sums_beside_compute")
+    assert found[0] == found[1]
+    assert found[0].overlap >= 1
+    assert found[0].exchange_overlap > 1  # than a link of 1 TB/s
+    assert found[0].collective_s >= 0
+
+
+def test_where_one_rank_cannot_compute_nothing_is_said_of_sums_beside_it(pool):
+    for one in pool.run(2, "sums_beside_compute", 1):
+        assert (one.overlap, one.exchange_overlap, one.collective_s) == (1, 1, 1e-4)

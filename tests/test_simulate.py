@@ -148,12 +148,27 @@ def test_idle_neighbours_make_a_device_faster_than_its_curve():
 
 
 def test_gradients_on_their_way_and_compute_slow_each_other_where_a_device_does_both():
-    def step_s(overlap):
+    def timeline(**slower):
         workload = small.workload_profile({"x": ["vision"]}, num_devices=2, elements=64_000_000)
-        profile = replace(workload, overlap=overlap)
-        return simulate(lower(parse_plan("x/vision#0[0:4]*4@0-1", profile), profile), profile).makespan_s
+        return run("x/vision#0[0:4]*4@0-1", replace(workload, **slower))[1]
 
-    assert step_s(1.0) < step_s(1.5) < step_s(2.0)
+    def total_ns(kind, **slower):
+        return sum(end - start for _, start, end in spans(timeline(**slower), kind))
+
+    # All but the last of four exchanges run beside compute.
+    exchange_ns, backward_ns = total_ns(SyncGradients), total_ns(Backward)
+    assert total_ns(SyncGradients, exchange_overlap=3.0) == pytest.approx(exchange_ns * (1 + 3 * 3) / 4, rel=0.03)
+    assert total_ns(Backward, exchange_overlap=3.0) == pytest.approx(backward_ns)
+    assert total_ns(SyncGradients, overlap=2.0) == pytest.approx(exchange_ns, rel=0.03)
+    assert total_ns(Backward, overlap=2.0) > backward_ns
+    assert timeline(overlap=2.0).makespan_s > timeline().makespan_s
+
+
+def test_idle_neighbours_make_a_device_faster_also_where_gradients_could_slow_it():
+    ops = [("a", 1, 1, 0, 30), ("b", 1, 1, 0, 15)]
+    profile = replace(small.linear_profile(ops, num_devices=2), host_rates=(2.0, 1.0), overlap=1.5, exchange_overlap=3)
+    _, timeline = run("a*1@0 b*1@1", profile)
+    assert spans(timeline, Backward) == [(0, 10_000_000, 22_500_000), (1, 5_000_000, 15_000_000)]
 
 
 def test_a_measured_collective_takes_what_was_measured_beside_its_bytes():

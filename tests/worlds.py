@@ -10,6 +10,7 @@ from functools import cache
 from importlib import import_module
 from itertools import islice
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,11 @@ from torch.utils._pytree import tree_map
 import spindle
 from replay import graphs_without_cuda
 from scenes import SCENES
-from spindle.cluster import cluster_named
+from spindle.cluster import Link, cluster_named
 from spindle.graph import MetaGraph, metagraph_of
+from spindle.measure import beside
+from spindle.measure.timing import Work
+from spindle.measure.together import Together
 from spindle.plan import Plan, check, parse_plan
 from spindle.planners import Effort, make_plan
 from spindle.profile import Profile, roofline_profile
@@ -501,3 +505,19 @@ def buffer_error(training: Training, ours: Workload, theirs: Workload) -> float:
         for one, other in zip(mine[name].module.buffers(), yours[name].module.buffers(), strict=True)
     ]
     return max(errors, default=0.0)
+
+
+def sums_beside_compute(rank: int, num_ranks: int, failing: int | None = None) -> beside.Beside:
+    """What is found about sums beside compute; on a rank that fails, the work does not run."""
+    layer, x = torch.nn.Linear(64, 64), torch.randn(32, 64)
+
+    def run() -> torch.Tensor:
+        if rank == failing:
+            raise ValueError("not here")
+        return layer(x)
+
+    world = World(rank, num_ranks, torch.device("cpu"))
+    work = Work(run=run, leaves=(), parameters=tuple(layer.parameters()), device=world.device)
+    link = Link(bytes_per_s=1e12, latency_s=1e-5, collective_s=1e-4)
+    with mock.patch.multiple(beside, _SMALL=1 << 12, _LARGE=1 << 18):
+        return beside.measure_beside(work, Together(world, together=True), world, link, torch.float32)

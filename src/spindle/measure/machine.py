@@ -19,15 +19,18 @@ import torch
 from spindle.cluster import Cluster, DeviceKind, Island, cluster_named
 from spindle.graph import MetaGraph
 from spindle.launch.mps import VIRTUAL_VARIABLE
+from spindle.measure.beside import Beside, measure_beside
 from spindle.measure.cache import Cache
 from spindle.measure.layers import Kind, LayerMeter, measure_layers
 from spindle.measure.links import measure_link
-from spindle.measure.rates import measure_overlap, measure_rates
+from spindle.measure.rates import measure_rates
 from spindle.measure.together import Together
 from spindle.profile import LayerSamples, Profile, ProfileRequest, sampled_profile
 from spindle.run.code import OpCode
 from spindle.run.rows import Axes
 from spindle.run.world import World
+
+_USABLE = 0.95  # of a GPU's memory can be planned with; torch's allocator leaves gaps
 
 
 def local_profile(
@@ -54,10 +57,11 @@ def local_profile(
     changes, only where a profile was asked for.
     """
     together = Together(world, together=VIRTUAL_VARIABLE in os.environ)
-    cluster = _cluster(world, torch.bfloat16 if graph.numerics.gradient_bytes == 2 else torch.float32)
+    summed = torch.bfloat16 if graph.numerics.gradient_bytes == 2 else torch.float32
+    cluster = _cluster(world, summed)
     samples: dict[str, LayerSamples] = {}
     rates: tuple[float, ...] = ()
-    overlap, update = 1.0, None
+    beside, update = Beside(), None
     if together.size > 1 or world.rank == 0:
         cache = None
         if world.rank == 0 and (world.device.type == "cuda" or request is not None):
@@ -67,13 +71,18 @@ def local_profile(
             graph, code, kinds, batches, batch_axes, world.size, world.device, meter, graphs=graphs, progress=progress
         )
         rates = _host_rates(world) if together.size == 1 else measure_rates(meter.longest, together)
-        overlap = measure_overlap(meter.longest, together, world, cluster.islands[0].link)
+        if world.device.type == "cuda":
+            beside = measure_beside(meter.longest, together, world, cluster.islands[0].link, summed)
         found = [rate for (rate,) in together.tell(update_bytes_per_s() or math.nan) if not math.isnan(rate)]
         update = statistics.median(found) if found else None
     profile: Profile | None = None
     if world.rank == 0:
-        profile = sampled_profile(graph, _updating(cluster, update), samples, rates)
-        profile = replace(profile, overlap=overlap, measured_on=_place(world))
+        profile = replace(
+            sampled_profile(graph, _adjusted(cluster, update, beside.collective_s), samples, rates),
+            overlap=beside.overlap,
+            exchange_overlap=beside.exchange_overlap,
+            measured_on=_place(world),
+        )
     shared: Profile = world.broadcast_object(profile)
     return shared
 
@@ -133,19 +142,23 @@ def _cluster(world: World, summed: torch.dtype) -> Cluster:
     return Cluster(name=f"{world.size} processes on {where}", islands=islands)
 
 
-def _updating(cluster: Cluster, bytes_per_s: float | None) -> Cluster:
-    """The cluster with the rate at which an optimizer step was seen to move its bytes."""
-    if bytes_per_s is None:
-        return cluster
-    islands = (replace(island, kind=replace(island.kind, memory_bytes_per_s=bytes_per_s)) for island in cluster.islands)
-    return replace(cluster, islands=tuple(islands))
+def _adjusted(cluster: Cluster, update_bytes_per_s: float | None, collective_s: float | None) -> Cluster:
+    """The cluster with the rate at which an optimizer step was seen to move its bytes, and what an all-reduce takes
+    beside its bytes while devices compute, where these were measured."""
+    islands = cluster.islands
+    if update_bytes_per_s is not None:
+        islands = tuple(replace(one, kind=replace(one.kind, memory_bytes_per_s=update_bytes_per_s)) for one in islands)
+    if collective_s is not None:
+        islands = tuple(replace(one, link=replace(one.link, collective_s=collective_s)) for one in islands)
+    return replace(cluster, islands=islands)
 
 
 def _kind(world: World, guess: DeviceKind, most: int) -> DeviceKind:
     """What a rank has: its GPU, or its part of the host's memory."""
     if world.device.type == "cuda":
         properties = torch.cuda.get_device_properties(world.device)
-        memory = int(properties.total_memory * torch.cuda.get_per_process_memory_fraction(world.device))
+        share = _USABLE * torch.cuda.get_per_process_memory_fraction(world.device)
+        memory = int(properties.total_memory * share)
         return replace(guess, name=properties.name, memory_bytes=memory, memory_bytes_per_s=2e12)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return replace(guess, memory_bytes=memory // most)

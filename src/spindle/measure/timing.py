@@ -48,7 +48,7 @@ def time_passes(work: Work, together: Together, num_busy: int | None = None) -> 
     With `num_busy`, only so many of the ranks work while the others wait.
     """
     failure: Exception | None = None
-    passes: _Passes | None = None
+    passes: Passes | None = None
     once_s, seconds = math.nan, (math.nan, math.nan)
     try:
         passes = warmed(work)
@@ -82,7 +82,7 @@ def _num_repeats(once_s: float, device: torch.device) -> int:
     return max(_GPU_FEWEST, min(_GPU_MOST, math.ceil(busy_s / max(once_s, 1e-6))))
 
 
-def warmed(work: Work) -> _Passes:
+def warmed(work: Work) -> Passes:
     passes = _Eager(work)
     if work.device.type != "cuda":
         return passes
@@ -157,29 +157,29 @@ class _Graphed:
             self._backward.replay()
 
 
-_Passes = _Eager | _Graphed
+Passes = _Eager | _Graphed
 
 
-def medians(passes: _Passes, num_repeats: int, device: torch.device) -> tuple[float, float]:
+def medians(passes: Passes, num_repeats: int, device: torch.device) -> tuple[float, float]:
     """Forward and backward seconds in the second half of some repeats; nothing waits between them, so the device is
     never idle."""
     marks = []
     for _ in range(num_repeats):
-        begin = _mark(device)
+        begin = mark(device)
         passes.forward()
-        middle = _mark(device)
+        middle = mark(device)
         passes.backward()
-        marks.append((begin, middle, _mark(device)))
+        marks.append((begin, middle, mark(device)))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         marks = marks[num_repeats // 2 :]
     return (
-        statistics.median(_between_s(begin, middle) for begin, middle, _ in marks),
-        statistics.median(_between_s(middle, end) for _, middle, end in marks),
+        statistics.median(between_s(begin, middle) for begin, middle, _ in marks),
+        statistics.median(between_s(middle, end) for _, middle, end in marks),
     )
 
 
-def _mark(device: torch.device) -> Any:
+def mark(device: torch.device) -> Any:
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -187,7 +187,7 @@ def _mark(device: torch.device) -> Any:
     return event
 
 
-def _between_s(begin: Any, end: Any) -> float:
+def between_s(begin: Any, end: Any) -> float:
     if isinstance(begin, float):
         return float(end - begin)
     return float(begin.elapsed_time(end)) / 1e3
@@ -196,10 +196,10 @@ def _between_s(begin: Any, end: Any) -> float:
 def median_s(repeat: Callable[[], object], times: int, device: torch.device) -> float:
     """The median of some repeats, one straight after another, behind one that warms up."""
     repeat()
-    marks = [_mark(device)]
+    marks = [mark(device)]
     for _ in range(times):
         repeat()
-        marks.append(_mark(device))
+        marks.append(mark(device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return statistics.median(_between_s(begin, end) for begin, end in pairwise(marks))
+    return statistics.median(between_s(begin, end) for begin, end in pairwise(marks))

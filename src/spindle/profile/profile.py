@@ -27,9 +27,9 @@ class Profile:
 
     `gangs` says that a time on n devices is a black box: the devices of a slot then start each layer run together,
     because nothing is known of how they share it. `host_rates[k - 1]` is the rate of each of k busy devices of one
-    island; empty means that neighbours do not matter. `overlap` is how many times longer compute and the exchange of
-    gradients take on a device that does both at once. `leaves_out` is what this model knows it does not know;
-    `measured_on` says where and when it was measured, if it was.
+    island; empty means that neighbours do not matter. `overlap` is how many times longer compute takes on a device that
+    exchanges gradients meanwhile, `exchange_overlap` how many times longer that exchange takes. `leaves_out` is what
+    this model knows it does not know; `measured_on` says where and when it was measured, if it was.
     """
 
     graph: MetaGraph
@@ -38,6 +38,7 @@ class Profile:
     gangs: bool = False
     host_rates: tuple[float, ...] = ()
     overlap: float = 1.0
+    exchange_overlap: float = 1.0
     leaves_out: tuple[str, ...] = ()
     measured_on: str = ""
     families: tuple[frozenset[str], ...] = field(init=False, repr=False, compare=False)  # modules that share weights
@@ -56,8 +57,10 @@ class Profile:
                 raise ProfileError(f"op {op.name!r} has times beyond the {self.cluster.num_devices} devices there are")
         if self.host_rates and min(self.host_rates) <= 0:
             raise ProfileError(f"host_rates must be above 0, got {self.host_rates}")
-        if not self.overlap >= 1:
-            raise ProfileError(f"overlap must be at least 1, got {self.overlap}")
+        if not min(self.overlap, self.exchange_overlap) >= 1:
+            raise ProfileError(
+                f"overlap and exchange_overlap must be at least 1, got {self.overlap} and {self.exchange_overlap}"
+            )
 
     @property
     def default_setting(self) -> Setting:

@@ -66,6 +66,7 @@ def profile_facts(profile: Profile) -> Table:
     if profile.host_rates:
         rates = "  ".join(f"{count}: {rate:.2f}" for count, rate in enumerate(profile.host_rates, start=1))
         rows.append(("rates", f"{rates}  (of each device, while so many are busy)"))
-    if profile.overlap > 1:
-        rows.append(("overlap", f"{profile.overlap:.2f} × as long, while a device computes and exchanges gradients"))
+    if max(profile.overlap, profile.exchange_overlap) > 1:
+        slower = f"compute {profile.overlap:.2f} ×, exchange of gradients {profile.exchange_overlap:.2f} × as long"
+        rows.append(("overlap", f"{slower}, while a device does both"))
     return facts(rows)

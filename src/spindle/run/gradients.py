@@ -36,7 +36,7 @@ class Gradients:
         return self._places[id(parameter)]
 
     def gathered(self, bucket: int) -> torch.Tensor:
-        """A bucket's gradients, as its parameters have them now, and their flags."""
+        """A bucket's gradients, as its parameters have them now, and their flags. Parameters keep no other memory."""
         flat, parameters = self._flat(bucket), self._buckets[bucket]
         there = [parameter.grad is not None for parameter in parameters]
         moves: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -48,6 +48,10 @@ class Gradients:
                 moves.append((part, parameter.grad))
         if moves:
             torch._foreach_copy_([part for part, _ in moves], [gradient for _, gradient in moves])
+        for parameter in parameters:
+            part = self._parts[id(parameter)]
+            if parameter.grad is not None and part.dtype == parameter.dtype:
+                parameter.grad = part
         known = self._flags.get(bucket)
         if known is None or known[0] != there:
             known = self._flags[bucket] = (there, torch.tensor(there, dtype=flat.dtype, device=flat.device))

@@ -2,7 +2,8 @@
 
 Resources are, for each device, its port out and in; for each island, its uplink out and in, and its host (for profiles
 that say how busy neighbours slow each other). A transfer takes its bytes at the rate of each resource it crosses; a
-collective is a ring over its members. Left out: what communication takes from compute on the same device.
+collective is a ring over its members. Where a profile says that compute and collectives slow each other on a device,
+the device is a resource, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from spindle.program import Backward, Exchange, Forward, Instances, Memory, Opti
 from spindle.program.program import Column
 
 NS = 1e9
+
+_EXCHANGE_WEIGHT = 2  # of an exchange of gradients on a device, on which compute weighs 1
+_MOST_EXCHANGES = 8  # on one device at once, told apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,14 +137,19 @@ def costs_of(program: Program, instances: Instances, profile: Profile) -> Costs:
 
     _time_compute(program, profile, topology, instances, fixed_ns, entries)
     _time_flows(program, topology, instances, delay_ns, entries)
-    _time_collectives(program, topology, instances, delay_ns, entries, is_shared=profile.overlap > 1)
+    _time_collectives(program, profile, topology, instances, delay_ns, entries)
     _time_updates(program, profile, topology, instances, memory.update_bytes, fixed_ns, entries)
     entry_starts, entry_resource, entry_ns, entry_weight = entries.joined(instances.num_meetings)
 
     slowness_of = np.full(topology.num_resources, -1, dtype=np.int64)
-    slowness = np.ones((2, max(3, 1 + len(profile.host_rates))))
-    slowness[0, 1 : 1 + len(profile.host_rates)] = 1 / np.array(profile.host_rates)
-    slowness[1, 2:] = profile.overlap
+    slowness = np.ones((2, max(2 + _EXCHANGE_WEIGHT * _MOST_EXCHANGES, 1 + len(profile.host_rates))))
+    for busy in range(1, slowness.shape[1]) if profile.host_rates else ():
+        slowness[0, busy] = 1 / profile.host_rates[min(busy, len(profile.host_rates)) - 1]
+    # On a device compute weighs 1 and an exchange 2, so its load is odd where there is compute; and an exchange has the
+    # time there that it takes beside compute, over `overlap`.
+    slowness[1, 1] = 1 / max((1.0, *profile.host_rates))  # alone, its host says how fast it is
+    slowness[1, 2::2] = profile.overlap / profile.exchange_overlap
+    slowness[1, 3::2] = profile.overlap
     slowness_of[topology.host(np.arange(topology.num_islands))] = 0
     slowness_of[topology.device(np.arange(topology.num_devices))] = 1
     bytes_at_start, bytes_at_end = memory.changes(instances)
@@ -190,13 +199,14 @@ def _time_compute(
     meetings = np.flatnonzero(computes[instances.meeting_instruction])
     if not profile.host_rates:
         fixed_ns[:] = np.round(time_ns[instances.meeting_instruction])
-    for meeting in meetings.tolist() if profile.host_rates or profile.overlap > 1 else ():
+    shares_device = _compute_meets_exchange(profile)
+    for meeting in meetings.tolist() if profile.host_rates or shares_device else ():
         members = instances.members[instances.member_starts[meeting] : instances.member_starts[meeting + 1]]
         ranks, work_ns = instances.rank[members], time_ns[instances.meeting_instruction[meeting]]
         if profile.host_rates:
             hosts, counts = np.unique(topology.island[ranks], return_counts=True)
             entries.add(np.full(len(hosts), meeting), topology.host(hosts), np.full(len(hosts), work_ns), counts)
-        if profile.overlap > 1:
+        if shares_device:
             entries.add(np.full(len(ranks), meeting), topology.device(ranks), np.full(len(ranks), work_ns))
 
 
@@ -225,19 +235,20 @@ def _time_flows(
         entries.add(meetings, uplink(islands), num_bytes / topology.uplink_bytes_per_s[islands] * NS)
 
 
+def _compute_meets_exchange(profile: Profile) -> bool:
+    """Whether compute and the exchange of gradients slow each other on a device."""
+    return max(profile.overlap, profile.exchange_overlap) > 1
+
+
 def _time_collectives(
     program: Program,
+    profile: Profile,
     topology: _Topology,
     instances: Instances,
     delay_ns: np.ndarray,
     entries: _Entries,
-    *,
-    is_shared: bool,
 ) -> None:
-    """All-reduces as rings over all members: every port carries it, and every uplink of a group that spans islands.
-
-    Where a device `is_shared` by compute and all-reduces, these slow each other.
-    """
+    """All-reduces as rings over all members: every port carries it, and every uplink of a group that spans islands."""
     if not program.buckets:
         return
     by_bucket = _meetings_of(program, instances, SyncGradients)
@@ -245,8 +256,12 @@ def _time_collectives(
     carried = np.array([ring_bytes(one.num_bytes, len(one.ranks)) * NS for one in program.buckets])
     bucket = np.repeat(np.arange(len(sizes)), sizes)
     ranks = np.concatenate([one.ranks for one in program.buckets])
-    for port in (topology.port_out, topology.port_in, *([topology.device] if is_shared else [])):
-        entries.add(by_bucket[bucket], port(ranks), carried[bucket] / topology.link_bytes_per_s[ranks])
+    alone_ns = carried[bucket] / topology.link_bytes_per_s[ranks]
+    for port in (topology.port_out, topology.port_in):
+        entries.add(by_bucket[bucket], port(ranks), alone_ns)
+    if _compute_meets_exchange(profile):
+        beside_ns = alone_ns * profile.exchange_overlap / profile.overlap
+        entries.add(by_bucket[bucket], topology.device(ranks), beside_ns, np.full(len(ranks), _EXCHANGE_WEIGHT))
     latency = np.zeros(len(sizes))
     np.maximum.at(latency, bucket, topology.link_latency_s[ranks])
 

@@ -1,0 +1,112 @@
+"""How do compute and the exchange of gradients slow each other on devices that are shares of one GPU?
+
+All ranks compute without a pause, as in a backward pass, while small and large all-reduces go on beside it. What the
+small ones take is what an all-reduce costs beside its bytes: its steps on the host, and waiting for a place among
+kernels that are running. What the large ones take more is for their bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from spindle.cluster import Link
+from spindle.measure.timing import Passes, Work, between_s, mark, medians, warmed
+from spindle.measure.together import Together
+from spindle.profile import all_reduce_s, ring_bytes
+from spindle.run.step import Pace
+from spindle.run.world import World, compute_stream, peers
+
+_PASSES = 8
+_SMALL, _LARGE = 1 << 22, 1 << 26  # bytes, both large enough to go the way of gradients
+_FEWEST, _MOST = 12, 200  # sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """How many times longer compute and the bytes of an exchange take beside each other, and what an all-reduce takes
+    beside its bytes meanwhile."""
+
+    overlap: float = 1.0
+    exchange_overlap: float = 1.0
+    collective_s: float | None = None
+
+
+def measure_beside(work: Work | None, together: Together, world: World, link: Link, summed: torch.dtype) -> Beside:
+    """The same on every rank, all of which must ask; `work` is something heavy, `link` was measured without it."""
+    if work is None or together.size == 1:
+        return Beside(collective_s=link.collective_s)
+    passes, alone_s = None, math.nan
+    try:
+        passes = warmed(work)
+        alone_s = sum(medians(passes, _PASSES, work.device))
+    except Exception:  # then it was not measured before, either
+        pass
+    alone = [row[0] for row in together.tell(alone_s)]
+    if any(map(math.isnan, alone)):
+        return Beside(collective_s=link.collective_s)
+    assert passes is not None
+    found = []
+    with peers("measuring sums beside compute"):
+        for num_bytes in (_SMALL, _LARGE):
+            expected_s = 2 * all_reduce_s(num_bytes, world.size, link)
+            count = max(_FEWEST, min(_MOST, math.ceil(4 * max(alone) / expected_s)))
+            buffer = torch.zeros(num_bytes // summed.itemsize, dtype=summed, device=world.device)
+            found.append(_sums_beside(passes, buffer, count, work.device))
+    told = together.tell(*(number for pair in found for number in pair))
+    small_s, _, large_s, pass_s = (statistics.median(column) for column in zip(*told, strict=True))
+    rate = ring_bytes(_LARGE - _SMALL, world.size) / max(large_s - small_s, 1e-6)
+    fixed_s = max(0.0, small_s - ring_bytes(_SMALL, world.size) / rate)
+    share = max(0.0, 1 - fixed_s / large_s)  # of the time in which its bytes were moving
+    slowness = pass_s / statistics.median(alone)
+    return Beside(
+        overlap=max(1.0, (slowness - (1 - share)) / share) if share else 1.0,
+        exchange_overlap=max(1.0, link.bytes_per_s / rate),
+        collective_s=fixed_s,
+    )
+
+
+def _sums_beside(passes: Passes, buffer: torch.Tensor, count: int, device: torch.device) -> tuple[float, float]:
+    """Seconds of a sum and of both passes, while all ranks do the one and the other."""
+    for _ in range(2):
+        dist.all_reduce(buffer)  # the first time is another
+    stop, spans = threading.Event(), list[tuple[object, object]]()
+    busy = threading.Thread(target=_compute, args=(passes, device, stop, spans), daemon=True)
+    busy.start()
+    try:
+        begin_s = time.perf_counter()
+        for one in [dist.all_reduce(buffer, async_op=True) for _ in range(count)]:
+            assert one is not None
+            one.wait()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        sum_s = (time.perf_counter() - begin_s) / count
+    finally:
+        stop.set()
+        busy.join()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    # The first ones may have begun before the sums did.
+    return sum_s, statistics.median(between_s(begin, end) for begin, end in spans[len(spans) // 3 :])
+
+
+def _compute(passes: Passes, device: torch.device, stop: threading.Event, spans: list[tuple[object, object]]) -> None:
+    """Without a pause until it is stopped."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    with torch.cuda.stream(compute_stream()) if on_gpu else nullcontext():
+        pace = Pace(device)
+        while not (stop.is_set() and spans):
+            pace.keep()
+            begin = mark(device)
+            passes.forward()
+            passes.backward()
+            spans.append((begin, mark(device)))
