@@ -15,7 +15,7 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 import spindle  # noqa: E402
-import spindle.train.trainer as trainer_module  # noqa: E402
+import spindle.train.loop as loop_module  # noqa: E402
 from spindle.errors import PlanError, SpindleError, TrainingError, WorkloadError  # noqa: E402
 
 
@@ -464,7 +464,7 @@ def test_losses_are_all_told_in_order_however_far_behind_they_travel(monkeypatch
     """On a GPU they travel later than here."""
 
     def losses(behind):
-        monkeypatch.setitem(trainer_module._LOSSES_BEHIND, "cpu", behind)
+        monkeypatch.setitem(loop_module._LOSSES_BEHIND, "cpu", behind)
         told = []
         _, pull = small()
         _, result = fit(pull, rows(4, 4, 4), steps, on_step=lambda step, losses: told.append((step, losses)))
