@@ -315,7 +315,10 @@ def compare_steps(
         [one.bound.parameters[path] for path in names],
         one.bound.batch_axes,
         World(rank, num_ranks, torch.device(device)),
-        reached=frozenset(number for number, path in enumerate(names) if path in reached),
+        reached={
+            task_name: frozenset(number for number, path in enumerate(names) if path in paths)
+            for task_name, paths in reached.items()
+        },
     )
     captures |= device != "cpu"
     executor._captures = captures

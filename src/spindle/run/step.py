@@ -32,15 +32,36 @@ class Arrival:
     requests: list[Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One of several passes whose gradients add up before the optimizer's step, each with batches of its own.
+
+    `tasks` are those that had a part in this pass or one before it.
+    """
+
+    number: int = 0
+    count: int = 1
+    tasks: frozenset[str] = frozenset()
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.count - 1
+
+
 @dataclass(slots=True)
 class Step:
-    """What one step holds on one rank."""
+    """What one step holds on one rank. A task without a signature has no part in it."""
 
     number: int
     batches: Mapping[str, Any]
     signatures: Mapping[str, int]
     check_losses: bool
     new: frozenset[str]  # tasks whose batch has a shape not seen before
+    turn: Turn
     graphs: Graphs | None = None
     pieces: dict[int, list[Piece]] = field(default_factory=dict)  # by slot, in forward order
     inputs: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # by link: leaves that take gradients

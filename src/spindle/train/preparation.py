@@ -92,7 +92,10 @@ class Prepared:
         graph, facts = self.graph, self.bound.facts
         reached = None
         if facts.reached is not None:
-            reached = frozenset(number for number, one in enumerate(graph.parameters) if one.name in facts.reached)
+            reached = {
+                task: frozenset(number for number, one in enumerate(graph.parameters) if one.name in names)
+                for task, names in facts.reached.items()
+            }
         return Executor(
             program,
             graph,
