@@ -171,7 +171,6 @@ def test_random_layers_repeat_under_one_seed_and_differ_from_step_to_step():
         (rows(4, 3, 4), r"its loader gave a batch of 3 samples, expected 4"),
         ([{"x": "words"}], r"no tensor of its batch has 4 rows, its batch_size; got no tensor at all"),
         ([], r"its loader gives no batch"),
-        ([*rows(4), {"x": torch.ones(4, 3), "y": torch.ones(4)}], r"another form than that of its first batch"),
     ],
 )
 def test_a_wrong_batch_is_explained(loader, message):
@@ -292,28 +291,6 @@ def test_an_error_on_the_first_batch_is_the_users_own():
     with pytest.raises(IndexError) as caught:
         fit(pull, [{"t": torch.tensor([1, 9])}], steps=1)
     assert "task 'pull'" in caught.value.__notes__[0]
-
-
-def test_a_branch_on_shapes_that_a_later_batch_takes_otherwise_is_refused():
-    encoder, _ = small()
-
-    @spindle.task(batch_size=2, name="pull")
-    def pull(batch):
-        x = encoder(batch["x"])
-        return x[:, :2].mean() if x.shape[1] > 2 else x.sum()
-
-    lengths = [{"x": torch.ones(2, length, 3)} for length in (5, 4, 2)]
-    with pytest.raises(TrainingError, match=r"task 'pull': it branches on shapes, and this batch .* takes another way"):
-        fit(pull, lengths, steps=3)
-    assert len(fit(pull, lengths[:2], steps=4)[1].losses) == 4
-
-
-def test_modules_frozen_between_fits_need_a_new_trainer():
-    encoder, task = small()
-    trainer, _ = fit(task, rows(4), steps=1)
-    encoder.module[0].weight.requires_grad_(False)
-    with pytest.raises(TrainingError, match="frozen, thawed or switched"):
-        trainer.fit({"pull": rows(4)}, steps=1, progress=False)
 
 
 # Trials leave no traces, and what is the user's own stays so.

@@ -117,6 +117,13 @@ class Watch:
         """All moments as numbers. The GPU must have passed them."""
         return Spans(self._begin, *(self._settled(moments) for moments in (self.posted, self.start, self.end)))
 
+    def busy_share(self) -> float:
+        """Which share of the step this rank computed. The GPU must have passed it."""
+        spans = self.spans()
+        whole = max(spans.end.values(), default=spans.begin) - spans.begin
+        busy = sum(spans.end[position] - start for position, start in spans.start.items() if position in spans.end)
+        return busy / whole if whole else 0.0
+
     def _settled(self, moments: dict[int, Moment]) -> dict[int, int]:
         return {position: self._number(moment) for position, moment in moments.items()}
 

@@ -1,7 +1,7 @@
 """Step after step: batches read a step ahead, ranks told of them, the plan run on them, losses told of.
 
-In each step ranks exchange one small header, a step ahead: the samples and shapes of each task's next batch, and their
-parts of the losses of a step before.
+In each step ranks exchange one small header, a step ahead: the samples, shapes and way of each task's next batches, and
+their parts of the losses of a step before. A step has as many turns as gradients are accumulated from.
 """
 
 from __future__ import annotations
@@ -15,158 +15,203 @@ from dataclasses import replace
 import torch
 
 from spindle.errors import TrainingError
-from spindle.run import Watch, World
+from spindle.run import Turn, Watch
 from spindle.run.recorded import timeline_of
 from spindle.simulate import simulate
-from spindle.train.buffers import buffers_home, share_buffers
 from spindle.train.feed import Batch, Feed
-from spindle.train.header import Table, agreed, header, losses_in
-from spindle.train.optimizer import optimizer_of
-from spindle.train.preparation import Options, Prepared, on_device
+from spindle.train.header import Agreed, Table, agreed, header, idle_in, losses_in
+from spindle.train.preparation import Prepared, on_device
 from spindle.train.progress import Progress
-from spindle.train.record import RecordedTask, record
+from spindle.train.readiness import Readiness
 from spindle.train.result import FitResult
-from spindle.train.trace import describe_batch
+from spindle.train.sampling import tasks_in_step
 
 OnStep = Callable[[int, dict[str, float]], None]
 _SAMPLED_STEPS = 9  # whose timelines are kept
+_WATCHED = frozenset(3 * 10**power for power in range(9))  # steps that are timed besides, to tell of idle time early
 # How many steps lie between a step and the header that carries its losses. Reading them waits for a GPU, which must not
 # stand still for it.
 _LOSSES_BEHIND = {"cpu": 1, "cuda": 2}
 
 
 class Loop:
-    """Trains with one plan."""
+    """Trains for some steps; `feeds` are new with each loop."""
 
     def __init__(
-        self,
-        prepared: Prepared,
-        options: Options,
-        world: World,
-        feeds: Mapping[str, Feed],
-        shown: Progress,
-        notices: list[str],
-        on_step: OnStep | None,
-        same_way: set[tuple[str, int]],
+        self, readiness: Readiness, feeds: Mapping[str, Feed], shown: Progress, on_step: OnStep | None
     ) -> None:
-        self._prepared, self._options, self._world, self._feeds = prepared, options, world, feeds
-        self._shown, self._notices, self._on_step, self._same_way = shown, notices, on_step, same_way
+        self._readiness, self._feeds, self._shown, self._on_step = readiness, feeds, shown, on_step
+        self._options, self._world, self._names = readiness.options, readiness.world, readiness.options.names
+        self._prepared = readiness.plan(readiness.find_out(feeds, shown), shown)
         self._history: list[dict[str, float]] = []
+        self._tasks_of: deque[frozenset[str]] = deque()  # of the steps whose losses are not told yet
+        self._asked = dict.fromkeys(self._names, 0)  # batches of each task, on whichever ranks
+        self._kept: list[Watch] = []
+        self._watched: tuple[int, Watch] | None = None  # a timed step that a GPU may still be at
+        self._busy = math.nan
 
     def run(self, first: int, steps: int) -> FitResult:
-        prepared, world, shown, names = self._prepared, self._world, self._shown, self._options.names
-        prepared.weights.send_out()
-        share_buffers(prepared.bound, world)
-        main = prepared.main
-        if prepared.optimizer is None:
-            parameters = prepared.graph.parameters
-            prepared.optimizer = optimizer_of(
-                self._options.make_optimizer,
-                [
-                    (parameters[number].name, prepared.weights.parameters[number])
-                    for number in sorted(main.held)
-                    if parameters[number].trainable
-                ],
-            )
+        world, shown, names = self._world, self._shown, self._names
+        self._readiness.send_out(self._prepared)
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(world.device)
-        kept: list[Watch] = []
         sampled = _sampled(steps)
         step_s: list[float] = []
-        batches = self._read()
-        gathering = world.start_all_gather(header(names, batches, None))
+        turns = self._read(first)
+        gathering = world.start_all_gather(header(names, turns, None, self._busy))
         unsent: deque[torch.Tensor] = deque()  # losses of the last steps, which a GPU may still be at
         carries_losses = False  # the header that is on its way
-        shown.training(steps, names)
+        shown.training(steps)
         for number in range(steps):
             begin = time.perf_counter()
             table = [one.tolist() for one in gathering.wait()]
             if carries_losses:
                 self._note(table, first)
-            rows, signatures = agreed(table, names, first + number)
-            current = batches
+            told = agreed(table, names, self._options.accumulate, first + number)
+            if self._watched is not None and first + number - self._watched[0] > _LOSSES_BEHIND[world.device.type]:
+                self._busy, self._watched = self._watched[1].busy_share(), None
+            self._meet_ways(told, turns)
+            current = turns
             if number + 1 < steps:
-                batches = self._read()
+                turns = self._read(first + number + 1)
                 carries_losses = len(unsent) >= _LOSSES_BEHIND[world.device.type]
                 losses = unsent.popleft() if carries_losses else None
-                gathering = world.start_all_gather(header(names, batches, losses))
-            executor = prepared.executor_for(rows)
-            is_timed = number in sampled and executor is main
+                gathering = world.start_all_gather(header(names, turns, losses, self._busy))
+            unsent.append(self._step(first + number, told, current, is_sampled=number in sampled))
+            step_s.append(time.perf_counter() - begin)
+            batches = [one for turn in told for one in turn.values()]
+            shown.step(
+                number + 1,
+                step_s[-1],
+                samples=sum(one.num_rows for one in batches),
+                tokens=sum(one.tokens for one in batches),
+                idle=idle_in(table),
+            )
+        # The losses of the last steps have no header to travel with.
+        for losses in unsent:
+            told_last = world.start_all_gather(header(names, (), losses, self._busy)).wait()
+            self._note([one.tolist() for one in told_last], first)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        notify = self._readiness.notifier(shown)
+        for name, reason in self._prepared.main.without_graph.items():
+            notify(f"{name} runs without a CUDA graph: {reason}")
+        peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else 0
+        self._readiness.bring_home(self._prepared)
+        return self._result(step_s, peak)
+
+    def _read(self, step: int) -> list[dict[str, Batch]]:
+        """The next batches that this rank needs, by turn and task."""
+        options, ways = self._options, self._readiness.ways
+        on = tasks_in_step(options.sampling, self._names, options.tasks_per_step, options.seed, step)
+        wanted = [name for name in on if not self._prepared.main.reads.isdisjoint(ways.names_of(name))]
+        turns = []
+        for turn in range(options.accumulate):
+            batches = {name: self._feeds[name].at(self._asked[name] + turn) for name in wanted}
+            turns.append(
+                {
+                    name: replace(batch, way=ways.key_of(name, batch)) if batch.num_rows else batch
+                    for name, batch in batches.items()
+                }
+            )
+        for name in on:
+            self._asked[name] += options.accumulate
+        return turns
+
+    def _meet_ways(self, told: list[dict[str, Agreed]], turns: list[dict[str, Batch]]) -> None:
+        """Makes a new plan when a batch takes a way that was not met before."""
+        readiness, world = self._readiness, self._world
+        is_new = False
+        for number, batches in enumerate(told):
+            for task, one in batches.items():
+                if readiness.ways.get(task, one.way) is None:
+                    if not is_new:
+                        readiness.bring_home(self._prepared)
+                        is_new = True
+                    batch = world.broadcast_object(turns[number].get(task), one.reader)
+                    readiness.take_new_way(task, one.way, batch, self._shown)
+        if is_new:
+            self._kept.clear()
+            # Who reads a task may be another now: what is read ahead comes with the way's first batch.
+            before = turns
+            self._prepared = readiness.plan(readiness.find_out(self._feeds, self._shown), self._shown)
+            readiness.send_out(self._prepared)
+            self._share_batches(told, before)
+
+    def _share_batches(self, told: list[dict[str, Agreed]], turns: list[dict[str, Batch]]) -> None:
+        """Ranks that read a task from now on get the batches that are already read."""
+        for number, batches in enumerate(told):
+            for task, one in batches.items():
+                batch = self._world.broadcast_object(turns[number].get(task), one.reader)
+                turns[number].setdefault(task, batch)
+
+    def _step(
+        self, step: int, told: list[dict[str, Agreed]], turns: list[dict[str, Batch]], *, is_sampled: bool
+    ) -> torch.Tensor:
+        """Runs a step; gives this rank's parts of the tasks' losses, each a mean over the turns that had the task."""
+        prepared, world, ways = self._prepared, self._world, self._readiness.ways
+        sums = torch.zeros(len(self._names), dtype=torch.float64, device=world.device)
+        counts = [sum(name in batches for batches in told) for name in self._names]
+        used: frozenset[str] = frozenset()
+        for number, (agreements, batches) in enumerate(zip(told, turns, strict=True)):
+            taken = {}
+            for task, one in agreements.items():
+                way = ways.get(task, one.way)
+                assert way is not None
+                taken[task] = way.name
+            used |= frozenset(taken.values())
+            executor = prepared.executor_for({taken[task]: one.num_rows for task, one in agreements.items()})
+            is_watched = executor is prepared.main and number == 0
+            is_timed = is_watched and (is_sampled or step in _WATCHED)
             if is_timed:
                 world.meet()  # a timeline needs a common start, as the simulator has
             parts, watch = executor.step(
-                first + number,
-                {name: on_device(batch.nest, world.device) for name, batch in current.items()},
-                signatures,
-                prepared.optimizer,
-                check_losses=first + number == 0,
+                step,
+                {taken[task]: on_device(batch.nest, world.device) for task, batch in batches.items() if task in taken},
+                {taken[task]: one.signature for task, one in agreements.items()},
+                prepared.update,
+                turn=Turn(number, len(told), used),
+                check_losses=not self._readiness.checked.issuperset(taken.values()),
                 timed=is_timed,
             )
-            unsent.append(parts)
+            self._readiness.checked.update(taken.values())
             if is_timed:
-                kept.append(watch)
-            step_s.append(time.perf_counter() - begin)
-            shown.step(number + 1, step_s[-1])
-        # The losses of the last steps have no header to travel with.
-        for losses in unsent:
-            self._note([one.tolist() for one in world.start_all_gather(header(names, {}, losses)).wait()], first)
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
-        for name, reason in main.without_graph.items():
-            text = f"{name} runs without a CUDA graph: {reason}"
-            if text not in self._notices:
-                self._notices.append(text)
-                shown.note(text)
-        peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else 0
-        prepared.weights.bring_home()
-        buffers_home(prepared, world)
-        share_buffers(prepared.bound, world)
-        return self._result(kept, step_s, peak)
-
-    def _read(self) -> dict[str, Batch]:
-        """The next batches of the tasks that this rank needs."""
-        wanted = self._prepared.main.reads
-        batches = {name: feed.next() for name, feed in self._feeds.items() if name in wanted}
-        for name, batch in batches.items():
-            self._check_way(self._prepared.bound.tasks[name].recorded, batch)
-        return batches
+                self._watched = (step, watch)
+            if is_timed and is_sampled:
+                self._kept.append(watch)
+            places = [prepared.graph.tasks.index(taken[name]) if name in taken else None for name in self._names]
+            for position, place in enumerate(places):
+                if place is not None:
+                    sums[position] += parts[place] / counts[position]
+        self._tasks_of.append(frozenset(name for name, count in zip(self._names, counts, strict=True) if count))
+        return sums
 
     def _note(self, table: Table, first: int) -> None:
         """Losses have become known."""
-        losses, history = losses_in(table, self._options.names), self._history
-        step = first + len(history)
-        history.append(losses)
+        tasks = self._tasks_of.popleft()
+        losses = {name: loss for name, loss in losses_in(table, self._names).items() if name in tasks}
+        step = first + len(self._history)
         for name, loss in losses.items():
             if not math.isfinite(loss):
+                before = next((one[name] for one in reversed(self._history) if name in one), None)
                 raise TrainingError(
                     f"task {name!r}: its loss is {loss} in step {step}"
-                    + (f" (step {step - 1}: {history[-2][name]:.6g})" if len(history) > 1 else "")
+                    + (f" (before that: {before:.6g})" if before is not None else "")
                     + "; look at its learning rate, its data and what it divides by"
                 )
-        self._shown.losses(step, losses)
+        self._history.append(losses)
+        self._shown.losses(losses)
         if self._on_step is not None:
             self._on_step(step, losses)
 
-    def _check_way(self, recorded: RecordedTask, batch: Batch) -> None:
-        """A task that branches on shapes must take the way on which it was recorded."""
-        name = recorded.definition.name
-        if not recorded.decisions or (name, batch.signature) in self._same_way:
-            return
-        again = record(replace(recorded.definition, batch_size=batch.num_rows), batch.nest)
-        if again.decisions != recorded.decisions:
-            raise TrainingError(
-                f"task {name!r}: it branches on shapes, and this batch ({describe_batch(batch.nest)}) takes another "
-                "way than the first did; it is recorded once: move the branch into a module, or pad batches alike"
-            )
-        self._same_way.add((name, batch.signature))
-
-    def _result(self, kept: list[Watch], step_s: list[float], peak_bytes: int) -> FitResult:
+    def _result(self, step_s: list[float], peak_bytes: int) -> FitResult:
         """Everything that can be said about the run; timelines on rank 0 alone."""
-        prepared, world = self._prepared, self._world
-        spans = world.gather_objects([watch.spans() for watch in kept])
+        prepared: Prepared = self._prepared
+        world = self._world
+        spans = world.gather_objects([watch.spans() for watch in self._kept])
         measured = None
-        if world.rank == 0 and kept:
+        if world.rank == 0 and self._kept:
             timelines = [timeline_of(prepared.program, step) for step in zip(*spans, strict=True)]
             measured = sorted(timelines, key=lambda one: one.makespan_ns)[len(timelines) // 2]
         return FitResult(
@@ -179,7 +224,7 @@ class Loop:
             predicted=simulate(prepared.program, prepared.profile),
             measured=measured,
             peak_bytes=tuple(world.gather_objects(peak_bytes)) if peak_bytes else (),
-            notices=tuple(self._notices),
+            notices=tuple(self._readiness.notices),
             crowded=min(prepared.profile.host_rates, default=1.0) < 1,
         )
 

@@ -6,6 +6,7 @@ Rank 0 tries the tasks out, measures their layers and plans; all ranks lower the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,12 +26,14 @@ from spindle.run import Executor, OpCode, World
 from spindle.run.weights import Weights
 from spindle.train.bind import Bound, bind, code_of
 from spindle.train.kinds import kinds_of
-from spindle.train.optimizer import MakeOptimizer
+from spindle.train.optimizer import MakeOptimizer, MakeScheduler, Update, UpdateState
 from spindle.train.probe import Facts, probe
 from spindle.train.progress import Progress
 from spindle.train.record import handles_of, record_all
+from spindle.train.sampling import Share
 from spindle.train.task import TaskDefinition
 from spindle.train.trace import trace, unchanged
+from spindle.train.ways import Ways
 
 
 @dataclass(slots=True)
@@ -39,6 +42,12 @@ class Options:
 
     tasks: tuple[TaskDefinition, ...]
     make_optimizer: MakeOptimizer
+    make_scheduler: MakeScheduler | None
+    clip_norm: float | None
+    accumulate: int
+    autocast: torch.dtype | None
+    sampling: Mapping[str, Share] | None
+    tasks_per_step: int
     planner: str
     plan: Plan | Path | str | None
     profile: Profile | Path | str | None
@@ -49,10 +58,6 @@ class Options:
     @property
     def names(self) -> list[str]:
         return [one.name for one in self.tasks]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(one.batch_size for one in self.tasks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +82,39 @@ class Prepared:
         parameters = [known.bound.parameters[one.name] for one in known.graph.parameters]
         self.weights = Weights(self.program, known.graph, parameters, world)
         self.main = self._executor(self.program)
-        self._executors = {options.sizes: self.main}
-        self.optimizer: torch.optim.Optimizer | None = None
+        self._planned = {name: one.recorded.definition.batch_size for name, one in known.bound.tasks.items()}
+        self._executors = {tuple(self._planned.values()): self.main}
+        self.update: Update | None = None
 
-    def executor_for(self, rows: tuple[int, ...]) -> Executor:
-        """The executor for these numbers of rows; another than planned comes with a loader's short last batch."""
-        if rows not in self._executors:
-            program = lower(self.plan, self.profile, dict(zip(self._options.names, rows, strict=True)))
+    def executor_for(self, rows: Mapping[str, int]) -> Executor:
+        """The executor for these numbers of rows; others than planned come with a loader's short last batch."""
+        key = tuple(rows.get(name, planned) for name, planned in self._planned.items())
+        if key not in self._executors:
+            program = lower(self.plan, self.profile, dict(zip(self._planned, key, strict=True)))
             verify(program, self.profile)
-            self._executors[rows] = self._executor(program, captures=False)
-        return self._executors[rows]
+            self._executors[key] = self._executor(program, captures=False)
+        return self._executors[key]
+
+    def make_update(self, state: UpdateState) -> Update:
+        """The optimizer over what this rank holds, which must be here."""
+        options, weights, rank = self._options, self.weights, self._world.rank
+        trained = [
+            (one.name, weights.parameters[number], weights.holders[number])
+            for number, one in enumerate(self.graph.parameters)
+            if one.trainable and weights.holders[number]
+        ]
+        ranks = sorted({rank for shape in self.program.slots for rank in shape.ranks.tolist()})
+        self.update = Update(
+            options.make_optimizer,
+            options.make_scheduler,
+            options.clip_norm,
+            named=[(name, parameter) for name, parameter, holders in trained if rank in holders],
+            counted=[parameter for _, parameter, holders in trained if rank == holders[0]],
+            ranks=tuple(ranks),
+            world=self._world,
+            state=state,
+        )
+        return self.update
 
     def _executor(self, program: Program, *, captures: bool = True) -> Executor:
         graph, facts = self.graph, self.bound.facts
@@ -106,24 +134,27 @@ class Prepared:
             reached=reached,
             seed=self._options.seed,
             cuda_graphs=self._options.cuda_graphs and captures,
+            autocast=self._options.autocast,
         )
 
 
 def find_out(
     options: Options,
-    examples: Mapping[str, Any],
+    ways: Ways,
     world: World,
     shown: Progress,
     notify: Callable[[str], None],
 ) -> Known:
-    """Records the tasks and measures their layers. `examples` has the first batch of each."""
+    """Records the ways through the tasks and measures their layers."""
     # Copies, because what is tried out may write over its input.
-    examples = {name: on_device(tree_map(_copied, nest), world.device) for name, nest in examples.items()}
+    examples = {way.name: on_device(tree_map(_copied, way.example), world.device) for way in ways}
     shown.stage("recording tasks")
-    recorded = record_all(options.tasks, examples)
+    recorded = record_all([way.definition for way in ways], examples)
     for handle in handles_of(recorded).values():
         handle.module.to(world.device)
-    traced = [trace(one, examples[one.definition.name]) for one in recorded]
+    casting = nullcontext() if options.autocast is None else torch.autocast(world.device.type, dtype=options.autocast)
+    with casting:
+        traced = [trace(one, examples[one.definition.name]) for one in recorded]
     facts: Facts = world.broadcast_object(probe(traced, examples) if world.rank == 0 else None)
     bound = bind(options.name, traced, facts)
     _explain(bound, world, notify)
@@ -132,7 +163,8 @@ def find_out(
     request = profile_request()
     if options.profile is not None and request is None:
         return Known(bound, graph, code, _fitting_profile(options.profile, graph, world), mode_of(bound))
-    with shown.bar("measuring layers") as tell, unchanged(handle.module for handle in bound.handles.values()):
+    modules = [handle.module for handle in bound.handles.values()]
+    with shown.bar("measuring layers") as tell, unchanged(modules), casting:
         profile = local_profile(
             graph,
             code,

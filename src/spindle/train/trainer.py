@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,29 @@ from spindle.errors import TrainingError, WorkloadError
 from spindle.plan import Plan
 from spindle.profile import Profile
 from spindle.run import World, join_world
+from spindle.train.evaluation import evaluate
 from spindle.train.feed import Feed, draw, random_state
 from spindle.train.loop import Loop, OnStep
-from spindle.train.optimizer import MakeOptimizer
-from spindle.train.preparation import Known, Options, Prepared, find_out, mode_of, prepare
+from spindle.train.optimizer import MakeOptimizer, MakeScheduler
+from spindle.train.preparation import Options
 from spindle.train.progress import Progress
+from spindle.train.readiness import Readiness
 from spindle.train.record import handles_of, record_all
 from spindle.train.result import FitResult
+from spindle.train.sampling import Share, check_sampling
 from spindle.train.task import TaskDefinition
 
 
 class Trainer:
     """Trains several tasks in one step on all processes there are.
 
-    `optimizer` is called on each rank with the names and parameters that it holds, and returns a torch optimizer of
-    them. `plan` is a plan to run (a Plan, or the file of one); without it `planner` makes one, from measurements of
+    `optimizer` is called on each rank with the names (`module.path`) and parameters that it holds, and returns a torch
+    optimizer of them, with what groups it likes; `scheduler` is called with that optimizer, and stepped after it.
+    Gradients of `accumulate` batches of each task are averaged before a step, and clipped by their global norm to
+    `clip_norm`. Layers and losses run under an `autocast` to that type (torch.bfloat16). With `sampling`, a step has
+    `tasks_per_step` of the tasks, drawn by these weights, which may be functions of the step.
+
+    `plan` is a plan to run (a Plan, or the file of one); without it `planner` makes one, from measurements of
     this machine, or from a `profile` (a Profile, or the file that `spindle profile` wrote). `seed` is for random layers
     and for the planner. On a GPU, steps whose batches have the same shapes are captured in `cuda_graphs` and replayed:
     the same numbers, without what Python code in a module does beside.
@@ -38,6 +45,12 @@ class Trainer:
         tasks: Sequence[TaskDefinition],
         *,
         optimizer: MakeOptimizer,
+        scheduler: MakeScheduler | None = None,
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        autocast: torch.dtype | None = None,
+        sampling: Mapping[str, Share] | None = None,
+        tasks_per_step: int = 1,
         planner: str = "wavefront",
         plan: Plan | Path | str | None = None,
         profile: Profile | Path | str | None = None,
@@ -58,9 +71,25 @@ class Trainer:
                 raise WorkloadError(
                     f"two tasks are called {task_name!r}; give one another name, @spindle.task(name=...)"
                 )
-        self._options = Options(
+        if accumulate < 1:
+            raise TrainingError(f"spindle.Trainer(accumulate={accumulate}): must be at least 1")
+        if clip_norm is not None and not clip_norm > 0:
+            raise TrainingError(f"spindle.Trainer(clip_norm={clip_norm}): must be above 0")
+        if autocast not in (None, torch.bfloat16):
+            raise TrainingError(
+                f"spindle.Trainer(autocast={autocast}): expected torch.bfloat16; other types need losses to be scaled"
+            )
+        if sampling is not None:
+            check_sampling(sampling, names, tasks_per_step)
+        options = Options(
             tasks=tuple(tasks),
             make_optimizer=optimizer,
+            make_scheduler=scheduler,
+            clip_norm=clip_norm,
+            accumulate=accumulate,
+            autocast=autocast,
+            sampling=sampling,
+            tasks_per_step=tasks_per_step,
             planner=planner,
             plan=plan,
             profile=profile,
@@ -70,10 +99,8 @@ class Trainer:
         )
         self.world: World = join_world()
         self.notices: list[str] = []
-        self._known: Known | None = None
-        self._prepared: Prepared | None = None
-        self._steps_done = 0
-        self._same_way: set[tuple[str, int]] = set()
+        self._options, self._steps_done = options, 0
+        self._readiness = Readiness(options, self.world, self.notices)
 
     @property
     def rank(self) -> int:
@@ -82,19 +109,20 @@ class Trainer:
     @property
     def plan(self) -> Plan | None:
         """The plan that is trained with, once there is one."""
-        return self._prepared.plan if self._prepared else None
+        return self._readiness.prepared.plan if self._readiness.prepared else None
 
     @property
     def profile(self) -> Profile | None:
         """What was measured, once it was."""
-        return self._known.profile if self._known else None
+        return self._readiness.known.profile if self._readiness.known else None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Weights and buffers of all modules, `module.path` by name, the same on every rank.
 
         They load into plain PyTorch: `nn.ModuleDict({"vision": vision, ...}).load_state_dict(...)`.
         """
-        handles = self._known.bound.handles if self._known else handles_of(record_all(self._options.tasks))
+        known = self._readiness.known
+        handles = known.bound.handles if known else handles_of(record_all(self._options.tasks))
         return {
             f"{name}.{path}": value
             for name, handle in handles.items()
@@ -113,22 +141,15 @@ class Trainer:
         """Trains for so many steps. Afterwards the user's own modules hold the trained weights.
 
         `loaders` has an iterable of batches for each task. `on_step(step, losses)` is called on every rank as losses
-        become known, a step or two behind.
+        become known, a step or two behind. Modules that were frozen, thawed or switched since the last fit are found
+        out and planned anew.
         """
         if steps < 1:
             raise TrainingError(f"fit(steps={steps}): must be at least 1")
         shown = Progress(enabled=progress and self.world.rank == 0)
         try:
             feeds = self._feeds(loaders, drop_last, shown)
-            known = self._find_out(feeds, shown)
-            if known.mode != mode_of(known.bound):
-                raise TrainingError(
-                    "modules were frozen, thawed or switched between train() and eval() since the first fit, which "
-                    "planned for them as they were; make a new spindle.Trainer"
-                )
-            if self._prepared is None:
-                self._prepared = prepare(known, self._options, self.world, shown)
-            loop = Loop(self._prepared, self._options, self.world, feeds, shown, self.notices, on_step, self._same_way)
+            loop = Loop(self._readiness, feeds, shown, on_step)
             result = loop.run(self._steps_done, steps)
             self._steps_done += steps
             return result
@@ -142,32 +163,28 @@ class Trainer:
         """
         shown = Progress(enabled=progress and self.world.rank == 0)
         try:
-            return self._find_out(self._feeds(loaders, True, shown), shown).profile
+            return self._readiness.find_out(self._feeds(loaders, True, shown), shown).profile
         finally:
             shown.close()
 
     def replan(self, *, planner: str | None = None, plan: Plan | Path | str | None = None) -> None:
-        """The next `fit` goes on with another plan: a given one, or another planner's. The optimizer starts anew."""
+        """The next `fit` goes on with another plan: a given one, or another planner's."""
         if planner is not None:
             self._options.planner = planner
         self._options.plan = plan
-        if self._prepared is not None:
-            for parameter in self._prepared.weights.parameters:
-                parameter.grad = None
-            self._prepared = None
-            gc.collect()  # what the plan held on its device
-            self.world.forget_groups()
+        self._readiness.forget_plan()
 
-    def _notify(self, shown: Progress, text: str) -> None:
-        self.notices.append(text)
-        shown.note(text)
+    def evaluate(self, loaders: Mapping[str, Iterable[Any]], *, steps: int | None = None) -> dict[str, float]:
+        """The mean loss of each task that has a loader here, over one epoch of it or so many of its batches.
 
-    def _find_out(self, feeds: Mapping[str, Feed], shown: Progress) -> Known:
-        """What is known of the tasks, found out the first time."""
-        if self._known is None:
-            examples = {name: feed.peek().nest for name, feed in feeds.items()}
-            self._known = find_out(self._options, examples, self.world, shown, lambda text: self._notify(shown, text))
-        return self._known
+        Modules are in evaluation mode meanwhile. A `spindle.mean` is total over count of all batches; other losses are
+        averaged over batches, each counting as many times as it has samples.
+        """
+        state = self.world.broadcast_object(random_state())
+        draw()
+        return evaluate(
+            self._options, loaders, steps, state, self.world, share_weights=self.world.size > 1 and not self._steps_done
+        )
 
     def _feeds(self, loaders: Mapping[str, Iterable[Any]], drop_last: bool, shown: Progress) -> dict[str, Feed]:
         names = [one.name for one in self._options.tasks]
@@ -185,10 +202,8 @@ class Trainer:
             )
         state = self.world.broadcast_object(random_state())
         draw()
-        several = self.world.size > 1
+        several, notify = self.world.size > 1, self._readiness.notifier(shown)
         return {
-            one.name: Feed(
-                one, loaders[one.name], drop_last, state, lambda text: self._notify(shown, text), compared=several
-            )
+            one.name: Feed(one, loaders[one.name], drop_last, state, notify, compared=several)
             for one in self._options.tasks
         }

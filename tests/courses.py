@@ -1,0 +1,295 @@
+"""Whole trainings, by a Trainer on some ranks and by a plain PyTorch loop in one process, to be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import spindle
+from replay import graphs_without_cuda
+from spindle.train.task import Mean
+from zoo import Tower
+
+Modules = dict[str, nn.Module]
+WIDTH = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Some steps, and what a user does to the modules before them."""
+
+    steps: int
+    before: Callable[[Modules], None] = lambda modules: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """A training. `batch(task, number)` is the task's batch of that number; `on` says which tasks are in a step, where
+    not all are."""
+
+    tasks: Callable[[Mapping[str, Any]], list[Any]]  # of handles
+    batch: Callable[[str, int], Any]
+    modules: Callable[[], Modules]
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    module_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    fits: tuple[Fit, ...] = (Fit(steps=4),)
+    captures: bool = False
+
+    def make_optimizer(self, named: Any) -> torch.optim.Optimizer:
+        if self.optimizer is not None:
+            return self.optimizer(named)
+        return torch.optim.SGD([one for _, one in named], lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """How far a rank ended from the plain loop, and what else is asked about."""
+
+    loss: float
+    parameter: float
+    worst: str
+    tasks: tuple[frozenset[str], ...]  # of each step
+    notices: tuple[str, ...]
+    moved: float  # how far parameters went at all
+    captured: int
+    recomputed: tuple[str, ...]
+
+
+def follow(rank: int, num_ranks: int, name: str, plan: str) -> Followed:
+    """Trains a course with a Trainer, under some legal plan, and then plainly."""
+    course = COURSES[name]()
+    with graphs_without_cuda() if course.captures else nullcontext():
+        return _follow(course, num_ranks, plan)
+
+
+def _follow(course: Course, num_ranks: int, plan: str) -> Followed:
+    from worlds import random_plan_text
+
+    modules = course.modules()
+    begin = {path: one.detach().clone() for path, one in nn.ModuleDict(modules).named_parameters()}
+    handles = {name: spindle.module(name, one, **course.module_options.get(name, {})) for name, one in modules.items()}
+    tasks = course.tasks(handles)
+    trainer = spindle.Trainer(tasks, optimizer=course.make_optimizer, **course.options)
+    history: list[dict[str, float]] = []
+    asked = dict.fromkeys([one.name for one in tasks], 0)
+    captured = 0
+    for number, fit in enumerate(course.fits):
+        fit.before(modules)
+
+        def loader(task: str) -> Any:
+            """Goes on where the last fit ended; reads ahead."""
+            place = asked[task]
+            while True:
+                yield course.batch(task, place)
+                place += 1
+
+        loaders = {one.name: loader(one.name) for one in tasks}
+        if number == 0 and plan.startswith("plan "):
+            first = {one.name: [course.batch(one.name, 0)] for one in tasks}
+            trainer.prepare(first, progress=False)
+            trainer.replan(plan=random_plan_text(trainer.profile, plan))
+        if course.captures:
+            readiness = trainer._readiness
+            prepared = readiness.plan(readiness.known, spindle.train.progress.Progress(enabled=False))
+            prepared.main._captures = True
+        result = trainer.fit(loaders, steps=fit.steps, progress=False)
+        captured = trainer._readiness.prepared.main.num_captured
+        history += result.losses
+        turns = course.options.get("accumulate", 1)
+        for losses in result.losses:
+            for task in asked if "sampling" not in course.options else losses:
+                asked[task] += turns
+    plain = course.modules()
+    expected = train_plainly(course, plain, [set(losses) for losses in history])
+    loss = max(
+        abs(ours[task] - value) / max(abs(value), 1e-3)
+        for ours, theirs in zip(history, expected, strict=True)
+        for task, value in theirs.items()
+    )
+    mine, theirs = (dict(nn.ModuleDict(one).named_parameters()) for one in (modules, plain))
+    errors = {path: float((mine[path] - one).norm() / max(float(one.norm()), 1e-3)) for path, one in theirs.items()}
+    worst = max(errors, key=lambda path: errors[path])
+    return Followed(
+        loss=loss,
+        parameter=errors[worst],
+        worst=worst,
+        tasks=tuple(frozenset(losses) for losses in history),
+        notices=tuple(trainer.notices),
+        moved=max(float((theirs[path] - one).norm()) for path, one in begin.items()),
+        captured=captured,
+        recomputed=trainer.plan.recompute,
+    )
+
+
+def value_of(result: Any) -> torch.Tensor:
+    return result.total / result.count if isinstance(result, Mean) else result
+
+
+def train_plainly(course: Course, modules: Modules, tasks_of_steps: list[set[str]]) -> list[dict[str, float]]:
+    """What a person would write for one process."""
+    tasks = course.tasks(modules)
+    names = [one.name for one in tasks]
+    options = course.options
+    turns = options.get("accumulate", 1)
+    optimizer = course.make_optimizer(list(nn.ModuleDict(modules).named_parameters()))
+    scheduler = options["scheduler"](optimizer) if "scheduler" in options else None
+    asked = dict.fromkeys(names, 0)
+    history: list[dict[str, float]] = []
+    for fit in course.fits:
+        fit.before(modules)
+        for _ in range(fit.steps):
+            step = len(history)
+            on = tasks_of_steps[step] if "sampling" in options else set(names)
+            optimizer.zero_grad()
+            losses: dict[str, list[float]] = {}
+            for _ in range(turns):
+                total: Any = 0.0
+                for one in tasks:
+                    if one.name not in on:
+                        continue
+                    batch = course.batch(one.name, asked[one.name])
+                    asked[one.name] += 1
+                    if batch is None:
+                        continue
+                    dtype = options.get("autocast")
+                    with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
+                        loss = value_of(one(batch))
+                    losses.setdefault(one.name, []).append(loss.item())
+                    weight = one.weight(step) if callable(one.weight) else one.weight
+                    total = total + weight * loss / turns
+                if isinstance(total, torch.Tensor):
+                    total.backward()
+            if "clip_norm" in options:
+                torch.nn.utils.clip_grad_norm_(nn.ModuleDict(modules).parameters(), options["clip_norm"])
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            history.append({name: sum(found) / len(found) for name, found in losses.items()})
+    return history
+
+
+# Courses.
+
+
+def two_towers() -> Modules:
+    torch.manual_seed(5)
+    return {
+        "vision": Tower(4, WIDTH, 3).double(),
+        "text": Tower(3, WIDTH, 2).double(),
+        "head": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)).double(),
+    }
+
+
+def pairs_and_answers(**options: Any) -> Callable[[Mapping[str, Any]], list[Any]]:
+    """A loss over the whole batch, and one over tokens."""
+
+    def tasks(handles: Mapping[str, Any]) -> list[Any]:
+        vision, text, head = handles["vision"], handles["text"], handles["head"]
+
+        @spindle.task(batch_size=5, **options)
+        def pair(batch):
+            scores = F.normalize(vision(batch["x"]), dim=-1) @ F.normalize(text(batch["y"]), dim=-1).T
+            return F.cross_entropy(scores * 4, torch.arange(scores.shape[0]))
+
+        @spindle.task(batch_size=7, weight=0.5)
+        def answer(batch):
+            wrong = ((head(text(batch["y"])) - batch["z"]) ** 2).mean(-1)
+            return spindle.mean((wrong * batch["m"]).sum(), batch["m"].sum())
+
+        return [pair, answer]
+
+    return tasks
+
+
+def normal_batch(task: str, number: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * len(task) + number)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    if task == "pair":
+        return {"x": normal(5, 4), "y": normal(5, 3)}
+    kept = (torch.rand(7, generator=generator) > 0.4).double()
+    kept[0] = 1.0
+    return {"y": normal(7, 3), "z": normal(7, 2), "m": kept}
+
+
+def course(**named: Any) -> Course:
+    """The two tasks above, with whatever is tried out."""
+    given: dict[str, Any] = {"tasks": pairs_and_answers(), "batch": normal_batch, "modules": two_towers, **named}
+    return Course(**given)
+
+
+def grouped(named: Any) -> torch.optim.Optimizer:
+    """A group for each module that is there, with settings of its own."""
+    rates = {"vision": 0.1, "text": 0.02, "head": 0.05}
+    groups = [
+        {"params": [one for path, one in named if path.startswith(module)], "lr": rate, "weight_decay": rate}
+        for module, rate in rates.items()
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]])
+
+
+def warming(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, total_iters=2),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4),
+        ],
+        milestones=[2],
+    )
+
+
+def frozen(*names: str, trains: bool = False) -> Callable[[Modules], None]:
+    def freeze(modules: Modules) -> None:
+        for name in names:
+            modules[name].requires_grad_(trains)
+
+    return freeze
+
+
+COURSES: dict[str, Callable[[], Course]] = {
+    "groups and schedule": lambda: course(
+        optimizer=grouped, options={"scheduler": warming}, fits=(Fit(steps=3), Fit(steps=3))
+    ),
+    "clipped": lambda: course(options={"clip_norm": 0.05}),
+    "clipped rarely": lambda: course(options={"clip_norm": 1e3}),
+    "accumulated": lambda: course(options={"accumulate": 3, "clip_norm": 0.3}, fits=(Fit(steps=3),)),
+    "accumulated, captured": lambda: course(options={"accumulate": 2}, fits=(Fit(steps=5),), captures=True),
+    "weight": lambda: course(tasks=pairs_and_answers(weight=lambda step: 0.3 + 0.5 * step)),
+    "weight, captured": lambda: course(
+        tasks=pairs_and_answers(weight=lambda step: 0.3 + 0.5 * step), fits=(Fit(steps=7),), captures=True
+    ),
+    "checkpointed": lambda: course(module_options={"vision": {"checkpoint": True}}),
+    "sampled": lambda: course(options={"sampling": {"pair": 2.0, "answer": 1.0}}, fits=(Fit(steps=8),)),
+    "sampled by step": lambda: course(
+        options={"sampling": {"pair": lambda step: float(step < 3), "answer": lambda step: float(step >= 3)}},
+        fits=(Fit(steps=6),),
+    ),
+    "sampled, accumulated": lambda: course(
+        options={"sampling": {"pair": 1.0, "answer": 1.0}, "accumulate": 2, "seed": 1}, fits=(Fit(steps=6),)
+    ),
+    "sampled, captured": lambda: course(
+        options={"sampling": {"pair": 1.0, "answer": 1.0}}, fits=(Fit(steps=16),), captures=True
+    ),
+    "frozen": lambda: course(
+        fits=(
+            Fit(steps=2),
+            Fit(steps=2, before=frozen("text", "head")),
+            Fit(steps=2, before=frozen("text", trains=True)),
+        )
+    ),
+    "autocast": lambda: course(
+        modules=lambda: {name: one.float() for name, one in two_towers().items()},
+        batch=lambda task, number: {key: leaf.float() for key, leaf in normal_batch(task, number).items()},
+        options={"autocast": torch.bfloat16},
+    ),
+}
