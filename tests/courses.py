@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,8 @@ from torch import nn
 
 import spindle
 from replay import graphs_without_cuda
+from spindle.run import Executor
+from spindle.train import preparation
 from spindle.train.task import Mean
 from zoo import Tower
 
@@ -65,8 +68,18 @@ class Followed:
 def follow(rank: int, num_ranks: int, name: str, plan: str) -> Followed:
     """Trains a course with a Trainer, under some legal plan, and then plainly."""
     course = COURSES[name]()
-    with graphs_without_cuda() if course.captures else nullcontext():
+    if not course.captures:
         return _follow(course, num_ranks, plan)
+    with graphs_without_cuda(), mock.patch.object(preparation, "Executor", Capturing):
+        return _follow(course, num_ranks, plan)
+
+
+class Capturing(Executor):
+    """Captures slots though there is no GPU."""
+
+    def __init__(self, *args: Any, cuda_graphs: bool, **named: Any) -> None:
+        super().__init__(*args, cuda_graphs=cuda_graphs, **named)
+        self._captures = cuda_graphs
 
 
 def _follow(course: Course, num_ranks: int, plan: str) -> Followed:
@@ -95,10 +108,6 @@ def _follow(course: Course, num_ranks: int, plan: str) -> Followed:
             first = {one.name: [course.batch(one.name, 0)] for one in tasks}
             trainer.prepare(first, progress=False)
             trainer.replan(plan=random_plan_text(trainer.profile, plan))
-        if course.captures:
-            readiness = trainer._readiness
-            prepared = readiness.plan(readiness.known, spindle.train.progress.Progress(enabled=False))
-            prepared.main._captures = True
         result = trainer.fit(loaders, steps=fit.steps, progress=False)
         captured = trainer._readiness.prepared.main.num_captured
         history += result.losses
@@ -114,7 +123,10 @@ def _follow(course: Course, num_ranks: int, plan: str) -> Followed:
         for task, value in theirs.items()
     )
     mine, theirs = (dict(nn.ModuleDict(one).named_parameters()) for one in (modules, plain))
-    errors = {path: float((mine[path] - one).norm() / max(float(one.norm()), 1e-3)) for path, one in theirs.items()}
+    errors = {
+        path: float((mine[path] - one).detach().norm() / max(float(one.detach().norm()), 1e-3))
+        for path, one in theirs.items()
+    }
     worst = max(errors, key=lambda path: errors[path])
     return Followed(
         loss=loss,
@@ -122,7 +134,7 @@ def _follow(course: Course, num_ranks: int, plan: str) -> Followed:
         worst=worst,
         tasks=tuple(frozenset(losses) for losses in history),
         notices=tuple(trainer.notices),
-        moved=max(float((theirs[path] - one).norm()) for path, one in begin.items()),
+        moved=max(float((theirs[path].detach() - one).norm()) for path, one in begin.items()),
         captured=captured,
         recomputed=trainer.plan.recompute,
     )
@@ -256,7 +268,166 @@ def frozen(*names: str, trains: bool = False) -> Callable[[Modules], None]:
     return freeze
 
 
+# Batches that differ in what they have.
+
+
+def with_or_without_images(handles: Mapping[str, Any]) -> list[Any]:
+    """Text, and images where a batch has some; the second task always has images."""
+    vision, text, head = handles["vision"], handles["text"], handles["head"]
+
+    @spindle.task(batch_size=5)
+    def caption(batch):
+        hidden = text(batch["y"])
+        images = batch.get("x")
+        if images is not None and images.shape[0] > 0:
+            hidden = hidden + vision(images)
+        wrong = ((head(hidden) - batch["z"]) ** 2).mean(-1)
+        return spindle.mean(wrong.sum(), wrong.shape[0])
+
+    @spindle.task(batch_size=2, per_sample_mean=True)
+    def look(batch):
+        return (vision(batch["x"]) ** 2).mean()
+
+    return [caption, look]
+
+
+def only_caption(handles: Mapping[str, Any]) -> list[Any]:
+    return with_or_without_images(handles)[:1]
+
+
+def mixed_batch(forms: str) -> Callable[[str, int], Any]:
+    """Batches as letters say, again and again: (i)mages, (n)one, key (a)bsent, (e)mpty images, no batch at all (-)."""
+
+    def batch(task: str, number: int) -> Any:
+        generator = torch.Generator().manual_seed(7000 + 10 * number + len(task))
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        if task == "look":
+            return {"x": normal(2, 4)}
+        whole = {"x": normal(5, 4), "y": normal(5, 3), "z": normal(5, 2)}
+        match forms[number % len(forms)]:
+            case "n":
+                return {**whole, "x": None}
+            case "a":
+                return {"y": whole["y"], "z": whole["z"]}
+            case "e":
+                return {**whole, "x": torch.zeros(0, 4, dtype=torch.float64)}
+            case "-":
+                return None
+            case _:
+                return whole
+
+    return batch
+
+
+class Filled(nn.Module):
+    """A language model that puts the images of a batch, however many, where the text wants them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, y_BC, seen_ND=None, rows_N=None):
+        hidden_BD = self.first(y_BC)
+        if seen_ND is not None:
+            hidden_BD = hidden_BD.index_add(0, rows_N, seen_ND)
+        return self.last(torch.tanh(hidden_BD))
+
+
+def images_in_any_number(handles: Mapping[str, Any]) -> list[Any]:
+    vision, language = handles["vision"], handles["language"]
+
+    @spindle.task(batch_size=4)
+    def chat(batch):
+        if batch["pixels"] is None:
+            answer = language(batch["y"])
+        else:
+            answer = language(batch["y"], vision(batch["pixels"]), batch["rows"])
+        return ((answer - batch["z"]) ** 2).mean()
+
+    return [chat]
+
+
+def chat_batch(task: str, number: int) -> dict[str, torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(number)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    count = (2, 0, 3, 1, 0, 6)[number % 6]
+    return {
+        "y": normal(4, 3),
+        "z": normal(4, 2),
+        "pixels": normal(count, 4) if count else None,
+        "rows": torch.randint(4, (count,), generator=generator) if count else None,
+    }
+
+
+def chatting() -> Modules:
+    torch.manual_seed(6)
+    return {"vision": Tower(4, WIDTH, 3).double(), "language": Filled().double()}
+
+
+def by_length(handles: Mapping[str, Any]) -> list[Any]:
+    text, head = handles["text"], handles["head"]
+
+    @spindle.task(batch_size=5)
+    def read(batch):
+        hidden = text(batch["y"])
+        return head(hidden[:, :2]).square().mean() if hidden.shape[1] > 2 else hidden.square().sum()
+
+    return [read]
+
+
+def long_or_short(task: str, number: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return {"y": torch.randn(5, (4, 2, 3, 1)[number % 4], 3, generator=generator, dtype=torch.float64)}
+
+
+def one_sample(handles: Mapping[str, Any]) -> list[Any]:
+    """Fewer samples than there are devices."""
+    vision, text, head = handles["vision"], handles["text"], handles["head"]
+
+    @spindle.task(batch_size=1)
+    def single(batch):
+        return (head(vision(batch["x"])) - batch["z"]).square().mean()
+
+    @spindle.task(batch_size=2, per_sample_mean=True)
+    def double(batch):
+        return (head(text(batch["y"])) - batch["z"]).square().mean()
+
+    return [single, double]
+
+
+def few_samples(task: str, number: int) -> dict[str, torch.Tensor]:
+    whole = mixed_batch("i")("caption", number)
+    return {key: leaf[: 1 if task == "single" else 2] for key, leaf in whole.items()}
+
+
+def mixed(forms: str, steps: int = 5, **named: Any) -> Course:
+    return course(
+        **{"tasks": with_or_without_images, "batch": mixed_batch(forms), "fits": (Fit(steps=steps),), **named}
+    )
+
+
 COURSES: dict[str, Callable[[], Course]] = {
+    "text only": lambda: mixed("inina"),
+    "text first": lambda: mixed("nni", tasks=only_caption),
+    "images never again": lambda: mixed("innn", tasks=only_caption),
+    "empty images": lambda: mixed("ieei"),
+    "no batch": lambda: mixed("i-n-"),
+    "no batch first": lambda: mixed("-ni"),
+    "mixed, clipped and accumulated": lambda: mixed(
+        "inai-n", options={"accumulate": 2, "clip_norm": 0.2}, optimizer=grouped
+    ),
+    "mixed, captured": lambda: mixed("in", steps=14, captures=True),
+    "any number of images": lambda: course(
+        tasks=images_in_any_number, batch=chat_batch, modules=chatting, fits=(Fit(steps=6),)
+    ),
+    "by length": lambda: course(tasks=by_length, batch=long_or_short, fits=(Fit(steps=5),)),
+    "few samples": lambda: course(tasks=one_sample, batch=few_samples),
     "groups and schedule": lambda: course(
         optimizer=grouped, options={"scheduler": warming}, fits=(Fit(steps=3), Fit(steps=3))
     ),

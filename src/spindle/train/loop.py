@@ -109,12 +109,8 @@ class Loop:
         turns = []
         for turn in range(options.accumulate):
             batches = {name: self._feeds[name].at(self._asked[name] + turn) for name in wanted}
-            turns.append(
-                {
-                    name: replace(batch, way=ways.key_of(name, batch)) if batch.num_rows else batch
-                    for name, batch in batches.items()
-                }
-            )
+            with self._prepared.weights.in_shape():
+                turns.append({name: replace(batch, way=ways.key_of(name, batch)) for name, batch in batches.items()})
         for name in on:
             self._asked[name] += options.accumulate
         return turns

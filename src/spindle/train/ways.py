@@ -51,7 +51,9 @@ class Ways:
         return self._ways.get((task, key))
 
     def key_of(self, task: str, batch: Batch) -> int:
-        """The key of the way that a batch takes. Batches of one shape take one way."""
+        """The key of the way that a batch takes; 0 for one without samples. Batches of one shape take one way."""
+        if batch.num_rows == 0:
+            return 0
         known = self._keys.get((task, batch.signature))
         if known is None:
             form = form_of_batch(batch.nest)
