@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import random
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, WeightedRandomSampler, default_collate
 
 import spindle
 from replay import graphs_without_cuda
@@ -464,3 +468,142 @@ COURSES: dict[str, Callable[[], Course]] = {
         options={"autocast": torch.bfloat16},
     ),
 }
+
+
+# Data.
+
+
+class Notes(torch.utils.data.Dataset):
+    """Samples with two entries and a goal, which notes who asks for what."""
+
+    def __init__(self, length: int = 20, is_random: bool = False) -> None:
+        self.length, self.is_random = length, is_random
+        self.asked: list[tuple[int, tuple[str, ...]]] = []
+        self.threads: list[str] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        return self.entries(number, ("x", "y", "z"))
+
+    @staticmethod
+    def batch_of(numbers: Iterable[int]) -> Any:
+        return default_collate([Notes()[number] for number in numbers])
+
+    def entries(self, number: int, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        self.asked.append((number, names))
+        self.threads.append(threading.current_thread().name)
+        generator = torch.Generator().manual_seed(number)
+        widths = {"x": 4, "y": 3, "z": WIDTH}
+        whole = {key: torch.randn(width, generator=generator, dtype=torch.float64) for key, width in widths.items()}
+        if self.is_random:
+            whole["x"] = whole["x"] + torch.rand(4, dtype=torch.float64) + random.random() + np.random.random()
+        return {name: whole[name] for name in names}
+
+
+class NotesByField(Notes):
+    def get_fields(self, number: int, names: list[str]) -> dict[str, torch.Tensor]:
+        return self.entries(number, tuple(names))
+
+
+class Streamed(torch.utils.data.IterableDataset):
+    """The samples one after another."""
+
+    def __iter__(self) -> Any:
+        notes = Notes()
+        yield from (notes[number] for number in range(notes.length))
+
+
+def loader_named(kind: str, dataset: Notes) -> Any:
+    """What the user gives, over a dataset that is asked."""
+    match kind:
+        case "dataset":
+            return dataset
+        case "loader":
+            return DataLoader(dataset, batch_size=6, shuffle=True)
+        case "weighted":
+            weights = torch.arange(1.0, len(dataset) + 1)
+            return DataLoader(dataset, batch_size=6, sampler=WeightedRandomSampler(weights.tolist(), 18))
+        case "collated":
+            return DataLoader(dataset, batch_size=6, shuffle=True, collate_fn=lambda rows: default_collate(rows))
+        case "streamed":
+            return DataLoader(Streamed(), batch_size=6)
+        case "stateful":
+            from torchdata.stateful_dataloader import StatefulDataLoader
+
+            return StatefulDataLoader(dataset, batch_size=6, shuffle=True)
+        case _:
+            raise AssertionError(kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadBy:
+    """What a rank asked its dataset for in the last steps, and what it trained on."""
+
+    losses: tuple[float, ...]
+    asked: list[tuple[int, tuple[str, ...]]]
+    threads: set[str]
+
+
+def towers_apart(profile: Any) -> str:
+    """Vision on the first rank, everything else on the second."""
+    graph = profile.graph
+    return "\n".join(
+        f"{graph.metaops[place].name}*{graph.metaops[place].num_layers}"
+        f"@{0 if graph.metaops[place].module == 'vision' else 1}^{number}000"
+        for number, place in enumerate(graph.order)
+    )
+
+
+def rows_apart(profile: Any) -> str:
+    """Everything on all ranks, each with its rows."""
+    graph = profile.graph
+    ranks = ",".join(map(str, range(profile.cluster.num_devices)))
+    return "\n".join(
+        f"{graph.metaops[place].name}*{graph.metaops[place].num_layers}@{ranks}^{number}000"
+        for number, place in enumerate(graph.order)
+    )
+
+
+def read_samples(
+    rank: int,
+    num_ranks: int,
+    kind: str,
+    plan: str,
+    fits: tuple[int, ...],
+    by_field: bool = False,
+    is_random: bool = False,
+) -> ReadBy:
+    """Trains two towers on a dataset."""
+    from worlds import random_plan_text
+
+    modules = two_towers()
+    vision, text = (spindle.module(name, modules[name]) for name in ("vision", "text"))
+
+    @spindle.task(batch_size=6, per_sample_mean=True)
+    def match(batch):
+        return (vision(batch["x"]) * text(batch["y"]) - batch["z"]).square().mean()
+
+    dataset = (NotesByField if by_field else Notes)(is_random=is_random)
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    trainer = spindle.Trainer([match], optimizer=lambda named: torch.optim.SGD([one for _, one in named], lr=0.01))
+    plans = {"towers apart": towers_apart, "rows apart": rows_apart}
+    trainer.prepare({"match": [Notes.batch_of(range(6))]}, progress=False)
+    make = plans.get(plan, lambda profile: random_plan_text(profile, plan))
+    trainer.replan(plan=make(trainer.profile))
+    losses: list[float] = []
+    for steps in fits:
+        marks: list[int] = []
+        result = trainer.fit(
+            {"match": loader_named(kind, dataset)},
+            steps=steps,
+            progress=False,
+            on_step=lambda step, losses, marks=marks: marks.append(len(dataset.asked)),
+        )
+        losses += [one["match"] for one in result.losses]
+    return ReadBy(
+        losses=tuple(losses), asked=dataset.asked[marks[2] :] if len(marks) > 3 else [], threads=set(dataset.threads)
+    )

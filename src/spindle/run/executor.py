@@ -75,7 +75,7 @@ class Executor:
             raise ProgramError("this plan splits layers over tensor groups, which the runtime does not do yet")
         self._side = side_of(program, graph, code, world.rank)
         self._transfers = Transfers(program, self._side, world)
-        self.reads = self._side.reads
+        self.reads, self.uses = self._side.reads, self._side.uses
         self.held = held_parameters(program, graph, world.rank)
         trainable = {number for number in self.held if graph.parameters[number].trainable}
         self._trained = [parameters[number] for number in sorted(trainable)]
@@ -126,12 +126,14 @@ class Executor:
         optimizer: Updates | None = None,
         *,
         turn: Turn | None = None,
+        held: Mapping[str, tuple[tuple[int, int], ...]] | None = None,
         check_losses: bool = False,
         timed: bool = True,
     ) -> tuple[torch.Tensor, Watch]:
         """Runs a step on its batches (whole ones; each slot takes its rows) and the signatures of all tasks' batches.
 
-        A task without a signature is left out. Of several turns, the last one synchronises gradients and updates.
+        Of a batch that is not all here, `held` has the rows of each leaf. A task without a signature is left out. Of
+        several turns, the last one synchronises gradients and updates.
         Returns this rank's parts of the tasks' losses, which add up over ranks, and, of a timed step, when everything
         ran.
         """
@@ -140,6 +142,7 @@ class Executor:
             batches=batches,
             signatures=signatures,
             check_losses=check_losses,
+            held=held or {},
             new=self._transfers.new(signatures),
             turn=turn or Turn(tasks=frozenset(signatures)),
         )
@@ -401,7 +404,18 @@ class Executor:
         torch.manual_seed(seed_of(self.seed, when, slot.task, slot.call, layer, slot.begin, slot.end))
 
     def _batch(self, step: Step, slot: SlotSide) -> Any:
-        return cut(step.batches[slot.task], self.batch_axes[slot.task], slot.num_rows, slot.begin, slot.end)
+        nest, axes = step.batches[slot.task], self.batch_axes[slot.task]
+        if slot.task not in step.held:
+            return cut(nest, axes, slot.num_rows, slot.begin, slot.end)
+        leaves, spec = tree_flatten(nest)
+        # What this slot does not look at may be here for another one, with other rows.
+        parts = [
+            cut_leaf(leaf, axis, last - first, slot.begin - first, slot.end - first)
+            if first <= slot.begin and slot.end <= last
+            else None
+            for leaf, axis, (first, last) in zip(leaves, axes, step.held[slot.task], strict=True)
+        ]
+        return tree_unflatten(parts, spec)
 
     def _input(self, step: Step, link: LinkEnd, watch: Watch) -> Any:
         """A slot's input over one link: rows that are here and rows that came, joined, as leaves of a new graph."""

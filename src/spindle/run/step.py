@@ -60,6 +60,7 @@ class Step:
     batches: Mapping[str, Any]
     signatures: Mapping[str, int]
     check_losses: bool
+    held: Mapping[str, tuple[tuple[int, int], ...]]  # by task: the rows of each leaf of a batch that is not all here
     new: frozenset[str]  # tasks whose batch has a shape not seen before
     turn: Turn
     graphs: Graphs | None = None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from spindle.errors import TrainingError
 from spindle.run import World
@@ -66,7 +67,7 @@ def _sums(
     with ExitStack() as after, torch.no_grad():
         if options.autocast is not None:
             after.enter_context(torch.autocast(world.device.type, dtype=options.autocast))
-        for number, nest in enumerate(islice(_batches(loader, state), steps)):
+        for number, nest in enumerate(islice(_batches(loader, task.batch_size, state), steps)):
             if is_empty(nest):
                 continue
             form = form_of_batch(nest)
@@ -93,8 +94,10 @@ def _num_samples(nest: Any) -> int:
     return max(lengths, key=lengths.count)
 
 
-def _batches(loader: Iterable[Any], state: RandomState) -> Iterator[Any]:
-    """Batches in the same order on all ranks, whatever else these draw."""
+def _batches(loader: Any, batch_size: int, state: RandomState) -> Iterator[Any]:
+    """Batches in the same order on all ranks, whatever else these draw. A dataset goes by in its own order."""
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        loader = DataLoader(loader, batch_size)
     iterator: Iterator[Any] | None = None
     while True:
         outside = random_state()

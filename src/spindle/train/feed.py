@@ -24,10 +24,15 @@ from spindle.run.rows import Axes, fingerprint_of, plain, signature_of
 from spindle.train.task import TaskDefinition
 from spindle.train.trace import batch_axes, describe_batch
 
+Held = tuple[tuple[int, int], ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A batch as it was read: its rows, its shapes in short, its values in short, and the way it takes."""
+    """A batch as it was read: its rows, its shapes in short, its values in short, and the way it takes.
+
+    Of one that is not all here, `held` has the rows `[first, last)` of each leaf.
+    """
 
     nest: Any
     num_rows: int
@@ -35,6 +40,7 @@ class Batch:
     fingerprint: int
     way: int = 0
     tokens: int = 0
+    held: Held | None = None
 
 
 RandomState = tuple[Any, Any, Any]
@@ -91,6 +97,9 @@ class Feed:
                 )
             self._kept.append(self._read())
         return self._kept[-1]
+
+    def close(self) -> None:
+        """What works ahead ends."""
 
     def at(self, number: int) -> Batch:
         """The batch of this number; those before it are passed over."""

@@ -1,6 +1,6 @@
 """What ranks tell each other a step ahead: a row of numbers for each turn and task, the same columns on every rank.
 
-Rows, signature, fingerprint, way and tokens of the task's next batch, where the rank reads it; and behind these, its
+Signature, tokens, rows, fingerprint and way of the task's next batch, where the rank reads it; and behind these, its
 parts of the losses of a step that is over, and which share of its last timed step it computed.
 """
 
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from spindle.errors import TrainingError
+from spindle.run.rows import digest
 from spindle.train.feed import Batch
 
-_READ, _ROWS, _SIGNATURE, _FINGERPRINT, _WAY, _TOKENS = range(6)
-_COLUMNS = 6
-_AGREED = slice(_ROWS, _TOKENS)
+_READ, _PARTIAL, _SIGNATURE, _TOKENS, _ROWS, _FINGERPRINT, _WAY = range(7)
+_COLUMNS = 7
 Turns = Sequence[Mapping[str, Batch]]  # by turn and task
 Table = list[list[float]]  # of all ranks
 
@@ -42,7 +42,15 @@ def header(names: Sequence[str], turns: Turns, losses: torch.Tensor | None, busy
             told += (
                 [0.0] * _COLUMNS
                 if batch is None
-                else [1, batch.num_rows, batch.signature, batch.fingerprint, batch.way, batch.tokens]
+                else [
+                    1,
+                    batch.held is not None,
+                    batch.signature,
+                    batch.tokens,
+                    batch.num_rows,
+                    batch.fingerprint,
+                    batch.way,
+                ]
             )
     told += [0.0] * len(names) if losses is None else losses.tolist()
     return torch.tensor([*told, busy], dtype=torch.float64)
@@ -72,8 +80,12 @@ def agreed(table: Table, names: Sequence[str], num_turns: int, step: int) -> lis
             if not told:
                 continue
             reader, reference = told[0]
+            # Parts of a batch have other shapes on other ranks; all of these together stand for the whole one's.
+            is_partial = any(one[_PARTIAL] for _, one in told)
+            signature = digest(repr([one[_SIGNATURE] for _, one in told])) if is_partial else int(reference[_SIGNATURE])
+            alike = slice(_ROWS, None) if is_partial else slice(_SIGNATURE, None)
             for rank, other in told[1:]:
-                if other[_AGREED] != reference[_AGREED]:
+                if other[alike] != reference[alike]:
                     raise TrainingError(
                         f"step {step}: the loader of task {name!r} gave rank {rank} another batch than rank "
                         f"{reader}; every rank must read the same batches: seed what shuffles them alike, and "
@@ -83,7 +95,7 @@ def agreed(table: Table, names: Sequence[str], num_turns: int, step: int) -> lis
                 found[name] = Agreed(
                     reader=reader,
                     num_rows=int(reference[_ROWS]),
-                    signature=int(reference[_SIGNATURE]),
+                    signature=signature,
                     way=int(reference[_WAY]),
                     tokens=int(reference[_TOKENS]),
                 )

@@ -24,6 +24,7 @@ from spindle.train.preparation import Prepared, on_device
 from spindle.train.progress import Progress
 from spindle.train.readiness import Readiness
 from spindle.train.result import FitResult
+from spindle.train.samples import SampleFeed
 from spindle.train.sampling import tasks_in_step
 
 OnStep = Callable[[int, dict[str, float]], None]
@@ -99,6 +100,7 @@ class Loop:
             notify(f"{name} runs without a CUDA graph: {reason}")
         peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else 0
         self._readiness.bring_home(self._prepared)
+        self._readiness.given.update(self._asked)
         return self._result(step_s, peak)
 
     def _read(self, step: int) -> list[dict[str, Batch]]:
@@ -108,12 +110,23 @@ class Loop:
         wanted = [name for name in on if not self._prepared.main.reads.isdisjoint(ways.names_of(name))]
         turns = []
         for turn in range(options.accumulate):
-            batches = {name: self._feeds[name].at(self._asked[name] + turn) for name in wanted}
+            batches = {name: self._fetch(name, self._asked[name] + turn) for name in wanted}
             with self._prepared.weights.in_shape():
                 turns.append({name: replace(batch, way=ways.key_of(name, batch)) for name, batch in batches.items()})
         for name in on:
             self._asked[name] += options.accumulate
         return turns
+
+    def _fetch(self, task: str, number: int) -> Batch:
+        """A task's batch of this number: what this rank needs of it, where it can be had in parts.
+
+        A loss that is to be checked needs all of it, and so does a task whose ways are still open.
+        """
+        feed, way = self._feeds[task], self._readiness.ways.only(task)
+        if isinstance(feed, SampleFeed):
+            is_partial = way is not None and way.name in self._readiness.checked and feed.divides
+            return feed.at(number, self._prepared.needs(way.name) if is_partial and way is not None else None)
+        return feed.at(number)
 
     def _meet_ways(self, told: list[dict[str, Agreed]], turns: list[dict[str, Batch]]) -> None:
         """Makes a new plan when a batch takes a way that was not met before."""
@@ -129,18 +142,20 @@ class Loop:
                     readiness.take_new_way(task, one.way, batch, self._shown)
         if is_new:
             self._kept.clear()
-            # Who reads a task may be another now: what is read ahead comes with the way's first batch.
-            before = turns
             self._prepared = readiness.plan(readiness.find_out(self._feeds, self._shown), self._shown)
             readiness.send_out(self._prepared)
-            self._share_batches(told, before)
+            self._share_batches(told, turns)
 
     def _share_batches(self, told: list[dict[str, Agreed]], turns: list[dict[str, Batch]]) -> None:
-        """Ranks that read a task from now on get the batches that are already read."""
+        """Ranks that read a task from now on get the batches that are already read; parts are other ones now."""
         for number, batches in enumerate(told):
             for task, one in batches.items():
-                batch = self._world.broadcast_object(turns[number].get(task), one.reader)
-                turns[number].setdefault(task, batch)
+                if isinstance(self._feeds[task], SampleFeed):
+                    place = self._asked[task] - len(told) + number
+                    turns[number][task] = replace(self._fetch(task, place), way=one.way)
+                else:
+                    batch = self._world.broadcast_object(turns[number].get(task), one.reader)
+                    turns[number].setdefault(task, batch)
 
     def _step(
         self, step: int, told: list[dict[str, Agreed]], turns: list[dict[str, Batch]], *, is_sampled: bool
@@ -168,6 +183,7 @@ class Loop:
                 {taken[task]: one.signature for task, one in agreements.items()},
                 prepared.update,
                 turn=Turn(number, len(told), used),
+                held={taken[task]: one.held for task, one in batches.items() if task in taken and one.held is not None},
                 check_losses=not self._readiness.checked.issuperset(taken.values()),
                 timed=is_timed,
             )

@@ -30,6 +30,7 @@ from spindle.train.optimizer import MakeOptimizer, MakeScheduler, Update, Update
 from spindle.train.probe import Facts, probe
 from spindle.train.progress import Progress
 from spindle.train.record import handles_of, record_all
+from spindle.train.samples import Needs, needs_of
 from spindle.train.sampling import Share
 from spindle.train.task import TaskDefinition
 from spindle.train.trace import trace, unchanged
@@ -94,6 +95,10 @@ class Prepared:
             verify(program, self.profile)
             self._executors[key] = self._executor(program, captures=False)
         return self._executors[key]
+
+    def needs(self, way: str) -> Needs:
+        """What this rank's slots look at, of a batch as large as planned."""
+        return needs_of((code, first, last) for task, code, first, last in self.main.uses if task == way)
 
     def make_update(self, state: UpdateState) -> Update:
         """The optimizer over what this rank holds, which must be here."""

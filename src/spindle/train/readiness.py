@@ -7,6 +7,7 @@ found out and planned anew; weights and the optimizer's state go on.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from spindle.run import World
@@ -27,6 +28,7 @@ class Readiness:
         self.known: Known | None = None
         self.prepared: Prepared | None = None
         self.checked: set[str] = set()  # ways whose losses were put together from parts, and compared with the whole
+        self.given: Counter[str] = Counter()  # batches of each task, in all fits
         self._state = UpdateState()
 
     def notifier(self, shown: Progress) -> Callable[[str], None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from spindle.train.progress import Progress
 from spindle.train.readiness import Readiness
 from spindle.train.record import handles_of, record_all
 from spindle.train.result import FitResult
+from spindle.train.samples import sample_feed
 from spindle.train.sampling import Share, check_sampling
 from spindle.train.task import TaskDefinition
 
@@ -131,7 +132,7 @@ class Trainer:
 
     def fit(
         self,
-        loaders: Mapping[str, Iterable[Any]],
+        loaders: Mapping[str, Any],
         *,
         steps: int,
         drop_last: bool = True,
@@ -140,13 +141,16 @@ class Trainer:
     ) -> FitResult:
         """Trains for so many steps. Afterwards the user's own modules hold the trained weights.
 
-        `loaders` has an iterable of batches for each task. `on_step(step, losses)` is called on every rank as losses
-        become known, a step or two behind. Modules that were frozen, thawed or switched since the last fit are found
-        out and planned anew.
+        `loaders` has for each task an iterable of batches, the same on every rank, or a map-style dataset, of which
+        each rank fetches the samples that it needs (`get_fields(number, names)` of a dataset, where it has one, is
+        asked for just the entries that it needs), in an order that the seed gives. `on_step(step, losses)` is called on
+        every rank as losses become known, a step or two behind. Modules that were frozen, thawed or switched since the
+        last fit are found out and planned anew.
         """
         if steps < 1:
             raise TrainingError(f"fit(steps={steps}): must be at least 1")
         shown = Progress(enabled=progress and self.world.rank == 0)
+        feeds: dict[str, Feed] = {}
         try:
             feeds = self._feeds(loaders, drop_last, shown)
             loop = Loop(self._readiness, feeds, shown, on_step)
@@ -154,9 +158,11 @@ class Trainer:
             self._steps_done += steps
             return result
         finally:
+            for feed in feeds.values():
+                feed.close()
             shown.close()
 
-    def prepare(self, loaders: Mapping[str, Iterable[Any]], *, progress: bool = True) -> Profile:
+    def prepare(self, loaders: Mapping[str, Any], *, progress: bool = True) -> Profile:
         """Records the tasks and measures their layers, as the first `fit` would, without training.
 
         The first batch of each loader is looked at.
@@ -174,7 +180,7 @@ class Trainer:
         self._options.plan = plan
         self._readiness.forget_plan()
 
-    def evaluate(self, loaders: Mapping[str, Iterable[Any]], *, steps: int | None = None) -> dict[str, float]:
+    def evaluate(self, loaders: Mapping[str, Any], *, steps: int | None = None) -> dict[str, float]:
         """The mean loss of each task that has a loader here, over one epoch of it or so many of its batches.
 
         Modules are in evaluation mode meanwhile. A `spindle.mean` is total over count of all batches; other losses are
@@ -186,7 +192,7 @@ class Trainer:
             self._options, loaders, steps, state, self.world, share_weights=self.world.size > 1 and not self._steps_done
         )
 
-    def _feeds(self, loaders: Mapping[str, Iterable[Any]], drop_last: bool, shown: Progress) -> dict[str, Feed]:
+    def _feeds(self, loaders: Mapping[str, Any], drop_last: bool, shown: Progress) -> dict[str, Feed]:
         names = [one.name for one in self._options.tasks]
         missing, unknown = (
             [name for name in names if name not in loaders],
@@ -202,8 +208,16 @@ class Trainer:
             )
         state = self.world.broadcast_object(random_state())
         draw()
-        several, notify = self.world.size > 1, self._readiness.notifier(shown)
-        return {
-            one.name: Feed(one, loaders[one.name], drop_last, state, notify, compared=several)
-            for one in self._options.tasks
-        }
+        feeds = {}
+        for one in self._options.tasks:
+            shared: dict[str, Any] = {
+                "definition": one,
+                "drop_last": drop_last,
+                "state": state,
+                "notify": self._readiness.notifier(shown),
+                "compared": self.world.size > 1,
+            }
+            loader = loaders[one.name]
+            given = self._readiness.given[one.name]
+            feeds[one.name] = sample_feed(loader, self._options.seed, given, **shared) or Feed(loader=loader, **shared)
+        return feeds

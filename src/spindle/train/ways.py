@@ -8,12 +8,12 @@ what another does not do.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from spindle.errors import TrainingError
+from spindle.run.rows import digest
 from spindle.train.feed import Batch, form_of_batch
 from spindle.train.record import record
 from spindle.train.task import TaskDefinition
@@ -54,6 +54,8 @@ class Ways:
         """The key of the way that a batch takes; 0 for one without samples. Batches of one shape take one way."""
         if batch.num_rows == 0:
             return 0
+        if batch.held is not None:  # which only a task of one way has
+            return next(key for name, key in self._ways if name == task)
         known = self._keys.get((task, batch.signature))
         if known is None:
             form = form_of_batch(batch.nest)
@@ -61,7 +63,7 @@ class Ways:
             if self._branching.get((task, form), True):
                 decisions = record(replace(self._tasks[task], batch_size=batch.num_rows), batch.nest).decisions
                 self._branching[task, form] = bool(decisions)
-            known = self._keys[task, batch.signature] = _digest(repr((form, decisions)))
+            known = self._keys[task, batch.signature] = digest(repr((form, decisions)))
         return known
 
     def add(self, task: str, key: int, batch: Batch) -> None:
@@ -76,13 +78,15 @@ class Ways:
         definition = replace(self._tasks[task], name=name, batch_size=batch.num_rows)
         self._ways[task, key] = Way(task, definition, batch.nest)
 
+    def only(self, task: str) -> Way | None:
+        """The one way through a task, where batches of every shape take it so far as is known."""
+        ways = [way for way in self._ways.values() if way.task == task]
+        branches = any(known for (name, _), known in self._branching.items() if name == task)
+        return ways[0] if len(ways) == 1 and not branches else None
+
     def names_of(self, task: str) -> list[str]:
         return [way.name for way in self._ways.values() if way.task == task]
 
 
 def batch_text(batch: Batch) -> str:
     return f"({describe_batch(batch.nest)})"
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
