@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, WeightedRandomSampler, default_collate
 
 import spindle
 from replay import graphs_without_cuda
+from spindle.cluster import cluster_named
+from spindle.profile import roofline_profile
 from spindle.run import Executor
 from spindle.train import preparation
 from spindle.train.task import Mean
@@ -72,10 +74,20 @@ class Followed:
 def follow(rank: int, num_ranks: int, name: str, plan: str) -> Followed:
     """Trains a course with a Trainer, under some legal plan, and then plainly."""
     course = COURSES[name]()
-    if not course.captures:
-        return _follow(course, num_ranks, plan)
-    with graphs_without_cuda(), mock.patch.object(preparation, "Executor", Capturing):
-        return _follow(course, num_ranks, plan)
+    with unmeasured():
+        if not course.captures:
+            return _follow(course, num_ranks, plan)
+        with graphs_without_cuda(), mock.patch.object(preparation, "Executor", Capturing):
+            return _follow(course, num_ranks, plan)
+
+
+def unmeasured() -> Any:
+    """Inside, plans are made from guessed times: quick, and the same each time."""
+
+    def guess(graph: Any, code: Any, kinds: Any, examples: Any, axes: Any, world: Any, **named: Any) -> Any:
+        return roofline_profile(graph, cluster_named(f"cpux{world.size}"))
+
+    return mock.patch.object(preparation, "local_profile", guess)
 
 
 class Capturing(Executor):
@@ -576,6 +588,11 @@ def read_samples(
     is_random: bool = False,
 ) -> ReadBy:
     """Trains two towers on a dataset."""
+    with unmeasured():
+        return _read_samples(kind, plan, fits, by_field, is_random)
+
+
+def _read_samples(kind: str, plan: str, fits: tuple[int, ...], by_field: bool, is_random: bool) -> ReadBy:
     from worlds import random_plan_text
 
     modules = two_towers()
@@ -607,3 +624,51 @@ def read_samples(
     return ReadBy(
         losses=tuple(losses), asked=dataset.asked[marks[2] :] if len(marks) > 3 else [], threads=set(dataset.threads)
     )
+
+
+# Evaluation.
+
+
+def evaluated(rank: int, num_ranks: int) -> tuple[dict[str, float], dict[str, float], list[bool]]:
+    """Losses before and after training, each beside those of a plain loop, as the largest error; which parts train."""
+    with unmeasured():
+        torch.manual_seed(rank)  # ranks start with weights of their own: those of rank 0 count
+        modules = {
+            "vision": nn.Sequential(nn.Linear(4, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)).double(),
+            "text": nn.Sequential(nn.Linear(3, WIDTH), nn.Linear(WIDTH, WIDTH)).double(),
+            "head": nn.Linear(WIDTH, 2).double(),
+        }
+        modules["text"][1].eval()
+        handles = {name: spindle.module(name, one) for name, one in modules.items()}
+        tasks = pairs_and_answers()(handles)
+        batches = {one.name: [normal_batch(one.name, number) for number in range(5)] for one in tasks}
+        batches["answer"].append({key: leaf[:3] for key, leaf in batches["answer"][0].items()})
+        trainer = spindle.Trainer(tasks, optimizer=lambda named: torch.optim.SGD([one for _, one in named], lr=0.1))
+        found = [trainer.evaluate(batches)]
+        plain = [_evaluated_plainly(tasks, batches, modules)]
+        trainer.fit({name: some[:5] for name, some in batches.items()}, steps=3, progress=False)
+        found.append(trainer.evaluate(batches, steps=4))
+        plain.append(_evaluated_plainly(tasks, {name: some[:4] for name, some in batches.items()}, modules))
+        errors = [
+            {name: abs(ours[name] - value) / abs(value) for name, value in theirs.items()}
+            for ours, theirs in zip(found, plain, strict=True)
+        ]
+        assert all(abs(found[0][name] - found[1][name]) > 1e-6 for name in found[0])
+        return errors[0], errors[1], [one.training for module in modules.values() for one in module.modules()]
+
+
+def _evaluated_plainly(tasks: list[Any], batches: Mapping[str, list[Any]], modules: Modules) -> dict[str, float]:
+    modes = [(one, one.training) for module in modules.values() for one in module.modules()]
+    for module in modules.values():
+        module.eval()
+    losses = {}
+    with torch.no_grad():
+        for one in tasks:
+            parts = [one(batch) for batch in batches[one.name]]
+            if isinstance(parts[0], Mean):
+                losses[one.name] = float(sum(part.total for part in parts) / sum(part.count for part in parts))
+            else:
+                losses[one.name] = float(sum(parts) / len(parts))
+    for one, mode in modes:
+        one.training = mode
+    return losses
