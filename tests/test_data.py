@@ -70,10 +70,20 @@ def test_samples_are_fetched_beside_the_compute_unless_they_draw_random_numbers(
     assert one.threads == {"MainThread"}
 
 
-def test_a_second_fit_goes_on_in_the_order_of_the_first(pool):
-    whole = losses_of(pool.run(2, "read_samples", "dataset", "plan 1", (5,)))
-    parts = losses_of(pool.run(2, "read_samples", "dataset", "plan 1", (2, 3)))
+@pytest.mark.parametrize("is_random", [False, True])
+def test_a_second_fit_goes_on_in_the_order_of_the_first(pool, is_random):
+    whole = losses_of(pool.run(2, "read_samples", "dataset", "plan 1", (5,), False, is_random))
+    parts = losses_of(pool.run(2, "read_samples", "dataset", "plan 1", (2, 3), False, is_random))
     assert parts == pytest.approx(whole, rel=1e-9)
+
+
+def test_a_rank_without_rows_fetches_nothing(pool):
+    """A batch of six samples, or two, on four ranks."""
+    one = losses_of(pool.run(1, "read_samples", "dataset", "rows apart", (5,), True, False, 2))
+    answers = pool.run(4, "read_samples", "dataset", "rows apart", (5,), True, False, 2)
+    assert losses_of(answers) == pytest.approx(one, rel=1e-9)
+    assert answers[3].asked == []
+    assert answers[1].asked != []
 
 
 def test_every_epoch_has_every_sample_once_in_another_order():

@@ -370,7 +370,7 @@ class Executor:
         if slot.code.is_random:
             self._seed(step, slot, slot.first_layer)
         batch = self._batch(step, slot) if slot.rows else None
-        whole = step.batches[slot.task] if step.check_losses else None
+        whole = step.batches[slot.task] if step.check_losses and slot.task not in step.held else None
         loss = loss_part(slot.code, slot, batch, nests, self.world, check_with=whole)
         return Made([Piece(inputs=(), outputs=loss)], loss)
 

@@ -105,17 +105,22 @@ class Loop:
 
     def _read(self, step: int) -> list[dict[str, Batch]]:
         """The next batches that this rank needs, by turn and task."""
-        options, ways = self._options, self._readiness.ways
+        options, ways, recording = self._options, self._readiness.ways, self._prepared.weights.in_shape
         on = tasks_in_step(options.sampling, self._names, options.tasks_per_step, options.seed, step)
-        wanted = [name for name in on if not self._prepared.main.reads.isdisjoint(ways.names_of(name))]
+        wanted = [name for name in on if self._reads(name)]
         turns = []
         for turn in range(options.accumulate):
             batches = {name: self._fetch(name, self._asked[name] + turn) for name in wanted}
-            with self._prepared.weights.in_shape():
-                turns.append({name: replace(batch, way=ways.key_of(name, batch)) for name, batch in batches.items()})
+            turns.append(
+                {name: replace(batch, way=ways.key_of(name, batch, recording)) for name, batch in batches.items()}
+            )
         for name in on:
             self._asked[name] += options.accumulate
         return turns
+
+    def _reads(self, task: str) -> bool:
+        """Whether this rank needs batches of a task, on whichever way."""
+        return not self._prepared.main.reads.isdisjoint(self._readiness.ways.names_of(task))
 
     def _fetch(self, task: str, number: int) -> Batch:
         """A task's batch of this number: what this rank needs of it, where it can be had in parts.
@@ -151,8 +156,9 @@ class Loop:
         for number, batches in enumerate(told):
             for task, one in batches.items():
                 if isinstance(self._feeds[task], SampleFeed):
-                    place = self._asked[task] - len(told) + number
-                    turns[number][task] = replace(self._fetch(task, place), way=one.way)
+                    if self._reads(task):
+                        place = self._asked[task] - len(told) + number
+                        turns[number][task] = replace(self._fetch(task, place), way=one.way)
                 else:
                     batch = self._world.broadcast_object(turns[number].get(task), one.reader)
                     turns[number].setdefault(task, batch)
@@ -192,10 +198,12 @@ class Loop:
                 self._watched = (step, watch)
             if is_timed and is_sampled:
                 self._kept.append(watch)
-            places = [prepared.graph.tasks.index(taken[name]) if name in taken else None for name in self._names]
-            for position, place in enumerate(places):
-                if place is not None:
-                    sums[position] += parts[place] / counts[position]
+            if [taken.get(name) for name in self._names] == list(prepared.graph.tasks) and len(told) == 1:
+                sums = parts
+                continue
+            for position, (name, count) in enumerate(zip(self._names, counts, strict=True)):
+                if name in taken:
+                    sums[position] += parts[prepared.graph.tasks.index(taken[name])] / count
         self._tasks_of.append(frozenset(name for name, count in zip(self._names, counts, strict=True) if count))
         return sums
 

@@ -86,6 +86,7 @@ class Prepared:
         self._planned = {name: one.recorded.definition.batch_size for name, one in known.bound.tasks.items()}
         self._executors = {tuple(self._planned.values()): self.main}
         self.update: Update | None = None
+        self._needs: dict[str, Needs] = {}
 
     def executor_for(self, rows: Mapping[str, int]) -> Executor:
         """The executor for these numbers of rows; others than planned come with a loader's short last batch."""
@@ -98,7 +99,10 @@ class Prepared:
 
     def needs(self, way: str) -> Needs:
         """What this rank's slots look at, of a batch as large as planned."""
-        return needs_of((code, first, last) for task, code, first, last in self.main.uses if task == way)
+        if way not in self._needs:
+            uses = [(code, first, last) for task, code, first, last in self.main.uses if task == way]
+            self._needs[way] = needs_of(uses)
+        return self._needs[way]
 
     def make_update(self, state: UpdateState) -> Update:
         """The optimizer over what this rank holds, which must be here."""

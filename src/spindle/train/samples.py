@@ -8,6 +8,7 @@ either.
 from __future__ import annotations
 
 import operator
+import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -136,7 +137,7 @@ def sample_feed(loader: Any, seed: int, given: int, **named: Any) -> SampleFeed 
             raise TrainingError(f"task {definition.name!r}: its dataset has no length; give a DataLoader of it instead")
         own = seed_of(seed, definition.name)
         chosen = Shuffled(len(loader), definition.batch_size, drop_last, own, given)
-        return SampleFeed(loader, chosen, own, {}, **named)
+        return SampleFeed(loader, chosen, own, given, {}, **named)
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
         return None
     stacks = loader.collate_fn is default_collate and loader.batch_sampler is not None
@@ -149,15 +150,23 @@ def sample_feed(loader: Any, seed: int, given: int, **named: Any) -> SampleFeed 
         "multiprocessing_context": loader.multiprocessing_context,
         "timeout": loader.timeout,
     }
-    return SampleFeed(loader.dataset, Sampled(loader), seed, workers if loader.num_workers else {}, **named)
+    return SampleFeed(loader.dataset, Sampled(loader), seed, given, workers if loader.num_workers else {}, **named)
 
 
 class SampleFeed(Feed):
     """Reads one task's dataset; what it keeps from its loader are numbers of samples."""
 
-    def __init__(self, dataset: Any, chosen: Iterable[list[int]], seed: int, workers: Mapping[str, Any], **named: Any):
+    def __init__(
+        self,
+        dataset: Any,
+        chosen: Iterable[list[int]],
+        seed: int,
+        given: int,
+        workers: Mapping[str, Any],
+        **named: Any,
+    ) -> None:
         super().__init__(loader=chosen, **named)
-        self._rows_of, self._seed, self._workers = Rows(dataset), seed, dict(workers)
+        self._rows_of, self._seed, self._before, self._workers = Rows(dataset), seed, given, dict(workers)
         self._chosen: dict[int, Batch] = {}  # by number
         self._num_chosen = 0
         self._stream: tuple[Needs | None, int, Iterator[Any]] | None = None  # with the number it gives next
@@ -180,12 +189,11 @@ class SampleFeed(Feed):
             request, outside = self._request(0, None), random_state()
             try:
                 nest = plain(self._noted(lambda: self._rows_of[request]))
-                drawn = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore
+                after_last_row = pickle.dumps(random_state())
                 _seed(seed_of(request.seed, len(request.samples) - 1))
-                fresh = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore
+                self._is_random = pickle.dumps(random_state()) != after_last_row
             finally:
                 set_random_state(outside)
-            self._is_random = not torch.equal(drawn[0], fresh[0]) or drawn[1:] != fresh[1:]
             self._example = self._whole(nest, self._choose(0))
         return self._example
 
@@ -202,6 +210,9 @@ class SampleFeed(Feed):
             return example
         if needs is not None and chosen.num_rows != self.definition.batch_size:
             needs = None
+        if needs == ():
+            nothing = tree_map(lambda leaf: None, example.nest)
+            return replace(chosen, nest=nothing, held=((0, 0),) * len(tree_leaves(example.nest)))
         nest = plain(self._noted(lambda: self._fetch(number, needs)))
         if needs is None:
             return self._whole(nest, chosen)
@@ -234,7 +245,7 @@ class SampleFeed(Feed):
         return self._chosen[number]
 
     def _request(self, number: int, needs: Needs | None) -> Request:
-        return Request(seed_of(self._seed, number), self._choose(number).nest, needs)
+        return Request(seed_of(self._seed, self._before + number), self._choose(number).nest, needs)
 
     def _requests(self, number: int, needs: Needs | None) -> Iterator[Request]:
         while True:

@@ -8,7 +8,8 @@ what another does not do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,8 +51,13 @@ class Ways:
     def get(self, task: str, key: int) -> Way | None:
         return self._ways.get((task, key))
 
-    def key_of(self, task: str, batch: Batch) -> int:
-        """The key of the way that a batch takes; 0 for one without samples. Batches of one shape take one way."""
+    def key_of(
+        self, task: str, batch: Batch, recording: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> int:
+        """The key of the way that a batch takes; 0 for one without samples. Batches of one shape take one way.
+
+        Where the task has to be recorded for that, it is `recording` inside.
+        """
         if batch.num_rows == 0:
             return 0
         if batch.held is not None:  # which only a task of one way has
@@ -61,7 +67,8 @@ class Ways:
             form = form_of_batch(batch.nest)
             decisions: tuple[bool, ...] = ()
             if self._branching.get((task, form), True):
-                decisions = record(replace(self._tasks[task], batch_size=batch.num_rows), batch.nest).decisions
+                with recording():
+                    decisions = record(replace(self._tasks[task], batch_size=batch.num_rows), batch.nest).decisions
                 self._branching[task, form] = bool(decisions)
             known = self._keys[task, batch.signature] = digest(repr((form, decisions)))
         return known
