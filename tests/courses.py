@@ -586,22 +586,19 @@ def read_samples(
     fits: tuple[int, ...],
     by_field: bool = False,
     is_random: bool = False,
-    batch_size: int = 6,
 ) -> ReadBy:
     """Trains two towers on a dataset."""
     with unmeasured():
-        return _read_samples(kind, plan, fits, by_field, is_random, batch_size)
+        return _read_samples(kind, plan, fits, by_field, is_random)
 
 
-def _read_samples(
-    kind: str, plan: str, fits: tuple[int, ...], by_field: bool, is_random: bool, batch_size: int
-) -> ReadBy:
+def _read_samples(kind: str, plan: str, fits: tuple[int, ...], by_field: bool, is_random: bool) -> ReadBy:
     from worlds import random_plan_text
 
     modules = two_towers()
     vision, text = (spindle.module(name, modules[name]) for name in ("vision", "text"))
 
-    @spindle.task(batch_size=batch_size, per_sample_mean=True)
+    @spindle.task(batch_size=6, per_sample_mean=True)
     def match(batch):
         return (vision(batch["x"]) * text(batch["y"]) - batch["z"]).square().mean()
 
@@ -611,7 +608,7 @@ def _read_samples(
     np.random.seed(3)
     trainer = spindle.Trainer([match], optimizer=lambda named: torch.optim.SGD([one for _, one in named], lr=0.01))
     plans = {"towers apart": towers_apart, "rows apart": rows_apart}
-    trainer.prepare({"match": [Notes.batch_of(range(batch_size))]}, progress=False)
+    trainer.prepare({"match": [Notes.batch_of(range(6))]}, progress=False)
     make = plans.get(plan, lambda profile: random_plan_text(profile, plan))
     trainer.replan(plan=make(trainer.profile))
     losses: list[float] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -70,20 +72,33 @@ def test_samples_are_fetched_beside_the_compute_unless_they_draw_random_numbers(
     assert one.threads == {"MainThread"}
 
 
+def test_a_dataset_that_is_bound_to_its_thread_is_read_there():
+    class Bound(Notes):
+        def entries(self, number, names):
+            if threading.current_thread() is not threading.main_thread():
+                raise RuntimeError("created in another thread")
+            return super().entries(number, names)
+
+    assert len(seen_by(Bound(), 4)) == 4
+
+
+def test_an_error_in_a_dataset_names_the_task_and_stays_itself():
+    class Broken(Notes):
+        def entries(self, number, names):
+            if number == 7:
+                raise OSError("disk on fire")
+            return super().entries(number, names)
+
+    with pytest.raises(OSError, match="disk on fire") as caught:
+        seen_by(Broken(), 4)
+    assert caught.value.__notes__ == ["in the dataset of task 'look'"]
+
+
 @pytest.mark.parametrize("is_random", [False, True])
 def test_a_second_fit_goes_on_in_the_order_of_the_first(pool, is_random):
     whole = losses_of(pool.run(2, "read_samples", "dataset", "plan 1", (5,), False, is_random))
     parts = losses_of(pool.run(2, "read_samples", "dataset", "plan 1", (2, 3), False, is_random))
     assert parts == pytest.approx(whole, rel=1e-9)
-
-
-def test_a_rank_without_rows_fetches_nothing(pool):
-    """A batch of six samples, or two, on four ranks."""
-    one = losses_of(pool.run(1, "read_samples", "dataset", "rows apart", (5,), True, False, 2))
-    answers = pool.run(4, "read_samples", "dataset", "rows apart", (5,), True, False, 2)
-    assert losses_of(answers) == pytest.approx(one, rel=1e-9)
-    assert answers[3].asked == []
-    assert answers[1].asked != []
 
 
 def test_every_epoch_has_every_sample_once_in_another_order():

@@ -58,6 +58,11 @@ class Noting(torch.utils.data.Dataset):
         return {"x": torch.full((self.width,), float(number))}
 
 
+def stacked(samples):
+    """Samples as a batch, by code of the user's own: it is read whole, one batch after another."""
+    return {"x": torch.stack([one["x"] for one in samples])}
+
+
 # Loaders.
 
 
@@ -134,7 +139,7 @@ def test_what_a_rank_computes_does_not_change_how_its_loader_shuffles():
         def pull(batch):
             return module(batch["x"]).sum()
 
-        fit(pull, DataLoader(Noting(seen, 1), batch_size=4, shuffle=True), steps=8)
+        fit(pull, DataLoader(Noting(seen, 1), batch_size=4, shuffle=True, collate_fn=stacked), steps=8)
         return seen
 
     assert orders(0.0) == orders(0.5)
@@ -368,7 +373,7 @@ def test_each_fit_shuffles_anew():
 
     _, task = small()
     trainer = spindle.Trainer([task], optimizer=sgd)
-    loader = DataLoader(Noting(seen, 3), batch_size=4, shuffle=True)
+    loader = DataLoader(Noting(seen, 3), batch_size=4, shuffle=True, collate_fn=stacked)
     for _ in range(2):
         trainer.fit({"pull": loader}, steps=2, progress=False)
     assert sorted(seen[:8]) == sorted(seen[8:]) == list(range(8))

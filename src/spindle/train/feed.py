@@ -57,6 +57,15 @@ def draw() -> None:
     torch.rand(1), random.random(), np.random.random()
 
 
+def is_same(one: RandomState, other: RandomState) -> bool:
+    return (
+        torch.equal(one[0], other[0])
+        and one[1] == other[1]
+        and np.array_equal(one[2][1], other[2][1])
+        and one[2][2:] == other[2][2:]
+    )
+
+
 def set_random_state(state: RandomState) -> None:
     torch.set_rng_state(state[0])
     random.setstate(state[1])

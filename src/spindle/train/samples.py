@@ -8,7 +8,6 @@ either.
 from __future__ import annotations
 
 import operator
-import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from spindle.errors import TrainingError
 from spindle.run import seed_of
 from spindle.run.rows import plain, signature_of
-from spindle.train.feed import Batch, Feed, Held, random_state, set_random_state
+from spindle.train.feed import Batch, Feed, Held, is_same, random_state, set_random_state
 
 EVERYTHING = ""  # stands for all fields of a sample, where it has no names for them
 Needs = tuple[tuple[str, int, int], ...]  # rows `[first, last)` by field
@@ -172,7 +171,7 @@ class SampleFeed(Feed):
         self._stream: tuple[Needs | None, int, Iterator[Any]] | None = None  # with the number it gives next
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: tuple[int, Needs | None, Future[Any]] | None = None
-        self._is_random = True  # until a sample shows that it is not
+        self._fetches_ahead = False  # until a sample shows that it draws no random numbers
         self._example: Batch | None = None
 
     @property
@@ -189,9 +188,9 @@ class SampleFeed(Feed):
             request, outside = self._request(0, None), random_state()
             try:
                 nest = plain(self._noted(lambda: self._rows_of[request]))
-                after_last_row = pickle.dumps(random_state())
+                after_last_row = random_state()
                 _seed(seed_of(request.seed, len(request.samples) - 1))
-                self._is_random = pickle.dumps(random_state()) != after_last_row
+                self._fetches_ahead = is_same(random_state(), after_last_row)
             finally:
                 set_random_state(outside)
             self._example = self._whole(nest, self._choose(0))
@@ -210,9 +209,6 @@ class SampleFeed(Feed):
             return example
         if needs is not None and chosen.num_rows != self.definition.batch_size:
             needs = None
-        if needs == ():
-            nothing = tree_map(lambda leaf: None, example.nest)
-            return replace(chosen, nest=nothing, held=((0, 0),) * len(tree_leaves(example.nest)))
         nest = plain(self._noted(lambda: self._fetch(number, needs)))
         if needs is None:
             return self._whole(nest, chosen)
@@ -261,17 +257,27 @@ class SampleFeed(Feed):
             found = next(self._stream[2])
             self._stream = (needs, number + 1, self._stream[2])
             return found
-        if self._is_random:
-            return self._seeded(self._request(number, needs))
-        if self._ahead is not None and self._ahead[:2] == (number, needs):
-            found = self._ahead[2].result()
-        else:
+        found = self._from_thread(number, needs)
+        if found is None:
             found = self._seeded(self._request(number, needs))
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
-        ahead = replace(self._request(number + 1, needs), seed=None)
-        self._ahead = (number + 1, needs, self._thread.submit(Rows.__getitem__, self._rows_of, ahead))
+        if self._fetches_ahead:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
+            ahead = replace(self._request(number + 1, needs), seed=None)
+            self._ahead = (number + 1, needs, self._thread.submit(Rows.__getitem__, self._rows_of, ahead))
         return found
+
+    def _from_thread(self, number: int, needs: Needs | None) -> Any:
+        """What the thread fetched, if it was this. It is through either way: a dataset is asked by one at a time."""
+        if self._ahead is None:
+            return None
+        (*what, future), self._ahead = self._ahead, None
+        if what != [number, needs] and future.cancel():
+            return None
+        if future.exception() is not None:  # it may be bound to its own thread; if it is broken, asking again tells
+            self._fetches_ahead = False
+            return None
+        return future.result() if what == [number, needs] else None
 
     def _seeded(self, request: Request) -> Any:
         outside = random_state()
