@@ -6,7 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import courses  # noqa: E402
 from pool import Pool  # noqa: E402
+from spindle.errors import TrainingError  # noqa: E402
+from spindle.train import ways  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +79,9 @@ def test_mixed_batches_are_replayed(pool):
 def test_a_branch_on_shapes_may_go_either_way(pool):
     for num_ranks in (1, 2):
         follow(pool, num_ranks, "by length")
+
+
+def test_too_many_ways_are_explained(monkeypatch):
+    monkeypatch.setattr(ways, "_MOST_WAYS", 2)
+    with pytest.raises(TrainingError, match=r"task 'caption': its batches take more than 2 different ways, the last"):
+        courses.follow(0, 1, "text only", "wavefront")
