@@ -255,6 +255,15 @@ def course(**named: Any) -> Course:
     return Course(**given)
 
 
+def in_bfloat16(**named: Any) -> Course:
+    return course(
+        modules=lambda: {name: one.float() for name, one in two_towers().items()},
+        batch=lambda task, number: {key: leaf.float() for key, leaf in normal_batch(task, number).items()},
+        options={"autocast": torch.bfloat16},
+        **named,
+    )
+
+
 def grouped(named: Any) -> torch.optim.Optimizer:
     """A group for each module that is there, with settings of its own."""
     rates = {"vision": 0.1, "text": 0.02, "head": 0.05}
@@ -474,11 +483,9 @@ COURSES: dict[str, Callable[[], Course]] = {
             Fit(steps=2, before=frozen("text", trains=True)),
         )
     ),
-    "autocast": lambda: course(
-        modules=lambda: {name: one.float() for name, one in two_towers().items()},
-        batch=lambda task, number: {key: leaf.float() for key, leaf in normal_batch(task, number).items()},
-        options={"autocast": torch.bfloat16},
-    ),
+    "autocast": lambda: in_bfloat16(),
+    "autocast, captured": lambda: in_bfloat16(fits=(Fit(steps=6),), captures=True),
+    "autocast, recomputed": lambda: in_bfloat16(module_options={"vision": {"checkpoint": True}}),
 }
 
 

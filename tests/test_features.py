@@ -90,6 +90,8 @@ def test_modules_are_frozen_and_thawed_between_fits(pool, num_ranks):
 def test_layers_run_in_bfloat16(pool, num_ranks, limit):
     """On two ranks, sums of other parts are rounded otherwise."""
     follow(pool, num_ranks, "autocast", "plan 3", limit)
+    follow(pool, num_ranks, "autocast, recomputed", "wavefront", limit)
+    assert follow(pool, num_ranks, "autocast, captured", "plan 3", limit).captured
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
