@@ -292,7 +292,7 @@ def profile() -> Profile:
 
 def test_a_given_profile_is_trained_with_and_nothing_is_measured(profile, tmp_path, monkeypatch):
     write_profile(tmp_path / "p.json", profile)
-    monkeypatch.setattr("spindle.train.trainer.local_profile", None)
+    monkeypatch.setattr("spindle.train.preparation.local_profile", None)
     for given in (profile, tmp_path / "p.json", str(tmp_path / "p.json")):
         trainer = trainer_with(given)
         trainer.fit(loaders(), steps=2, progress=False)

@@ -18,12 +18,17 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("number", "shown"), [(0, r"Losses over 20 steps(.|\n)*image_text(.|\n)*measured"), (1, r"\d+ ms, bound \d+ ms\n")]
+    ("numbers", "shown"),
+    [
+        ((0,), r"Losses over 20 steps(.|\n)*image_text(.|\n)*measured"),
+        ((0, 1), r"(.|\n)*\{'image_text': \d"),  # the second goes on from the first
+        ((2,), r"\d+ ms, bound \d+ ms\n"),
+    ],
 )
-def test_the_python_examples_run(number, shown):
-    if "torch" in blocks("python")[number]:
+def test_the_python_examples_run(numbers, shown):
+    code = "".join(blocks("python")[number] for number in numbers)
+    if "torch" in code:
         pytest.importorskip("torch")
-    code = blocks("python")[number]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert re.match(shown, done.stdout)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import spindle
+from courses import evaluated, follow, read_samples
 from replay import graphs_without_cuda
 from scenes import SCENES
 from spindle.cluster import Link, cluster_named
@@ -36,7 +37,7 @@ from spindle.train import Bound, FitResult, bind, code_of, mean, module, probe, 
 from spindle.train.record import handles_of, parameter_names, record_all
 from zoo import Block, Tower, Workload, one_kind, random_workload
 
-__all__ = ["Block", "Tower", "batches", "everything"]
+__all__ = ["Block", "Tower", "batches", "evaluated", "everything", "follow", "read_samples"]
 
 
 def everything():
@@ -319,7 +320,10 @@ def compare_steps(
         [one.bound.parameters[path] for path in names],
         one.bound.batch_axes,
         World(rank, num_ranks, torch.device(device)),
-        reached=frozenset(number for number, path in enumerate(names) if path in reached),
+        reached={
+            task_name: frozenset(number for number, path in enumerate(names) if path in paths)
+            for task_name, paths in reached.items()
+        },
     )
     captures |= device != "cpu"
     executor._captures = captures

@@ -145,13 +145,13 @@ def _recomputing(profile: Profile, setting: Setting, share: float) -> Setting:
     """Recomputes the ops that free most bytes for each second, until about this share of all activations is gone."""
     freed: list[tuple[float, float, int]] = []
     for position, op in enumerate(profile.graph.metaops):
-        if op.cost is not None and op.batch_size is not None:
+        if op.cost is not None and op.batch_size is not None and not setting.recompute[position]:
             num_bytes = op.num_layers * op.batch_size * max(0.0, op.cost.saved_bytes - op.cost.output_bytes)
             curve = profile.curve(position, setting)
             seconds = op.num_layers * curve.forward_s[0] * curve.num_devices[0]
             freed.append((num_bytes / seconds, num_bytes, position))
     goal = share * sum(num_bytes for _, num_bytes, _ in freed)
-    recompute = [False] * len(profile.graph.metaops)
+    recompute = list(setting.recompute)
     for _, num_bytes, position in sorted(freed, reverse=True):
         if goal <= 0:
             break

@@ -64,7 +64,7 @@ class Profile:
 
     @property
     def default_setting(self) -> Setting:
-        """The smallest degree each module has, nothing recomputed."""
+        """The smallest degree each module has, nothing recomputed but what the user wants."""
         return self.setting({})
 
     def family_of(self, module: str) -> frozenset[str]:
@@ -87,7 +87,9 @@ class Profile:
                 named.get(op.module or "", curves[0].tensor_degree)
                 for op, curves in zip(self.graph.metaops, self.curves, strict=True)
             ),
-            recompute=tuple(op.name in recompute for op in self.graph.metaops),
+            recompute=tuple(
+                op.name in recompute or (op.cost is not None and op.cost.recompute) for op in self.graph.metaops
+            ),
         )
 
     def degrees_of(self, module: str) -> tuple[int, ...]:

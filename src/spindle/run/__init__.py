@@ -3,7 +3,7 @@
 from spindle.run.code import LayerCode, LayersCode, LossCode, OpCode
 from spindle.run.executor import Executor, seed_of
 from spindle.run.side import held_parameters
-from spindle.run.step import Losses, Spans, Watch
+from spindle.run.step import Losses, Spans, Turn, Watch
 from spindle.run.world import World, join_world
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Losses",
     "OpCode",
     "Spans",
+    "Turn",
     "Watch",
     "World",
     "held_parameters",

@@ -39,11 +39,14 @@ class LayersCode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCode:
-    """A loss over the outputs of `sources`: a value, or with `is_mean` a total and a count to sum before dividing."""
+    """A loss over the outputs of `sources`: a value, or with `is_mean` a total and a count to sum before dividing.
+
+    Its weight among the losses of a step may be a function of the step.
+    """
 
     loss: Callable[..., Any]
     sources: tuple[str, ...]
-    weight: float
+    weight: float | Callable[[int], float]
     is_mean: bool
     per_sample_mean: bool
     is_random: bool = False

@@ -13,7 +13,8 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,18 +31,29 @@ from spindle.run.graphs import Chunk, Graphs, Made
 from spindle.run.losses import loss_part
 from spindle.run.rows import Axes, LeafForm, as_leaves, copied, cut, cut_leaf, joined, takes_gradient
 from spindle.run.side import LinkEnd, SlotSide, held_parameters, side_of
-from spindle.run.step import Losses, Pace, Piece, Step, Watch
+from spindle.run.step import Losses, Pace, Piece, Step, Turn, Watch
 from spindle.run.transfers import Transfers
 from spindle.run.world import World, compute_stream, peers, wait
 
 _STEPS_BEFORE_CAPTURE = 2  # in which libraries choose their kernels
+_MOST_GRAPHS = 4  # sets of them, each with memory of its own: one for each choice of tasks
+
+
+class Updates(Protocol):
+    """What changes parameters by their gradients: an optimizer, or what does more around one."""
+
+    def step(self) -> Any: ...
 
 
 class Executor:
     """Runs steps of one program on one rank.
 
-    `parameters` are in the graph's order, this process's own tensors; `reached` are the positions of those that any
-    gradient reaches at all. `batch_axes` has the row axes of each task's batch.
+    `parameters` are in the graph's order, this process's own tensors; `reached` has by task the positions of those that
+    any gradient reaches at all. `batch_axes` has the row axes of each task's batch. Layers and losses run under an
+    `autocast` to that type.
+
+    A step may leave tasks out. All ranks then pass over whatever their programs have of these, which leaves the order
+    of everything else as `verify` saw it.
     """
 
     def __init__(
@@ -53,20 +65,26 @@ class Executor:
         batch_axes: Mapping[str, Axes],
         world: World,
         *,
-        reached: frozenset[int] | None = None,
+        reached: Mapping[str, frozenset[int]] | None = None,
         seed: int = 0,
         cuda_graphs: bool = True,
+        autocast: torch.dtype | None = None,
     ) -> None:
         self.program, self.graph, self.world, self.batch_axes, self.seed = program, graph, world, batch_axes, seed
         if any(shape.tensor_degree > 1 for shape in program.slots):
             raise ProgramError("this plan splits layers over tensor groups, which the runtime does not do yet")
         self._side = side_of(program, graph, code, world.rank)
         self._transfers = Transfers(program, self._side, world)
-        self.reads = self._side.reads
+        self.reads, self.uses = self._side.reads, self._side.uses
         self.held = held_parameters(program, graph, world.rank)
         trainable = {number for number in self.held if graph.parameters[number].trainable}
         self._trained = [parameters[number] for number in sorted(trainable)]
         mine = set(self._side.compute)
+        self._chunks_of: dict[str, set[int]] = {}  # backward instructions by task
+        for position in mine:
+            instruction = program.instructions[position]
+            if isinstance(instruction, Backward):
+                self._chunks_of.setdefault(self._side.slots[instruction.slot].task, set()).add(position)
         self._buckets = [
             (
                 frozenset(bucket.after) & mine,
@@ -75,11 +93,21 @@ class Executor:
             )
             for bucket in program.buckets
         ]
+        self._users = [frozenset(map(self._task_of, bucket.after)) for bucket in program.buckets]
         self._gradients = Gradients([bucket for _, bucket, _ in self._buckets])
-        self._unreached = [] if reached is None else [parameters[number] for number in sorted(trainable - reached)]
+
+        @cache
+        def unreached(tasks: frozenset[str]) -> list[nn.Parameter]:
+            """What no gradient of these tasks reaches."""
+            if reached is None:
+                return []
+            found = frozenset[int]().union(*(reached[task] for task in tasks))
+            return [parameters[number] for number in sorted(trainable - found)]
+
+        self._unreached, self._autocast = unreached, autocast
         self._stream = compute_stream() if world.device.type == "cuda" else None
         self._captures = cuda_graphs and self._stream is not None
-        self._graphs: tuple[frozenset[tuple[str, int]], Graphs] | None = None  # with the shapes they are for
+        self._graphs: dict[frozenset[tuple[str, int]], Graphs] = {}  # by the shapes they are for
         self._steps_on: Counter[frozenset[tuple[str, int]]] = Counter()
         self._refused: dict[str, str] = {}
         self._places: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # of parameters and buffers, by slot
@@ -95,13 +123,17 @@ class Executor:
         number: int,
         batches: Mapping[str, Any],
         signatures: Mapping[str, int],
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Updates | None = None,
         *,
+        turn: Turn | None = None,
+        held: Mapping[str, tuple[tuple[int, int], ...]] | None = None,
         check_losses: bool = False,
         timed: bool = True,
     ) -> tuple[Losses, Watch]:
         """Runs a step on its batches (whole ones; each slot takes its rows) and the signatures of all tasks' batches.
 
+        Of a batch that is not all here, `held` has the rows of each leaf. A task without a signature is left out. Of
+        several turns, the last one synchronises gradients and updates.
         Returns this rank's parts of the tasks' losses, which add up over ranks, and, of a timed step, when everything
         ran.
         """
@@ -110,8 +142,13 @@ class Executor:
             batches=batches,
             signatures=signatures,
             check_losses=check_losses,
+            held=held or {},
             new=self._transfers.new(signatures),
+            turn=turn or Turn(tasks=frozenset(signatures)),
         )
+        for task, chunks in self._chunks_of.items():
+            if task not in signatures:
+                step.done_chunks |= chunks
         with _on(self._stream):
             watch = Watch(self.world.device, timed)
             self._use_graphs(step)
@@ -123,14 +160,19 @@ class Executor:
                     self._drop_graphs()
             return self._losses(step), watch
 
-    def _run(self, step: Step, optimizer: torch.optim.Optimizer | None, watch: Watch) -> None:
+    def _run(self, step: Step, optimizer: Updates | None, watch: Watch) -> None:
         """This rank's instructions, in order."""
         for parameter in self._trained:
-            parameter.grad = None
+            if step.turn.is_first:
+                parameter.grad = None
+            elif step.graphs is not None and parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()  # graphs write over the place where it may be, and then add it
         self._advance(step, watch)
         pace = Pace(self.world.device)
         for position in self._side.compute:
             instruction = self.program.instructions[position]
+            if not self._is_on(step, instruction):
+                continue
             pace.keep()
             watch.posted[position] = watch.now()
             try:
@@ -159,17 +201,37 @@ class Executor:
         for request, _ in step.sending:
             wait(request)
 
+    def _is_on(self, step: Step, instruction: Instruction) -> bool:
+        """Whether an instruction belongs to this step."""
+        match instruction:
+            case Forward(slot=slot) | Backward(slot=slot):
+                return self._side.slots[slot].task in step.signatures
+            case Exchange(link=link):
+                return self._side.links[link].task in step.signatures
+            case SyncGradients(bucket=bucket):
+                return not self._users[bucket].isdisjoint(step.turn.tasks)
+            case OptimizerStep():
+                return step.turn.is_last
+
+    def _task_of(self, position: int) -> str:
+        """The task of a backward instruction, whichever ranks run it."""
+        instruction = self.program.instructions[position]
+        assert isinstance(instruction, Backward)
+        return self.graph.metaops[self.program.slots[instruction.slot].op].task
+
     def _use_graphs(self, step: Step) -> None:
         """After a few steps on batches of the same shapes, the next is captured and later ones replay it."""
         if not self._captures or step.check_losses:
             return
-        shapes = frozenset((slot.task, step.signatures[slot.task]) for slot in self._side.slots.values())
+        tasks = {slot.task for slot in self._side.slots.values() if slot.task in step.signatures}
+        shapes = frozenset((task, step.signatures[task]) for task in tasks)
         self._watch_places()
         self._steps_on[shapes] += 1
-        if self._graphs is None and self._steps_on[shapes] > _STEPS_BEFORE_CAPTURE:
-            self._graphs = (shapes, Graphs(self._gradients, step.batches, self._refused))
-        if self._graphs is not None and self._graphs[0] == shapes:
-            step.graphs = self._graphs[1]
+        is_known = any({task for task, _ in one} == tasks for one in self._graphs)
+        if self._steps_on[shapes] > _STEPS_BEFORE_CAPTURE and not is_known and len(self._graphs) < _MOST_GRAPHS:
+            self._graphs[shapes] = Graphs(self._gradients, step.batches, self._refused)
+        step.graphs = self._graphs.get(shapes)
+        if step.graphs is not None:
             step.batches = step.graphs.batches(step.batches)
 
     def _watch_places(self) -> None:
@@ -190,19 +252,23 @@ class Executor:
             self._drop_graphs()
 
     def _replays_all_layers(self, step: Step) -> bool:
-        layers = (slot for slot in self._side.slots.values() if isinstance(slot.code, LayersCode))
+        layers = (
+            slot
+            for slot in self._side.slots.values()
+            if isinstance(slot.code, LayersCode) and slot.task in step.signatures
+        )
         return (
             step.graphs is not None and step.graphs.is_complete and all(one.name not in self._refused for one in layers)
         )
 
     def _drop_graphs(self) -> None:
-        self._graphs = None
+        self._graphs.clear()
         self._steps_on.clear()
 
     @property
     def num_captured(self) -> int:
         """How many slots run as CUDA graphs."""
-        return self._graphs[1].num_slots if self._graphs else 0
+        return max((one.num_slots for one in self._graphs.values()), default=0)
 
     @property
     def without_graph(self) -> dict[str, str]:
@@ -225,15 +291,21 @@ class Executor:
             position = transfers[step.next_transfer]
             instruction = self.program.instructions[position]
             assert isinstance(instruction, Exchange)
+            if not self._is_on(step, instruction):
+                step.next_transfer += 1
+                continue
             if not self._transfers.post(step, self._side.links[instruction.link], instruction.backward):
                 break
             watch.posted[position] = watch.now()
             step.next_transfer += 1
         syncs = self._side.sync
-        while step.next_sync < len(syncs):
+        while step.turn.is_last and step.next_sync < len(syncs):
             position = syncs[step.next_sync]
             instruction = self.program.instructions[position]
             assert isinstance(instruction, SyncGradients)
+            if not self._is_on(step, instruction):
+                step.next_sync += 1
+                continue
             if not self._buckets[instruction.bucket][0] <= step.done_chunks:
                 break
             watch.posted[position] = watch.now()
@@ -258,7 +330,7 @@ class Executor:
             is_certain = self._replays_all_layers(step) and self._gradients.has_all(bucket)
             self._gradients.spread(bucket, [1.0] * count if is_certain else flat[-count:].tolist())
         step.syncs.clear()
-        for parameter in self._unreached:
+        for parameter in self._unreached(step.turn.tasks) if step.turn.is_last else ():
             # Zeros from another rank are no gradient: one process would have none.
             if parameter.grad is not None and not parameter.grad.any():
                 parameter.grad = None
@@ -285,14 +357,24 @@ class Executor:
 
     def _compute(self, step: Step, slot: SlotSide, nests: dict[str, Any]) -> Made:
         """A slot's forward pass on its inputs."""
+        with self._casting():
+            return self._compute_as_is(step, slot, nests)
+
+    def _casting(self) -> Any:
+        if self._autocast is None:
+            return nullcontext()
+        # A graph must not count on weights that were cast before it was captured.
+        return torch.autocast(self.world.device.type, dtype=self._autocast, cache_enabled=not self._captures)
+
+    def _compute_as_is(self, step: Step, slot: SlotSide, nests: dict[str, Any]) -> Made:
         if isinstance(slot.code, LayersCode):
             return self._run_layers(step, slot, slot.code, nests)
         if slot.code.is_random:
             self._seed(step, slot, slot.first_layer)
         batch = self._batch(step, slot) if slot.rows else None
-        whole = step.batches[slot.task] if step.check_losses else None
+        whole = step.batches[slot.task] if step.check_losses and slot.task not in step.held else None
         loss = loss_part(slot.code, slot, batch, nests, self.world, check_with=whole)
-        return Made([Piece(inputs=(), outputs=loss * slot.code.weight if slot.code.weight != 1 else loss)], loss)
+        return Made([Piece(inputs=(), outputs=loss)], loss)
 
     def _run_layers(self, step: Step, slot: SlotSide, code: LayersCode, nests: dict[str, Any]) -> Made:
         pieces = []
@@ -320,10 +402,22 @@ class Executor:
 
     def _seed(self, step: Step, slot: SlotSide, layer: int) -> None:
         """Random layers draw the same numbers whenever the same rows of the same step pass through them."""
-        torch.manual_seed(seed_of(self.seed, step.number, slot.task, slot.call, layer, slot.begin, slot.end))
+        when = step.number if step.turn.is_first else (step.number, step.turn.number)
+        torch.manual_seed(seed_of(self.seed, when, slot.task, slot.call, layer, slot.begin, slot.end))
 
     def _batch(self, step: Step, slot: SlotSide) -> Any:
-        return cut(step.batches[slot.task], self.batch_axes[slot.task], slot.num_rows, slot.begin, slot.end)
+        nest, axes = step.batches[slot.task], self.batch_axes[slot.task]
+        if slot.task not in step.held:
+            return cut(nest, axes, slot.num_rows, slot.begin, slot.end)
+        leaves, spec = tree_flatten(nest)
+        # What this slot does not look at may be here for another one, with other rows.
+        parts = [
+            cut_leaf(leaf, axis, last - first, slot.begin - first, slot.end - first)
+            if first <= slot.begin and slot.end <= last
+            else None
+            for leaf, axis, (first, last) in zip(leaves, axes, step.held[slot.task], strict=True)
+        ]
+        return tree_unflatten(parts, spec)
 
     def _input(self, step: Step, link: LinkEnd, watch: Watch) -> Any:
         """A slot's input over one link: rows that are here and rows that came, joined, as leaves of a new graph."""
@@ -376,7 +470,9 @@ class Executor:
         pieces = step.pieces[slot.number]
         gradients: list[torch.Tensor | None]
         if isinstance(slot.code, LossCode):
-            gradients = [torch.ones_like(step.losses[slot.number])]
+            # The weight comes in here, and not into the loss, because a captured loss would keep it for good.
+            weight = slot.code.weight(step.number) if callable(slot.code.weight) else slot.code.weight
+            gradients = [torch.full_like(step.losses[slot.number], weight / step.turn.count)]
         elif is_last:
             gradients = self._output_gradients(step, slot, tree_leaves(step.outputs[slot.number]), watch)
         else:

@@ -127,7 +127,7 @@ def plain(batch: Any) -> Any:
 def signature_of(batch: Any) -> int:
     """48 bits that tell batches of different shapes apart."""
     form = form_of(batch, 0)
-    return _digest(repr((str(form.spec), form.leaves)).encode())
+    return digest(repr((str(form.spec), form.leaves)))
 
 
 def fingerprint_of(batch: Any) -> int:
@@ -138,11 +138,14 @@ def fingerprint_of(batch: Any) -> int:
             flat = leaf.detach().reshape(-1)
             some = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous().cpu()
             parts.append(some.view(torch.uint8).numpy().tobytes() if some.dtype != torch.bool else bytes(some.tolist()))
-    return _digest(b"".join(parts))
+    return digest(b"".join(parts))
 
 
-def _digest(text: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big")
+def digest(text: str | bytes) -> int:
+    """48 bits, which a float64 holds."""
+    return int.from_bytes(
+        hashlib.blake2b(text if isinstance(text, bytes) else text.encode(), digest_size=6).digest(), "big"
+    )
 
 
 def joined(parts: Sequence[tuple[int, torch.Tensor]], axis: int) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from spindle.graph import MetaGraph
 from spindle.program import Backward, Flows, Program, SlotShape
@@ -77,11 +78,17 @@ class Side:
     @property
     def reads(self) -> frozenset[str]:
         """Tasks whose batch this rank needs."""
-        return frozenset(
-            slot.task
-            for slot in self.slots.values()
-            if isinstance(slot.code, LossCode) or (slot.begins_call and slot.code.arguments is not None)
-        )
+        return frozenset(task for task, _, _, _ in self.uses)
+
+    @property
+    def uses(self) -> list[tuple[str, Callable[..., Any], int, int]]:
+        """Who looks at batches: the task, the code that does, and its rows."""
+        found = []
+        for slot in self.slots.values():
+            code = slot.code.loss if isinstance(slot.code, LossCode) else slot.code.arguments
+            if code is not None and (slot.begins_call or isinstance(slot.code, LossCode)):
+                found.append((slot.task, code, slot.begin, slot.end))
+        return found
 
 
 def side_of(program: Program, graph: MetaGraph, code: Sequence[OpCode], rank: int) -> Side:

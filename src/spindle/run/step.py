@@ -35,15 +35,37 @@ class Arrival:
     requests: list[Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One of several passes whose gradients add up before the optimizer's step, each with batches of its own.
+
+    `tasks` are those that had a part in this pass or one before it.
+    """
+
+    number: int = 0
+    count: int = 1
+    tasks: frozenset[str] = frozenset()
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.count - 1
+
+
 @dataclass(slots=True)
 class Step:
-    """What one step holds on one rank."""
+    """What one step holds on one rank. A task without a signature has no part in it."""
 
     number: int
     batches: Mapping[str, Any]
     signatures: Mapping[str, int]
     check_losses: bool
+    held: Mapping[str, tuple[tuple[int, int], ...]]  # by task: the rows of each leaf of a batch that is not all here
     new: frozenset[str]  # tasks whose batch has a shape not seen before
+    turn: Turn
     graphs: Graphs | None = None
     pieces: dict[int, list[Piece]] = field(default_factory=dict)  # by slot, in forward order
     inputs: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # by link: leaves that take gradients
@@ -135,6 +157,13 @@ class Watch:
     def spans(self) -> Spans:
         """All moments as numbers. The GPU must have passed them."""
         return Spans(self._begin, *(self._settled(moments) for moments in (self.posted, self.start, self.end)))
+
+    def busy_share(self) -> float:
+        """Which share of the step this rank computed. The GPU must have passed it."""
+        spans = self.spans()
+        whole = max(spans.end.values(), default=spans.begin) - spans.begin
+        busy = sum(spans.end[position] - start for position, start in spans.start.items() if position in spans.end)
+        return busy / whole if whole else 0.0
 
     def _settled(self, moments: dict[int, Moment]) -> dict[int, int]:
         return {position: self._number(moment) for position, moment in moments.items()}

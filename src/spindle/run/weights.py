@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,22 @@ class Weights:
                 parameter.grad = None
             elif self.holders[number]:
                 parameter.data = parameter.data.to(device)
+
+    @contextmanager
+    def in_shape(self) -> Iterator[None]:
+        """Inside, parameters that are elsewhere have their shapes, though not their values and no memory."""
+        away = [
+            (parameter, shape, parameter.data)
+            for parameter, shape in zip(self.parameters, self.shapes, strict=True)
+            if parameter.shape != shape
+        ]
+        for parameter, shape, _ in away:
+            parameter.data = torch.zeros((), dtype=parameter.dtype, device=self.world.device).expand(shape)
+        try:
+            yield
+        finally:
+            for parameter, _, data in away:
+                parameter.data = data
 
     def bring_home(self) -> None:
         """Every rank gets every parameter's value back, as each had it before: to evaluate, or to train on."""

@@ -67,14 +67,20 @@ class World:
         with peers("exchanging headers"):
             return Gathering(dist.all_gather(table, record, group=self.control, async_op=True), table)
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value, on all ranks."""
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """One rank's value, on all ranks."""
         if self.size == 1:
             return value
         box = [value]
-        with peers("sharing what rank 0 decided"):
-            dist.broadcast_object_list(box, src=0, group=self.control)
+        with peers(f"sharing what rank {source} has"):
+            dist.broadcast_object_list(box, src=source, group=self.control)
         return box[0]
+
+    def add_up(self, value: torch.Tensor, purpose: str, ranks: tuple[int, ...]) -> None:
+        """The sum over these ranks, of which this is one, in the tensor's place. Its group must have been made."""
+        if len(ranks) > 1:
+            with peers("adding up"):
+                dist.all_reduce(value, group=self.group(purpose, ranks))
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value, on rank 0; nothing elsewhere."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -99,7 +99,7 @@ def _task(one: TracedTask, facts: Facts) -> Task:
         whole_batch = call.handle.whole_batch or (one.name, call.name) in facts.coupled
         costs: dict[str, LayerCost] = {}
         for kind, layer in zip(_kinds(call.handle), one.layers[call.name], strict=True):
-            cost = _cost(layer, rows, whole_batch)
+            cost = replace(_cost(layer, rows, whole_batch), recompute=call.handle.checkpoint)
             # Layers of one kind are alike; where their costs differ a little (the first has no gradient to pass on),
             # the larger stands for all.
             costs[kind] = max(cost, costs.get(kind, cost), key=lambda known: known.backward_flops)

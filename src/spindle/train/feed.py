@@ -1,13 +1,15 @@
 """Batches of one task, step after step, the same on every rank.
 
-An exhausted loader starts its next epoch. A short last batch is left out, with a notice, or used when the user wants
-that. Loaders that shuffle draw from random streams of their own, which start alike on all ranks, so what else a rank
-does cannot change the order of its data.
+A batch may lack what others have: an entry is missing, None, or has no rows. One that is None, or has no row at all,
+leaves its task out of the step. An exhausted loader starts its next epoch. A short last batch is left out, with a
+notice, or used when the user wants that. Loaders that shuffle draw from random streams of their own, which start alike
+on all ranks, so what else a rank does cannot change the order of its data.
 """
 
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,25 +17,34 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves
 
 from spindle.errors import TrainingError
 from spindle.run.rows import Axes, fingerprint_of, plain, signature_of
 from spindle.train.task import TaskDefinition
 from spindle.train.trace import batch_axes, describe_batch
 
+Held = tuple[tuple[int, int], ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A batch as it was read: its rows, its shapes in short, and its values in short."""
+    """A batch as it was read: its rows, its shapes in short, its values in short, and the way it takes.
+
+    Of one that is not all here, `held` has the rows `[first, last)` of each leaf.
+    """
 
     nest: Any
     num_rows: int
     signature: int
     fingerprint: int
+    way: int = 0
+    tokens: int = 0
+    held: Held | None = None
 
 
 RandomState = tuple[Any, Any, Any]
+_MOST_EMPTY = 1000  # batches one after another
 
 
 def random_state() -> RandomState:
@@ -44,6 +55,15 @@ def random_state() -> RandomState:
 def draw() -> None:
     """Moves all of these on, so that what starts from them next starts elsewhere."""
     torch.rand(1), random.random(), np.random.random()
+
+
+def is_same(one: RandomState, other: RandomState) -> bool:
+    return (
+        torch.equal(one[0], other[0])
+        and one[1] == other[1]
+        and np.array_equal(one[2][1], other[2][1])
+        and one[2][2:] == other[2][2:]
+    )
 
 
 def set_random_state(state: RandomState) -> None:
@@ -70,22 +90,33 @@ class Feed:
         self._draws = not isinstance(loader, list | tuple)  # whether reading may take random numbers
         self._fingerprints: dict[tuple[int, ...], int] = {}
         self._iterator: Iterator[Any] | None = None
-        self._axes: Axes | None = None
-        self._absent: list[bool] | None = None  # which leaves of a batch are None
+        self._axes: dict[str, Axes] = {}  # by form
+        self._with_rows: dict[str, bool] = {}  # by where a tensor stands in a batch
         self._told = False
         self._since_start = 0  # full batches of this epoch
-        self._kept: Batch | None = None
+        self._kept: deque[Batch] = deque()
+        self._given = 0
 
-    def peek(self) -> Batch:
-        """The batch that `next` will give."""
-        if self._kept is None:
-            self._kept = self._read()
-        return self._kept
+    def example(self) -> Batch:
+        """The first batch with rows of those that are still to be given."""
+        while not (self._kept and self._kept[-1].num_rows):
+            if len(self._kept) == _MOST_EMPTY:
+                raise TrainingError(
+                    f"task {self.definition.name!r}: its loader's first {_MOST_EMPTY} batches are empty"
+                )
+            self._kept.append(self._read())
+        return self._kept[-1]
 
-    def next(self) -> Batch:
-        batch = self.peek()
-        self._kept = None
-        return batch
+    def close(self) -> None:
+        """What works ahead ends."""
+
+    def at(self, number: int) -> Batch:
+        """The batch of this number; those before it are passed over."""
+        while True:
+            batch = self._kept.popleft() if self._kept else self._read()
+            self._given += 1
+            if self._given > number:
+                return batch
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
@@ -128,6 +159,9 @@ class Feed:
                 continue
             nest = plain(nest)
             rows = self._rows(nest)
+            if rows == 0:
+                self._since_start += 1
+                return Batch(nest=nest, num_rows=0, signature=0, fingerprint=0)
             if rows == size:
                 self._since_start += 1
                 return self._batch(nest, rows)
@@ -149,21 +183,25 @@ class Feed:
                 raise TrainingError(f"task {name!r}: its loader has {rows} samples, fewer than its batch_size {size}")
 
     def _rows(self, nest: Any) -> int:
-        """How many samples a batch has; all that had rows in the first one must agree."""
+        """How many samples a batch has: all tensors with rows must agree. Those of the first batch of its form tell
+        which have rows, and where they stood in batches of other forms does."""
         name, size = self.definition.name, self.definition.batch_size
-        if self._axes is None:
-            self._axes = batch_axes(name, size, nest)
-        leaves = tree_leaves(nest)
-        absent = [leaf is None for leaf in leaves]
-        if self._absent is None:
-            self._absent = absent
-        if absent != self._absent:
-            raise TrainingError(
-                f"task {name!r}: its loader gave {describe_batch(nest)}, another form than that of its first batch"
-            )
+        entries = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(nest)[0]]
+        if is_empty(nest):
+            return 0
+        form = form_of_batch(nest)
+        if form not in self._axes:
+            known = {
+                leaf.shape[0]
+                for path, leaf in entries
+                if self._with_rows.get(path) and isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0]
+            }
+            self._axes[form] = batch_axes(name, min(known, default=size), nest)
+            for (path, _), axis in zip(entries, self._axes[form], strict=True):
+                self._with_rows[path] = self._with_rows.get(path, False) or axis is not None
         found = {
-            leaf.shape[0]: keystr(path)
-            for (path, leaf), axis in zip(tree_flatten_with_path(nest)[0], self._axes, strict=True)
+            leaf.shape[0]: path
+            for (path, leaf), axis in zip(entries, self._axes[form], strict=True)
             if axis is not None and isinstance(leaf, torch.Tensor) and leaf.dim()
         }
         if len(found) != 1:
@@ -180,6 +218,7 @@ class Feed:
             num_rows=rows,
             signature=signature_of(nest),
             fingerprint=self._fingerprint(nest) if self._compared else 0,
+            tokens=0 if self.definition.tokens is None else int(self.definition.tokens(nest)),
         )
 
     def _fingerprint(self, nest: Any) -> int:
@@ -190,6 +229,24 @@ class Feed:
         if key not in self._fingerprints:
             self._fingerprints[key] = fingerprint_of(nest)
         return self._fingerprints[key]
+
+
+def is_empty(nest: Any) -> bool:
+    """Whether a batch has no sample at all."""
+    tensors = [leaf for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    return nest is None or (bool(tensors) and all(leaf.shape[0] == 0 for leaf in tensors))
+
+
+def form_of_batch(nest: Any) -> str:
+    """What a batch consists of, whatever its sizes and values are."""
+    leaves, spec = tree_flatten(nest)
+    return f"{spec} {[_kind(leaf) for leaf in leaves]}"
+
+
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return "empty" if leaf.dim() and leaf.shape[0] == 0 else "tensor"
+    return type(leaf).__name__
 
 
 _END = object()

@@ -1,52 +1,103 @@
-"""What ranks tell each other a step ahead: a row of numbers for each task, the same columns on every rank.
+"""What ranks tell each other a step ahead: a row of numbers for each turn and task, the same columns on every rank.
 
-Rows, signature and fingerprint of the task's next batch, where the rank reads it, and its part of the loss of a step
-that is over.
+Signature, tokens, rows, fingerprint and way of the task's next batch, where the rank reads it; and behind these, its
+parts of the losses of a step that is over, and which share of its last timed step it computed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from spindle.errors import TrainingError
-from spindle.run import Losses
+from spindle.run.rows import digest
 from spindle.train.feed import Batch
 
-_ROWS, _SIGNATURE, _FINGERPRINT, _LOSS = range(4)
-Table = list[list[list[float]]]  # of all ranks, by rank, task and column
+_READ, _PARTIAL, _SIGNATURE, _TOKENS, _ROWS, _FINGERPRINT, _WAY = range(7)
+_COLUMNS = 7
+Turns = Sequence[Mapping[str, Batch]]  # by turn and task
+Table = list[list[float]]  # of all ranks
 
 
-def header(names: Sequence[str], batches: Mapping[str, Batch], losses: Losses | None) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """A task's batch, as all ranks that read it say, and the first of these."""
+
+    reader: int
+    num_rows: int
+    signature: int
+    way: int
+    tokens: int
+
+
+def header(names: Sequence[str], turns: Turns, losses: Sequence[float] | None, busy: float) -> torch.Tensor:
     """What this rank has to tell."""
-    rows = []
-    values = [0.0] * len(names) if losses is None else losses.tolist()
-    for name, loss in zip(names, values, strict=True):
-        batch = batches.get(name)
-        known = (0, 0, 0) if batch is None else (batch.num_rows, batch.signature, batch.fingerprint)
-        rows.append((*known, loss))
-    return torch.tensor(rows, dtype=torch.float64)
+    told: list[float] = []
+    for batches in turns:
+        for name in names:
+            batch = batches.get(name)
+            told += (
+                [0.0] * _COLUMNS
+                if batch is None
+                else [
+                    1,
+                    batch.held is not None,
+                    batch.signature,
+                    batch.tokens,
+                    batch.num_rows,
+                    batch.fingerprint,
+                    batch.way,
+                ]
+            )
+    told += [0.0] * len(names) if losses is None else losses
+    return torch.tensor([*told, busy], dtype=torch.float64)
 
 
 def losses_in(table: Table, names: Sequence[str]) -> dict[str, float]:
     """The tasks' losses: what all ranks have of them."""
-    return {name: sum(record[task][_LOSS] for record in table) for task, name in enumerate(names)}
+    behind = len(names) + 1
+    return {name: sum(record[task - behind] for record in table) for task, name in enumerate(names)}
 
 
-def agreed(table: Table, names: Sequence[str], step: int) -> tuple[tuple[int, ...], dict[str, int]]:
-    """The rows and the signature of each task's batch, on which all ranks that read it must agree."""
-    rows, signatures = [], {}
-    for position, name in enumerate(names):
-        found = [(rank, record[position][:_LOSS]) for rank, record in enumerate(table) if record[position][_ROWS]]
-        reference_rank, reference = found[0]
-        for rank, other in found[1:]:
-            if other != reference:
-                raise TrainingError(
-                    f"step {step}: the loader of task {name!r} gave rank {rank} another batch than rank "
-                    f"{reference_rank}; every rank must read the same batches: seed what shuffles them alike, and "
-                    "do not shard the dataset, Spindle gives each rank its rows"
+def idle_in(table: Table) -> float | None:
+    """Which share of the last timed step ranks did not compute, on average; None before there is one."""
+    known = [record[-1] for record in table if not math.isnan(record[-1])]
+    return 1 - sum(known) / len(known) if known else None
+
+
+def agreed(table: Table, names: Sequence[str], num_turns: int, step: int) -> list[dict[str, Agreed]]:
+    """The batches of each turn, on which all ranks that read them must agree. A task without rows has no part in it."""
+    turns = []
+    for turn in range(num_turns):
+        found: dict[str, Agreed] = {}
+        for position, name in enumerate(names):
+            begin = (turn * len(names) + position) * _COLUMNS
+            told = [(rank, record[begin : begin + _COLUMNS]) for rank, record in enumerate(table)]
+            told = [(rank, one) for rank, one in told if one[_READ]]
+            if not told:
+                continue
+            reader, reference = told[0]
+            # Parts of a batch have other shapes on other ranks; all of these together stand for the whole one's.
+            is_partial = any(one[_PARTIAL] for _, one in told)
+            signature = digest(repr([one[_SIGNATURE] for _, one in told])) if is_partial else int(reference[_SIGNATURE])
+            alike = slice(_ROWS, None) if is_partial else slice(_SIGNATURE, None)
+            for rank, other in told[1:]:
+                if other[alike] != reference[alike]:
+                    raise TrainingError(
+                        f"step {step}: the loader of task {name!r} gave rank {rank} another batch than rank "
+                        f"{reader}; every rank must read the same batches: seed what shuffles them alike, and "
+                        "do not shard the dataset, Spindle gives each rank its rows"
+                    )
+            if reference[_ROWS]:
+                found[name] = Agreed(
+                    reader=reader,
+                    num_rows=int(reference[_ROWS]),
+                    signature=signature,
+                    way=int(reference[_WAY]),
+                    tokens=int(reference[_TOKENS]),
                 )
-        rows.append(int(reference[_ROWS]))
-        signatures[name] = int(reference[_SIGNATURE])
-    return tuple(rows), signatures
+        turns.append(found)
+    return turns

@@ -23,12 +23,13 @@ from spindle.train.trace import TracedTask, Visit, unchanged, walk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What was found, by task and call. `reached` names nothing when it could not be found out."""
+    """What was found, by task and call."""
 
     coupled: dict[tuple[str, str], str] = field(default_factory=dict)  # with the reason
     random_layers: frozenset[tuple[str, str, int]] = frozenset()
     random_losses: frozenset[str] = frozenset()
-    reached: frozenset[str] | None = None  # names of parameters, but for those behind what takes no gradient
+    # Names of parameters by task, but for those behind what takes no gradient; None when it could not be found out.
+    reached: dict[str, frozenset[str]] | None = None
 
 
 def probe(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> Facts:
@@ -36,7 +37,7 @@ def probe(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> Facts:
     coupled: dict[tuple[str, str], str] = {}
     random_layers: set[tuple[str, str, int]] = set()
     random_losses: set[str] = set()
-    reached: set[int] | None = set()
+    reached: dict[str, frozenset[str]] | None = {}
     handles = handles_of([task.recorded for task in tasks])
     names = parameter_names(handles)
     with unchanged([handle.module for handle in handles.values()]):
@@ -47,12 +48,15 @@ def probe(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> Facts:
                 elif any(layer.mixes for layer in layers):
                     coupled[task.name, call] = "it does not work on each sample by itself"
             found = _probe_task(task, batches[task.name], coupled, random_layers, random_losses)
-            reached = None if reached is None or found is None else reached | found
+            if found is None or reached is None:
+                reached = None
+            else:
+                reached[task.name] = frozenset(names[parameter] for parameter in found)
     return Facts(
         coupled=coupled,
         random_layers=frozenset(random_layers),
         random_losses=frozenset(random_losses),
-        reached=None if reached is None else frozenset(names[parameter] for parameter in reached),
+        reached=reached,
     )
 
 

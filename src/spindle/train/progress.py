@@ -22,7 +22,8 @@ class Progress:
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self._bars: Bars | None = None
         self._task: TaskID | None = None
-        self._losses = ""
+        self._losses: dict[str, float] = {}
+        self._rates: dict[str, float] = {}
         self._steps = 0
         self._shown_s = 0.0
 
@@ -47,7 +48,7 @@ class Progress:
             task = bars.add_task(text, total=1.0)
             yield lambda share: bars.update(task, completed=share)
 
-    def training(self, steps: int, names: list[str]) -> None:
+    def training(self, steps: int) -> None:
         self._steps = steps
         if self._enabled and self._console.is_terminal:
             self._bars = Bars(
@@ -63,14 +64,22 @@ class Progress:
             self._bars.start()
             self._task = self._bars.add_task("", total=steps)
 
-    def losses(self, step: int, losses: dict[str, float]) -> None:
-        if self._enabled:
-            self._losses = "  ".join(f"{name} {loss:.3f}" for name, loss in losses.items())
+    def losses(self, losses: dict[str, float]) -> None:
+        """The last loss of each task stays, when others have a part in a step."""
+        self._losses.update(losses)
 
-    def step(self, done: int, step_s: float) -> None:
+    def step(self, done: int, step_s: float, *, samples: int = 0, tokens: int = 0, idle: float | None = None) -> None:
+        """A step is over: its time, what it trained on, and the idle share of the last step that was timed."""
         if not self._enabled:
             return
-        text = f"{self._losses}  {step_s * 1e3:.0f} ms"
+        text = "  ".join(
+            [
+                *(f"{name} {loss:.3f}" for name, loss in self._losses.items()),
+                f"{step_s * 1e3:.0f} ms",
+                *(f"{self._rate(unit, count / step_s)} {unit}/s" for unit, count in _counts(samples, tokens)),
+                *([] if idle is None else [f"idle {idle:.0%}"]),
+            ]
+        )
         if self._bars is not None and self._task is not None:
             # Drawing costs time that belongs to the step.
             now = time.monotonic()
@@ -80,7 +89,16 @@ class Progress:
         elif done == 1 or done == self._steps or done * _LINES // self._steps > (done - 1) * _LINES // self._steps:
             print(f"step {done}/{self._steps}  {text}", file=sys.stderr, flush=True)
 
+    def _rate(self, unit: str, per_s: float) -> str:
+        """Over the last ten steps or so: single ones differ."""
+        self._rates[unit] = 0.9 * self._rates.get(unit, per_s) + 0.1 * per_s
+        return f"{self._rates[unit]:,.0f}"
+
     def close(self) -> None:
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
+
+
+def _counts(samples: int, tokens: int) -> list[tuple[str, int]]:
+    return [(unit, count) for unit, count in (("samples", samples), ("tokens", tokens)) if count]

@@ -21,7 +21,8 @@ from spindle.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitResult:
-    """Losses by step, on all ranks; the measured timeline is rank 0's, one typical step of the last ones."""
+    """Losses by step, of the tasks that had a part in it, on all ranks; the measured timeline is rank 0's, one typical
+    step of the last ones."""
 
     rank: int
     losses: tuple[dict[str, float], ...]
@@ -76,6 +77,6 @@ def _loss_table(losses: tuple[dict[str, float], ...]) -> Table:
     shown = [round(number * (len(losses) - 1) / max(1, count - 1)) for number in range(count)]
     for step in shown:
         table.add_column(f"step {step}", justify="right")
-    for name in losses[0]:
-        table.add_row(name, *(f"{losses[step][name]:.3f}" for step in shown))
+    for name in dict.fromkeys(name for step in losses for name in step):
+        table.add_row(name, *(f"{losses[step][name]:.3f}" if name in losses[step] else "–" for step in shown))
     return table

@@ -18,10 +18,11 @@ from spindle.models import Chain, chain_of
 
 
 class ModuleHandle:
-    """A module under its name. `whole_batch` says that its samples depend on each other, so it must not be split."""
+    """A module under its name. `whole_batch` says that its samples depend on each other, so it must not be split,
+    `checkpoint` that its layers run again in backward instead of keeping activations."""
 
-    def __init__(self, name: str, user_module: nn.Module, whole_batch: bool) -> None:
-        self.name, self.module, self.whole_batch = name, user_module, whole_batch
+    def __init__(self, name: str, user_module: nn.Module, whole_batch: bool, checkpoint: bool = False) -> None:
+        self.name, self.module, self.whole_batch, self.checkpoint = name, user_module, whole_batch, checkpoint
         self.chain: Chain = chain_of(user_module)
         self._chains: dict[str, Chain] = {}
 
@@ -52,13 +53,14 @@ def called_module(handle: ModuleHandle, *args: Any, **kwargs: Any) -> Any:
 recording: ContextVar[fx.Tracer | None] = ContextVar("recording", default=None)  # while a task is being recorded
 
 
-def module(name: str, user_module: nn.Module, *, whole_batch: bool = False) -> ModuleHandle:
-    """Registers an `nn.Module` under a name that all tasks share."""
+def module(name: str, user_module: nn.Module, *, whole_batch: bool = False, checkpoint: bool = False) -> ModuleHandle:
+    """Registers an `nn.Module` under a name that all tasks share. With `checkpoint`, its layers run again in backward
+    instead of keeping activations."""
     if not isinstance(user_module, nn.Module):
         raise WorkloadError(f"spindle.module({name!r}, ...): expected an nn.Module, got {type(user_module).__name__}")
     if not name or "/" in name or "#" in name:
         raise WorkloadError(f"spindle.module({name!r}, ...): a name must not be empty or hold '/' or '#'")
-    return ModuleHandle(name, user_module, whole_batch)
+    return ModuleHandle(name, user_module, whole_batch, checkpoint)
 
 
 class Mean(NamedTuple):
@@ -75,25 +77,33 @@ def mean(total: Any, count: Any) -> Mean:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDefinition:
-    """A task's function with its batch size and weight; callable like the function."""
+    """A task's function with its batch size and weight; callable like the function. The weight may be a function of
+    the step; `tokens(batch)` counts what a batch has, for the rate that is shown."""
 
     name: str
     function: Callable[[Any], Any]
     batch_size: int
-    weight: float = 1.0
+    weight: float | Callable[[int], float] = 1.0
     per_sample_mean: bool = False
+    tokens: Callable[[Any], int] | None = None
 
     def __call__(self, batch: Any) -> Any:
         return self.function(batch)
 
 
 def task(
-    *, batch_size: int, weight: float = 1.0, name: str | None = None, per_sample_mean: bool = False
+    *,
+    batch_size: int,
+    weight: float | Callable[[int], float] = 1.0,
+    name: str | None = None,
+    per_sample_mean: bool = False,
+    tokens: Callable[[Any], int] | None = None,
 ) -> Callable[[Callable[[Any], Any]], TaskDefinition]:
     """Makes a task of a function over a batch that returns its loss.
 
     The loss is computed over the whole batch unless it is a `spindle.mean`, or `per_sample_mean` says that it is the
-    mean of a loss of each sample.
+    mean of a loss of each sample. `weight` is a number or a function of the step; `tokens(batch)` says how many tokens
+    a batch has, for the rate that is shown.
     """
     if batch_size < 1:
         raise WorkloadError(f"@spindle.task(batch_size={batch_size}): must be at least 1")
@@ -105,6 +115,7 @@ def task(
             batch_size=batch_size,
             weight=weight,
             per_sample_mean=per_sample_mean,
+            tokens=tokens,
         )
 
     return define

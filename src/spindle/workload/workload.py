@@ -56,6 +56,7 @@ class LayerCost:
     max_tensor_degree: int = 1
     whole_batch: bool = False  # samples depend on each other, so one device must see them all
     meets: bool = False  # its devices exchange something small in the forward pass, so they run together
+    recompute: bool = False  # the user wants it to run again in backward instead of keeping activations
 
     def __post_init__(self) -> None:
         for name in ("forward_flops", "backward_flops", "traffic_bytes", "saved_bytes", "output_bytes", "tensor_bytes"):

@@ -1,0 +1,40 @@
+"""What modules keep beside their weights (running statistics): the same on all ranks before a fit and after it."""
+
+from __future__ import annotations
+
+from spindle.run import World
+from spindle.train.bind import Bound
+from spindle.train.preparation import Prepared
+
+
+def share_buffers(bound: Bound, world: World) -> None:
+    """Every rank takes rank 0's."""
+    if world.size == 1:
+        return
+    buffers = [buffer for handle in bound.handles.values() for buffer in handle.module.buffers()]
+    values = world.broadcast_object([buffer.cpu() for buffer in buffers] if world.rank == 0 else None)
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.copy_(value)
+
+
+def buffers_home(prepared: Prepared, world: World) -> None:
+    """Rank 0 takes each layer's buffers from the first rank that ran it in its last call."""
+    if world.size == 1:
+        return
+    handles = prepared.bound.handles
+    owner: dict[int, int] = {}
+    slots = sorted(zip(prepared.program.slots, prepared.plan.slots, strict=True), key=lambda pair: pair[0].op)
+    for shape, slot in slots:
+        op = prepared.graph.metaops[shape.op]
+        if op.module is not None and op.module in handles:
+            layers = handles[op.module].chain.layers[op.first_layer + slot.first : op.first_layer + slot.last]
+            owner.update((id(buffer), slot.devices[0]) for layer in layers for buffer in layer.buffers)
+    buffers = [buffer for handle in handles.values() for buffer in handle.module.buffers()]
+    mine = [
+        (number, buffer.cpu())
+        for number, buffer in enumerate(buffers)
+        if owner.get(id(buffer), 0) == world.rank and world.rank
+    ]
+    for given in world.gather_objects(mine):
+        for number, value in given:
+            buffers[number].copy_(value)

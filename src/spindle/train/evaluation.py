@@ -1,0 +1,132 @@
+"""How good are the modules now? Every rank evaluates whole batches by itself, in turn, and all add up what they find.
+
+Between fits every rank has all weights, so nothing needs a plan, and numbers are those of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from spindle.errors import TrainingError
+from spindle.run import World
+from spindle.run.rows import plain
+from spindle.train.feed import RandomState, form_of_batch, is_empty, random_state, set_random_state
+from spindle.train.preparation import Options, on_device
+from spindle.train.record import handles_of, record
+from spindle.train.task import Mean, TaskDefinition
+
+_END = object()
+
+
+def evaluate(
+    options: Options,
+    loaders: Mapping[str, Iterable[Any]],
+    steps: int | None,
+    state: RandomState,
+    world: World,
+    *,
+    share_weights: bool,
+) -> dict[str, float]:
+    """The mean loss of each task over the batches of its loader, or over the first of them."""
+    tasks = {one.name: one for one in options.tasks}
+    sums = torch.zeros(len(loaders), 2, dtype=torch.float64)
+    for place, (name, loader) in enumerate(loaders.items()):
+        if name not in tasks:
+            raise TrainingError(f"evaluate: {name!r} is no task (tasks: {', '.join(tasks)})")
+        sums[place] = _sums(tasks[name], loader, steps, state, options, world, share_weights)
+    totals = sum(world.start_all_gather(sums).wait())
+    found = {}
+    for name, (total, count) in zip(loaders, totals.tolist(), strict=True):  # type: ignore[union-attr]
+        if not count:
+            raise TrainingError(f"evaluate: the loader of task {name!r} gives no sample")
+        found[name] = total / count
+    return found
+
+
+def _sums(
+    task: TaskDefinition,
+    loader: Iterable[Any],
+    steps: int | None,
+    state: RandomState,
+    options: Options,
+    world: World,
+    share_weights: bool,
+) -> torch.Tensor:
+    """A rank's sum of losses, and of what to divide it by: the count of a `spindle.mean`, else samples."""
+    sums = torch.zeros(2, dtype=torch.float64)
+    seen: dict[str, nn.Module] = {}
+    forms: set[str] = set()
+    with ExitStack() as after, torch.no_grad():
+        if options.autocast is not None:
+            after.enter_context(torch.autocast(world.device.type, dtype=options.autocast))
+        for number, nest in enumerate(islice(_batches(loader, task.batch_size, state), steps)):
+            if is_empty(nest):
+                continue
+            form = form_of_batch(nest)
+            if form not in forms:  # on all ranks
+                forms.add(form)
+                for name, handle in handles_of([record(task, nest)]).items():
+                    if name not in seen:
+                        seen[name] = handle.module.to(world.device)
+                        after.callback(_restored(handle.module))
+                        handle.module.eval()
+                        if share_weights:
+                            _share(handle.module, world)
+            if number % world.size == world.rank:
+                loss = task(on_device(nest, world.device))
+                total, count = loss if isinstance(loss, Mean) else (loss, 1)
+                samples = 1 if isinstance(loss, Mean) else _num_samples(nest)
+                sums += torch.tensor([float(total) * samples, float(count) * samples], dtype=torch.float64)
+    return sums
+
+
+def _num_samples(nest: Any) -> int:
+    """The length that most of a batch's tensors have; which of them have rows is known of training batches alone."""
+    lengths = [len(leaf) for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf)]
+    return max(lengths, key=lengths.count)
+
+
+def _batches(loader: Any, batch_size: int, state: RandomState) -> Iterator[Any]:
+    """Batches in the same order on all ranks, whatever else these draw. A dataset goes by in its own order."""
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        loader = DataLoader(loader, batch_size)
+    iterator: Iterator[Any] | None = None
+    while True:
+        outside = random_state()
+        set_random_state(state)
+        try:
+            iterator = iter(loader) if iterator is None else iterator
+            nest = next(iterator, _END)
+        finally:
+            state = random_state()
+            set_random_state(outside)
+        if nest is _END:
+            return
+        yield plain(nest)
+
+
+def _restored(module: nn.Module) -> Any:
+    """Puts back which of a module's parts are in training mode."""
+    modes = [(one, one.training) for one in module.modules()]
+
+    def restore() -> None:
+        for one, mode in modes:
+            one.training = mode
+
+    return restore
+
+
+def _share(module: nn.Module, world: World) -> None:
+    """Before the first fit, rank 0's weights count."""
+    tensors = [*module.parameters(), *module.buffers()]
+    values = world.broadcast_object([one.detach().cpu() for one in tensors] if world.rank == 0 else None)
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)

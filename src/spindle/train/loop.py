@@ -1,0 +1,265 @@
+"""Step after step: batches read a step ahead, ranks told of them, the plan run on them, losses told of.
+
+In each step ranks exchange one small header, a step ahead: the samples, shapes and way of each task's next batches, and
+their parts of the losses of a step before. A step has as many turns as gradients are accumulated from.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from spindle.errors import TrainingError
+from spindle.run import Losses, Turn, Watch
+from spindle.run.recorded import timeline_of
+from spindle.simulate import simulate
+from spindle.train.feed import Batch, Feed
+from spindle.train.header import Agreed, Table, agreed, header, idle_in, losses_in
+from spindle.train.preparation import Prepared, on_device
+from spindle.train.progress import Progress
+from spindle.train.readiness import Readiness
+from spindle.train.result import FitResult
+from spindle.train.samples import SampleFeed
+from spindle.train.sampling import tasks_in_step
+
+OnStep = Callable[[int, dict[str, float]], None]
+ReadLosses = Callable[[], list[float]]  # waits for the step that they are of
+_SAMPLED_STEPS = 9  # whose timelines are kept
+_WATCHED = frozenset(3 * 10**power for power in range(9))  # steps that are timed besides, to tell of idle time early
+# How many steps lie between a step and the header that carries its losses. Reading them waits for a GPU, which must not
+# stand still for it.
+_LOSSES_BEHIND = {"cpu": 1, "cuda": 2}
+
+
+class Loop:
+    """Trains for some steps; `feeds` are new with each loop."""
+
+    def __init__(
+        self, readiness: Readiness, feeds: Mapping[str, Feed], shown: Progress, on_step: OnStep | None
+    ) -> None:
+        self._readiness, self._feeds, self._shown, self._on_step = readiness, feeds, shown, on_step
+        self._options, self._world, self._names = readiness.options, readiness.world, readiness.options.names
+        self._prepared = readiness.plan(readiness.find_out(feeds, shown), shown)
+        self._history: list[dict[str, float]] = []
+        self._tasks_of: deque[frozenset[str]] = deque()  # of the steps whose losses are not told yet
+        self._asked = dict.fromkeys(self._names, 0)  # batches of each task, on whichever ranks
+        self._kept: list[Watch] = []
+        self._watched: tuple[int, Watch] | None = None  # a timed step that a GPU may still be at
+        self._busy = math.nan
+
+    def run(self, first: int, steps: int) -> FitResult:
+        world, shown, names = self._world, self._shown, self._names
+        self._readiness.send_out(self._prepared)
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(world.device)
+        sampled = _sampled(steps)
+        step_s: list[float] = []
+        turns = self._read(first)
+        gathering = world.start_all_gather(header(names, turns, None, self._busy))
+        unsent: deque[ReadLosses] = deque()  # of the last steps, which a GPU may still be at
+        carries_losses = False  # the header that is on its way
+        shown.training(steps)
+        for number in range(steps):
+            begin = time.perf_counter()
+            table = [one.tolist() for one in gathering.wait()]
+            if carries_losses:
+                self._note(table, first)
+            told = agreed(table, names, self._options.accumulate, first + number)
+            if self._watched is not None and first + number - self._watched[0] > _LOSSES_BEHIND[world.device.type]:
+                self._busy, self._watched = self._watched[1].busy_share(), None
+            self._meet_ways(told, turns)
+            current = turns
+            if number + 1 < steps:
+                turns = self._read(first + number + 1)
+                carries_losses = len(unsent) >= _LOSSES_BEHIND[world.device.type]
+                losses = unsent.popleft()() if carries_losses else None
+                gathering = world.start_all_gather(header(names, turns, losses, self._busy))
+            unsent.append(self._step(first + number, told, current, is_sampled=number in sampled))
+            step_s.append(time.perf_counter() - begin)
+            batches = [one for turn in told for one in turn.values()]
+            shown.step(
+                number + 1,
+                step_s[-1],
+                samples=sum(one.num_rows for one in batches),
+                tokens=sum(one.tokens for one in batches),
+                idle=idle_in(table),
+            )
+        # The losses of the last steps have no header to travel with.
+        for read_losses in unsent:
+            told_last = world.start_all_gather(header(names, (), read_losses(), self._busy)).wait()
+            self._note([one.tolist() for one in told_last], first)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        notify = self._readiness.notifier(shown)
+        for name, reason in self._prepared.main.without_graph.items():
+            notify(f"{name} runs without a CUDA graph: {reason}")
+        peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else 0
+        self._readiness.bring_home(self._prepared)
+        self._readiness.given.update(self._asked)
+        return self._result(step_s, peak)
+
+    def _read(self, step: int) -> list[dict[str, Batch]]:
+        """The next batches that this rank needs, by turn and task."""
+        options, ways, recording = self._options, self._readiness.ways, self._prepared.weights.in_shape
+        on = tasks_in_step(options.sampling, self._names, options.tasks_per_step, options.seed, step)
+        wanted = [name for name in on if self._reads(name)]
+        turns = []
+        for turn in range(options.accumulate):
+            batches = {name: self._fetch(name, self._asked[name] + turn) for name in wanted}
+            turns.append(
+                {name: replace(batch, way=ways.key_of(name, batch, recording)) for name, batch in batches.items()}
+            )
+        for name in on:
+            self._asked[name] += options.accumulate
+        return turns
+
+    def _reads(self, task: str) -> bool:
+        """Whether this rank needs batches of a task, on whichever way."""
+        return not self._prepared.main.reads.isdisjoint(self._readiness.ways.names_of(task))
+
+    def _fetch(self, task: str, number: int) -> Batch:
+        """A task's batch of this number: what this rank needs of it, where it can be had in parts.
+
+        A loss that is to be checked needs all of it, and so does a task whose ways are still open.
+        """
+        feed, way = self._feeds[task], self._readiness.ways.only(task)
+        if isinstance(feed, SampleFeed):
+            is_partial = way is not None and way.name in self._readiness.checked and feed.divides
+            return feed.at(number, self._prepared.needs(way.name) if is_partial and way is not None else None)
+        return feed.at(number)
+
+    def _meet_ways(self, told: list[dict[str, Agreed]], turns: list[dict[str, Batch]]) -> None:
+        """Makes a new plan when a batch takes a way that was not met before."""
+        readiness, world = self._readiness, self._world
+        is_new = False
+        for number, batches in enumerate(told):
+            for task, one in batches.items():
+                if readiness.ways.get(task, one.way) is None:
+                    if not is_new:
+                        readiness.bring_home(self._prepared)
+                        is_new = True
+                    batch = world.broadcast_object(turns[number].get(task), one.reader)
+                    readiness.take_new_way(task, one.way, batch, self._shown)
+        if is_new:
+            self._kept.clear()
+            self._prepared = readiness.plan(readiness.find_out(self._feeds, self._shown), self._shown)
+            readiness.send_out(self._prepared)
+            self._share_batches(told, turns)
+
+    def _share_batches(self, told: list[dict[str, Agreed]], turns: list[dict[str, Batch]]) -> None:
+        """Ranks that read a task from now on get the batches that are already read; parts are other ones now."""
+        for number, batches in enumerate(told):
+            for task, one in batches.items():
+                if isinstance(self._feeds[task], SampleFeed):
+                    if self._reads(task):
+                        place = self._asked[task] - len(told) + number
+                        turns[number][task] = replace(self._fetch(task, place), way=one.way)
+                else:
+                    batch = self._world.broadcast_object(turns[number].get(task), one.reader)
+                    turns[number].setdefault(task, batch)
+
+    def _step(
+        self, step: int, told: list[dict[str, Agreed]], turns: list[dict[str, Batch]], *, is_sampled: bool
+    ) -> ReadLosses:
+        """Runs a step; gives this rank's parts of the tasks' losses, each a mean over the turns that had the task."""
+        prepared, world, ways = self._prepared, self._world, self._readiness.ways
+        parts: list[tuple[Losses, dict[int, int]]] = []  # by turn, with where tasks stand in them
+        counts = [sum(name in batches for batches in told) for name in self._names]
+        used: frozenset[str] = frozenset()
+        for number, (agreements, batches) in enumerate(zip(told, turns, strict=True)):
+            taken = {}
+            for task, one in agreements.items():
+                way = ways.get(task, one.way)
+                assert way is not None
+                taken[task] = way.name
+            used |= frozenset(taken.values())
+            executor = prepared.executor_for({taken[task]: one.num_rows for task, one in agreements.items()})
+            is_watched = executor is prepared.main and number == 0
+            is_timed = is_watched and (is_sampled or step in _WATCHED)
+            if is_timed:
+                world.meet()  # a timeline needs a common start, as the simulator has
+            losses, watch = executor.step(
+                step,
+                {taken[task]: on_device(batch.nest, world.device) for task, batch in batches.items() if task in taken},
+                {taken[task]: one.signature for task, one in agreements.items()},
+                prepared.update,
+                turn=Turn(number, len(told), used),
+                held={taken[task]: one.held for task, one in batches.items() if task in taken and one.held is not None},
+                check_losses=not self._readiness.checked.issuperset(taken.values()),
+                timed=is_timed,
+            )
+            self._readiness.checked.update(taken.values())
+            if is_timed:
+                self._watched = (step, watch)
+            if is_timed and is_sampled:
+                self._kept.append(watch)
+            places = {
+                position: prepared.graph.tasks.index(taken[name])
+                for position, name in enumerate(self._names)
+                if name in taken
+            }
+            parts.append((losses, places))
+        self._tasks_of.append(frozenset(name for name, count in zip(self._names, counts, strict=True) if count))
+
+        def read() -> list[float]:
+            sums = [0.0] * len(counts)
+            for losses, places in parts:
+                values = losses.tolist()
+                for position, place in places.items():
+                    sums[position] += values[place] / counts[position]
+            return sums
+
+        return read
+
+    def _note(self, table: Table, first: int) -> None:
+        """Losses have become known."""
+        tasks = self._tasks_of.popleft()
+        losses = {name: loss for name, loss in losses_in(table, self._names).items() if name in tasks}
+        step = first + len(self._history)
+        for name, loss in losses.items():
+            if not math.isfinite(loss):
+                before = next((one[name] for one in reversed(self._history) if name in one), None)
+                raise TrainingError(
+                    f"task {name!r}: its loss is {loss} in step {step}"
+                    + (f" (before that: {before:.6g})" if before is not None else "")
+                    + "; look at its learning rate, its data and what it divides by"
+                )
+        self._history.append(losses)
+        self._shown.losses(losses)
+        if self._on_step is not None:
+            self._on_step(step, losses)
+
+    def _result(self, step_s: list[float], peak_bytes: int) -> FitResult:
+        """Everything that can be said about the run; timelines on rank 0 alone."""
+        prepared: Prepared = self._prepared
+        world = self._world
+        spans = world.gather_objects([watch.spans() for watch in self._kept])
+        measured = None
+        if world.rank == 0 and self._kept:
+            timelines = [timeline_of(prepared.program, step) for step in zip(*spans, strict=True)]
+            measured = sorted(timelines, key=lambda one: one.makespan_ns)[len(timelines) // 2]
+        return FitResult(
+            rank=world.rank,
+            losses=tuple(self._history),
+            step_s=tuple(step_s),
+            plan=prepared.plan,
+            program=prepared.program,
+            graph=prepared.graph,
+            predicted=simulate(prepared.program, prepared.profile),
+            measured=measured,
+            peak_bytes=tuple(world.gather_objects(peak_bytes)) if peak_bytes else (),
+            notices=tuple(self._readiness.notices),
+            crowded=min(prepared.profile.host_rates, default=1.0) < 1,
+        )
+
+
+def _sampled(steps: int) -> frozenset[int]:
+    """Steps whose timelines are kept: a few, spread over the second half of the run; the first ones warm up."""
+    count = min(_SAMPLED_STEPS, max(1, steps // 8))
+    return frozenset(steps - 1 - (steps // 2) * number // count for number in range(count))

@@ -1,0 +1,279 @@
+"""What comes before the first step: tasks recorded and measured, a plan made, and this rank's part of it made ready.
+
+Rank 0 tries the tasks out, measures their layers and plans; all ranks lower the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
+
+from spindle.errors import PlanError
+from spindle.graph import MetaGraph, metagraph_of
+from spindle.measure import local_profile, measure_update
+from spindle.plan import Plan, check, parse_plan, read_plan
+from spindle.planners import Effort, make_plan
+from spindle.profile import Profile, ProfileRequest, fitting, profile_request, read_profile, write_profile
+from spindle.program import Program, lower, verify
+from spindle.run import Executor, OpCode, World
+from spindle.run.weights import Weights
+from spindle.train.bind import Bound, bind, code_of
+from spindle.train.kinds import kinds_of
+from spindle.train.optimizer import MakeOptimizer, MakeScheduler, Update, UpdateState
+from spindle.train.probe import Facts, probe
+from spindle.train.progress import Progress
+from spindle.train.record import handles_of, record_all
+from spindle.train.samples import Needs, needs_of
+from spindle.train.sampling import Share
+from spindle.train.task import TaskDefinition
+from spindle.train.trace import trace, unchanged
+from spindle.train.ways import Ways
+
+
+@dataclass(slots=True)
+class Options:
+    """What the user gave the Trainer."""
+
+    tasks: tuple[TaskDefinition, ...]
+    make_optimizer: MakeOptimizer
+    make_scheduler: MakeScheduler | None
+    clip_norm: float | None
+    accumulate: int
+    autocast: torch.dtype | None
+    sampling: Mapping[str, Share] | None
+    tasks_per_step: int
+    planner: str
+    plan: Plan | Path | str | None
+    profile: Profile | Path | str | None
+    seed: int
+    name: str
+    cuda_graphs: bool
+
+    @property
+    def names(self) -> list[str]:
+        return [one.name for one in self.tasks]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What was found out about the tasks on this machine."""
+
+    bound: Bound
+    graph: MetaGraph
+    code: list[OpCode]
+    profile: Profile
+    mode: list[bool]
+
+
+class Prepared:
+    """The plan, and what this rank has of it."""
+
+    def __init__(self, known: Known, plan: Plan, options: Options, world: World) -> None:
+        self.bound, self.graph, self.code, self.profile = known.bound, known.graph, known.code, known.profile
+        self.plan, self._options, self._world = plan, options, world
+        self.program = lower(plan, known.profile)
+        verify(self.program, known.profile)
+        parameters = [known.bound.parameters[one.name] for one in known.graph.parameters]
+        self.weights = Weights(self.program, known.graph, parameters, world)
+        self.main = self._executor(self.program)
+        self._planned = {name: one.recorded.definition.batch_size for name, one in known.bound.tasks.items()}
+        self._executors = {tuple(self._planned.values()): self.main}
+        self.update: Update | None = None
+        self._needs: dict[str, Needs] = {}
+
+    def executor_for(self, rows: Mapping[str, int]) -> Executor:
+        """The executor for these numbers of rows; others than planned come with a loader's short last batch."""
+        key = tuple(rows.get(name, planned) for name, planned in self._planned.items())
+        if key not in self._executors:
+            program = lower(self.plan, self.profile, dict(zip(self._planned, key, strict=True)))
+            verify(program, self.profile)
+            self._executors[key] = self._executor(program, captures=False)
+        return self._executors[key]
+
+    def needs(self, way: str) -> Needs:
+        """What this rank's slots look at, of a batch as large as planned."""
+        if way not in self._needs:
+            uses = [(code, first, last) for task, code, first, last in self.main.uses if task == way]
+            self._needs[way] = needs_of(uses)
+        return self._needs[way]
+
+    def make_update(self, state: UpdateState) -> Update:
+        """The optimizer over what this rank holds, which must be here."""
+        options, weights, rank = self._options, self.weights, self._world.rank
+        trained = [
+            (one.name, weights.parameters[number], weights.holders[number])
+            for number, one in enumerate(self.graph.parameters)
+            if one.trainable and weights.holders[number]
+        ]
+        ranks = sorted({rank for shape in self.program.slots for rank in shape.ranks.tolist()})
+        self.update = Update(
+            options.make_optimizer,
+            options.make_scheduler,
+            options.clip_norm,
+            named=[(name, parameter) for name, parameter, holders in trained if rank in holders],
+            counted=[parameter for _, parameter, holders in trained if rank == holders[0]],
+            ranks=tuple(ranks),
+            world=self._world,
+            state=state,
+        )
+        return self.update
+
+    def _executor(self, program: Program, *, captures: bool = True) -> Executor:
+        graph, facts = self.graph, self.bound.facts
+        reached = None
+        if facts.reached is not None:
+            reached = {
+                task: frozenset(number for number, one in enumerate(graph.parameters) if one.name in names)
+                for task, names in facts.reached.items()
+            }
+        return Executor(
+            program,
+            graph,
+            self.code,
+            self.weights.parameters,
+            self.bound.batch_axes,
+            self._world,
+            reached=reached,
+            seed=self._options.seed,
+            cuda_graphs=self._options.cuda_graphs and captures,
+            autocast=self._options.autocast,
+        )
+
+
+def find_out(
+    options: Options,
+    ways: Ways,
+    world: World,
+    shown: Progress,
+    notify: Callable[[str], None],
+) -> Known:
+    """Records the ways through the tasks and measures their layers."""
+    # Copies, because what is tried out may write over its input.
+    examples = {way.name: on_device(tree_map(_copied, way.example), world.device) for way in ways}
+    shown.stage("recording tasks")
+    recorded = record_all([way.definition for way in ways], examples)
+    for handle in handles_of(recorded).values():
+        handle.module.to(world.device)
+    casting = nullcontext() if options.autocast is None else torch.autocast(world.device.type, dtype=options.autocast)
+    with casting:
+        traced = [trace(one, examples[one.definition.name]) for one in recorded]
+    facts: Facts = world.broadcast_object(probe(traced, examples) if world.rank == 0 else None)
+    bound = bind(options.name, traced, facts)
+    _explain(bound, world, notify)
+    graph = metagraph_of(bound.workload)
+    code = [code_of(bound, op) for op in graph.metaops]
+    request = profile_request()
+    if options.profile is not None and request is None:
+        return Known(bound, graph, code, _fitting_profile(options.profile, graph, world), mode_of(bound))
+    modules = [handle.module for handle in bound.handles.values()]
+    with shown.bar("measuring layers") as tell, unchanged(modules), casting:
+        profile = local_profile(
+            graph,
+            code,
+            kinds_of(bound, graph),
+            examples,
+            bound.batch_axes,
+            world,
+            update_bytes_per_s=lambda: measure_update(
+                options.make_optimizer, bound.parameters, graph.numerics.update_bytes
+            ),
+            progress=tell,
+            notify=notify,
+            graphs=options.cuda_graphs,
+            request=request,
+        )
+    if request is not None:
+        _hand_over(profile, request, world)
+    return Known(bound, graph, code, profile, mode_of(bound))
+
+
+def prepare(known: Known, options: Options, world: World, shown: Progress) -> Prepared:
+    """Plans, and gets ready to run the plan."""
+    with shown.bar("planning") as tell:
+        plan = _plan(known.profile, options, world, tell)
+    return Prepared(known, plan, options, world)
+
+
+def mode_of(bound: Bound) -> list[bool]:
+    """What a plan depends on and a user may switch: what is trained, and which modules are in training mode."""
+    trains = [parameter.requires_grad for parameter in bound.parameters.values()]
+    return trains + [one.training for handle in bound.handles.values() for one in handle.module.modules()]
+
+
+def on_device(nest: Any, device: torch.device) -> Any:
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, nest)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _fitting_profile(wanted: Profile | Path | str, graph: MetaGraph, world: World) -> Profile:
+    """Rank 0's profile, on all ranks."""
+    given: Profile | None = None
+    if isinstance(wanted, Profile):
+        given = wanted
+    elif world.rank == 0:
+        given = read_profile(Path(wanted))
+    where = "Trainer(profile=...)" if isinstance(wanted, Profile) else str(wanted)
+    return fitting(world.broadcast_object(given), graph, world.size, where)
+
+
+def _hand_over(profile: Profile, request: ProfileRequest, world: World) -> NoReturn:
+    """`spindle profile` wants a profile and no training: the script ends here, on all ranks, as by `sys.exit()`.
+
+    Its own `finally` and `with` blocks run. A script that goes on all the same gets here again with its next fit.
+    """
+    if world.rank == 0:
+        write_profile(request.output, profile)
+    world.barrier()
+    raise SystemExit(0)
+
+
+def _explain(bound: Bound, world: World, notify: Callable[[str], None]) -> None:
+    """Says which modules run as one layer, or on one device, and why."""
+    for handle in bound.handles.values():
+        if handle.chain.reason and not handle.whole_batch and any(handle.module.children()):
+            notify(f"module {handle.name!r} runs as one layer: {handle.chain.reason}")
+    calls = [call.handle.name for task in bound.tasks.values() for call in task.recorded.calls]
+    for name, handle in bound.handles.items():
+        tracking = [one for one in handle.module.modules() if isinstance(one, _BatchNorm) and one.track_running_stats]
+        if world.size > 1 and tracking and handle.module.training and calls.count(name) > 1:
+            notify(
+                f"module {name!r} is called {calls.count(name)} times in a step: the running statistics of its "
+                "batch normalisation follow one of these calls alone"
+            )
+    if world.size > 1:
+        for (task, call), reason in bound.facts.coupled.items():
+            if not next(one for one in bound.tasks[task].recorded.calls if one.name == call).handle.whole_batch:
+                notify(f"task {task!r}: {call} runs on one device at a time: {reason}")
+
+
+def _plan(profile: Profile, options: Options, world: World, tell: Callable[[float], None]) -> Plan:
+    """Rank 0's plan, on all ranks."""
+    plan: Plan | None = None
+    if world.rank == 0:
+        given = options.plan
+        if given is None:
+            plan = make_plan(profile, options.planner, Effort(seed=options.seed), tell)
+        elif isinstance(given, Plan):
+            plan = given
+        elif isinstance(given, str) and "*" in given:
+            plan = parse_plan(given, profile)
+        else:
+            plan = read_plan(Path(given), profile.graph)
+    shared: Plan = world.broadcast_object(plan)
+    if shared.num_devices != world.size:
+        raise PlanError(
+            f"the plan is for {shared.num_devices} devices, but {world.size} ranks were started; start "
+            f"{shared.num_devices} (spindle launch -n {shared.num_devices} ...), or leave the plan out to make one"
+        )
+    check(shared, profile)
+    return shared

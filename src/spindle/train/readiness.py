@@ -1,0 +1,98 @@
+"""What is a Trainer ready for? Ways through its tasks, a plan for them, and the optimizer's state from plan to plan.
+
+When a batch takes a way that was not met before, or a module was frozen, thawed or switched between fits, the tasks are
+found out and planned anew; weights and the optimizer's state go on.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from spindle.run import World
+from spindle.train.buffers import buffers_home, share_buffers
+from spindle.train.feed import Batch, Feed
+from spindle.train.optimizer import UpdateState
+from spindle.train.preparation import Known, Options, Prepared, find_out, mode_of, prepare
+from spindle.train.progress import Progress
+from spindle.train.ways import Ways
+
+
+class Readiness:
+    """One rank's; all ranks do the same with theirs."""
+
+    def __init__(self, options: Options, world: World, notices: list[str]) -> None:
+        self.options, self.world, self.notices = options, world, notices
+        self.ways = Ways(options.tasks)
+        self.known: Known | None = None
+        self.prepared: Prepared | None = None
+        self.checked: set[str] = set()  # ways whose losses were put together from parts, and compared with the whole
+        self.given: Counter[str] = Counter()  # batches of each task, in all fits
+        self._state = UpdateState()
+
+    def notifier(self, shown: Progress) -> Callable[[str], None]:
+        """Tells something once."""
+
+        def notify(text: str) -> None:
+            if text not in self.notices:
+                self.notices.append(text)
+                shown.note(text)
+
+        return notify
+
+    def find_out(self, feeds: Mapping[str, Feed], shown: Progress) -> Known:
+        """What is known of the tasks, found out where it is not, or no longer so."""
+        if self.known is not None and self.known.mode != mode_of(self.known.bound):
+            self._start_anew("modules were frozen, thawed or switched since", shown)
+        if self.known is None:
+            if not list(self.ways):
+                for task, feed in feeds.items():
+                    batch = feed.example()
+                    self.ways.add(task, self.ways.key_of(task, batch), batch)
+            self.known = find_out(self.options, self.ways, self.world, shown, self.notifier(shown))
+        return self.known
+
+    def plan(self, known: Known, shown: Progress) -> Prepared:
+        """The plan, made where there is none."""
+        if self.prepared is None:
+            self.prepared = prepare(known, self.options, self.world, shown)
+        return self.prepared
+
+    def send_out(self, prepared: Prepared) -> None:
+        """Parameters to the ranks that hold them, and an optimizer over what this rank has."""
+        prepared.weights.send_out()
+        share_buffers(prepared.bound, self.world)
+        if prepared.update is None:
+            prepared.make_update(self._state)
+
+    def bring_home(self, prepared: Prepared) -> None:
+        """Every rank has all parameters and buffers again."""
+        prepared.weights.bring_home()
+        buffers_home(prepared, self.world)
+        share_buffers(prepared.bound, self.world)
+
+    def take_new_way(self, task: str, key: int, batch: Batch, shown: Progress) -> None:
+        """A batch takes a way that was not met before; the next plan has it. Weights must be at home."""
+        self.ways.add(task, key, batch)
+        self._start_anew("a batch takes another way than those before", shown)
+
+    def forget_plan(self) -> None:
+        """The plan goes, the optimizer's state stays."""
+        if self.prepared is None:
+            return
+        if self.prepared.update is not None:
+            self._state = self.prepared.update.gathered()
+        for parameter in self.prepared.weights.parameters:
+            parameter.grad = None
+        self.prepared = None
+        gc.collect()  # what the plan held on its device
+        self.world.forget_groups()
+
+    def _start_anew(self, reason: str, shown: Progress) -> None:
+        self.forget_plan()
+        self.known = None
+        for what in ("plan", "profile"):
+            if getattr(self.options, what) is not None:
+                setattr(self.options, what, None)
+                self.notifier(shown)(f"the given {what} is used no longer: {reason}")

@@ -1,0 +1,299 @@
+"""Samples of a map-style dataset: each rank fetches the rows and fields that its slots use, while it computes.
+
+Which samples make up a batch follows from the seed, or from the loader's own sampler, on all ranks alike; the plan only
+says who fetches them. Random numbers that a dataset draws are seeded for each row, so they do not depend on the plan
+either.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from spindle.errors import TrainingError
+from spindle.run import seed_of
+from spindle.run.rows import plain, signature_of
+from spindle.train.feed import Batch, Feed, Held, is_same, random_state, set_random_state
+
+EVERYTHING = ""  # stands for all fields of a sample, where it has no names for them
+Needs = tuple[tuple[str, int, int], ...]  # rows `[first, last)` by field
+
+
+def fields_of(code: Callable[..., Any]) -> frozenset[str]:
+    """The entries of a batch that recorded code looks at; EVERYTHING where that cannot be told."""
+    graph = getattr(getattr(code, "__self__", None), "graph", None)
+    if graph is None:
+        return frozenset({EVERYTHING})
+    batch = next(node for node in graph.nodes if node.op == "placeholder")
+    keys = [user.args[1] if user.target is operator.getitem else EVERYTHING for user in batch.users]
+    names = frozenset(key for key in keys if isinstance(key, str) and key != EVERYTHING)
+    return names if len(names) == len(set(keys)) else frozenset({EVERYTHING})
+
+
+def needs_of(uses: Iterable[tuple[Callable[..., Any], int, int]]) -> Needs:
+    """The rows of each field that pieces of code with these rows look at."""
+    found: dict[str, tuple[int, int]] = {}
+    for code, first, last in uses:
+        for field in fields_of(code) if first < last else ():
+            begin, end = found.get(field, (first, last))
+            found[field] = (min(begin, first), max(end, last))
+    return tuple((field, *rows) for field, rows in sorted(found.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Rows of one batch, by the numbers of their samples; all of them without `needs`. Where samples draw no random
+    numbers there is no seed, and they can be fetched beside other work."""
+
+    seed: int | None
+    samples: tuple[int, ...]
+    needs: Needs | None
+
+
+class Rows(Dataset[Any]):
+    """Fetches requests; also in the processes of a DataLoader."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, request: Request) -> Any:
+        """The batch, or a dict of the fields that are needed."""
+        needs = request.needs
+        if needs is None or any(field == EVERYTHING for field, _, _ in needs):
+            first, last = (0, len(request.samples)) if needs is None else _span(needs)
+            return default_collate([self._sample(request, row, None) for row in range(first, last)])
+        columns: dict[str, list[Any]] = {field: [] for field, _, _ in needs}
+        begin, end = _span(needs)
+        for row in range(begin, end):
+            names = [field for field, first, last in needs if first <= row < last]
+            sample = self._sample(request, row, names) if names else {}
+            for name in names:
+                columns[name].append(sample[name])
+        return {name: default_collate(column) for name, column in columns.items()}
+
+    def _sample(self, request: Request, row: int, names: list[str] | None) -> Any:
+        if request.seed is not None:
+            _seed(seed_of(request.seed, row))
+        if names is not None and hasattr(self.dataset, "get_fields"):
+            return self.dataset.get_fields(request.samples[row], names)
+        return self.dataset[request.samples[row]]
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _span(needs: Needs) -> tuple[int, int]:
+    return min(first for _, first, _ in needs), max(last for _, _, last in needs)
+
+
+class Shuffled:
+    """Numbers of samples in batches: another order in each epoch, by the seed alone. Goes on behind `given` batches."""
+
+    def __init__(self, length: int, batch_size: int, drop_last: bool, seed: int, given: int) -> None:
+        self.length, self.batch_size, self.seed = length, batch_size, seed
+        each = length // batch_size if drop_last else -(-length // batch_size)
+        self._epoch, self._skipped = divmod(given, max(1, each))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(seed_of(self.seed, "epoch", self._epoch))
+        order = torch.randperm(self.length, generator=generator).tolist()
+        first, self._skipped, self._epoch = self._skipped * self.batch_size, 0, self._epoch + 1
+        for begin in range(first, self.length, self.batch_size):
+            yield order[begin : begin + self.batch_size]
+
+
+class Sampled:
+    """Numbers of samples in batches, as a DataLoader's own sampler has them."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # As the loader does when it begins an epoch, so that its sampler draws what it would.
+        torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
+        assert self.loader.batch_sampler is not None
+        yield from self.loader.batch_sampler
+
+
+def sample_feed(loader: Any, seed: int, given: int, **named: Any) -> SampleFeed | None:
+    """A feed of samples where a loader is one that can be read so: a map-style dataset, or a plain DataLoader of one
+    that stacks samples."""
+    definition, drop_last = named["definition"], named["drop_last"]
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        if not hasattr(loader, "__len__"):
+            raise TrainingError(f"task {definition.name!r}: its dataset has no length; give a DataLoader of it instead")
+        own = seed_of(seed, definition.name)
+        chosen = Shuffled(len(loader), definition.batch_size, drop_last, own, given)
+        return SampleFeed(loader, chosen, own, given, {}, **named)
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+        return None
+    stacks = loader.collate_fn is default_collate and loader.batch_sampler is not None
+    if not stacks or hasattr(loader.dataset, "__getitems__"):
+        return None
+    workers = {
+        "num_workers": loader.num_workers,
+        "prefetch_factor": loader.prefetch_factor,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "timeout": loader.timeout,
+    }
+    return SampleFeed(loader.dataset, Sampled(loader), seed, given, workers if loader.num_workers else {}, **named)
+
+
+class SampleFeed(Feed):
+    """Reads one task's dataset; what it keeps from its loader are numbers of samples."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        chosen: Iterable[list[int]],
+        seed: int,
+        given: int,
+        workers: Mapping[str, Any],
+        **named: Any,
+    ) -> None:
+        super().__init__(loader=chosen, **named)
+        self._rows_of, self._seed, self._before, self._workers = Rows(dataset), seed, given, dict(workers)
+        self._chosen: dict[int, Batch] = {}  # by number
+        self._num_chosen = 0
+        self._stream: tuple[Needs | None, int, Iterator[Any]] | None = None  # with the number it gives next
+        self._thread: ThreadPoolExecutor | None = None
+        self._ahead: tuple[int, Needs | None, Future[Any]] | None = None
+        self._fetches_ahead = False  # until a sample shows that it draws no random numbers
+        self._example: Batch | None = None
+
+    @property
+    def divides(self) -> bool:
+        """Whether a batch may come in parts: it is made of tensors with a row for each sample."""
+        example, size = self.example(), self.definition.batch_size
+        leaves = tree_leaves(example.nest)
+        return self.definition.tokens is None and all(
+            isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == example.num_rows == size for leaf in leaves
+        )
+
+    def example(self) -> Batch:
+        if self._example is None:
+            request, outside = self._request(0, None), random_state()
+            try:
+                nest = plain(self._noted(lambda: self._rows_of[request]))
+                after_last_row = random_state()
+                _seed(seed_of(request.seed, len(request.samples) - 1))
+                self._fetches_ahead = is_same(random_state(), after_last_row)
+            finally:
+                set_random_state(outside)
+            self._example = self._whole(nest, self._choose(0))
+        return self._example
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        self._thread = self._ahead = self._stream = None
+
+    def at(self, number: int, needs: Needs | None = None) -> Batch:
+        for passed in [one for one in self._chosen if one < number]:
+            del self._chosen[passed]
+        chosen, example = self._choose(number), self.example()
+        if number == 0 and needs is None:
+            return example
+        if needs is not None and chosen.num_rows != self.definition.batch_size:
+            needs = None
+        nest = plain(self._noted(lambda: self._fetch(number, needs)))
+        if needs is None:
+            return self._whole(nest, chosen)
+        whole, held = _completed(nest, needs, example.nest)
+        return replace(chosen, nest=whole, signature=signature_of(nest), held=held)
+
+    def _whole(self, nest: Any, chosen: Batch) -> Batch:
+        return replace(super()._batch(nest, super()._rows(nest)), fingerprint=chosen.fingerprint)
+
+    def _noted(self, fetch: Callable[[], Any]) -> Any:
+        try:
+            return fetch()
+        except Exception as error:
+            error.add_note(f"in the dataset of task {self.definition.name!r}")
+            raise
+
+    # What the loader gives are numbers of samples.
+
+    def _rows(self, nest: Any) -> int:
+        return len(nest)
+
+    def _batch(self, nest: Any, rows: int) -> Batch:
+        samples = tuple(int(one) for one in nest)
+        return Batch(nest=samples, num_rows=rows, signature=0, fingerprint=seed_of(samples) % 2**48)
+
+    def _choose(self, number: int) -> Batch:
+        while self._num_chosen <= number:
+            self._chosen[self._num_chosen] = self._read()
+            self._num_chosen += 1
+        return self._chosen[number]
+
+    def _request(self, number: int, needs: Needs | None) -> Request:
+        return Request(seed_of(self._seed, self._before + number), self._choose(number).nest, needs)
+
+    def _requests(self, number: int, needs: Needs | None) -> Iterator[Request]:
+        while True:
+            yield self._request(number, needs)
+            number += 1
+
+    def _fetch(self, number: int, needs: Needs | None) -> Any:
+        """From processes of a loader, from a thread that is a batch ahead, or here and now."""
+        if self._workers:
+            if self._stream is None or self._stream[:2] != (needs, number):
+                requests: Any = self._requests(number, needs)
+                self._stream = (needs, number, iter(DataLoader(self._rows_of, None, sampler=requests, **self._workers)))
+            found = next(self._stream[2])
+            self._stream = (needs, number + 1, self._stream[2])
+            return found
+        found = self._from_thread(number, needs)
+        if found is None:
+            found = self._seeded(self._request(number, needs))
+        if self._fetches_ahead:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
+            ahead = replace(self._request(number + 1, needs), seed=None)
+            self._ahead = (number + 1, needs, self._thread.submit(Rows.__getitem__, self._rows_of, ahead))
+        return found
+
+    def _from_thread(self, number: int, needs: Needs | None) -> Any:
+        """What the thread fetched, if it was this. It is through either way: a dataset is asked by one at a time."""
+        if self._ahead is None:
+            return None
+        (*what, future), self._ahead = self._ahead, None
+        if what != [number, needs] and future.cancel():
+            return None
+        if future.exception() is not None:  # it may be bound to its own thread; if it is broken, asking again tells
+            self._fetches_ahead = False
+            return None
+        return future.result() if what == [number, needs] else None
+
+    def _seeded(self, request: Request) -> Any:
+        outside = random_state()
+        try:
+            return self._rows_of[request]
+        finally:
+            set_random_state(outside)
+
+
+def _completed(nest: Any, needs: Needs, example: Any) -> tuple[Any, Held]:
+    """Part of a batch in the form of a whole one, with None for what is not there, and the rows that each leaf has."""
+    rows = {field: (first, last) for field, first, last in needs}
+    if EVERYTHING in rows:
+        return nest, tuple(_span(needs) for _ in tree_leaves(nest))
+    whole, held = {}, []
+    for key, value in example.items():
+        whole[key] = nest[key] if key in rows else tree_map(lambda leaf: None, value)
+        held += [rows.get(key, (0, 0))] * len(tree_leaves(value))
+    return whole, tuple(held)

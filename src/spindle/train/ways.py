@@ -1,0 +1,99 @@
+"""Which way does a batch take through its task? One without a modality leads through other modules than one with it.
+
+A task is recorded once for each form of its batches (which entries there are, which are None or have no rows) and each
+outcome of its branches on shapes. Each of these ways is planned like a task of its own; in a step a task takes one of
+them. So a module that a batch does not lead through has no gradient from it, as in one process, and no rank waits for
+what another does not do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from spindle.errors import TrainingError
+from spindle.run.rows import digest
+from spindle.train.feed import Batch, form_of_batch
+from spindle.train.record import record
+from spindle.train.task import TaskDefinition
+from spindle.train.trace import describe_batch
+
+_MOST_WAYS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way through a task: the task under a name of its own, and the first batch that took it."""
+
+    task: str
+    definition: TaskDefinition
+    example: Any
+
+    @property
+    def name(self) -> str:
+        return self.definition.name
+
+
+class Ways:
+    """All ways that were met, by task and key; the same on all ranks. A key is 48 bits."""
+
+    def __init__(self, tasks: Sequence[TaskDefinition]) -> None:
+        self._tasks = {one.name: one for one in tasks}
+        self._ways: dict[tuple[str, int], Way] = {}
+        self._keys: dict[tuple[str, int], int] = {}  # by task and signature
+        self._branching: dict[tuple[str, str], bool] = {}  # by task and form
+
+    def __iter__(self) -> Iterator[Way]:
+        return iter(self._ways.values())
+
+    def get(self, task: str, key: int) -> Way | None:
+        return self._ways.get((task, key))
+
+    def key_of(
+        self, task: str, batch: Batch, recording: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> int:
+        """The key of the way that a batch takes; 0 for one without samples. Batches of one shape take one way.
+
+        Where the task has to be recorded for that, it is `recording` inside.
+        """
+        if batch.num_rows == 0:
+            return 0
+        if batch.held is not None:  # which only a task of one way has
+            return next(key for name, key in self._ways if name == task)
+        known = self._keys.get((task, batch.signature))
+        if known is None:
+            form = form_of_batch(batch.nest)
+            decisions: tuple[bool, ...] = ()
+            if self._branching.get((task, form), True):
+                with recording():
+                    decisions = record(replace(self._tasks[task], batch_size=batch.num_rows), batch.nest).decisions
+                self._branching[task, form] = bool(decisions)
+            known = self._keys[task, batch.signature] = digest(repr((form, decisions)))
+        return known
+
+    def add(self, task: str, key: int, batch: Batch) -> None:
+        """A way that was not met before, by the first batch that takes it."""
+        count = sum(way.task == task for way in self._ways.values())
+        if count == _MOST_WAYS:
+            raise TrainingError(
+                f"task {task!r}: its batches take more than {_MOST_WAYS} different ways, the last {batch_text(batch)}; "
+                "each is planned: let batches have fewer forms, pad them alike, or move branches into a module"
+            )
+        name = task if count == 0 else f"{task}.{count + 1}"
+        definition = replace(self._tasks[task], name=name, batch_size=batch.num_rows)
+        self._ways[task, key] = Way(task, definition, batch.nest)
+
+    def only(self, task: str) -> Way | None:
+        """The one way through a task, where batches of every shape take it so far as is known."""
+        ways = [way for way in self._ways.values() if way.task == task]
+        branches = any(known for (name, _), known in self._branching.items() if name == task)
+        return ways[0] if len(ways) == 1 and not branches else None
+
+    def names_of(self, task: str) -> list[str]:
+        return [way.name for way in self._ways.values() if way.task == task]
+
+
+def batch_text(batch: Batch) -> str:
+    return f"({describe_batch(batch.nest)})"
