@@ -14,7 +14,7 @@ from spindle.graph import MetaOp
 from spindle.run.code import LayerCode, LayersCode, LossCode, OpCode
 from spindle.run.rows import Axes
 from spindle.train.probe import Facts
-from spindle.train.record import handles_of, parameter_names, record_all
+from spindle.train.record import cut_all, handles_of, parameter_names, record_all
 from spindle.train.task import ModuleHandle, TaskDefinition
 from spindle.train.trace import TracedLayer, TracedTask, trace
 from spindle.workload import Call, Layer, LayerCost, Module, Numerics, Parameter, Task, Workload
@@ -40,7 +40,8 @@ class Bound:
 
 def trace_all(definitions: Sequence[TaskDefinition], examples: Mapping[str, Any]) -> list[TracedTask]:
     """Records and traces tasks; `examples` has one batch for each."""
-    return [trace(one, examples[one.definition.name]) for one in record_all(definitions, examples)]
+    recorded = cut_all(record_all(definitions, examples), examples)
+    return [trace(one, examples[one.definition.name]) for one in recorded]
 
 
 def bind(name: str, tasks: Sequence[TracedTask], facts: Facts = _NO_FACTS) -> Bound:

@@ -39,7 +39,7 @@ from spindle.train.header import Table, agreed, header, losses_in
 from spindle.train.kinds import kinds_of
 from spindle.train.probe import Facts, probe
 from spindle.train.progress import Progress
-from spindle.train.record import RecordedTask, handles_of, record, record_all
+from spindle.train.record import RecordedTask, cut_all, handles_of, record, record_all
 from spindle.train.result import FitResult
 from spindle.train.task import TaskDefinition
 from spindle.train.trace import describe_batch, trace, unchanged
@@ -245,6 +245,7 @@ class Trainer:
         recorded = record_all(self.tasks, examples)
         for handle in handles_of(recorded).values():
             handle.module.to(world.device)
+        recorded = cut_all(recorded, examples)
         traced = [trace(one, examples[one.definition.name]) for one in recorded]
         facts: Facts = world.broadcast_object(probe(traced, examples) if world.rank == 0 else None)
         bound = bind(self.name, traced, facts)
