@@ -18,18 +18,25 @@ BlockLists = list[list[nn.Module]]
 
 def block_lists(module: nn.Module) -> BlockLists:
     """The outermost lists of blocks: of modules with parts, or else of any."""
-    return _lists(module, only_composed=True) or _lists(module, only_composed=False)
+    for only_composed in (True, False):
+        found = [items for child in module.children() for items in _lists(child, only_composed)]
+        if found:
+            return found
+    return []
+
+
+def is_plain_sequence(module: nn.Module) -> bool:
+    """Whether its children, one after the other, are its layers."""
+    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward or len(module) < 2:
+        return False
+    return _has_alike(list(module), True) or not any(_lists(child, True) for child in module)
 
 
 def _lists(module: nn.Module, only_composed: bool) -> BlockLists:
-    found: BlockLists = []
-    for child in module.children():
-        items = _items(child)
-        if items is not None and _has_alike(items, only_composed):
-            found.append(items)
-        else:
-            found += _lists(child, only_composed)
-    return found
+    items = _items(module)
+    if items is not None and _has_alike(items, only_composed):
+        return [items]
+    return [found for child in module.children() for found in _lists(child, only_composed)]
 
 
 def _items(module: nn.Module) -> list[nn.Module] | None:
@@ -39,6 +46,8 @@ def _items(module: nn.Module) -> list[nn.Module] | None:
 
 
 def _has_alike(items: list[nn.Module], only_composed: bool) -> bool:
+    if any(isinstance(one, nn.ModuleList | nn.ModuleDict) for one in items):  # which are not called themselves
+        return False
     candidates = [
         one
         for one in items

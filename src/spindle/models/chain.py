@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from spindle.errors import WorkloadError
-from spindle.models.blocks import BlockLists, block_lists
+from spindle.models.blocks import BlockLists, block_lists, is_plain_sequence
 from spindle.models.recording import (
     Context,
     Recording,
@@ -95,10 +95,9 @@ def chain_and_output(module: nn.Module, args: Any, kwargs: Any) -> tuple[Chain, 
 
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return whole_chain(module, "it has hooks, which run around all of it"), run
+    if is_plain_sequence(module):
+        return Chain(module=module, layers=tuple(map(_module_layer, module))), run
     lists = block_lists(module)
-    if not lists and isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
-        if len(module) > 1:
-            return Chain(module=module, layers=tuple(map(_module_layer, module))), run
     if not lists:
         return whole_chain(module, "it has no list of two or more equal blocks"), run
     try:
@@ -156,8 +155,8 @@ def _cut(module: nn.Module, recording: Recording, lists: BlockLists) -> Chain:
                 behind += 1
             starts.add(behind)
     # What comes before the first block may be nothing but looking at sizes.
-    if not any(step.kind not in ("pick", "size", "check") for step in steps[: calls[0]]):
-        starts.discard(calls[0])
+    if all(step.kind in ("pick", "size", "check") for step in steps[: calls[0]]):
+        starts = (starts - {calls[0]}) | {0}
     places = sorted(start for start in starts if start < len(steps))
     segments = [steps[begin:end] for begin, end in zip(places, [*places[1:], len(steps)], strict=True)]
 

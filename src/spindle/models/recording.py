@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import enum
 import inspect
+import linecache
 import math
 import random
+import sys
 import traceback
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
@@ -91,7 +95,7 @@ def without_values(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """What a module gives, as tensors without values; code that looks at values runs on zeros."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     given = tree_map(lambda leaf: _stand_in(mode, leaf), (args, kwargs))
-    with _Swapped(module, mode, _device_of((args, kwargs))) as swapped:
+    with _Swapped(module, mode, _device_of((args, kwargs))) as swapped, as_when_compiling():
         return _run_opaque(lambda a, k: module(*a, **k), given, mode, swapped)
 
 
@@ -236,6 +240,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._originals: dict[int, torch.Tensor] = {}
         self._alive: list[Any] = []  # so that no id is used twice
         self._aliases: dict[str, int] = {}
+        self._pieces: dict[int, tuple[torch.Tensor, int, int]] = {}  # entries of tensors, with axis and number
         self._num_guards = 0
         self._is_out_of_sight = False
         self._outside: Context = ()
@@ -256,6 +261,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             values.append(self._symbolic(leaf, name, "argument") if is_named else leaf)
         before = random.getstate()
         with self._swapped, _without_caches(self._module), self._watching(), ExitStack() as stack:
+            stack.enter_context(as_when_compiling())
+            stack.enter_context(torch.jit.optimized_execution(False))  # whose profiler asks for sizes
             stack.enter_context(self._mode)
             stack.enter_context(self)
             stack.enter_context(torch._C._AutoDispatchBelowAutograd())
@@ -283,6 +290,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _watching(self) -> Iterator[None]:
         """Calls of modules and of custom autograd functions come here."""
         call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+        length = torch.Tensor.__len__
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._is_out_of_sight or id(module) not in self._inside or id(module) in self._opened:
@@ -296,11 +304,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return args[0](*args[2:])
             return self._opaque(cls, lambda a, k: apply.__func__(cls, *a, **k), args, kwargs)
 
+        def measured(tensor: torch.Tensor) -> int:
+            if _is_hint(sys._getframe(1)):
+                raise TypeError("a list of unknown length")  # which is caught by who asked
+            return length(tensor)
+
+        torch.Tensor.__len__ = measured  # type: ignore[method-assign, assignment]
         nn.Module.__call__ = called  # type: ignore[method-assign, assignment]
         torch.autograd.Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
+            torch.Tensor.__len__ = length  # type: ignore[method-assign]
             nn.Module.__call__ = call  # type: ignore[method-assign]
             torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 
@@ -341,11 +356,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         aten = torch.ops.aten
         args, kwargs = tree_map(self._original, (args, kwargs))
-        if func is aten._local_scalar_dense.default:
+        if func in (aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default):
             answer = self._answer(args[0])
             if answer is not None:
                 return answer
-        result = func(*args, **kwargs)
+        if func is aten.unbind.int and isinstance(args[0].shape[(*args[1:], 0)[0]], torch.SymInt):
+            return self._taken_apart(args[0], (*args[1:], 0)[0])
+        if func in (aten.cat.default, aten.stack.default):
+            joined = self._put_together(func is aten.cat.default, args[0], (*args[1:], 0)[0])
+            if joined is not None:
+                return joined
+        with enable_python_dispatcher():  # code that finds shapes from symbols needs it
+            result = func(*args, **kwargs)
         self._note_guards()
         if func is aten.detach_.default:  # a new variable: others keep theirs
             func = aten.detach.default
@@ -391,6 +413,37 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if isinstance(leaf, torch.Tensor):
                     self._pick(f"{name}[{number}]", name, lambda one, leaf=leaf: self._know(leaf, one))
         return result
+
+    def _taken_apart(self, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
+        """The entries of a tensor one by one, as loops over it want them. How many there are is not fixed yet: they may
+        all be put together again."""
+        size = tensor.shape[axis]
+        pieces = [torch.ops.aten.select.int(tensor, axis, 0) for _ in range(self._twin(size))]
+        self._alive.append(pieces)
+        self._pieces.update((id(piece), (tensor, axis, number)) for number, piece in enumerate(pieces))
+        return pieces
+
+    def _put_together(self, is_cat: bool, parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor | None:
+        """All entries of a tensor, in order, joined: the tensor in another shape, whatever their number."""
+        found = [self._pieces.get(id(part)) for part in parts]
+        if not found or found[0] is None:
+            return None
+        tensor, taken_from, _ = found[0]
+        every = [(id(tensor), taken_from, number) for number in range(self._twin(tensor.shape[taken_from]))]
+        if [(id(one[0]), *one[1:]) for one in found if one is not None] != every:
+            return None
+        with self:
+            axis %= tensor.dim() - is_cat
+            moved = tensor.movedim(taken_from, axis)
+            return moved.flatten(axis, axis + 1) if is_cat else moved
+
+    def _piece(self, piece: torch.Tensor) -> None:
+        """An entry that is used by itself: the number of entries is fixed from here on."""
+        tensor, axis, number = self._pieces[id(piece)]
+        assert tensor.shape[axis] == self._twin(tensor.shape[axis])  # which becomes a condition
+        self._note_guards()
+        with self:
+            self._known[id(piece)] = self._known[id(tensor.select(axis, number))]
 
     # What is known.
 
@@ -492,6 +545,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._originals[id(leaf)], self._twins[id(tensor)] = tensor, leaf
             self._known[id(tensor)] = _Known(text=f"{name}.{owner[1]}", uses=frozenset(), fetched=(owner,))
             return tensor
+        if id(leaf) in self._pieces:
+            return leaf
         if isinstance(leaf, FakeTensor):
             raise Refusal("it uses a tensor from inside one of its blocks")
         self._alive.append(leaf)
@@ -530,6 +585,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _text(self, value: Any, phrase: _Phrase, where: str) -> str:
         value = self._original(value)
         if isinstance(value, torch.Tensor):
+            if id(value) in self._pieces and id(value) not in self._known:
+                self._piece(value)
             if id(value) not in self._known:
                 raise Refusal("it uses a tensor that was made out of sight")
             known = self._known[id(value)]
@@ -581,12 +638,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _answer(self, tensor: torch.Tensor) -> Any:
         """The value of a tensor of one element that no input has a part in, where chance has no say in it."""
-        answers = [self._evaluated(tensor, drawn) for drawn in (0.0, 1.0 - 2.0**-24)]
-        if answers[0] is None or answers[1] is None:
+        least, most = (self._evaluated(tensor, drawn) for drawn in (0.0, 1.0 - 2.0**-24))
+        if least is None or most is None:
             return None
-        if not torch.equal(answers[0], answers[1]):
-            raise Refusal("it decides by chance what runs (layerdrop?); set that chance to 0")
-        return answers[0].item()
+        with _disable_current_modes():
+            if not torch.equal(least, most):
+                raise Refusal("it decides by chance which blocks run (layerdrop); set that chance to 0")
+            return least.item()
 
     def _evaluated(self, tensor: Any, drawn: float) -> torch.Tensor | None:
         known = self._known.get(id(tensor))
@@ -610,6 +668,27 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return None
             result = func(*args, **kwargs)
         return result if isinstance(result, torch.Tensor) else None
+
+
+def _is_hint(frame: types.FrameType) -> bool:
+    """Whether a length is asked for by `list(x)`, which would fix the number of entries, and does well without."""
+    line, last_line, begin, end = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    if line is None or line != last_line:
+        return False
+    text = linecache.getline(frame.f_code.co_filename, line).encode()[begin:end]
+    return text.startswith((b"list(", b"tuple("))
+
+
+@contextmanager
+def as_when_compiling() -> Iterator[None]:
+    """Models that keep tensors in caches outside of themselves, or look at values to save work, leave that when they
+    are compiled. They must here, too: what they see has no values."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 @contextmanager
