@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 from spindle.errors import WorkloadError  # noqa: E402
 from spindle.models import chain_of  # noqa: E402
 from spindle.train import module, record, task, trace_all  # noqa: E402
-from spindle.train.record import record_all  # noqa: E402
+from spindle.train.record import cut_all, record_all  # noqa: E402
 from zoo import WIDTH, Optional, Residual, Tower  # noqa: E402
 
 
@@ -45,15 +45,15 @@ class Forward(Tower):
 
 def test_a_sequential_with_a_forward_of_its_own_is_no_chain_of_its_children():
     whole = Residual(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
-    assert len(chain_of(whole).layers) == 1
-    assert torch.equal(chain_of(whole)(X), whole(X))
+    assert len(chain_of(whole, X).layers) == 1
+    assert torch.equal(chain_of(whole, X)(X), whole(X))
 
 
 def test_hooks_keep_a_module_whole():
     whole = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
     whole.register_forward_hook(lambda module, args, output: output * 2)
-    assert "it has hooks" in chain_of(whole).reason
-    assert torch.equal(chain_of(whole)(X), whole(X))
+    assert "it has hooks" in chain_of(whole, X).reason
+    assert torch.equal(chain_of(whole, X)(X), whole(X))
 
 
 def test_a_forward_that_draws_between_its_blocks_is_not_traced_once_for_all():
@@ -62,17 +62,28 @@ def test_a_forward_that_draws_between_its_blocks_is_not_traced_once_for_all():
             x = x if random.random() < 0.5 else block(x)
         return x
 
-    assert "draws random numbers" in chain_of(Forward(dropping), {"flag": False, "args": (), "kwargs": {}}).reason
+    assert "draws Python's random numbers" in chain_of(Forward(dropping).double(), X).reason
 
 
-def test_a_forward_that_switches_autocast_is_not_cut():
+def test_a_forward_that_switches_autocast_and_gradients_is_cut():
     def halved(self, x, flag):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            for block in self.blocks:
-                x = block(x)
-        return x
+            x = self.blocks[0](x) @ torch.eye(WIDTH)
+            with torch.no_grad():
+                y = self.blocks[1](x) * 2
+            with torch.autocast("cpu", enabled=False):
+                return self.blocks[2](x.float() + y)
 
-    assert "torch.autocast" in chain_of(Forward(halved), {"flag": False, "args": (), "kwargs": {}}).reason
+    whole = Forward(halved)
+    x = X.float()
+    chain = chain_of(whole, x)
+    assert len(chain.layers) == 3
+    assert torch.equal(chain(x), whole(x))
+    gradients = [torch.autograd.grad(one(x).sum(), list(whole.blocks.parameters()), allow_unused=True) for one in (chain, whole)]
+    for ours, theirs in zip(*gradients, strict=True):
+        assert theirs is None if ours is None else torch.equal(ours, theirs)
+    assert gradients[0][2] is not None
+    assert gradients[0][6] is None
 
 
 def test_a_chain_follows_the_flags_of_its_call():
@@ -83,18 +94,23 @@ def test_a_chain_follows_the_flags_of_its_call():
 
     whole = Forward(flagged).double()
     for flag in (False, True):
-        chain = chain_of(whole, {"flag": flag, "args": (), "kwargs": {}})
+        chain = chain_of(whole, X, flag=flag)
         assert len(chain.layers) == (3 if flag else 4)
         assert torch.equal(chain(X, flag=flag), whole(X, flag=flag))
 
 
-def test_tensors_of_any_number_keep_a_module_whole():
+def test_a_chain_takes_any_number_of_tensors():
     def summed(self, x, *args, flag):
         for block in self.blocks:
             x = block(x) + sum(args)
         return x
 
-    assert r"it takes any number of tensors as *args" in chain_of(Forward(summed)).reason
+    whole = Forward(summed).double()
+    chain = chain_of(whole, X, X, X)
+    assert len(chain.layers) == 4
+    assert torch.equal(chain(X, X, X + 1), whole(X, X, X + 1))
+    with pytest.raises(WorkloadError, match="was recorded with other arguments"):
+        chain(X, X)
 
 
 def test_calls_with_and_without_a_mask_have_layers_of_their_own():
@@ -106,7 +122,7 @@ def test_calls_with_and_without_a_mask_have_layers_of_their_own():
         return handle(batch["x"], batch["kept"]).sum() + handle(batch["x"]).sum()
 
     batch = {"x": torch.randn(3, 2, WIDTH, dtype=torch.float64), "kept": kept}
-    (recorded,) = record_all([both], {"both": batch})
+    (recorded,) = cut_all(record_all([both], {"both": batch}), {"both": batch})
     given, left_out = recorded.calls
     assert given.chain is not left_out.chain
     assert len(given.chain.layers) == len(left_out.chain.layers) == 4
@@ -126,14 +142,14 @@ def test_calls_that_lead_through_different_layers_keep_a_module_whole():
     def both(batch):
         return handle(batch["x"], flag=True).sum() + handle(batch["x"]).sum()
 
-    (recorded,) = record_all([both], {"both": {"x": X}})
+    (recorded,) = cut_all(record_all([both], {"both": {"x": X}}), {"both": {"x": X}})
     for call, flag in zip(recorded.calls, (True, False), strict=True):
         assert "lead through different layers" in call.chain.reason
         assert torch.equal(call.chain(X, flag=flag), handle.module(X, flag=flag))
 
 
 def run_recorded(function, batch):
-    recorded = record(task(batch_size=3, name="one")(function), batch)
+    (recorded,) = cut_all([record(task(batch_size=3, name="one")(function), batch)], {"one": batch})
     outputs: dict = {}
     for call in recorded.calls:
         args, kwargs = call.arguments(batch, *(outputs[source] for source in call.sources))
@@ -199,7 +215,7 @@ def test_a_chain_follows_a_module_whose_buffers_are_replaced():
             return x
 
     one = Shifted()
-    chain = chain_of(one)
+    chain = chain_of(one, X.float())
     one.double()  # as moving it to a device does
     assert len(chain.layers) > 1
     values = (X,)
@@ -227,4 +243,4 @@ def test_tensors_that_a_block_keeps_to_itself_do_not_keep_it_from_being_cut():
                 x = block(x)
             return x
 
-    assert len(chain_of(Stack()).layers) == 3
+    assert len(chain_of(Stack(), X.float()).layers) == 3
