@@ -79,7 +79,8 @@ def test_a_forward_that_switches_autocast_and_gradients_is_cut():
     chain = chain_of(whole, x)
     assert len(chain.layers) == 3
     assert torch.equal(chain(x), whole(x))
-    gradients = [torch.autograd.grad(one(x).sum(), list(whole.blocks.parameters()), allow_unused=True) for one in (chain, whole)]
+    weights = list(whole.blocks.parameters())
+    gradients = [torch.autograd.grad(one(x).sum(), weights, allow_unused=True) for one in (chain, whole)]
     for ours, theirs in zip(*gradients, strict=True):
         assert theirs is None if ours is None else torch.equal(ours, theirs)
     assert gradients[0][2] is not None

@@ -60,7 +60,8 @@ def test_what_a_module_returns_from_its_middle_reaches_the_output():
 
 def test_every_parameter_is_in_some_layer():
     whole = Masked()
-    found = {id(parameter) for layer in chain_of(whole, torch.randn(3, 5, 4), torch.ones(3, 5, 1)).layers for parameter in layer.parameters}
+    chain = chain_of(whole, torch.randn(3, 5, 4), torch.ones(3, 5, 1))
+    found = {id(parameter) for layer in chain.layers for parameter in layer.parameters}
     assert found == {id(parameter) for parameter in whole.parameters()}
 
 

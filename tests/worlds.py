@@ -83,11 +83,13 @@ def batches(seed: int):
 
 
 def workload_named(name: str, dtype: torch.dtype = torch.float64, weights: int | None = None) -> Workload:
-    """`everything`, a scene, `random 12`, or `in-place tokens`: a module of one kind under one loss."""
+    """`everything`, a scene, `hf T5`, `random 12`, or `in-place tokens`: a module of one kind under one loss."""
     if name == "everything":
         return Workload(tasks=everything(), batches=batches)
     if name in SCENES:
         return SCENES[name]()
+    if name.startswith("hf "):
+        return import_module("hugging").WORKLOADS[name]()  # which takes a while to import
     kind, _, last = name.rpartition(" ")
     if kind == "random":
         return random_workload(int(last), dtype, weights)

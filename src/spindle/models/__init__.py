@@ -2,5 +2,6 @@
 
 from spindle.models.chain import Chain, ChainLayer, chain_and_output, chain_of, whole_chain
 from spindle.models.state import keep_state
+from spindle.models.valueless import as_when_compiling
 
-__all__ = ["Chain", "ChainLayer", "chain_and_output", "chain_of", "keep_state", "whole_chain"]
+__all__ = ["Chain", "ChainLayer", "as_when_compiling", "chain_and_output", "chain_of", "keep_state", "whole_chain"]

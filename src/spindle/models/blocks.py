@@ -8,6 +8,7 @@ are alike (stages of growing width), what stands in them is looked at instead.
 from __future__ import annotations
 
 from collections import Counter
+from typing import TypeGuard
 
 from torch import nn
 
@@ -25,7 +26,7 @@ def block_lists(module: nn.Module) -> BlockLists:
     return []
 
 
-def is_plain_sequence(module: nn.Module) -> bool:
+def is_plain_sequence(module: nn.Module) -> TypeGuard[nn.Sequential]:
     """Whether its children, one after the other, are its layers."""
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward or len(module) < 2:
         return False

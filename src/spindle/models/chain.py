@@ -1,12 +1,12 @@
 """A module as a chain of layers.
 
-A module's forward is recorded on its first arguments (`recording`), and cut before each block, and behind the last of
-each list of blocks. What crosses a cut is whatever later layers still need: tensors, and numbers that are sizes. A layer
-is a function made of the text of its steps, so nothing is interpreted when it runs. A module that cannot be recorded or
-has no blocks is one layer, and `reason` says why.
+A module's forward is recorded on its first arguments (`recording`) and cut before each block, and behind the last of
+each list of blocks. What crosses a cut is whatever later layers still need: tensors, and numbers that are sizes. A
+layer is a function made of the text of its steps, so nothing is interpreted when it runs. A module that cannot be
+recorded or has no blocks is one layer, and `reason` says why.
 
-A recording follows one way through the code. Arguments that are no tensors (a flag, a mask that is left out) decide that
-way, so a call that gives others has a chain of its own.
+A recording follows one way through the code. Arguments that are no tensors (a flag, a mask that is left out) decide
+that way, so a call that gives others has a chain of its own.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from spindle.models.recording import (
     reason_of,
     record_forward,
     signature_of,
-    without_values,
 )
 from spindle.models.state import keep_state
+from spindle.models.valueless import without_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +185,9 @@ def _used(recording: Recording) -> list[Step]:
     return kept[::-1]
 
 
-def _refuse_shared_writes(recording: Recording, segment: list[Step], available: list[str], later: Iterable[str]) -> None:
+def _refuse_shared_writes(
+    recording: Recording, segment: list[Step], available: list[str], later: Iterable[str]
+) -> None:
     """A tensor that crosses a cut is a copy of its own: what is written to it must not be looked for elsewhere."""
     read = set(later).union(*(step.uses for step in segment))
     for name in {name for step in segment for name in step.writes}:
@@ -200,7 +202,7 @@ def _layer(
 ) -> ChainLayer:
     """A layer from some steps; without `outputs` it gives the module's own output."""
     result = f"({recording.output},)" if outputs is None else f"({''.join(f'{name}, ' for name in outputs)})"
-    source = _source(segment, inputs, result, recording.outside)
+    source = _source(recording, segment, inputs, result)
     scope = {**recording.bound, "changed_way": changed_way, "_module": type(module).__name__}
     exec(compile(source, f"<layer of {type(module).__name__}>", "exec"), scope)
     modules = [step.module for step in segment if step.module is not None]
@@ -230,20 +232,21 @@ def _layer(
     )
 
 
-def _source(segment: Sequence[Step], inputs: Sequence[str], result: str, outside: Context) -> str:
+def _source(recording: Recording, segment: Sequence[Step], inputs: Sequence[str], result: str) -> str:
+    sizes = {step.name: step.text for step in recording.steps if step.kind == "size"}
     lines = [f"def run({', '.join(inputs)}):"]
-    inside: Context = outside
+    outside = inside = recording.outside
     for step in segment:
-        if step.context == ("check",):
-            indent = "    " if inside == outside else "        "
-            lines.append(f"{indent}if not ({step.text}): raise changed_way(_module, {step.text!r})")
-            continue
         if step.context and step.context != inside:
             inside = step.context
             if inside != outside:
                 lines.append(f"    with {', '.join(_managers(inside, outside))}:")
         indent = "    " if inside == outside else "        "
-        lines.append(f"{indent}{step.name} = {step.text}" if step.name else f"{indent}{step.text}")
+        if step.kind == "check":
+            shown = re.sub(r"\w+", lambda found: sizes.get(found[0], found[0]), step.text)
+            lines.append(f"{indent}if not {step.text}: raise changed_way(_module, {shown!r})")
+        else:
+            lines.append(f"{indent}{step.name} = {step.text}" if step.name else f"{indent}{step.text}")
     return "\n".join([*lines, f"    return {result}", ""])
 
 

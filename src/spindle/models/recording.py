@@ -34,13 +34,15 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDepende
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils._sympy.printers import PythonPrinter
+from torch.utils.checkpoint import CheckpointFunction
 
-from spindle.errors import SpindleError, WorkloadError
+from spindle.errors import WorkloadError
+from spindle.models.valueless import Swapped, as_when_compiling, device_of, run_opaque, stand_in, without_caches
 
 Context = tuple[Any, ...]  # whether gradients are noted, and how autocast stands
 
 
-class Refusal(SpindleError):
+class Refusal(Exception):
     """A forward cannot be recorded; says why, as the end of a sentence about the module."""
 
 
@@ -91,14 +93,6 @@ def normalised(module: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ..
     return given.args, given.kwargs
 
 
-def without_values(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What a module gives, as tensors without values; code that looks at values runs on zeros."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    given = tree_map(lambda leaf: _stand_in(mode, leaf), (args, kwargs))
-    with _Swapped(module, mode, _device_of((args, kwargs))) as swapped, as_when_compiling():
-        return _run_opaque(lambda a, k: module(*a, **k), given, mode, swapped)
-
-
 def record_forward(module: nn.Module, args: Any, kwargs: Any, blocks: Iterable[nn.Module]) -> Recording:
     """Records a forward over arguments like these, of which shapes and types count. Raises what the forward raises."""
     recorder = _Recorder(module, blocks)
@@ -110,86 +104,6 @@ def _context() -> Context:
         torch.is_grad_enabled(),
         *((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
     )
-
-
-def _stand_in(mode: FakeTensorMode, leaf: Any) -> Any:
-    """A tensor of the same shape without values, dense."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    with mode:
-        return torch.empty(tuple(map(int, leaf.shape)), dtype=leaf.dtype, device=leaf.device)
-
-
-def _device_of(nest: Any) -> torch.device:
-    return next((leaf.device for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
-
-
-class _Swapped:
-    """Inside, parameters and buffers of a module have no values. Modules built without memory (on `meta`) count as on
-    the given device."""
-
-    def __init__(self, module: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
-        self._places: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
-        self.owners: dict[int, tuple[nn.Module, str]] = {}  # by the id of the real tensor, and of what stands for it
-        made: dict[int, torch.Tensor] = {}
-        for one in module.modules():
-            for group in (one._parameters, one._buffers):
-                for name, tensor in group.items():
-                    if tensor is None:
-                        continue
-                    if id(tensor) not in made:
-                        with mode:
-                            empty = torch.empty_strided(
-                                tensor.shape,
-                                tensor.stride(),
-                                dtype=tensor.dtype,
-                                device=device if tensor.is_meta else tensor.device,
-                            )
-                        is_parameter = isinstance(tensor, nn.Parameter)
-                        made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-                        self.owners[id(tensor)] = self.owners[id(made[id(tensor)])] = (one, name)
-                    self._places.append((group, name, tensor, made[id(tensor)]))
-
-    def __enter__(self) -> _Swapped:
-        for group, name, _, empty in self._places:
-            group[name] = empty
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for group, name, tensor, _ in self._places:
-            group[name] = tensor
-
-    @contextmanager
-    def undone(self) -> Iterator[None]:
-        now = [group.get(name) for group, name, _, _ in self._places]
-        self.__exit__()
-        try:
-            yield
-        finally:
-            for (group, name, _, _), empty in zip(self._places, now, strict=True):
-                group[name] = empty
-
-
-def _run_opaque(run: Callable[[Any, Any], Any], given: Any, mode: FakeTensorMode, swapped: _Swapped) -> Any:
-    """Runs code on tensors without values; on zeros where it looks at values."""
-    try:
-        with _disable_current_modes(), mode:
-            return run(*given)
-    except Exception as error:
-        with_zeros = tree_map(_zeros, given)
-        try:
-            with _disable_current_modes(), swapped.undone(), torch.no_grad(), torch.random.fork_rng():
-                result = run(*with_zeros)
-        except Exception:
-            raise error from None
-        return tree_map(lambda leaf: _stand_in(mode, leaf), result)
-
-
-def _zeros(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    with _disable_current_modes():
-        return torch.zeros(tuple(leaf.shape), dtype=leaf.dtype, device=leaf.device)
 
 
 @dataclass(slots=True)
@@ -211,6 +125,7 @@ class _Phrase:
     fetched: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _IN_SIGHT = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 _BY_NAME = (torch.memory_format, torch.Generator, enum.Enum, type(Ellipsis))
 _VIEWS = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}  # strides may be others when it runs
@@ -231,9 +146,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._inside = {id(one): path for path, one in module.named_modules()}
         self._sizes = ShapeEnv(duck_shape=False)
         self._mode = FakeTensorMode(shape_env=self._sizes, allow_non_fake_inputs=True)
+        self._mode.cache_enabled = False  # no two operations are alike where sizes are symbols
         self._plain = FakeTensorMode(allow_non_fake_inputs=True)
         self._steps: list[Step] = []
-        self._bound: dict[str, Any] = {"math": math, "torch": torch, "_leaves": tree_leaves, "_unflatten": tree_unflatten}
+        self._bound: dict[str, Any] = {
+            "math": math,
+            "torch": torch,
+            "_leaves": tree_leaves,
+            "_unflatten": tree_unflatten,
+        }
         self._bound_names: dict[int, str] = {}
         self._known: dict[int, _Known] = {}
         self._twins: dict[int, torch.Tensor] = {}
@@ -241,6 +162,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: list[Any] = []  # so that no id is used twice
         self._aliases: dict[str, int] = {}
         self._pieces: dict[int, tuple[torch.Tensor, int, int]] = {}  # entries of tensors, with axis and number
+        self._named: set[str] = set()
         self._num_guards = 0
         self._is_out_of_sight = False
         self._outside: Context = ()
@@ -249,9 +171,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def record(self, args: Any, kwargs: Any) -> Recording:
         leaves, spec = tree_flatten((args, kwargs))
-        device = _device_of(leaves)
+        device = device_of(leaves)
         self._outside = _context()
-        self._swapped = _Swapped(self._module, self._plain, device)
+        self._swapped = Swapped(self._module, self._plain, device)
         inputs: list[str | None] = []
         values: list[Any] = []
         for number, leaf in enumerate(leaves):
@@ -260,9 +182,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             inputs.append(name if is_named else None)
             values.append(self._symbolic(leaf, name, "argument") if is_named else leaf)
         before = random.getstate()
-        with self._swapped, _without_caches(self._module), self._watching(), ExitStack() as stack:
+        with self._swapped, without_caches(self._module), self._watching(), ExitStack() as stack:
             stack.enter_context(as_when_compiling())
-            stack.enter_context(torch.jit.optimized_execution(False))  # whose profiler asks for sizes
+            # The profiler of scripted functions asks for sizes.
+            stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
             stack.enter_context(self._mode)
             stack.enter_context(self)
             stack.enter_context(torch._C._AutoDispatchBelowAutograd())
@@ -300,17 +223,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if self._is_out_of_sight:
                 return apply.__func__(cls, *args, **kwargs)
-            if cls is torch.utils.checkpoint.CheckpointFunction:  # type: ignore[attr-defined]
+            if cls is CheckpointFunction:  # what is recomputed in backward is seen when it runs
                 return args[0](*args[2:])
             return self._opaque(cls, lambda a, k: apply.__func__(cls, *a, **k), args, kwargs)
 
         def measured(tensor: torch.Tensor) -> int:
             if _is_hint(sys._getframe(1)):
                 raise TypeError("a list of unknown length")  # which is caught by who asked
-            return length(tensor)
+            return length(tensor)  # type: ignore[no-any-return, no-untyped-call]
 
-        torch.Tensor.__len__ = measured  # type: ignore[method-assign, assignment]
-        nn.Module.__call__ = called  # type: ignore[method-assign, assignment]
+        torch.Tensor.__len__ = measured  # type: ignore[method-assign]
+        nn.Module.__call__ = called  # type: ignore[method-assign]
         torch.autograd.Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
         try:
             yield
@@ -331,7 +254,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         twins = tree_map(self._twin, (tuple(args), dict(kwargs)))
         self._is_out_of_sight = True
         try:
-            result = _run_opaque(run, twins, self._plain, self._swapped)
+            result = run_opaque(run, twins, self._plain, self._swapped)
         finally:
             self._is_out_of_sight = False
         name = f"t{len(self._steps)}"
@@ -388,7 +311,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func = aten.clone.default
         text = f"{self._name_of(_VIEWS.get(func, func), 'o')}({', '.join(given)})"
         name = f"t{len(self._steps)}"
-        numbers = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)]
+        numbers = [leaf for leaf in tree_leaves(result) if isinstance(leaf, _SYMBOLIC)]
         if numbers and not isinstance(result, tuple | list):
             # A number from a tensor: its symbol is the variable. A flag is noted as the number that it is.
             (symbol,) = numbers[0].node.expr.free_symbols
@@ -411,7 +334,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif isinstance(result, tuple | list):
             for number, leaf in enumerate(result):
                 if isinstance(leaf, torch.Tensor):
-                    self._pick(f"{name}[{number}]", name, lambda one, leaf=leaf: self._know(leaf, one))
+                    self._know(leaf, self._pick(f"{name}[{number}]", name))
         return result
 
     def _taken_apart(self, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
@@ -440,7 +363,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _piece(self, piece: torch.Tensor) -> None:
         """An entry that is used by itself: the number of entries is fixed from here on."""
         tensor, axis, number = self._pieces[id(piece)]
-        assert tensor.shape[axis] == self._twin(tensor.shape[axis])  # which becomes a condition
+        bool(tensor.shape[axis] == self._twin(tensor.shape[axis]))  # which becomes a condition
         self._note_guards()
         with self:
             self._known[id(piece)] = self._known[id(tensor.select(axis, number))]
@@ -449,6 +372,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, step: Step) -> None:
         self._steps.append(step)
+        self._named.add(step.name)
+
+    def _check(self, text: str, uses: frozenset[str]) -> None:
+        self._add(Step(name="", text=text, uses=uses, kind="check", has_effect=True))
 
     def _know(self, tensor: torch.Tensor, name: str, made_by: Any = None) -> None:
         """A tensor under its variable; sizes that depend on values are read from it."""
@@ -457,20 +384,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._known[id(tensor)] = _Known(text=name, uses=frozenset((name,)), made_by=made_by)
         self._aliases[name] = tensor.untyped_storage()._cdata
+        size: Any
         for axis, size in enumerate(tensor.shape):
-            if isinstance(size, torch.SymInt):
-                for symbol in size.node.expr.free_symbols:
-                    if str(symbol).startswith("u") and size.node.expr == symbol:
-                        self._size(str(symbol), name, axis)
+            if not isinstance(size, int) and str(size.node.expr) not in self._named and size.node.expr.is_symbol:
+                self._add(_size(str(size.node.expr), f"{name}.shape[{axis}]", name))
 
-    def _size(self, symbol: str, name: str, axis: int) -> None:
-        if all(step.name != symbol for step in self._steps):
-            self._add(Step(name=symbol, text=f"{name}.shape[{axis}]", uses=frozenset((name,)), kind="size"))
-
-    def _pick(self, text: str, source: str, know: Callable[[str], None]) -> None:
+    def _pick(self, text: str, source: str) -> str:
         name = f"t{len(self._steps)}"
         self._add(Step(name=name, text=text, uses=frozenset((source,)), kind="pick"))
-        know(name)
+        return name
 
     def _symbolic(self, leaf: Any, name: str, where: str) -> Any:
         """A tensor or number with symbols for its sizes, which are read from the variable `name`."""
@@ -480,7 +402,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with _disable_current_modes(), self._mode:
             tensor = torch.empty(sizes, dtype=leaf.dtype, device=leaf.device)
         self._know(tensor, name)
-        twin = leaf if isinstance(leaf, FakeTensor) and leaf.fake_mode is self._plain else _stand_in(self._plain, leaf)
+        twin = leaf if isinstance(leaf, FakeTensor) and leaf.fake_mode is self._plain else stand_in(self._plain, leaf)
         self._twins[id(tensor)], self._originals[id(twin)] = twin, tensor
         self._alive.append(twin)
         return tensor
@@ -489,13 +411,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A symbol for a number that a variable has; one and nought stand for themselves, and are checked."""
         uses = frozenset((source,))
         if value in (0, 1) or value < 0:
-            self._add(
-                Step(name="", text=f"{text} == {value}", uses=uses, kind="check", has_effect=True, context=("check",))
-            )
+            self._check(f"{text} == {value}", uses)
             return value
         origin = ConstantSource(f"{source}_{len(self._steps)}")
         symbol = self._sizes.create_symbol(value, origin, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-        self._add(Step(name=str(symbol), text=text, uses=uses, kind="size"))
+        self._add(_size(str(symbol), text, source))
         return self._sizes.create_symintnode(symbol, hint=value, source=origin)
 
     def _picked(self, result: Any, name: str, where: str) -> Any:
@@ -517,17 +437,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(result, _IN_SIGHT):
                 return result
             raise Refusal(f"{where} a {type(result).__name__}, which is no nest of tensors")
-        listed = f"t{len(self._steps)}"
-        self._add(Step(name=listed, text=f"_leaves({name})", uses=frozenset((name,)), kind="pick"))
+        listed = self._pick(f"_leaves({name})", name)
         parts = [self._part(part, f"{listed}[{place}]", listed, where) for place, part in enumerate(leaves)]
         return tree_unflatten(parts, spec)
 
     def _part(self, part: Any, text: str, source: str, where: str) -> Any:
-        if part is None or isinstance(part, torch.Tensor) and id(part) in self._originals:
-            return None if part is None else self._originals[id(part)]
-        name = f"t{len(self._steps)}"
-        self._add(Step(name=name, text=text, uses=frozenset((source,)), kind="pick"))
-        return self._picked(part, name, where)
+        if part is None:
+            return None
+        if id(part) in self._originals:
+            return self._originals[id(part)]
+        return self._picked(part, self._pick(text, source), where)
 
     def _original(self, leaf: Any) -> Any:
         """The tensor of the forward that a twin or a parameter stands for."""
@@ -555,7 +474,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _twin(self, leaf: Any) -> Any:
         """What stands for a tensor or a number of the forward out of sight."""
-        if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+        if isinstance(leaf, _SYMBOLIC):
             if leaf.node.hint is None:
                 raise Refusal("a size between its blocks depends on values of tensors")
             return leaf.node.hint
@@ -593,7 +512,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             phrase.uses |= known.uses
             phrase.fetched += known.fetched
             return known.text
-        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        if isinstance(value, _SYMBOLIC):
             return self._expression(value.node.expr, phrase)
         if type(value) in (list, tuple, torch.Size):
             parts = [self._text(part, phrase, where) for part in value]
@@ -603,7 +522,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if type(value) is dict and all(isinstance(key, str | int) for key in value):
             return "{" + ", ".join(f"{key!r}: {self._text(part, phrase, where)}" for key, part in value.items()) + "}"
         if isinstance(value, slice):
-            return f"slice({', '.join(self._text(one, phrase, where) for one in (value.start, value.stop, value.step))})"
+            return (
+                f"slice({', '.join(self._text(one, phrase, where) for one in (value.start, value.stop, value.step))})"
+            )
         if isinstance(value, bool | int | str | type(None)) and type(value).__module__ == "builtins":
             return repr(value)
         if isinstance(value, float) and math.isfinite(value):
@@ -620,7 +541,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise Refusal(f"{where} a {type(value).__name__}, which is no nest of tensors{hint}")
 
     def _expression(self, expression: Any, phrase: _Phrase) -> str:
-        phrase.uses |= {str(symbol) for symbol in expression.free_symbols}
+        names = {str(symbol) for symbol in expression.free_symbols}
+        if names - self._named:
+            raise Refusal("a size between its blocks depends on values of tensors")
+        phrase.uses |= names
         return f"({PythonPrinter().doprint(expression)})"
 
     def _note_guards(self) -> None:
@@ -629,11 +553,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for guard in guards[self._num_guards :]:
             phrase = _Phrase()
             text = self._expression(guard.expr, phrase)
-            self._add(
-                Step(
-                    name="", text=text, uses=frozenset(phrase.uses), kind="check", has_effect=True, context=("check",)
-                )
-            )
+            self._check(text, frozenset(phrase.uses))
         self._num_guards = len(guards)
 
     def _answer(self, tensor: torch.Tensor) -> Any:
@@ -670,6 +590,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result if isinstance(result, torch.Tensor) else None
 
 
+def _size(symbol: str, text: str, source: str) -> Step:
+    return Step(name=symbol, text=text, uses=frozenset((source,)), kind="size")
+
+
 def _is_hint(frame: types.FrameType) -> bool:
     """Whether a length is asked for by `list(x)`, which would fix the number of entries, and does well without."""
     line, last_line, begin, end = list(frame.f_code.co_positions())[frame.f_lasti // 2]
@@ -677,36 +601,6 @@ def _is_hint(frame: types.FrameType) -> bool:
         return False
     text = linecache.getline(frame.f_code.co_filename, line).encode()[begin:end]
     return text.startswith((b"list(", b"tuple("))
-
-
-@contextmanager
-def as_when_compiling() -> Iterator[None]:
-    """Models that keep tensors in caches outside of themselves, or look at values to save work, leave that when they
-    are compiled. They must here, too: what they see has no values."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
-
-
-@contextmanager
-def _without_caches(module: nn.Module) -> Iterator[None]:
-    """Decoders keep keys and values for generation unless told otherwise, which training does not use. And what is
-    recomputed in backward is recomputed by the block itself, when it runs."""
-    changed: list[tuple[Any, str]] = []
-    for one in module.modules():
-        config = getattr(one, "config", None)
-        for holder, name in ((config, "use_cache"), (one, "gradient_checkpointing")):
-            if holder is not None and getattr(holder, name, None) is True:
-                setattr(holder, name, False)
-                changed.append((holder, name))
-    try:
-        yield
-    finally:
-        for holder, name in changed:
-            setattr(holder, name, True)
 
 
 def signature_of(module: nn.Module) -> str:
@@ -722,7 +616,9 @@ def reason_of(error: BaseException, module: nn.Module) -> str:
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not _is_ours(one.filename)]
     line = f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
     if isinstance(error, GuardOnDataDependentSymNode):
-        return f"its forward decides by values of tensors between its blocks{line}; let a block or a module in it decide"
+        return (
+            f"its forward decides by values of tensors between its blocks{line}; let a block or a module in it decide"
+        )
     text = (str(error).splitlines() or [""])[0][:200]
     return f"its forward cannot be recorded ({type(error).__name__}: {text}){line}"
 
@@ -736,5 +632,3 @@ def changed_way(module: str, text: str) -> WorkloadError:
         f"{module} was recorded on sizes for which {text}, which does not hold for this batch: its forward may take "
         "another way. Pad batches alike, or register it with spindle.module(..., split=False)"
     )
-
-

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from spindle.errors import WorkloadError
-from spindle.models import Chain, whole_chain
+from spindle.models import Chain, as_when_compiling, whole_chain
 from spindle.run.rows import form_of
 from spindle.train.task import Mean, ModuleHandle, TaskDefinition, called_module, recording
 from spindle.train.tracer import GradientTracer
@@ -109,7 +109,7 @@ class _TaskTracer(GradientTracer):
         """A branch may look at shapes, as long as every number of samples takes the same way."""
         self._looking = True
         try:
-            with self._mode, torch.no_grad():
+            with self._mode, torch.no_grad(), as_when_compiling():
                 answers = [self._value_of(obj.node, sample) for sample in self._samples]
         finally:
             self._looking = False

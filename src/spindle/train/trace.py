@@ -24,7 +24,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from torch.utils.flop_counter import FlopCounterMode
 
 from spindle.errors import WorkloadError
-from spindle.models import ChainLayer, keep_state
+from spindle.models import ChainLayer, as_when_compiling, keep_state
 from spindle.run.rows import Axes, axes_of, cut, form_of
 from spindle.train.record import RecordedCall, RecordedTask
 
@@ -201,7 +201,7 @@ def _layers(recorded: RecordedTask, batch: Any) -> tuple[dict[str, list[_Run]], 
     """What each layer did, and what the loss took."""
     try:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with mode:
+        with mode, as_when_compiling():
             return _run_layers(recorded, tree_map(lambda leaf: _fake(mode, leaf), batch), {})
     except _NEEDS_VALUES:
         return _run_layers(recorded, batch)
@@ -300,9 +300,10 @@ def _counting(
 def _refuse_objects(visit: Visit) -> None:
     for leaf in tree_leaves(visit.values):
         if not isinstance(leaf, torch.Tensor | bool | int | float | str | None):
+            hint = "call it with use_cache=False, or let it" if "Cache" in type(leaf).__name__ else "let it"
             raise WorkloadError(
                 f"module {visit.call.handle.name!r} returns a {type(leaf).__name__}, which is no nest of tensors; "
-                "let it return tensors, or tuples, lists and dicts of them"
+                f"{hint} return tensors, or tuples, lists and dicts of them"
             )
 
 

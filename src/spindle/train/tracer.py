@@ -1,5 +1,5 @@
-"""How is a task's function followed? By torch.fx, which is told here what `torch.no_grad()` and custom autograd functions
-mean. Modules are followed otherwise (`models`)."""
+"""How is a task's function followed? By torch.fx, which is told here what `torch.no_grad()` and custom autograd
+functions mean. Modules are followed otherwise (`models.recording`)."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class GradientTracer(fx.Tracer):
             return proxy
         if context[1:] != self._outside[1:]:
             raise WorkloadError(
-                "it switches torch.autocast on or off, which is not recorded; do it inside the forward of a module, or around "
-                "the whole training"
+                "it switches torch.autocast on or off, which is not recorded; do it inside the forward of a module, or "
+                "around the whole training"
             )
         return super().create_proxy("call_function", without_gradient, (proxy,), {})
 
