@@ -1,7 +1,7 @@
 """Hugging Face models of small sizes with random weights, batches for them, and workloads made of them.
 
-Nothing is downloaded. `MODELS` has for each model how it is made, `batch(rows, length)`, and how many layers it is to be
-cut into. Dropout is off but where a test is about it.
+Nothing is downloaded. `MODELS` has for each model how it is made, `batch(rows, length)`, and how many layers it is to
+be cut into. Dropout is off.
 """
 
 from __future__ import annotations

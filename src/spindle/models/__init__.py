@@ -2,6 +2,17 @@
 
 from spindle.models.chain import Chain, ChainLayer, chain_and_output, chain_of, whole_chain
 from spindle.models.state import keep_state
-from spindle.models.valueless import as_when_compiling
+from spindle.models.valueless import Swapped, as_when_compiling, device_of, stand_in
 
-__all__ = ["Chain", "ChainLayer", "as_when_compiling", "chain_and_output", "chain_of", "keep_state", "whole_chain"]
+__all__ = [
+    "Chain",
+    "ChainLayer",
+    "Swapped",
+    "as_when_compiling",
+    "chain_and_output",
+    "chain_of",
+    "device_of",
+    "keep_state",
+    "stand_in",
+    "whole_chain",
+]

@@ -7,7 +7,7 @@ everything that crosses a cut. Code that looks at values, which fake tensors do 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from torch.utils.flop_counter import FlopCounterMode
 
 from spindle.errors import WorkloadError
-from spindle.models import ChainLayer, as_when_compiling, keep_state
+from spindle.models import ChainLayer, Swapped, as_when_compiling, device_of, keep_state
 from spindle.run.rows import Axes, axes_of, cut, form_of
 from spindle.train.record import RecordedCall, RecordedTask
 
@@ -201,7 +201,12 @@ def _layers(recorded: RecordedTask, batch: Any) -> tuple[dict[str, list[_Run]], 
     """What each layer did, and what the loss took."""
     try:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with mode, as_when_compiling():
+        modules = {id(call.handle.module): call.handle.module for call in recorded.calls}
+        with ExitStack() as stack:
+            for module in modules.values():
+                stack.enter_context(Swapped(module, mode, device_of(batch)))
+            stack.enter_context(mode)
+            stack.enter_context(as_when_compiling())
             return _run_layers(recorded, tree_map(lambda leaf: _fake(mode, leaf), batch), {})
     except _NEEDS_VALUES:
         return _run_layers(recorded, batch)
