@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 
 from spindle.errors import WorkloadError  # noqa: E402
 from spindle.models import chain_of  # noqa: E402
-from spindle.train import module, record, task, trace_all  # noqa: E402
+from spindle.train import module, probe, record, task, trace_all  # noqa: E402
 from spindle.train.record import cut_all, record_all  # noqa: E402
 from zoo import WIDTH, Optional, Residual, Tower  # noqa: E402
 
@@ -62,7 +62,7 @@ def test_a_forward_that_draws_between_its_blocks_is_not_traced_once_for_all():
             x = x if random.random() < 0.5 else block(x)
         return x
 
-    assert "draws Python's random numbers" in chain_of(Forward(dropping).double(), X).reason
+    assert "draws random numbers of Python or numpy" in chain_of(Forward(dropping).double(), X).reason
 
 
 def test_a_forward_that_switches_autocast_and_gradients_is_cut():
@@ -129,6 +129,69 @@ def test_calls_with_and_without_a_mask_have_layers_of_their_own():
     assert len(given.chain.layers) == len(left_out.chain.layers) == 4
     assert torch.equal(given.chain(batch["x"], kept), handle.module(batch["x"], kept))
     assert torch.equal(left_out.chain(batch["x"]), handle.module(batch["x"]))
+
+
+def traced_alone(whole, batch):
+    handle = module("one", whole)
+
+    @task(batch_size=3)
+    def alone(batch):
+        return handle(batch["x"]).square().mean()
+
+    (traced,) = trace_all([alone], {"alone": batch})
+    return handle, traced
+
+
+def test_a_module_whose_code_depends_on_the_number_of_samples_stays_whole():
+    def counted(self, x, flag):
+        for block in self.blocks:
+            x = block(x) / len(x)
+        return x
+
+    handle, traced = traced_alone(Forward(counted).double(), {"x": X})
+    assert "depends on how many samples there are" in handle.chain.reason
+    assert not traced.whole_only
+
+
+def test_a_batch_that_would_lead_another_way_is_refused():
+    def longer(self, x, flag):
+        for block in self.blocks:
+            x = block(x) if x.shape[1] < 8 else block(x) * 2
+        return x
+
+    whole = Forward(longer).double()
+    chain = chain_of(whole, torch.randn(3, 5, WIDTH, dtype=torch.float64))
+    x = torch.randn(2, 7, WIDTH, dtype=torch.float64)
+    assert torch.equal(chain(x), whole(x))
+    with pytest.raises(WorkloadError, match=r"recorded on sizes for which \(a0.shape\[1\] < 8\), which does not hold"):
+        chain(torch.randn(3, 9, WIDTH, dtype=torch.float64))
+
+
+def test_what_recording_misses_is_found_by_comparing_with_the_whole_module():
+    hidden = [1.0]
+
+    def changing(self, x, flag):
+        for block in self.blocks:
+            x = block(x) * hidden[0]
+        hidden[0] += 1
+        return x
+
+    _, traced = traced_alone(Forward(changing).double(), {"x": X})
+    with pytest.raises(WorkloadError, match=r"gives other numbers in layers than as a whole.*split=False"):
+        probe([traced], {"alone": {"x": X}})
+
+
+def test_entries_that_are_put_together_again_may_be_of_any_number():
+    def apart(self, x, flag):
+        for block in self.blocks:
+            x = torch.stack(list(block(x)))
+        return torch.cat(list(x), dim=-1)
+
+    whole = Forward(apart).double()
+    chain = chain_of(whole, torch.randn(3, 5, WIDTH, dtype=torch.float64))
+    x = torch.randn(2, 4, WIDTH, dtype=torch.float64)
+    assert len(chain.layers) == 4
+    assert torch.equal(chain(x), whole(x))
 
 
 def test_calls_that_lead_through_different_layers_keep_a_module_whole():

@@ -2,7 +2,7 @@
 
 from spindle.models.chain import Chain, ChainLayer, chain_and_output, chain_of, whole_chain
 from spindle.models.state import keep_state
-from spindle.models.valueless import Swapped, as_when_compiling, device_of, stand_in
+from spindle.models.valueless import Swapped, as_when_compiling, device_of, stand_in, without_caches
 
 __all__ = [
     "Chain",
@@ -15,4 +15,5 @@ __all__ = [
     "keep_state",
     "stand_in",
     "whole_chain",
+    "without_caches",
 ]

@@ -27,8 +27,8 @@ from spindle.models.recording import (
     Recording,
     Refusal,
     Step,
-    changed_way,
     normalised,
+    other_way,
     reason_of,
     record_forward,
     signature_of,
@@ -59,10 +59,14 @@ class ChainLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """The layers of a module in order. The first takes the call's own arguments, the last gives the output alone."""
+    """The layers of a module in order. The first takes the call's own arguments, the last gives the output alone.
+
+    `is_recorded` says that code of the module's forward is in them, `reason` why there is but one.
+    """
 
     module: nn.Module
     layers: tuple[ChainLayer, ...]
+    is_recorded: bool = False
     reason: str = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +175,8 @@ def _cut(module: nn.Module, recording: Recording, lists: BlockLists) -> Chain:
         _refuse_shared_writes(recording, segment, available, later)
         layers.append(_layer(module, recording, segment, available, None if is_last else needed))
         available = needed
-    return Chain(module=module, layers=(_called_like(module, recording, layers[0]), *layers[1:]))
+    first = _called_like(module, recording, layers[0])
+    return Chain(module=module, layers=(first, *layers[1:]), is_recorded=True)
 
 
 def _used(recording: Recording) -> list[Step]:
@@ -203,7 +208,7 @@ def _layer(
     """A layer from some steps; without `outputs` it gives the module's own output."""
     result = f"({recording.output},)" if outputs is None else f"({''.join(f'{name}, ' for name in outputs)})"
     source = _source(recording, segment, inputs, result)
-    scope = {**recording.bound, "changed_way": changed_way, "_module": type(module).__name__}
+    scope = {**recording.bound, "_other_way": other_way, "_module": module}
     exec(compile(source, f"<layer of {type(module).__name__}>", "exec"), scope)
     modules = [step.module for step in segment if step.module is not None]
     fetched = [place for step in segment for place in step.fetched]
@@ -244,7 +249,7 @@ def _source(recording: Recording, segment: Sequence[Step], inputs: Sequence[str]
         indent = "    " if inside == outside else "        "
         if step.kind == "check":
             shown = re.sub(r"\w+", lambda found: sizes.get(found[0], found[0]), step.text)
-            lines.append(f"{indent}if not {step.text}: raise changed_way(_module, {shown!r})")
+            lines.append(f"{indent}if not {step.text}: raise _other_way(_module, {shown!r})")
         else:
             lines.append(f"{indent}{step.name} = {step.text}" if step.name else f"{indent}{step.text}")
     return "\n".join([*lines, f"    return {result}", ""])

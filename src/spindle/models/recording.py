@@ -16,6 +16,7 @@ import enum
 import inspect
 import linecache
 import math
+import pickle
 import random
 import sys
 import traceback
@@ -25,6 +26,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
@@ -36,7 +38,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils.checkpoint import CheckpointFunction
 
-from spindle.errors import WorkloadError
+from spindle.errors import OtherWayError
 from spindle.models.valueless import Swapped, as_when_compiling, device_of, run_opaque, stand_in, without_caches
 
 Context = tuple[Any, ...]  # whether gradients are noted, and how autocast stands
@@ -164,7 +166,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._pieces: dict[int, tuple[torch.Tensor, int, int]] = {}  # entries of tensors, with axis and number
         self._named: set[str] = set()
         self._num_guards = 0
-        self._is_out_of_sight = False
+        self._asked_sizes = False
+        self._is_out_of_sight = self._is_vmapped = False
         self._outside: Context = ()
 
     # The run.
@@ -181,7 +184,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_named = isinstance(leaf, torch.Tensor) or type(leaf) is int
             inputs.append(name if is_named else None)
             values.append(self._symbolic(leaf, name, "argument") if is_named else leaf)
-        before = random.getstate()
+        before = _chance()
         with self._swapped, without_caches(self._module), self._watching(), ExitStack() as stack:
             stack.enter_context(as_when_compiling())
             # The profiler of scripted functions asks for sizes.
@@ -190,8 +193,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stack.enter_context(self)
             stack.enter_context(torch._C._AutoDispatchBelowAutograd())
             result = self._module(*tree_unflatten(values, spec)[0], **tree_unflatten(values, spec)[1])
-        if random.getstate() != before:
-            raise Refusal("it draws Python's random numbers between its blocks, which decide once for all")
+        if _chance() != before:
+            raise Refusal(
+                "its forward draws random numbers of Python or numpy between its blocks, which would be drawn once for "
+                "all; switch that off (layerdrop, apply_spec_augment) or draw them with torch"
+            )
         self._note_guards()
         phrase = _Phrase()
         output = self._text(result, phrase, "it returns")
@@ -221,8 +227,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._opaque(module, lambda a, k: call(module, *a, **k), args, kwargs)
 
         def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._is_out_of_sight:
+            if self._is_out_of_sight or self._is_vmapped:
                 return apply.__func__(cls, *args, **kwargs)
+            if torch._C._are_functorch_transforms_active():
+                # Arguments are no tensors of the forward: what the function does with them is noted instead.
+                self._is_vmapped = True
+                try:
+                    return apply.__func__(cls, *args, **kwargs)
+                finally:
+                    self._is_vmapped = False
             if cls is CheckpointFunction:  # what is recomputed in backward is seen when it runs
                 return args[0](*args[2:])
             return self._opaque(cls, lambda a, k: apply.__func__(cls, *a, **k), args, kwargs)
@@ -280,7 +293,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         aten = torch.ops.aten
         args, kwargs = tree_map(self._original, (args, kwargs))
         if func in (aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default):
-            answer = self._answer(args[0])
+            answer = self._answer(func, args[0])
             if answer is not None:
                 return answer
         if func is aten.unbind.int and isinstance(args[0].shape[(*args[1:], 0)[0]], torch.SymInt):
@@ -468,6 +481,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return leaf
         if isinstance(leaf, FakeTensor):
             raise Refusal("it uses a tensor from inside one of its blocks")
+        if torch._C._functorch.is_functorch_wrapped_tensor(leaf):
+            raise Refusal("it uses a tensor inside vmap in a way that cannot be followed")
         self._alive.append(leaf)
         self._known[id(leaf)] = _Known(text=self._name_of(leaf, "c"), uses=frozenset(), is_constant=True)
         return leaf
@@ -556,15 +571,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._check(text, frozenset(phrase.uses))
         self._num_guards = len(guards)
 
-    def _answer(self, tensor: torch.Tensor) -> Any:
-        """The value of a tensor of one element that no input has a part in, where chance has no say in it."""
+    def _answer(self, func: Any, tensor: torch.Tensor) -> Any:
+        """The value of a tensor of one element that no input has a part in, where chance has no say in it. One that
+        depends on sizes is looked at again whenever it runs."""
+        self._asked_sizes = False
         least, most = (self._evaluated(tensor, drawn) for drawn in (0.0, 1.0 - 2.0**-24))
         if least is None or most is None:
             return None
         with _disable_current_modes():
             if not torch.equal(least, most):
                 raise Refusal("it decides by chance which blocks run (layerdrop); set that chance to 0")
-            return least.item()
+            answer = func(least)
+        if self._asked_sizes:
+            phrase = _Phrase()
+            given = self._text(tensor, phrase, "")
+            self._check(f"{self._name_of(func, 'o')}({given}) == {answer!r}", frozenset(phrase.uses))
+        return answer
 
     def _evaluated(self, tensor: Any, drawn: float) -> torch.Tensor | None:
         known = self._known.get(id(tensor))
@@ -576,9 +598,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         leaves, spec = tree_flatten((args, kwargs))
         values: list[Any] = []
         for leaf in leaves:
-            value = self._evaluated(leaf, drawn) if isinstance(leaf, torch.Tensor) else leaf
-            if isinstance(value, torch.SymInt | torch.SymFloat) or (value is None and leaf is not None):
+            value = self._evaluated(leaf, drawn) if isinstance(leaf, torch.Tensor) else self._twin(leaf)
+            if value is None and leaf is not None:
                 return None
+            self._asked_sizes |= value is not leaf and not isinstance(leaf, torch.Tensor)
             values.append(value)
         args, kwargs = tree_unflatten(values, spec)
         with _disable_current_modes():
@@ -588,6 +611,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return None
             result = func(*args, **kwargs)
         return result if isinstance(result, torch.Tensor) else None
+
+
+def _chance() -> bytes:
+    """The states of the generators that torch does not know of."""
+    return pickle.dumps((random.getstate(), numpy.random.get_state()))
 
 
 def _size(symbol: str, text: str, source: str) -> Step:
@@ -616,9 +644,7 @@ def reason_of(error: BaseException, module: nn.Module) -> str:
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not _is_ours(one.filename)]
     line = f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
     if isinstance(error, GuardOnDataDependentSymNode):
-        return (
-            f"its forward decides by values of tensors between its blocks{line}; let a block or a module in it decide"
-        )
+        return f"its forward decides by values of tensors between its blocks{line}; let a module inside it decide"
     text = (str(error).splitlines() or [""])[0][:200]
     return f"its forward cannot be recorded ({type(error).__name__}: {text}){line}"
 
@@ -627,8 +653,9 @@ def _is_ours(file: str) -> bool:
     return "/torch/" in file or "/spindle/" in file
 
 
-def changed_way(module: str, text: str) -> WorkloadError:
-    return WorkloadError(
-        f"{module} was recorded on sizes for which {text}, which does not hold for this batch: its forward may take "
-        "another way. Pad batches alike, or register it with spindle.module(..., split=False)"
+def other_way(module: nn.Module, text: str) -> OtherWayError:
+    return OtherWayError(
+        module,
+        f"{type(module).__name__} was recorded on sizes for which {text}, which does not hold for this batch: its "
+        "forward may take another way. Pad batches alike, or register it with spindle.module(..., split=False)",
     )

@@ -315,22 +315,27 @@ def _cut(task: RecordedTask, example: Any, known: dict[Any, tuple[Chain, Callabl
 
 def _cut_alike(tasks: Sequence[RecordedTask]) -> list[RecordedTask]:
     """Calls of one module have the same layers, or one layer where their arguments lead through different ones."""
-    chains: dict[str, Chain] = {}
     for name, handle in handles_of(tasks).items():
-        found = {id(call.chain): call.chain for task in tasks for call in task.calls if call.handle.name == name}
-        cuts = {tuple(layer.parameters for layer in chain.layers) for chain in found.values()}
-        handle.chain = next(iter(found.values()))
-        if len(cuts) > 1:
-            handle.chain = chains[name] = whole_chain(
-                handle.module, "its calls give different arguments, which lead through different layers"
-            )
-    return [
-        replace(
-            task,
-            calls=tuple(replace(call, chain=chains.get(call.handle.name, call.chain)) for call in task.calls),
-        )
-        for task in tasks
-    ]
+        chains = [call.chain for task in tasks for call in task.calls if call.handle.name == name]
+        handle.chain = chains[0]
+        if len({tuple(layer.parameters for layer in chain.layers) for chain in chains}) > 1:
+            reason = "its calls give different arguments, which lead through different layers"
+            tasks = kept_whole(tasks, handle.module, reason)
+    return list(tasks)
+
+
+def kept_whole(tasks: Sequence[RecordedTask], module: object, reason: str) -> list[RecordedTask]:
+    """The same tasks with one module as one layer."""
+    kept = []
+    for task in tasks:
+        calls = []
+        for call in task.calls:
+            if call.handle.module is module:
+                call.handle.chain = whole_chain(call.handle.module, reason)
+                call = replace(call, chain=call.handle.chain)
+            calls.append(call)
+        kept.append(replace(task, calls=tuple(calls)))
+    return kept
 
 
 def handles_of(tasks: Sequence[RecordedTask]) -> dict[str, ModuleHandle]:

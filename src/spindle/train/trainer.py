@@ -33,16 +33,16 @@ from spindle.run import Executor, OpCode, Watch, World, join_world
 from spindle.run.recorded import timeline_of
 from spindle.run.weights import Weights
 from spindle.simulate import simulate
-from spindle.train.bind import Bound, bind, code_of
+from spindle.train.bind import Bound, bind, code_of, trace_all
 from spindle.train.feed import Batch, Feed, draw, random_state
 from spindle.train.header import Table, agreed, header, losses_in
 from spindle.train.kinds import kinds_of
 from spindle.train.probe import Facts, probe
 from spindle.train.progress import Progress
-from spindle.train.record import RecordedTask, cut_all, handles_of, record, record_all
+from spindle.train.record import RecordedTask, handles_of, record, record_all
 from spindle.train.result import FitResult
 from spindle.train.task import TaskDefinition
-from spindle.train.trace import describe_batch, trace, unchanged
+from spindle.train.trace import describe_batch, unchanged
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -242,11 +242,7 @@ class Trainer:
         # Copies, because what is tried out may write over its input.
         examples = {name: self._on_device(tree_map(_copied, feed.peek().nest)) for name, feed in feeds.items()}
         shown.stage("recording tasks")
-        recorded = record_all(self.tasks, examples)
-        for handle in handles_of(recorded).values():
-            handle.module.to(world.device)
-        recorded = cut_all(recorded, examples)
-        traced = [trace(one, examples[one.definition.name]) for one in recorded]
+        traced = trace_all(self.tasks, examples, world.device)
         facts: Facts = world.broadcast_object(probe(traced, examples) if world.rank == 0 else None)
         bound = bind(self.name, traced, facts)
         self._explain(bound, shown)
