@@ -27,7 +27,7 @@ from spindle.models.recording import (
     Recording,
     Refusal,
     Step,
-    normalised,
+    normaliser,
     other_way,
     reason_of,
     record_forward,
@@ -93,7 +93,7 @@ def chain_and_output(module: nn.Module, args: Any, kwargs: Any) -> tuple[Chain, 
     def run() -> Any:
         put_back = keep_state([module])
         try:
-            return without_values(module, *normalised(module, args, kwargs))
+            return without_values(module, args, kwargs)
         finally:
             put_back()
 
@@ -294,10 +294,10 @@ _TENSORS = ("_parameters", "_buffers", "_modules")
 
 def _called_like(module: nn.Module, recording: Recording, layer: ChainLayer) -> ChainLayer:
     """A module's first layer, which takes the arguments of its forward."""
-    inner = layer.run
+    inner, normalised = layer.run, normaliser(module)
 
     def run(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        leaves, spec = tree_flatten(normalised(module, args, kwargs))
+        leaves, spec = tree_flatten(normalised(args, kwargs))
         if spec != recording.spec:
             raise WorkloadError(
                 f"{type(module).__name__} was recorded with other arguments than these; expected {recording.spec}, got "

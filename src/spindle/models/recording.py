@@ -86,19 +86,30 @@ class Recording:
     result: Any  # the output, as tensors without values
 
 
-def normalised(module: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments in one form, by place as far as that goes."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def normaliser(module: nn.Module) -> Callable[[Any, Any], Arguments]:
+    """A function that brings a call's arguments into one form, by place as far as that goes."""
     try:
-        given = inspect.signature(module.forward).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # a wrapper takes more than the signature says, or there is none
-        return args, kwargs
-    return given.args, given.kwargs
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):
+        return lambda args, kwargs: (args, kwargs)
+
+    def normalised(args: Any, kwargs: Any) -> Arguments:
+        try:
+            given = signature.bind(*args, **kwargs)
+        except TypeError:  # a wrapper takes more than the signature says
+            return args, kwargs
+        return given.args, given.kwargs
+
+    return normalised
 
 
 def record_forward(module: nn.Module, args: Any, kwargs: Any, blocks: Iterable[nn.Module]) -> Recording:
     """Records a forward over arguments like these, of which shapes and types count. Raises what the forward raises."""
     recorder = _Recorder(module, blocks)
-    return recorder.record(*normalised(module, args, kwargs))
+    return recorder.record(*normaliser(module)(args, kwargs))
 
 
 def _context() -> Context:
