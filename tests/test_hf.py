@@ -12,12 +12,12 @@ import transformers as hf  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import hugging  # noqa: E402
-import worlds  # noqa: E402
 from pool import Pool  # noqa: E402
 from spindle import Trainer, module, task  # noqa: E402
 from spindle.models import chain_of  # noqa: E402
 from spindle.train import trace_all  # noqa: E402
 
+torch.set_num_threads(1)  # several do nothing for tensors as small as these
 ROWS, LENGTH = 4, 9
 ELSEWHERE = ((5, 14), (1, LENGTH))  # rows and lengths that it runs on
 
@@ -142,9 +142,10 @@ def test_dropout_before_the_blocks_repeats_under_one_seed():
         assert len(model.chain.layers) == 5
         return [step["pull"] for step in result.losses]
 
-    assert losses(1) == losses(1)
-    assert losses(1) != losses(2)
-    assert len(set(losses(1))) == 3
+    first = losses(1)
+    assert first == losses(1)
+    assert first != losses(2)
+    assert len(set(first)) == 3
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +157,8 @@ def pool():
 
 @pytest.mark.parametrize("workload", hugging.WORKLOADS)
 def test_two_processes_give_the_numbers_of_one(pool, workload):
-    handles = worlds.ready(workload).bound.handles
-    assert max(len(handle.chain.layers) for handle in handles.values()) >= 5
     answers = pool.run(2, "compare_steps", workload, "plan 2", 3, 1.0)
+    assert answers[0].most_layers >= 5
     assert max(one.loss for one in answers) < 1e-9
     worst = max(answers, key=lambda one: one.gradient)
     assert worst.gradient < 1e-9, worst.worst

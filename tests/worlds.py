@@ -248,7 +248,8 @@ def fail_on_rank(rank: int, num_ranks: int, failing: int | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """How far a rank is from the reference, at most; which gradients it compared, of which there are."""
+    """How far a rank is from the reference, at most; which gradients it compared, of which there are; how many layers
+    the longest module has."""
 
     loss: float
     gradient: float
@@ -257,6 +258,7 @@ class Errors:
     without_graph: dict[str, str]
     compared: frozenset[str]
     expected: frozenset[str]
+    most_layers: int
 
 
 @contextmanager
@@ -352,6 +354,7 @@ def compare_steps(
         without_graph=dict(executor.without_graph),
         compared=frozenset(path for path in held if expected.gradients[path] is not None),
         expected=frozenset(path for path, gradient in expected.gradients.items() if gradient is not None),
+        most_layers=max(len(handle.chain.layers) for handle in one.bound.handles.values()),
     )
 
 
