@@ -153,6 +153,13 @@ def test_a_module_whose_code_depends_on_the_number_of_samples_stays_whole():
     assert not traced.whole_only
 
 
+def test_a_module_stays_whole_when_asked_to():
+    handle = module("one", Tower(WIDTH, WIDTH, 3).double(), split=False)
+    chain, _ = handle.cut((X,), {})
+    assert len(chain.layers) == 1
+    assert chain.reason == ""
+
+
 def test_a_batch_that_would_lead_another_way_is_refused():
     def longer(self, x, flag):
         for block in self.blocks:

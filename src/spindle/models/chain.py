@@ -87,8 +87,9 @@ def chain_of(module: nn.Module, *args: Any, **kwargs: Any) -> Chain:
     return chain_and_output(module, args, kwargs)[0]
 
 
-def chain_and_output(module: nn.Module, args: Any, kwargs: Any) -> tuple[Chain, Callable[[], Any]]:
-    """The chain of a module for such arguments, and a function that gives its output as tensors without values."""
+def chain_and_output(module: nn.Module, args: Any, kwargs: Any, split: bool = True) -> tuple[Chain, Callable[[], Any]]:
+    """The chain of a module for such arguments, of one layer if it must not be `split`, and a function that gives its
+    output as tensors without values."""
 
     def run() -> Any:
         put_back = keep_state([module])
@@ -97,6 +98,8 @@ def chain_and_output(module: nn.Module, args: Any, kwargs: Any) -> tuple[Chain, 
         finally:
             put_back()
 
+    if not split:
+        return whole_chain(module, ""), run
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return whole_chain(module, "it has hooks, which run around all of it"), run
     if is_plain_sequence(module):

@@ -89,7 +89,8 @@ def run_opaque(run: Callable[[Any, Any], Any], given: Any, mode: FakeTensorMode,
     except Exception as error:
         with_zeros = tree_map(_zeros, given)
         try:
-            with _disable_current_modes(), swapped.undone(), torch.no_grad(), torch.random.fork_rng():
+            devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+            with _disable_current_modes(), swapped.undone(), torch.no_grad(), torch.random.fork_rng(devices):
                 result = run(*with_zeros)
         except Exception:
             raise error from None

@@ -27,8 +27,7 @@ class ModuleHandle:
 
     def cut(self, args: Any, kwargs: Any) -> tuple[Chain, Callable[[], Any]]:
         """The chain of calls with such arguments, and a function that gives their output without values."""
-        chain, give = chain_and_output(self.module, args, kwargs)
-        return (chain, give) if self.split else (whole_chain(self.module, ""), give)
+        return chain_and_output(self.module, args, kwargs, self.split)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tracer = recording.get()
