@@ -100,7 +100,7 @@ def chain_and_output(module: nn.Module, args: Any, kwargs: Any, split: bool = Tr
 
     if not split:
         return whole_chain(module, ""), run
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if _is_hooked(module):
         return whole_chain(module, "it has hooks, which run around all of it"), run
     if is_plain_sequence(module):
         return Chain(module=module, layers=tuple(map(_module_layer, module))), run
@@ -119,22 +119,28 @@ def _recorded(module: nn.Module, args: Any, kwargs: Any, lists: BlockLists) -> R
     blocks = {id(block): block for items in lists for block in items}
     opened = {id(one) for one in module.modules() if any(id(each) in blocks for each in one.modules())} - blocks.keys()
     for one in module.modules():
-        if id(one) in opened and one is not module and (one._forward_hooks or one._forward_pre_hooks):
+        if id(one) in opened and _is_hooked(one):
             raise Refusal(f"its {type(one).__name__} has hooks, which run around several blocks")
     put_back = keep_state([module])
     try:
         recording = record_forward(module, args, kwargs, blocks.values())
         again = keep_state([module])
-        if id_set(put_back.changed()) & opened:
+        if _ids(put_back.changed()) & opened:
             recording = record_forward(module, args, kwargs, blocks.values())
-            if id_set(again.changed()) & opened:
+            if _ids(again.changed()) & opened:
                 raise Refusal("its forward keeps something on the module itself")
         return recording
     finally:
         put_back()
 
 
-def id_set(modules: Iterable[nn.Module]) -> set[int]:
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _ids(modules: Iterable[nn.Module]) -> set[int]:
     return {id(one) for one in modules}
 
 
@@ -155,7 +161,7 @@ def _cut(module: nn.Module, recording: Recording, lists: BlockLists) -> Chain:
     # Before each block; and behind the last of each list, with what only takes apart what that block gave.
     starts = {0, *calls}
     for items in lists:
-        of_list = [place for place in calls if id(steps[place].module) in id_set(items)]
+        of_list = [place for place in calls if id(steps[place].module) in _ids(items)]
         if of_list:
             behind = of_list[-1] + 1
             while behind < len(steps) and steps[behind].kind in ("pick", "size", "check"):
@@ -229,7 +235,7 @@ def _layer(
 
     does = [step for step in segment if step.kind not in ("pick", "size", "check")]
     settings = ""
-    if outputs is not None and does and all(step.module is not None for step in does):
+    if outputs is not None and does and not fetched and all(step.module is not None for step in does):
         settings = f"{_renamed(source)} {[_settings(one) for one in modules]}"
     return ChainLayer(
         kind=";".join(step.kind for step in does),
@@ -270,7 +276,7 @@ def _managers(inside: Context, outside: Context) -> list[str]:
 def _renamed(source: str) -> str:
     """Equal for texts that differ in the names of variables alone."""
     names: dict[str, str] = {}
-    return re.sub(r"\b[atsumo]\d+_?\b", lambda found: names.setdefault(found[0], f"v{len(names)}"), source)
+    return re.sub(r"\b[atsum]\d+_?\b", lambda found: names.setdefault(found[0], f"v{len(names)}"), source)
 
 
 def _settings(module: nn.Module) -> str:

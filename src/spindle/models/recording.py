@@ -196,19 +196,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             inputs.append(name if is_named else None)
             values.append(self._symbolic(leaf, name, "argument") if is_named else leaf)
         before = _chance()
-        with self._swapped, without_caches(self._module), self._watching(), ExitStack() as stack:
-            stack.enter_context(as_when_compiling())
-            # The profiler of scripted functions asks for sizes.
-            stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
-            stack.enter_context(self._mode)
-            stack.enter_context(self)
-            stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-            result = self._module(*tree_unflatten(values, spec)[0], **tree_unflatten(values, spec)[1])
-        if _chance() != before:
-            raise Refusal(
-                "its forward draws random numbers of Python or numpy between its blocks, which would be drawn once for "
-                "all; switch that off (layerdrop, apply_spec_augment) or draw them with torch"
-            )
+        try:
+            with self._swapped, without_caches(self._module), self._watching(), ExitStack() as stack:
+                stack.enter_context(as_when_compiling())
+                # The profiler of scripted functions asks for sizes.
+                stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
+                stack.enter_context(self._mode)
+                stack.enter_context(self)
+                stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+                args, kwargs = tree_unflatten(values, spec)
+                result = self._module(*args, **kwargs)
+        finally:
+            # Whatever else went wrong went wrong because of it.
+            if _chance() != before:
+                raise Refusal(
+                    "its forward draws random numbers of Python or numpy between its blocks, which would be drawn once "
+                    "for all; switch that off (layerdrop, apply_spec_augment) or draw them with torch"
+                )
         self._note_guards()
         phrase = _Phrase()
         output = self._text(result, phrase, "it returns")
@@ -491,7 +495,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if id(leaf) in self._pieces:
             return leaf
         if isinstance(leaf, FakeTensor):
-            raise Refusal("it uses a tensor from inside one of its blocks")
+            raise Refusal("it uses a tensor from inside one of its blocks; ask for less (output_attentions=False)")
         if torch._C._functorch.is_functorch_wrapped_tensor(leaf):
             raise Refusal("it uses a tensor inside vmap in a way that cannot be followed")
         self._alive.append(leaf)
@@ -655,7 +659,10 @@ def reason_of(error: BaseException, module: nn.Module) -> str:
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not _is_ours(one.filename)]
     line = f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
     if isinstance(error, GuardOnDataDependentSymNode):
-        return f"its forward decides by values of tensors between its blocks{line}; let a module inside it decide"
+        return (
+            f"its forward decides by values of tensors between its blocks{line}; leave out what it decides about "
+            "(labels), or let a module inside it decide"
+        )
     text = (str(error).splitlines() or [""])[0][:200]
     return f"its forward cannot be recorded ({type(error).__name__}: {text}){line}"
 
