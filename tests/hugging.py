@@ -352,7 +352,7 @@ def contrastive() -> Workload:
 
 
 def language_and_images() -> Workload:
-    """LLaVA as one module, beside a task of its text alone through other modules."""
+    """LLaVA as one module."""
     model = module("llava", made("LLaVA"))
 
     @task(batch_size=ROWS)
