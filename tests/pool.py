@@ -50,7 +50,8 @@ class Pool:
     """Starts its processes with the first request, and anew after one that failed: ranks that wait for a failed one
     would wait long."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = SIZE) -> None:
+        self._size = size
         self._context = multiprocessing.get_context("spawn")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._number = 0
@@ -82,13 +83,13 @@ class Pool:
         return [answers[rank] for rank in range(num_ranks)]
 
     def _start(self) -> None:
-        self._requests = [self._context.Queue() for _ in range(SIZE)]
+        self._requests = [self._context.Queue() for _ in range(self._size)]
         self._answers = self._context.Queue()
         self._processes = [
             self._context.Process(
                 target=serve, args=(rank, self._store.port, self._requests[rank], self._answers), daemon=True
             )
-            for rank in range(SIZE)
+            for rank in range(self._size)
         ]
         for process in self._processes:
             process.start()

@@ -13,8 +13,8 @@ from torch import nn  # noqa: E402
 
 from spindle.errors import WorkloadError  # noqa: E402
 from spindle.models import chain_of  # noqa: E402
-from spindle.train import module, record, task, trace_all  # noqa: E402
-from spindle.train.record import record_all  # noqa: E402
+from spindle.train import module, probe, record, task, trace_all  # noqa: E402
+from spindle.train.record import cut_all, record_all  # noqa: E402
 from zoo import WIDTH, Optional, Residual, Tower  # noqa: E402
 
 
@@ -45,15 +45,15 @@ class Forward(Tower):
 
 def test_a_sequential_with_a_forward_of_its_own_is_no_chain_of_its_children():
     whole = Residual(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
-    assert len(chain_of(whole).layers) == 1
-    assert torch.equal(chain_of(whole)(X), whole(X))
+    assert len(chain_of(whole, X).layers) == 1
+    assert torch.equal(chain_of(whole, X)(X), whole(X))
 
 
 def test_hooks_keep_a_module_whole():
     whole = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
     whole.register_forward_hook(lambda module, args, output: output * 2)
-    assert "it has hooks" in chain_of(whole).reason
-    assert torch.equal(chain_of(whole)(X), whole(X))
+    assert "it has hooks" in chain_of(whole, X).reason
+    assert torch.equal(chain_of(whole, X)(X), whole(X))
 
 
 def test_a_forward_that_draws_between_its_blocks_is_not_traced_once_for_all():
@@ -62,17 +62,29 @@ def test_a_forward_that_draws_between_its_blocks_is_not_traced_once_for_all():
             x = x if random.random() < 0.5 else block(x)
         return x
 
-    assert "draws random numbers" in chain_of(Forward(dropping), {"flag": False, "args": (), "kwargs": {}}).reason
+    assert "draws random numbers of Python or numpy" in chain_of(Forward(dropping).double(), X).reason
 
 
-def test_a_forward_that_switches_autocast_is_not_cut():
+def test_a_forward_that_switches_autocast_and_gradients_is_cut():
     def halved(self, x, flag):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            for block in self.blocks:
-                x = block(x)
-        return x
+            x = self.blocks[0](x) @ torch.eye(WIDTH)
+            with torch.no_grad():
+                y = self.blocks[1](x) * 2
+            with torch.autocast("cpu", enabled=False):
+                return self.blocks[2](x.float() + y)
 
-    assert "torch.autocast" in chain_of(Forward(halved), {"flag": False, "args": (), "kwargs": {}}).reason
+    whole = Forward(halved)
+    x = X.float()
+    chain = chain_of(whole, x)
+    assert len(chain.layers) == 3
+    assert torch.equal(chain(x), whole(x))
+    weights = list(whole.blocks.parameters())
+    gradients = [torch.autograd.grad(one(x).sum(), weights, allow_unused=True) for one in (chain, whole)]
+    for ours, theirs in zip(*gradients, strict=True):
+        assert theirs is None if ours is None else torch.equal(ours, theirs)
+    assert gradients[0][2] is not None
+    assert gradients[0][6] is None
 
 
 def test_a_chain_follows_the_flags_of_its_call():
@@ -83,18 +95,23 @@ def test_a_chain_follows_the_flags_of_its_call():
 
     whole = Forward(flagged).double()
     for flag in (False, True):
-        chain = chain_of(whole, {"flag": flag, "args": (), "kwargs": {}})
+        chain = chain_of(whole, X, flag=flag)
         assert len(chain.layers) == (3 if flag else 4)
         assert torch.equal(chain(X, flag=flag), whole(X, flag=flag))
 
 
-def test_tensors_of_any_number_keep_a_module_whole():
+def test_a_chain_takes_any_number_of_tensors():
     def summed(self, x, *args, flag):
         for block in self.blocks:
             x = block(x) + sum(args)
         return x
 
-    assert r"it takes any number of tensors as *args" in chain_of(Forward(summed)).reason
+    whole = Forward(summed).double()
+    chain = chain_of(whole, X, X, X)
+    assert len(chain.layers) == 4
+    assert torch.equal(chain(X, X, X + 1), whole(X, X, X + 1))
+    with pytest.raises(WorkloadError, match="was recorded with other arguments"):
+        chain(X, X)
 
 
 def test_calls_with_and_without_a_mask_have_layers_of_their_own():
@@ -106,12 +123,82 @@ def test_calls_with_and_without_a_mask_have_layers_of_their_own():
         return handle(batch["x"], batch["kept"]).sum() + handle(batch["x"]).sum()
 
     batch = {"x": torch.randn(3, 2, WIDTH, dtype=torch.float64), "kept": kept}
-    (recorded,) = record_all([both], {"both": batch})
+    (recorded,) = cut_all(record_all([both], {"both": batch}), {"both": batch})
     given, left_out = recorded.calls
     assert given.chain is not left_out.chain
     assert len(given.chain.layers) == len(left_out.chain.layers) == 4
     assert torch.equal(given.chain(batch["x"], kept), handle.module(batch["x"], kept))
     assert torch.equal(left_out.chain(batch["x"]), handle.module(batch["x"]))
+
+
+def traced_alone(whole, batch):
+    handle = module("one", whole)
+
+    @task(batch_size=3)
+    def alone(batch):
+        return handle(batch["x"]).square().mean()
+
+    (traced,) = trace_all([alone], {"alone": batch})
+    return handle, traced
+
+
+def test_a_module_whose_code_depends_on_the_number_of_samples_stays_whole():
+    def counted(self, x, flag):
+        for block in self.blocks:
+            x = block(x) / len(x)
+        return x
+
+    handle, traced = traced_alone(Forward(counted).double(), {"x": X})
+    assert "depends on how many samples there are" in handle.chain.reason
+    assert not traced.whole_only
+
+
+def test_a_module_stays_whole_when_asked_to():
+    handle = module("one", Tower(WIDTH, WIDTH, 3).double(), split=False)
+    chain, _ = handle.cut((X,), {})
+    assert len(chain.layers) == 1
+    assert chain.reason == ""
+
+
+def test_a_batch_that_would_lead_another_way_is_refused():
+    def longer(self, x, flag):
+        for block in self.blocks:
+            x = block(x) if x.shape[1] < 8 else block(x) * 2
+        return x
+
+    whole = Forward(longer).double()
+    chain = chain_of(whole, torch.randn(3, 5, WIDTH, dtype=torch.float64))
+    x = torch.randn(2, 7, WIDTH, dtype=torch.float64)
+    assert torch.equal(chain(x), whole(x))
+    with pytest.raises(WorkloadError, match=r"recorded on sizes for which \(a0.shape\[1\] < 8\), which does not hold"):
+        chain(torch.randn(3, 9, WIDTH, dtype=torch.float64))
+
+
+def test_what_recording_misses_is_found_by_comparing_with_the_whole_module():
+    hidden = [1.0]
+
+    def changing(self, x, flag):
+        for block in self.blocks:
+            x = block(x) * hidden[0]
+        hidden[0] += 1
+        return x
+
+    _, traced = traced_alone(Forward(changing).double(), {"x": X})
+    with pytest.raises(WorkloadError, match=r"gives other numbers in layers than as a whole.*split=False"):
+        probe([traced], {"alone": {"x": X}})
+
+
+def test_entries_that_are_put_together_again_may_be_of_any_number():
+    def apart(self, x, flag):
+        for block in self.blocks:
+            x = torch.stack(list(block(x)))
+        return torch.cat(list(x), dim=-1)
+
+    whole = Forward(apart).double()
+    chain = chain_of(whole, torch.randn(3, 5, WIDTH, dtype=torch.float64))
+    x = torch.randn(2, 4, WIDTH, dtype=torch.float64)
+    assert len(chain.layers) == 4
+    assert torch.equal(chain(x), whole(x))
 
 
 def test_calls_that_lead_through_different_layers_keep_a_module_whole():
@@ -126,14 +213,14 @@ def test_calls_that_lead_through_different_layers_keep_a_module_whole():
     def both(batch):
         return handle(batch["x"], flag=True).sum() + handle(batch["x"]).sum()
 
-    (recorded,) = record_all([both], {"both": {"x": X}})
+    (recorded,) = cut_all(record_all([both], {"both": {"x": X}}), {"both": {"x": X}})
     for call, flag in zip(recorded.calls, (True, False), strict=True):
         assert "lead through different layers" in call.chain.reason
         assert torch.equal(call.chain(X, flag=flag), handle.module(X, flag=flag))
 
 
 def run_recorded(function, batch):
-    recorded = record(task(batch_size=3, name="one")(function), batch)
+    (recorded,) = cut_all([record(task(batch_size=3, name="one")(function), batch)], {"one": batch})
     outputs: dict = {}
     for call in recorded.calls:
         args, kwargs = call.arguments(batch, *(outputs[source] for source in call.sources))
@@ -199,7 +286,7 @@ def test_a_chain_follows_a_module_whose_buffers_are_replaced():
             return x
 
     one = Shifted()
-    chain = chain_of(one)
+    chain = chain_of(one, X.float())
     one.double()  # as moving it to a device does
     assert len(chain.layers) > 1
     values = (X,)
@@ -227,4 +314,4 @@ def test_tensors_that_a_block_keeps_to_itself_do_not_keep_it_from_being_cut():
                 x = block(x)
             return x
 
-    assert len(chain_of(Stack()).layers) == 3
+    assert len(chain_of(Stack(), X.float()).layers) == 3

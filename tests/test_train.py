@@ -12,6 +12,7 @@ import worlds  # noqa: E402
 from spindle.errors import WorkloadError  # noqa: E402
 from spindle.models import chain_of  # noqa: E402
 from spindle.train import bind, mean, module, record, task, trace_all  # noqa: E402
+from spindle.train.record import cut_all  # noqa: E402
 
 
 class Masked(nn.Module):
@@ -32,12 +33,12 @@ class Masked(nn.Module):
 
 def test_a_module_with_blocks_is_cut_before_between_and_behind_them():
     whole = Masked()
-    chain = chain_of(whole)
+    x, mask = torch.randn(3, 5, 4), torch.ones(3, 5, 1)
+    chain = chain_of(whole, x, mask)
     assert chain.reason == ""
     assert len(chain.layers) == 5
     # Stem, two blocks with what follows them, the last block, and what is behind it.
     assert len({layer.kind for layer in chain.layers}) == 4
-    x, mask = torch.randn(3, 5, 4), torch.ones(3, 5, 1)
     assert torch.equal(chain(x, mask), whole(x, mask))
 
 
@@ -51,7 +52,7 @@ def test_what_a_module_returns_from_its_middle_reaches_the_output():
 
     whole = Early(4, 8, 3)
     x = torch.randn(2, 4)
-    chain = chain_of(whole)
+    chain = chain_of(whole, x)
     assert len(chain.layers) == 5
     for ours, theirs in zip(chain(x), whole(x), strict=True):
         assert torch.equal(ours, theirs)
@@ -59,15 +60,16 @@ def test_what_a_module_returns_from_its_middle_reaches_the_output():
 
 def test_every_parameter_is_in_some_layer():
     whole = Masked()
-    found = {id(parameter) for layer in chain_of(whole).layers for parameter in layer.parameters}
+    chain = chain_of(whole, torch.randn(3, 5, 4), torch.ones(3, 5, 1))
+    found = {id(parameter) for layer in chain.layers for parameter in layer.parameters}
     assert found == {id(parameter) for parameter in whole.parameters()}
 
 
 def test_a_sequential_is_its_children():
     whole = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     x = torch.randn(2, 4)
-    assert len(chain_of(whole).layers) == 3
-    assert torch.equal(chain_of(whole)(x), whole(x))
+    assert len(chain_of(whole, x).layers) == 3
+    assert torch.equal(chain_of(whole, x)(x), whole(x))
 
 
 def test_a_module_that_cannot_be_cut_is_one_layer_and_says_why():
@@ -75,20 +77,20 @@ def test_a_module_that_cannot_be_cut_is_one_layer_and_says_why():
         def forward(self, x, mask):
             return super().forward(x, mask) if x.sum() > 0 else x
 
-    assert chain_of(nn.Linear(3, 3)).reason == "it has no list of two or more equal blocks"
-    chain = chain_of(Branching())
+    assert chain_of(nn.Linear(3, 3), torch.ones(2, 3)).reason == "it has no list of two or more equal blocks"
+    chain = chain_of(Branching(), torch.randn(3, 5, 4), torch.ones(3, 5, 1))
     assert len(chain.layers) == 1
-    assert "cannot be traced" in chain.reason
+    assert "its forward decides by values of tensors between its blocks (test_train.py, line" in chain.reason
 
 
 def test_a_recorded_task_computes_what_the_function_does():
     for one in worlds.everything():
-        recorded = record(one)
+        (recorded,) = cut_all([record(one)], worlds.batches(0))
         batch = worlds.batches(3)[one.name]
         outputs = {}
         for call in recorded.calls:
             args, kwargs = call.arguments(batch, *(outputs[source] for source in call.sources))
-            outputs[call.name] = call.handle.chain(*args, **kwargs)
+            outputs[call.name] = call.chain(*args, **kwargs)
         ours = recorded.loss(batch, *(outputs[source] for source in recorded.loss_sources))
         theirs = one(batch)
         assert recorded.is_mean == isinstance(theirs, tuple)

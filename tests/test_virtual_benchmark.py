@@ -116,6 +116,25 @@ def test_speedups_are_geometric_means_over_what_was_tried(tmp_path):
     assert table[3].split(" | ")[1] == "2.00 (2 of 3)"
 
 
+def arguments_of(tower):
+    """Two samples of eight positions, as a tower takes them."""
+    words = torch.ones(2, 8, dtype=torch.long)
+    if isinstance(tower, models.Encoder):
+        match tower.stem:
+            case models.Words():
+                return (words,)
+            case models.FeatureStem(project=project):
+                return (torch.zeros(2, 8, project.in_features),)
+    x = torch.zeros(2, 8, next(tower.blocks.parameters()).shape[0])  # that of a norm
+    match tower:
+        case models.Encoder():
+            return (x,)
+        case models.Decoder():
+            return x, x, words
+        case models.Language():
+            return x, words
+
+
 @pytest.mark.parametrize("small", [False, True])
 def test_towers_with_blocks_are_cut_into_stem_blocks_and_end(small):
     with torch.device("meta"):
@@ -128,7 +147,7 @@ def test_towers_with_blocks_are_cut_into_stem_blocks_and_end(small):
         for name, tower in towers.items():
             num_layers = len(getattr(tower, "blocks", ()))
             if num_layers > 1:
-                chain = chain_of(tower)
+                chain = chain_of(tower, *arguments_of(tower))
                 assert not chain.reason, (name, chain.reason)
                 assert len(chain.layers) == num_layers + 1 + hasattr(tower, "stem")
                 assert small or num_layers == sizes[name].num_layers

@@ -88,11 +88,13 @@ def batches(seed: int):
 
 
 def workload_named(name: str, dtype: torch.dtype = torch.float64, weights: int | None = None) -> Workload:
-    """`everything`, a scene, `random 12`, or `in-place tokens`: a module of one kind under one loss."""
+    """`everything`, a scene, `hf T5`, `random 12`, or `in-place tokens`: a module of one kind under one loss."""
     if name == "everything":
         return Workload(tasks=everything(), batches=batches)
     if name in SCENES:
         return SCENES[name]()
+    if name.startswith("hf "):
+        return import_module("hugging").WORKLOADS[name]()  # which takes a while to import
     kind, _, last = name.rpartition(" ")
     if kind == "random":
         return random_workload(int(last), dtype, weights)
@@ -251,7 +253,8 @@ def fail_on_rank(rank: int, num_ranks: int, failing: int | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """How far a rank is from the reference, at most; which gradients it compared, of which there are."""
+    """How far a rank is from the reference, at most; which gradients it compared, of which there are; how many layers
+    the longest module has."""
 
     loss: float
     gradient: float
@@ -260,6 +263,7 @@ class Errors:
     without_graph: dict[str, str]
     compared: frozenset[str]
     expected: frozenset[str]
+    most_layers: int
 
 
 @contextmanager
@@ -359,6 +363,7 @@ def compare_steps(
         without_graph=dict(executor.without_graph),
         compared=frozenset(path for path in held if expected.gradients[path] is not None),
         expected=frozenset(path for path, gradient in expected.gradients.items() if gradient is not None),
+        most_layers=max(len(handle.chain.layers) for handle in one.bound.handles.values()),
     )
 
 

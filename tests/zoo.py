@@ -368,7 +368,7 @@ def convolutions() -> nn.Module:
 
 
 def encoder() -> nn.Module:
-    """PyTorch's own, which cannot be traced and stays whole."""
+    """PyTorch's own, which looks at its mask."""
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 

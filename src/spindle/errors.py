@@ -3,6 +3,7 @@
     SpindleError            anything Spindle refuses, with one clear message
     ├── InputError          a file or argument that cannot be read as what it should be
     ├── WorkloadError       tasks, modules, layers or flows that make no sense together
+    │   └── OtherWayError   a batch on which a module's code may take another way than the recorded one
     ├── ClusterError        devices, islands or links that make no sense
     ├── ProfileError        a time or a size that is unknown, refused or not allowed
     ├── PlanError           a plan that is not legal; prints the plan with the place marked
@@ -25,6 +26,12 @@ class InputError(SpindleError):
 
 class WorkloadError(SpindleError):
     pass
+
+
+class OtherWayError(WorkloadError):
+    def __init__(self, module: object, text: str) -> None:
+        super().__init__(text)
+        self.module = module
 
 
 class ClusterError(SpindleError):

@@ -1,31 +1,40 @@
 """A module as a chain of layers.
 
-An `nn.Sequential` is one already. Any other module is traced with `torch.fx`, its longest list of equal blocks kept
-whole, and cut before the first block, between blocks and behind the last. What crosses a cut is whatever later layers
-still need, batch first. A module that cannot be traced or has no such list is one layer, and `reason` says why.
+A module's forward is recorded on its first arguments (`recording`) and cut before each block, and behind the last of
+each list of blocks. What crosses a cut is whatever later layers still need: tensors, and numbers that are sizes. A
+layer is a function made of the text of its steps, so nothing is interpreted when it runs. A module that cannot be
+recorded or has no blocks is one layer, and `reason` says why.
 
-A trace follows one way through the code. Arguments that are no tensors (a flag, a mask that is left out) decide that
-way, so a call that gives others has a chain of its own.
+A recording follows one way through the code. Arguments that are no tensors (a flag, a mask that is left out) decide
+that way, so a call that gives others has a chain of its own.
 """
 
 from __future__ import annotations
 
-import inspect
-import operator
-import random
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.utils._pytree import tree_map
+from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from spindle.errors import WorkloadError
+from spindle.models.blocks import BlockLists, block_lists, is_plain_sequence
+from spindle.models.recording import (
+    Context,
+    Recording,
+    Refusal,
+    Step,
+    normaliser,
+    other_way,
+    reason_of,
+    record_forward,
+    signature_of,
+)
 from spindle.models.state import keep_state
+from spindle.models.valueless import without_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +59,14 @@ class ChainLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """The layers of a module in order. The first takes the call's own arguments, the last gives the output alone."""
+    """The layers of a module in order. The first takes the call's own arguments, the last gives the output alone.
+
+    `is_recorded` says that code of the module's forward is in them, `reason` why there is but one.
+    """
 
     module: nn.Module
     layers: tuple[ChainLayer, ...]
+    is_recorded: bool = False
     reason: str = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,254 +77,206 @@ class Chain:
         return values[0]
 
 
-def chain_of(module: nn.Module, fixed: Mapping[str, Any] | None = None) -> Chain:
-    """Splits a module into layers, or explains why it stays whole.
-
-    `fixed` has arguments of `forward` that are no tensors, by name, with their values in the calls that this is for.
-    """
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return whole_chain(module, "it has hooks, which run around all of it")
-    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and len(module) > 1:
-        return Chain(module=module, layers=tuple(map(_module_layer, module)))
-    blocks = _longest_block_list(module)
-    if blocks is None:
-        return whole_chain(module, "it has no list of two or more equal blocks")
-    before, put_back = _random_state(), keep_state([module])
-    try:
-        try:
-            graph = _BlockTracer(blocks, fixed or {}).trace(module)
-        finally:
-            keeps_state = put_back()
-        if _random_state() != before:
-            return whole_chain(module, "its forward draws random numbers outside its blocks")
-        if keeps_state:
-            return whole_chain(module, "its forward keeps something on the module itself")
-        return _cut(module, graph, blocks)
-    except Exception as error:  # tracing runs the user's code, which may raise anything
-        return whole_chain(module, f"its forward cannot be traced ({type(error).__name__}: {error})")
-
-
 def whole_chain(module: nn.Module, reason: str) -> Chain:
     """A module as one layer."""
     return Chain(module=module, layers=(_module_layer(module),), reason=reason)
 
 
+def chain_of(module: nn.Module, *args: Any, **kwargs: Any) -> Chain:
+    """Splits a module into layers, for calls with arguments like these, or explains why it stays whole."""
+    return chain_and_output(module, args, kwargs)[0]
+
+
+def chain_and_output(module: nn.Module, args: Any, kwargs: Any, split: bool = True) -> tuple[Chain, Callable[[], Any]]:
+    """The chain of a module for such arguments, of one layer if it must not be `split`, and a function that gives its
+    output as tensors without values."""
+
+    def run() -> Any:
+        put_back = keep_state([module])
+        try:
+            return without_values(module, args, kwargs)
+        finally:
+            put_back()
+
+    if not split:
+        return whole_chain(module, ""), run
+    if _is_hooked(module):
+        return whole_chain(module, "it has hooks, which run around all of it"), run
+    if is_plain_sequence(module):
+        return Chain(module=module, layers=tuple(map(_module_layer, module))), run
+    lists = block_lists(module)
+    if not lists:
+        return whole_chain(module, "it has no list of two or more equal blocks"), run
+    try:
+        recording = _recorded(module, args, kwargs, lists)
+        return _cut(module, recording, lists), lambda: recording.result
+    except Exception as error:  # recording runs the user's code, which may raise anything
+        return whole_chain(module, reason_of(error, module)), run
+
+
+def _recorded(module: nn.Module, args: Any, kwargs: Any, lists: BlockLists) -> Recording:
+    """A forward that keeps nothing on what is opened; setting up something with the first call is no harm."""
+    blocks = {id(block): block for items in lists for block in items}
+    opened = {id(one) for one in module.modules() if any(id(each) in blocks for each in one.modules())} - blocks.keys()
+    for one in module.modules():
+        if id(one) in opened and _is_hooked(one):
+            raise Refusal(f"its {type(one).__name__} has hooks, which run around several blocks")
+    put_back = keep_state([module])
+    try:
+        recording = record_forward(module, args, kwargs, blocks.values())
+        again = keep_state([module])
+        if _ids(put_back.changed()) & opened:
+            recording = record_forward(module, args, kwargs, blocks.values())
+            if _ids(again.changed()) & opened:
+                raise Refusal("its forward keeps something on the module itself")
+        return recording
+    finally:
+        put_back()
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _ids(modules: Iterable[nn.Module]) -> set[int]:
+    return {id(one) for one in modules}
+
+
 def _module_layer(module: nn.Module) -> ChainLayer:
     return ChainLayer(
-        kind=_signature(module),
+        kind=signature_of(module),
         run=lambda *a, **k: (module(*a, **k),),
         parameters=tuple(module.parameters()),
         find_buffers=module.buffers,
     )
 
 
-def _random_state() -> tuple[bytes, object]:
-    return torch.get_rng_state().numpy().tobytes(), random.getstate()
-
-
-def _signature(module: nn.Module) -> str:
-    """Equal for modules of the same type, settings and parameter shapes."""
-    shapes = ",".join(f"{name}{tuple(parameter.shape)}" for name, parameter in module.named_parameters())
-    return f"{type(module).__name__}|{module!r}|{shapes}"
-
-
-def _longest_block_list(module: nn.Module) -> list[nn.Module] | None:
-    """The longest list of equal blocks anywhere inside."""
-    best: list[nn.Module] | None = None
-    for child in module.modules():
-        if child is not module and isinstance(child, nn.ModuleList | nn.Sequential) and len(child) > 1:
-            blocks = list(child)
-            if len({_signature(block) for block in blocks}) == 1 and (best is None or len(blocks) > len(best)):
-                best = blocks
-    return best
-
-
-class GradientTracer(fx.Tracer):
-    """Records what `torch.no_grad()` means: what is computed under it takes no gradient. Other contexts that change
-    what code computes are refused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._outside = self._context()
-
-    @staticmethod
-    def _context() -> tuple[bool, bool, bool]:
-        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-
-    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        with _recorded_whole():
-            return super().trace(root, concrete_args)
-
-    def create_proxy(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
-        proxy = super().create_proxy(kind, target, *args, **kwargs)
-        context = self._context()
-        if context == self._outside or not kind.startswith("call_"):
-            return proxy
-        if context[1:] != self._outside[1:]:
-            raise WorkloadError(
-                "it switches torch.autocast on or off, which is not recorded; do it inside the forward of a module "
-                "without a list of blocks, or around the whole training"
-            )
-        return super().create_proxy("call_function", without_gradient, (proxy,), {})
-
-
-@contextmanager
-def _recorded_whole() -> Iterator[None]:
-    """What a trace would see through, or stumble over, is recorded as one call: a custom autograd function, whose
-    backward is its own; functions that make a tensor of a size."""
-    inner = torch.autograd.Function.__dict__["apply"]
-    makers = {name: getattr(torch, name) for name in ("ones", "zeros", "full", "empty", "rand", "randn", "eye")}
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        proxy = _first_proxy((args, kwargs))
-        if proxy is None:
-            return inner.__func__(cls, *args, **kwargs)
-
-        def applied(*args: Any, **kwargs: Any) -> Any:
-            return cls.apply(*args, **kwargs)
-
-        applied.__name__ = applied.__qualname__ = f"apply_{cls.__name__}"
-        return proxy.tracer.create_proxy("call_function", applied, args, kwargs)
-
-    def making(make: Callable[..., Any]) -> Callable[..., Any]:
-        def made(*args: Any, **kwargs: Any) -> Any:
-            proxy = _first_proxy((args, kwargs))
-            if proxy is None:
-                return make(*args, **kwargs)
-            return proxy.tracer.create_proxy("call_function", make, args, kwargs)
-
-        return made
-
-    try:
-        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-        for name, make in makers.items():
-            setattr(torch, name, making(make))
-        yield
-    finally:
-        torch.autograd.Function.apply = inner  # type: ignore[method-assign]
-        for name, make in makers.items():
-            setattr(torch, name, make)
-
-
-def _first_proxy(value: Any) -> fx.Proxy | None:
-    found: list[fx.Proxy] = []
-    fx.node.map_aggregate(value, lambda leaf: found.append(leaf) if isinstance(leaf, fx.Proxy) else None)
-    return found[0] if found else None
-
-
-def without_gradient(value: Any) -> Any:
-    """The same values, cut off from what made them."""
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
-
-
-class _BlockTracer(GradientTracer):
-    """Keeps blocks whole, and everything that holds none of them."""
-
-    proxy_buffer_attributes = True  # as they are when it runs, not when it is traced
-
-    def __init__(self, blocks: Sequence[nn.Module], fixed: Mapping[str, Any]) -> None:
-        super().__init__()
-        self._blocks = {id(block) for block in blocks}
-        self._fixed = fixed
-
-    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        """A placeholder for each argument that is not fixed."""
-        signature = inspect.signature(self.root.forward)
-        names = [name for name in signature.parameters if name not in self._fixed]
-        for name in names:
-            if signature.parameters[name].kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
-                raise WorkloadError(f"it takes any number of tensors as {signature.parameters[name]}")
-
-        def call(module: nn.Module, *values: Any) -> Any:
-            given = {**self._fixed, **dict(zip(names, values, strict=True))}
-            bound = inspect.BoundArguments(signature, OrderedDict((name, given[name]) for name in signature.parameters))
-            return root_fn(module, *bound.args, **bound.kwargs)
-
-        return call, [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in names)]
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return id(m) in self._blocks or not any(id(inner) in self._blocks for inner in m.modules())
-
-
-def _cut(module: nn.Module, graph: fx.Graph, blocks: list[nn.Module]) -> Chain:
-    submodules = dict(module.named_modules())
-    block_ids = {id(block) for block in blocks}
-    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    is_block = [node.op == "call_module" and id(submodules[str(node.target)]) in block_ids for node in nodes]
-    if sum(is_block) < 2:
-        return whole_chain(module, "its forward calls fewer than two of its blocks one by one")
-    first, last = is_block.index(True), len(is_block) - 1 - is_block[::-1].index(True)
-    # Before the first block; each block with what stands between it and the next; behind the last.
-    starts = [0] if first else []
-    starts += [position for position in range(first, last + 1) if is_block[position]]
-    starts += [last + 1] if last + 1 < len(nodes) else []
-    segments = [nodes[begin:end] for begin, end in zip(starts, [*starts[1:], len(nodes)], strict=True)]
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    output = next(node for node in graph.nodes if node.op == "output")
+def _cut(module: nn.Module, recording: Recording, lists: BlockLists) -> Chain:
+    steps = _used(recording)
+    calls = [place for place, step in enumerate(steps) if step.is_block]
+    if len(calls) < 2:
+        raise Refusal("its forward calls fewer than two of its blocks one by one")
+    # Before each block; and behind the last of each list, with what only takes apart what that block gave.
+    starts = {0, *calls}
+    for items in lists:
+        of_list = [place for place in calls if id(steps[place].module) in _ids(items)]
+        if of_list:
+            behind = of_list[-1] + 1
+            while behind < len(steps) and steps[behind].kind in ("pick", "size", "check"):
+                behind += 1
+            starts.add(behind)
+    # What comes before the first block may be nothing but looking at sizes.
+    if all(step.kind in ("pick", "size", "check") for step in steps[: calls[0]]):
+        starts = (starts - {calls[0]}) | {0}
+    places = sorted(start for start in starts if start < len(steps))
+    segments = [steps[begin:end] for begin, end in zip(places, [*places[1:], len(steps)], strict=True)]
 
     layers = []
-    available: list[fx.Node] = placeholders
+    inputs = [name for name in recording.inputs if name is not None]
+    available = inputs
     for number, segment in enumerate(segments):
-        # The output stands behind the last layer: what it takes from the middle is handed on to there.
-        later = {id(node) for rest in segments[number + 1 :] for node in rest} | {id(output)}
-        needed = [node for node in [*available, *segment] if any(id(user) in later for user in node.users)]
+        later = recording.output_uses.union(*(step.uses for rest in segments[number + 1 :] for step in rest))
+        made = [step.name for step in segment if step.name]
+        needed = [name for name in dict.fromkeys([*available, *made]) if name in later]
         is_last = number == len(segments) - 1
-        layers.append(_segment_layer(module, submodules, available, segment, None if is_last else needed, output))
+        _refuse_shared_writes(recording, segment, available, later)
+        layers.append(_layer(module, recording, segment, available, None if is_last else needed))
         available = needed
-    names = [str(node.target) for node in placeholders]
-    return Chain(module=module, layers=(_called_like(module, names, layers[0]), *layers[1:]))
+    first = _called_like(module, recording, layers[0])
+    return Chain(module=module, layers=(first, *layers[1:]), is_recorded=True)
 
 
-def _segment_layer(
-    module: nn.Module,
-    submodules: dict[str, nn.Module],
-    inputs: list[fx.Node],
-    segment: list[fx.Node],
-    outputs: list[fx.Node] | None,
-    final: fx.Node,
+def _used(recording: Recording) -> list[Step]:
+    """Steps that matter to the output, or to something else outside."""
+    wanted = set(recording.output_uses)
+    kept = []
+    for step in reversed(recording.steps):
+        if step.has_effect or step.name in wanted:
+            wanted |= step.uses
+            kept.append(step)
+    return kept[::-1]
+
+
+def _refuse_shared_writes(
+    recording: Recording, segment: list[Step], available: list[str], later: Iterable[str]
+) -> None:
+    """A tensor that crosses a cut is a copy of its own: what is written to it must not be looked for elsewhere."""
+    read = set(later).union(*(step.uses for step in segment))
+    for name in {name for step in segment for name in step.writes}:
+        memory = recording.aliases.get(name)
+        shared = [one for one in available if one in read and recording.aliases.get(one) == memory is not None]
+        if len(shared) > 1 or (shared and shared != [name]):
+            raise Refusal("its forward changes a tensor in place of which it has used a part before a block")
+
+
+def _layer(
+    module: nn.Module, recording: Recording, segment: list[Step], inputs: list[str], outputs: list[str] | None
 ) -> ChainLayer:
-    """A layer from some nodes of the traced forward; without `outputs` it gives the module's own output."""
-    part = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {node: part.placeholder(node.name) for node in inputs}
-    for node in segment:
-        copies[node] = part.node_copy(node, lambda one: copies[one])
-    if outputs is None:
-        result = fx.node.map_arg(final.args[0], lambda one: copies[one])
-        part.output((result,))
-    else:
-        part.output(tuple(copies[node] for node in outputs))
-    # On the module itself, not on a copy of what it had: moving it to a device replaces its buffers.
-    run = partial(type(fx.GraphModule(module, part)).forward, module)
-    called = [submodules[str(node.target)] for node in segment if node.op == "call_module"]
-    paths = [str(node.target) for node in segment if node.op == "get_attr"]
-
-    def fetched() -> list[torch.Tensor]:
-        return [operator.attrgetter(path)(module) for path in paths]
+    """A layer from some steps; without `outputs` it gives the module's own output."""
+    result = f"({recording.output},)" if outputs is None else f"({''.join(f'{name}, ' for name in outputs)})"
+    source = _source(recording, segment, inputs, result)
+    scope = {**recording.bound, "_other_way": other_way, "_module": module}
+    exec(compile(source, f"<layer of {type(module).__name__}>", "exec"), scope)
+    modules = [step.module for step in segment if step.module is not None]
+    fetched = [place for step in segment for place in step.fetched]
+    fetched += recording.output_fetched if outputs is None else ()
+    tensors = [getattr(owner, name) for owner, name in fetched]
+    parameters = [parameter for one in modules for parameter in one.parameters()]
+    parameters += [one for one in tensors if isinstance(one, nn.Parameter)]
 
     def find_buffers() -> list[torch.Tensor]:
-        own = [one for one in fetched() if not isinstance(one, nn.Parameter)]
-        return [*(buffer for one in called for buffer in one.buffers()), *own]
+        own = [getattr(owner, name) for owner, name in fetched]
+        return [
+            *(buffer for one in modules for buffer in one.buffers()),
+            *(one for one in own if not isinstance(one, nn.Parameter)),
+        ]
 
-    parameters = [parameter for one in called for parameter in one.parameters()]
-    parameters += [one for one in fetched() if isinstance(one, nn.Parameter)]
-
-    steps = [
-        _signature(submodules[str(node.target)]) if node.op == "call_module" else f"{node.op}:{node.target}"
-        for node in segment
-    ]
-    kind = ";".join(steps)
+    does = [step for step in segment if step.kind not in ("pick", "size", "check")]
     settings = ""
-    if [node.op for node in segment] == ["call_module"] and outputs is not None:
-        names = {node: str(number) for number, node in enumerate([*inputs, *segment])}
-        given, used = fx.node.map_arg((segment[0].args, segment[0].kwargs, outputs), lambda one: names[one]), called[0]
-        settings = f"{given} {_settings(used)}"
+    if outputs is not None and does and not fetched and all(step.module is not None for step in does):
+        settings = f"{_renamed(source)} {[_settings(one) for one in modules]}"
     return ChainLayer(
-        kind=kind,
-        run=run if outputs is None else _without_sizes(run),
+        kind=";".join(step.kind for step in does),
+        run=scope["run"],
         parameters=tuple(dict.fromkeys(parameters)),
         find_buffers=find_buffers,
         settings=settings,
     )
+
+
+def _source(recording: Recording, segment: Sequence[Step], inputs: Sequence[str], result: str) -> str:
+    sizes = {step.name: step.text for step in recording.steps if step.kind == "size"}
+    lines = [f"def run({', '.join(inputs)}):"]
+    outside = inside = recording.outside
+    for step in segment:
+        if step.context and step.context != inside:
+            inside = step.context
+            if inside != outside:
+                lines.append(f"    with {', '.join(_managers(inside, outside))}:")
+        indent = "    " if inside == outside else "        "
+        if step.kind == "check":
+            shown = re.sub(r"\w+", lambda found: sizes.get(found[0], found[0]), step.text)
+            lines.append(f"{indent}if not {step.text}: raise _other_way(_module, {shown!r})")
+        else:
+            lines.append(f"{indent}{step.name} = {step.text}" if step.name else f"{indent}{step.text}")
+    return "\n".join([*lines, f"    return {result}", ""])
+
+
+def _managers(inside: Context, outside: Context) -> list[str]:
+    managers = [] if inside[0] == outside[0] else [f"torch.set_grad_enabled({inside[0]})"]
+    return managers + [
+        f"torch.autocast({kind!r}, dtype={dtype}, enabled={enabled})"
+        for (kind, enabled, dtype), other in zip(inside[1:], outside[1:], strict=True)
+        if (kind, enabled, dtype) != other
+    ]
+
+
+def _renamed(source: str) -> str:
+    """Equal for texts that differ in the names of variables alone."""
+    names: dict[str, str] = {}
+    return re.sub(r"\b[atsum]\d+_?\b", lambda found: names.setdefault(found[0], f"v{len(names)}"), source)
 
 
 def _settings(module: nn.Module) -> str:
@@ -336,18 +301,26 @@ def _settings(module: nn.Module) -> str:
 _TENSORS = ("_parameters", "_buffers", "_modules")
 
 
-def _without_sizes(run: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """A shape that crosses a cut is a tuple of numbers, of which one may be a number of rows."""
-    return lambda *values: tuple(tuple(one) if isinstance(one, torch.Size) else one for one in run(*values))
-
-
-def _called_like(module: nn.Module, names: Sequence[str], layer: ChainLayer) -> ChainLayer:
-    """A module's first layer, which takes the arguments of its forward and uses those of these names."""
-    signature = inspect.signature(module.forward)
+def _called_like(module: nn.Module, recording: Recording, layer: ChainLayer) -> ChainLayer:
+    """A module's first layer, which takes the arguments of its forward."""
+    inner, normalised = layer.run, normaliser(module)
 
     def run(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        return layer.run(*(given.arguments[name] for name in names))
+        leaves, spec = tree_flatten(normalised(args, kwargs))
+        if spec != recording.spec:
+            raise WorkloadError(
+                f"{type(module).__name__} was recorded with other arguments than these; expected {recording.spec}, got "
+                f"{spec}"
+            )
+        given = []
+        for leaf, name, constant in zip(leaves, recording.inputs, recording.constants, strict=True):
+            if name is not None:
+                given.append(leaf)
+            elif leaf is not constant and leaf != constant:
+                raise WorkloadError(
+                    f"{type(module).__name__} was recorded with {constant!r} for an argument that is no tensor, and "
+                    f"now gets {leaf!r}"
+                )
+        return inner(*given)
 
     return replace(layer, run=run)

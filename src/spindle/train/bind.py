@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
+from spindle.errors import OtherWayError
 from spindle.graph import MetaOp
 from spindle.run.code import LayerCode, LayersCode, LossCode, OpCode
 from spindle.run.rows import Axes
 from spindle.train.probe import Facts
-from spindle.train.record import handles_of, parameter_names, record_all
+from spindle.train.record import cut_all, handles_of, kept_whole, parameter_names, record_all
 from spindle.train.task import ModuleHandle, TaskDefinition
 from spindle.train.trace import TracedLayer, TracedTask, trace
 from spindle.workload import Call, Layer, LayerCost, Module, Numerics, Parameter, Task, Workload
@@ -38,9 +40,22 @@ class Bound:
         return {name: task.batch_axes for name, task in self.tasks.items()}
 
 
-def trace_all(definitions: Sequence[TaskDefinition], examples: Mapping[str, Any]) -> list[TracedTask]:
-    """Records and traces tasks; `examples` has one batch for each."""
-    return [trace(one, examples[one.definition.name]) for one in record_all(definitions, examples)]
+def trace_all(
+    definitions: Sequence[TaskDefinition], examples: Mapping[str, Any], device: torch.device | None = None
+) -> list[TracedTask]:
+    """Records tasks, cuts their modules into layers and traces these; `examples` has one batch for each. Modules are
+    moved to the device first."""
+    recorded = record_all(definitions, examples)
+    for handle in handles_of(recorded).values():
+        if device is not None:
+            handle.module.to(device)
+    recorded = cut_all(recorded, examples)
+    while True:
+        try:
+            return [trace(one, examples[one.definition.name]) for one in recorded]
+        except OtherWayError as error:
+            reason = "its code between the blocks depends on how many samples there are (len(x) for x.shape[0]?)"
+            recorded = kept_whole(recorded, error.module, reason)
 
 
 def bind(name: str, tasks: Sequence[TracedTask], facts: Facts = _NO_FACTS) -> Bound:

@@ -24,16 +24,15 @@ from spindle.profile import Profile, ProfileRequest, fitting, profile_request, r
 from spindle.program import Program, lower, verify
 from spindle.run import Executor, OpCode, World
 from spindle.run.weights import Weights
-from spindle.train.bind import Bound, bind, code_of
+from spindle.train.bind import Bound, bind, code_of, trace_all
 from spindle.train.kinds import kinds_of
 from spindle.train.optimizer import MakeOptimizer, MakeScheduler, Update, UpdateState
 from spindle.train.probe import Facts, probe
 from spindle.train.progress import Progress
-from spindle.train.record import handles_of, record_all
 from spindle.train.samples import Needs, needs_of
 from spindle.train.sampling import Share
 from spindle.train.task import TaskDefinition
-from spindle.train.trace import trace, unchanged
+from spindle.train.trace import unchanged
 from spindle.train.ways import Ways
 
 
@@ -158,12 +157,9 @@ def find_out(
     # Copies, because what is tried out may write over its input.
     examples = {way.name: on_device(tree_map(_copied, way.example), world.device) for way in ways}
     shown.stage("recording tasks")
-    recorded = record_all([way.definition for way in ways], examples)
-    for handle in handles_of(recorded).values():
-        handle.module.to(world.device)
     casting = nullcontext() if options.autocast is None else torch.autocast(world.device.type, dtype=options.autocast)
     with casting:
-        traced = [trace(one, examples[one.definition.name]) for one in recorded]
+        traced = trace_all([way.definition for way in ways], examples, world.device)
     facts: Facts = world.broadcast_object(probe(traced, examples) if world.rank == 0 else None)
     bound = bind(options.name, traced, facts)
     _explain(bound, world, notify)

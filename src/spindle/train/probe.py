@@ -3,7 +3,7 @@
 Each call runs on two rows of the first batch, then again with one row replaced by the other: where the other row's
 output changes, samples are coupled (batch normalisation, a loss inside a module), and the call must see its whole batch
 at once; and so it must where the rows' outputs depend on their places. Random numbers are drawn alike each time, so
-dropout does not look like coupling.
+dropout does not look like coupling. What a module gives in layers is compared with what it gives as a whole.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from spindle.errors import WorkloadError
+from spindle.models import without_caches
 from spindle.run.rows import Axes, cut, cut_leaf
 from spindle.train.record import RecordedCall, handles_of, parameter_names
 from spindle.train.trace import TracedTask, Visit, unchanged, walk
@@ -73,12 +75,14 @@ def _probe_task(
     pair = _different(_rows(batch, task.batch_axes, rows, [0, _other_row(batch, task.batch_axes, rows)][:few]), task)
     outputs: dict[str, Any] = {}
     visits: list[Visit] = []
+    keeping: set[str] = set()  # calls that change what their modules hold
     try:
         for visit in walk(task.recorded, pair, outputs):
             versions = [buffer._version for buffer in visit.layer.buffers]
             with _drawing() as drawn:
                 visit.values = visit.run()
             if versions != [buffer._version for buffer in visit.layer.buffers]:
+                keeping.add(visit.call.name)
                 coupled.setdefault((task.name, visit.call.name), "it keeps something of the samples it sees")
             if drawn():
                 random_layers.add((task.name, visit.call.name, visit.number))
@@ -103,13 +107,13 @@ def _probe_task(
         found = None
     if few == 2:
         is_random = {call for name, call, _ in random_layers if name == task.name}
-        for call, reason in _coupled_calls(task, pair, outputs, is_random):
+        for call, reason in _coupled_calls(task, pair, outputs, is_random, keeping):
             coupled.setdefault((task.name, call), reason)
     return found
 
 
 def _coupled_calls(
-    task: TracedTask, pair: Any, outputs: dict[str, Any], is_random: set[str]
+    task: TracedTask, pair: Any, outputs: dict[str, Any], is_random: set[str], keeping: set[str]
 ) -> Iterator[tuple[str, str]]:
     """Runs each call with one row in the place of the other, and with both in each other's."""
     axes = {call: layers[-1].axes for call, layers in task.layers.items()}
@@ -125,6 +129,8 @@ def _coupled_calls(
             args, kwargs = call.arguments(_rows(pair, task.batch_axes, 2, wanted), *sources)
             return cut(call.chain(*args, **kwargs), axes[call.name], 2, number, number + 1)
 
+        if call.name not in is_random and call.name not in keeping:
+            _compare_whole(task, call, pair, outputs)
         try:
             with torch.no_grad():
                 first, second = row(0, [0, 1]), row(1, [0, 1])
@@ -137,6 +143,34 @@ def _coupled_calls(
             yield call.name, "its samples influence each other"
         elif not anywhere:
             yield call.name, "what it does with a sample depends on its place in the batch"
+
+
+def _compare_whole(task: TracedTask, call: RecordedCall, pair: Any, outputs: dict[str, Any]) -> None:
+    """Layers must do what the module does: whatever recording may have missed in its code is found here."""
+    if not call.chain.is_recorded or any(layer.writes_input for layer in task.layers[call.name]):
+        return
+    try:
+        args, kwargs = call.arguments(pair, *(outputs[source] for source in call.sources))
+        with torch.no_grad(), without_caches(call.handle.module):
+            whole = call.handle.module(*args, **kwargs)
+    except Exception:  # the user's code on two rows; the layers ran
+        return
+    ours, theirs = tree_leaves(outputs[call.name]), tree_leaves(whole)
+    if len(ours) != len(theirs) or not all(map(_close, ours, theirs)):
+        raise WorkloadError(
+            f"task {task.name!r}: {call.name} gives other numbers in layers than as a whole, so its code does "
+            "something that cannot be recorded; register it with "
+            f"spindle.module({call.handle.name!r}, ..., split=False)"
+        )
+
+
+def _close(ours: Any, theirs: Any) -> bool:
+    """Alike, as far as other kernels for the same mathematics are."""
+    if not isinstance(ours, torch.Tensor) or not ours.is_floating_point():
+        return _alike_leaves(ours, theirs)
+    tolerance = 1e-9 if ours.dtype == torch.float64 else 1e-2
+    scale = float(theirs.abs().max()) if theirs.numel() else 0.0
+    return torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
 def _takes_gradient(leaf: Any) -> bool:

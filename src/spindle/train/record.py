@@ -7,7 +7,6 @@ computed over the whole batch.
 
 from __future__ import annotations
 
-import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from spindle.errors import WorkloadError
-from spindle.models import Chain, GradientTracer, whole_chain
+from spindle.models import Chain, as_when_compiling, stand_in, whole_chain
+from spindle.run.rows import form_of
 from spindle.train.task import Mean, ModuleHandle, TaskDefinition, called_module, recording
+from spindle.train.tracer import GradientTracer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +109,7 @@ class _TaskTracer(GradientTracer):
         """A branch may look at shapes, as long as every number of samples takes the same way."""
         self._looking = True
         try:
-            with self._mode, torch.no_grad():
+            with self._mode, torch.no_grad(), as_when_compiling():
                 answers = [self._value_of(obj.node, sample) for sample in self._samples]
         finally:
             self._looking = False
@@ -213,24 +214,6 @@ def _settle_writes(graph: fx.Graph) -> None:
                 node.args = (graph.call_method("clone", (changed,)), *rest)
 
 
-def _fixed_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Arguments of a call that hold no tensor: given so, or left out."""
-    signature = inspect.signature(module.forward)
-    try:
-        given = signature.bind(*args, **kwargs)
-    except TypeError:  # the module itself says it better
-        return {}
-    given.apply_defaults()
-    nodes: list[fx.Node] = []
-    fixed = {}
-    for name, value in given.arguments.items():
-        nodes.clear()
-        fx.node.map_arg(value, nodes.append)
-        if not nodes:
-            fixed[name] = value
-    return fixed
-
-
 def _read(definition: TaskDefinition, graph: fx.Graph, tracer: _TaskTracer) -> RecordedTask:
     constants = tracer.root
     _settle_writes(graph)
@@ -246,8 +229,9 @@ def _read(definition: TaskDefinition, graph: fx.Graph, tracer: _TaskTracer) -> R
             times[handle.name] = times.get(handle.name, 0) + 1
             sources, arguments = _glue(graph, constants, batch, calls, (node.args[1:], node.kwargs))
             calls[node] = name
-            chain = handle.chain_with(_fixed_arguments(handle.module, node.args[1:], node.kwargs))
-            recorded.append(RecordedCall(name=name, handle=handle, chain=chain, sources=sources, arguments=arguments))
+            recorded.append(
+                RecordedCall(name=name, handle=handle, chain=handle.chain, sources=sources, arguments=arguments)
+            )
     if not recorded:
         raise WorkloadError(f"task {definition.name!r} calls no module; register one with spindle.module and call it")
     result = output.args[0]
@@ -296,28 +280,62 @@ def _glue(
 
 def record_all(definitions: Sequence[TaskDefinition], examples: Mapping[str, Any] | None = None) -> list[RecordedTask]:
     """Records tasks that train together; modules are told apart by their names."""
-    recorded = [record(definition, (examples or {}).get(definition.name)) for definition in definitions]
-    return _cut_alike(recorded)
+    return [record(definition, (examples or {}).get(definition.name)) for definition in definitions]
+
+
+def cut_all(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -> list[RecordedTask]:
+    """Cuts the modules of recorded tasks into layers, as the arguments that each call has on these batches lead."""
+    known: dict[Any, tuple[Chain, Callable[[], Any]]] = {}
+    return _cut_alike([_cut(task, examples[task.definition.name], known) for task in tasks])
+
+
+def _cut(task: RecordedTask, example: Any, known: dict[Any, tuple[Chain, Callable[[], Any]]]) -> RecordedTask:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    batch = tree_map(lambda leaf: stand_in(mode, leaf), example)
+    outputs: dict[str, Any] = {}
+    calls = []
+    wanted = {source for call in task.calls for source in call.sources}
+    for call in task.calls:
+        try:
+            with mode:
+                args, kwargs = call.arguments(batch, *(outputs[source] for source in call.sources))
+            form = form_of((args, kwargs), 0)
+            key = (id(call.handle.module), repr(form.spec), repr(form.leaves))
+            if key not in known:
+                known[key] = call.handle.cut(args, kwargs)
+            chain, give = known[key]
+            if call.name in wanted:
+                outputs[call.name] = tree_map(lambda leaf: stand_in(mode, leaf), give())
+        except Exception as error:
+            error.add_note(f"in task {task.definition.name!r}, looking at the layers of {call.name}")
+            raise
+        calls.append(replace(call, chain=chain))
+    return replace(task, calls=tuple(calls))
 
 
 def _cut_alike(tasks: Sequence[RecordedTask]) -> list[RecordedTask]:
     """Calls of one module have the same layers, or one layer where their arguments lead through different ones."""
-    chains: dict[str, Chain] = {}
     for name, handle in handles_of(tasks).items():
-        found = {id(call.chain): call.chain for task in tasks for call in task.calls if call.handle.name == name}
-        cuts = {tuple(layer.parameters for layer in chain.layers) for chain in found.values()}
-        handle.chain = next(iter(found.values()))
-        if len(cuts) > 1:
-            handle.chain = chains[name] = whole_chain(
-                handle.module, "its calls give different arguments, which lead through different layers"
-            )
-    return [
-        replace(
-            task,
-            calls=tuple(replace(call, chain=chains.get(call.handle.name, call.chain)) for call in task.calls),
-        )
-        for task in tasks
-    ]
+        chains = [call.chain for task in tasks for call in task.calls if call.handle.name == name]
+        handle.chain = chains[0]
+        if len({tuple(layer.parameters for layer in chain.layers) for chain in chains}) > 1:
+            reason = "its calls give different arguments, which lead through different layers"
+            tasks = kept_whole(tasks, handle.module, reason)
+    return list(tasks)
+
+
+def kept_whole(tasks: Sequence[RecordedTask], module: object, reason: str) -> list[RecordedTask]:
+    """The same tasks with one module as one layer."""
+    kept = []
+    for task in tasks:
+        calls = []
+        for call in task.calls:
+            if call.handle.module is module:
+                call.handle.chain = whole_chain(call.handle.module, reason)
+                call = replace(call, chain=call.handle.chain)
+            calls.append(call)
+        kept.append(replace(task, calls=tuple(calls)))
+    return kept
 
 
 def handles_of(tasks: Sequence[RecordedTask]) -> dict[str, ModuleHandle]:

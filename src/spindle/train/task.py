@@ -6,7 +6,7 @@ any other time it simply runs the module, so the same script trains in plain PyT
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,26 +14,24 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from spindle.errors import WorkloadError
-from spindle.models import Chain, chain_of
+from spindle.models import Chain, chain_and_output, whole_chain
 
 
 class ModuleHandle:
-    """A module under its name. `whole_batch` says that its samples depend on each other, so it must not be split,
-    `checkpoint` that its layers run again in backward instead of keeping activations."""
+    """A module under its name. `whole_batch` says that its samples depend on each other, so that its batch must not be
+    split; `checkpoint` that its layers run again in backward instead of keeping activations; `split=False` that it must
+    stay one layer. `chain` has its layers once tasks that call it are cut."""
 
-    def __init__(self, name: str, user_module: nn.Module, whole_batch: bool, checkpoint: bool = False) -> None:
-        self.name, self.module, self.whole_batch, self.checkpoint = name, user_module, whole_batch, checkpoint
-        self.chain: Chain = chain_of(user_module)
-        self._chains: dict[str, Chain] = {}
+    def __init__(
+        self, name: str, user_module: nn.Module, whole_batch: bool, checkpoint: bool = False, split: bool = True
+    ) -> None:
+        self.name, self.module, self.whole_batch = name, user_module, whole_batch
+        self.checkpoint, self.split = checkpoint, split
+        self.chain: Chain = whole_chain(user_module, "it was not called yet")
 
-    def chain_with(self, fixed: Mapping[str, Any]) -> Chain:
-        """The chain of calls that give these arguments, which are no tensors."""
-        if not fixed:
-            return self.chain
-        key = repr(sorted(fixed.items()))
-        if key not in self._chains:
-            self._chains[key] = chain_of(self.module, fixed)
-        return self._chains[key]
+    def cut(self, args: Any, kwargs: Any) -> tuple[Chain, Callable[[], Any]]:
+        """The chain of calls with such arguments, and a function that gives their output without values."""
+        return chain_and_output(self.module, args, kwargs, self.split)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tracer = recording.get()
@@ -53,14 +51,20 @@ def called_module(handle: ModuleHandle, *args: Any, **kwargs: Any) -> Any:
 recording: ContextVar[fx.Tracer | None] = ContextVar("recording", default=None)  # while a task is being recorded
 
 
-def module(name: str, user_module: nn.Module, *, whole_batch: bool = False, checkpoint: bool = False) -> ModuleHandle:
-    """Registers an `nn.Module` under a name that all tasks share. With `checkpoint`, its layers run again in backward
-    instead of keeping activations."""
+def module(
+    name: str, user_module: nn.Module, *, whole_batch: bool = False, checkpoint: bool = False, split: bool = True
+) -> ModuleHandle:
+    """Registers an `nn.Module` under a name that all tasks share.
+
+    It is split into layers by itself; with `split=False` it stays one. With `checkpoint`, its layers run again in
+    backward instead of keeping activations. `whole_batch` says that samples depend on each other in it, so that no
+    device may have only some of them.
+    """
     if not isinstance(user_module, nn.Module):
         raise WorkloadError(f"spindle.module({name!r}, ...): expected an nn.Module, got {type(user_module).__name__}")
     if not name or "/" in name or "#" in name:
         raise WorkloadError(f"spindle.module({name!r}, ...): a name must not be empty or hold '/' or '#'")
-    return ModuleHandle(name, user_module, whole_batch, checkpoint)
+    return ModuleHandle(name, user_module, whole_batch, checkpoint, split)
 
 
 class Mean(NamedTuple):

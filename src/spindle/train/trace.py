@@ -7,7 +7,7 @@ everything that crosses a cut. Code that looks at values, which fake tensors do 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from spindle.errors import WorkloadError
-from spindle.models import ChainLayer, keep_state
+from spindle.errors import OtherWayError, WorkloadError
+from spindle.models import ChainLayer, Swapped, as_when_compiling, device_of, keep_state
 from spindle.run.rows import Axes, axes_of, cut, form_of
 from spindle.train.record import RecordedCall, RecordedTask
 
@@ -154,6 +154,8 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
     if rows > 1:
         try:
             small, _ = _layers(recorded, cut(batch, axes, rows, 0, rows - 1))
+        except OtherWayError:  # of a module in layers; whole it may well run
+            raise
         except Exception as error:  # the user's code, on fewer rows than it may expect
             whole_only = f"it does not run on part of a batch ({type(error).__name__}: {_first_line(error)})"
     layers: dict[str, tuple[TracedLayer, ...]] = {}
@@ -201,7 +203,12 @@ def _layers(recorded: RecordedTask, batch: Any) -> tuple[dict[str, list[_Run]], 
     """What each layer did, and what the loss took."""
     try:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with mode:
+        modules = {id(call.handle.module): call.handle.module for call in recorded.calls}
+        with ExitStack() as stack:
+            for module in modules.values():
+                stack.enter_context(Swapped(module, mode, device_of(batch)))
+            stack.enter_context(mode)
+            stack.enter_context(as_when_compiling())
             return _run_layers(recorded, tree_map(lambda leaf: _fake(mode, leaf), batch), {})
     except (*_NEEDS_VALUES, RuntimeError):
         # Fake tensors cannot do all that real ones can, and say so in many ways. If it is the code that is wrong, real
@@ -297,9 +304,10 @@ def _counting(
 def _refuse_objects(visit: Visit) -> None:
     for leaf in tree_leaves(visit.values):
         if not isinstance(leaf, torch.Tensor | bool | int | float | str | None):
+            hint = "call it with use_cache=False, or let it" if "Cache" in type(leaf).__name__ else "let it"
             raise WorkloadError(
                 f"module {visit.call.handle.name!r} returns a {type(leaf).__name__}, which is no nest of tensors; "
-                "let it return tensors, or tuples, lists and dicts of them"
+                f"{hint} return tensors, or tuples, lists and dicts of them"
             )
 
 

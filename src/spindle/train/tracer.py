@@ -1,0 +1,92 @@
+"""How is a task's function followed? By torch.fx, which is told here what `torch.no_grad()` and custom autograd
+functions mean. Modules are followed otherwise (`models.recording`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+
+from spindle.errors import WorkloadError
+
+
+class GradientTracer(fx.Tracer):
+    """Records what `torch.no_grad()` means: what is computed under it takes no gradient. Other contexts that change
+    what code computes are refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._outside = self._context()
+
+    @staticmethod
+    def _context() -> tuple[bool, bool, bool]:
+        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        with _recorded_whole():
+            return super().trace(root, concrete_args)
+
+    def create_proxy(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
+        proxy = super().create_proxy(kind, target, *args, **kwargs)
+        context = self._context()
+        if context == self._outside or not kind.startswith("call_"):
+            return proxy
+        if context[1:] != self._outside[1:]:
+            raise WorkloadError(
+                "it switches torch.autocast on or off, which is not recorded; do it inside the forward of a module, or "
+                "around the whole training"
+            )
+        return super().create_proxy("call_function", without_gradient, (proxy,), {})
+
+
+@contextmanager
+def _recorded_whole() -> Iterator[None]:
+    """What a trace would see through, or stumble over, is recorded as one call: a custom autograd function, whose
+    backward is its own; functions that make a tensor of a size."""
+    inner = torch.autograd.Function.__dict__["apply"]
+    makers = {name: getattr(torch, name) for name in ("ones", "zeros", "full", "empty", "rand", "randn", "eye")}
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        proxy = _first_proxy((args, kwargs))
+        if proxy is None:
+            return inner.__func__(cls, *args, **kwargs)
+
+        def applied(*args: Any, **kwargs: Any) -> Any:
+            return cls.apply(*args, **kwargs)
+
+        applied.__name__ = applied.__qualname__ = f"apply_{cls.__name__}"
+        return proxy.tracer.create_proxy("call_function", applied, args, kwargs)
+
+    def making(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **kwargs: Any) -> Any:
+            proxy = _first_proxy((args, kwargs))
+            if proxy is None:
+                return make(*args, **kwargs)
+            return proxy.tracer.create_proxy("call_function", make, args, kwargs)
+
+        return made
+
+    try:
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+        for name, make in makers.items():
+            setattr(torch, name, making(make))
+        yield
+    finally:
+        torch.autograd.Function.apply = inner  # type: ignore[method-assign]
+        for name, make in makers.items():
+            setattr(torch, name, make)
+
+
+def _first_proxy(value: Any) -> fx.Proxy | None:
+    found: list[fx.Proxy] = []
+    fx.node.map_aggregate(value, lambda leaf: found.append(leaf) if isinstance(leaf, fx.Proxy) else None)
+    return found[0] if found else None
+
+
+def without_gradient(value: Any) -> Any:
+    """The same values, cut off from what made them."""
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
