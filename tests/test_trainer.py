@@ -472,3 +472,17 @@ def test_another_plan_goes_on_from_the_weights_of_the_last():
     _, again = small()
     _, whole = fit(again, rows(4), 4)
     assert [*first.losses, *second.losses] == list(whole.losses)
+
+
+def test_another_plan_goes_on_with_the_optimizer_unless_it_is_to_start_anew():
+    def losses(**options):
+        _, pull = small()
+        trainer = spindle.Trainer(
+            [pull], optimizer=lambda named: torch.optim.SGD([one for _, one in named], lr=0.1, momentum=0.9)
+        )
+        first = trainer.fit({"pull": rows(4)}, steps=3, progress=False)
+        if options:
+            trainer.replan(**options)
+        return [*first.losses, *trainer.fit({"pull": rows(4)}, steps=2, progress=False).losses]
+
+    assert losses() == losses(planner="sequential") != losses(planner="sequential", keep_optimizer=False)

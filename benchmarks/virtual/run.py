@@ -173,7 +173,7 @@ def measure_planners(experiment: Experiment, name: str, planners: list[str]) -> 
                 partial(planner_cell, experiment, trainer, workload, planner),
             )
             free()
-        trainer.replan()  # lets go of the groups of its last plan
+        trainer.replan(keep_optimizer=False)  # lets go of the groups of its last plan
         del trainer, workload
         free()
 
@@ -213,7 +213,7 @@ def planner_cell(experiment: Experiment, trainer: spindle.Trainer, workload: Wor
     plan = shared_plan(experiment, profile, planner)
     planning_s = time.monotonic() - begin_s
     models.initialise(workload.towers, workloads.SEED)
-    trainer.replan(plan=plan)
+    trainer.replan(plan=plan, keep_optimizer=False)
     warm_up, steps = _steps(experiment, workload)
     result = trainer.fit(workload.batches, steps=warm_up + steps, progress=False)
     return _described(result, profile, warm_up) | {"planning_s": planning_s}

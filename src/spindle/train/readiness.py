@@ -77,11 +77,13 @@ class Readiness:
         self.ways.add(task, key, batch)
         self._start_anew("a batch takes another way than those before", shown)
 
-    def forget_plan(self) -> None:
-        """The plan goes, the optimizer's state stays."""
+    def forget_plan(self, *, keep_optimizer: bool = True) -> None:
+        """The plan goes; the optimizer's state stays, unless it is to start anew."""
+        if not keep_optimizer:
+            self._state = UpdateState()
         if self.prepared is None:
             return
-        if self.prepared.update is not None:
+        if keep_optimizer and self.prepared.update is not None:
             self._state = self.prepared.update.gathered()
         for parameter in self.prepared.weights.parameters:
             parameter.grad = None

@@ -173,12 +173,15 @@ class Trainer:
         finally:
             shown.close()
 
-    def replan(self, *, planner: str | None = None, plan: Plan | Path | str | None = None) -> None:
-        """The next `fit` goes on with another plan: a given one, or another planner's."""
+    def replan(
+        self, *, planner: str | None = None, plan: Plan | Path | str | None = None, keep_optimizer: bool = True
+    ) -> None:
+        """The next `fit` goes on with another plan: a given one, or another planner's. The optimizer goes on, too, or
+        starts anew."""
         if planner is not None:
             self._options.planner = planner
         self._options.plan = plan
-        self._readiness.forget_plan()
+        self._readiness.forget_plan(keep_optimizer=keep_optimizer)
 
     def evaluate(self, loaders: Mapping[str, Any], *, steps: int | None = None) -> dict[str, float]:
         """The mean loss of each task that has a loader here, over one epoch of it or so many of its batches.
