@@ -228,8 +228,9 @@ def draw(results: Results, path: Path) -> None:
     groups["OFASys and QWen-VAL"] = [one for one in results.workloads if not one.startswith("clip-")]
     groups = {title: [one for one in names if one in results.workloads] for title, names in groups.items()}
     groups = {title: names for title, names in groups.items() if names}
+    rows = -(-len(groups) // 2)
     figure, panels = pyplot.subplots(
-        2, 2, figsize=(12, 7.6), squeeze=False, gridspec_kw={"hspace": 0.32, "wspace": 0.18}
+        rows, 2, figsize=(12, 0.6 + 3.6 * rows), squeeze=False, gridspec_kw={"hspace": 0.32, "wspace": 0.18}
     )
     for panel in panels.flat[len(groups) :]:
         panel.set_visible(False)
@@ -239,8 +240,10 @@ def draw(results: Results, path: Path) -> None:
     handles: dict[str, Any] = {}
     for panel in panels.flat:
         handles |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles, loc="upper center", ncols=5, frameon=False, fontsize=9)
-    figure.text(0.5, 0.015, _wrapped(results.sharing, 150), ha="center", fontsize=8, color="#4b5563")
+    figure.legend(
+        handles.values(), handles, loc="lower center", bbox_to_anchor=(0.5, 0.93), ncols=5, frameon=False, fontsize=9
+    )
+    figure.text(0.5, -0.04, _wrapped(results.sharing, 150), ha="center", fontsize=8, color="#4b5563")
     figure.savefig(path, dpi=150, bbox_inches="tight")
     pyplot.close(figure)
 
