@@ -245,6 +245,7 @@ def _described(result: FitResult, profile: Profile, warm_up: int) -> dict[str, A
         "measured": None if result.measured is None else split_of(result.measured).to_json(),
         "peak_bytes": {"predicted": result.predicted.peak_bytes().tolist(), "measured": result.peak_bytes},
         "losses": result.losses[-1],
+        "losses_by_step": result.losses,
         "num_rounds": result.plan.num_rounds,
         "recomputed": result.plan.recompute,
         "notices": result.notices,

@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,59 @@ def run_training(world: World) -> None:
     assert captured > refused
     if world.rank == 0:
         print(f"rank 0: {captured} slots captured, {refused} not", flush=True)
+
+
+def run_towers(world: World) -> None:
+    """Ten tasks over towers as deep as CLIP's, in float32, with gradients that others read where they stand: the losses
+    of one process, whatever the plan."""
+    sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
+    import spindle
+    from virtual import models, plain, workloads
+
+    smaller = models.small_sizes
+
+    def deep(sizes: models.Sizes) -> models.Sizes:
+        return replace(
+            smaller(sizes), num_layers=sizes.num_layers, width=256 if sizes.width > 768 else 128, num_heads=4
+        )
+
+    models.small_sizes, workloads._dtype = deep, lambda device: torch.float32
+    workload = workloads.build("clip-10-16", world.device, small=True)
+    expected = _losses_of_one(workload, plain, models, workloads.SEED)
+    trainer = spindle.Trainer(workload.spindle_tasks(), optimizer=plain.make_optimizer, name="towers")
+    trainer.prepare(workload.batches, progress=False)
+    for planner in ("wavefront", "paper", "task-level", "sequential"):
+        models.initialise(workload.towers, workloads.SEED)
+        trainer.replan(planner=planner, keep_optimizer=False)
+        result = trainer.fit(workload.batches, steps=len(expected), progress=False)
+        errors = [
+            max(abs(ours[name] - theirs[name]) / abs(theirs[name]) for name in theirs)
+            for ours, theirs in zip(result.losses, expected, strict=True)
+        ]
+        if world.rank == 0:
+            print(planner, " ".join(f"{error:.1e}" for error in errors), flush=True)
+        assert max(errors) < 1e-3, (planner, errors)
+
+
+def _losses_of_one(workload: Any, plain: Any, models: Any, seed: int, steps: int = 10) -> list[dict[str, float]]:
+    """The same steps by this rank alone, in plain PyTorch."""
+    models.initialise(workload.towers, seed)
+    parameters = [(name, one) for tower in workload.towers.values() for name, one in tower.named_parameters()]
+    optimizer = plain.make_optimizer(parameters)
+    found = []
+    for number in range(steps):
+        optimizer.zero_grad()
+        losses = {}
+        for task in workload.tasks:
+            batches = workload.batches[task.name]
+            loss = task.loss(workload.towers, batches[number % len(batches)])
+            loss.backward()
+            losses[task.name] = float(loss.detach())
+        optimizer.step()
+        found.append(losses)
+    for _, parameter in parameters:
+        parameter.grad = None
+    return found
 
 
 def kill_waiting(world: World) -> None:
@@ -231,6 +284,7 @@ if __name__ == "__main__":
     {
         "checks": run_checks,
         "training": run_training,
+        "towers": run_towers,
         "kill_waiting": kill_waiting,
         "kill_on_stream": kill_on_stream,
         "sleep": sleep,

@@ -121,6 +121,7 @@ def main() -> int:
     parts = {
         "checks": lambda: run_part("checks", given.devices),
         "training": lambda: run_part("training", given.devices),
+        "towers": lambda: run_part("towers", given.devices),
         "kill_waiting": lambda: kill_a_rank(3, "kill_waiting"),
         "kill_on_stream": lambda: kill_a_rank(3, "kill_on_stream"),
         "kill_the_launcher": lambda: kill_the_launcher(2),
