@@ -142,6 +142,26 @@ def one_that_reads_late(device: torch.device) -> None:
     assert len(found) == 3
 
 
+def one_that_maps_late(device: torch.device) -> None:
+    attach = HostMedium.attach
+
+    def late(medium: HostMedium, *arguments: Any) -> torch.Tensor:
+        time.sleep(0.3 if dist.get_rank() == 1 else 0)
+        return attach(medium, *arguments)
+
+    HostMedium.attach = late
+    try:
+        ours = torch.ones(1000)
+        dist.all_reduce(ours)  # after which the first rank leaves
+        assert ours.tolist() == [2] * 1000
+    finally:
+        HostMedium.attach = attach
+
+
+def test_a_rank_that_leaves_waits_for_those_who_still_read_from_it(pool):
+    pool.run("one_that_maps_late", 2)
+
+
 def test_memory_that_others_read_stays_as_it_is(pool):
     pool.run("one_that_reads_late", 3)
 

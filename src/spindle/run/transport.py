@@ -260,8 +260,8 @@ class Transport:
     def _close(self) -> None:
         """Lets go of what is others', then of what is ours once they have let go of it.
 
-        Memory of the host stays as long as anybody has it mapped. Memory of a GPU goes with us, so we wait for the
-        others. After an error nobody knows what the GPU still does: then it stays until the process ends.
+        Others may be still to map memory of the host that they are to read from, and memory of a GPU goes with us, so
+        we wait for them. After an error nobody knows what the GPU still does: then it stays until the process ends.
         """
         board = self._board
         host, gpu = self._media.get("cpu"), self._media.get("cuda")
@@ -273,9 +273,10 @@ class Transport:
             self._segments.forget()
             board.words[board.row(board.rank) + CLOSED] = LEFT if self._error is None else FAILED
             board.ring_all()
+            have_left = self._error is None and self._media and self._have_others_left()
             if host is not None:
                 host.close()
-            if gpu is not None and self._error is None and self._have_others_left():
+            if gpu is not None and have_left:
                 gpu.close()
         finally:
             board.close()
