@@ -11,7 +11,7 @@ import math
 import statistics
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +61,8 @@ def measure_beside(work: Work | None, together: Together, world: World, link: Li
             buffer = torch.zeros(num_bytes // summed.itemsize, dtype=summed, device=world.device)
             found.append(_sums_beside(passes, buffer, count, work.device))
     told = together.tell(*(number for pair in found for number in pair))
+    if any(math.isnan(number) for row in told for number in row):
+        return Beside(collective_s=link.collective_s)
     small_s, _, large_s, pass_s = (statistics.median(column) for column in zip(*told, strict=True))
     rate = ring_bytes(_LARGE - _SMALL, world.size) / max(large_s - small_s, 1e-6)
     fixed_s = max(0.0, small_s - ring_bytes(_SMALL, world.size) / rate)
@@ -74,7 +76,7 @@ def measure_beside(work: Work | None, together: Together, world: World, link: Li
 
 
 def _sums_beside(passes: Passes, buffer: torch.Tensor, count: int, device: torch.device) -> tuple[float, float]:
-    """Seconds of a sum and of both passes, while all ranks do the one and the other."""
+    """Seconds of a sum and of both passes, while all ranks do the one and the other; NaN where compute failed."""
     for _ in range(2):
         dist.all_reduce(buffer)  # the first time is another
     stop, spans = threading.Event(), list[tuple[object, object]]()
@@ -93,6 +95,8 @@ def _sums_beside(passes: Passes, buffer: torch.Tensor, count: int, device: torch
         busy.join()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    if not spans:
+        return sum_s, math.nan
     # The first ones may have begun before the sums did.
     return sum_s, statistics.median(between_s(begin, end) for begin, end in spans[len(spans) // 3 :])
 
@@ -104,9 +108,10 @@ def _compute(passes: Passes, device: torch.device, stop: threading.Event, spans:
         torch.cuda.set_device(device)
     with torch.cuda.stream(compute_stream()) if on_gpu else nullcontext():
         pace = Pace(device)
-        while not (stop.is_set() and spans):
-            pace.keep()
-            begin = mark(device)
-            passes.forward()
-            passes.backward()
-            spans.append((begin, mark(device)))
+        with suppress(Exception):  # out of memory, say: then there is nothing to tell
+            while not (stop.is_set() and spans):
+                pace.keep()
+                begin = mark(device)
+                passes.forward()
+                passes.backward()
+                spans.append((begin, mark(device)))

@@ -7,8 +7,8 @@ In a round every rank stages its part in memory of its own, says so, and, when a
     reduce-scatter   each stages everything       each reduces its slice
     all-reduce       reduce-scatter, then all-gather of the slices; a small one is one round, where all read all
 
-Rounds use two halves of a segment in turn. Nobody stages the next but one round before all have staged the next one,
-hence read this one: no rank needs to say when it has read. What is larger than a half goes in chunks.
+Rounds of a medium use two halves of a segment in turn. Nobody stages the next but one round before all have staged the
+next one, hence read this one: no rank needs to say when it has read. What is larger than a half goes in chunks.
 
 A large tensor that is all-reduced again and again, as gradients are, is not staged: others read it where it is. That
 moves 3 times its bytes instead of 5. Then all meet once more at the end, because its owner may change it after that.
@@ -17,7 +17,7 @@ moves 3 times its bytes instead of 5. Then all meet once more at the end, becaus
 from __future__ import annotations
 
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,6 +57,7 @@ class Collectives:
         self._rank, self._size = board.rank, board.size
         self._queue: deque[tuple[Job, Steps]] = deque()
         self._round = 0
+        self._num_staged: Counter[int] = Counter()  # rounds of each medium that had bytes
         self._behind: list[int] = []
         self._seen: set[Place] = set()
         self.is_held = False  # whether the first of all waits for its caller's own GPU
@@ -215,8 +216,9 @@ class Collectives:
         number, turn = self._round, self._round % 2
         largest = len(medium.half_bytes) - 1
         kind = next((one for one, half in enumerate(medium.half_bytes) if num_bytes <= half), largest)
-        begin = turn * medium.half_bytes[kind]
+        begin = self._num_staged[medium.number] % 2 * medium.half_bytes[kind]
         staged = slice(begin, begin + num_bytes)
+        self._num_staged[medium.number] += num_bytes > 0
         signal = 0
         if num_bytes or is_marked:
             job.begin()
@@ -263,13 +265,13 @@ class Collectives:
         words, at = self._board.words, self._board.row(self._rank) + ROUND_PLACES + turn * PLACE_WORDS
         words[at] = 0 if place is None else place.num_bytes
         if place is not None:
-            for offset, word in enumerate((place.offset, *place.handle), start=1):
+            for offset, word in enumerate((place.offset, place.number, *place.handle), start=1):
                 words[at + offset] = word
 
     def _place_said(self, rank: int, turn: int) -> Place | None:
         at = self._board.row(rank) + ROUND_PLACES + turn * PLACE_WORDS
-        num_bytes, offset, *handle = self._board.words[at : at + PLACE_WORDS]
-        return Place(num_bytes, offset, tuple(handle)) if num_bytes else None
+        num_bytes, offset, number, *handle = self._board.words[at : at + PLACE_WORDS]
+        return Place(num_bytes, offset, number, tuple(handle)) if num_bytes else None
 
     def _look_for(self, number: int) -> list[int]:
         """Ranks that are not as far as this round."""

@@ -28,10 +28,12 @@ Handle = tuple[int, ...]  # the words by which other processes find memory
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor of this process is, for others: in an allocation of so many bytes, from an offset on."""
+    """Where a tensor of this process is, for others: in an allocation of so many bytes, from an offset on. No two
+    allocations of a process have one number, while a handle may come again."""
 
     num_bytes: int
     offset: int
+    number: int
     handle: Handle
 
 
@@ -93,15 +95,23 @@ class Segments:
     def __init__(self, board: Board) -> None:
         self._board = board
         self._tensors: dict[tuple[int, int], torch.Tensor] = {}
-        self._placed: dict[tuple[int, Handle], tuple[Medium, torch.Tensor]] = {}
+        self._placed: dict[tuple[int, int], tuple[Medium, Handle, torch.Tensor]] = {}  # by rank and number
         self._freed: dict[int, int] = {}  # how often ranks have freed what is placed, as far as we know
 
     def at(self, rank: int, medium: Medium, place: Place) -> torch.Tensor:
         """The bytes from a place of another rank on."""
-        key = (rank, place.handle)
+        key = (rank, place.number)
         if key not in self._placed:
-            self._placed[key] = medium, medium.attach(self._board.pid(rank), place.handle, place.num_bytes)
-        return self._placed[key][1][place.offset :]
+            for other in [one for one, (_, handle, _) in self._placed.items() if one[0] == rank]:
+                if self._placed[other][1] == place.handle:
+                    self._detach(other)
+            memory = medium.attach(self._board.pid(rank), place.handle, place.num_bytes)
+            self._placed[key] = medium, place.handle, memory
+        return self._placed[key][2][place.offset :]
+
+    def _detach(self, key: tuple[int, int]) -> None:
+        medium, _, memory = self._placed.pop(key)
+        medium.detach(memory)
 
     def let_go(self) -> None:
         """Of all placed memory of ranks that have freed some of it; what is still there is attached again."""
@@ -110,8 +120,7 @@ class Segments:
             if self._freed.get(rank, 0) != freed:
                 self._freed[rank] = freed
                 for key in [key for key in self._placed if key[0] == rank]:
-                    medium, memory = self._placed.pop(key)
-                    medium.detach(memory)
+                    self._detach(key)
 
     def number_for_collectives(self, medium: Medium, kind: int) -> int:
         return medium.number * 2 * _KINDS + kind
@@ -183,7 +192,7 @@ class HostMedium:
         inode = os.fstat(file).st_ino
         self._placed.add((file, inode))
         handle = (file, inode) + (0,) * (HANDLE_WORDS - 2)
-        return Place(num_bytes, tensor.data_ptr() - storage.data_ptr(), handle)
+        return Place(num_bytes, tensor.data_ptr() - storage.data_ptr(), inode, handle)
 
     def detach(self, memory: torch.Tensor) -> None:
         pass  # it goes with the last tensor of it
@@ -288,7 +297,7 @@ class CudaMedium:
         if number not in self._handles:
             self._handles[number] = base, self._handle_of(base)
         handle = self._handles[number][1]
-        return None if handle is None else Place(num_bytes, tensor.data_ptr() - base, handle)
+        return None if handle is None else Place(num_bytes, tensor.data_ptr() - base, number, handle)
 
     def detach(self, memory: torch.Tensor) -> None:
         self.stream.synchronize()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 
 _TICK_S = 1e-4
@@ -37,10 +38,11 @@ class Ticker:
                 waiting.append(self._new.pop(0))
             still = []
             for is_time, tell in waiting:
-                if _is_time(is_time):
-                    tell()
-                else:
+                if not _is_time(is_time):
                     still.append((is_time, tell))
+                    continue
+                with suppress(Exception):  # the others must still be looked after
+                    tell()
             waiting = still
             if waiting:
                 time.sleep(_TICK_S)

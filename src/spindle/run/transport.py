@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -41,6 +42,7 @@ class Transport:
         self.messages = Messages(board, self._segments, names)
         self.collectives = Collectives(board, self._segments, names)
         self._work = threading.Lock()  # held by whoever is doing what there is to do
+        self._entered: list[tuple[Medium, Any]] = []
         self._look_s = 0.0
         self._num_started = self._num_ended = 0
         self._to_call: deque[Callable[[], None]] = deque()
@@ -161,7 +163,6 @@ class Transport:
         if self._error is not None:
             return
         num_ended = self._num_ended
-        entered = [(medium, medium.enter()) for medium in tuple(self._media.values())]
         try:
             self._advance()
             if time.monotonic() > self._look_s:
@@ -173,16 +174,24 @@ class Transport:
             if not isinstance(error, Exception):
                 raise
         finally:
-            for medium, before in entered:
+            for medium, before in reversed(self._entered):
                 medium.leave(before)
+            self._entered.clear()
             if num_others and self._num_ended > num_ended:
                 self._board.ring(self._board.rank)
+
+    def _enter(self) -> None:
+        """This thread uses all media that there are by now: a job may be the first of its medium."""
+        for medium in tuple(self._media.values()):
+            if all(medium is not known for known, _ in self._entered):
+                self._entered.append((medium, medium.enter()))
 
     def _advance(self) -> None:
         while True:
             with self._state:
                 while self._submitted:
                     self._submitted.popleft()[1]()
+            self._enter()
             while self.collectives.advance() | self.messages.advance():
                 pass
             if not self._submitted:
@@ -225,9 +234,9 @@ class Transport:
         board = self._board
         if any(medium.has_freed() for medium in tuple(self._media.values())):
             board.words[board.row(board.rank) + FREED] += 1
-        self._segments.let_go()
         waited, computing = self._waited_for(), self._is_computing()
         if not (waited or computing):
+            self._segments.let_go()  # which waits for the stream: nothing on it may wait for a rank that is gone
             return
         # What is on a stream may wait for the mark of a rank that ended before its GPU got there.
         cut_off = set(filter(board.is_cut_off, range(board.size)))

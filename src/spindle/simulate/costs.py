@@ -20,7 +20,7 @@ from spindle.program.program import Column
 NS = 1e9
 
 _EXCHANGE_WEIGHT = 2  # of an exchange of gradients on a device, on which compute weighs 1
-_MOST_EXCHANGES = 8  # on one device at once, told apart
+_MOST_EXCHANGES = 64  # on one device at once, told apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
