@@ -4,8 +4,8 @@
 
 Encoders are Hugging Face models with random weights. The data is made here, from a seed. A scene has one of 8 colours
 and one of 16 places: an image shows a square of that colour at that place, a video the square wandering from there,
-a depth map how near it is and where, a sound a tone of that pitch that sets in then, a motion sensor a wobble of that
-rate and phase, and a sentence names both.
+a depth map how it leans and where, a sound is a tone of that pitch that sets in then, a motion sensor feels a jolt in
+that direction then, and a sentence names both.
 
     python examples/multitask_clip.py                       # one process
     spindle launch -n 2 examples/multitask_clip.py          # two processes on this machine
@@ -53,7 +53,10 @@ def draw_video(colour: int, place: int) -> Tensor:
 
 
 def draw_depth(colour: int, place: int) -> Tensor:
-    return draw_square(7, place)[:1] * (colour + 1) / 4
+    """The square leans in one of eight directions."""
+    angle = torch.tensor(colour * math.pi / 4)
+    across = torch.arange(32) % 8 / 4 - 1
+    return draw_square(7, place)[:1] * (1 + across * angle.cos() + across[:, None] * angle.sin())
 
 
 def play(colour: int, place: int) -> Tensor:
@@ -63,17 +66,18 @@ def play(colour: int, place: int) -> Tensor:
     return sound_TD
 
 
-def wobble(colour: int, place: int) -> Tensor:
-    """What a sensor of three directions and three turns measures: 32 times."""
-    turn_T1 = torch.arange(32)[:, None] / 32 * (colour + 1) + place / 16
-    return torch.sin(2 * math.pi * (turn_T1 + torch.arange(6) / 12))
+def shake(colour: int, place: int) -> Tensor:
+    """What a sensor of three directions and three turns measures at 32 times: a jolt that fades."""
+    motion_TD = torch.zeros(32, 6)
+    motion_TD[2 * place :] = torch.exp(-torch.arange(32 - 2 * place) / 8)[:, None]
+    return motion_TD * torch.tensor([2 * (colour >> axis % 3 & 1) - 1 for axis in range(6)])
 
 
 def say(colour: int, place: int) -> Tensor:
     return torch.tensor([BEGIN, COLOUR + colour, PLACE + place, END])
 
 
-SENSES = {"image": draw_square, "video": draw_video, "depth": draw_depth, "audio": play, "motion": wobble, "text": say}
+SENSES = {"image": draw_square, "video": draw_video, "depth": draw_depth, "audio": play, "motion": shake, "text": say}
 
 
 class Scenes(Dataset):
