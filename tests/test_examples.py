@@ -1,4 +1,4 @@
-"""The examples on Hugging Face models train, on one process and on two, with the losses of their plain-PyTorch twins."""
+"""The examples on Hugging Face models have the losses of their plain-PyTorch twins, which fall."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ pytest.importorskip("transformers")
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN = runpy.run_path(str(ROOT / "docs" / "examples.py"))
-STEPS = {"multitask_clip": 16, "vlm": 8}
+NAMES = SHOWN["NAMES"]
+STEPS, TWIN_STEPS = 6, 48  # scenes do not depend on how many steps there are, so the first losses are to be the same
 LAUNCH = ("-m", "spindle.cli", "launch", "-n", "2")
 
 
 @functools.cache
-def losses(name: str, *how: str) -> list[dict[str, float]]:
+def losses(path: str, steps: int, *how: str) -> list[dict[str, float]]:
     """Losses by step, as a script prints them."""
     done = subprocess.run(
-        [sys.executable, *how, f"{name}.py", "--steps", str(STEPS[Path(name).name])],
+        [sys.executable, *how, path, "--steps", str(steps)],
         cwd=ROOT / "examples",
         capture_output=True,
         text=True,
@@ -35,26 +36,30 @@ def losses(name: str, *how: str) -> list[dict[str, float]]:
     )
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"^step +\d+  (.*)$", done.stdout, flags=re.MULTILINE)
-    assert len(lines) == STEPS[Path(name).name], done.stdout
+    assert len(lines) == steps, done.stdout
     return [{task: float(loss) for task, loss in map(str.split, line.split("  "))} for line in lines]
 
 
+def twin_losses(name: str) -> list[dict[str, float]]:
+    return losses(f"plain/{name}.py", TWIN_STEPS)
+
+
 @pytest.mark.parametrize("how", [(), LAUNCH], ids=["one process", "two processes"])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", NAMES)
 def test_an_example_has_the_losses_of_its_twin(name, how):
-    for ours, theirs in zip(losses(name, *how), losses(f"plain/{name}"), strict=True):
+    for ours, theirs in zip(losses(f"{name}.py", STEPS, *how), twin_losses(name)[:STEPS], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_losses_fall(name):
-    told = losses(f"plain/{name}")
-    few = len(told) // 4
+@pytest.mark.parametrize("name", NAMES)
+def test_the_losses_of_all_tasks_fall(name):
+    told = twin_losses(name)
     for task in told[0]:
-        assert sum(one[task] for one in told[-few:]) < sum(one[task] for one in told[:few]), task
+        early, late = (sum(one[task] for one in some) for some in (told[:8], told[-8:]))
+        assert late < 0.9 * early, task
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", NAMES)
 def test_an_example_differs_from_its_twin_by_less_than_thirty_lines(name):
     changed = [line for line in SHOWN["difference"](name) if re.match(r"[+-](?!\+\+ |-- )", line)]
     assert 0 < len(changed) < 30
