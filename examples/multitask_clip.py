@@ -9,7 +9,7 @@ that direction then, and a sentence names both.
 
     python examples/multitask_clip.py                       # one process
     spindle launch -n 2 examples/multitask_clip.py          # two processes on this machine
-    python examples/multitask_clip.py --size base           # about half a billion parameters
+    python examples/multitask_clip.py --size base           # 426 million parameters instead of 0.8
 
 `examples/plain/multitask_clip.py` is the same in plain PyTorch. Letters behind a name are the tensor's dimensions: B
 samples, L positions, D features, CHW of images, T frames.
