@@ -153,10 +153,6 @@ def make_encoders(size: str) -> dict[str, nn.Module]:
     return {name: Encoder(model, width) for name, model in models.items()}
 
 
-def make_optimizer(named_parameters):
-    return torch.optim.AdamW([parameter for _, parameter in named_parameters], lr=1e-3)
-
-
 def show(step: int, losses: dict[str, float]) -> None:
     print(f"step {step:3}", *(f"{name} {loss:.5f}" for name, loss in losses.items()), sep="  ", flush=True)
 
@@ -173,6 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Trains six contrastive tasks together.")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
     options = parser.parse_args()
 
     torch.manual_seed(0)
@@ -183,6 +180,9 @@ def main() -> None:
         "_".join(pair): DataLoader(Scenes(pair, options.steps * batch_size), batch_size)
         for pair, batch_size in BATCH_SIZES.items()
     }
+
+    def make_optimizer(named_parameters):
+        return torch.optim.AdamW([parameter for _, parameter in named_parameters], lr=options.learning_rate)
 
     modules = nn.ModuleDict({**encoders, "similarity": similarity})
     optimizer = make_optimizer(modules.named_parameters())

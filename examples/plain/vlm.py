@@ -82,10 +82,6 @@ def make_modules(size: str) -> dict[str, nn.Module]:
     }
 
 
-def make_optimizer(named_parameters):
-    return torch.optim.AdamW([parameter for _, parameter in named_parameters], lr=1e-3)
-
-
 def show(step: int, losses: dict[str, float]) -> None:
     print(f"step {step:3}", *(f"{name} {loss:.5f}" for name, loss in losses.items()), sep="  ", flush=True)
 
@@ -115,6 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Trains a vision-language model on images and on texts.")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
     options = parser.parse_args()
 
     torch.manual_seed(0)
@@ -124,6 +121,9 @@ def main() -> None:
         "describe": DataLoader(Pictures(16 * options.steps), batch_size=16),
         "read": DataLoader(Texts(24 * options.steps), batch_size=24),
     }
+
+    def make_optimizer(named_parameters):
+        return torch.optim.AdamW([parameter for _, parameter in named_parameters], lr=options.learning_rate)
 
     optimizer = make_optimizer(nn.ModuleDict(modules).named_parameters())
     for step, batches in enumerate(zip(*loaders.values(), strict=True)):
