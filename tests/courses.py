@@ -633,6 +633,39 @@ def _read_samples(kind: str, plan: str, fits: tuple[int, ...], by_field: bool, i
     )
 
 
+def read_by_towers_alone(rank: int, num_ranks: int) -> ReadBy:
+    """Trains two towers whose loss looks at nothing of a batch, and stands on the second rank, alone."""
+    with unmeasured():
+        modules = two_towers()
+        vision, text = (spindle.module(name, modules[name]) for name in ("vision", "text"))
+
+        @spindle.task(batch_size=6)
+        def pull(batch):
+            return (vision(batch["x"]) * text(batch["y"])).square().mean()
+
+        dataset = Notes()
+        trainer = spindle.Trainer(
+            [pull], optimizer=lambda named: torch.optim.SGD([one for _, one in named] or [torch.zeros(1)], lr=0.01)
+        )
+        graph = trainer.prepare({"pull": dataset}, progress=False).graph
+        if num_ranks > 1:
+            ops = [graph.metaops[place] for place in graph.order]
+            trainer.replan(
+                plan="\n".join(
+                    f"{op.name}*{op.num_layers}@{int('/loss' in op.name)}^{number}000" for number, op in enumerate(ops)
+                )
+            )
+        marks: list[int] = []
+        result = trainer.fit(
+            {"pull": dataset}, steps=9, progress=False, on_step=lambda step, losses: marks.append(len(dataset.asked))
+        )
+    return ReadBy(
+        losses=tuple(one["pull"] for one in result.losses),
+        asked=dataset.asked[marks[2] :],
+        threads=set(dataset.threads),
+    )
+
+
 # Evaluation.
 
 

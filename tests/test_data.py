@@ -65,6 +65,14 @@ def test_a_rank_fetches_the_entries_that_its_slots_look_at(pool):
     assert {names for _, names in rest.asked} == {("y", "z")}
 
 
+def test_a_rank_whose_code_looks_at_nothing_of_a_batch_fetches_nothing(pool):
+    (one,) = pool.run(1, "read_by_towers_alone")
+    towers, loss = pool.run(2, "read_by_towers_alone")
+    assert loss.losses == towers.losses == pytest.approx(one.losses, rel=1e-9)
+    assert towers.asked
+    assert not loss.asked
+
+
 def test_samples_are_fetched_beside_the_compute_unless_they_draw_random_numbers(pool):
     (one,) = pool.run(1, "read_samples", "dataset", "rows apart", (5,))
     assert any(name.startswith("samples") for name in one.threads)

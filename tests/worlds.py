@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import spindle
-from courses import evaluated, follow, read_samples
+from courses import evaluated, follow, read_by_towers_alone, read_samples
 from replay import graphs_without_cuda
 from scenes import SCENES
 from spindle.cluster import Link, cluster_named
@@ -37,7 +37,7 @@ from spindle.train import Bound, FitResult, bind, code_of, mean, module, probe, 
 from spindle.train.record import handles_of, parameter_names, record_all
 from zoo import Block, Tower, Workload, one_kind, random_workload
 
-__all__ = ["Block", "Tower", "batches", "evaluated", "everything", "follow", "read_samples"]
+__all__ = ["Block", "Tower", "batches", "evaluated", "everything", "follow", "read_by_towers_alone", "read_samples"]
 
 
 def everything():

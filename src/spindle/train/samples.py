@@ -95,7 +95,8 @@ def _seed(seed: int) -> None:
 
 
 def _span(needs: Needs) -> tuple[int, int]:
-    return min(first for _, first, _ in needs), max(last for _, _, last in needs)
+    """The rows from the first to the last that are needed: none where a rank's code looks at nothing of a batch."""
+    return min((first for _, first, _ in needs), default=0), max((last for _, _, last in needs), default=0)
 
 
 class Shuffled:
