@@ -1,0 +1,129 @@
+"""How does a script build its models without memory for their weights, on a machine without a GPU?
+
+Parameters are made on `meta`, whoever makes them: they have shapes and no values. All else is real, so data loaders,
+random numbers and buffers work as ever. What names a GPU means the CPU, where only shapes matter. Checkpoints are
+mapped, not read, and loading one into such parameters does nothing. Code that looks at a weight fails, with a note.
+
+A parameter's first values are still made where code makes them (`torch.randn`), for a moment, one parameter at a time;
+`torch.empty`, which torch's own layers call, takes no memory until it is written to.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import warnings
+import zipfile
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+_MOVES = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu)
+_NOTE = (
+    "note: spindle runs this script without weights and without a GPU, up to the first fit of its Trainer. Code before "
+    "that cannot look at weights, run a model or ask a GPU: do that after fit, or only where SPINDLE_WORKLOAD is not in "
+    "the environment; or measure where there is a GPU (spindle profile), and plan from that profile"
+)
+
+
+def leave_out_weights() -> None:
+    """From now on, to the end of this process, modules have no weights in memory."""
+    _leave_out_values()
+    _leave_out_gpus()
+    _map_checkpoints()
+    _explain_failures()
+    # What a script prints is not what the command that runs it was asked for.
+    sys.stdout.flush()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+
+def _leave_out_values() -> None:
+    make = nn.Parameter.__new__
+
+    def without_values(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        if type(data) in (torch.Tensor, nn.Parameter) and not data.is_meta:
+            data = data.detach().to("meta")
+        return make(cls, data, requires_grad)
+
+    nn.Parameter.__new__ = without_values  # type: ignore[method-assign, assignment]
+
+
+class _WithoutGpu(TorchFunctionMode):
+    """Devices that are GPUs become the CPU; what is made of a tensor without values has none either."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        is_empty = first is not None and type(first) in (torch.Tensor, nn.Parameter) and first.is_meta
+        if func in _MOVES:
+            return self._moved(func, args, kwargs, is_empty)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = "meta" if is_empty else _on_cpu(kwargs["device"])
+        elif func in _device_constructors() and torch.get_default_device().type == "cuda":
+            kwargs["device"] = "cpu"  # under `with torch.device("cuda")`
+        return func(*args, **kwargs)
+
+    def _moved(self, func: Any, args: Any, kwargs: dict[str, Any], is_empty: bool) -> Any:
+        if func is not torch.Tensor.to:
+            return args[0] if is_empty or func is torch.Tensor.cuda else func(*args, **kwargs)
+        moved, *rest = args
+        if is_empty and rest and isinstance(rest[0], torch.Tensor):
+            rest[0] = rest[0].dtype  # as another tensor is, but for where
+        places = [*rest[:1], *([kwargs["device"]] if "device" in kwargs else [])]
+        named = [place for place in places if isinstance(place, str | int | torch.device)]
+        if named:
+            place = "meta" if is_empty else _on_cpu(named[0])
+            if "device" in kwargs:
+                kwargs["device"] = place
+            else:
+                rest[0] = place
+        return func(moved, *rest, **kwargs)
+
+
+def _on_cpu(device: Any) -> Any:
+    """A number is a GPU, too."""
+    return "cpu" if isinstance(device, int) or re.match("cuda", str(device)) else device
+
+
+def _leave_out_gpus() -> None:
+    _WithoutGpu().__enter__()  # type: ignore[no-untyped-call]  # to the end of the process
+    nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign, assignment]
+    torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: 0  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+    join = dist.init_process_group
+
+    def join_on_cpu(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("device_id", None)
+        join("gloo", *args, **kwargs)
+
+    dist.init_process_group = join_on_cpu
+
+
+def _map_checkpoints() -> None:
+    read = torch.load
+
+    def mapped(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(f, str | os.PathLike) and zipfile.is_zipfile(f):
+            kwargs["mmap"] = True
+        return read(f, "cpu", *args, **kwargs)
+
+    torch.load = mapped  # type: ignore[assignment]
+    warnings.filterwarnings("ignore", message="(?s).*copying from a non-meta parameter")
+
+
+def _explain_failures() -> None:
+    tell = sys.excepthook
+
+    def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, RuntimeError | AssertionError | ValueError | AttributeError):
+            error.add_note(_NOTE)
+        tell(kind, error, trace)
+
+    sys.excepthook = explain
