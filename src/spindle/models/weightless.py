@@ -27,8 +27,8 @@ from torch.utils._device import _device_constructors
 _MOVES = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu)
 _NOTE = (
     "note: spindle runs this script without weights and without a GPU, up to the first fit of its Trainer. Code before "
-    "that cannot look at weights, run a model or ask a GPU: do that after fit, or only where SPINDLE_WORKLOAD is not in "
-    "the environment; or measure where there is a GPU (spindle profile), and plan from that profile"
+    "that cannot look at weights, run a model or ask a GPU: do that after fit, or only if SPINDLE_WORKLOAD is not in the "
+    "environment; or measure where there is a GPU (spindle profile), and plan from that profile"
 )
 
 
@@ -51,7 +51,7 @@ def _leave_out_values() -> None:
             data = data.detach().to("meta")
         return make(cls, data, requires_grad)
 
-    nn.Parameter.__new__ = without_values  # type: ignore[method-assign, assignment]
+    nn.Parameter.__new__ = without_values  # type: ignore[method-assign]
 
 
 class _WithoutGpu(TorchFunctionMode):
@@ -93,10 +93,10 @@ def _on_cpu(device: Any) -> Any:
 
 def _leave_out_gpus() -> None:
     _WithoutGpu().__enter__()  # type: ignore[no-untyped-call]  # to the end of the process
-    nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign, assignment]
-    torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
-    torch.cuda.current_device = lambda: 0  # type: ignore[assignment]
-    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+    nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.synchronize = lambda device=None: None
     join = dist.init_process_group
 
     def join_on_cpu(backend: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -114,7 +114,7 @@ def _map_checkpoints() -> None:
             kwargs["mmap"] = True
         return read(f, "cpu", *args, **kwargs)
 
-    torch.load = mapped  # type: ignore[assignment]
+    torch.load = mapped
     warnings.filterwarnings("ignore", message="(?s).*copying from a non-meta parameter")
 
 
@@ -122,7 +122,7 @@ def _explain_failures() -> None:
     tell = sys.excepthook
 
     def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, RuntimeError | AssertionError | ValueError | AttributeError):
+        if isinstance(error, AssertionError) or re.search("meta|cuda|nvidia", str(error), re.IGNORECASE):
             error.add_note(_NOTE)
         tell(kind, error, trace)
 
