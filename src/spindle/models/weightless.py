@@ -27,8 +27,8 @@ from torch.utils._device import _device_constructors
 _MOVES = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu)
 _NOTE = (
     "note: spindle runs this script without weights and without a GPU, up to the first fit of its Trainer. Code before "
-    "that cannot look at weights, run a model or ask a GPU: do that after fit, or only if SPINDLE_WORKLOAD is not in the "
-    "environment; or measure where there is a GPU (spindle profile), and plan from that profile"
+    "that cannot look at weights, run a model or ask a GPU: do that after fit, or only if SPINDLE_WORKLOAD is not in "
+    "the environment; or measure where there is a GPU (spindle profile), and plan from that profile"
 )
 
 
