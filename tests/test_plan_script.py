@@ -170,6 +170,39 @@ def test_ten_billion_parameters_take_no_memory(write, tmp_path):
     assert run(["bound", str(tmp_path / "workload.json"), "--cluster", "h100x16"]) == 0
 
 
+def test_a_pretrained_model_is_planned_without_reading_its_weights(write, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
+    config = transformers.Qwen2Config(num_attention_heads=4, num_key_value_heads=2, **sizes)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path / "qwen")
+    training = write(
+        """
+        import torch
+        from transformers import Qwen2ForCausalLM
+
+        import spindle
+
+        language = spindle.module("language", Qwen2ForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16))
+
+        @spindle.task(batch_size=4)
+        def predict(batch):
+            return language(input_ids=batch).logits.square().mean()
+
+        loader = [torch.zeros(4, 8, dtype=torch.int64)]
+        if __name__ == "__main__":
+            assert language.module.lm_head.weight.is_meta
+            trainer = spindle.Trainer([predict], optimizer=lambda named: torch.optim.AdamW([one for _, one in named]))
+            trainer.fit({"predict": loader}, steps=1)
+        """,
+        FOLDER=str(tmp_path / "qwen"),
+    )
+    asked = workload_of_script(training)
+    found = runpy.run_path(training)
+    examples = {"predict": found["loader"][0]}
+    assert asked == bind("training", trace_all([found["predict"]], examples)).workload
+    assert len(asked.modules[0].layers) == 5
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

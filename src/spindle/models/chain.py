@@ -174,9 +174,9 @@ def _cut(module: nn.Module, recording: Recording, lists: BlockLists) -> Chain:
     segments = [steps[begin:end] for begin, end in zip(places, [*places[1:], len(steps)], strict=True)]
 
     layers = []
-    places: dict[int, int] = {}
+    place_of: dict[int, int] = {}
     if any(parameter.is_meta for parameter in module.parameters()):
-        places = {id(block): place for items in lists for place, block in enumerate(items)}
+        place_of = {id(block): place for items in lists for place, block in enumerate(items)}
     inputs = [name for name in recording.inputs if name is not None]
     available = inputs
     for number, segment in enumerate(segments):
@@ -185,7 +185,7 @@ def _cut(module: nn.Module, recording: Recording, lists: BlockLists) -> Chain:
         needed = [name for name in dict.fromkeys([*available, *made]) if name in later]
         is_last = number == len(segments) - 1
         _refuse_shared_writes(recording, segment, available, later)
-        layers.append(_layer(module, recording, segment, available, None if is_last else needed, places))
+        layers.append(_layer(module, recording, segment, available, None if is_last else needed, place_of))
         available = needed
     first = _called_like(module, recording, layers[0])
     return Chain(module=module, layers=(first, *layers[1:]), is_recorded=True)
@@ -220,7 +220,7 @@ def _layer(
     segment: list[Step],
     inputs: list[str],
     outputs: list[str] | None,
-    places: Mapping[int, int],
+    place_of: Mapping[int, int],
 ) -> ChainLayer:
     """A layer from some steps; without `outputs` it gives the module's own output."""
     result = f"({recording.output},)" if outputs is None else f"({''.join(f'{name}, ' for name in outputs)})"
@@ -244,7 +244,7 @@ def _layer(
     does = [step for step in segment if step.kind not in ("pick", "size", "check")]
     settings = ""
     if outputs is not None and does and not fetched and all(step.module is not None for step in does):
-        settings = f"{_renamed(source)} {[_settings(one, places.get(id(one))) for one in modules]}"
+        settings = f"{_renamed(source)} {[_settings(one, place_of.get(id(one))) for one in modules]}"
     return ChainLayer(
         kind=";".join(step.kind for step in does),
         run=scope["run"],
