@@ -66,6 +66,8 @@ class _WithoutGpu(TorchFunctionMode):
         is_empty = first is not None and type(first) in (torch.Tensor, nn.Parameter) and first.is_meta
         if func in _MOVES:
             return self._moved(func, args, kwargs, is_empty)
+        if func is torch._C._nn._parse_to and args and isinstance(args[0], int):
+            args = ("cpu", *args[1:])  # nn.Module.to(0); tensors without values stay so
         if kwargs.get("device") is not None:
             kwargs["device"] = "meta" if is_empty else _on_cpu(kwargs["device"])
         elif func in _device_constructors() and torch.get_default_device().type == "cuda":
