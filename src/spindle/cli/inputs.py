@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spindle.artifact import artifact_from_json, read_json_file
+from spindle.cli.script import script_words, workload_of_script
 from spindle.cli.terminal import printable
 from spindle.cluster import Cluster, DeviceKind, Island, Link, cluster_named, read_cluster_file
 from spindle.errors import InputError, PlanError
@@ -26,6 +27,11 @@ def load_profile(given: str, num_devices: int | None, cluster_name: str | None) 
         recipe = RECIPES[given]
         cluster = _real_cluster(given, num_devices, cluster_name)
         return roofline_profile(metagraph_of(recipe.workload()), cluster, recipe.roofline)
+    if (words := script_words(given)) is not None:
+        cluster = _real_cluster(given, num_devices, cluster_name)  # before the script runs
+        workload = workload_of_script(*words)
+        _refuse_unprintable(words[0], _names(workload))
+        return roofline_profile(metagraph_of(workload), cluster, Roofline())
     path = Path(given)
     if not path.exists() and path.suffix != ".json":
         raise InputError(f"{given}: no such file, and no recipe of that name; recipes: {', '.join(RECIPES)}")

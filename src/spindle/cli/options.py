@@ -11,8 +11,9 @@ Input = Annotated[
     str,
     typer.Argument(
         metavar="INPUT",
-        help="An abstract graph (.json with ops and their times), a workload (.json), the name of a recipe, or a "
-        "profile (.json) that `spindle profile` wrote, which brings its machines.",
+        help="An abstract graph (.json with ops and their times), a workload (.json), the name of a recipe, a "
+        "profile (.json) that `spindle profile` wrote, which brings its machines, or a training script (train.py, or "
+        "'train.py --its-own options'), which runs without weights and without a GPU up to its first fit.",
         show_default=False,
     ),
 ]

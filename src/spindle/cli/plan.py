@@ -36,6 +36,8 @@ def plan(
     spindle plan graph.json --devices 16 -o plan.json
 
     spindle plan clip-10 --cluster a800x32 --planner paper
+
+    spindle plan train.py --cluster h100x16
     """
     from spindle.artifact import artifact_text
     from spindle.cli.inputs import load_profile

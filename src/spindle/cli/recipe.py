@@ -21,13 +21,13 @@ def recipe(
 
     spindle recipe clip-4 -o clip-4.json
     """
-    from spindle.artifact import write_artifact
     from spindle.cli.terminal import notice, refuse_outputs
     from spindle.errors import InputError
     from spindle.recipes import RECIPES
+    from spindle.workload import write_workload
 
     if name not in RECIPES:
         raise InputError(f"no recipe is called {name!r}; recipes: {', '.join(RECIPES)}")
     refuse_outputs(output)
-    write_artifact(output, "workload", RECIPES[name].workload())
+    write_workload(output, RECIPES[name].workload())
     notice(f"wrote {output}")

@@ -1,12 +1,14 @@
 """`python -m spindle.launch.worker SCRIPT [ARGUMENTS]...`: one process of a job, around a script.
 
 The script runs as `python SCRIPT` would run it, in a process that ends with its launcher, says where it crashed and
-reports why it failed. Nothing heavy is imported before the first line of the script.
+reports why it failed. Nothing heavy is imported before the first line of the script, unless the launcher names a
+function (`package.module:function`) to be called before it.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
 import runpy
 import signal
@@ -16,6 +18,7 @@ from collections.abc import Sequence
 from spindle.launch.failure import end_by_exit, install_hook
 
 LAUNCHER_VARIABLE = "SPINDLE_LAUNCHER"
+PRELUDE_VARIABLE = "SPINDLE_PRELUDE"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -31,6 +34,10 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         if stream is not None:
             # Into a file or a pipe Python writes pages, and a process that is killed takes its last page along.
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    prelude = os.environ.pop(PRELUDE_VARIABLE, None)
+    if prelude is not None:
+        module, _, function = prelude.partition(":")
+        getattr(importlib.import_module(module), function)()
     sys.argv = [script, *arguments]
     # Unless -P was given, the first entry is the current folder, which `python SCRIPT` would not look in.
     sys.path[: 0 if sys.flags.safe_path else 1] = [os.path.dirname(os.path.realpath(script))]

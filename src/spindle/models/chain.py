@@ -12,7 +12,7 @@ that way, so a call that gives others has a chain of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -174,6 +174,9 @@ def _cut(module: nn.Module, recording: Recording, lists: BlockLists) -> Chain:
     segments = [steps[begin:end] for begin, end in zip(places, [*places[1:], len(steps)], strict=True)]
 
     layers = []
+    place_of: dict[int, int] = {}
+    if any(parameter.is_meta for parameter in module.parameters()):
+        place_of = {id(block): place for items in lists for place, block in enumerate(items)}
     inputs = [name for name in recording.inputs if name is not None]
     available = inputs
     for number, segment in enumerate(segments):
@@ -182,7 +185,7 @@ def _cut(module: nn.Module, recording: Recording, lists: BlockLists) -> Chain:
         needed = [name for name in dict.fromkeys([*available, *made]) if name in later]
         is_last = number == len(segments) - 1
         _refuse_shared_writes(recording, segment, available, later)
-        layers.append(_layer(module, recording, segment, available, None if is_last else needed))
+        layers.append(_layer(module, recording, segment, available, None if is_last else needed, place_of))
         available = needed
     first = _called_like(module, recording, layers[0])
     return Chain(module=module, layers=(first, *layers[1:]), is_recorded=True)
@@ -212,7 +215,12 @@ def _refuse_shared_writes(
 
 
 def _layer(
-    module: nn.Module, recording: Recording, segment: list[Step], inputs: list[str], outputs: list[str] | None
+    module: nn.Module,
+    recording: Recording,
+    segment: list[Step],
+    inputs: list[str],
+    outputs: list[str] | None,
+    place_of: Mapping[int, int],
 ) -> ChainLayer:
     """A layer from some steps; without `outputs` it gives the module's own output."""
     result = f"({recording.output},)" if outputs is None else f"({''.join(f'{name}, ' for name in outputs)})"
@@ -236,7 +244,7 @@ def _layer(
     does = [step for step in segment if step.kind not in ("pick", "size", "check")]
     settings = ""
     if outputs is not None and does and not fetched and all(step.module is not None for step in does):
-        settings = f"{_renamed(source)} {[_settings(one) for one in modules]}"
+        settings = f"{_renamed(source)} {[_settings(one, place_of.get(id(one))) for one in modules]}"
     return ChainLayer(
         kind=";".join(step.kind for step in does),
         run=scope["run"],
@@ -279,14 +287,19 @@ def _renamed(source: str) -> str:
     return re.sub(r"\b[atsum]\d+_?\b", lambda found: names.setdefault(found[0], f"v{len(names)}"), source)
 
 
-def _settings(module: nn.Module) -> str:
-    """Equal for modules of the same type with the same attributes all through, but for the values of their tensors."""
+def _settings(module: nn.Module, place: int | None) -> str:
+    """Equal for modules of the same type with the same attributes all through, but for the values of their tensors.
+
+    And but for the number that a block has in its list, where its place is given: decoders keep it for their caches.
+    It is given for modules without weights alone, which are planned for, never run.
+    """
     parts = []
     for path, one in module.named_modules():
         own = {
             name: value if isinstance(value, bool | int | float | str | tuple | None) else id(value)
             for name, value in vars(one).items()
             if name not in _TENSORS and not (isinstance(value, dict | set | None) and not value)
+            if not (type(value) is int and value == place)
         }
         tensors = [
             (name, each.shape, each.dtype)

@@ -27,13 +27,14 @@ from spindle.run.weights import Weights
 from spindle.train.bind import Bound, bind, code_of, trace_all
 from spindle.train.kinds import kinds_of
 from spindle.train.optimizer import MakeOptimizer, MakeScheduler, Update, UpdateState
-from spindle.train.probe import Facts, probe
+from spindle.train.probe import Facts, facts_without_values, probe
 from spindle.train.progress import Progress
 from spindle.train.samples import Needs, needs_of
 from spindle.train.sampling import Share
 from spindle.train.task import TaskDefinition
 from spindle.train.trace import unchanged
 from spindle.train.ways import Ways
+from spindle.workload import WorkloadRequest, workload_request, write_workload
 
 
 @dataclass(slots=True)
@@ -158,8 +159,15 @@ def find_out(
     examples = {way.name: on_device(tree_map(_copied, way.example), world.device) for way in ways}
     shown.stage("recording tasks")
     casting = nullcontext() if options.autocast is None else torch.autocast(world.device.type, dtype=options.autocast)
+    wanted = workload_request()
     with casting:
-        traced = trace_all([way.definition for way in ways], examples, world.device)
+        # Modules without weights cannot be moved, and need not be.
+        traced = trace_all([way.definition for way in ways], examples, world.device if wanted is None else None)
+    if wanted is not None:
+        bound = bind(options.name, traced, facts_without_values(traced))
+        _explain(bound, world, notify)
+        notify("planned without weights: that modules couple samples is told by shapes and batch normalisation alone")
+        _hand_over_workload(bound, wanted)
     facts: Facts = world.broadcast_object(probe(traced, examples) if world.rank == 0 else None)
     bound = bind(options.name, traced, facts)
     _explain(bound, world, notify)
@@ -230,6 +238,12 @@ def _hand_over(profile: Profile, request: ProfileRequest, world: World) -> NoRet
     if world.rank == 0:
         write_profile(request.output, profile)
     world.barrier()
+    raise SystemExit(0)
+
+
+def _hand_over_workload(bound: Bound, request: WorkloadRequest) -> NoReturn:
+    """`spindle plan train.py` wants to know what is trained: the script ends here, too."""
+    write_workload(request.output, bound.workload)
     raise SystemExit(0)
 
 

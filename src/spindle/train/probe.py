@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from spindle.errors import WorkloadError
@@ -44,11 +45,7 @@ def probe(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> Facts:
     names = parameter_names(handles)
     with unchanged([handle.module for handle in handles.values()]):
         for task in tasks:
-            for call, layers in task.layers.items():
-                if task.whole_only:
-                    coupled[task.name, call] = task.whole_only
-                elif any(layer.mixes for layer in layers):
-                    coupled[task.name, call] = "it does not work on each sample by itself"
+            coupled.update(_coupled_by_shape(task))
             found = _probe_task(task, batches[task.name], coupled, random_layers, random_losses)
             if found is None or reached is None:
                 reached = None
@@ -60,6 +57,25 @@ def probe(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> Facts:
         random_losses=frozenset(random_losses),
         reached=reached,
     )
+
+
+def facts_without_values(tasks: Sequence[TracedTask]) -> Facts:
+    """What shapes tell, where weights have no values to try the tasks on."""
+    coupled: dict[tuple[str, str], str] = {}
+    for task in tasks:
+        for call in task.recorded.calls:
+            if any(isinstance(one, _BatchNorm) and one.training for one in call.handle.module.modules()):
+                coupled[task.name, call.name] = "it normalises over its batch"
+        coupled.update(_coupled_by_shape(task))
+    return Facts(coupled=coupled)
+
+
+def _coupled_by_shape(task: TracedTask) -> Iterator[tuple[tuple[str, str], str]]:
+    for call, layers in task.layers.items():
+        if task.whole_only:
+            yield (task.name, call), task.whole_only
+        elif any(layer.mixes for layer in layers):
+            yield (task.name, call), "it does not work on each sample by itself"
 
 
 def _probe_task(

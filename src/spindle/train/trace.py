@@ -201,16 +201,22 @@ class _Run:
 
 def _layers(recorded: RecordedTask, batch: Any) -> tuple[dict[str, list[_Run]], list[Any]]:
     """What each layer did, and what the loss took."""
+    modules = {id(call.handle.module): call.handle.module for call in recorded.calls}
     try:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        modules = {id(call.handle.module): call.handle.module for call in recorded.calls}
         with ExitStack() as stack:
             for module in modules.values():
                 stack.enter_context(Swapped(module, mode, device_of(batch)))
             stack.enter_context(mode)
             stack.enter_context(as_when_compiling())
             return _run_layers(recorded, tree_map(lambda leaf: _fake(mode, leaf), batch), {})
-    except (*_NEEDS_VALUES, RuntimeError):
+    except (*_NEEDS_VALUES, RuntimeError) as error:
+        if any(parameter.is_meta for module in modules.values() for parameter in module.parameters()):
+            raise WorkloadError(
+                f"task {recorded.definition.name!r} cannot be followed without values, and its modules have none (they "
+                f"are on meta): {_first_line(error)}. If its code looks at values, measure it where its weights fit "
+                "(spindle profile), and plan from that profile"
+            ) from error
         # Fake tensors cannot do all that real ones can, and say so in many ways. If it is the code that is wrong, real
         # tensors say that better.
         return _run_layers(recorded, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from spindle.train.result import FitResult
 from spindle.train.samples import sample_feed
 from spindle.train.sampling import Share, check_sampling
 from spindle.train.task import TaskDefinition
+from spindle.workload import workload_request
 
 
 class Trainer:
@@ -189,6 +191,8 @@ class Trainer:
         Modules are in evaluation mode meanwhile. A `spindle.mean` is total over count of all batches; other losses are
         averaged over batches, each counting as many times as it has samples.
         """
+        if workload_request() is not None:  # nobody trains here, and modules have no weights
+            return dict.fromkeys(loaders, math.nan)
         state = self.world.broadcast_object(random_state())
         draw()
         return evaluate(

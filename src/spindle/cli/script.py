@@ -1,0 +1,47 @@
+"""From a training script to what it trains, without its weights."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from pathlib import Path
+
+from spindle.errors import InputError
+from spindle.workload import Workload, WorkloadRequest, read_workload
+
+
+def script_words(given: str) -> list[str] | None:
+    """A script and its arguments, if this is one: a file, or a whole command line in one argument."""
+    if given.endswith(".py") and Path(given).exists():
+        return [given]
+    try:
+        words = shlex.split(given)
+    except ValueError:  # a quotation mark without another; a file may be called so
+        return None
+    return words if words and words[0].endswith(".py") else None
+
+
+def workload_of_script(script: str, *arguments: str) -> Workload:
+    """Runs a script up to the first fit of its Trainer, which says what it would train."""
+    from spindle.cli.launch import launched
+    from spindle.launch.failure import INTERRUPTED
+    from spindle.launch.worker import PRELUDE_VARIABLE
+
+    with tempfile.TemporaryDirectory(prefix="spindle-plan-") as folder:
+        request = WorkloadRequest(output=Path(folder) / "workload.json")
+        environment = {
+            **request.environment(),
+            PRELUDE_VARIABLE: "spindle.run.weightless:leave_out_weights",
+            "CUDA_VISIBLE_DEVICES": "",  # the same everywhere, and no memory of a GPU that others use
+        }
+        ended = launched(Path(script), list(arguments), 1, None, environment=environment)
+        if ended.code == INTERRUPTED:
+            raise KeyboardInterrupt
+        if ended.code:
+            raise InputError(f"{script}: it failed as said above, so there is nothing to plan")
+        if not request.output.exists():
+            raise InputError(
+                f"{script}: it ended without a call of spindle.Trainer.fit, so there is nothing to plan; give a script "
+                "that trains (python train.py), with the arguments it needs ('train.py --its-own options')"
+            )
+        return read_workload(request.output)
