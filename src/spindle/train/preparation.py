@@ -260,10 +260,16 @@ def _explain(bound: Bound, world: World, notify: Callable[[str], None]) -> None:
                 f"module {name!r} is called {calls.count(name)} times in a step: the running statistics of its "
                 "batch normalisation follow one of these calls alone"
             )
-    if world.size > 1:
-        for (task, call), reason in bound.facts.coupled.items():
-            if not next(one for one in bound.tasks[task].recorded.calls if one.name == call).handle.whole_batch:
-                notify(f"task {task!r}: {call} runs on one device at a time: {reason}")
+    coupled: dict[tuple[str, str], list[str]] = {}  # tasks, by module and reason
+    for (task, call), reason in bound.facts.coupled.items():
+        handle = next(one for one in bound.tasks[task].recorded.calls if one.name == call).handle
+        if world.size > 1 and not handle.whole_batch:
+            coupled.setdefault((handle.name, reason), []).append(task)
+    for (name, reason), tasks in coupled.items():
+        notify(
+            f"module {name!r} runs on one device at a time in {', '.join(dict.fromkeys(tasks))}: {reason} "
+            "(spindle.module(..., whole_batch=True) says that this is meant)"
+        )
 
 
 def _plan(profile: Profile, options: Options, world: World, tell: Callable[[float], None]) -> Plan:

@@ -32,12 +32,14 @@ class Progress:
             self._console.print(f"note: {text}", soft_wrap=True)
 
     def stage(self, text: str) -> None:
-        if self._enabled and self._console.is_terminal:
+        if self._enabled:
             self._console.print(f"{text} ...", style="dim")
 
     @contextmanager
     def bar(self, text: str) -> Iterator[Callable[[float], None]]:
-        """A bar for work that tells which share of it is done."""
+        """A bar for work that tells which share of it is done; a line where nobody watches."""
+        if not self._console.is_terminal:
+            self.stage(text)
         with Bars(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
