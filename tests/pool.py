@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-SIZE = 6
 LIMIT_S = 120  # for one request
 _MEETING = timedelta(seconds=60)  # for one operation inside it
 
@@ -47,20 +46,20 @@ def serve(rank: int, port: int, requests: Any, answers: Any) -> None:
 
 
 class Pool:
-    """Starts its processes with the first request, and anew after one that failed: ranks that wait for a failed one
+    """Starts processes as requests need them, and all anew after one that failed: ranks that wait for a failed one
     would wait long."""
 
-    def __init__(self, size: int = SIZE) -> None:
-        self._size = size
+    def __init__(self) -> None:
         self._context = multiprocessing.get_context("spawn")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._number = 0
         self._processes: list[Any] = []
+        self._requests: list[Any] = []
+        self._answers = self._context.Queue()
 
     def run(self, num_ranks: int, function: str, *arguments: Any) -> list[Any]:
         """What `worlds.<function>(rank, num_ranks, *arguments)` gives on each rank."""
-        if not self._processes:
-            self._start()
+        self._start(num_ranks)
         self._number += 1
         for requests in self._requests[:num_ranks]:
             requests.put((self._number, num_ranks, function, arguments))
@@ -82,21 +81,17 @@ class Pool:
             answers[rank] = answer
         return [answers[rank] for rank in range(num_ranks)]
 
-    def _start(self) -> None:
-        self._requests = [self._context.Queue() for _ in range(self._size)]
-        self._answers = self._context.Queue()
-        self._processes = [
-            self._context.Process(
-                target=serve, args=(rank, self._store.port, self._requests[rank], self._answers), daemon=True
-            )
-            for rank in range(self._size)
-        ]
-        for process in self._processes:
-            process.start()
+    def _start(self, num_ranks: int) -> None:
+        """Has so many processes: starting one takes seconds."""
+        for rank in range(len(self._processes), num_ranks):
+            self._requests.append(self._context.Queue())
+            arguments = (rank, self._store.port, self._requests[rank], self._answers)
+            self._processes.append(self._context.Process(target=serve, args=arguments, daemon=True))
+            self._processes[-1].start()
 
     def close(self) -> None:
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.join()
-        self._processes = []
+        self._processes, self._requests, self._answers = [], [], self._context.Queue()

@@ -150,7 +150,7 @@ def test_dropout_before_the_blocks_repeats_under_one_seed():
 
 @pytest.fixture(scope="module")
 def pool():
-    one = Pool(2)
+    one = Pool()
     yield one
     one.close()
 
