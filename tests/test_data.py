@@ -13,15 +13,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 import spindle  # noqa: E402
 from courses import Notes, loader_named  # noqa: E402
-from pool import Pool  # noqa: E402
 from spindle.train.samples import Shuffled  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def pool():
-    one = Pool()
-    yield one
-    one.close()
 
 
 def losses_of(answers):

@@ -10,16 +10,8 @@ from torch import nn  # noqa: E402
 
 import spindle  # noqa: E402
 from courses import unmeasured  # noqa: E402
-from pool import Pool  # noqa: E402
 from spindle.errors import TrainingError  # noqa: E402
 from spindle.train.sampling import tasks_in_step  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def pool():
-    one = Pool()
-    yield one
-    one.close()
 
 
 def follow(pool, num_ranks, name, plan="plan 1", limit=1e-9):

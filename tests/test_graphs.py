@@ -7,17 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import zoo  # noqa: E402
-from pool import Pool  # noqa: E402
 
 STEPS = 7  # one that checks losses, two launched one by one, one captured, three replayed
 SMALL_CHUNKS = 1.0
-
-
-@pytest.fixture(scope="module")
-def pool():
-    one = Pool()
-    yield one
-    one.close()
 
 
 def assert_same(answers, *, allowed=("random", "counts")) -> None:

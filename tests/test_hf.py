@@ -12,7 +12,6 @@ import transformers as hf  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import hugging  # noqa: E402
-from pool import Pool  # noqa: E402
 from spindle import Trainer, module, task  # noqa: E402
 from spindle.models import chain_of  # noqa: E402
 from spindle.train import trace_all  # noqa: E402
@@ -146,13 +145,6 @@ def test_dropout_before_the_blocks_repeats_under_one_seed():
     assert first == losses(1)
     assert first != losses(2)
     assert len(set(first)) == 3
-
-
-@pytest.fixture(scope="module")
-def pool():
-    one = Pool()
-    yield one
-    one.close()
 
 
 @pytest.mark.parametrize("workload", hugging.WORKLOADS)

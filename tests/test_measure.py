@@ -14,7 +14,6 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import spindle  # noqa: E402
-from pool import Pool  # noqa: E402
 from spindle.errors import ProfileError  # noqa: E402
 from spindle.graph import metagraph_of  # noqa: E402
 from spindle.measure import LayerMeter, measure_layers, measure_update  # noqa: E402
@@ -314,13 +313,6 @@ def test_a_profile_for_another_number_of_devices_is_refused(profile):
     two = replace(profile.cluster, islands=profile.cluster.islands * 2)
     with pytest.raises(ProfileError, match=r"Trainer\(profile=...\) is for 2 devices, but 1 ranks were started"):
         trainer_with(replace(profile, cluster=two)).prepare(loaders(), progress=False)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    one = Pool()
-    yield one
-    one.close()
 
 
 def test_all_ranks_find_the_same_about_sums_beside_compute(pool):

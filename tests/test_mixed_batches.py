@@ -7,16 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import courses  # noqa: E402
-from pool import Pool  # noqa: E402
 from spindle.errors import TrainingError  # noqa: E402
 from spindle.train import ways  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def pool():
-    one = Pool()
-    yield one
-    one.close()
 
 
 def follow(pool, num_ranks, name, plan="wavefront"):

@@ -13,20 +13,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import zoo  # noqa: E402
-from pool import Pool  # noqa: E402
 from scenes import SCENES  # noqa: E402
 from worlds import Errors, Training  # noqa: E402
 
 STEPS = 3
 SMALL_CHUNKS = 1.0  # bytes: every layer's backward is a chunk of its own
 WORKLOADS = 18
-
-
-@pytest.fixture(scope="module")
-def pool():
-    one = Pool()
-    yield one
-    one.close()
 
 
 def assert_same(answers: list[Errors], limit: float = 1e-9) -> None:
@@ -91,7 +83,7 @@ def test_every_planners_plan_of_a_random_workload_does(pool, planner, seed, num_
 # Through the public interface: a Trainer, its optimizer, its loaders.
 
 
-def assert_trained_same(pool: Pool, num_ranks: int, training: Training, plan: str, limit: float = 1e-9) -> None:
+def assert_trained_same(pool, num_ranks: int, training: Training, plan: str, limit: float = 1e-9) -> None:
     for trained in pool.run(num_ranks, "train", training, plan):
         assert trained.parameter < limit, trained.worst
         assert trained.loss < limit

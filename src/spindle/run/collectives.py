@@ -210,6 +210,7 @@ class Collectives:
         words, ours = board.words, board.row(self._rank)
         # Streams that wait for each other for long slow down whatever else the GPU does: the host waits instead.
         self._behind = []
+        is_marked = is_marked or num_bytes > 0
         while num_bytes and not job.is_due():
             yield True
         self._round += 1
@@ -220,13 +221,13 @@ class Collectives:
         staged = slice(begin, begin + num_bytes)
         self._num_staged[medium.number] += num_bytes > 0
         signal = 0
-        if num_bytes or is_marked:
+        if is_marked:
             job.begin()
         if num_bytes and place is None:
             segment = self._segments.for_collectives(medium, kind, 2 * medium.half_bytes[kind])
             source = self._segments.of(self._rank, medium, segment)[staged]
             stage(source)
-        if num_bytes or is_marked:
+        if is_marked:
             signal = medium.signal()
         meaning = zlib.crc32(f"{job.name} {num_bytes} {kind}".encode())
         words[ours + ROUND_MEANINGS + turn], words[ours + ROUND_SIGNALS + turn] = meaning, signal
@@ -243,7 +244,7 @@ class Collectives:
                     f"{self._names[rank]} does not run the {job.name} of {num_bytes} bytes that "
                     f"{self._names[self._rank]} runs; all ranks of a group must call the same collectives in one order"
                 )
-        if num_bytes or is_marked:
+        if is_marked:
             medium.wait_for({rank: words[board.row(rank) + ROUND_SIGNALS + turn] for rank in range(self._size)})
         if not num_bytes:
             return False
