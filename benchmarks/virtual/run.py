@@ -3,8 +3,10 @@
     spindle launch --virtual-devices 8 benchmarks/virtual/run.py --output FILE.json
         [--only clip-4-16,qwen-val] [--variants wavefront,ddp-eager] [--budget-s 900] [--small]
 
-A cell is one variant of one workload. Each finished cell is in the file at once, and a run goes on with what the file
-lacks. An error on all ranks alike (no memory, no plan) is the cell's result. One rank that fails alone ends the job,
+A cell is one variant of one workload. Spindle's variants of all workloads come first: graphs inside DDP leave memory
+behind. Each finished cell is in the file at once, and a run goes on with what the file lacks. On a virtual machine the
+host may take cores away; a cell of which it took more than a hundredth is measured once more, and the better one kept.
+ An error on all ranks alike (no memory, no plan) is the cell's result. One rank that fails alone ends the job,
 because the others wait for it; a cell that has ended the job twice is left out from then on.
 
 Every variant starts from the same weights, so the losses of all of Spindle's variants are the same but for rounding.
@@ -49,6 +51,7 @@ PLANNERS = ("wavefront", "sequential", "distmm", "task-level", "paper")
 VARIANTS = (*PLANNERS, *plain.VARIANTS)
 WARM_UP = 4  # steps; graphs are captured within them
 SMALL_WARM_UP, SMALL_STEPS = 1, 3
+_STOLEN = 0.01  # of the cores' time, by the machine that hosts this one
 _PATIENCE_S = 30  # until a rank that failed takes the others for stuck
 
 Answer = TypeVar("Answer")
@@ -88,13 +91,26 @@ class Experiment:
             return True
         begin_s = time.monotonic()
         self.note(lambda cells: cells.begin(cell))
-        result, error = attempt(self.world, run)
-        found = {"error": error} if result is None else result
+        found = self._once(cell, run)
+        if "error" not in found and self.decide(lambda _: found["stolen"] > _STOLEN and self.has_time()):
+            free()
+            again = self._once(cell, run)
+            if "error" in again or again["stolen"] < found["stolen"]:
+                found = again
         found["cell_s"] = time.monotonic() - begin_s
         self.note(lambda cells: cells.finish(cell, found))
+        return "error" not in found
+
+    def _once(self, cell: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        held = _allocated_bytes()
+        stolen, all_of_it = host_time()
+        result, error = attempt(self.world, run)
+        found = {"error": error} if result is None else result
+        now, all_by_now = host_time()
+        found |= {"stolen": (now - stolen) / max(1, all_by_now - all_of_it), "held_bytes": held}
         if self.cells is not None:
             print(f"{time.monotonic() - self.begin_s:6.0f} s  {cell:26} {_summary(found)}", flush=True)
-        return not error
+        return found
 
 
 def attempt(world: World, run: Callable[[], Answer]) -> tuple[Answer | None, str]:
@@ -132,11 +148,22 @@ def _flags(world: World, failure: Exception | None) -> list[bool]:
     return [bool(flag) for flag in table]
 
 
-def measure_workload(experiment: Experiment, name: str, variants: list[str]) -> None:
-    """All variants of a workload that have no result yet."""
-    todo = experiment.todo(name, variants)
-    measure_planners(experiment, name, [one for one in todo if one in PLANNERS])
-    for variant in [one for one in todo if one in plain.VARIANTS]:
+def host_time() -> tuple[int, int]:
+    """What the machine that hosts this one has taken from it so far, and all there was, in ticks of a core."""
+    try:
+        ticks = [int(one) for one in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    except OSError:
+        return 0, 0
+    return ticks[7], sum(ticks)
+
+
+def _allocated_bytes() -> int:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def measure_plain(experiment: Experiment, name: str, variants: list[str]) -> None:
+    """Torch's own variants of a workload that have no result yet."""
+    for variant in experiment.todo(name, [one for one in variants if one in plain.VARIANTS]):
         if variant == "ddp-graphed" and experiment.world.device.type == "cpu":
             continue
         experiment.measure(f"{name}/{variant}", partial(plain_cell, experiment, name, variant))
@@ -157,7 +184,7 @@ def plain_cell(experiment: Experiment, name: str, variant: str) -> dict[str, Any
 
 def measure_planners(experiment: Experiment, name: str, planners: list[str]) -> None:
     """Spindle's variants, all under one profile. After an error weights may be anywhere, so it starts anew."""
-    left = list(planners)
+    left = experiment.todo(name, [one for one in planners if one in PLANNERS])
     while left:
         workload = workloads.build(name, experiment.world.device, experiment.small)
         trainer = spindle.Trainer(
@@ -262,7 +289,7 @@ def _summary(found: dict[str, Any]) -> str:
     if "error" in found:
         return found["error"].splitlines()[0][:100]
     predicted = f", predicted {found['predicted_s'] * 1e3:.1f} ms" if "predicted_s" in found else ""
-    return f"{found['median_s'] * 1e3:.1f} ms{predicted} ({found['cell_s']:.0f} s)"
+    return f"{found['median_s'] * 1e3:.1f} ms{predicted}, {found['stolen']:.1%} stolen"
 
 
 def free() -> None:
@@ -317,8 +344,9 @@ def main(arguments: list[str]) -> None:
         budget_s=given.budget_s,
     )
     experiment.note(lambda cells: cells.describe(about(world, given.small)))
-    for name in given.only:
-        measure_workload(experiment, name, given.variants)
+    for measure in (measure_planners, measure_plain):
+        for name in given.only:
+            measure(experiment, name, given.variants)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import statistics
 import threading
-import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,9 @@ from spindle.run.step import Pace
 from spindle.run.world import World, compute_stream, peers
 
 _PASSES = 8
-_SMALL, _LARGE = 1 << 22, 1 << 26  # bytes, both large enough to go the way of gradients
+_SMALL, _LARGE = 1 << 22, 1 << 28  # bytes, both large enough to go the way of gradients
 _FEWEST, _MOST = 12, 200  # sums
+_TELLING = 0.25  # of a sum's time, at least, must be for its bytes, to say how they slow compute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ def measure_beside(work: Work | None, together: Together, world: World, link: Li
     share = max(0.0, 1 - fixed_s / large_s)  # of the time in which its bytes were moving
     slowness = pass_s / statistics.median(alone)
     return Beside(
-        overlap=max(1.0, (slowness - (1 - share)) / share) if share else 1.0,
+        overlap=max(1.0, (slowness - (1 - share)) / share if share > _TELLING else slowness),
         exchange_overlap=max(1.0, link.bytes_per_s / rate),
         collective_s=fixed_s,
     )
@@ -83,18 +84,17 @@ def _sums_beside(passes: Passes, buffer: torch.Tensor, count: int, device: torch
     busy = threading.Thread(target=_compute, args=(passes, device, stop, spans), daemon=True)
     busy.start()
     try:
-        begin_s = time.perf_counter()
+        ends = []
         for one in [dist.all_reduce(buffer, async_op=True) for _ in range(count)]:
             assert one is not None
             one.wait()
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        sum_s = (time.perf_counter() - begin_s) / count
+            ends.append(mark(device))
     finally:
         stop.set()
         busy.join()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    sum_s = statistics.median(between_s(begin, end) for begin, end in pairwise(ends))
     if not spans:
         return sum_s, math.nan
     # The first ones may have begun before the sums did.

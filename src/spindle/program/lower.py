@@ -30,7 +30,8 @@ from spindle.program.program import Bucket, Column, Flows, Lane, Link, Program, 
 from spindle.program.reshard import common_scale, flows_between, share_bounds
 
 # Gradients are handed on while backward still runs; smaller chunks hide more and cost more messages. A small model is
-# handed on in a few of them.
+# handed on in a few of them. Where a collective was measured to take long beside its bytes, as many go at once as take
+# that long.
 CHUNK_BYTES = 64e6
 _SMALL_CHUNK_BYTES, _NUM_CHUNKS = 1e6, 8
 
@@ -124,7 +125,9 @@ def _chunk_bytes(profile: Profile) -> float:
     """The gradients of so many bytes are handed on together."""
     numerics = profile.graph.numerics
     elements = sum(parameter.num_elements for parameter in profile.graph.parameters if parameter.trainable)
-    return min(CHUNK_BYTES, max(_SMALL_CHUNK_BYTES, elements * numerics.gradient_bytes / _NUM_CHUNKS))
+    links = [island.link for island in profile.cluster.islands]
+    wanted = max(CHUNK_BYTES, *((link.collective_s or 0.0) * link.bytes_per_s / 2 for link in links))
+    return min(wanted, max(_SMALL_CHUNK_BYTES, elements * numerics.gradient_bytes / _NUM_CHUNKS))
 
 
 def _chunks(profile: Profile, setting: Setting, slot: Slot, op: int, chunk_bytes: float) -> list[tuple[int, int]]:

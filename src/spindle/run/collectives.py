@@ -29,9 +29,8 @@ from spindle.run.job import Job, flat_bytes
 from spindle.run.medium import Medium, Place, Segments
 from spindle.run.sums import HALF_PRECISIONS, SUMMED, sum_into
 
-# Both stop where they must wait, and say whether that is for the caller's own device (else for other ranks).
+# All stop where they must wait, and say whether that is for the caller's own device (else for other ranks).
 Steps = Generator[bool, None, None]
-Round = Generator[bool, None, bool]  # gives whether any rank's part was read where it is
 
 _ONE_ROUND_BYTES = 1 << 15  # an all-reduce up to here reads everything from everybody
 _SMALL_BYTES = 1 << 18
@@ -47,6 +46,17 @@ class Combine:
     all_of: Callable[[torch.Tensor], torch.Tensor]
     one_more: Callable[[torch.Tensor, torch.Tensor], Any]
     is_sum: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What all ranks have in a round, as bytes. Those that are read in place may go on behind what was asked for."""
+
+    tensors: list[torch.Tensor]
+    num_in_place: int
+
+
+Round = Generator[bool, None, Parts]
 
 
 class Collectives:
@@ -87,7 +97,7 @@ class Collectives:
         return moved
 
     def barrier(self, job: Job) -> Steps:
-        yield from self._run_round(job, 0, lambda part: None, lambda parts: None)
+        yield from self._run_round(job, 0)
 
     def broadcast(self, job: Job, tensors: list[torch.Tensor], root: int) -> Steps:
         for tensor in tensors:
@@ -99,11 +109,9 @@ class Collectives:
                     if self._rank == root:
                         part.copy_(chunk)
 
-                def read(parts: list[torch.Tensor], chunk: torch.Tensor = chunk) -> None:
-                    if self._rank != root:
-                        chunk.copy_(parts[root])
-
-                yield from self._run_round(job, last - first, stage, read)
+                parts = yield from self._run_round(job, last - first, stage)
+                if self._rank != root:
+                    chunk.copy_(parts.tensors[root])
 
     def all_gather(self, job: Job, pairs: list[tuple[list[torch.Tensor], torch.Tensor]]) -> Steps:
         """For each of several tensors: the tensors of all ranks."""
@@ -120,27 +128,32 @@ class Collectives:
             target, sources = output.data.view(-1), [one.data.view(-1) for one in inputs]
             most = job.medium.half_bytes[-1] // self._size // target.element_size()
             for first, last in _chunks(target.numel(), most):
-                parts = [source[first:last] for source in sources]
-                yield from self._reduce(job, parts, target[first:last], self._rank * (last - first), combine, is_mean)
+                sliced = [source[first:last] for source in sources]
+                yield from self._reduce(job, sliced, target[first:last], self._rank * (last - first), combine, is_mean)
 
     def all_reduce(self, job: Job, tensors: list[torch.Tensor], combine: Combine, is_mean: bool) -> Steps:
         for tensor in tensors:
-            flat = tensor.data.view(-1)
-            for first, last in _chunks(flat.numel(), job.medium.half_bytes[-1] // flat.element_size()):
-                chunk = flat[first:last]
+            rest = tensor.data.view(-1)
+            most = job.medium.half_bytes[-1] // rest.element_size()
+            place = self._known_place(job.medium, rest)
+            while rest.numel():
+                chunk = rest[:most]
                 if _num_bytes(chunk) <= _ONE_ROUND_BYTES:
                     yield from self._reduce(job, [chunk], chunk, 0, combine, is_mean)
+                    rest, place = rest[most:], _further(place, _num_bytes(chunk))
                     continue
+                parts = yield from self._run_round(job, _num_bytes(chunk), _staging([chunk]), flat_bytes(rest), place)
+                # Where nothing had to be staged, nothing limits it.
+                chunk = rest if parts.num_in_place == self._size else chunk
                 count = -(-chunk.numel() // self._size // _TOGETHER) * _TOGETHER
                 slices = [chunk[rank * count : (rank + 1) * count] for rank in range(self._size)]
-                mine = slices[self._rank]
-                place = self._known_place(job.medium, chunk)
-                is_read = yield from self._reduce(job, [chunk], mine, self._rank * count, combine, is_mean, place)
-                if place is not None:
-                    place = replace(place, offset=place.offset + self._rank * count * chunk.element_size())
-                yield from self._gather(job, flat_bytes(mine), [flat_bytes(one) for one in slices], place)
-                if is_read:
-                    yield from self._run_round(job, 0, lambda part: None, lambda parts: None, is_marked=True)
+                mine, begin = slices[self._rank], self._rank * count
+                _combine_parts(mine, parts, begin, combine, is_mean)
+                mine_place = _further(place, begin * chunk.element_size())
+                yield from self._gather(job, flat_bytes(mine), [flat_bytes(one) for one in slices], mine_place)
+                if parts.num_in_place:
+                    yield from self._run_round(job, 0, is_marked=True)
+                rest, place = rest[chunk.numel() :], _further(place, _num_bytes(chunk))
 
     def _known_place(self, medium: Medium, tensor: torch.Tensor) -> Place | None:
         """Where others may read a tensor itself. What is seen for the first time may be gone the next: others would
@@ -153,17 +166,11 @@ class Collectives:
         self._seen.add(place)
         return None
 
-    def _gather(self, job: Job, source: torch.Tensor, targets: list[torch.Tensor], place: Place | None = None) -> Round:
+    def _gather(self, job: Job, source: torch.Tensor, targets: list[torch.Tensor], place: Place | None = None) -> Steps:
         """Each stages bytes, of which there may be fewer on later ranks; all read all."""
-
-        def stage(part: torch.Tensor) -> None:
-            part[: source.numel()].copy_(source)
-
-        def read(parts: list[torch.Tensor]) -> None:
-            _copy_all(targets, [part[: target.numel()] for target, part in zip(targets, parts, strict=True)])
-
         size = max(target.numel() for target in targets)
-        return (yield from self._run_round(job, size, stage, read, source, place))
+        parts = yield from self._run_round(job, size, _staging([source]), source, place)
+        _copy_all(targets, [part[: target.numel()] for target, part in zip(targets, parts.tensors, strict=True)])
 
     def _reduce(
         self,
@@ -173,35 +180,22 @@ class Collectives:
         begin: int,
         combine: Combine,
         is_mean: bool,
-        place: Place | None = None,
-    ) -> Round:
+    ) -> Steps:
         """All stage tensors, one behind the other; each reduces elements from `begin` on into its target."""
-
-        def stage(part: torch.Tensor) -> None:
-            sizes = [_num_bytes(source) for source in sources]
-            for place, source in zip(torch.split(part, sizes), sources, strict=True):
-                place.copy_(flat_bytes(source))
-
-        def read(parts: list[torch.Tensor]) -> None:
-            if target.numel():
-                views = [part.view(target.dtype)[begin : begin + target.numel()] for part in parts]
-                _combine_all(target, views, combine, is_mean)
-
-        size = sum(map(_num_bytes, sources))
-        return (yield from self._run_round(job, size, stage, read, flat_bytes(sources[0]), place))
+        parts = yield from self._run_round(job, sum(map(_num_bytes, sources)), _staging(sources))
+        _combine_parts(target, parts, begin, combine, is_mean)
 
     def _run_round(
         self,
         job: Job,
         num_bytes: int,
-        stage: Callable[[torch.Tensor], None],
-        read: Callable[[list[torch.Tensor]], None],
+        stage: Callable[[torch.Tensor], None] = lambda part: None,
         source: torch.Tensor | None = None,
         place: Place | None = None,
         *,
         is_marked: bool = False,
     ) -> Round:
-        """`stage` fills our part, `read` gets the parts of all ranks; every part has so many bytes.
+        """`stage` fills our part; gives the parts of all ranks, which may be read. Every part has so many bytes.
 
         With a `place` our part is not staged, but is `source`, which others find there. A round without bytes may be
         marked all the same: then what has been started before it is over everywhere.
@@ -247,7 +241,7 @@ class Collectives:
         if is_marked:
             medium.wait_for({rank: words[board.row(rank) + ROUND_SIGNALS + turn] for rank in range(self._size)})
         if not num_bytes:
-            return False
+            return Parts([], 0)
         places = [self._place_said(rank, turn) for rank in range(self._size)]
         number_of_segment = self._segments.number_for_collectives(medium, kind)
         parts = []
@@ -258,9 +252,8 @@ class Collectives:
             elif said is None:
                 parts.append(self._segments.of(rank, medium, number_of_segment)[staged])
             else:
-                parts.append(self._segments.at(rank, medium, said)[:num_bytes])
-        read(parts)
-        return any(said is not None for said in places)
+                parts.append(self._segments.at(rank, medium, said))
+        return Parts(parts, sum(said is not None for said in places))
 
     def _say_place(self, turn: int, place: Place | None) -> None:
         words, at = self._board.words, self._board.row(self._rank) + ROUND_PLACES + turn * PLACE_WORDS
@@ -279,6 +272,30 @@ class Collectives:
         words, row = self._board.words, self._board.row
         self._behind = [rank for rank in range(self._size) if words[row(rank) + ROUND] < number]
         return self._behind
+
+
+def _staging(sources: list[torch.Tensor]) -> Callable[[torch.Tensor], None]:
+    """Puts tensors one behind the other."""
+
+    def stage(part: torch.Tensor) -> None:
+        begin = 0
+        for source in map(flat_bytes, sources):
+            part[begin : begin + source.numel()].copy_(source)
+            begin += source.numel()
+
+    return stage
+
+
+def _further(place: Place | None, num_bytes: int) -> Place | None:
+    return None if place is None else replace(place, offset=place.offset + num_bytes)
+
+
+def _combine_parts(into: torch.Tensor, parts: Parts, begin: int, combine: Combine, is_mean: bool) -> None:
+    """Each part's elements from `begin` on, as many as they go into."""
+    if into.numel():
+        first = begin * into.element_size()
+        taken = [part[first : first + _num_bytes(into)].view(into.dtype) for part in parts.tensors]
+        _combine_all(into, taken, combine, is_mean)
 
 
 def _combine_all(into: torch.Tensor, parts: list[torch.Tensor], combine: Combine, is_mean: bool) -> None:

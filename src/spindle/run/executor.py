@@ -483,6 +483,8 @@ class Executor:
             slot, first, gradients, lambda: self._chunk(step, slot, number), is_last=is_last
         ):
             _run_backward(tree_leaves(pieces[number].outputs), gradients)
+        if step.graphs is None:
+            self._gradients.keep(_parameters_of(slot, number))
         # Activations go as soon as they are used; the inputs of a chunk stay for the chunk before it.
         if pieces:
             pieces[number].outputs = None
@@ -499,15 +501,10 @@ class Executor:
         inputs: list[Any] = [leaf for link in slot.inputs for leaf in step.inputs[link.number]]
         if number > 0:
             inputs = tree_leaves(pieces[number].inputs)
-        parameters: dict[int, nn.Parameter] = {}
-        if isinstance(slot.code, LayersCode):
-            first, last = slot.chunks[number]
-            used = (one for layer in slot.code.layers[first:last] for one in layer.parameters)
-            parameters = {id(one): one for one in used if one.requires_grad}
         return Chunk(
             outputs=tree_leaves(pieces[number].outputs),
             inputs=[leaf for leaf in inputs if takes_gradient(leaf)],
-            parameters=list(parameters.values()),
+            parameters=_parameters_of(slot, number),
         )
 
     def _output_gradients(
@@ -578,6 +575,15 @@ def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
             yield
     finally:
         here.wait_stream(stream)
+
+
+def _parameters_of(slot: SlotSide, number: int) -> list[nn.Parameter]:
+    """What a chunk of a slot trains."""
+    if not isinstance(slot.code, LayersCode):
+        return []
+    first, last = slot.chunks[number]
+    used = (one for layer in slot.code.layers[first:last] for one in layer.parameters)
+    return list({id(one): one for one in used if one.requires_grad}.values())
 
 
 def _run_backward(outputs: list[Any], gradients: list[torch.Tensor | None]) -> None:

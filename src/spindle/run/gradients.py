@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 
 import torch
@@ -35,23 +35,29 @@ class Gradients:
             self._places[id(parameter)] = part if part is not None and is_fit else torch.zeros_like(parameter)
         return self._places[id(parameter)]
 
+    def keep(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Moves gradients to where they are synchronised, so that none stands twice for long."""
+        moves: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for parameter in parameters:
+            if parameter.grad is None or id(parameter) not in self._bucket_of:
+                continue
+            self._flat(self._bucket_of[id(parameter)])
+            part = self._parts[id(parameter)]
+            if parameter.grad.data_ptr() != part.data_ptr():
+                moves.append((part, parameter.grad))
+            if part.dtype == parameter.dtype:
+                parameter.grad = part
+        if moves:
+            torch._foreach_copy_([part for part, _ in moves], [gradient for _, gradient in moves])
+
     def gathered(self, bucket: int) -> torch.Tensor:
         """A bucket's gradients, as its parameters have them now, and their flags. Parameters keep no other memory."""
         flat, parameters = self._flat(bucket), self._buckets[bucket]
         there = [parameter.grad is not None for parameter in parameters]
-        moves: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.keep(parameters)
         for parameter in parameters:
-            part = self._parts[id(parameter)]
             if parameter.grad is None:
-                part.zero_()
-            elif parameter.grad.data_ptr() != part.data_ptr():
-                moves.append((part, parameter.grad))
-        if moves:
-            torch._foreach_copy_([part for part, _ in moves], [gradient for _, gradient in moves])
-        for parameter in parameters:
-            part = self._parts[id(parameter)]
-            if parameter.grad is not None and part.dtype == parameter.dtype:
-                parameter.grad = part
+                self._parts[id(parameter)].zero_()
         known = self._flags.get(bucket)
         if known is None or known[0] != there:
             known = self._flags[bucket] = (there, torch.tensor(there, dtype=flat.dtype, device=flat.device))
