@@ -11,11 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import torch
 
 from spindle.errors import TrainingError
-from spindle.run import Losses, Turn, Watch
+from spindle.run import Losses, Turn, Watch, World
 from spindle.run.recorded import timeline_of
 from spindle.simulate import simulate
 from spindle.train.feed import Batch, Feed
@@ -247,7 +248,7 @@ class Loop:
         return FitResult(
             rank=world.rank,
             losses=tuple(self._history),
-            step_s=tuple(step_s),
+            step_s=_of_all(step_s, world),
             plan=prepared.plan,
             program=prepared.program,
             graph=prepared.graph,
@@ -257,6 +258,14 @@ class Loop:
             notices=tuple(self._readiness.notices),
             crowded=min(prepared.profile.host_rates, default=1.0) < 1,
         )
+
+
+def _of_all(step_s: list[float], world: World) -> tuple[float, ...]:
+    """How long steps took until the last rank was through. A rank with little to do may be a step or two ahead, so its
+    own times are not those of the job."""
+    ends = world.broadcast_object(world.gather_objects(list(accumulate(step_s))))
+    last = [0.0, *(max(rank) for rank in zip(*ends, strict=True))]
+    return tuple(end - begin for begin, end in pairwise(last))
 
 
 def _sampled(steps: int) -> frozenset[int]:

@@ -26,7 +26,7 @@ class FitResult:
 
     rank: int
     losses: tuple[dict[str, float], ...]
-    step_s: tuple[float, ...]
+    step_s: tuple[float, ...]  # until the last rank was through
     plan: Plan
     program: Program
     graph: MetaGraph
