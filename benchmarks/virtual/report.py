@@ -68,6 +68,9 @@ class Results:
             "through one memory, not over NVLink or a network."
         )
 
+    def older(self) -> list[tuple[str, str]]:
+        return [(cell, found["commit"]) for cell, found in self.cells.items() if "commit" in found]
+
     def errors(self) -> list[tuple[str, str]]:
         return [(cell, found["error"]) for cell, found in self.cells.items() if "error" in found]
 
@@ -308,6 +311,9 @@ def text_of(results: Results) -> str:
         "the optimizer, waiting right before it, other waiting. Peak is the fullest device's.",
         predictions_table(results),
     ]
+    if results.older():
+        lines = [f"- {cell}: {commit}" for cell, commit in results.older()]
+        parts.append("Cells that were measured at another commit:\n\n" + "\n".join(lines))
     if results.errors():
         lines = [f"- {cell}: {error.splitlines()[0]}" for cell, error in results.errors()]
         parts.append("Cells without a result:\n\n" + "\n".join(lines))
