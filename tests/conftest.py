@@ -7,9 +7,9 @@ settings.register_profile("spindle", deadline=None, derandomize=True, max_exampl
 settings.load_profile("spindle")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pool():
-    """Processes that the tests of a file share."""
+    """Processes that tests share, with what they know about the workloads they have seen."""
     from pool import Pool  # needs torch
 
     one = Pool()

@@ -16,6 +16,14 @@ import torch.multiprocessing as multiprocessing
 
 LIMIT_S = 120  # for one request
 _MEETING = timedelta(seconds=60)  # for one operation inside it
+_HEAVY = ["spindle.measure", "spindle.train"]
+
+
+def forking() -> Any:
+    """Starts processes as copies of one that has imported what takes seconds to import, and has done nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_HEAVY)
+    return context
 
 
 def serve(rank: int, port: int, requests: Any, answers: Any) -> None:
@@ -50,7 +58,7 @@ class Pool:
     would wait long."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = forking()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._number = 0
         self._processes: list[Any] = []
@@ -82,7 +90,7 @@ class Pool:
         return [answers[rank] for rank in range(num_ranks)]
 
     def _start(self, num_ranks: int) -> None:
-        """Has so many processes: starting one takes seconds."""
+        """Has so many processes."""
         for rank in range(len(self._processes), num_ranks):
             self._requests.append(self._context.Queue())
             arguments = (rank, self._store.port, self._requests[rank], self._answers)

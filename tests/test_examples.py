@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,41 +15,33 @@ ROOT = Path(__file__).resolve().parents[1]
 SHOWN = runpy.run_path(str(ROOT / "docs" / "examples.py"))
 NAMES = SHOWN["NAMES"]
 STEPS, TWIN_STEPS = 6, 48  # scenes do not depend on how many steps there are, so the first losses are to be the same
-LAUNCH = ("-m", "spindle.cli", "launch", "-n", "2")
 
 
-@functools.cache
-def losses(path: str, steps: int, *how: str) -> list[dict[str, float]]:
+def losses(pool, num_ranks: int, path: str, steps: int) -> list[dict[str, float]]:
     """Losses by step, as a script prints them."""
-    done = subprocess.run(
-        [sys.executable, *how, path, "--steps", str(steps)],
-        cwd=ROOT / "examples",
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # several do nothing for tensors as small as these
-    )
-    assert done.returncode == 0, done.stderr
-    lines = re.findall(r"^step +\d+  (.*)$", done.stdout, flags=re.MULTILINE)
-    assert len(lines) == steps, done.stdout
+    printed, *others = pool.run(num_ranks, "printed_by", str(ROOT / "examples" / path), "--steps", str(steps))
+    lines = re.findall(r"^step +\d+  (.*)$", printed, flags=re.MULTILINE)
+    assert len(lines) == steps, printed
+    assert not any(others)
     return [{task: float(loss) for task, loss in map(str.split, line.split("  "))} for line in lines]
 
 
-def twin_losses(name: str) -> list[dict[str, float]]:
-    return losses(f"plain/{name}.py", TWIN_STEPS)
+@pytest.fixture(scope="module")
+def twin_losses(pool) -> dict[str, list[dict[str, float]]]:
+    return {name: losses(pool, 1, f"plain/{name}.py", TWIN_STEPS) for name in NAMES}
 
 
-@pytest.mark.parametrize("how", [(), LAUNCH], ids=["one process", "two processes"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_has_the_losses_of_its_twin(name, how):
-    for ours, theirs in zip(losses(f"{name}.py", STEPS, *how), twin_losses(name)[:STEPS], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4)
+def test_an_example_has_the_losses_of_its_twin(pool, twin_losses, name, num_ranks):
+    ours = losses(pool, num_ranks, f"{name}.py", STEPS)
+    for mine, theirs in zip(ours, twin_losses[name][:STEPS], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_losses_of_all_tasks_fall(name):
-    told = twin_losses(name)
+def test_the_losses_of_all_tasks_fall(twin_losses, name):
+    told = twin_losses[name]
     for task in told[0]:
         early, late = (sum(one[task] for one in some) for some in (told[:8], told[-8:]))
         assert late < 0.9 * early, task

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 from gpu import checks
+from pool import forking
 from spindle.errors import PeerLostError
 from spindle.run import collectives, transport
 from spindle.run.board import Board
@@ -63,7 +63,7 @@ class Pool:
     """Processes for all tests. Those that a test has ended are started anew; all of them after one that failed."""
 
     def __init__(self) -> None:
-        self.spawn = multiprocessing.get_context("spawn")
+        self.context = forking()
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.number = 0
         self.close()
@@ -74,12 +74,12 @@ class Pool:
             process.join()
         self.processes: dict[int, Any] = {}
         self.requests: dict[int, Any] = {}
-        self.answers = self.spawn.Queue()
+        self.answers = self.context.Queue()
 
     def start(self, rank: int) -> None:
-        self.requests[rank] = self.spawn.Queue()
+        self.requests[rank] = self.context.Queue()
         arguments = (rank, self.store.port, self.requests[rank], self.answers)
-        self.processes[rank] = self.spawn.Process(target=serve, args=arguments, daemon=True)
+        self.processes[rank] = self.context.Process(target=serve, args=arguments, daemon=True)
         self.processes[rank].start()
 
     def run(self, name: str, num_ranks: int, silent: tuple[int, ...] = ()) -> None:

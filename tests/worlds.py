@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from io import StringIO
 from itertools import islice
 from typing import Any
 from unittest import mock
@@ -233,12 +236,15 @@ def plan_of(name: str, planner: str, num_ranks: int, device: str) -> tuple[Plan,
     profile = ready(name, device).profile(num_ranks)
     if planner.startswith("plan "):
         return parse_plan(random_plan_text(profile, planner), profile), profile
-    box: list[Any] = [None]
-    if num_ranks == 1 or dist.get_rank() == 0:
-        box = [make_plan(profile, planner, Effort(evaluations=1_000))]
+    return of_rank_0(num_ranks, lambda: make_plan(profile, planner, Effort(evaluations=1_000))), profile
+
+
+def of_rank_0(num_ranks: int, make: Callable[[], Any]) -> Any:
+    """What rank 0 makes, on all ranks: cores are fewer than ranks."""
+    box = [make() if num_ranks == 1 or dist.get_rank() == 0 else None]
     if num_ranks > 1:
         dist.broadcast_object_list(box, src=0)
-    return box[0], profile
+    return box[0]
 
 
 # One rank's part.
@@ -343,7 +349,7 @@ def compare_steps(
         parts = torch.tensor(losses.tolist(), dtype=torch.float64)
         if num_ranks > 1:
             dist.all_reduce(parts)
-        expected = reference(name, number)
+        expected = of_rank_0(num_ranks, lambda number=number: reference(name, number))
         for task_name, ours in zip(one.graph.tasks, parts.tolist(), strict=True):
             theirs = expected.losses[task_name]
             loss_error = max(loss_error, abs(ours - theirs) / max(abs(theirs), 1e-3))
@@ -514,6 +520,13 @@ def buffer_error(training: Training, ours: Workload, theirs: Workload) -> float:
         for one, other in zip(mine[name].module.buffers(), yours[name].module.buffers(), strict=True)
     ]
     return max(errors, default=0.0)
+
+
+def printed_by(rank: int, num_ranks: int, script: str, *arguments: str) -> str:
+    """What a training script prints, run in the world of these ranks."""
+    with redirect_stdout(StringIO()) as printed, mock.patch.object(sys, "argv", [script, *arguments]):
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
 
 
 def sums_beside_compute(rank: int, num_ranks: int, failing: int | None = None) -> beside.Beside:

@@ -119,6 +119,13 @@ def _context() -> Context:
     )
 
 
+class _Sizes(ShapeEnv):
+    """Does not note from which line of code a symbol came: for that, torch would import its compiler."""
+
+    def _get_user_frame(self) -> None:
+        return None
+
+
 @dataclass(slots=True)
 class _Known:
     """A tensor of the forward: its text, and what made it where that was a torch operation."""
@@ -157,7 +164,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._opened = {id(one) for one in inner if any(id(each) in self._blocks for each in one.modules())}
         self._opened -= self._blocks
         self._inside = {id(one): path for path, one in module.named_modules()}
-        self._sizes = ShapeEnv(duck_shape=False)
+        self._sizes = _Sizes(duck_shape=False)
         self._mode = FakeTensorMode(shape_env=self._sizes, allow_non_fake_inputs=True)
         self._mode.cache_enabled = False  # no two operations are alike where sizes are symbols
         self._plain = FakeTensorMode(allow_non_fake_inputs=True)

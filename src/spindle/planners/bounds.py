@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import coo_array
 
 from spindle.errors import ProfileError
 from spindle.planners.problem import Choices, Problem, choices_of, falling, problem_of
@@ -85,6 +83,9 @@ def lp_bound(problem: Problem, rate: float = 1.0, capacity: float | None = None)
 
     Layers may run at up to `rate`, and all devices together do the work of `capacity` of them.
     """
+    from scipy.optimize import linprog  # takes long to import, and ranks that do not plan do without
+    from scipy.sparse import coo_array
+
     # Data.
     hulls = [lower_hull(choices) for choices in problem.choices]
     num_ops = problem.num_ops
