@@ -124,10 +124,7 @@ def stages(
         for share, count in ((0.0, 2), (0.0, 4), (0.5, 1), (0.5, 2), (1.0, 1))
         if count <= len(graph.tasks)
     ]
-    yield [
-        Attempt(setting=_recomputing(profile, setting, 1.0), num_rounds=len(graph.tasks))
-        for setting in frugal
-    ]
+    yield [Attempt(setting=_recomputing(profile, setting, 1.0), num_rounds=len(graph.tasks)) for setting in frugal]
 
 
 def _promise_s(profile: Profile, setting: Setting) -> float:

@@ -248,7 +248,7 @@ class _Placement:
     def _sizes(self, op: int, parameters: np.ndarray, at_least: int = 1) -> np.ndarray:
         """Bytes of each parameter on a device that holds it, when so many or more devices do."""
         degree = self.setting.tensor_degrees[op]
-        sizes = self.parameter_state[degree][parameters]
+        sizes: np.ndarray = self.parameter_state[degree][parameters]
         if self.setting.shard_optimizer:
             owners = np.maximum(self.held[parameters].sum(axis=1), at_least) // degree
             sizes = sizes - self.shared_state[degree][parameters] * (1 - 1 / np.maximum(1, owners))

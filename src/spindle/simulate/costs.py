@@ -266,7 +266,9 @@ def _time_collectives(
         return
     summed = [float(one.num_bytes) for one in program.buckets]
     if not program.plan.shard_optimizer:
-        _time_rings(program, profile, topology, _meetings_of(program, instances, SyncGradients), summed, delay_ns, entries)
+        _time_rings(
+            program, profile, topology, _meetings_of(program, instances, SyncGradients), summed, delay_ns, entries
+        )
         return
     numerics = profile.graph.numerics
     gathered = [one * numerics.parameter_bytes / numerics.gradient_bytes for one in summed]
