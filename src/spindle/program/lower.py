@@ -70,8 +70,8 @@ def lower(plan: Plan, profile: Profile, rows: Mapping[str, int] | None = None) -
     sync: Order = []
     if plan.shard_optimizer:
         # First what the step needs first. One order for all ranks, here as below.
-        first_use = [min(_slot_of(instructions[backward]) for backward in bucket.after) for bucket in buckets]
-        order = sorted(range(len(buckets)), key=lambda number: (plan.slots[first_use[number]].round, first_use[number]))
+        uses = [min(_place_of(plan, instructions[backward]) for backward in bucket.after) for bucket in buckets]
+        order = sorted(range(len(buckets)), key=lambda number: (uses[number], number))
         sync += [(gather_base + number, buckets[number].ranks) for number in order]
     sync += [(bucket_base + number, bucket.ranks) for number, bucket in enumerate(buckets)]
     return Program(
@@ -88,9 +88,10 @@ def lower(plan: Plan, profile: Profile, rows: Mapping[str, int] | None = None) -
     )
 
 
-def _slot_of(instruction: Instruction) -> int:
+def _place_of(plan: Plan, instruction: Instruction) -> tuple[int, int, int]:
+    """Where the layers of a backward instruction stand in the forward order: round, slot, layer."""
     assert isinstance(instruction, Backward)
-    return instruction.slot
+    return plan.slots[instruction.slot].round, instruction.slot, instruction.first
 
 
 def _shape(profile: Profile, setting: Setting, slot: Slot, op: int, rows: Mapping[str, int]) -> SlotShape:

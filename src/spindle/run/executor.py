@@ -111,14 +111,16 @@ class Executor:
             summed += sums
         flats = dict(enumerate(shards)) if shards is not None else {}
         self._gradients = Gradients(summed, flats)
-        self._needed_by: dict[int, list[int]] = {}  # by slot: positions of the gathers that it waits for
+        # By slot and the first layer of a chunk: positions of the gathers that it waits for.
+        self._needed_by: dict[tuple[int, int], list[int]] = {}
         self._gathers: list[tuple[int, int]] = []  # in the order of the lane, with the bucket
         for position in self._side.sync:
             instruction = program.instructions[position]
             if isinstance(instruction, GatherParameters):
                 self._gathers.append((position, instruction.bucket))
-                for slot in {self._slot_of(one) for one in program.buckets[instruction.bucket].after}:
-                    self._needed_by.setdefault(slot, []).append(position)
+                for one in program.buckets[instruction.bucket].after:
+                    chunk = self._backward_at(one)
+                    self._needed_by.setdefault((chunk.slot, chunk.first), []).append(position)
         if self._gathers and shards is None:
             raise ProgramError("this plan shards the optimizer, but no shards were made")
 
@@ -246,15 +248,14 @@ class Executor:
             case OptimizerStep():
                 return step.turn.is_last
 
-    def _slot_of(self, position: int) -> int:
-        """The slot of a backward instruction."""
+    def _backward_at(self, position: int) -> Backward:
         instruction = self.program.instructions[position]
         assert isinstance(instruction, Backward)
-        return instruction.slot
+        return instruction
 
     def _task_of(self, position: int) -> str:
         """The task of a backward instruction, whichever ranks run it."""
-        return self.graph.metaops[self.program.slots[self._slot_of(position)].op].task
+        return self.graph.metaops[self.program.slots[self._backward_at(position).slot].op].task
 
     def _use_graphs(self, step: Step) -> None:
         """After a few steps on batches of the same shapes, the next is captured and later ones replay it."""
@@ -384,8 +385,9 @@ class Executor:
             if self._shards is not None and self._is_on(step, SyncGradients(bucket=bucket)):
                 self._shards.start_gather(bucket)
 
-    def _wait_for_parameters(self, slot: int, watch: Watch) -> None:
-        for position in self._needed_by.get(slot, ()):
+    def _wait_for_parameters(self, slot: int, first: int, watch: Watch) -> None:
+        """Chunk by chunk, where the program waits for those of a whole slot: the last ones come while the first run."""
+        for position in self._needed_by.get((slot, first), ()):
             instruction = self.program.instructions[position]
             assert isinstance(instruction, GatherParameters)
             if self._shards is not None and self._shards.is_gathering(instruction.bucket):
@@ -395,15 +397,16 @@ class Executor:
     # Compute.
 
     def _forward(self, step: Step, slot: SlotSide, watch: Watch, position: int) -> None:
-        self._wait_for_parameters(slot.number, watch)
         nests = {link.source: self._input(step, link, watch) for link in slot.inputs} if slot.rows else {}
         watch.start[position] = watch.now()
         if slot.rows == 0 and not isinstance(slot.code, LossCode):
             return
         if step.graphs is not None and step.graphs.has(slot):
-            nests, made = step.graphs.forward(slot, nests, lambda inputs: self._compute(step, slot, inputs))
+            for first, _ in slot.chunks:
+                self._wait_for_parameters(slot.number, first, watch)
+            nests, made = step.graphs.forward(slot, nests, lambda inputs: self._compute(step, slot, inputs, watch))
         else:
-            made = self._compute(step, slot, nests)
+            made = self._compute(step, slot, nests, watch)
         for link in slot.inputs if slot.rows else ():
             leaves = tree_leaves(nests[link.source])
             step.inputs[link.number] = [leaf if takes_gradient(leaf) else None for leaf in leaves]
@@ -413,10 +416,10 @@ class Executor:
         else:
             step.outputs[slot.number] = made.outputs
 
-    def _compute(self, step: Step, slot: SlotSide, nests: dict[str, Any]) -> Made:
+    def _compute(self, step: Step, slot: SlotSide, nests: dict[str, Any], watch: Watch) -> Made:
         """A slot's forward pass on its inputs."""
         with self._casting():
-            return self._compute_as_is(step, slot, nests)
+            return self._compute_as_is(step, slot, nests, watch)
 
     def _casting(self) -> Any:
         if self._autocast is None:
@@ -424,9 +427,9 @@ class Executor:
         # A graph must not count on weights that were cast before it was captured.
         return torch.autocast(self.world.device.type, dtype=self._autocast, cache_enabled=not self._captures)
 
-    def _compute_as_is(self, step: Step, slot: SlotSide, nests: dict[str, Any]) -> Made:
+    def _compute_as_is(self, step: Step, slot: SlotSide, nests: dict[str, Any], watch: Watch) -> Made:
         if isinstance(slot.code, LayersCode):
-            return self._run_layers(step, slot, slot.code, nests)
+            return self._run_layers(step, slot, slot.code, nests, watch)
         if slot.code.is_random:
             self._seed(step, slot, slot.first_layer)
         batch = self._batch(step, slot) if slot.rows else None
@@ -434,10 +437,11 @@ class Executor:
         loss = loss_part(slot.code, slot, batch, nests, self.world, check_with=whole)
         return Made([Piece(inputs=(), outputs=loss)], loss)
 
-    def _run_layers(self, step: Step, slot: SlotSide, code: LayersCode, nests: dict[str, Any]) -> Made:
+    def _run_layers(self, step: Step, slot: SlotSide, code: LayersCode, nests: dict[str, Any], watch: Watch) -> Made:
         pieces = []
         values: Any = None
         for first, last in slot.chunks:
+            self._wait_for_parameters(slot.number, first, watch)
             layers = code.layers[first:last]
             inputs: Any = ()
             if values is not None:
