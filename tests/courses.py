@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -31,10 +31,11 @@ WIDTH = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Some steps, and what a user does to the modules before them."""
+    """Some steps, what a user does to the modules before them, and a plan to go on with, sharded or not."""
 
     steps: int
     before: Callable[[Modules], None] = lambda modules: None
+    plan: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +70,14 @@ class Followed:
     moved: float  # how far parameters went at all
     captured: int
     recomputed: tuple[str, ...]
+    sharded: bool
+    kept: int  # elements of the optimizer's state
 
 
-def follow(rank: int, num_ranks: int, name: str, plan: str) -> Followed:
+def follow(rank: int, num_ranks: int, name: str, plan: str, shards: bool | None = None) -> Followed:
     """Trains a course with a Trainer, under some legal plan, and then plainly."""
     course = COURSES[name]()
+    course = replace(course, options={**course.options, "shard_optimizer": shards})
     with unmeasured():
         if not course.captures:
             return _follow(course, num_ranks, plan)
@@ -124,6 +128,9 @@ def _follow(course: Course, num_ranks: int, plan: str) -> Followed:
             first = {one.name: [course.batch(one.name, 0)] for one in tasks}
             trainer.prepare(first, progress=False)
             trainer.replan(plan=random_plan_text(trainer.profile, plan))
+        if fit.plan is not None:
+            first_line = "# optimizer sharded\n" if fit.plan.endswith(" sharded") else ""
+            trainer.replan(plan=first_line + random_plan_text(trainer.profile, fit.plan))
         result = trainer.fit(loaders, steps=fit.steps, progress=False)
         captured = trainer._readiness.prepared.main.num_captured
         history += result.losses
@@ -153,6 +160,17 @@ def _follow(course: Course, num_ranks: int, plan: str) -> Followed:
         moved=max(float((theirs[path].detach() - one).norm()) for path, one in begin.items()),
         captured=captured,
         recomputed=trainer.plan.recompute,
+        sharded=trainer.plan.shard_optimizer,
+        kept=_num_kept(trainer),
+    )
+
+
+def _num_kept(trainer: spindle.Trainer) -> int:
+    """Elements of the optimizer's state on this rank, but for single numbers."""
+    optimizer = trainer._readiness.prepared.update.optimizer
+    states = optimizer.state.values() if optimizer is not None else ()
+    return sum(
+        value.numel() for state in states for value in state.values() if isinstance(value, torch.Tensor) and value.dim()
     )
 
 
@@ -272,6 +290,35 @@ def grouped(named: Any) -> torch.optim.Optimizer:
         for module, rate in rates.items()
     ]
     return torch.optim.AdamW([group for group in groups if group["params"]])
+
+
+def by_dimensions(named: Any) -> torch.optim.Optimizer:
+    """As people do it: matrices decay, the rest does not."""
+    groups = [
+        {"params": [one for _, one in named if one.ndim >= 2], "weight_decay": 0.4},
+        {"params": [one for _, one in named if one.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.03, amsgrad=True)
+
+
+class Scaled(torch.optim.Optimizer):
+    """Steps as large as the parameter is: not element by element."""
+
+    def __init__(self, named: Any) -> None:
+        super().__init__([one for _, one in named], {})
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for one in group["params"]:
+                    if one.grad is not None:
+                        one -= 0.01 * one.grad * one.norm() / (1e-3 + one.grad.norm())
+
+
+def tied_towers() -> Modules:
+    modules = two_towers()
+    modules["head"][0].weight = modules["text"].blocks[0].linear.weight
+    return modules
 
 
 def warming(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -455,6 +502,21 @@ COURSES: dict[str, Callable[[], Course]] = {
     "few samples": lambda: course(tasks=one_sample, batch=few_samples),
     "groups and schedule": lambda: course(
         optimizer=grouped, options={"scheduler": warming}, fits=(Fit(steps=3), Fit(steps=3))
+    ),
+    "by dimensions": lambda: course(optimizer=by_dimensions, options={"scheduler": warming, "clip_norm": 0.3}),
+    "not by element": lambda: course(optimizer=Scaled),
+    "tied": lambda: course(modules=tied_towers, optimizer=by_dimensions),
+    "carried": lambda: course(
+        optimizer=by_dimensions,
+        fits=(
+            Fit(steps=2, plan="plan 1 sharded"),
+            Fit(steps=2, plan="plan 2"),
+            Fit(steps=2, plan="plan 3 sharded"),
+            Fit(steps=2, before=frozen("text")),
+            Fit(steps=2, plan="plan 4 sharded"),
+            Fit(steps=2, before=frozen("text", trains=True)),
+            Fit(steps=2, plan="plan 5 sharded"),
+        ),
     ),
     "clipped": lambda: course(options={"clip_norm": 0.05}),
     "clipped rarely": lambda: course(options={"clip_norm": 1e3}),

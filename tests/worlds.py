@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import spindle
-from courses import evaluated, follow, read_by_towers_alone, read_samples
+from courses import evaluated, follow, read_by_towers_alone, read_samples, unmeasured
 from replay import graphs_without_cuda
 from scenes import SCENES
 from spindle.cluster import Link, cluster_named
@@ -393,6 +393,7 @@ class Training:
     fits: tuple[int, ...] = (3,)
     short_rows: int | None = None  # of the second of two batches that the loaders have
     own_weights: bool = False  # ranks start with weights of their own
+    shards: bool = False  # the optimizer
 
 
 LEARNING_RATE = 0.05
@@ -455,14 +456,17 @@ def train(rank: int, num_ranks: int, training: Training, planner: str) -> Traine
 
     def make(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         optimizer = make_optimizer(training.optimizer, named)
-        if all(parameters[path] is one for path, one in named):  # and no copies, to measure with
+        # And no copies, to measure with; a part of a parameter lies where the parameter does.
+        if all(
+            parameters[path].untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for path, one in named
+        ):
             optimizer.register_step_post_hook(lambda *_: filled.append(with_memory()))
         return optimizer
 
     chosen: dict[str, Any] = {"planner": planner}
     if planner.startswith("plan ") and rank == 0:  # rank 0's plan counts
         chosen = {"plan": random_plan_text(ready(training.name).profile(num_ranks), planner)}
-    trainer = spindle.Trainer(ours.tasks, optimizer=make, **chosen)
+    trainer = spindle.Trainer(ours.tasks, optimizer=make, shard_optimizer=training.shards or None, **chosen)
     history: list[dict[str, float]] = []
     for number, steps in enumerate(training.fits):
         loaders = loaders_of(ours, training, sum(training.fits[:number]), steps)
@@ -491,6 +495,12 @@ def train(rank: int, num_ranks: int, training: Training, planner: str) -> Traine
     return Trained(loss=loss, parameter=parameter, worst=worst, buffer=buffer_error(training, ours, theirs))
 
 
+def train_unmeasured(rank: int, num_ranks: int, training: Training, planner: str) -> Trained:
+    """The same, from guessed times."""
+    with unmeasured():
+        return train(rank, num_ranks, training, planner)
+
+
 def trained_error(training: Training, ours: torch.Tensor, theirs: torch.Tensor, floor: float) -> float:
     """Under Adam, with DESIGN's absolute floor: it makes steps of gradients that are zero in exact arithmetic."""
     error = error_of(ours, theirs, floor)
@@ -505,7 +515,8 @@ def check_memory(result: FitResult, rank: int, num_ranks: int, filled: list[set[
     held = [{names[one] for one in held_parameters(result.program, result.graph, each)} for each in range(num_ranks)]
     expected = held[rank] | (set(names) - set().union(*held))
     assert all(one == expected for one in filled)
-    assert bool(filled) == any(result.graph.parameters[names.index(path)].trainable for path in held[rank])
+    if not result.plan.shard_optimizer:  # else all elements that it holds may be others' to update
+        assert bool(filled) == any(result.graph.parameters[names.index(path)].trainable for path in held[rank])
     assert after == set(names)
 
 

@@ -16,6 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from spindle.run.parts import start_all_gather, start_reduce_scatter
+from spindle.run.world import World
+
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ALL = (*FLOATS, torch.int64, torch.uint8)
 # Fewer bytes than a round takes in one go, as many, more; nothing at all, one element, none that divides evenly.
@@ -127,6 +130,21 @@ def check_scattering(device: torch.device) -> None:
             into(again, torch.stack(table[rank]).view(-1))
             same(ours, expected, (dtype, size))
             same(again, expected, (dtype, size))
+
+
+def check_parts_of_a_flat_tensor(device: torch.device) -> None:
+    """Sums into the parts of ranks, then all parts everywhere: both in place."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    world, ranks = World(rank, num_ranks, device), tuple(range(num_ranks))
+    for dtype in FLOATS:
+        for size in (1, 7, 70_001):
+            flat = values(rank, size * num_ranks, dtype, device)
+            start_reduce_scatter(flat, ranks, world).wait()
+            total = everybody(num_ranks, size * num_ranks, dtype, device).sum(0).to(dtype)
+            mine = slice(rank * size, (rank + 1) * size)
+            same(flat[mine], total[mine], (dtype, size))
+            start_all_gather(flat, ranks, world).wait()
+            same(flat, total, (dtype, size))
 
 
 def check_broadcast(device: torch.device) -> None:

@@ -94,6 +94,7 @@ def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[
             )
         ),
         recompute=tuple(op.name for op, recomputed in zip(graph.metaops, setting.recompute, strict=True) if recomputed),
+        shard_optimizer=setting.shard_optimizer,
         folded_s=max(slot.end_s for slot in ordered),
         seed=seed,
     )

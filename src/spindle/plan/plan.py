@@ -39,7 +39,9 @@ class Plan:
 
     `folded_s` is when the last slot ends in folded time, `makespan_s` the simulated step with transfers,
     synchronisation and optimizer, `bound_s` what no plan of this kind can beat (both 0 until they are known).
-    Rounds run one after another, forward and backward each. `evaluations` is what the search spent; `cut_s` is set when
+    Rounds run one after another, forward and backward each. With `shard_optimizer`, each of the devices that hold a
+    parameter keeps and updates a part of it: gradients are summed into these parts, and the next step begins with
+    gathering what they have become. `evaluations` is what the search spent; `cut_s` is set when
     a time limit ended it early.
     """
 
@@ -51,6 +53,7 @@ class Plan:
     slots: tuple[Slot, ...]
     tensor_degrees: tuple[tuple[str, int], ...] = ()
     recompute: tuple[str, ...] = ()
+    shard_optimizer: bool = False
     folded_s: float = 0.0
     makespan_s: float = 0.0
     bound_s: float = 0.0
@@ -65,7 +68,7 @@ class Plan:
 
 def setting_of(plan: Plan, profile: Profile) -> Setting:
     """The setting a plan was made under."""
-    return profile.setting(dict(plan.tensor_degrees), frozenset(plan.recompute))
+    return profile.setting(dict(plan.tensor_degrees), frozenset(plan.recompute), plan.shard_optimizer)
 
 
 def write_plan(path: Path, plan: Plan) -> None:

@@ -41,6 +41,7 @@ def format_plan(plan: Plan, profile: Profile, mark: int | None = None) -> str:
     lines = [f"# planner {plan.planner}"]
     lines += [f"# tensor {quote(module, safe=_SAFE)} {degree}" for module, degree in plan.tensor_degrees if degree > 1]
     lines += [f"# recompute {quote(op, safe=_SAFE)}" for op in plan.recompute]
+    lines += ["# optimizer sharded"] if plan.shard_optimizer else []
     line: list[str] = []
     wave = 0
     for number, slot in enumerate(plan.slots):
@@ -81,6 +82,7 @@ def parse_plan(text: str, profile: Profile) -> Plan:
     planner = "text"
     degrees: dict[str, int] = {}
     recompute: set[str] = set()
+    shard_optimizer = False
     pieces: list[Piece] = []
     wave = -1
     for number, line in enumerate(text.splitlines(), start=1):
@@ -92,6 +94,8 @@ def parse_plan(text: str, profile: Profile) -> Plan:
                 degrees[words[1]] = int(words[2])
             elif words[:1] == ["recompute"]:
                 recompute.add(words[1])
+            elif words == ["optimizer", "sharded"]:
+                shard_optimizer = True
             continue
         wave += bool(line.strip())
         for word in line.split():
@@ -113,7 +117,7 @@ def parse_plan(text: str, profile: Profile) -> Plan:
                     wave=wave,
                 )
             )
-    return assemble(profile, profile.setting(degrees, frozenset(recompute)), planner, pieces)
+    return assemble(profile, profile.setting(degrees, frozenset(recompute), shard_optimizer), planner, pieces)
 
 
 def _parse_devices(text: str) -> tuple[int, ...]:

@@ -44,10 +44,14 @@ def make_plan(
     planner: str = "wavefront",
     effort: Effort = Effort(),  # noqa: B008
     progress: Progress | None = None,
+    shard_optimizer: bool | None = None,
 ) -> Plan:
-    """A finished plan of the named planner: checked, verified, simulated, beside its bound."""
+    """A finished plan of the named planner: checked, verified, simulated, beside its bound.
+
+    The optimizer is sharded when memory asks for it, unless that is given.
+    """
     if planner == "wavefront":
-        return plan_wavefront(profile, effort, progress)
+        return plan_wavefront(profile, effort, progress, shard_optimizer)
     if planner not in _SCHEDULERS:
         raise InputError(f"no planner is called {planner!r}; there are {', '.join(PLANNERS)}")
-    return build(profile, planner, _SCHEDULERS[planner])
+    return build(profile, planner, _SCHEDULERS[planner], shard_optimizer)

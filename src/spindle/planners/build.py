@@ -1,8 +1,9 @@
 """From a schedule to a finished plan: devices, memory, program, simulated time.
 
 Every planner is a function from a Problem to timed pieces; here it is tried under the settings that memory asks for:
-as it is, then with tensor parallelism or rounds or some recomputation, then with several of these. The first of these
-stages with a plan that fits decides, by simulated time, unless that plan is far from the bound.
+as it is, then with the optimizer's state sharded, then with tensor parallelism or rounds or some recomputation, then
+with several of these. The first of these stages with a plan that fits decides, by simulated time, unless that plan is
+far from the bound.
 """
 
 from __future__ import annotations
@@ -35,17 +36,22 @@ class Attempt:
     num_rounds: int = 1
 
 
-def build(profile: Profile, planner: str, schedule: Scheduler) -> Plan:
+def build(profile: Profile, planner: str, schedule: Scheduler, shard_optimizer: bool | None = None) -> Plan:
     """The best plan of a scheduler over the stages that memory asks for."""
 
     def attempt(one: Attempt) -> Plan:
         timed = in_rounds(profile, one.setting, one.num_rounds, schedule)
         return scored(realise(profile, one.setting, planner, timed), profile)
 
-    return best_over_stages(profile, attempt)
+    return best_over_stages(profile, attempt, shard_optimizer=shard_optimizer)
 
 
-def best_over_stages(profile: Profile, plan_for: Callable[[Attempt], Plan], most_sharded: int | None = None) -> Plan:
+def best_over_stages(
+    profile: Profile,
+    plan_for: Callable[[Attempt], Plan],
+    most_sharded: int | None = None,
+    shard_optimizer: bool | None = None,
+) -> Plan:
     """Goes stage by stage until a plan fits and is good; the fastest found, finished and checked.
 
     A plan that fits at an early stage only because pieces were packed behind each other can be far slower than one of
@@ -54,7 +60,7 @@ def best_over_stages(profile: Profile, plan_for: Callable[[Attempt], Plan], most
     refusal: DoesNotFitError | None = None
     plans: list[Plan] = []
     bound_s = graph_bound_s(profile)
-    for stage in stages(profile, most_sharded):
+    for stage in stages(profile, most_sharded, shard_optimizer):
         for attempt in stage:
             try:
                 refuse_hopeless(profile, attempt)
@@ -68,7 +74,8 @@ def best_over_stages(profile: Profile, plan_for: Callable[[Attempt], Plan], most
         return finished(min(plans, key=time_of), profile, bound_s)
     assert refusal is not None
     raise DoesNotFitError(
-        f"{refusal}, even with every task in a round of its own, recomputation and the largest tensor degrees; "
+        f"{refusal}, even with every task in a round of its own, recomputation"
+        f"{'' if shard_optimizer is False else ', a sharded optimizer'} and the largest tensor degrees; "
         "use more devices, devices with more memory, or smaller batches"
     )
 
@@ -78,14 +85,20 @@ def time_of(plan: Plan) -> tuple[float, float]:
     return (plan.makespan_s, plan.folded_s)
 
 
-def stages(profile: Profile, most_sharded: int | None = None) -> Iterator[list[Attempt]]:
+def stages(
+    profile: Profile, most_sharded: int | None = None, shard_optimizer: bool | None = None
+) -> Iterator[list[Attempt]]:
     """What to try, from the fastest to the most frugal: as it is; with one means of saving memory; with several.
 
-    `most_sharded` limits how many choices of tensor degrees are tried; those with the best bound are.
+    Sharding the optimizer costs next to nothing, so it is the first of these means, and with all others where several
+    are needed. `shard_optimizer` insists on it, or forbids it. `most_sharded` limits how many choices of tensor degrees
+    are tried; those with the best bound are.
     """
     graph = profile.graph
-    plain = profile.default_setting
-    sharded = [profile.setting(degrees) for degrees in _sharded_degrees(profile)]
+    plain = replace(profile.default_setting, shard_optimizer=shard_optimizer is True)
+    sharded = [
+        profile.setting(degrees, shard_optimizer=shard_optimizer is True) for degrees in _sharded_degrees(profile)
+    ]
     if most_sharded is not None and len(sharded) > most_sharded:
         sharded = sorted(sharded, key=lambda setting: _promise_s(profile, setting))[:most_sharded]
     first = [plain]
@@ -95,6 +108,10 @@ def stages(profile: Profile, most_sharded: int | None = None) -> Iterator[list[A
     yield [Attempt(setting=setting) for setting in first]
     if not counts_bytes(profile):
         return
+    frugal = [plain, *sharded]
+    if shard_optimizer is None and graph.parameters and profile.cluster.num_devices > 1:
+        frugal = [replace(setting, shard_optimizer=True) for setting in frugal]
+        yield [Attempt(setting=replace(setting, shard_optimizer=True)) for setting in first]
     rounds = range(2, len(graph.tasks) + 1)
     yield [
         *(Attempt(setting=setting) for setting in sharded),
@@ -103,29 +120,32 @@ def stages(profile: Profile, most_sharded: int | None = None) -> Iterator[list[A
     ]
     yield [
         Attempt(setting=_recomputing(profile, setting, share), num_rounds=count)
-        for setting in (plain, *sharded)
+        for setting in frugal
         for share, count in ((0.0, 2), (0.0, 4), (0.5, 1), (0.5, 2), (1.0, 1))
         if count <= len(graph.tasks)
     ]
-    yield [
-        Attempt(setting=_recomputing(profile, setting, 1.0), num_rounds=len(graph.tasks))
-        for setting in (plain, *sharded)
-    ]
+    yield [Attempt(setting=_recomputing(profile, setting, 1.0), num_rounds=len(graph.tasks)) for setting in frugal]
 
 
 def _promise_s(profile: Profile, setting: Setting) -> float:
-    """The bound under a setting, with the optimizer step of a device that holds a shard of everything."""
+    """The bound under a setting, with the optimizer step of a device that holds a shard of everything, and owns its
+    part of that where the optimizer is sharded."""
     graph = profile.graph
     degree_of: dict[int, int] = {}
     for op, degree in zip(graph.metaops, setting.tensor_degrees, strict=True):
         degree_of.update((parameter, degree) for layer in op.parameters for parameter in layer)
     held = sum(graph.parameters[parameter].num_elements / degree for parameter, degree in degree_of.items())
+    if setting.shard_optimizer:
+        held = sum(graph.parameters[parameter].num_elements for parameter in degree_of) / profile.cluster.num_devices
     update_s = held * graph.numerics.update_bytes / profile.cluster.kind.memory_bytes_per_s
     return lp_bound(problem_of(profile, setting)).bound_s + update_s
 
 
 def refuse_hopeless(profile: Profile, attempt: Attempt) -> None:
-    """Refuses an attempt whose bytes do not fit even spread evenly over all devices, before anything is scheduled."""
+    """Refuses an attempt whose bytes do not fit even spread evenly over all devices, before anything is scheduled.
+
+    That no parameter has its state twice is the least that any attempt needs, with or without sharding.
+    """
     graph, setting = profile.graph, attempt.setting
     if not counts_bytes(profile):
         return

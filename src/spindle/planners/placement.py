@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spindle.errors import DoesNotFitError
+from spindle.graph import MetaGraph
 from spindle.plan import Piece
 from spindle.planners.problem import Timed
 from spindle.profile import Profile, Setting, backward_bytes, saved_bytes, state_bytes
@@ -83,6 +84,14 @@ class _Placement:
             )
             for degree in self.units_of
         }
+        # What of it the devices that hold a parameter share: nothing, or the optimizer's.
+        self.shared_state = {
+            degree: whole
+            - np.array([_unshared_bytes(self.graph, p, degree) for p in range(len(self.graph.parameters))], dtype=float)
+            if setting.shard_optimizer
+            else np.zeros_like(whole)
+            for degree, whole in self.parameter_state.items()
+        }
 
     def run(self, timed: Sequence[Timed], rules: Sequence[int]) -> list[Piece]:
         pieces: list[Piece] = []
@@ -93,7 +102,7 @@ class _Placement:
                 self.activations[:] = 0
                 self.working[:] = 0
             parameters = self._parameters(one)
-            new_state = self._new_state(one.op, parameters)
+            new_state = self._new_state(one, parameters)
             devices = self._choose(number, one, rules[number], new_state)
             late |= bool(self.free_at_s[devices].max() > one.start_s + _SLACK * (1 + one.start_s))
             self._take(one, devices, parameters, new_state)
@@ -230,11 +239,20 @@ class _Placement:
         names = {parameter for layer in layers[first : first + one.num_layers] for parameter in layer}
         return np.array(sorted(names), dtype=np.int64)
 
-    def _new_state(self, op: int, parameters: np.ndarray) -> np.ndarray:
+    def _new_state(self, one: Timed, parameters: np.ndarray) -> np.ndarray:
         """Bytes of state that each device would have to add."""
-        sizes = self.parameter_state[self.setting.tensor_degrees[op]][parameters]
+        sizes = self._sizes(one.op, parameters, at_least=one.num_devices)
         added: np.ndarray = sizes @ ~self.held[parameters]
         return added
+
+    def _sizes(self, op: int, parameters: np.ndarray, at_least: int = 1) -> np.ndarray:
+        """Bytes of each parameter on a device that holds it, when so many or more devices do."""
+        degree = self.setting.tensor_degrees[op]
+        sizes: np.ndarray = self.parameter_state[degree][parameters]
+        if self.setting.shard_optimizer:
+            owners = np.maximum(self.held[parameters].sum(axis=1), at_least) // degree
+            sizes = sizes - self.shared_state[degree][parameters] * (1 - 1 / np.maximum(1, owners))
+        return sizes
 
     def _new_activations(self, one: Timed) -> tuple[np.ndarray, float]:
         """Bytes each device would keep for a piece's backward, input from elsewhere included, and its working space."""
@@ -259,14 +277,28 @@ class _Placement:
             one.start_s if one.wave is not None else 0.0, self._data_at(one.op), float(self.free_at_s[devices].max())
         )
         end_s = start_s + one.num_layers * layer_s
-        self.state[devices] += new_state[devices]
+        if self.setting.shard_optimizer:
+            # Those that hold them already have less of them now.
+            self.state -= self._sizes(one.op, parameters) @ self.held[parameters]
+        else:
+            self.state[devices] += new_state[devices]
         kept, working = self._new_activations(one)
         self.activations[devices] += kept[devices]
         self.working[devices] = np.maximum(self.working[devices], working)
         self.held[parameters[:, None], devices] = True
+        if self.setting.shard_optimizer:
+            self.state += self._sizes(one.op, parameters) @ self.held[parameters]
         self.free_at_s[devices] = end_s
         self.op_end_s[one.op] = end_s
         self.next_layer[one.op] += one.num_layers
         if one.team is not None:
             self.team_devices[one.team] = np.union1d(devices, self.team_devices.get(one.team, devices))
         self.last_devices[one.op] = devices[:: self.setting.tensor_degrees[one.op]]
+
+
+def _unshared_bytes(graph: MetaGraph, parameter: int, tensor_degree: int) -> int:
+    """What a device holds of a parameter however many share its optimizer state."""
+    elements = graph.parameters[parameter].num_elements
+    numerics = graph.numerics
+    owned = -(-elements // tensor_degree) * numerics.optimizer_bytes if graph.parameters[parameter].trainable else 0
+    return state_bytes(graph, parameter, tensor_degree) - owned

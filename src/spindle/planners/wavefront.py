@@ -58,7 +58,9 @@ class Effort:
 Progress = Callable[[float], None]
 
 
-def plan_wavefront(profile: Profile, effort: Effort, progress: Progress | None = None) -> Plan:
+def plan_wavefront(
+    profile: Profile, effort: Effort, progress: Progress | None = None, shard_optimizer: bool | None = None
+) -> Plan:
     """The best plan of all candidates.
 
     `progress` hears how much of an attempt's annealing is done, from 0 to 1.
@@ -91,12 +93,13 @@ def plan_wavefront(profile: Profile, effort: Effort, progress: Progress | None =
 
     plans: list[Plan] = []
     try:
-        plans.append(best_over_stages(profile, plan_for, most_sharded=MOST_SHARDED))
+        plans.append(best_over_stages(profile, plan_for, MOST_SHARDED, shard_optimizer))
     except DoesNotFitError as error:
         refused.append(error)
-    if refused or tried != [Attempt(setting=profile.default_setting)]:
+    plain = replace(profile.default_setting, shard_optimizer=shard_optimizer is True)
+    if refused or tried != [Attempt(setting=plain)]:
         # Memory is short or batches are small, so others may have their best plan where we did not look.
-        for attempt in [attempt for stage in stages(profile) for attempt in stage]:
+        for attempt in [attempt for stage in stages(profile, None, shard_optimizer) for attempt in stage]:
             for schedule in _everyone_elses(profile, attempt):
                 plans += _tried(profile, attempt, schedule, effort.seed, plans, refused)
     if not plans:

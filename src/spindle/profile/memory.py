@@ -10,13 +10,15 @@ from __future__ import annotations
 from spindle.graph import MetaGraph, MetaOp
 
 
-def state_bytes(graph: MetaGraph, parameter: int, tensor_degree: int = 1) -> int:
-    """Weights, gradient and optimizer state of one parameter on each device that uses it."""
+def state_bytes(graph: MetaGraph, parameter: int, tensor_degree: int = 1, num_owners: int = 1) -> int:
+    """Weights, gradient and optimizer state of one parameter on each device that uses it; as many devices as there are
+    owners have a part of the optimizer state each."""
     weights, numerics = graph.parameters[parameter], graph.numerics
-    per_element = numerics.parameter_bytes
-    if weights.trainable:
-        per_element += numerics.gradient_bytes + numerics.optimizer_bytes
-    return -(-weights.num_elements // tensor_degree) * per_element
+    elements = -(-weights.num_elements // tensor_degree)
+    if not weights.trainable:
+        return elements * numerics.parameter_bytes
+    owned = -(-elements // num_owners)
+    return elements * (numerics.parameter_bytes + numerics.gradient_bytes) + owned * numerics.optimizer_bytes
 
 
 def saved_bytes(op: MetaOp, rows: int, num_layers: int, tensor_degree: int, recompute: bool) -> int:

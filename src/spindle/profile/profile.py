@@ -12,13 +12,16 @@ from spindle.profile.curve import Curve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is decided before anything is scheduled: a tensor degree for each module, and what is recomputed.
+    """What is decided before anything is scheduled: a tensor degree for each module, what is recomputed, and whether
+    the devices that hold a parameter share its optimizer state.
 
-    Both are by op position; ops of one module have the same degree, because a device always holds the same shard.
+    The first two are by op position; ops of one module have the same degree, because a device always holds the same
+    shard.
     """
 
     tensor_degrees: tuple[int, ...]
     recompute: tuple[bool, ...]
+    shard_optimizer: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +74,9 @@ class Profile:
         """A module with all it shares weights with, through others too: they are sharded alike or not at all."""
         return next((family for family in self.families if module in family), frozenset({module}))
 
-    def setting(self, degrees: dict[str, int], recompute: frozenset[str] = frozenset()) -> Setting:
+    def setting(
+        self, degrees: dict[str, int], recompute: frozenset[str] = frozenset(), shard_optimizer: bool = False
+    ) -> Setting:
         """A setting from degrees by module and names of ops to recompute.
 
         A module that is not named takes the largest degree given to one that it shares weights with, else its smallest.
@@ -90,6 +95,7 @@ class Profile:
             recompute=tuple(
                 op.name in recompute or (op.cost is not None and op.cost.recompute) for op in self.graph.metaops
             ),
+            shard_optimizer=shard_optimizer,
         )
 
     def degrees_of(self, module: str) -> tuple[int, ...]:

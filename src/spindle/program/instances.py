@@ -21,6 +21,7 @@ from spindle.program.instructions import (
     Backward,
     Exchange,
     Forward,
+    GatherParameters,
     OptimizerStep,
     SyncGradients,
     code,
@@ -124,6 +125,7 @@ def _needs(program: Program, where: Column) -> tuple[list[Column], list[Column]]
     backward: dict[int, list[int]] = {}
     exchange: dict[tuple[int, bool], int] = {}
     syncs: list[int] = []
+    gathers: list[tuple[int, int]] = []  # with the bucket
     optimizer: list[int] = []
     for number, instruction in enumerate(program.instructions):
         match instruction:
@@ -135,6 +137,8 @@ def _needs(program: Program, where: Column) -> tuple[list[Column], list[Column]]
                 exchange[link_number, is_backward] = number
             case SyncGradients():
                 syncs.append(number)
+            case GatherParameters(bucket=bucket):
+                gathers.append((number, bucket))
             case OptimizerStep():
                 optimizer.append(number)
     pairs: list[tuple[int, int]] = []
@@ -153,6 +157,11 @@ def _needs(program: Program, where: Column) -> tuple[list[Column], list[Column]]
         assert isinstance(instruction, SyncGradients)
         pairs += [(after, number) for after in program.buckets[instruction.bucket].after]
         pairs += [(number, step) for step in optimizer]
+    for number, bucket in gathers:
+        for after in program.buckets[bucket].after:
+            backward_pass = program.instructions[after]
+            assert isinstance(backward_pass, Backward)
+            pairs.append((number, forward[backward_pass.slot]))
 
     unique = np.array(list(dict.fromkeys(pairs)), dtype=np.int64).reshape(-1, 2)
     sources, targets = [], []
@@ -183,7 +192,7 @@ def _meetings(program: Program, where: Column) -> tuple[Column, Column, Column]:
             case Exchange(link=link, backward=is_backward):
                 flows = program.links[link].backward if is_backward else program.links[link].forward
                 size, members = 2, np.stack([flows.source, flows.destination], axis=1).ravel()
-            case SyncGradients(bucket=bucket):
+            case SyncGradients(bucket=bucket) | GatherParameters(bucket=bucket):
                 members = program.buckets[bucket].ranks
                 size = len(members)
             case OptimizerStep():

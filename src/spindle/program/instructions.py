@@ -41,17 +41,25 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class SyncGradients:
-    """Sum the gradients of one bucket of parameters over the ranks that hold them."""
+    """Sum the gradients of one bucket of parameters over the ranks that hold them: all of them on every rank, or, where
+    the optimizer is sharded, on each rank those that it updates."""
+
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class GatherParameters:
+    """Bring together what each rank of a bucket has updated of its parameters, in the step before."""
 
     bucket: int
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """Update every parameter this rank holds."""
+    """Update every parameter this rank holds, or its part of those that are sharded."""
 
 
-Instruction = Forward | Backward | Exchange | SyncGradients | OptimizerStep
+Instruction = Forward | Backward | Exchange | SyncGradients | GatherParameters | OptimizerStep
 
 
 def code(instruction: Instruction) -> str:
@@ -65,6 +73,8 @@ def code(instruction: Instruction) -> str:
             return f"{'Y' if backward else 'X'}{link}"
         case SyncGradients(bucket=bucket):
             return f"S{bucket}"
+        case GatherParameters(bucket=bucket):
+            return f"G{bucket}"
         case OptimizerStep():
             return "U"
 
@@ -75,5 +85,5 @@ def lane_of(instruction: Instruction) -> int:
             return COMPUTE
         case Exchange():
             return TRANSFER
-        case SyncGradients():
+        case SyncGradients() | GatherParameters():
             return SYNC

@@ -1,5 +1,5 @@
 """From a plan to a program: transfers by interval overlap, the mirrored backward, gradients synchronised as they
-become ready.
+become ready, parameters gathered before they are used where each rank has updated a part of them.
 
 A pass for each of these, in this order: shapes of slots, links between them, backward chunks, gradient buckets, and
 last the order on every rank.
@@ -22,6 +22,7 @@ from spindle.program.instructions import (
     Backward,
     Exchange,
     Forward,
+    GatherParameters,
     Instruction,
     OptimizerStep,
     SyncGradients,
@@ -60,11 +61,20 @@ def lower(plan: Plan, profile: Profile, rows: Mapping[str, int] | None = None) -
         instructions += [Exchange(link=number, backward=False), Exchange(link=number, backward=True)]
     bucket_base = len(instructions)
     instructions += [SyncGradients(bucket=number) for number in range(len(buckets))]
+    gather_base = len(instructions)
+    if plan.shard_optimizer:
+        instructions += [GatherParameters(bucket=number) for number in range(len(buckets))]
     instructions.append(OptimizerStep())
 
     compute = _compute_order(plan, shapes, backward_numbers, profile, len(instructions) - 1)
     transfer = _transfer_order(plan, links, link_base)
-    sync = [(bucket_base + number, bucket.ranks) for number, bucket in enumerate(buckets)]
+    sync: Order = []
+    if plan.shard_optimizer:
+        # First what the step needs first. One order for all ranks, here as below.
+        uses = [min(_place_of(plan, instructions[backward]) for backward in bucket.after) for bucket in buckets]
+        order = sorted(range(len(buckets)), key=lambda number: (uses[number], number))
+        sync += [(gather_base + number, buckets[number].ranks) for number in order]
+    sync += [(bucket_base + number, bucket.ranks) for number, bucket in enumerate(buckets)]
     return Program(
         plan=plan,
         num_ranks=profile.cluster.num_devices,
@@ -77,6 +87,12 @@ def lower(plan: Plan, profile: Profile, rows: Mapping[str, int] | None = None) -
         links=tuple(links),
         buckets=buckets,
     )
+
+
+def _place_of(plan: Plan, instruction: Instruction) -> tuple[int, int, int]:
+    """Where the layers of a backward instruction stand in the forward order: round, slot, layer."""
+    assert isinstance(instruction, Backward)
+    return plan.slots[instruction.slot].round, instruction.slot, instruction.first
 
 
 def _shape(profile: Profile, setting: Setting, slot: Slot, op: int, rows: Mapping[str, int]) -> SlotShape:

@@ -111,18 +111,22 @@ def _held_bytes(program: Program, profile: Profile) -> tuple[Column, np.ndarray]
                 users.setdefault(parameter, []).append(number)
                 degree_of[parameter] = shape.tensor_degree
     together: dict[tuple[int, ...], tuple[int, float]] = {}
+    ranks_of: dict[tuple[int, ...], Column] = {}
     for parameter, using in users.items():
         slots = tuple(dict.fromkeys(using))
+        if slots not in ranks_of:
+            uses = np.zeros(program.num_ranks, dtype=bool)
+            for number in slots:
+                uses[program.slots[number].ranks] = True
+            ranks_of[slots] = np.flatnonzero(uses)
         state, moved = together.get(slots, (0, 0.0))
         degree = degree_of[parameter]
-        state += state_bytes(graph, parameter, degree)
+        owners = len(ranks_of[slots]) // degree if program.plan.shard_optimizer else 1
+        state += state_bytes(graph, parameter, degree, owners)
         if graph.parameters[parameter].trainable:
-            moved += graph.parameters[parameter].num_elements / degree * graph.numerics.update_bytes
+            moved += graph.parameters[parameter].num_elements / degree / owners * graph.numerics.update_bytes
         together[slots] = (state, moved)
     for slots, (state, moved) in together.items():
-        uses = np.zeros(program.num_ranks, dtype=bool)
-        for number in slots:
-            uses[program.slots[number].ranks] = True
-        static[uses] += state
-        update[uses] += moved
+        static[ranks_of[slots]] += state
+        update[ranks_of[slots]] += moved
     return static, update

@@ -3,8 +3,8 @@
     rank 0-3 compute F0 F2 B2[0:12] B0[0:4] U
     rank 0 transfer X0 Y0
 
-F forward, B backward, X exchange, Y exchange of gradients, S synchronise gradients, U update; the numbers are slots,
-links and buckets. Ranks with the same list share a line.
+F forward, B backward, X exchange, Y exchange of gradients, S synchronise gradients, G gather parameters, U update; the
+numbers are slots, links and buckets. Ranks with the same list share a line.
 """
 
 from __future__ import annotations

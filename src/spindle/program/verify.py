@@ -6,7 +6,7 @@ the deadlock that would have happened.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +14,17 @@ import numpy as np
 from spindle.errors import ProgramError
 from spindle.profile import Profile
 from spindle.program.instances import Instances, instances_of
-from spindle.program.instructions import Backward, Exchange, Forward, Instruction, OptimizerStep, code, lane_of
+from spindle.program.instructions import (
+    Backward,
+    Exchange,
+    Forward,
+    GatherParameters,
+    Instruction,
+    OptimizerStep,
+    SyncGradients,
+    code,
+    lane_of,
+)
 from spindle.program.memory import Memory, refuse_overfull
 from spindle.program.program import Bucket, Column, Flows, Program, SlotShape
 from spindle.program.reshard import common_scale
@@ -27,6 +37,7 @@ def verify(program: Program, profile: Profile) -> None:
     _every_flow_has_its_link(program, profile)
     _every_row_arrives(program)
     _every_gradient_is_summed(program, profile)
+    _every_bucket_has_its_collectives(program)
     instances = instances_of(program)
     stuck = np.flatnonzero(~run_untimed(*instances.arrays))
     if len(stuck):
@@ -155,6 +166,20 @@ def _every_gradient_is_summed(program: Program, profile: Profile) -> None:
             raise ProgramError(f"the gradient of {name} is not summed once over just the ranks that hold it")
         if any(set(bucket.after) != after[parameter] for bucket in buckets[parameter]):
             raise ProgramError(f"the gradient of {name} is not synchronised after every backward that adds to it")
+
+
+def _every_bucket_has_its_collectives(program: Program) -> None:
+    """Gradients are summed once; parameters are gathered once where each rank updates a part of them, else never.
+
+    That a forward waits for what its layers need follows from `instances_of`.
+    """
+    counts = Counter(program.instructions)
+    for number in range(len(program.buckets)):
+        if counts[SyncGradients(bucket=number)] != 1:
+            raise ProgramError(f"bucket {number} needs one synchronisation of its gradients")
+        if counts[GatherParameters(bucket=number)] != program.plan.shard_optimizer:
+            word = "one gathering" if program.plan.shard_optimizer else "no gathering"
+            raise ProgramError(f"bucket {number} needs {word} of its parameters")
 
 
 def _ranks_running(program: Program, instruction: Instruction) -> Column:

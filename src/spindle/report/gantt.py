@@ -17,7 +17,7 @@ from rich.text import Text
 
 from spindle.graph import MetaGraph
 from spindle.plan import Plan, format_devices
-from spindle.program import Backward, Exchange, Forward, OptimizerStep, Program, SyncGradients
+from spindle.program import Backward, Exchange, Forward, GatherParameters, OptimizerStep, Program, SyncGradients
 from spindle.report.palette import Palette, darker, ink_on, palette_of
 from spindle.report.quantities import count_of
 from spindle.timeline import Timeline
@@ -90,6 +90,7 @@ def timeline_chart(
         Mark(letter=">", meaning="send or receive"),
         Mark(letter="=", meaning="synchronise gradients"),
         Mark(letter="^", meaning="optimizer"),
+        Mark(letter="+", meaning="gather parameters"),
     )
     code = np.zeros(len(timeline.instructions), dtype=np.int64)
     for number, instruction in enumerate(timeline.instructions):
@@ -104,6 +105,8 @@ def timeline_chart(
                 code[number] = 2 * num_ops + 1
             case OptimizerStep():
                 code[number] = 2 * num_ops + 2
+            case GatherParameters():
+                code[number] = 2 * num_ops + 3
     scale = num_columns / max(1, end_ns)
     # Compute is painted last: what else goes on then costs nothing.
     order = np.argsort(-timeline.lane, kind="stable")

@@ -47,6 +47,8 @@ def plan_facts(plan: Plan, measures: Measures, profile: Profile) -> Table:
     if plan.recompute:
         everything = len(plan.recompute) == len(profile.graph.metaops)
         rows.append(("recomputed", "every op" if everything else listed(plan.recompute, at_most=8)))
+    if plan.shard_optimizer:
+        rows.append(("optimizer", "sharded: each device that holds a parameter updates a part of it"))
     if plan.num_rounds > 1:
         rows.append(("rounds", f"{plan.num_rounds}, one after another, to save memory"))
     return facts(rows)

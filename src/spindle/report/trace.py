@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from spindle.program import Backward, Exchange, Forward, Instruction, OptimizerStep, Program, SyncGradients
-from spindle.report.quantities import num_bytes
+from spindle.program import (
+    Backward,
+    Exchange,
+    Forward,
+    GatherParameters,
+    Instruction,
+    OptimizerStep,
+    Program,
+    SyncGradients,
+)
+from spindle.report.quantities import count_of, num_bytes
 from spindle.timeline import Timeline, chrome_trace
 
 
@@ -28,6 +37,9 @@ def instruction_name(instruction: Instruction, program: Program) -> str:
         case SyncGradients(bucket=bucket):
             chosen = program.buckets[bucket]
             return f"synchronise {num_bytes(chosen.num_bytes)} over {len(chosen.ranks)}"
+        case GatherParameters(bucket=bucket):
+            chosen = program.buckets[bucket]
+            return f"gather {count_of(len(chosen.parameters), 'parameter')} over {len(chosen.ranks)}"
         case OptimizerStep():
             return "optimizer"
         case _:

@@ -24,12 +24,23 @@ from torch.utils.checkpoint import checkpoint
 
 from spindle.errors import ProgramError, TrainingError
 from spindle.graph import MetaGraph
-from spindle.program import Backward, Exchange, Forward, Instruction, OptimizerStep, Program, SyncGradients
+from spindle.program import (
+    Backward,
+    Exchange,
+    Forward,
+    GatherParameters,
+    Instruction,
+    OptimizerStep,
+    Program,
+    SyncGradients,
+)
 from spindle.run.code import LayerCode, LayersCode, LossCode, OpCode
 from spindle.run.gradients import Gradients
 from spindle.run.graphs import Chunk, Graphs, Made
 from spindle.run.losses import loss_part
+from spindle.run.parts import start_reduce_scatter
 from spindle.run.rows import Axes, LeafForm, as_leaves, copied, cut, cut_leaf, joined, takes_gradient
+from spindle.run.shards import Shards
 from spindle.run.side import LinkEnd, SlotSide, held_parameters, side_of
 from spindle.run.step import Losses, Pace, Piece, Step, Turn, Watch
 from spindle.run.transfers import Transfers
@@ -50,7 +61,7 @@ class Executor:
 
     `parameters` are in the graph's order, this process's own tensors; `reached` has by task the positions of those that
     any gradient reaches at all. `batch_axes` has the row axes of each task's batch. Layers and losses run under an
-    `autocast` to that type.
+    `autocast` to that type. The program of a plan that shards the optimizer needs `shards`, which took parameters in.
 
     A step may leave tasks out. All ranks then pass over whatever their programs have of these, which leaves the order
     of everything else as `verify` saw it.
@@ -69,6 +80,7 @@ class Executor:
         seed: int = 0,
         cuda_graphs: bool = True,
         autocast: torch.dtype | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.program, self.graph, self.world, self.batch_axes, self.seed = program, graph, world, batch_axes, seed
         if any(shape.tensor_degree > 1 for shape in program.slots):
@@ -85,16 +97,32 @@ class Executor:
             instruction = program.instructions[position]
             if isinstance(instruction, Backward):
                 self._chunks_of.setdefault(self._side.slots[instruction.slot].task, set()).add(position)
-        self._buckets = [
-            (
-                frozenset(bucket.after) & mine,
-                [parameters[number] for number in bucket.parameters if number in self.held],
-                tuple(bucket.ranks.tolist()),
-            )
-            for bucket in program.buckets
-        ]
+        self._after = [frozenset(bucket.after) & mine for bucket in program.buckets]
         self._users = [frozenset(map(self._task_of, bucket.after)) for bucket in program.buckets]
-        self._gradients = Gradients([bucket for _, bucket, _ in self._buckets])
+        self._shards = shards
+        # What is summed at once: a bucket, or all of one type in a bucket that is sharded.
+        summed: list[list[nn.Parameter]] = []
+        self._sums_of: list[list[int]] = []  # by bucket
+        for number, bucket in enumerate(program.buckets):
+            sums = [[parameters[one] for one in bucket.parameters if one in self.held]]
+            if shards is not None:
+                sums = [list(flat.parameters) for flat in shards.flats[number]]
+            self._sums_of.append(list(range(len(summed), len(summed) + len(sums))))
+            summed += sums
+        flats = dict(enumerate(shards)) if shards is not None else {}
+        self._gradients = Gradients(summed, flats)
+        # By slot and the first layer of a chunk: positions of the gathers that it waits for.
+        self._needed_by: dict[tuple[int, int], list[int]] = {}
+        self._gathers: list[tuple[int, int]] = []  # in the order of the lane, with the bucket
+        for position in self._side.sync:
+            instruction = program.instructions[position]
+            if isinstance(instruction, GatherParameters):
+                self._gathers.append((position, instruction.bucket))
+                for one in program.buckets[instruction.bucket].after:
+                    chunk = self._backward_at(one)
+                    self._needed_by.setdefault((chunk.slot, chunk.first), []).append(position)
+        if self._gathers and shards is None:
+            raise ProgramError("this plan shards the optimizer, but no shards were made")
 
         @cache
         def unreached(tasks: frozenset[str]) -> list[nn.Parameter]:
@@ -162,6 +190,11 @@ class Executor:
 
     def _run(self, step: Step, optimizer: Updates | None, watch: Watch) -> None:
         """This rank's instructions, in order."""
+        if self._shards is not None and step.turn.is_first:
+            self._shards.drop_gradients()
+            for position, bucket in self._gathers:
+                if self._shards.is_gathering(bucket):
+                    watch.posted[position] = watch.now()  # they go on since the last update
         for parameter in self._trained:
             if step.turn.is_first:
                 parameter.grad = None
@@ -189,8 +222,8 @@ class Executor:
                         self._finish_syncs(step, watch)
                         watch.start[position] = watch.now()
                         if optimizer is not None:
-                            optimizer.step()
-                    case Exchange() | SyncGradients():
+                            self._update(step, optimizer)
+                    case Exchange() | SyncGradients() | GatherParameters():
                         raise AssertionError("these stand on other lanes")
             except Exception as error:
                 error.add_note(f"in step {step.number} on rank {self.world.rank}, {self._describe(instruction)}")
@@ -210,14 +243,19 @@ class Executor:
                 return self._side.links[link].task in step.signatures
             case SyncGradients(bucket=bucket):
                 return not self._users[bucket].isdisjoint(step.turn.tasks)
+            case GatherParameters():
+                return step.turn.is_first
             case OptimizerStep():
                 return step.turn.is_last
 
-    def _task_of(self, position: int) -> str:
-        """The task of a backward instruction, whichever ranks run it."""
+    def _backward_at(self, position: int) -> Backward:
         instruction = self.program.instructions[position]
         assert isinstance(instruction, Backward)
-        return self.graph.metaops[self.program.slots[instruction.slot].op].task
+        return instruction
+
+    def _task_of(self, position: int) -> str:
+        """The task of a backward instruction, whichever ranks run it."""
+        return self.graph.metaops[self.program.slots[self._backward_at(position).slot].op].task
 
     def _use_graphs(self, step: Step) -> None:
         """After a few steps on batches of the same shapes, the next is captured and later ones replay it."""
@@ -302,38 +340,59 @@ class Executor:
         while step.turn.is_last and step.next_sync < len(syncs):
             position = syncs[step.next_sync]
             instruction = self.program.instructions[position]
-            assert isinstance(instruction, SyncGradients)
-            if not self._is_on(step, instruction):
+            if not isinstance(instruction, SyncGradients) or not self._is_on(step, instruction):
                 step.next_sync += 1
                 continue
-            if not self._buckets[instruction.bucket][0] <= step.done_chunks:
+            if not self._after[instruction.bucket] <= step.done_chunks:
                 break
             watch.posted[position] = watch.now()
             self._post_sync(step, instruction.bucket, position)
             step.next_sync += 1
 
     def _post_sync(self, step: Step, bucket: int, position: int) -> None:
-        _, parameters, ranks = self._buckets[bucket]
-        if not parameters:
-            return
-        flat = self._gradients.gathered(bucket)
-        with peers("synchronising gradients"):
-            request = dist.all_reduce(flat, group=self.world.group("sync", ranks), async_op=True)
-        step.syncs.append((position, bucket, request, flat))
+        ranks = tuple(self.program.buckets[bucket].ranks.tolist())
+        unreached = {id(parameter) for parameter in self._unreached(step.turn.tasks)}
+        for one in self._sums_of[bucket]:
+            flat = self._gradients.gathered(one, unreached)
+            request: Any
+            if self._shards is not None:
+                request = start_reduce_scatter(flat, ranks, self.world)
+            else:
+                with peers("synchronising gradients"):
+                    request = dist.all_reduce(flat, group=self.world.group("sync", ranks), async_op=True)
+            step.syncs.append((position, one, request))
 
     def _finish_syncs(self, step: Step, watch: Watch) -> None:
-        for position, bucket, request, flat in step.syncs:
+        for position, one, request in step.syncs:
             wait(request)
             watch.end[position] = watch.now()
-            count = len(self._buckets[bucket][1])
             # Reading the flags waits for the GPU. Where all is replayed, what this rank has it always has.
-            is_certain = self._replays_all_layers(step) and self._gradients.has_all(bucket)
-            self._gradients.spread(bucket, [1.0] * count if is_certain else flat[-count:].tolist())
+            is_certain = self._replays_all_layers(step) and self._gradients.has_all(one)
+            self._gradients.spread(one, self._gradients.holders(one) if not is_certain else None)
         step.syncs.clear()
         for parameter in self._unreached(step.turn.tasks) if step.turn.is_last else ():
             # Zeros from another rank are no gradient: one process would have none.
             if parameter.grad is not None and not parameter.grad.any():
                 parameter.grad = None
+
+    def _update(self, step: Step, optimizer: Updates) -> None:
+        """The optimizer's step. What it changes of sharded parameters goes to other ranks at once, rather than when the
+        next step begins: nothing that stands between waits for it."""
+        if self._shards is not None:
+            self._shards.settle()  # what no forward of this step has waited for
+        optimizer.step()
+        for _, bucket in self._gathers:
+            if self._shards is not None and self._is_on(step, SyncGradients(bucket=bucket)):
+                self._shards.start_gather(bucket)
+
+    def _wait_for_parameters(self, slot: int, first: int, watch: Watch) -> None:
+        """Chunk by chunk, where the program waits for those of a whole slot: the last ones come while the first run."""
+        for position in self._needed_by.get((slot, first), ()):
+            instruction = self.program.instructions[position]
+            assert isinstance(instruction, GatherParameters)
+            if self._shards is not None and self._shards.is_gathering(instruction.bucket):
+                self._shards.wait(instruction.bucket)
+                watch.end[position] = watch.now()
 
     # Compute.
 
@@ -343,9 +402,11 @@ class Executor:
         if slot.rows == 0 and not isinstance(slot.code, LossCode):
             return
         if step.graphs is not None and step.graphs.has(slot):
-            nests, made = step.graphs.forward(slot, nests, lambda inputs: self._compute(step, slot, inputs))
+            for first, _ in slot.chunks:
+                self._wait_for_parameters(slot.number, first, watch)
+            nests, made = step.graphs.forward(slot, nests, lambda inputs: self._compute(step, slot, inputs, watch))
         else:
-            made = self._compute(step, slot, nests)
+            made = self._compute(step, slot, nests, watch)
         for link in slot.inputs if slot.rows else ():
             leaves = tree_leaves(nests[link.source])
             step.inputs[link.number] = [leaf if takes_gradient(leaf) else None for leaf in leaves]
@@ -355,10 +416,10 @@ class Executor:
         else:
             step.outputs[slot.number] = made.outputs
 
-    def _compute(self, step: Step, slot: SlotSide, nests: dict[str, Any]) -> Made:
+    def _compute(self, step: Step, slot: SlotSide, nests: dict[str, Any], watch: Watch) -> Made:
         """A slot's forward pass on its inputs."""
         with self._casting():
-            return self._compute_as_is(step, slot, nests)
+            return self._compute_as_is(step, slot, nests, watch)
 
     def _casting(self) -> Any:
         if self._autocast is None:
@@ -366,9 +427,9 @@ class Executor:
         # A graph must not count on weights that were cast before it was captured.
         return torch.autocast(self.world.device.type, dtype=self._autocast, cache_enabled=not self._captures)
 
-    def _compute_as_is(self, step: Step, slot: SlotSide, nests: dict[str, Any]) -> Made:
+    def _compute_as_is(self, step: Step, slot: SlotSide, nests: dict[str, Any], watch: Watch) -> Made:
         if isinstance(slot.code, LayersCode):
-            return self._run_layers(step, slot, slot.code, nests)
+            return self._run_layers(step, slot, slot.code, nests, watch)
         if slot.code.is_random:
             self._seed(step, slot, slot.first_layer)
         batch = self._batch(step, slot) if slot.rows else None
@@ -376,10 +437,11 @@ class Executor:
         loss = loss_part(slot.code, slot, batch, nests, self.world, check_with=whole)
         return Made([Piece(inputs=(), outputs=loss)], loss)
 
-    def _run_layers(self, step: Step, slot: SlotSide, code: LayersCode, nests: dict[str, Any]) -> Made:
+    def _run_layers(self, step: Step, slot: SlotSide, code: LayersCode, nests: dict[str, Any], watch: Watch) -> Made:
         pieces = []
         values: Any = None
         for first, last in slot.chunks:
+            self._wait_for_parameters(slot.number, first, watch)
             layers = code.layers[first:last]
             inputs: Any = ()
             if values is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spindle.program import Exchange, Program, SyncGradients, instances_of
+from spindle.program import Exchange, GatherParameters, Program, SyncGradients, instances_of
 from spindle.run.step import Spans
 from spindle.timeline import Timeline
 
@@ -44,7 +44,7 @@ def timeline_of(program: Program, ranks: Sequence[Spans]) -> Timeline:
                         begun[one] = min(begun.get(one, ready), ready)
                 for one, ready in begun.items():
                     start[one] = min(ready, int(end[one]))
-            case SyncGradients(bucket=bucket):
+            case SyncGradients(bucket=bucket) | GatherParameters(bucket=bucket):
                 members = [where[rank, number] for rank in program.buckets[bucket].ranks.tolist()]
                 ready = int(posted[members].max())
                 start[members] = np.minimum(ready, end[members])

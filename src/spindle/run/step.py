@@ -76,7 +76,7 @@ class Step:
     forwarded: set[int] = field(default_factory=set)
     returned: set[int] = field(default_factory=set)  # slots whose backward is over
     done_chunks: set[int] = field(default_factory=set)
-    syncs: list[tuple[int, int, Any, torch.Tensor]] = field(default_factory=list)  # position, bucket, request, flat
+    syncs: list[tuple[int, int, Any]] = field(default_factory=list)  # position, which sum, request
     next_transfer: int = 0
     next_sync: int = 0
 

@@ -14,7 +14,17 @@ import numpy as np
 
 from spindle.plan import setting_of
 from spindle.profile import Profile, collective_latency_s, ring_bytes
-from spindle.program import Backward, Exchange, Forward, Instances, Memory, OptimizerStep, Program, SyncGradients
+from spindle.program import (
+    Backward,
+    Exchange,
+    Forward,
+    GatherParameters,
+    Instances,
+    Memory,
+    OptimizerStep,
+    Program,
+    SyncGradients,
+)
 from spindle.program.program import Column
 
 NS = 1e9
@@ -248,12 +258,37 @@ def _time_collectives(
     delay_ns: np.ndarray,
     entries: _Entries,
 ) -> None:
-    """All-reduces as rings over all members: every port carries it, and every uplink of a group that spans islands."""
+    """Collectives as rings over all members: every port carries it, and every uplink of a group that spans islands.
+
+    Reduce-scatter and all-gather are each half an all-reduce, but for what small messages pay.
+    """
     if not program.buckets:
         return
-    by_bucket = _meetings_of(program, instances, SyncGradients)
+    summed = [float(one.num_bytes) for one in program.buckets]
+    if not program.plan.shard_optimizer:
+        _time_rings(
+            program, profile, topology, _meetings_of(program, instances, SyncGradients), summed, delay_ns, entries
+        )
+        return
+    numerics = profile.graph.numerics
+    gathered = [one * numerics.parameter_bytes / numerics.gradient_bytes for one in summed]
+    for kind, num_bytes in ((SyncGradients, summed), (GatherParameters, gathered)):
+        halves = [one / 2 for one in num_bytes]
+        _time_rings(program, profile, topology, _meetings_of(program, instances, kind), halves, delay_ns, entries)
+
+
+def _time_rings(
+    program: Program,
+    profile: Profile,
+    topology: _Topology,
+    by_bucket: np.ndarray,
+    num_bytes: list[float],
+    delay_ns: np.ndarray,
+    entries: _Entries,
+) -> None:
+    """One collective for each bucket, with the bytes of an all-reduce."""
     sizes = np.array([len(one.ranks) for one in program.buckets])
-    carried = np.array([ring_bytes(one.num_bytes, len(one.ranks)) * NS for one in program.buckets])
+    carried = np.array([ring_bytes(*one) * NS for one in zip(num_bytes, sizes.tolist(), strict=True)])
     bucket = np.repeat(np.arange(len(sizes)), sizes)
     ranks = np.concatenate([one.ranks for one in program.buckets])
     alone_ns = carried[bucket] / topology.link_bytes_per_s[ranks]

@@ -1,6 +1,7 @@
 """The user's optimizer over what one rank holds: made, stepped with all that belongs to it, carried to another plan.
 
-Gradients are clipped by their norm over all ranks before the step; the schedule moves on after it.
+Gradients are clipped by their norm over all ranks before the step; the schedule moves on after it. Where a rank updates
+a part of a parameter, its optimizer knows that part as a parameter; what goes to another plan is put together again.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from spindle.errors import TrainingError
 from spindle.run import World
+from spindle.run.shards import Span
 
 Named = tuple[str, nn.Parameter]
 MakeOptimizer = Callable[[list[Named]], torch.optim.Optimizer]
@@ -42,12 +45,14 @@ class Update:
         clip_norm: float | None,
         named: Sequence[Named],
         counted: Sequence[nn.Parameter],
+        spans: Mapping[str, Span],
         ranks: tuple[int, ...],
         world: World,
         state: UpdateState,
     ) -> None:
         """`named` are the parameters that this rank trains, `counted` those whose gradients it counts for all `ranks`
-        that hold any."""
+        that hold any, `spans` what it has of those that are parts."""
+        self._spans = spans
         self._clip_norm, self._named, self._counted, self._world = clip_norm, list(named), counted, world
         self._ranks = ranks
         if clip_norm is not None and len(ranks) > 1:
@@ -81,7 +86,7 @@ class Update:
         written = optimizer.state_dict()
         places = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         written["state"] = {
-            place: dict(state.states[names[id(parameter)]])
+            place: self._part_of(state.states[names[id(parameter)]], names[id(parameter)])
             for place, parameter in enumerate(places)
             if names[id(parameter)] in state.states
         }
@@ -91,24 +96,34 @@ class Update:
                 entry.update(state.settings[known[0]])
         optimizer.load_state_dict(written)
 
+    def _part_of(self, state: Mapping[str, Any], name: str) -> dict[str, Any]:
+        return cut_state(state, self._spans[name]) if name in self._spans else dict(state)
+
     def gathered(self) -> UpdateState:
         """What the optimizers of all ranks keep, on all ranks, in the host's memory."""
         names = {id(parameter): name for name, parameter in self._named}
         counted = {id(parameter) for parameter in self._counted}
-        states, settings = {}, {}
+        states: dict[str, tuple[Span | None, dict[str, Any]]] = {}
+        settings = {}
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             for parameter in group["params"]:
                 if id(parameter) in counted:
                     name = names[id(parameter)]
                     settings[name] = {key: value for key, value in group.items() if key != "params"}
                     if self.optimizer is not None and parameter in self.optimizer.state:
-                        states[name] = _on_host(self.optimizer.state[parameter])
+                        states[name] = (self._spans.get(name), _on_host(self.optimizer.state[parameter]))
         parts = self._world.broadcast_object(self._world.gather_objects((states, settings)))
         # What is frozen now keeps what it had, for when it is thawed.
         every, each = dict(self._parked.states), dict(self._parked.settings)
+        pieces: dict[str, list[tuple[Span, Mapping[str, Any]]]] = {}
         for more, settled in parts:
-            every.update(more)
+            for name, (span, state) in more.items():
+                if span is None:
+                    every[name] = state
+                else:
+                    pieces.setdefault(name, []).append((span, state))
             each.update(settled)
+        every.update((name, joined_state(some)) for name, some in pieces.items())
         return UpdateState(num_steps=self._num_steps, states=every, settings=each)
 
 
@@ -154,3 +169,96 @@ def _scheduler_of(
 
 def _on_host(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def cut_state(state: Mapping[str, Any], span: Span) -> dict[str, Any]:
+    """What belongs to a part of a parameter of what its optimizer keeps; what is not by element belongs to all."""
+    return {
+        key: _cut(value, span) if isinstance(value, torch.Tensor) and value.shape == span.shape else value
+        for key, value in state.items()
+    }
+
+
+def _cut(value: torch.Tensor, span: Span) -> torch.Tensor:
+    return value.reshape(-1)[span.first : span.last].reshape(span.part_shape).clone()
+
+
+def joined_state(parts: Sequence[tuple[Span, Mapping[str, Any]]]) -> dict[str, Any]:
+    """What an optimizer keeps for a whole parameter, from what it keeps for all its parts."""
+    in_order = sorted(parts, key=lambda entry: entry[0].first)
+    whole = dict(in_order[0][1])
+    for key in whole:
+        values = [state.get(key) for _, state in in_order]
+        tensors = [
+            value
+            for value, (span, _) in zip(values, in_order, strict=True)
+            if isinstance(value, torch.Tensor) and value.shape == span.part_shape
+        ]
+        if len(tensors) == len(in_order):
+            whole[key] = torch.cat([value.reshape(-1) for value in tensors]).reshape(in_order[0][0].shape)
+    return whole
+
+
+# Can parts be updated by themselves?
+
+_TRIED_SIZE, _TRIED_STEPS, _TRIED_ERROR = 4, 2, 1e-6
+_MOVED = "how far it moved"
+
+
+def why_not_sharded(make: MakeOptimizer, named: Sequence[Named]) -> str | None:
+    """Why parts of parameters cannot be updated by themselves; None where they can.
+
+    The optimizer is tried on small parameters under the user's names, whole and in two parts. What it does to large
+    ones alone (states of 8 bits, in blocks) is not found out.
+    """
+    generator = torch.Generator().manual_seed(0)
+    drawn: dict[str, list[torch.Tensor]] = {}  # a value and gradients
+    for name, parameter in named:
+        shape = [min(size, _TRIED_SIZE) for size in parameter.shape]
+        values = torch.randn((1 + _TRIED_STEPS, *shape), generator=generator, dtype=torch.float64)
+        drawn[name] = list(values.to(parameter.device))
+    parts: dict[str, list[tuple[Span, dict[str, Any]]]] = {}
+    try:
+        whole = _tried(make, drawn)
+        for half in range(2):
+            spans = {name: _half(tuple(values[0].shape), half) for name, values in drawn.items()}
+            cut = {
+                name: [_cut(one, spans[name]) for one in values]
+                for name, values in drawn.items()
+                if spans[name].first < spans[name].last
+            }
+            for name, kept in _tried(make, cut).items():
+                parts.setdefault(name, []).append((spans[name], kept))
+    except Exception as error:
+        return f"trying that out failed: {(str(error).splitlines() or [type(error).__name__])[0]}"
+    for name, some in parts.items():
+        joined = joined_state(some)
+        if joined.keys() != whole[name].keys() or not all(_agree(joined[key], whole[name][key]) for key in joined):
+            return f"it does not update each element of {name} by itself"
+    return None
+
+
+def _half(shape: tuple[int, ...], half: int) -> Span:
+    size = prod(shape)
+    return Span(size * half // 2, size * (half + 1) // 2, shape)
+
+
+def _tried(make: MakeOptimizer, drawn: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, dict[str, Any]]:
+    """How far parameters moved in some steps, and what the optimizer keeps for them."""
+    named = [(name, nn.Parameter(values[0].clone())) for name, values in drawn.items()]
+    optimizer = optimizer_of(make, named)
+    if optimizer is None:
+        return {}
+    for step in range(_TRIED_STEPS):
+        for name, parameter in named:
+            parameter.grad = drawn[name][1 + step].clone()
+        optimizer.step()
+    return {name: {_MOVED: one.detach() - drawn[name][0], **optimizer.state.get(one, {})} for name, one in named}
+
+
+def _agree(one: Any, other: Any) -> bool:
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return type(one) is type(other) and bool(one == other)
+    if one.shape != other.shape or not one.numel():
+        return one.shape == other.shape
+    return bool((one.double() - other.double()).abs().max() <= _TRIED_ERROR * other.double().abs().max())

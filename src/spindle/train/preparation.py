@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
@@ -23,10 +24,11 @@ from spindle.planners import Effort, make_plan
 from spindle.profile import Profile, ProfileRequest, fitting, profile_request, read_profile, write_profile
 from spindle.program import Program, lower, verify
 from spindle.run import Executor, OpCode, World
+from spindle.run.shards import Shards, Span
 from spindle.run.weights import Weights
 from spindle.train.bind import Bound, bind, code_of, trace_all
 from spindle.train.kinds import kinds_of
-from spindle.train.optimizer import MakeOptimizer, MakeScheduler, Update, UpdateState
+from spindle.train.optimizer import MakeOptimizer, MakeScheduler, Named, Update, UpdateState, why_not_sharded
 from spindle.train.probe import Facts, facts_without_values, probe
 from spindle.train.progress import Progress
 from spindle.train.samples import Needs, needs_of
@@ -55,6 +57,7 @@ class Options:
     seed: int
     name: str
     cuda_graphs: bool
+    shard_optimizer: bool | None
 
     @property
     def names(self) -> list[str]:
@@ -82,6 +85,7 @@ class Prepared:
         verify(self.program, known.profile)
         parameters = [known.bound.parameters[one.name] for one in known.graph.parameters]
         self.weights = Weights(self.program, known.graph, parameters, world)
+        self.shards = Shards(self.program, parameters, world) if plan.shard_optimizer else None
         self.main = self._executor(self.program)
         self._planned = {name: one.recorded.definition.batch_size for name, one in known.bound.tasks.items()}
         self._executors = {tuple(self._planned.values()): self.main}
@@ -107,18 +111,30 @@ class Prepared:
     def make_update(self, state: UpdateState) -> Update:
         """The optimizer over what this rank holds, which must be here."""
         options, weights, rank = self._options, self.weights, self._world.rank
-        trained = [
-            (one.name, weights.parameters[number], weights.holders[number])
-            for number, one in enumerate(self.graph.parameters)
-            if one.trainable and weights.holders[number]
-        ]
+        shared = self.shards.owned if self.shards is not None else {}
+        named: list[Named] = []
+        counted: list[nn.Parameter] = []
+        spans: dict[str, Span] = {}
+        for number, one in enumerate(self.graph.parameters):
+            parameter, holders = weights.parameters[number], weights.holders[number]
+            if not one.trainable or rank not in holders:
+                continue
+            if number in shared:
+                owned = shared[number]
+                if owned is None:
+                    continue
+                spans[one.name], parameter = owned
+            named.append((one.name, parameter))
+            if number in shared or rank == holders[0]:
+                counted.append(parameter)
         ranks = sorted({rank for shape in self.program.slots for rank in shape.ranks.tolist()})
         self.update = Update(
             options.make_optimizer,
             options.make_scheduler,
             options.clip_norm,
-            named=[(name, parameter) for name, parameter, holders in trained if rank in holders],
-            counted=[parameter for _, parameter, holders in trained if rank == holders[0]],
+            named=named,
+            counted=counted,
+            spans=spans,
             ranks=tuple(ranks),
             world=self._world,
             state=state,
@@ -144,6 +160,7 @@ class Prepared:
             seed=self._options.seed,
             cuda_graphs=self._options.cuda_graphs and captures,
             autocast=self._options.autocast,
+            shards=self.shards,
         )
 
 
@@ -198,10 +215,10 @@ def find_out(
     return Known(bound, graph, code, profile, mode_of(bound))
 
 
-def prepare(known: Known, options: Options, world: World, shown: Progress) -> Prepared:
+def prepare(known: Known, options: Options, world: World, shown: Progress, notify: Callable[[str], None]) -> Prepared:
     """Plans, and gets ready to run the plan."""
     with shown.bar("planning") as tell:
-        plan = _plan(known.profile, options, world, tell)
+        plan = _plan(known, options, world, tell, notify)
     return Prepared(known, plan, options, world)
 
 
@@ -272,20 +289,24 @@ def _explain(bound: Bound, world: World, notify: Callable[[str], None]) -> None:
         )
 
 
-def _plan(profile: Profile, options: Options, world: World, tell: Callable[[float], None]) -> Plan:
-    """Rank 0's plan, on all ranks."""
+def _plan(
+    known: Known, options: Options, world: World, tell: Callable[[float], None], notify: Callable[[str], None]
+) -> Plan:
+    """Rank 0's plan, on all ranks. A sharded optimizer is tried out first, and not sharded where that fails."""
+    profile = known.profile
     plan: Plan | None = None
+    reason: str | None = None
     if world.rank == 0:
-        given = options.plan
-        if given is None:
-            plan = make_plan(profile, options.planner, Effort(seed=options.seed), tell)
-        elif isinstance(given, Plan):
-            plan = given
-        elif isinstance(given, str) and "*" in given:
-            plan = parse_plan(given, profile)
-        else:
-            plan = read_plan(Path(given), profile.graph)
-    shared: Plan = world.broadcast_object(plan)
+        plan = _wanted_plan(profile, options, options.shard_optimizer, tell)
+        if plan.shard_optimizer:
+            trained = [one for one in known.bound.parameters.items() if one[1].requires_grad]
+            reason = why_not_sharded(options.make_optimizer, trained)
+        if reason is not None:
+            plan = _wanted_plan(profile, options, False, tell)
+    shared: Plan
+    shared, reason = world.broadcast_object((plan, reason))
+    if reason is not None:
+        notify(f"the optimizer is not sharded: {reason}")
     if shared.num_devices != world.size:
         raise PlanError(
             f"the plan is for {shared.num_devices} devices, but {world.size} ranks were started; start "
@@ -293,3 +314,19 @@ def _plan(profile: Profile, options: Options, world: World, tell: Callable[[floa
         )
     check(shared, profile)
     return shared
+
+
+def _wanted_plan(
+    profile: Profile, options: Options, shard_optimizer: bool | None, tell: Callable[[float], None]
+) -> Plan:
+    """The given plan, or a new one."""
+    given = options.plan
+    if given is None:
+        return make_plan(profile, options.planner, Effort(seed=options.seed), tell, shard_optimizer)
+    if isinstance(given, Plan):
+        plan = given
+    elif isinstance(given, str) and "*" in given:
+        plan = parse_plan(given, profile)
+    else:
+        plan = read_plan(Path(given), profile.graph)
+    return plan if shard_optimizer is None else replace(plan, shard_optimizer=shard_optimizer)

@@ -56,18 +56,22 @@ class Readiness:
     def plan(self, known: Known, shown: Progress) -> Prepared:
         """The plan, made where there is none."""
         if self.prepared is None:
-            self.prepared = prepare(known, self.options, self.world, shown)
+            self.prepared = prepare(known, self.options, self.world, shown, self.notifier(shown))
         return self.prepared
 
     def send_out(self, prepared: Prepared) -> None:
         """Parameters to the ranks that hold them, and an optimizer over what this rank has."""
         prepared.weights.send_out()
+        if prepared.shards is not None:
+            prepared.shards.take_in()
         share_buffers(prepared.bound, self.world)
         if prepared.update is None:
             prepared.make_update(self._state)
 
     def bring_home(self, prepared: Prepared) -> None:
         """Every rank has all parameters and buffers again."""
+        if prepared.shards is not None:
+            prepared.shards.settle()
         prepared.weights.bring_home()
         buffers_home(prepared, self.world)
         share_buffers(prepared.bound, self.world)
@@ -85,6 +89,8 @@ class Readiness:
             return
         if keep_optimizer and self.prepared.update is not None:
             self._state = self.prepared.update.gathered()
+        if self.prepared.shards is not None:
+            self.prepared.shards.let_go()
         for parameter in self.prepared.weights.parameters:
             parameter.grad = None
         self.prepared = None

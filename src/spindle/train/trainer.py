@@ -41,6 +41,10 @@ class Trainer:
     this machine, or from a `profile` (a Profile, or the file that `spindle profile` wrote). `seed` is for random layers
     and for the planner. On a GPU, steps whose batches have the same shapes are captured in `cuda_graphs` and replayed:
     the same numbers, without what Python code in a module does beside.
+
+    With `shard_optimizer`, the ranks that hold a parameter each keep the optimizer's state of a part of it: `optimizer`
+    is then called with these parts, which have as many dimensions as the parameter. The planner does so when memory is
+    short, unless this is True or False. An optimizer that does not update each element by itself is not sharded.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Trainer:
         seed: int = 0,
         name: str = "training",
         cuda_graphs: bool = True,
+        shard_optimizer: bool | None = None,
     ) -> None:
         if not tasks:
             raise WorkloadError("spindle.Trainer needs at least one task")
@@ -99,6 +104,7 @@ class Trainer:
             seed=seed,
             name=name,
             cuda_graphs=cuda_graphs,
+            shard_optimizer=shard_optimizer,
         )
         self.world: World = join_world()
         self.notices: list[str] = []
