@@ -16,17 +16,17 @@ def state_bytes(graph: MetaGraph, parameter: int, tensor_degree: int = 1) -> int
     per_element = numerics.parameter_bytes
     if weights.trainable:
         per_element += numerics.gradient_bytes + numerics.optimizer_bytes
-    return -(-weights.num_elements // tensor_degree) * per_element
+    return weights.elements_at(tensor_degree) * per_element
 
 
 def saved_bytes(op: MetaOp, rows: int, num_layers: int, tensor_degree: int, recompute: bool) -> int:
     """What a slot keeps on one device for its backward pass: with recomputation only the input of each layer."""
     if op.cost is None:
         return 0
-    per_row = op.cost.output_bytes if recompute else op.cost.saved_bytes / tensor_degree
+    per_row = op.cost.output_bytes if recompute else op.cost.saved_bytes_at(tensor_degree)
     return int(rows * num_layers * per_row)
 
 
 def backward_bytes(op: MetaOp, rows: int, tensor_degree: int) -> int:
     """The working space of a backward pass on one device: one layer's activations once more."""
-    return 0 if op.cost is None else int(rows * op.cost.saved_bytes / tensor_degree)
+    return 0 if op.cost is None else int(rows * op.cost.saved_bytes_at(tensor_degree))

@@ -117,7 +117,7 @@ def _held_bytes(program: Program, profile: Profile) -> tuple[Column, np.ndarray]
         degree = degree_of[parameter]
         state += state_bytes(graph, parameter, degree)
         if graph.parameters[parameter].trainable:
-            moved += graph.parameters[parameter].num_elements / degree * graph.numerics.update_bytes
+            moved += graph.parameters[parameter].elements_at(degree) * graph.numerics.update_bytes
         together[slots] = (state, moved)
     for slots, (state, moved) in together.items():
         uses = np.zeros(program.num_ranks, dtype=bool)

@@ -4,7 +4,7 @@ Transfers are posted as soon as their data is there and waited for when it is ne
 backward that is still going on. The order of each lane is the program's, so what `verify` proved holds here.
 
 Rows of a link are rows of the batch, because both ends of a task's flow have the same one. Left out
-so far: tensor degrees above one, lanes with quotas.
+so far: lanes with quotas.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from spindle.errors import ProgramError, TrainingError
+from spindle.errors import TrainingError
 from spindle.graph import MetaGraph
+from spindle.models import with_styles
 from spindle.program import Backward, Exchange, Forward, Instruction, OptimizerStep, Program, SyncGradients
 from spindle.run.code import LayerCode, LayersCode, LossCode, OpCode
 from spindle.run.gradients import Gradients
 from spindle.run.graphs import Chunk, Graphs, Made
 from spindle.run.losses import loss_part
+from spindle.run.members import TENSOR, RankMembers
 from spindle.run.rows import Axes, LeafForm, as_leaves, copied, cut, cut_leaf, joined, takes_gradient
-from spindle.run.side import LinkEnd, SlotSide, held_parameters, side_of
+from spindle.run.side import LinkEnd, SlotSide, held_parameters, side_of, tensor_groups
 from spindle.run.step import Losses, Pace, Piece, Step, Turn, Watch
 from spindle.run.transfers import Transfers
 from spindle.run.world import World, compute_stream, peers, wait
@@ -71,8 +73,6 @@ class Executor:
         autocast: torch.dtype | None = None,
     ) -> None:
         self.program, self.graph, self.world, self.batch_axes, self.seed = program, graph, world, batch_axes, seed
-        if any(shape.tensor_degree > 1 for shape in program.slots):
-            raise ProgramError("this plan splits layers over tensor groups, which the runtime does not do yet")
         self._side = side_of(program, graph, code, world.rank)
         self._transfers = Transfers(program, self._side, world)
         self.reads, self.uses = self._side.reads, self._side.uses
@@ -88,7 +88,8 @@ class Executor:
         self._buckets = [
             (
                 frozenset(bucket.after) & mine,
-                [parameters[number] for number in bucket.parameters if number in self.held],
+                # Other shards than this rank's are other ranks' matter.
+                [parameters[number] for number in bucket.parameters] if world.rank in bucket.ranks else [],
                 tuple(bucket.ranks.tolist()),
             )
             for bucket in program.buckets
@@ -117,6 +118,8 @@ class Executor:
             for shape in program.slots:
                 if isinstance(code[shape.op], LossCode) and len(shape.ranks) > 1:
                     world.group("loss", tuple(shape.ranks.tolist()))
+                for group in tensor_groups(shape) if shape.tensor_degree > 1 else ():
+                    world.group(TENSOR, group)
 
     def step(
         self,
@@ -379,6 +382,7 @@ class Executor:
     def _run_layers(self, step: Step, slot: SlotSide, code: LayersCode, nests: dict[str, Any]) -> Made:
         pieces = []
         values: Any = None
+        members = RankMembers(self.world, slot.group) if len(slot.group) > 1 else None
         for first, last in slot.chunks:
             layers = code.layers[first:last]
             inputs: Any = ()
@@ -390,9 +394,11 @@ class Executor:
                 if layer.is_random:
                     self._seed(step, slot, slot.first_layer + number)
                 run, args = layer.run, values
+                if members is not None and layer.styled:
+                    run = with_styles(run, layer.styled, members)
                 if values is None:
                     # The glue that feeds a call is part of its first layer.
-                    run = _behind(code.arguments, layer.run)
+                    run = _behind(code.arguments, run)
                     args = (self._batch(step, slot), *(nests[source][0] for source in code.sources))
                 if layer.writes_input and (number == first or slot.recompute):
                     run = _on_copies(run)

@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from spindle.errors import TrainingError
 from spindle.run import World
+from spindle.run.weights import Shard
 
 Named = tuple[str, nn.Parameter]
 MakeOptimizer = Callable[[list[Named]], torch.optim.Optimizer]
@@ -45,9 +46,11 @@ class Update:
         ranks: tuple[int, ...],
         world: World,
         state: UpdateState,
+        shards: Mapping[str, Shard] | None = None,
     ) -> None:
         """`named` are the parameters that this rank trains, `counted` those whose gradients it counts for all `ranks`
-        that hold any."""
+        that hold any; `shards` what it has of those that a tensor group splits."""
+        self._shards = shards or {}
         self._clip_norm, self._named, self._counted, self._world = clip_norm, list(named), counted, world
         self._ranks = ranks
         if clip_norm is not None and len(ranks) > 1:
@@ -81,7 +84,7 @@ class Update:
         written = optimizer.state_dict()
         places = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         written["state"] = {
-            place: dict(state.states[names[id(parameter)]])
+            place: self._cut(names[id(parameter)], parameter, state.states[names[id(parameter)]])
             for place, parameter in enumerate(places)
             if names[id(parameter)] in state.states
         }
@@ -91,23 +94,32 @@ class Update:
                 entry.update(state.settings[known[0]])
         optimizer.load_state_dict(written)
 
+    def _cut(self, name: str, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A parameter's state, as far as it belongs to what this rank has of the parameter."""
+        shard = self._shards.get(name)
+        return {
+            key: shard.of(value) if shard is not None and _is_like(value, parameter) else value
+            for key, value in state.items()
+        }
+
     def gathered(self) -> UpdateState:
         """What the optimizers of all ranks keep, on all ranks, in the host's memory."""
         names = {id(parameter): name for name, parameter in self._named}
         counted = {id(parameter) for parameter in self._counted}
-        states, settings = {}, {}
+        states: dict[str, tuple[Shard | None, dict[str, Any]]] = {}
+        settings = {}
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             for parameter in group["params"]:
                 if id(parameter) in counted:
                     name = names[id(parameter)]
                     settings[name] = {key: value for key, value in group.items() if key != "params"}
                     if self.optimizer is not None and parameter in self.optimizer.state:
-                        states[name] = _on_host(self.optimizer.state[parameter])
+                        states[name] = (self._shards.get(name), _on_host(self.optimizer.state[parameter]))
         parts = self._world.broadcast_object(self._world.gather_objects((states, settings)))
         # What is frozen now keeps what it had, for when it is thawed.
         every, each = dict(self._parked.states), dict(self._parked.settings)
-        for more, settled in parts:
-            every.update(more)
+        every.update(_joined([more for more, _ in parts]))
+        for _, settled in parts:
             each.update(settled)
         return UpdateState(num_steps=self._num_steps, states=every, settings=each)
 
@@ -150,6 +162,32 @@ def _scheduler_of(
         for _ in range(num_steps):
             scheduler.step()
     return scheduler
+
+
+def _is_like(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether a part of an optimizer's state has an entry for each of its parameter's."""
+    return isinstance(value, torch.Tensor) and value.dim() == parameter.dim() > 0
+
+
+def _joined(states: Sequence[Mapping[str, tuple[Shard | None, dict[str, Any]]]]) -> dict[str, dict[str, Any]]:
+    """States by parameter, from those of its shards."""
+    found: dict[str, list[tuple[Shard | None, dict[str, Any]]]] = {}
+    for one in states:
+        for name, entry in one.items():
+            found.setdefault(name, []).append(entry)
+    joined = {}
+    for name, entries in found.items():
+        shard, state = entries[0]
+        if shard is not None:
+            parts = [part for _, part in sorted(entries, key=lambda entry: entry[0].place if entry[0] else 0)]
+            state = {
+                key: torch.cat([part[key] for part in parts], dim=shard.dim)
+                if isinstance(value, torch.Tensor) and value.dim() > shard.dim
+                else value
+                for key, value in state.items()
+            }
+        joined[name] = state
+    return joined
 
 
 def _on_host(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,9 +15,10 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
-from spindle.errors import PlanError
+from spindle.errors import PlanError, ProfileError
 from spindle.graph import MetaGraph, metagraph_of
 from spindle.measure import local_profile, measure_update
+from spindle.models import split_dims
 from spindle.plan import Plan, check, parse_plan, read_plan
 from spindle.planners import Effort, make_plan
 from spindle.profile import Profile, ProfileRequest, fitting, profile_request, read_profile, write_profile
@@ -32,6 +33,7 @@ from spindle.train.progress import Progress
 from spindle.train.samples import Needs, needs_of
 from spindle.train.sampling import Share
 from spindle.train.task import TaskDefinition
+from spindle.train.tensor import Sharing, find_sharing
 from spindle.train.trace import unchanged
 from spindle.train.ways import Ways
 from spindle.workload import WorkloadRequest, workload_request, write_workload
@@ -55,6 +57,7 @@ class Options:
     seed: int
     name: str
     cuda_graphs: bool
+    tensor_degrees: Mapping[str, int] | None = None
 
     @property
     def names(self) -> list[str]:
@@ -81,7 +84,9 @@ class Prepared:
         self.program = lower(plan, known.profile)
         verify(self.program, known.profile)
         parameters = [known.bound.parameters[one.name] for one in known.graph.parameters]
-        self.weights = Weights(self.program, known.graph, parameters, world)
+        split = split_dims(known.bound.styled)
+        dims = {number: split[id(one)] for number, one in enumerate(parameters) if id(one) in split}
+        self.weights = Weights(self.program, known.graph, parameters, world, dims)
         self.main = self._executor(self.program)
         self._planned = {name: one.recorded.definition.batch_size for name, one in known.bound.tasks.items()}
         self._executors = {tuple(self._planned.values()): self.main}
@@ -108,20 +113,21 @@ class Prepared:
         """The optimizer over what this rank holds, which must be here."""
         options, weights, rank = self._options, self.weights, self._world.rank
         trained = [
-            (one.name, weights.parameters[number], weights.holders[number])
+            (number, one.name, weights.parameters[number])
             for number, one in enumerate(self.graph.parameters)
-            if one.trainable and weights.holders[number]
+            if one.trainable and rank in weights.holders[number]
         ]
         ranks = sorted({rank for shape in self.program.slots for rank in shape.ranks.tolist()})
         self.update = Update(
             options.make_optimizer,
             options.make_scheduler,
             options.clip_norm,
-            named=[(name, parameter) for name, parameter, holders in trained if rank in holders],
-            counted=[parameter for _, parameter, holders in trained if rank == holders[0]],
+            named=[(name, parameter) for _, name, parameter in trained],
+            counted=[parameter for number, _, parameter in trained if weights.counts(number)],
             ranks=tuple(ranks),
             world=self._world,
             state=state,
+            shards={name: shard for number, name, _ in trained if (shard := weights.shard(number)) is not None},
         )
         return self.update
 
@@ -164,12 +170,20 @@ def find_out(
         # Modules without weights cannot be moved, and need not be.
         traced = trace_all([way.definition for way in ways], examples, world.device if wanted is None else None)
     if wanted is not None:
-        bound = bind(options.name, traced, facts_without_values(traced))
+        with casting:
+            sharing = find_sharing(traced, examples, has_values=False)
+        bound = bind(options.name, traced, facts_without_values(traced), sharing)
         _explain(bound, world, notify)
         notify("planned without weights: that modules couple samples is told by shapes and batch normalisation alone")
         _hand_over_workload(bound, wanted)
     facts: Facts = world.broadcast_object(probe(traced, examples) if world.rank == 0 else None)
-    bound = bind(options.name, traced, facts)
+    sharing = Sharing()
+    if world.size > 1:
+        with casting:
+            sharing = world.broadcast_object(
+                find_sharing(traced, examples, has_values=True) if world.rank == 0 else None
+            )
+    bound = bind(options.name, traced, facts, sharing)
     _explain(bound, world, notify)
     graph = metagraph_of(bound.workload)
     code = [code_of(bound, op) for op in graph.metaops]
@@ -200,9 +214,30 @@ def find_out(
 
 def prepare(known: Known, options: Options, world: World, shown: Progress) -> Prepared:
     """Plans, and gets ready to run the plan."""
+    if options.tensor_degrees:
+        known = replace(known, profile=_with_degrees(known, options.tensor_degrees))
     with shown.bar("planning") as tell:
         plan = _plan(known.profile, options, world, tell)
     return Prepared(known, plan, options, world)
+
+
+def _with_degrees(known: Known, degrees: Mapping[str, int]) -> Profile:
+    try:
+        return known.profile.with_degrees(degrees)
+    except ProfileError as error:
+        reasons = [f"{name!r}: {text}" for name, text in known.bound.sharing.reasons.items() if name in degrees]
+        missing = [
+            f"{name!r}: it brings no tensor parallel plan along, and spindle.module({name!r}, ..., "
+            "tensor_parallel={...}) gave none"
+            for name in degrees
+            if name in known.bound.handles and degrees[name] > 1 and not _has_plan(known.bound, name)
+        ]
+        text = "; ".join([str(error), *reasons, *missing])
+        raise ProfileError(f"Trainer(tensor_degrees={dict(degrees)}): {text}") from error
+
+
+def _has_plan(bound: Bound, name: str) -> bool:
+    return name in bound.sharing.most or name in bound.sharing.reasons
 
 
 def mode_of(bound: Bound) -> list[bool]:
@@ -252,6 +287,9 @@ def _explain(bound: Bound, world: World, notify: Callable[[str], None]) -> None:
     for handle in bound.handles.values():
         if handle.chain.reason and not handle.whole_batch and any(handle.module.children()):
             notify(f"module {handle.name!r} runs as one layer: {handle.chain.reason}")
+    for name, reason in bound.sharing.reasons.items():
+        most = bound.sharing.most.get(name, 1)
+        notify(f"module {name!r} has tensor degrees up to {most}: {reason}")
     calls = [call.handle.name for task in bound.tasks.values() for call in task.recorded.calls]
     for name, handle in bound.handles.items():
         tracking = [one for one in handle.module.modules() if isinstance(one, _BatchNorm) and one.track_running_stats]

@@ -40,7 +40,8 @@ class Trainer:
     `plan` is a plan to run (a Plan, or the file of one); without it `planner` makes one, from measurements of
     this machine, or from a `profile` (a Profile, or the file that `spindle profile` wrote). `seed` is for random layers
     and for the planner. On a GPU, steps whose batches have the same shapes are captured in `cuda_graphs` and replayed:
-    the same numbers, without what Python code in a module does beside.
+    the same numbers, without what Python code in a module does beside. `tensor_degrees` fixes how many devices share
+    each layer of the modules that it names (`{"language": 4}`), which is the planner's choice otherwise.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Trainer:
         seed: int = 0,
         name: str = "training",
         cuda_graphs: bool = True,
+        tensor_degrees: Mapping[str, int] | None = None,
     ) -> None:
         if not tasks:
             raise WorkloadError("spindle.Trainer needs at least one task")
@@ -99,6 +101,7 @@ class Trainer:
             seed=seed,
             name=name,
             cuda_graphs=cuda_graphs,
+            tensor_degrees=tensor_degrees,
         )
         self.world: World = join_world()
         self.notices: list[str] = []
@@ -176,12 +179,19 @@ class Trainer:
             shown.close()
 
     def replan(
-        self, *, planner: str | None = None, plan: Plan | Path | str | None = None, keep_optimizer: bool = True
+        self,
+        *,
+        planner: str | None = None,
+        plan: Plan | Path | str | None = None,
+        keep_optimizer: bool = True,
+        tensor_degrees: Mapping[str, int] | None = None,
     ) -> None:
-        """The next `fit` goes on with another plan: a given one, or another planner's. The optimizer goes on, too, or
-        starts anew."""
+        """The next `fit` goes on with another plan: a given one, another planner's, or one with other tensor degrees.
+        The optimizer goes on, too, or starts anew."""
         if planner is not None:
             self._options.planner = planner
+        if tensor_degrees is not None:
+            self._options.tensor_degrees = tensor_degrees
         self._options.plan = plan
         self._readiness.forget_plan(keep_optimizer=keep_optimizer)
 
