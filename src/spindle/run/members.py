@@ -16,6 +16,7 @@ class RankMembers:
     def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
         self.size, self.place = len(ranks), ranks.index(world.rank)
         self._group = world.group(TENSOR, ranks)
+        self._order = [sorted(ranks).index(rank) for rank in ranks]  # torch has ranks in rising order
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         total = tensor.clone(memory_format=torch.contiguous_format)
@@ -27,4 +28,4 @@ class RankMembers:
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
         with peers("joining in a tensor group"):
             dist.all_gather(parts, tensor.contiguous(), group=self._group)
-        return torch.cat(parts, dim=-1)
+        return torch.cat([parts[place] for place in self._order], dim=-1)
