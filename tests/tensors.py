@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 import spindle
 from courses import unmeasured
+from spindle.errors import SpindleError
 from spindle.profile import Profile
 from spindle.train import mean, module, task
 from zoo import Tower
@@ -157,12 +159,13 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How far a rank is from one process, at most; by fit, the elements that it trained."""
+    """How far a rank is from one process, at most; by fit, the elements that it trained, of so many."""
 
     loss: float
     parameter: float
     worst: str
     elements: list[int]
+    all_elements: int
     notices: tuple[str, ...]
 
 
@@ -170,6 +173,8 @@ def make_optimizer(kind: str, named: list[tuple[str, nn.Parameter]]) -> torch.op
     parameters = [parameter for _, parameter in named]
     if kind == "sgd":
         return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
+    if kind == "adafactor":
+        return torch.optim.Adafactor(parameters)
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.3)
 
 
@@ -205,6 +210,7 @@ def train_shared(rank: int, num_ranks: int, training: Training) -> Difference:
         for name, value in theirs.items()
     )
     state = trainer.state_dict()
+    count = sum(one.numel() for each in expected_modules.values() for one in each.parameters())
     worst, largest = "", 0.0
     for name, one in expected_modules.items():
         for path, value in one.state_dict().items():
@@ -215,8 +221,21 @@ def train_shared(rank: int, num_ranks: int, training: Training) -> Difference:
             if not error <= largest:
                 worst, largest = f"{name}.{path}", error
     return Difference(
-        loss=loss, parameter=largest, worst=worst, elements=elements, notices=tuple(trainer.notices)
+        loss=loss, parameter=largest, worst=worst, elements=elements, all_elements=count, notices=tuple(trainer.notices)
     )
+
+
+def refusal_of(rank: int, num_ranks: int, degrees: Mapping[str, int], optimizer: str) -> str:
+    """What a Trainer says to these degrees, or this optimizer."""
+    tasks, batches = own()
+    make = partial(make_optimizer, optimizer)
+    with unmeasured():
+        trainer = spindle.Trainer(tasks, optimizer=make, tensor_degrees=degrees)
+        try:
+            trainer.fit({one.name: [batches(0)[one.name]] for one in tasks}, steps=1, progress=False)
+        except SpindleError as error:
+            return str(error)
+    return ""
 
 
 def _modules(tasks, examples) -> dict[str, nn.Module]:

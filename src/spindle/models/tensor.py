@@ -92,7 +92,7 @@ def plan_inside(module: nn.Module) -> dict[str, str]:
     }
 
 
-def styles_of(module: nn.Module, plan: Mapping[str, str], where: str, strict: bool) -> list[Styled]:
+def styles_of(module: nn.Module, plan: Mapping[str, str], where: str = "", strict: bool = False) -> list[Styled]:
     """The parts that a plan names; `*` stands for a number. Of a model's own plan, not `strict`, rules that are not
     known here (of experts, which stay whole) are left out: whether the rest is right is tried out later."""
     parts = dict(module.named_modules())

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from spindle.errors import PlanError, ProfileError
 from spindle.graph import MetaGraph, metagraph_of
 from spindle.measure import local_profile, measure_update
-from spindle.models import split_dims
+from spindle.models import plan_inside, split_dims
 from spindle.plan import Plan, check, parse_plan, read_plan
 from spindle.planners import Effort, make_plan
 from spindle.profile import Profile, ProfileRequest, fitting, profile_request, read_profile, write_profile
@@ -225,19 +225,14 @@ def _with_degrees(known: Known, degrees: Mapping[str, int]) -> Profile:
     try:
         return known.profile.with_degrees(degrees)
     except ProfileError as error:
-        reasons = [f"{name!r}: {text}" for name, text in known.bound.sharing.reasons.items() if name in degrees]
-        missing = [
-            f"{name!r}: it brings no tensor parallel plan along, and spindle.module({name!r}, ..., "
-            "tensor_parallel={...}) gave none"
+        handles, sharing = known.bound.handles, known.bound.sharing
+        reasons = [f"{name!r}: {text}" for name, text in sharing.reasons.items() if name in degrees]
+        reasons += [
+            f"{name!r} has no tensor parallel plan; give one with spindle.module({name!r}, tensor_parallel=...)"
             for name in degrees
-            if name in known.bound.handles and degrees[name] > 1 and not _has_plan(known.bound, name)
+            if name in handles and not handles[name].tensor_parallel and not plan_inside(handles[name].module)
         ]
-        text = "; ".join([str(error), *reasons, *missing])
-        raise ProfileError(f"Trainer(tensor_degrees={dict(degrees)}): {text}") from error
-
-
-def _has_plan(bound: Bound, name: str) -> bool:
-    return name in bound.sharing.most or name in bound.sharing.reasons
+        raise ProfileError(f"Trainer(tensor_degrees=...): {'; '.join([str(error), *reasons])}") from error
 
 
 def mode_of(bound: Bound) -> list[bool]:
@@ -289,7 +284,8 @@ def _explain(bound: Bound, world: World, notify: Callable[[str], None]) -> None:
             notify(f"module {handle.name!r} runs as one layer: {handle.chain.reason}")
     for name, reason in bound.sharing.reasons.items():
         most = bound.sharing.most.get(name, 1)
-        notify(f"module {name!r} has tensor degrees up to {most}: {reason}")
+        if 2 * most <= max(2, world.size):  # else it could not have more anyway
+            notify(f"module {name!r} has tensor degrees up to {most}: {reason}")
     calls = [call.handle.name for task in bound.tasks.values() for call in task.recorded.calls]
     for name, handle in bound.handles.items():
         tracking = [one for one in handle.module.modules() if isinstance(one, _BatchNorm) and one.track_running_stats]

@@ -65,8 +65,7 @@ def styles_in(handles: Mapping[str, ModuleHandle]) -> list[Styled]:
     for handle in handles.values():
         given = handle.tensor_parallel
         plan = plan_inside(handle.module) if given is None else given
-        where = f"spindle.module({handle.name!r}, tensor_parallel=...)"
-        for one in styles_of(handle.module, plan, where, strict=given is not None):
+        for one in styles_of(handle.module, plan):
             found.setdefault(id(one.module), one)
     return without_tied(list(found.values()), [handle.module for handle in handles.values()])
 
@@ -119,31 +118,35 @@ class _Search:
             self._compare(visit, parts[id(visit.layer)])
 
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with ExitStack() as stack:
-            for module in modules.values():
-                stack.enter_context(Swapped(module, mode, device_of(batch)))
-            stack.enter_context(mode)
-            stack.enter_context(as_when_compiling())
-            self._walk(task, tree_map(lambda leaf: stand_in(mode, leaf), batch), measure)
-        if has_values:
-            self._walk(task, batch, compare)
+        try:
+            try:
+                with ExitStack() as stack:
+                    for module in modules.values():
+                        stack.enter_context(Swapped(module, mode, device_of(batch)))
+                    stack.enter_context(mode)
+                    stack.enter_context(as_when_compiling())
+                    self._walk(task, tree_map(lambda leaf: stand_in(mode, leaf), batch), measure)
+            except Exception:  # code that looks at values
+                if not has_values:
+                    raise
+                self._walk(task, batch, measure)
+            if has_values:
+                self._walk(task, batch, compare)
+        except Exception as error:  # the user's code on two rows, or without values
+            for name in modules:
+                self._limit(name, 1, f"it cannot be tried out ({type(error).__name__}: {_first_line(error)})")
 
     def _walk(self, task: TracedTask, batch: Any, look: Callable[[Visit], None]) -> None:
         outputs: dict[str, Any] = {}
-        try:
-            for visit in walk(task.recorded, batch, outputs):
-                name = visit.call.handle.name
-                if self.most.get(name, 1) > 1:
-                    try:
-                        look(visit)
-                    except _NoShare as error:
-                        self._limit(name, 1, str(error))
-                torch.manual_seed(_SEED)
-                visit.values = as_leaves(_run(visit, visit.layer.run))
-        except Exception as error:  # the user's code on two rows, or without values
-            reason = f"it cannot be tried out ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
-            for call in task.recorded.calls:
-                self._limit(call.handle.name, 1, reason)
+        for visit in walk(task.recorded, batch, outputs):
+            name = visit.call.handle.name
+            if self.most.get(name, 1) > 1:
+                try:
+                    look(visit)
+                except _NoShare as error:
+                    self._limit(name, 1, str(error))
+            torch.manual_seed(_SEED)
+            visit.values = as_leaves(_run(visit, visit.layer.run))
 
     def _limit(self, name: str, degree: int, reason: str) -> None:
         if degree < self.most.get(name, 1):
@@ -175,8 +178,7 @@ class _Search:
                 if [_shape(leaf) for leaf in tree_leaves(values)] != [_shape(leaf) for leaf in tree_leaves(whole)]:
                     raise _NoShare("what it gives has another shape then")
             except Exception as error:
-                text = (str(error).splitlines() or [""])[0][:160]
-                reason = text if isinstance(error, _NoShare) else f"{type(error).__name__}: {text}"
+                reason = str(error) if isinstance(error, _NoShare) else f"{type(error).__name__}: {_first_line(error)}"
                 self._limit(name, degree // 2, f"{degree} devices cannot share one of its layers: {reason}")
                 return
             if degree == 2:
@@ -204,7 +206,9 @@ class _Search:
         try:
             results = rehearsal.run(member)
         except Exception as error:
-            raise _NoShare(f"it does not run on a tensor group ({type(error).__name__}: {error})") from error
+            raise _NoShare(
+                f"it does not run on a tensor group ({type(error).__name__}: {_first_line(error)})"
+            ) from error
         for place, (ours, our_gradients) in enumerate(results):
             expected = [
                 shard_of(one, dims[id(of)], 2, place) if one is not None and id(of) in dims else one
@@ -305,6 +309,10 @@ def _counting() -> Iterator[Callable[[], int]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
         yield lambda: sum(storage.nbytes() for storage in kept.values())
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
 
 
 def _shape(leaf: Any) -> Any:
