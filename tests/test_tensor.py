@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -87,19 +89,12 @@ def test_what_planners_see_does_not_depend_on_weights_in_memory():
 
 def test_a_planner_shares_layers_where_memory_asks_for_it():
     _, graph = found(*tensors.own())
-    cluster = cluster_named("a800x4")
-    kind = cluster.kind
-    for memory in (1_000_000, 290_000):
-        islands = tuple(_with_memory(one, memory) for one in cluster.islands)
-        plan = make_plan(roofline_profile(graph, Cluster(name="small", islands=islands)), "wavefront", Effort(1_000))
-        degree = dict(plan.tensor_degrees).get("language", 1)
-        assert (degree > 1) == (memory < 500_000), (memory, degree, kind.name)
-
-
-def _with_memory(island, memory: int):
-    from dataclasses import replace
-
-    return replace(island, kind=replace(island.kind, memory_bytes=memory))
+    for memory, degree in ((2_000_000, 1), (350_000, 2), (190_000, 4)):
+        (island,) = cluster_named("a800x4").islands
+        small = replace(island, kind=replace(island.kind, memory_bytes=memory))
+        profile = roofline_profile(graph, Cluster(name="small", islands=(small,)))
+        plan = make_plan(profile, "wavefront", Effort(evaluations=1_000))
+        assert dict(plan.tensor_degrees)["language"] == degree
 
 
 def test_what_was_measured_on_one_device_is_planned_for_several():
