@@ -12,6 +12,7 @@ from spindle.cli.main import run
 from spindle.cli.script import workload_of_script
 from spindle.train.bind import bind, trace_all
 from spindle.train.probe import probe
+from spindle.train.tensor import find_sharing
 from spindle.workload import write_workload
 
 # As people write them: a GPU by every name it has, a checkpoint, shuffled data, an evaluation before training.
@@ -202,7 +203,10 @@ def test_a_pretrained_model_is_planned_without_reading_its_weights(write, tmp_pa
     asked = workload_of_script(training)
     found = runpy.run_path(training)
     examples = {"predict": found["loader"][0]}
-    assert asked == bind("training", trace_all([found["predict"]], examples)).workload
+    traced = trace_all([found["predict"]], examples)
+    sharing = find_sharing(traced, examples, has_values=True)
+    assert sharing.most == {"language": 2}  # it has two heads for keys and values
+    assert asked == bind("training", traced, sharing=sharing).workload
     assert len(asked.modules[0].layers) == 5
 
 

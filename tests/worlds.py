@@ -38,9 +38,21 @@ from spindle.run import Executor, OpCode, World, held_parameters
 from spindle.run.rows import signature_of
 from spindle.train import Bound, FitResult, bind, code_of, mean, module, probe, task, trace_all
 from spindle.train.record import handles_of, parameter_names, record_all
+from tensors import refusal_of, train_shared
 from zoo import Block, Tower, Workload, one_kind, random_workload
 
-__all__ = ["Block", "Tower", "batches", "evaluated", "everything", "follow", "read_by_towers_alone", "read_samples"]
+__all__ = [
+    "Block",
+    "Tower",
+    "batches",
+    "evaluated",
+    "everything",
+    "follow",
+    "read_by_towers_alone",
+    "read_samples",
+    "refusal_of",
+    "train_shared",
+]
 
 
 def everything():

@@ -2,18 +2,40 @@
 
 from spindle.models.chain import Chain, ChainLayer, chain_and_output, chain_of, whole_chain
 from spindle.models.state import keep_state
+from spindle.models.tensor import (
+    MOST_MEMBERS,
+    Members,
+    Rehearsal,
+    Styled,
+    plan_inside,
+    shard_of,
+    split_dims,
+    styles_of,
+    with_styles,
+    without_tied,
+)
 from spindle.models.valueless import Swapped, as_when_compiling, device_of, stand_in, without_caches
 
 __all__ = [
+    "MOST_MEMBERS",
     "Chain",
     "ChainLayer",
+    "Members",
+    "Rehearsal",
+    "Styled",
     "Swapped",
     "as_when_compiling",
     "chain_and_output",
     "chain_of",
     "device_of",
     "keep_state",
+    "plan_inside",
+    "shard_of",
+    "split_dims",
     "stand_in",
+    "styles_of",
     "whole_chain",
+    "with_styles",
     "without_caches",
+    "without_tied",
 ]

@@ -199,7 +199,11 @@ def _sharded_degrees(profile: Profile) -> list[dict[str, int]]:
     for degree in (2, 4, 8):
         for rest in (degree, degree // 2, max(1, degree // 4)):
             wanted = {module: degree if module == largest else rest for module in heavy}
-            degrees = {module: max(d for d in profile.degrees_of(module) if d <= wanted[module]) for module in heavy}
+            allowed = {module: profile.degrees_of(module) for module in heavy}
+            degrees = {
+                module: max((d for d in allowed[module] if d <= wanted[module]), default=allowed[module][0])
+                for module in heavy
+            }
             if any(value > 1 for value in degrees.values()) and degrees not in result:
                 result.append(degrees)
     return result

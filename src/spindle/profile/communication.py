@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 
-from spindle.cluster import Link
+from spindle.cluster import Cluster, Link
+from spindle.workload import LayerCost
 
 
 def ring_bytes(num_bytes: float, num_members: int) -> float:
@@ -26,3 +27,14 @@ def all_reduce_s(num_bytes: float, num_members: int, link: Link) -> float:
         return 0.0
     beside_s = collective_latency_s(num_members, link.latency_s) if link.collective_s is None else link.collective_s
     return ring_bytes(num_bytes, num_members) / link.bytes_per_s + beside_s
+
+
+def tensor_group_s(cost: LayerCost, rows: int, degree: int, cluster: Cluster) -> float:
+    """What a layer's pass over so many rows adds up in its tensor group, over the slowest link inside an island.
+
+    Backward adds up the gradients of as much as forward added up.
+    """
+    if not (cost.tensor_share or cost.tensor_bytes):  # members do the same, each for itself
+        return 0.0
+    slowest = min((island.link for island in cluster.islands), key=lambda link: link.bytes_per_s)
+    return all_reduce_s(rows * cost.tensor_bytes, degree, slowest)

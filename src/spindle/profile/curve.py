@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from spindle.cluster import Cluster
 from spindle.errors import ProfileError
+from spindle.workload import LayerCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,12 @@ class Curve:
             backward_s=self.backward_s[:count],
             tensor_degree=self.tensor_degree,
         )
+
+
+def tensor_degrees(cost: LayerCost | None, cluster: Cluster) -> list[int]:
+    """The tensor degrees that a layer may have: powers of two up to its largest, inside one island."""
+    most = min(1 if cost is None else cost.max_tensor_degree, max(island.num_devices for island in cluster.islands))
+    return [1 << power for power in range(most.bit_length())]
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

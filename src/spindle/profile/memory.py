@@ -14,7 +14,7 @@ def state_bytes(graph: MetaGraph, parameter: int, tensor_degree: int = 1, num_ow
     """Weights, gradient and optimizer state of one parameter on each device that uses it; as many devices as there are
     owners have a part of the optimizer state each."""
     weights, numerics = graph.parameters[parameter], graph.numerics
-    elements = -(-weights.num_elements // tensor_degree)
+    elements = weights.elements_at(tensor_degree)
     if not weights.trainable:
         return elements * numerics.parameter_bytes
     owned = -(-elements // num_owners)
@@ -25,10 +25,10 @@ def saved_bytes(op: MetaOp, rows: int, num_layers: int, tensor_degree: int, reco
     """What a slot keeps on one device for its backward pass: with recomputation only the input of each layer."""
     if op.cost is None:
         return 0
-    per_row = op.cost.output_bytes if recompute else op.cost.saved_bytes / tensor_degree
+    per_row = op.cost.output_bytes if recompute else op.cost.saved_bytes_at(tensor_degree)
     return int(rows * num_layers * per_row)
 
 
 def backward_bytes(op: MetaOp, rows: int, tensor_degree: int) -> int:
     """The working space of a backward pass on one device: one layer's activations once more."""
-    return 0 if op.cost is None else int(rows * op.cost.saved_bytes / tensor_degree)
+    return 0 if op.cost is None else int(rows * op.cost.saved_bytes_at(tensor_degree))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from spindle.cluster import Cluster
 from spindle.errors import ProfileError
@@ -107,6 +108,29 @@ class Profile:
             if op.module in family
         ]
         return tuple(sorted(set.intersection(*choices)))
+
+    def with_degrees(self, degrees: Mapping[str, int]) -> Profile:
+        """The profile in which these modules, and all they share weights with, have these tensor degrees and no
+        others."""
+        wanted = {other: degree for module, degree in degrees.items() for other in self.family_of(module)}
+        for module, degree in {**wanted, **degrees}.items():
+            if module not in self.graph.modules:
+                raise ProfileError(
+                    f"tensor degree {degree} is wanted for {module!r}, which is no module; modules: "
+                    f"{', '.join(self.graph.modules)}"
+                )
+            if degree not in self.degrees_of(module) or wanted[module] != degree:
+                raise ProfileError(
+                    f"tensor degree {degree} is wanted for module {module!r}, which may have "
+                    f"{', '.join(map(str, self.degrees_of(module)))}"
+                    + (f" and shares weights with {', '.join(sorted(self.family_of(module) - {module}))}")
+                    * (len(self.family_of(module)) > 1)
+                )
+        curves = tuple(
+            tuple(one for one in curves if one.tensor_degree == wanted.get(op.module or "", one.tensor_degree))
+            for op, curves in zip(self.graph.metaops, self.curves, strict=True)
+        )
+        return replace(self, curves=curves)
 
     def curve(self, op: int, setting: Setting) -> Curve:
         """The curve of an op at the setting's degree."""

@@ -14,8 +14,8 @@ import numpy as np
 from spindle.cluster import Cluster
 from spindle.errors import ProfileError
 from spindle.graph import MetaGraph, MetaOp
-from spindle.profile.communication import all_reduce_s
-from spindle.profile.curve import Curve
+from spindle.profile.communication import tensor_group_s
+from spindle.profile.curve import Curve, tensor_degrees
 from spindle.profile.profile import Profile
 
 LEAVES_OUT = (
@@ -54,13 +54,7 @@ def roofline_profile(graph: MetaGraph, cluster: Cluster, roofline: Roofline = Ro
 def _curves(graph: MetaGraph, op: MetaOp, cluster: Cluster, roofline: Roofline) -> tuple[Curve, ...]:
     if op.cost is None or op.batch_size is None:
         raise ProfileError(f"op {op.name!r} has no cost to derive a time from; give it measured times")
-    largest_island = max(cluster.islands, key=lambda island: island.num_devices)
-    degrees = []
-    degree = 1
-    while degree <= min(op.cost.max_tensor_degree, largest_island.num_devices):
-        degrees.append(degree)
-        degree *= 2
-    return tuple(_curve(graph, op, cluster, roofline, degree) for degree in degrees)
+    return tuple(_curve(graph, op, cluster, roofline, degree) for degree in tensor_degrees(op.cost, cluster))
 
 
 def _curve(graph: MetaGraph, op: MetaOp, cluster: Cluster, roofline: Roofline, degree: int) -> Curve:
@@ -70,17 +64,16 @@ def _curve(graph: MetaGraph, op: MetaOp, cluster: Cluster, roofline: Roofline, d
     most_replicas = 1 if cost.whole_batch else min(len(cluster.tensor_groups(degree)), op.batch_size)
     num_replicas = np.arange(1, most_replicas + 1)
     rows = -(-op.batch_size // num_replicas)
-    slowest = min((island.link for island in cluster.islands), key=lambda link: link.bytes_per_s)
-    weights = sum(graph.parameters[parameter].num_elements for parameter in op.parameters[0]) / degree
+    weights = sum(graph.parameters[parameter].elements_at(degree) for parameter in op.parameters[0])
     weight_bytes = weights * graph.numerics.parameter_bytes
-    reached_flops = kind.peak_flops * roofline.efficiency * degree
+    divisor = cost.work_divisor(degree)
+    reached_flops = kind.peak_flops * roofline.efficiency * divisor
     reached_bytes = kind.memory_bytes_per_s * roofline.bandwidth_efficiency
 
     def pass_s(flops: float, traffic_passes: int, overhead_s: float) -> list[float]:
-        traffic = traffic_passes * (rows * cost.traffic_bytes / degree + weight_bytes)
+        traffic = traffic_passes * (rows * cost.traffic_bytes / divisor + weight_bytes)
         compute = np.maximum(rows * flops / reached_flops, traffic / reached_bytes)
-        # Backward all-reduces the gradients of the same tensors that forward all-reduced.
-        link_s = np.array([all_reduce_s(count * cost.tensor_bytes, degree, slowest) for count in rows.tolist()])
+        link_s = np.array([tensor_group_s(cost, count, degree, cluster) for count in rows.tolist()])
         return [float(time_s) for time_s in overhead_s + compute + link_s]
 
     return Curve(

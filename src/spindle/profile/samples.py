@@ -14,10 +14,15 @@ from dataclasses import dataclass
 from spindle.cluster import Cluster
 from spindle.errors import ProfileError
 from spindle.graph import MetaGraph
-from spindle.profile.curve import Curve
+from spindle.profile.communication import tensor_group_s
+from spindle.profile.curve import Curve, tensor_degrees
 from spindle.profile.profile import Profile
+from spindle.workload import LayerCost
 
 LEAVES_OUT = ("whatever the measurement did not see: neighbours' load, clocks, other sizes",)
+TENSOR_LEAVES_OUT = (
+    "tensor degrees above one, which were not measured: compute over the degree, and all-reduces over the link",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +71,25 @@ def curve_from_samples(samples: LayerSamples, batch_size: int, max_devices: int)
     return Curve(num_devices=counts, forward_s=forward_s, backward_s=backward_s)
 
 
+def tensor_curve(
+    samples: LayerSamples, cost: LayerCost, batch_size: int, cluster: Cluster, degree: int
+) -> Curve | None:
+    """The curve of a layer in tensor groups, from what one device took for so many rows: as many times less as members
+    share the work, and what they add up. None where no size that it needs was measured."""
+    points = []
+    most = 1 if cost.whole_batch else min(len(cluster.tensor_groups(degree)), batch_size)
+    for num_replicas in range(1, most + 1):
+        rows = -(-batch_size // num_replicas)
+        if samples.rows[0] <= rows <= samples.rows[-1]:
+            sum_s = tensor_group_s(cost, rows, degree, cluster)
+            forward_s, backward_s = (time_s / cost.work_divisor(degree) + sum_s for time_s in samples.at(rows))
+            points.append((num_replicas * degree, forward_s, backward_s))
+    if not points:
+        return None
+    counts, forward, backward = zip(*points, strict=True)
+    return Curve(num_devices=counts, forward_s=forward, backward_s=backward, tensor_degree=degree)
+
+
 def sampled_profile(
     graph: MetaGraph, cluster: Cluster, samples: Mapping[str, LayerSamples], host_rates: tuple[float, ...] = ()
 ) -> Profile:
@@ -76,5 +100,11 @@ def sampled_profile(
         if measured is None or op.batch_size is None:
             raise ProfileError(f"op {op.name!r}: no samples under its name or its module's ({op.module!r})")
         most = 1 if op.cost is not None and op.cost.whole_batch else cluster.num_devices
-        curves.append((curve_from_samples(measured, op.batch_size, most),))
-    return Profile(graph=graph, cluster=cluster, curves=tuple(curves), host_rates=host_rates, leaves_out=LEAVES_OUT)
+        found = [curve_from_samples(measured, op.batch_size, most)]
+        for degree in tensor_degrees(op.cost, cluster)[1:]:
+            assert op.cost is not None
+            curve = tensor_curve(measured, op.cost, op.batch_size, cluster, degree)
+            found += [] if curve is None else [curve]
+        curves.append(tuple(found))
+    leaves_out = LEAVES_OUT + (TENSOR_LEAVES_OUT if any(len(one) > 1 for one in curves) else ())
+    return Profile(graph=graph, cluster=cluster, curves=tuple(curves), host_rates=host_rates, leaves_out=leaves_out)

@@ -203,7 +203,7 @@ def _buckets(
             ranks_of[slots, degree, shard] = ranks[place[ranks] % degree == shard]
         ranks = ranks_of[slots, degree, shard]
         if len(ranks) > 1:
-            elements = sum(-(-graph.parameters[parameter].num_elements // degree) for parameter in parameters)
+            elements = sum(graph.parameters[parameter].elements_at(degree) for parameter in parameters)
             bucket = Bucket(
                 parameters=tuple(parameters),
                 num_bytes=elements * graph.numerics.gradient_bytes,

@@ -124,7 +124,7 @@ def _held_bytes(program: Program, profile: Profile) -> tuple[Column, np.ndarray]
         owners = len(ranks_of[slots]) // degree if program.plan.shard_optimizer else 1
         state += state_bytes(graph, parameter, degree, owners)
         if graph.parameters[parameter].trainable:
-            moved += graph.parameters[parameter].num_elements / degree / owners * graph.numerics.update_bytes
+            moved += graph.parameters[parameter].elements_at(degree) / owners * graph.numerics.update_bytes
         together[slots] = (state, moved)
     for slots, (state, moved) in together.items():
         static[ranks_of[slots]] += state

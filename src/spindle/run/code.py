@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from spindle.models import Styled
 from spindle.run.rows import Axes
 
 
@@ -17,7 +18,7 @@ class LayerCode:
     """One layer: `run(*values)` gives the values behind it, a tuple whose leaves have these row axes.
 
     `writes_input` says that it changes its input in place, `is_random` that it draws random numbers. `buffers()` are
-    tensors that it may change beside its output (running statistics).
+    tensors that it may change beside its output (running statistics). `styled` are its parts that tensor groups split.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -26,6 +27,7 @@ class LayerCode:
     buffers: Callable[[], list[torch.Tensor]] = list
     writes_input: bool = False
     is_random: bool = False
+    styled: tuple[Styled, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ Transfers are posted as soon as their data is there and waited for when it is ne
 backward that is still going on. The order of each lane is the program's, so what `verify` proved holds here.
 
 Rows of a link are rows of the batch, because both ends of a task's flow have the same one. Left out
-so far: tensor degrees above one, lanes with quotas.
+so far: lanes with quotas.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spindle.errors import ProgramError, TrainingError
 from spindle.graph import MetaGraph
+from spindle.models import with_styles
 from spindle.program import (
     Backward,
     Exchange,
@@ -38,10 +39,11 @@ from spindle.run.code import LayerCode, LayersCode, LossCode, OpCode
 from spindle.run.gradients import Gradients
 from spindle.run.graphs import Chunk, Graphs, Made
 from spindle.run.losses import loss_part
+from spindle.run.members import TENSOR, RankMembers
 from spindle.run.parts import start_reduce_scatter
 from spindle.run.rows import Axes, LeafForm, as_leaves, copied, cut, cut_leaf, joined, takes_gradient
 from spindle.run.shards import Shards
-from spindle.run.side import LinkEnd, SlotSide, held_parameters, side_of
+from spindle.run.side import LinkEnd, SlotSide, held_parameters, side_of, tensor_groups
 from spindle.run.step import Losses, Pace, Piece, Step, Turn, Watch
 from spindle.run.transfers import Transfers
 from spindle.run.world import World, compute_stream, peers, wait
@@ -83,8 +85,6 @@ class Executor:
         shards: Shards | None = None,
     ) -> None:
         self.program, self.graph, self.world, self.batch_axes, self.seed = program, graph, world, batch_axes, seed
-        if any(shape.tensor_degree > 1 for shape in program.slots):
-            raise ProgramError("this plan splits layers over tensor groups, which the runtime does not do yet")
         self._side = side_of(program, graph, code, world.rank)
         self._transfers = Transfers(program, self._side, world)
         self.reads, self.uses = self._side.reads, self._side.uses
@@ -104,7 +104,8 @@ class Executor:
         summed: list[list[nn.Parameter]] = []
         self._sums_of: list[list[int]] = []  # by bucket
         for number, bucket in enumerate(program.buckets):
-            sums = [[parameters[one] for one in bucket.parameters if one in self.held]]
+            # Other shards than this rank's are other ranks' matter.
+            sums = [[parameters[one] for one in bucket.parameters] if world.rank in bucket.ranks else []]
             if shards is not None:
                 sums = [list(flat.parameters) for flat in shards.flats[number]]
             self._sums_of.append(list(range(len(summed), len(summed) + len(sums))))
@@ -145,6 +146,8 @@ class Executor:
             for shape in program.slots:
                 if isinstance(code[shape.op], LossCode) and len(shape.ranks) > 1:
                     world.group("loss", tuple(shape.ranks.tolist()))
+                for group in tensor_groups(shape) if shape.tensor_degree > 1 else ():
+                    world.group(TENSOR, group)
 
     def step(
         self,
@@ -440,6 +443,7 @@ class Executor:
     def _run_layers(self, step: Step, slot: SlotSide, code: LayersCode, nests: dict[str, Any], watch: Watch) -> Made:
         pieces = []
         values: Any = None
+        members = RankMembers(self.world, slot.group) if len(slot.group) > 1 else None
         for first, last in slot.chunks:
             self._wait_for_parameters(slot.number, first, watch)
             layers = code.layers[first:last]
@@ -452,9 +456,11 @@ class Executor:
                 if layer.is_random:
                     self._seed(step, slot, slot.first_layer + number)
                 run, args = layer.run, values
+                if members is not None and layer.styled:
+                    run = with_styles(run, layer.styled, members)
                 if values is None:
                     # The glue that feeds a call is part of its first layer.
-                    run = _behind(code.arguments, layer.run)
+                    run = _behind(code.arguments, run)
                     args = (self._batch(step, slot), *(nests[source][0] for source in code.sources))
                 if layer.writes_input and (number == first or slot.recompute):
                     run = _on_copies(run)

@@ -107,7 +107,9 @@ class Graphs:
                 elif code.is_random:
                     reason = "its loss draws random numbers"
             case code:
-                if any(layer.is_random for layer in code.layers):
+                if len(slot.group) > 1:
+                    reason = "its tensor group meets inside it"
+                elif any(layer.is_random for layer in code.layers):
                     reason = "it draws random numbers"
                 elif any(_is_hooked(parameter) for layer in code.layers for parameter in layer.parameters):
                     reason = "a parameter has a hook"

@@ -134,6 +134,10 @@ class Shards:
         """What this rank updates of each sharded parameter that it holds."""
         return {number: owned for flat in self for number, owned in zip(flat.numbers, flat.owned, strict=True)}
 
+    def sharers(self, number: int) -> tuple[int, ...]:
+        """The ranks among which a parameter is in parts, this one among them."""
+        return next(flat.ranks for flat in self if number in flat.numbers)
+
     def drop_gradients(self) -> None:
         for flat in self:
             for owned in flat.owned:

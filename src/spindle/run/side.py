@@ -55,6 +55,7 @@ class SlotSide:
     end: int
     num_rows: int
     ranks: tuple[int, ...]
+    group: tuple[int, ...]  # ranks that share its layers here: its tensor group, this rank in it
     inputs: tuple[LinkEnd, ...]
     outputs: tuple[LinkEnd, ...]
     chunks: tuple[tuple[int, int], ...]
@@ -127,7 +128,7 @@ def _link_end(program: Program, graph: MetaGraph, code: Sequence[OpCode], rank: 
 
 def _flows(flows: Flows, backward: bool, consumer: SlotShape, rank: int, sends: bool) -> tuple[Flow, ...]:
     """What a rank sends, or receives, over a link in one direction."""
-    begins = dict(zip(consumer.ranks.tolist(), consumer.bounds[:-1].tolist(), strict=True))
+    begins = {one: begin for one, (begin, _) in _rows_of(consumer).items()}
     found = []
     columns = (flows.source, flows.destination, flows.first, flows.last)
     for source, to, first, last in zip(*(column.tolist() for column in columns), strict=True):
@@ -162,6 +163,7 @@ def _slots(
             end=rows[1],
             num_rows=shape.num_rows,
             ranks=tuple(shape.ranks.tolist()),
+            group=next(group for group in tensor_groups(shape) if rank in group),
             inputs=tuple(link for link in links if link.consumer == number),
             outputs=tuple(link for link in links if link.producer == number),
             chunks=tuple(chunks[number]),
@@ -172,10 +174,21 @@ def _slots(
 
 def _rows_on(shape: SlotShape, rank: int) -> tuple[int, int] | None:
     """The rows of a slot on a rank; None where it does not run."""
-    for place, one in enumerate(shape.ranks.tolist()):
-        if one == rank:
-            return int(shape.bounds[place]), int(shape.bounds[place + 1])
-    return None
+    return _rows_of(shape).get(rank)
+
+
+def _rows_of(shape: SlotShape) -> dict[int, tuple[int, int]]:
+    """The rows of a slot by rank; members of a tensor group have the same."""
+    bounds: list[int] = shape.bounds.tolist()
+    return {
+        rank: (bounds[place], bounds[place + 1]) for place, group in enumerate(tensor_groups(shape)) for rank in group
+    }
+
+
+def tensor_groups(shape: SlotShape) -> list[tuple[int, ...]]:
+    """The ranks that share a slot's layers, in the order of its rows; by themselves at degree one."""
+    ranks, degree = shape.ranks.tolist(), shape.tensor_degree
+    return [tuple(ranks[start : start + degree]) for start in range(0, len(ranks), degree)]
 
 
 def held_parameters(program: Program, graph: MetaGraph, rank: int) -> frozenset[int]:

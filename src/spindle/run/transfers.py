@@ -69,6 +69,8 @@ class Transfers:
             made = step.returned if backward else step.forwarded
             if (link.consumer if backward else link.producer) not in made:
                 return False
+        if backward and link.receives[True] and link.producer not in step.forwarded:
+            return False  # another member of its tensor group sent what it made, and this rank is behind
         for flow in link.sends[backward]:
             if backward:
                 self._send_gradients(step, link, flow)

@@ -13,16 +13,18 @@ from torch import nn
 
 from spindle.errors import OtherWayError
 from spindle.graph import MetaOp
+from spindle.models import Styled, split_dims
 from spindle.run.code import LayerCode, LayersCode, LossCode, OpCode
 from spindle.run.rows import Axes
 from spindle.train.probe import Facts
 from spindle.train.record import cut_all, handles_of, kept_whole, parameter_names, record_all
 from spindle.train.task import ModuleHandle, TaskDefinition
+from spindle.train.tensor import Sharing, parts_of, styles_in
 from spindle.train.trace import TracedLayer, TracedTask, trace
 from spindle.workload import Call, Layer, LayerCost, Module, Numerics, Parameter, Task, Workload
 
 LOSS = "loss"
-_NO_FACTS = Facts()
+_NO_FACTS, _NO_SHARING = Facts(), Sharing()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,8 @@ class Bound:
     parameters: Mapping[str, nn.Parameter]
     handles: Mapping[str, ModuleHandle]
     facts: Facts
+    sharing: Sharing
+    styled: tuple[Styled, ...]
 
     @property
     def batch_axes(self) -> dict[str, Axes]:
@@ -58,10 +62,12 @@ def trace_all(
             recorded = kept_whole(recorded, error.module, reason)
 
 
-def bind(name: str, tasks: Sequence[TracedTask], facts: Facts = _NO_FACTS) -> Bound:
+def bind(name: str, tasks: Sequence[TracedTask], facts: Facts = _NO_FACTS, sharing: Sharing = _NO_SHARING) -> Bound:
     """The workload of traced tasks."""
     handles = handles_of([one.recorded for one in tasks])
     names = parameter_names(handles)
+    styled = tuple(styles_in(handles)) if sharing.most else ()
+    split = split_dims(styled)
     first: dict[str, nn.Parameter] = {}
     for handle in handles.values():
         for parameter in handle.module.parameters():
@@ -73,10 +79,15 @@ def bind(name: str, tasks: Sequence[TracedTask], facts: Facts = _NO_FACTS) -> Bo
         name=name,
         modules=tuple(modules),
         parameters=tuple(
-            Parameter(name=path, num_elements=parameter.numel(), trainable=parameter.requires_grad)
+            Parameter(
+                name=path,
+                num_elements=parameter.numel(),
+                trainable=parameter.requires_grad,
+                is_split=not sharing.most or id(parameter) in split,
+            )
             for path, parameter in first.items()
         ),
-        tasks=tuple(_task(one, facts) for one in tasks),
+        tasks=tuple(_task(one, facts, sharing) for one in tasks),
         # Adam's two moments beside each weight; a step reads weight, gradient and moments and writes all but one.
         numerics=Numerics(
             parameter_bytes=element_bytes,
@@ -86,7 +97,13 @@ def bind(name: str, tasks: Sequence[TracedTask], facts: Facts = _NO_FACTS) -> Bo
         ),
     )
     return Bound(
-        workload=workload, tasks={one.name: one for one in tasks}, parameters=first, handles=handles, facts=facts
+        workload=workload,
+        tasks={one.name: one for one in tasks},
+        parameters=first,
+        handles=handles,
+        facts=facts,
+        sharing=sharing,
+        styled=styled,
     )
 
 
@@ -106,15 +123,20 @@ def _module(handle: ModuleHandle, names: Mapping[int, str]) -> Module:
     )
 
 
-def _task(one: TracedTask, facts: Facts) -> Task:
+def _task(one: TracedTask, facts: Facts, sharing: Sharing) -> Task:
     definition, recorded = one.recorded.definition, one.recorded
     rows = definition.batch_size
     calls, flows = [], []
     for call in recorded.calls:
         whole_batch = call.handle.whole_batch or (one.name, call.name) in facts.coupled
         costs: dict[str, LayerCost] = {}
-        for kind, layer in zip(_kinds(call.handle), one.layers[call.name], strict=True):
+        layers = zip(_kinds(call.handle), call.chain.layers, one.layers[call.name], strict=True)
+        for kind, chained, layer in layers:
             cost = replace(_cost(layer, rows, whole_batch), recompute=call.handle.checkpoint)
+            if call.handle.name in sharing.most:
+                sent, share = sharing.costs.get((one.name, call.name, chained.kind), (0.0, 0.0))
+                most = sharing.most[call.handle.name]
+                cost = replace(cost, tensor_bytes=sent, tensor_share=share, max_tensor_degree=most)
             # Layers of one kind are alike; where their costs differ a little (the first has no gradient to pass on),
             # the larger stands for all.
             costs[kind] = max(cost, costs.get(kind, cost), key=lambda known: known.backward_flops)
@@ -169,6 +191,7 @@ def code_of(bound: Bound, op: MetaOp) -> OpCode:
             buffers=partial(operator.attrgetter("buffers"), call.chain.layers[number]),
             writes_input=traced.layers[call.name][number].writes_input,
             is_random=(traced.name, call.name, number) in facts.random_layers,
+            styled=parts_of(call.chain.layers[number].parameters, bound.styled),
         )
         for number in range(op.first_layer, op.first_layer + op.num_layers)
     )

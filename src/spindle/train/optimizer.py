@@ -20,6 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from spindle.errors import TrainingError
 from spindle.run import World
 from spindle.run.shards import Span
+from spindle.run.weights import Shard
 
 Named = tuple[str, nn.Parameter]
 MakeOptimizer = Callable[[list[Named]], torch.optim.Optimizer]
@@ -35,6 +36,14 @@ class UpdateState:
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of the parameter's group
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank updates of a parameter: a shard of a tensor group, a span of what it holds, both, or all of it."""
+
+    shard: Shard | None = None
+    span: Span | None = None
+
+
 class Update:
     """A rank's part of the optimizer's step."""
 
@@ -45,19 +54,26 @@ class Update:
         clip_norm: float | None,
         named: Sequence[Named],
         counted: Sequence[nn.Parameter],
-        spans: Mapping[str, Span],
+        parts: Mapping[str, Part],
         ranks: tuple[int, ...],
         world: World,
         state: UpdateState,
     ) -> None:
         """`named` are the parameters that this rank trains, `counted` those whose gradients it counts for all `ranks`
-        that hold any, `spans` what it has of those that are parts."""
-        self._spans = spans
+        that hold any, `parts` what it has of those that it does not have as a whole."""
+        self._parts = parts
         self._clip_norm, self._named, self._counted, self._world = clip_norm, list(named), counted, world
         self._ranks = ranks
         if clip_norm is not None and len(ranks) > 1:
             world.group("norm", ranks)
         self.optimizer = optimizer_of(make, named)
+        split = [name for name, part in parts.items() if part.shard is not None]
+        if split and isinstance(self.optimizer, (torch.optim.Adafactor, torch.optim.Muon)):
+            raise TrainingError(
+                f"{type(self.optimizer).__name__} updates all entries of a parameter together, but tensor groups split "
+                f"{split[0]!r} and others; use another optimizer, or tensor degree 1 "
+                "(Trainer(tensor_degrees={...: 1}))"
+            )
         self.scheduler = None
         self._num_steps, self._parked = state.num_steps, state
         if self.optimizer is not None and make_scheduler is not None:
@@ -86,7 +102,7 @@ class Update:
         written = optimizer.state_dict()
         places = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         written["state"] = {
-            place: self._part_of(state.states[names[id(parameter)]], names[id(parameter)])
+            place: self._cut(names[id(parameter)], parameter, state.states[names[id(parameter)]])
             for place, parameter in enumerate(places)
             if names[id(parameter)] in state.states
         }
@@ -96,14 +112,19 @@ class Update:
                 entry.update(state.settings[known[0]])
         optimizer.load_state_dict(written)
 
-    def _part_of(self, state: Mapping[str, Any], name: str) -> dict[str, Any]:
-        return cut_state(state, self._spans[name]) if name in self._spans else dict(state)
+    def _cut(self, name: str, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A parameter's state, as far as it belongs to what this rank has of the parameter."""
+        part = self._parts.get(name, Part())
+        if part.shard is not None:
+            shard = part.shard
+            state = {key: shard.of(value) if _is_like(value, parameter) else value for key, value in state.items()}
+        return cut_state(state, part.span) if part.span is not None else dict(state)
 
     def gathered(self) -> UpdateState:
         """What the optimizers of all ranks keep, on all ranks, in the host's memory."""
         names = {id(parameter): name for name, parameter in self._named}
         counted = {id(parameter) for parameter in self._counted}
-        states: dict[str, tuple[Span | None, dict[str, Any]]] = {}
+        states: dict[str, tuple[Part, dict[str, Any]]] = {}
         settings = {}
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             for parameter in group["params"]:
@@ -111,19 +132,13 @@ class Update:
                     name = names[id(parameter)]
                     settings[name] = {key: value for key, value in group.items() if key != "params"}
                     if self.optimizer is not None and parameter in self.optimizer.state:
-                        states[name] = (self._spans.get(name), _on_host(self.optimizer.state[parameter]))
+                        states[name] = (self._parts.get(name, Part()), _on_host(self.optimizer.state[parameter]))
         parts = self._world.broadcast_object(self._world.gather_objects((states, settings)))
         # What is frozen now keeps what it had, for when it is thawed.
         every, each = dict(self._parked.states), dict(self._parked.settings)
-        pieces: dict[str, list[tuple[Span, Mapping[str, Any]]]] = {}
-        for more, settled in parts:
-            for name, (span, state) in more.items():
-                if span is None:
-                    every[name] = state
-                else:
-                    pieces.setdefault(name, []).append((span, state))
+        every.update(_joined([more for more, _ in parts]))
+        for _, settled in parts:
             each.update(settled)
-        every.update((name, joined_state(some)) for name, some in pieces.items())
         return UpdateState(num_steps=self._num_steps, states=every, settings=each)
 
 
@@ -165,6 +180,37 @@ def _scheduler_of(
         for _ in range(num_steps):
             scheduler.step()
     return scheduler
+
+
+def _is_like(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether a part of an optimizer's state has an entry for each of its parameter's."""
+    return isinstance(value, torch.Tensor) and value.dim() == parameter.dim() > 0
+
+
+def _joined(states: Sequence[Mapping[str, tuple[Part, dict[str, Any]]]]) -> dict[str, dict[str, Any]]:
+    """States by parameter, from those of its parts."""
+    found: dict[str, dict[int, list[tuple[Part, dict[str, Any]]]]] = {}  # by name and place in a tensor group
+    for one in states:
+        for name, (part, state) in one.items():
+            place = part.shard.place if part.shard is not None else 0
+            found.setdefault(name, {}).setdefault(place, []).append((part, state))
+    joined = {}
+    for name, places in found.items():
+        shards = []
+        for _, entries in sorted(places.items()):
+            spans = [(part.span, state) for part, state in entries if part.span is not None]
+            shards.append(joined_state(spans) if spans else entries[0][1])
+        state, (first, _) = shards[0], places[min(places)][0]
+        if first.shard is not None:
+            dim = first.shard.dim
+            state = {
+                key: torch.cat([one[key] for one in shards], dim=dim)
+                if isinstance(value, torch.Tensor) and value.dim() > dim
+                else value
+                for key, value in state.items()
+            }
+        joined[name] = state
+    return joined
 
 
 def _on_host(state: Mapping[str, Any]) -> dict[str, Any]:

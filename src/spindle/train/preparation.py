@@ -16,24 +16,26 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
-from spindle.errors import PlanError
+from spindle.errors import PlanError, ProfileError
 from spindle.graph import MetaGraph, metagraph_of
 from spindle.measure import local_profile, measure_update
+from spindle.models import plan_inside, split_dims
 from spindle.plan import Plan, check, parse_plan, read_plan
 from spindle.planners import Effort, make_plan
 from spindle.profile import Profile, ProfileRequest, fitting, profile_request, read_profile, write_profile
 from spindle.program import Program, lower, verify
 from spindle.run import Executor, OpCode, World
-from spindle.run.shards import Shards, Span
+from spindle.run.shards import Shards
 from spindle.run.weights import Weights
 from spindle.train.bind import Bound, bind, code_of, trace_all
 from spindle.train.kinds import kinds_of
-from spindle.train.optimizer import MakeOptimizer, MakeScheduler, Named, Update, UpdateState, why_not_sharded
+from spindle.train.optimizer import MakeOptimizer, MakeScheduler, Named, Part, Update, UpdateState, why_not_sharded
 from spindle.train.probe import Facts, facts_without_values, probe
 from spindle.train.progress import Progress
 from spindle.train.samples import Needs, needs_of
 from spindle.train.sampling import Share
 from spindle.train.task import TaskDefinition
+from spindle.train.tensor import Sharing, find_sharing
 from spindle.train.trace import unchanged
 from spindle.train.ways import Ways
 from spindle.workload import WorkloadRequest, workload_request, write_workload
@@ -57,7 +59,8 @@ class Options:
     seed: int
     name: str
     cuda_graphs: bool
-    shard_optimizer: bool | None
+    shard_optimizer: bool | None = None
+    tensor_degrees: Mapping[str, int] | None = None
 
     @property
     def names(self) -> list[str]:
@@ -84,7 +87,9 @@ class Prepared:
         self.program = lower(plan, known.profile)
         verify(self.program, known.profile)
         parameters = [known.bound.parameters[one.name] for one in known.graph.parameters]
-        self.weights = Weights(self.program, known.graph, parameters, world)
+        split = split_dims(known.bound.styled)
+        dims = {number: split[id(one)] for number, one in enumerate(parameters) if id(one) in split}
+        self.weights = Weights(self.program, known.graph, parameters, world, dims)
         self.shards = Shards(self.program, parameters, world) if plan.shard_optimizer else None
         self.main = self._executor(self.program)
         self._planned = {name: one.recorded.definition.batch_size for name, one in known.bound.tasks.items()}
@@ -114,18 +119,24 @@ class Prepared:
         shared = self.shards.owned if self.shards is not None else {}
         named: list[Named] = []
         counted: list[nn.Parameter] = []
-        spans: dict[str, Span] = {}
+        parts: dict[str, Part] = {}
         for number, one in enumerate(self.graph.parameters):
             parameter, holders = weights.parameters[number], weights.holders[number]
             if not one.trainable or rank not in holders:
                 continue
+            shard, span, counts = weights.shard(number), None, weights.counts(number)
             if number in shared:
                 owned = shared[number]
                 if owned is None:
                     continue
-                spans[one.name], parameter = owned
+                span, parameter = owned
+                # Members of a tensor group that hold a parameter alike each have its parts among their like.
+                assert self.shards is not None
+                counts = shard is not None or holders[0] in self.shards.sharers(number)
             named.append((one.name, parameter))
-            if number in shared or rank == holders[0]:
+            if shard is not None or span is not None:
+                parts[one.name] = Part(shard, span)
+            if counts:
                 counted.append(parameter)
         ranks = sorted({rank for shape in self.program.slots for rank in shape.ranks.tolist()})
         self.update = Update(
@@ -134,7 +145,7 @@ class Prepared:
             options.clip_norm,
             named=named,
             counted=counted,
-            spans=spans,
+            parts=parts,
             ranks=tuple(ranks),
             world=self._world,
             state=state,
@@ -181,12 +192,20 @@ def find_out(
         # Modules without weights cannot be moved, and need not be.
         traced = trace_all([way.definition for way in ways], examples, world.device if wanted is None else None)
     if wanted is not None:
-        bound = bind(options.name, traced, facts_without_values(traced))
+        with casting:
+            sharing = find_sharing(traced, examples, has_values=False)
+        bound = bind(options.name, traced, facts_without_values(traced), sharing)
         _explain(bound, world, notify)
         notify("planned without weights: that modules couple samples is told by shapes and batch normalisation alone")
         _hand_over_workload(bound, wanted)
     facts: Facts = world.broadcast_object(probe(traced, examples) if world.rank == 0 else None)
-    bound = bind(options.name, traced, facts)
+    sharing = Sharing()
+    if world.size > 1:
+        with casting:
+            sharing = world.broadcast_object(
+                find_sharing(traced, examples, has_values=True) if world.rank == 0 else None
+            )
+    bound = bind(options.name, traced, facts, sharing)
     _explain(bound, world, notify)
     graph = metagraph_of(bound.workload)
     code = [code_of(bound, op) for op in graph.metaops]
@@ -217,9 +236,25 @@ def find_out(
 
 def prepare(known: Known, options: Options, world: World, shown: Progress, notify: Callable[[str], None]) -> Prepared:
     """Plans, and gets ready to run the plan."""
+    if options.tensor_degrees:
+        known = replace(known, profile=_with_degrees(known, options.tensor_degrees))
     with shown.bar("planning") as tell:
         plan = _plan(known, options, world, tell, notify)
     return Prepared(known, plan, options, world)
+
+
+def _with_degrees(known: Known, degrees: Mapping[str, int]) -> Profile:
+    try:
+        return known.profile.with_degrees(degrees)
+    except ProfileError as error:
+        handles, sharing = known.bound.handles, known.bound.sharing
+        reasons = [f"{name!r}: {text}" for name, text in sharing.reasons.items() if name in degrees]
+        reasons += [
+            f"{name!r} has no tensor parallel plan; give one with spindle.module({name!r}, tensor_parallel=...)"
+            for name in degrees
+            if name in handles and not handles[name].tensor_parallel and not plan_inside(handles[name].module)
+        ]
+        raise ProfileError(f"Trainer(tensor_degrees=...): {'; '.join([str(error), *reasons])}") from error
 
 
 def mode_of(bound: Bound) -> list[bool]:
@@ -269,6 +304,10 @@ def _explain(bound: Bound, world: World, notify: Callable[[str], None]) -> None:
     for handle in bound.handles.values():
         if handle.chain.reason and not handle.whole_batch and any(handle.module.children()):
             notify(f"module {handle.name!r} runs as one layer: {handle.chain.reason}")
+    for name, reason in bound.sharing.reasons.items():
+        most = bound.sharing.most.get(name, 1)
+        if 2 * most <= max(2, world.size):  # else it could not have more anyway
+            notify(f"module {name!r} has tensor degrees up to {most}: {reason}")
     calls = [call.handle.name for task in bound.tasks.values() for call in task.recorded.calls]
     for name, handle in bound.handles.items():
         tracking = [one for one in handle.module.modules() if isinstance(one, _BatchNorm) and one.track_running_stats]

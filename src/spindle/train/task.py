@@ -6,7 +6,7 @@ any other time it simply runs the module, so the same script trains in plain PyT
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,19 +14,26 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from spindle.errors import WorkloadError
-from spindle.models import Chain, chain_and_output, whole_chain
+from spindle.models import Chain, chain_and_output, styles_of, whole_chain
 
 
 class ModuleHandle:
     """A module under its name. `whole_batch` says that its samples depend on each other, so that its batch must not be
     split; `checkpoint` that its layers run again in backward instead of keeping activations; `split=False` that it must
-    stay one layer. `chain` has its layers once tasks that call it are cut."""
+    stay one layer; `tensor_parallel` how tensor groups share it. `chain` has its layers once tasks that call it are
+    cut."""
 
     def __init__(
-        self, name: str, user_module: nn.Module, whole_batch: bool, checkpoint: bool = False, split: bool = True
+        self,
+        name: str,
+        user_module: nn.Module,
+        whole_batch: bool,
+        checkpoint: bool = False,
+        split: bool = True,
+        tensor_parallel: Mapping[str, str] | None = None,
     ) -> None:
         self.name, self.module, self.whole_batch = name, user_module, whole_batch
-        self.checkpoint, self.split = checkpoint, split
+        self.checkpoint, self.split, self.tensor_parallel = checkpoint, split, tensor_parallel
         self.chain: Chain = whole_chain(user_module, "it was not called yet")
 
     def cut(self, args: Any, kwargs: Any) -> tuple[Chain, Callable[[], Any]]:
@@ -52,19 +59,32 @@ recording: ContextVar[fx.Tracer | None] = ContextVar("recording", default=None) 
 
 
 def module(
-    name: str, user_module: nn.Module, *, whole_batch: bool = False, checkpoint: bool = False, split: bool = True
+    name: str,
+    user_module: nn.Module,
+    *,
+    whole_batch: bool = False,
+    checkpoint: bool = False,
+    split: bool = True,
+    tensor_parallel: Mapping[str, str] | None = None,
 ) -> ModuleHandle:
     """Registers an `nn.Module` under a name that all tasks share.
 
     It is split into layers by itself; with `split=False` it stays one. With `checkpoint`, its layers run again in
     backward instead of keeping activations. `whole_batch` says that samples depend on each other in it, so that no
     device may have only some of them.
+
+    `tensor_parallel` says how several devices share a layer, in the words of Hugging Face's plans, whose models bring
+    their own: `{"layers.*.attention.query": "colwise", "layers.*.attention.out": "rowwise", ...}`; `{}` that they must
+    not. How many devices do is up to the planner.
     """
     if not isinstance(user_module, nn.Module):
         raise WorkloadError(f"spindle.module({name!r}, ...): expected an nn.Module, got {type(user_module).__name__}")
     if not name or "/" in name or "#" in name:
         raise WorkloadError(f"spindle.module({name!r}, ...): a name must not be empty or hold '/' or '#'")
-    return ModuleHandle(name, user_module, whole_batch, checkpoint, split)
+    if tensor_parallel is not None:
+        where = f"spindle.module({name!r}, tensor_parallel=...)"
+        styles_of(user_module, tensor_parallel, where, strict=True)  # refuses what it does not know
+    return ModuleHandle(name, user_module, whole_batch, checkpoint, split, tensor_parallel)
 
 
 class Mean(NamedTuple):

@@ -42,9 +42,11 @@ class Trainer:
     and for the planner. On a GPU, steps whose batches have the same shapes are captured in `cuda_graphs` and replayed:
     the same numbers, without what Python code in a module does beside.
 
-    With `shard_optimizer`, the ranks that hold a parameter each keep the optimizer's state of a part of it: `optimizer`
-    is then called with these parts, which have as many dimensions as the parameter. The planner does so when memory is
-    short, unless this is True or False. An optimizer that does not update each element by itself is not sharded.
+    `tensor_degrees` fixes how many devices share each layer of the modules that it names (`{"language": 4}`), which is
+    the planner's choice otherwise. With `shard_optimizer`, the ranks that hold a parameter each keep the optimizer's
+    state of a part of it: `optimizer` is then called with these parts, which have as many dimensions as the parameter.
+    The planner does so when memory is short, unless this is True or False. An optimizer that does not update each
+    element by itself is not sharded.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Trainer:
         name: str = "training",
         cuda_graphs: bool = True,
         shard_optimizer: bool | None = None,
+        tensor_degrees: Mapping[str, int] | None = None,
     ) -> None:
         if not tasks:
             raise WorkloadError("spindle.Trainer needs at least one task")
@@ -105,6 +108,7 @@ class Trainer:
             name=name,
             cuda_graphs=cuda_graphs,
             shard_optimizer=shard_optimizer,
+            tensor_degrees=tensor_degrees,
         )
         self.world: World = join_world()
         self.notices: list[str] = []
@@ -182,12 +186,19 @@ class Trainer:
             shown.close()
 
     def replan(
-        self, *, planner: str | None = None, plan: Plan | Path | str | None = None, keep_optimizer: bool = True
+        self,
+        *,
+        planner: str | None = None,
+        plan: Plan | Path | str | None = None,
+        keep_optimizer: bool = True,
+        tensor_degrees: Mapping[str, int] | None = None,
     ) -> None:
-        """The next `fit` goes on with another plan: a given one, or another planner's. The optimizer goes on, too, or
-        starts anew."""
+        """The next `fit` goes on with another plan: a given one, another planner's, or one with other tensor degrees.
+        The optimizer goes on, too, or starts anew."""
         if planner is not None:
             self._options.planner = planner
+        if tensor_degrees is not None:
+            self._options.tensor_degrees = tensor_degrees
         self._options.plan = plan
         self._readiness.forget_plan(keep_optimizer=keep_optimizer)
 

@@ -14,15 +14,21 @@ from spindle.errors import WorkloadError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One tensor of weights; a frozen one has no gradient and no optimizer state."""
+    """One tensor of weights; a frozen one has no gradient and no optimizer state. One that is not split is whole on
+    every member of a tensor group."""
 
     name: str
     num_elements: int
     trainable: bool = True
+    is_split: bool = True
 
     def __post_init__(self) -> None:
         if self.num_elements < 0:
             raise WorkloadError(f"parameter {self.name!r}: num_elements must not be negative, got {self.num_elements}")
+
+    def elements_at(self, tensor_degree: int) -> int:
+        """On each member of a tensor group."""
+        return -(-self.num_elements // tensor_degree) if self.is_split else self.num_elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +59,7 @@ class LayerCost:
     saved_bytes: float  # activations kept for the backward pass
     output_bytes: float  # what crosses a cut behind this layer
     tensor_bytes: float = 0.0  # all-reduced by the forward pass of a tensor-parallel layer
+    tensor_share: float = 1.0  # of its activations that a tensor group splits; with none, members do the same work
     max_tensor_degree: int = 1
     whole_batch: bool = False  # samples depend on each other, so one device must see them all
     meets: bool = False  # its devices exchange something small in the forward pass, so they run together
@@ -62,8 +69,18 @@ class LayerCost:
         for name in ("forward_flops", "backward_flops", "traffic_bytes", "saved_bytes", "output_bytes", "tensor_bytes"):
             if not getattr(self, name) >= 0:
                 raise WorkloadError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
+        if not 0 <= self.tensor_share <= 1:
+            raise WorkloadError(f"tensor_share must lie in [0, 1], got {self.tensor_share}")
         if self.max_tensor_degree < 1:
             raise WorkloadError(f"max_tensor_degree must be at least 1, got {self.max_tensor_degree}")
+
+    def work_divisor(self, tensor_degree: int) -> int:
+        """How many times less each member of a tensor group computes."""
+        return tensor_degree if self.tensor_share else 1
+
+    def saved_bytes_at(self, tensor_degree: int) -> float:
+        """What each member keeps for the backward pass."""
+        return self.saved_bytes * (1 - self.tensor_share + self.tensor_share / tensor_degree)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,349 @@
+"""How do several devices share one layer? Tensor parallel styles, in Hugging Face's words, over local tensors.
+
+A plan names parts of a module and their styles: a `colwise` linear has some of its outputs on each member of a tensor
+group, a `rowwise` one takes them and the members' results are added up. A member has its own shard of the parameters
+that are split, as ordinary tensors, and whole copies of the others.
+
+These are the meanings of `torch.distributed.tensor.parallel`, without its DTensors: parameters stay the user's own,
+which optimizers, gradient buckets and checkpoints then see as ordinary tensors of the same number of dimensions; the
+group is another for each slot of a plan, and a DTensor knows one; and the same code runs without any process group,
+member after member, to be tried out (`rehearse`). Who the members are is told by `Members`.
+
+A forward runs with styles by way of `module.forward` of the parts, put there while a layer runs: it works inside
+recorded code, and again when a layer is recomputed, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from spindle.errors import WorkloadError
+
+MOST_MEMBERS = 8  # of a tensor group: it stays where links are fast
+
+# By style: what it is for, and on which dimension parameters are split.
+_LINEAR, _EMBEDDING = (nn.Linear, "nn.Linear"), (nn.Embedding, "nn.Embedding")
+_ANY = (nn.Module, "nn.Module")
+_STYLES: dict[str, tuple[tuple[type[nn.Module], str], dict[str, int]]] = {
+    "colwise": (_LINEAR, {"weight": 0, "bias": 0}),
+    "colwise_gather_output": (_LINEAR, {"weight": 0, "bias": 0}),
+    "rowwise": (_LINEAR, {"weight": 1}),
+    "rowwise_split_input": (_LINEAR, {"weight": 1}),
+    "embedding_rowwise": (_EMBEDDING, {"weight": 0}),
+    "embedding_colwise": (_EMBEDDING, {"weight": 1}),
+    "replicated_with_grad_allreduce": (_ANY, {}),
+    "all_reduce": (_ANY, {}),
+}
+_OLD_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+# What takes and gives whole tensors may as well not be split.
+_FREE = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise")
+
+
+class Members(Protocol):
+    """A tensor group as one of its members sees it."""
+
+    size: int
+    place: int
+
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all members, a new tensor."""
+        ...
+
+    def join(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The parts of all members side by side along the last dimension."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Styled:
+    """A part of a module with its style."""
+
+    path: str
+    module: nn.Module
+    style: str
+
+    @property
+    def split(self) -> list[tuple[str, nn.Parameter, int]]:
+        """Its parameters that are split, with the dimension."""
+        found = [(name, self.module._parameters.get(name), dim) for name, dim in _STYLES[self.style][1].items()]
+        return [(name, parameter, dim) for name, parameter, dim in found if parameter is not None]
+
+
+# From a plan to styles.
+
+
+def plan_inside(module: nn.Module) -> dict[str, str]:
+    """The tensor parallel plans that Hugging Face models bring along."""
+    own = getattr(module, "_tp_plan", None)
+    if isinstance(own, dict) and own:
+        return dict(own)
+    return {
+        f"{name}.{path}".rstrip("."): style
+        for name, child in module.named_children()
+        for path, style in plan_inside(child).items()
+    }
+
+
+def styles_of(module: nn.Module, plan: Mapping[str, str], where: str = "", strict: bool = False) -> list[Styled]:
+    """The parts that a plan names; `*` stands for a number. Of a model's own plan, not `strict`, rules that are not
+    known here (of experts, which stay whole) are left out: whether the rest is right is tried out later."""
+    parts = dict(module.named_modules())
+    found: dict[int, Styled] = {}
+    for pattern, given in plan.items():
+        style = _OLD_NAMES.get(given, given)
+        matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        named = [(path, part) for path, part in parts.items() if matches.fullmatch(path)]
+        if strict and style not in _STYLES:
+            raise WorkloadError(f"{where}: {given!r} is no style that is known; known: {', '.join(sorted(_STYLES))}")
+        if strict and not named:
+            raise WorkloadError(f"{where}: {pattern!r} names no part of the {type(module).__name__}")
+        for path, part in named if style in _STYLES else ():
+            kind, name = _STYLES[style][0]
+            if isinstance(part, kind):
+                found[id(part)] = Styled(path, part, style)
+            elif strict:
+                raise WorkloadError(f"{where}: {style!r} is for an {name}, but {path!r} is a {type(part).__name__}")
+    return list(found.values())
+
+
+def without_tied(styled: Sequence[Styled], modules: Iterable[nn.Module]) -> list[Styled]:
+    """Styles of parts that may as well be whole are left out where a tied weight is used otherwise, too, or does not
+    divide."""
+    dims: dict[int, set[int | None]] = {}
+    split = {(id(one.module), name): dim for one in styled for name, _, dim in one.split}
+    for module in {id(part): part for root in modules for part in root.modules()}.values():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                dims.setdefault(id(parameter), set()).add(split.get((id(module), name)))
+    return [
+        one
+        for one in styled
+        if one.style not in _FREE
+        or all(dims[id(each)] == {dim} and each.shape[dim] % MOST_MEMBERS == 0 for _, each, dim in one.split)
+    ]
+
+
+def split_dims(styled: Iterable[Styled]) -> dict[int, int]:
+    """The dimension that each split parameter is split on, by its id."""
+    return {id(parameter): dim for one in styled for _, parameter, dim in one.split}
+
+
+def shard_of(tensor: torch.Tensor, dim: int, size: int, place: int) -> torch.Tensor:
+    """A member's part of a tensor, with memory of its own."""
+    each = tensor.shape[dim] // size
+    return tensor.narrow(dim, place * each, each).clone(memory_format=torch.contiguous_format)
+
+
+# A forward with styles.
+
+
+def with_styles(run: Callable[..., Any], styled: Sequence[Styled], members: Members) -> Callable[..., Any]:
+    """A layer's function as a member of a tensor group runs it."""
+
+    def split_run(*args: Any, **kwargs: Any) -> Any:
+        with _applied(styled, members):
+            return run(*args, **kwargs)
+
+    return split_run
+
+
+@contextmanager
+def _applied(styled: Sequence[Styled], members: Members) -> Iterator[None]:
+    before = [vars(one.module).get("forward") for one in styled]
+    entered = _Entered(members)
+    for one in styled:
+        one.module.forward = partial(_forward, one, members, entered, one.module.forward)
+    try:
+        yield
+    finally:
+        for one, own in zip(styled, before, strict=True):
+            del one.module.forward
+            if own is not None:
+                one.module.forward = own
+
+
+class _Entered:
+    """What several parts take (queries, keys and values of one input) enters the group once, so that its gradient is
+    added up once."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._known: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = (id(tensor), tensor._version)
+        if key not in self._known:
+            self._known[key] = (tensor, _crossing(_Enter, tensor, self._members))
+        return self._known[key][1]
+
+
+def _forward(
+    one: Styled, members: Members, entered: _Entered, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    module = one.module
+    if one.style == "replicated_with_grad_allreduce":
+        # It sees this member's part of something, and so does its gradient.
+        own = [(part, dict(part._parameters)) for part in module.modules()]
+        for part, parameters in own:
+            for name, each in parameters.items():
+                entered_part: Any = None if each is None else _crossing(_Enter, each, members)
+                part._parameters[name] = entered_part
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for part, parameters in own:
+                part._parameters.update(parameters)
+    if one.style == "all_reduce":
+        return _crossing(_Leave, forward(*args, **kwargs), members)
+    given, *_ = (*args, *kwargs.values())
+    match one.style:
+        case "colwise":
+            return forward(entered(given))
+        case "colwise_gather_output":
+            return _crossing(_Join, forward(entered(given)), members)
+        case "rowwise" | "rowwise_split_input":
+            if one.style == "rowwise_split_input":
+                given = _crossing(_Part, given, members)
+            bias = module._parameters["bias"]
+            module._parameters["bias"] = None  # to be added once
+            try:
+                total = _crossing(_Leave, forward(given), members)
+            finally:
+                module._parameters["bias"] = bias
+            return total if bias is None else total + bias.to(total.dtype)
+        case "embedding_rowwise":
+            return _crossing(_Leave, _looked_up(module, forward, given, members), members)
+        case "embedding_colwise":
+            return _crossing(_Join, forward(given), members)
+    raise AssertionError(one.style)
+
+
+def _looked_up(module: Any, forward: Callable[..., Any], ids: torch.Tensor, members: Members) -> torch.Tensor:
+    """The rows of a table that this member has, and zeros for the others."""
+    rows = module.weight.shape[0]
+    first = members.place * rows
+    outside = (ids < first) | (ids >= first + rows)
+    padding = module.padding_idx
+    module.padding_idx = padding - first if padding is not None and first <= padding < first + rows else None
+    try:
+        found: torch.Tensor = forward((ids - first).masked_fill(outside, 0))
+    finally:
+        module.padding_idx = padding
+    return found.masked_fill(outside.unsqueeze(-1), 0)
+
+
+def _crossing(how: Any, tensor: torch.Tensor, members: Members) -> torch.Tensor:
+    crossed: torch.Tensor = how.apply(tensor, members)
+    return crossed
+
+
+class _Enter(torch.autograd.Function):
+    """From whole to parts: the members' gradients are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, members: Members) -> torch.Tensor:
+        ctx.members = members
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.members.add_up(gradient), None
+
+
+class _Leave(torch.autograd.Function):
+    """From parts of a sum to the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, members: Members) -> torch.Tensor:
+        return members.add_up(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+class _Join(torch.autograd.Function):
+    """From parts side by side to the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, members: Members) -> torch.Tensor:
+        ctx.members = members
+        return members.join(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return shard_of(gradient, gradient.dim() - 1, ctx.members.size, ctx.members.place), None
+
+
+class _Part(torch.autograd.Function):
+    """From the whole to this member's part of the last dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, members: Members) -> torch.Tensor:
+        ctx.members = members
+        return shard_of(tensor, tensor.dim() - 1, members.size, members.place)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.members.join(gradient), None
+
+
+# All members in one process, without a process group.
+
+
+class _Paused(Exception):
+    """A member has said something that others must answer."""
+
+
+class Rehearsal:
+    """A tensor group whose members run one after another: what each says is noted, and all run again from the start
+    once everyone has said it. `sent_bytes` is what a member gives to be added up until `is_back` is set."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.place = size, 0
+        self.is_back, self.sent_bytes = False, 0.0
+        self._answers: list[torch.Tensor] = []
+        self._said: list[torch.Tensor] = []
+        self._next = 0
+
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._meet(tensor, lambda parts: torch.stack(parts).sum(0), 1.0)
+
+    def join(self, tensor: torch.Tensor) -> torch.Tensor:
+        # A ring gathers with half the messages that it adds up with.
+        return self._meet(tensor, lambda parts: torch.cat(parts, dim=-1), self.size / 2)
+
+    def _meet(
+        self, tensor: torch.Tensor, combine: Callable[[list[torch.Tensor]], torch.Tensor], weight: float
+    ) -> torch.Tensor:
+        if self._next < len(self._answers):
+            self._next += 1
+            return self._answers[self._next - 1].clone()
+        self._said.append(tensor.detach().clone())
+        if len(self._said) == self.size:
+            self._answers.append(combine(self._said))
+            if not self.is_back:
+                self.sent_bytes += tensor.numel() * tensor.element_size() * weight
+        raise _Paused
+
+    def run(self, member: Callable[[int], Any]) -> list[Any]:
+        """What `member(place)` gives for each of them."""
+        while True:
+            self._said.clear()
+            results = []
+            for place in range(self.size):
+                self.place, self._next, self.is_back = place, 0, False
+                with suppress(_Paused):
+                    results.append(member(place))
+            if not self._said:
+                return results
+            if len(self._said) < self.size:
+                raise ValueError("its members do not all tell each other the same")

@@ -1,0 +1,319 @@
+"""Which modules can tensor groups share, how large may these be, and what do they send? Found out by trying.
+
+Every layer of a module that has a tensor parallel plan runs as the members of a group would run it, one after another
+in this process (`Rehearsal`): without values, for groups of two, four and eight, which shows whether shapes allow it
+(heads that do not divide, a forward that counts its heads itself), how much is added up and how many activations become
+fewer; and with values for groups of two, forward and backward, which shows whether the plan is right. Modules are in
+evaluation mode meanwhile, because dropout inside a part draws other numbers than in the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from spindle.models import (
+    MOST_MEMBERS,
+    Rehearsal,
+    Styled,
+    Swapped,
+    as_when_compiling,
+    device_of,
+    plan_inside,
+    shard_of,
+    split_dims,
+    stand_in,
+    styles_of,
+    with_styles,
+    without_caches,
+    without_tied,
+)
+from spindle.run.rows import as_leaves, copied, cut, takes_gradient
+from spindle.train.record import handles_of
+from spindle.train.task import ModuleHandle
+from spindle.train.trace import TracedTask, Visit, unchanged, walk
+
+_DEGREES = tuple(degree for degree in (2, 4, 8) if degree <= MOST_MEMBERS)
+_SEED = 20240611
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """What was found: the largest tensor degree of modules that may have more than one, why others may not, and by
+    task, call and kind of layer the bytes that are added up for each sample, and the share of activations that is
+    split."""
+
+    most: Mapping[str, int] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    costs: Mapping[tuple[str, str, str], tuple[float, float]] = field(default_factory=dict)
+
+
+class _NoShare(Exception):
+    """A layer cannot be shared by so many; says why."""
+
+
+def styles_in(handles: Mapping[str, ModuleHandle]) -> list[Styled]:
+    """The parts of modules that are split, by the plans that users gave or models bring along."""
+    found: dict[int, Styled] = {}
+    for handle in handles.values():
+        given = handle.tensor_parallel
+        plan = plan_inside(handle.module) if given is None else given
+        for one in styles_of(handle.module, plan):
+            found.setdefault(id(one.module), one)
+    return without_tied(list(found.values()), [handle.module for handle in handles.values()])
+
+
+def parts_of(parameters: Sequence[nn.Parameter], styled: Sequence[Styled]) -> tuple[Styled, ...]:
+    """Those of a layer with these parameters."""
+    own = {id(one) for one in parameters}
+    return tuple(one for one in styled if any(id(each) in own for each in one.module.parameters()))
+
+
+def find_sharing(tasks: Sequence[TracedTask], batches: Mapping[str, Any], *, has_values: bool) -> Sharing:
+    """Tries layers on two rows of the tasks' batches. Modules and random state are as before afterwards."""
+    handles = handles_of([task.recorded for task in tasks])
+    styled = styles_in(handles)
+    if not styled:
+        return Sharing()
+    search = _Search(handles, styled)
+    with unchanged([handle.module for handle in handles.values()]), ExitStack() as stack:
+        for handle in handles.values():
+            handle.module.eval()
+            stack.enter_context(without_caches(handle.module))
+        for task in tasks:
+            rows = task.recorded.definition.batch_size
+            few = cut(batches[task.name], task.batch_axes, rows, 0, min(rows, 2))
+            search.look(task, few, min(rows, 2), has_values)
+    most = {name: degree for name, degree in search.most.items() if degree > 1}
+    return Sharing(most=most, reasons=search.reasons, costs=search.costs)
+
+
+class _Search:
+    def __init__(self, handles: Mapping[str, ModuleHandle], styled: Sequence[Styled]) -> None:
+        self._styled = styled
+        self.most = dict.fromkeys(_related(handles, styled), MOST_MEMBERS)
+        self.reasons: dict[str, str] = {}
+        self.costs: dict[tuple[str, str, str], tuple[float, float]] = {}
+        self._tried: set[tuple[str, str]] = set()
+
+    def look(self, task: TracedTask, batch: Any, rows: int, has_values: bool) -> None:
+        modules = {call.handle.name: call.handle.module for call in task.recorded.calls}
+        parts = {
+            id(layer): parts_of(layer.parameters, self._styled)
+            for call in task.recorded.calls
+            for layer in call.chain.layers
+        }
+
+        def measure(visit: Visit) -> None:
+            self._measure(task, visit, parts[id(visit.layer)], rows)
+
+        def compare(visit: Visit) -> None:
+            self._compare(visit, parts[id(visit.layer)])
+
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        try:
+            try:
+                with ExitStack() as stack:
+                    for module in modules.values():
+                        stack.enter_context(Swapped(module, mode, device_of(batch)))
+                    stack.enter_context(mode)
+                    stack.enter_context(as_when_compiling())
+                    self._walk(task, tree_map(lambda leaf: stand_in(mode, leaf), batch), measure)
+            except Exception:  # code that looks at values
+                if not has_values:
+                    raise
+                self._walk(task, batch, measure)
+            if has_values:
+                self._walk(task, batch, compare)
+        except Exception as error:  # the user's code on two rows, or without values
+            for name in modules:
+                self._limit(name, 1, f"it cannot be tried out ({type(error).__name__}: {_first_line(error)})")
+
+    def _walk(self, task: TracedTask, batch: Any, look: Callable[[Visit], None]) -> None:
+        outputs: dict[str, Any] = {}
+        for visit in walk(task.recorded, batch, outputs):
+            name = visit.call.handle.name
+            if self.most.get(name, 1) > 1:
+                try:
+                    look(visit)
+                except _NoShare as error:
+                    self._limit(name, 1, str(error))
+            torch.manual_seed(_SEED)
+            visit.values = as_leaves(_run(visit, visit.layer.run))
+
+    def _limit(self, name: str, degree: int, reason: str) -> None:
+        if degree < self.most.get(name, 1):
+            self.most[name] = degree
+            self.reasons[name] = reason
+
+    def _measure(self, task: TracedTask, visit: Visit, parts: Sequence[Styled], rows: int) -> None:
+        """Shapes alone: which degrees run, and what they send and keep."""
+        name, key = visit.call.handle.name, (task.name, visit.call.name, visit.layer.kind)
+        if not parts or key in self.costs:
+            return
+        with _counting() as kept:
+            whole = _run(visit, visit.layer.run)
+        for degree in _DEGREES:
+            if degree > self.most[name]:
+                return
+            rehearsal, counts = Rehearsal(degree), [0]
+
+            def member(
+                place: int, rehearsal: Rehearsal = rehearsal, counts: list[int] = counts, degree: int = degree
+            ) -> Any:
+                with _shards(parts, degree, place), _counting() as kept_here:
+                    values = _run(visit, with_styles(visit.layer.run, parts, rehearsal))
+                counts[0] = kept_here()
+                return values
+
+            try:
+                values = rehearsal.run(member)[0]
+                if [_shape(leaf) for leaf in tree_leaves(values)] != [_shape(leaf) for leaf in tree_leaves(whole)]:
+                    raise _NoShare("what it gives has another shape then")
+            except Exception as error:
+                reason = str(error) if isinstance(error, _NoShare) else f"{type(error).__name__}: {_first_line(error)}"
+                self._limit(name, degree // 2, f"{degree} devices cannot share one of its layers: {reason}")
+                return
+            if degree == 2:
+                share = 2 * (1 - counts[0] / kept()) if kept() else 1.0
+                self.costs[key] = (rehearsal.sent_bytes / rows, min(1.0, max(0.0, round(share, 3))))
+
+    def _compare(self, visit: Visit, parts: Sequence[Styled]) -> None:
+        """The numbers of a layer that two share, and its gradients, beside those of the whole one."""
+        key = (visit.call.handle.name, visit.layer.kind)
+        if not parts or key in self._tried:
+            return
+        self._tried.add(key)
+        inputs = [leaf for leaf in tree_leaves(visit.inputs) if takes_gradient(leaf)]
+        trained = [one for one in visit.layer.parameters if one.requires_grad]
+        dims = split_dims(parts)
+        values, gradients = _with_gradients(_run(visit, visit.layer.run), inputs + trained)
+        rehearsal = Rehearsal(2)
+
+        def member(place: int) -> Any:
+            with _shards(parts, 2, place) as shards:
+                ours = _run(visit, with_styles(visit.layer.run, parts, rehearsal))
+                rehearsal.is_back = True
+                return _with_gradients(ours, inputs + [shards.get(id(one), one) for one in trained])
+
+        try:
+            results = rehearsal.run(member)
+        except Exception as error:
+            raise _NoShare(
+                f"it does not run on a tensor group ({type(error).__name__}: {_first_line(error)})"
+            ) from error
+        for place, (ours, our_gradients) in enumerate(results):
+            expected = [
+                shard_of(one, dims[id(of)], 2, place) if one is not None and id(of) in dims else one
+                for one, of in zip(gradients, inputs + trained, strict=True)
+            ]
+            if not _close(ours, values):
+                raise _NoShare(
+                    "two devices that share one of its layers get other numbers than one; a forward that counts heads "
+                    "or widths itself (self.num_heads) must take them from its tensors (view(..., -1, head_dim)), and "
+                    "every colwise part needs its rowwise one"
+                )
+            if not _close(our_gradients, expected):
+                raise _NoShare(
+                    "two devices that share one of its layers get other gradients than one; a part with weights "
+                    "between a colwise and a rowwise one needs the style replicated_with_grad_allreduce"
+                )
+
+
+def _related(handles: Mapping[str, ModuleHandle], styled: Sequence[Styled]) -> list[str]:
+    """Modules that have a part of a plan, or share weights with one that does, through others too."""
+    weights = {name: {id(one) for one in handle.module.parameters()} for name, handle in handles.items()}
+    reached = {id(parameter) for one in styled for parameter in one.module.parameters()}
+    found: list[str] = []
+    while True:
+        more = [name for name in handles if name not in found and weights[name] & reached]
+        if not more:
+            return found
+        found += more
+        reached = reached.union(*(weights[name] for name in more))
+
+
+def _run(visit: Visit, run: Callable[..., Any]) -> Any:
+    """A layer on copies of its inputs, which it may write to."""
+    if visit.number:
+        return run(*copied(visit.inputs))
+    batch, sources = copied(visit.inputs)
+    args, kwargs = visit.call.arguments(batch, *sources)
+    return run(*args, **kwargs)
+
+
+@contextmanager
+def _shards(parts: Sequence[Styled], degree: int, place: int) -> Iterator[dict[int, nn.Parameter]]:
+    """Inside, split parameters are a member's shards; these are by the id of the whole ones."""
+    shards: dict[int, nn.Parameter] = {}
+    before: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for one in parts:
+        for name, parameter, dim in one.split:
+            if parameter.shape[dim] % degree:
+                raise _NoShare(f"{one.path!r} has {parameter.shape[dim]} columns or rows, no multiple of {degree}")
+            before.append((one.module, name, parameter))
+            if id(parameter) not in shards:
+                shard = shard_of(parameter.detach(), dim, degree, place)
+                shards[id(parameter)] = nn.Parameter(shard, parameter.requires_grad)
+    try:
+        for module, name, parameter in before:
+            module._parameters[name] = shards[id(parameter)]
+        yield shards
+    finally:
+        for module, name, parameter in before:
+            module._parameters[name] = parameter
+
+
+def _with_gradients(values: Any, wanted: Sequence[torch.Tensor]) -> tuple[list[Any], list[Any]]:
+    """What a layer gave, and the gradients of some sum over it."""
+    leaves = tree_leaves(values)
+    outputs = [leaf for leaf in leaves if takes_gradient(leaf)]
+    gradients: list[Any] = [None] * len(wanted)
+    if outputs and wanted:
+        torch.manual_seed(_SEED)
+        seeds = [torch.randn(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in outputs]
+        gradients = list(torch.autograd.grad(outputs, wanted, seeds, allow_unused=True))
+    return [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)], gradients
+
+
+def _close(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    """Equal but for the order of sums; some gradients are zero in exact arithmetic."""
+    pairs = [(one, other) for one, other in zip(ours, theirs, strict=True) if one is not None or other is not None]
+    if any(one is None or other is None or one.shape != other.shape for one, other in pairs):
+        return False
+    floats = [(one.double(), other.double(), other.dtype) for one, other in pairs if other.is_floating_point()]
+    largest = max((float(other.norm()) for _, other, _ in floats), default=0.0)
+    tolerance = {torch.float64: 1e-7, torch.float32: 1e-3}
+    return all(
+        float((one - other).norm()) <= tolerance.get(kind, 5e-2) * max(float(other.norm()), 1e-2 * largest)
+        for one, other, kind in floats
+    )
+
+
+@contextmanager
+def _counting() -> Iterator[Callable[[], int]]:
+    """Counts the bytes that are kept for backward inside, each storage once, without parameters."""
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, nn.Parameter):
+            storage = tensor.untyped_storage()
+            kept[storage._cdata] = storage
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+        yield lambda: sum(storage.nbytes() for storage in kept.values())
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
+
+
+def _shape(leaf: Any) -> Any:
+    return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf

@@ -1,0 +1,225 @@
+"""Layers that tensor groups share: the numbers of one process whatever the degrees, and why some cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+
+import tensors  # noqa: E402
+from spindle import Trainer, module, task  # noqa: E402
+from spindle.cluster import Cluster, cluster_named  # noqa: E402
+from spindle.errors import ProfileError, WorkloadError  # noqa: E402
+from spindle.graph import metagraph_of  # noqa: E402
+from spindle.models import plan_inside, styles_of, without_tied  # noqa: E402
+from spindle.planners import Effort, make_plan  # noqa: E402
+from spindle.profile import LayerSamples, roofline_profile, sampled_profile  # noqa: E402
+from spindle.train import bind, trace_all  # noqa: E402
+from spindle.train.tensor import find_sharing  # noqa: E402
+from tensors import HEAD, PLAN, WIDTH, Attention, Language, Training  # noqa: E402
+
+torch.set_num_threads(1)
+MOST = 1e-9
+
+
+def check(pool, num_ranks: int, training: Training) -> list[tensors.Difference]:
+    answers = pool.run(num_ranks, "train_shared", training)
+    for rank, one in enumerate(answers):
+        assert one.loss < MOST, (rank, one)
+        assert one.parameter < MOST, (rank, one)
+    return answers
+
+
+# Equal to one process.
+
+
+def test_two_ranks_share_a_language_model_beside_a_module_that_they_do_not(pool):
+    answers = check(pool, 2, Training(name="own", fits=(({"language": 2}, None),)))
+    assert all(one.elements[0] < 0.6 * one.all_elements for one in answers)
+
+
+def test_a_replan_from_degree_to_degree_keeps_the_state_of_adam(pool):
+    degrees = (({"language": 1}, 3), ({"language": 2}, 4), ({"language": 4}, 5), ({"language": 2}, None))
+    check(pool, 4, Training(name="own", fits=degrees))
+
+
+@pytest.mark.parametrize("seed", range(10, 14))
+def test_any_plan_has_the_numbers_of_one_process(pool, seed):
+    """Groups of two and of four, side by side or not, with uneven shares, rounds and recomputation."""
+    fits = (({"language": 2}, seed), ({"language": 4}, seed))
+    check(pool, 4, Training(name="own", fits=fits, steps=2, optimizer="sgd"))
+
+
+def test_clipping_counts_every_entry_once(pool):
+    fits = (({"language": 2}, 7), ({"language": 4}, 8))
+    check(pool, 4, Training(name="own", fits=fits, optimizer="sgd", options={"clip_norm": 0.1, "accumulate": 1}))
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [("Llama", "sgd"), ("Qwen2 tied", "adamw"), ("EuroBert", "sgd")])
+def test_models_of_hugging_face_bring_their_plans(pool, name, optimizer):
+    pytest.importorskip("transformers")
+    fits = (({"language": 2}, None), ({"language": 1}, 2), ({"language": 2}, 3))
+    answers = check(pool, 2, Training(name=name, fits=fits, optimizer=optimizer, steps=1))
+    assert answers[0].elements[0] < 0.6 * answers[0].all_elements  # tables and logits are split, too
+
+
+# What is found out, and what planners make of it.
+
+
+def found(tasks, batches, *, has_values: bool = True):
+    examples = batches(0)
+    traced = trace_all(tasks, examples)
+    sharing = find_sharing(traced, examples, has_values=has_values)
+    return sharing, metagraph_of(bind("found", traced, sharing=sharing).workload)
+
+
+def test_degrees_are_those_that_divide_the_heads():
+    sharing, _ = found(*tensors.own())
+    assert sharing.most == {"language": WIDTH // HEAD}
+    assert "8 devices cannot share one of its layers" in sharing.reasons["language"]
+
+
+def test_what_planners_see_does_not_depend_on_weights_in_memory():
+    assert found(*tensors.own())[1].fingerprint == found(*tensors.own(), has_values=False)[1].fingerprint
+
+
+def test_a_planner_shares_layers_where_memory_asks_for_it():
+    _, graph = found(*tensors.own())
+    for memory, degree in ((2_000_000, 1), (350_000, 2), (190_000, 4)):
+        (island,) = cluster_named("a800x4").islands
+        small = replace(island, kind=replace(island.kind, memory_bytes=memory))
+        profile = roofline_profile(graph, Cluster(name="small", islands=(small,)))
+        plan = make_plan(profile, "wavefront", Effort(evaluations=1_000))
+        assert dict(plan.tensor_degrees)["language"] == degree
+
+
+def test_what_was_measured_on_one_device_is_planned_for_several():
+    _, graph = found(*tensors.own())
+    samples = LayerSamples(rows=(1, 2, 3, 5), forward_s=(1e-3, 2e-3, 3e-3, 5e-3), backward_s=(2e-3, 4e-3, 6e-3, 1e-2))
+    profile = sampled_profile(graph, cluster_named("a800x4"), {op.name: samples for op in graph.metaops})
+    assert profile.degrees_of("language") == (1, 2, 4)
+    assert profile.degrees_of("vision") == (1,)
+    block = next(position for position, op in enumerate(graph.metaops) if op.module == "language" and op.num_layers > 1)
+    whole, halves, _ = profile.curves[block]
+    assert halves.num_devices == (2, 4)
+    assert whole.forward_s[0] / 2 < halves.forward_s[0] < whole.forward_s[0]
+    fixed = profile.with_degrees({"language": 4})
+    assert fixed.degrees_of("language") == (4,)
+    with pytest.raises(ProfileError, match=r"tensor degree 8 is wanted for module 'language', which may have 1, 2, 4"):
+        profile.with_degrees({"language": 8})
+    with pytest.raises(ProfileError, match=r"tensor degree 2 is wanted for 'audio', which is no module"):
+        profile.with_degrees({"audio": 2})
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        ({"head": "diagonal"}, r"'diagonal' is no style that is known; known: all_reduce, colwise,"),
+        ({"layers.*.up": "colwise"}, r"'layers\.\*\.up' names no part of the Language"),
+        ({"words": "colwise"}, r"'colwise' is for an nn\.Linear, but 'words' is a Embedding"),
+    ],
+)
+def test_a_plan_that_names_what_there_is_not_is_refused(plan, sentence):
+    with pytest.raises(WorkloadError, match=sentence):
+        module("language", Language(), tensor_parallel=plan)
+
+
+class CountedAttention(Attention):
+    """Counts its heads, and finds out by itself how long a text is: no shape is wrong when it has half of them."""
+
+    def forward(self, x):
+        query, key, value = (
+            one(x).view(x.shape[0], -1, WIDTH // HEAD, HEAD).transpose(1, 2)
+            for one in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+        return self.out(mixed.reshape(x.shape[0], x.shape[1], -1))
+
+
+def changed(change, **options):
+    """The workload with other blocks."""
+    tasks, batches = tensors.own(**options)
+    for one in tasks[0].function.__closure__:
+        if getattr(one.cell_contents, "name", "") == "language":
+            for block in one.cell_contents.module.blocks:
+                change(block)
+    return tasks, batches
+
+
+def test_heads_that_a_forward_counts_itself_are_noticed():
+    def count(block):
+        block.attention.__class__ = CountedAttention
+
+    sharing, _ = found(*changed(count))
+    assert sharing.most == {}
+    assert "other numbers than one; a forward that counts heads" in sharing.reasons["language"]
+
+
+def test_a_weight_whose_gradient_would_be_a_part_is_noticed():
+    plan = {path: style for path, style in PLAN.items() if style != "replicated_with_grad_allreduce"}
+    sharing, _ = found(*tensors.own(tensor_parallel=plan))
+    assert sharing.most == {}
+    assert "other gradients than one" in sharing.reasons["language"]
+
+
+def test_half_a_plan_is_noticed():
+    plan = {path: style for path, style in PLAN.items() if not path.endswith("down")}
+    sharing, _ = found(*tensors.own(tensor_parallel=plan))
+    assert sharing.most == {}
+    assert "2 devices cannot share one of its layers" in sharing.reasons["language"]
+
+
+def test_no_plan_means_no_groups():
+    assert found(*tensors.own(tensor_parallel={}))[0].most == {}
+
+
+def test_a_table_that_is_used_otherwise_too_stays_whole():
+    language = Language()
+    loose = {path: style for path, style in PLAN.items() if path != "head"}
+    kept = without_tied(styles_of(language, loose), [language])
+    assert "words" not in [one.path for one in kept]
+    assert "words" in [one.path for one in without_tied(styles_of(language, PLAN), [language])]
+
+
+def test_experts_stay_whole_and_attention_is_shared():
+    pytest.importorskip("transformers")
+    import hugging
+
+    mixtral = module("language", hugging.made("Mixtral"))
+
+    @task(batch_size=4)
+    def predict(batch):
+        return mixtral(**batch).logits.square().mean()
+
+    assert any(style == "moe_tp_experts" for style in plan_inside(mixtral.module).values())
+    sharing, _ = found([predict], lambda step: {"predict": hugging.batch_of("Mixtral", 4, 9)})
+    assert sharing.most == {"language": 2}
+
+
+def test_degrees_that_cannot_be_are_refused(pool):
+    refused = pool.run(2, "refusal_of", {"vision": 2}, "adamw")
+    assert all("'vision' has no tensor parallel plan; give one with spindle.module('vision'" in one for one in refused)
+    refused = pool.run(2, "refusal_of", {"language": 4}, "adamw")
+    assert all("tensor degree 4 is wanted for module 'language', which may have 1, 2" in one for one in refused)
+
+
+def test_an_optimizer_that_needs_whole_parameters_is_refused(pool):
+    refused = pool.run(2, "refusal_of", {"language": 2}, "adafactor")
+    assert all("Adafactor updates all entries of a parameter together" in one for one in refused)
+
+
+def test_one_process_has_no_groups():
+    tasks, batches = tensors.own()
+    trainer = Trainer(tasks, optimizer=lambda named: torch.optim.SGD([one for _, one in named], 0.1))
+    with tensors.unmeasured():
+        trainer.fit({one.name: [batches(0)[one.name]] for one in tasks}, steps=1, progress=False)
+        trainer.replan(tensor_degrees={"language": 2})
+        with pytest.raises(ProfileError, match=r"'language', which may have 1"):
+            trainer.fit({one.name: [batches(0)[one.name]] for one in tasks}, steps=1, progress=False)
