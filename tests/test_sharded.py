@@ -36,7 +36,8 @@ from spindle.report.trace import instruction_name  # noqa: E402
 from spindle.run.gradients import Gradients  # noqa: E402
 from spindle.run.shards import Flat, Span, pieces_of  # noqa: E402
 from spindle.simulate import simulate  # noqa: E402
-from spindle.train.optimizer import cut_state, joined_state, why_not_sharded  # noqa: E402
+from spindle.train.parts import Part, joined_spans  # noqa: E402
+from spindle.train.trial import why_not_sharded  # noqa: E402
 from worlds import Training  # noqa: E402
 
 # Planned and simulated.
@@ -242,9 +243,9 @@ def test_states_of_parts_become_that_of_the_whole_and_back():
     shape = (2, 3)
     whole = {"step": torch.tensor(4.0), "mean": torch.arange(6.0).reshape(shape), "name": "x"}
     spans = [Span(0, 4, shape), Span(4, 6, shape)]
-    parts = [(span, cut_state(whole, span)) for span in spans]
+    parts = [(span, Part(span.part_shape, None, span).of(whole)) for span in spans]
     assert [tuple(state["mean"].shape) for _, state in parts] == [(1, 4), (1, 2)]
-    joined = joined_state(parts[::-1])
+    joined = joined_spans(parts[::-1])
     assert joined.keys() == whole.keys()
     assert torch.equal(joined["mean"], whole["mean"])
     assert joined["step"] == 4

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import spindle
+from changing import change
 from courses import evaluated, follow, read_by_towers_alone, read_samples, unmeasured
 from replay import graphs_without_cuda
 from scenes import SCENES
@@ -45,6 +46,7 @@ __all__ = [
     "Block",
     "Tower",
     "batches",
+    "change",
     "evaluated",
     "everything",
     "follow",

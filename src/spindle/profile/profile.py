@@ -132,6 +132,11 @@ class Profile:
         )
         return replace(self, curves=curves)
 
+    def restricted(self, graph: MetaGraph) -> Profile:
+        """The profile of a graph of some of the same ops: with fewer tasks, say."""
+        known = {op.name: curves for op, curves in zip(self.graph.metaops, self.curves, strict=True)}
+        return replace(self, graph=graph, curves=tuple(known[op.name] for op in graph.metaops))
+
     def curve(self, op: int, setting: Setting) -> Curve:
         """The curve of an op at the setting's degree."""
         degree = setting.tensor_degrees[op]

@@ -1,4 +1,4 @@
-"""Parameters on their way from rank 0 to the ranks that hold them, and back.
+"""Parameters on their way from rank 0 to the ranks that hold them, from there to where another plan has them, and back.
 
 Of a parameter that a tensor group splits, each rank has a shard: rank 0 cuts it, and whoever needs the whole joins it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,23 @@ class Shard:
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         return shard_of(whole, self.dim, self.size, self.place)
+
+
+Shards = Mapping[int, Shard]  # of one parameter, by rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Away:
+    """A parameter that is not at home: its shape as a whole, and who has what of it."""
+
+    parameter: nn.Parameter
+    shape: torch.Size
+    shards: Shards
+
+    @property
+    def part_shape(self) -> torch.Size:
+        one = next(iter(self.shards.values()))
+        return torch.Size(size // one.size if dim == one.dim else size for dim, size in enumerate(self.shape))
 
 
 class Weights:
@@ -66,6 +83,7 @@ class Weights:
             )
             for number, one in enumerate(self.shapes)
         ]
+        self._parked: dict[int, _Away] = {}  # by id: what another plan had, and this one does not know
         self._shards: list[dict[int, Shard]] = [
             {rank: Shard((dims or {}).get(number, 0), degrees[number], place) for rank, place in sorted(one.items())}
             for number, one in enumerate(places)
@@ -82,10 +100,7 @@ class Weights:
 
     def _owners(self, number: int) -> dict[int, int]:
         """The first rank that holds each shard, by its place."""
-        owners: dict[int, int] = {}
-        for rank, shard in self._shards[number].items():
-            owners.setdefault(shard.place, rank)
-        return dict(sorted(owners.items()))
+        return _owners_of(self._shards[number])
 
     def send_out(self) -> None:
         """Every parameter takes rank 0's value on the ranks that hold it; elsewhere its memory is freed."""
@@ -112,14 +127,103 @@ class Weights:
                 if shard is not None and rank == 0:
                     parameter.data = shard.of(parameter.data)
 
+    def take_over(self, old: Weights) -> None:
+        """Parameters go straight from where another plan has them to where this one does. What this one does not use
+        stays where it is."""
+        rank, before = self.world.rank, old._away()
+        known = [
+            before.pop(id(parameter), None) if self._shards[number] else None
+            for number, parameter in enumerate(self.parameters)
+        ]
+        self._parked = {key: self._kept_once(one) for key, one in before.items()}
+        num_sent = [0] * self.world.size
+        for numbers in self._flats([None if one is None else tuple(one.shards.items()) for one in known]):
+            was, now = known[numbers[0]], self._shards[numbers[0]]
+            sources = {to: _sources(was, shard, to, num_sent) for to, shard in now.items()}
+            away = [known[number] or _Away(self.parameters[number], self.shapes[number], {}) for number in numbers]
+            received = self._exchange(away, numbers, sources)
+            for position, number in enumerate(numbers if sources.get(rank) else ()):
+                parts = [flats[position] for flats in received]
+                self._take(number, was, parts)
+        for number, parameter in enumerate(self.parameters):
+            if self._shards[number] and rank not in self._shards[number]:
+                parameter.data, parameter.grad = torch.empty(0, dtype=parameter.dtype), None
+            elif self._shards[number]:
+                parameter.data = parameter.data.to(self.world.device)
+                shard = self.shard(number)
+                if shard is not None and known[number] is None and rank == 0:
+                    parameter.data = shard.of(parameter.data)
+
+    def _kept_once(self, one: _Away) -> _Away:
+        """One rank keeps each part of a parameter that nobody uses."""
+        owners = _owners_of(one.shards)
+        if self.world.rank not in owners.values():
+            one.parameter.data, one.parameter.grad = torch.empty(0, dtype=one.parameter.dtype), None
+        return replace(one, shards={rank: one.shards[rank] for rank in owners.values()})
+
+    def _away(self) -> dict[int, _Away]:
+        """Where parameters are that are not at home, by id."""
+        ours = {
+            id(parameter): _Away(parameter, self.shapes[number], self._shards[number])
+            for number, parameter in enumerate(self.parameters)
+            if self._shards[number]
+        }
+        return self._parked | ours
+
+    def _exchange(
+        self, away: list[_Away], numbers: list[int], sources: Mapping[int, list[int]]
+    ) -> list[list[torch.Tensor]]:
+        """What this rank gets of some parameters, from each of its sources, and what others get of this one's."""
+        rank, requests, flats = self.world.rank, [], []
+        mine: torch.Tensor | None = None
+        is_home = not away[0].shards
+        shapes = [
+            self._part_shapes[number] if is_home else one.part_shape for number, one in zip(numbers, away, strict=True)
+        ]
+        size = sum(shape.numel() for shape in shapes)
+        with peers("moving parameters"):
+            for to, some in sources.items():
+                for source in some:
+                    if rank == source:
+                        if mine is None or is_home:
+                            mine = self._flat(numbers, to if is_home else None)
+                        if rank == to:
+                            flats.append(mine)
+                        else:
+                            requests.append((dist.isend(mine, to), mine))
+                    elif rank == to:
+                        flat = torch.empty(size, dtype=away[0].parameter.dtype, device=self.world.device)
+                        requests.append((dist.irecv(flat, source), flat))
+                        flats.append(flat)
+            for request, _ in requests:
+                assert request is not None
+                request.wait()
+        return [
+            [
+                part.view(shape)
+                for part, shape in zip(torch.split(flat, [one.numel() for one in shapes]), shapes, strict=True)
+            ]
+            for flat in flats
+        ]
+
+    def _take(self, number: int, was: _Away | None, parts: list[torch.Tensor]) -> None:
+        """A parameter's new value on this rank, from the parts of it that came."""
+        shard = self.shard(number)
+        if len(parts) == 1 and (was is None or parts[0].shape == self._part_shapes[number]):
+            self.parameters[number].data = parts[0].clone()
+            return
+        assert was is not None
+        whole = torch.cat(parts, dim=next(iter(was.shards.values())).dim) if len(parts) > 1 else parts[0]
+        self.parameters[number].data = whole.clone() if shard is None else shard.of(whole)
+
     @contextmanager
     def in_shape(self) -> Iterator[None]:
         """Inside, parameters that are elsewhere, or not all here, have their shapes, though not their values and no
         memory."""
         away = [
-            (parameter, shape, parameter.data)
-            for parameter, shape in zip(self.parameters, self.shapes, strict=True)
-            if parameter.shape != shape
+            (one.parameter, one.shape, one.parameter.data)
+            for one in self._away().values()
+            if one.parameter.shape != one.shape
         ]
         for parameter, shape, _ in away:
             parameter.data = torch.zeros((), dtype=parameter.dtype, device=self.world.device).expand(shape)
@@ -131,6 +235,7 @@ class Weights:
 
     def bring_home(self) -> None:
         """Every rank gets every parameter's value back, as each had it before: to evaluate, or to train on."""
+        self._bring_parked_home()
         for numbers in self._flats():
             owners, shards = self._owners(numbers[0]), self._shards[numbers[0]]
             found: dict[int, list[torch.Tensor]] = {number: [] for number in numbers}
@@ -158,12 +263,28 @@ class Weights:
                 elif parts and self.world.rank not in shards:
                     self._fill(number, parts[0])
 
-    def _flats(self) -> Iterator[list[int]]:
-        """Parameters in messages: those of the same ranks and type together, up to a size."""
+    def _bring_parked_home(self) -> None:
+        for one in self._parked.values() if self.world.size > 1 else ():
+            parts = []
+            for owner in _owners_of(one.shards).values():
+                part = one.parameter.data
+                if self.world.rank != owner:
+                    part = torch.empty(one.part_shape, dtype=one.parameter.dtype, device=self.world.device)
+                with peers("bringing parameters home"):
+                    dist.broadcast(part, owner)
+                parts.append(part)
+            dim = next(iter(one.shards.values())).dim
+            one.parameter.data = torch.cat(parts, dim=dim) if len(parts) > 1 else parts[0]
+        self._parked = {}
+
+    def _flats(self, more: Sequence[Any] | None = None) -> Iterator[list[int]]:
+        """Parameters in messages: those of the same ranks and type together, and alike in what `more` says of them, up
+        to a size."""
         groups: dict[tuple[Any, ...], list[int]] = {}
         for number, parameter in enumerate(self.parameters):
             shards = tuple((rank, shard.size, shard.place) for rank, shard in self._shards[number].items())
-            groups.setdefault((shards, parameter.dtype), []).append(number)
+            key = (shards, parameter.dtype, None if more is None else more[number])
+            groups.setdefault(key, []).append(number)
         for numbers in groups.values():
             flat: list[int] = []
             size = 0
@@ -203,3 +324,25 @@ class Weights:
             parameter.data.copy_(value)
         else:
             parameter.data = value.clone()
+
+
+def _owners_of(shards: Shards) -> dict[int, int]:
+    """The first rank that holds each shard, by its place."""
+    owners: dict[int, int] = {}
+    for rank, shard in shards.items():
+        owners.setdefault(shard.place, rank)
+    return dict(sorted(owners.items()))
+
+
+def _sources(was: _Away | None, shard: Shard, to: int, num_sent: list[int]) -> list[int]:
+    """Ranks from which one gets what it is to have of a parameter: none if it is there, rank 0 if all is at home, one
+    that has the same, else all that have a part. Those that sent least are asked first."""
+    if was is None:
+        return [] if to == 0 else [0]
+    if was.shards.get(to) == shard:
+        return []
+    alike = [rank for rank, other in was.shards.items() if other == shard]
+    found = [min(alike, key=lambda rank: num_sent[rank])] if alike else list(_owners_of(was.shards).values())
+    for rank in found:
+        num_sent[rank] += rank != to
+    return found

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ from spindle.train.readiness import Readiness
 from spindle.train.result import FitResult
 from spindle.train.samples import SampleFeed
 from spindle.train.sampling import tasks_in_step
+from spindle.train.task import TaskDefinition
 
 OnStep = Callable[[int, dict[str, float]], None]
 ReadLosses = Callable[[], list[float]]  # waits for the step that they are of
@@ -41,20 +43,42 @@ class Loop:
     """Trains for some steps; `feeds` are new with each loop."""
 
     def __init__(
-        self, readiness: Readiness, feeds: Mapping[str, Feed], shown: Progress, on_step: OnStep | None
+        self,
+        readiness: Readiness,
+        feeds: dict[str, Feed],
+        make_feed: Callable[[TaskDefinition, Any, Progress], Feed],
+        shown: Progress,
+        on_step: OnStep | None,
     ) -> None:
         self._readiness, self._feeds, self._shown, self._on_step = readiness, feeds, shown, on_step
-        self._options, self._world, self._names = readiness.options, readiness.world, readiness.options.names
+        self._make_feed = make_feed
+        self._options, self._world = readiness.options, readiness.world
+        self._change: tuple[list[TaskDefinition], dict[str, Any]] | None = None
         self._prepared = readiness.plan(readiness.find_out(feeds, shown), shown)
         self._history: list[dict[str, float]] = []
         self._tasks_of: deque[frozenset[str]] = deque()  # of the steps whose losses are not told yet
         self._asked = dict.fromkeys(self._names, 0)  # batches of each task, on whichever ranks
         self._kept: list[Watch] = []
+        self.changes_s: list[float] = []  # how long changes of tasks took
         self._watched: tuple[int, Watch] | None = None  # a timed step that a GPU may still be at
         self._busy = math.nan
 
+    @property
+    def _names(self) -> list[str]:
+        return self._options.names
+
+    @property
+    def coming_tasks(self) -> list[TaskDefinition]:
+        """The tasks of the next step."""
+        return list(self._options.tasks) if self._change is None else self._change[0]
+
+    def change(self, tasks: Sequence[TaskDefinition], loaders: Mapping[str, Any] | None = None) -> None:
+        """The next step has these tasks, those of them that join with loaders of theirs, and there is a new plan."""
+        joining = {} if self._change is None else self._change[1]
+        self._change = list(tasks), {**joining, **(loaders or {})}
+
     def run(self, first: int, steps: int) -> FitResult:
-        world, shown, names = self._world, self._shown, self._names
+        world, shown = self._world, self._shown
         self._readiness.send_out(self._prepared)
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -62,7 +86,7 @@ class Loop:
         sampled = _sampled(steps)
         step_s: list[float] = []
         turns = self._read(first)
-        gathering = world.start_all_gather(header(names, turns, None, self._busy))
+        gathering = world.start_all_gather(header(self._names, turns, None, self._busy))
         unsent: deque[ReadLosses] = deque()  # of the last steps, which a GPU may still be at
         carries_losses = False  # the header that is on its way
         shown.training(steps)
@@ -71,16 +95,20 @@ class Loop:
             table = [one.tolist() for one in gathering.wait()]
             if carries_losses:
                 self._note(table, first)
-            told = agreed(table, names, self._options.accumulate, first + number)
+            told = agreed(table, self._names, self._options.accumulate, first + number)
             if self._watched is not None and first + number - self._watched[0] > _LOSSES_BEHIND[world.device.type]:
                 self._busy, self._watched = self._watched[1].busy_share(), None
             self._meet_ways(told, turns)
+            if self._change is not None:
+                self._tell_last(unsent, first)
+                self._apply(told, turns)
+                carries_losses = False
             current = turns
             if number + 1 < steps:
                 turns = self._read(first + number + 1)
                 carries_losses = len(unsent) >= _LOSSES_BEHIND[world.device.type]
                 losses = unsent.popleft()() if carries_losses else None
-                gathering = world.start_all_gather(header(names, turns, losses, self._busy))
+                gathering = world.start_all_gather(header(self._names, turns, losses, self._busy))
             unsent.append(self._step(first + number, told, current, is_sampled=number in sampled))
             step_s.append(time.perf_counter() - begin)
             batches = [one for turn in told for one in turn.values()]
@@ -91,10 +119,7 @@ class Loop:
                 tokens=sum(one.tokens for one in batches),
                 idle=idle_in(table),
             )
-        # The losses of the last steps have no header to travel with.
-        for read_losses in unsent:
-            told_last = world.start_all_gather(header(names, (), read_losses(), self._busy)).wait()
-            self._note([one.tolist() for one in told_last], first)
+        self._tell_last(unsent, first)
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
         notify = self._readiness.notifier(shown)
@@ -104,6 +129,35 @@ class Loop:
         self._readiness.bring_home(self._prepared)
         self._readiness.given.update(self._asked)
         return self._result(step_s, peak)
+
+    def _tell_last(self, unsent: deque[ReadLosses], first: int) -> None:
+        """The losses of steps that have no header to travel with."""
+        while unsent:
+            losses = unsent.popleft()()
+            told = self._world.start_all_gather(header(self._names, (), losses, self._busy)).wait()
+            self._note([one.tolist() for one in told], first)
+
+    def _apply(self, told: list[dict[str, Agreed]], turns: list[dict[str, Batch]]) -> None:
+        """Tasks end and join before a step whose batches are read: one that joins has none yet."""
+        assert self._change is not None
+        (tasks, loaders), self._change = self._change, None
+        begin_s = time.perf_counter()
+        names = {one.name for one in tasks}
+        for name in [name for name in self._feeds if name not in names]:
+            self._feeds.pop(name).close()
+            # What was read for this step is not trained on; a dataset that comes back begins with it.
+            self._readiness.given[name] += self._asked.pop(name) - sum(name in batches for batches in told)
+        for one in tasks:
+            if one.name not in self._feeds:
+                self._feeds[one.name] = self._make_feed(one, loaders[one.name], self._shown)
+                self._asked[one.name] = 0
+        self._prepared = self._readiness.change_tasks(tasks, self._feeds, self._shown)
+        self._kept.clear()
+        self._watched = None
+        told[:] = [{name: one for name, one in batches.items() if name in names} for batches in told]
+        turns[:] = [{name: one for name, one in batches.items() if name in names} for batches in turns]
+        self._share_batches(told, turns)
+        self.changes_s.append(time.perf_counter() - begin_s)
 
     def _read(self, step: int) -> list[dict[str, Batch]]:
         """The next batches that this rank needs, by turn and task."""
@@ -255,6 +309,7 @@ class Loop:
             predicted=simulate(prepared.program, prepared.profile),
             measured=measured,
             peak_bytes=tuple(world.gather_objects(peak_bytes)) if peak_bytes else (),
+            changes_s=tuple(self.changes_s),
             notices=tuple(self._readiness.notices),
             crowded=min(prepared.profile.host_rates, default=1.0) < 1,
         )

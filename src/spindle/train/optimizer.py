@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
@@ -19,8 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from spindle.errors import TrainingError
 from spindle.run import World
-from spindle.run.shards import Span
-from spindle.run.weights import Shard
+from spindle.train.parts import Described, Part, exchanged, joined, on_host, sizes_of
 
 Named = tuple[str, nn.Parameter]
 MakeOptimizer = Callable[[list[Named]], torch.optim.Optimizer]
@@ -29,19 +27,14 @@ MakeScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRSch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateState:
-    """What an optimizer keeps, by the name of the parameter: it does not depend on who holds what."""
+    """What an optimizer keeps, by the name of the parameter: `states`, which do not depend on who holds what, or
+    `ready`, this rank's parts as they are to be. `kept` is what this rank has of parameters that nobody trains now."""
 
     num_steps: int = 0
     states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of the parameter's group
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What a rank updates of a parameter: a shard of a tensor group, a span of what it holds, both, or all of it."""
-
-    shard: Shard | None = None
-    span: Span | None = None
+    ready: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    kept: Mapping[str, tuple[Part, Mapping[str, Any]]] = field(default_factory=dict)
 
 
 class Update:
@@ -55,12 +48,13 @@ class Update:
         named: Sequence[Named],
         counted: Sequence[nn.Parameter],
         parts: Mapping[str, Part],
+        trained: Collection[str],
         ranks: tuple[int, ...],
         world: World,
         state: UpdateState,
     ) -> None:
         """`named` are the parameters that this rank trains, `counted` those whose gradients it counts for all `ranks`
-        that hold any, `parts` what it has of those that it does not have as a whole."""
+        that hold any, `parts` what it has of each; `trained` are the names of what any rank trains."""
         self._parts = parts
         self._clip_norm, self._named, self._counted, self._world = clip_norm, list(named), counted, world
         self._ranks = ranks
@@ -75,11 +69,14 @@ class Update:
                 "(Trainer(tensor_degrees={...: 1}))"
             )
         self.scheduler = None
-        self._num_steps, self._parked = state.num_steps, state
+        self._num_steps = state.num_steps
         if self.optimizer is not None and make_scheduler is not None:
             self.scheduler = _scheduler_of(make_scheduler, self.optimizer, state.num_steps)
         if self.optimizer is not None and state.settings:
             self._take(self.optimizer, state)
+        # What is trained is the optimizers' matter from here on.
+        left = {name: one for name, one in state.states.items() if name not in trained}
+        self._parked = UpdateState(states=left, settings=state.settings, kept=state.kept)
 
     def step(self) -> None:
         if self._clip_norm is not None:
@@ -101,45 +98,74 @@ class Update:
         names = {id(parameter): name for name, parameter in self._named}
         written = optimizer.state_dict()
         places = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        written["state"] = {
-            place: self._cut(names[id(parameter)], parameter, state.states[names[id(parameter)]])
-            for place, parameter in enumerate(places)
-            if names[id(parameter)] in state.states
-        }
+        written["state"] = {}
+        for place, parameter in enumerate(places):
+            name = names[id(parameter)]
+            if name in state.ready:
+                written["state"][place] = dict(state.ready[name])
+            elif name in state.states:
+                written["state"][place] = self._parts[name].of(state.states[name])
         for group, entry in zip(optimizer.param_groups, written["param_groups"], strict=True):
             known = [names[id(parameter)] for parameter in group["params"] if names[id(parameter)] in state.settings]
             if known:
                 entry.update(state.settings[known[0]])
         optimizer.load_state_dict(written)
 
-    def _cut(self, name: str, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A parameter's state, as far as it belongs to what this rank has of the parameter."""
-        part = self._parts.get(name, Part())
-        if part.shard is not None:
-            shard = part.shard
-            state = {key: shard.of(value) if _is_like(value, parameter) else value for key, value in state.items()}
-        return cut_state(state, part.span) if part.span is not None else dict(state)
-
     def gathered(self) -> UpdateState:
         """What the optimizers of all ranks keep, on all ranks, in the host's memory."""
-        names = {id(parameter): name for name, parameter in self._named}
-        counted = {id(parameter) for parameter in self._counted}
-        states: dict[str, tuple[Part, dict[str, Any]]] = {}
-        settings = {}
-        for group in self.optimizer.param_groups if self.optimizer is not None else ():
-            for parameter in group["params"]:
-                if id(parameter) in counted:
-                    name = names[id(parameter)]
-                    settings[name] = {key: value for key, value in group.items() if key != "params"}
-                    if self.optimizer is not None and parameter in self.optimizer.state:
-                        states[name] = (self._parts.get(name, Part()), _on_host(self.optimizer.state[parameter]))
-        parts = self._world.broadcast_object(self._world.gather_objects((states, settings)))
+        states = {name: (part, on_host(state)) for name, (part, state) in self._owned().items()}
+        parts = self._world.broadcast_object(self._world.gather_objects((states, self._settings())))
         # What is frozen now keeps what it had, for when it is thawed.
         every, each = dict(self._parked.states), dict(self._parked.settings)
-        every.update(_joined([more for more, _ in parts]))
+        every.update(joined([more for more, _ in parts]))
         for _, settled in parts:
             each.update(settled)
         return UpdateState(num_steps=self._num_steps, states=every, settings=each)
+
+    def handed_over(self, wanted: Mapping[str, Part]) -> UpdateState:
+        """What this rank's next optimizer, over these parts of parameters, goes on with. All ranks ask; each gets what
+        it does not have from one that does, and nothing travels that is not asked for."""
+        world = self._world
+        owned = self._owned(every_copy=True)
+        mine = {name: (part, Described.of(part, state)) for name, (part, state) in owned.items()}
+        table = world.broadcast_object(world.gather_objects((mine, dict(wanted), self._settings())))
+        settings = dict(self._parked.settings)
+        for _, _, more in table:
+            settings.update(more)
+        offers, wishes = [one[0] for one in table], [one[1] for one in table]
+        asked = frozenset[str]().union(*wishes)
+        # Where tensor groups have another size now, parts do not fit each other: the whole is put together first.
+        held, meant = [{name: part for name, (part, _) in one.items()} for one in offers], wishes
+        others = {name for name in asked if (sizes := sizes_of(held, name)) and sizes_of(meant, name) - sizes}
+        counted = self._owned()
+        whole = {name: (part, on_host(state)) for name, (part, state) in counted.items() if name in others}
+        states = dict(self._parked.states)
+        if others:
+            states.update(joined(world.broadcast_object(world.gather_objects(whole))))
+        ready = exchanged(world, offers, wishes, {name: state for name, (_, state) in owned.items()}, others)
+        kept = {name: (part, on_host(state)) for name, (part, state) in counted.items() if name not in asked}
+        return UpdateState(num_steps=self._num_steps, states=states, settings=settings, ready=ready, kept=kept)
+
+    def _owned(self, *, every_copy: bool = False) -> dict[str, tuple[Part, Mapping[str, Any]]]:
+        """What this rank keeps; of copies that several keep, one rank's, or every one."""
+        counted = {id(parameter) for parameter in self._counted}
+        states = self.optimizer.state if self.optimizer is not None else {}
+        return dict(self._parked.kept) | {
+            name: (self._parts[name], states[parameter])
+            for name, parameter in self._named
+            if parameter in states and (every_copy or id(parameter) in counted)
+        }
+
+    def _settings(self) -> dict[str, dict[str, Any]]:
+        """What groups say of the parameters that this rank counts."""
+        names = {id(parameter): name for name, parameter in self._named}
+        counted = {id(parameter) for parameter in self._counted}
+        return {
+            names[id(parameter)]: {key: value for key, value in group.items() if key != "params"}
+            for group in (self.optimizer.param_groups if self.optimizer is not None else ())
+            for parameter in group["params"]
+            if id(parameter) in counted
+        }
 
 
 def optimizer_of(make: MakeOptimizer, named: Sequence[Named]) -> torch.optim.Optimizer | None:
@@ -180,131 +206,3 @@ def _scheduler_of(
         for _ in range(num_steps):
             scheduler.step()
     return scheduler
-
-
-def _is_like(value: Any, parameter: torch.Tensor) -> bool:
-    """Whether a part of an optimizer's state has an entry for each of its parameter's."""
-    return isinstance(value, torch.Tensor) and value.dim() == parameter.dim() > 0
-
-
-def _joined(states: Sequence[Mapping[str, tuple[Part, dict[str, Any]]]]) -> dict[str, dict[str, Any]]:
-    """States by parameter, from those of its parts."""
-    found: dict[str, dict[int, list[tuple[Part, dict[str, Any]]]]] = {}  # by name and place in a tensor group
-    for one in states:
-        for name, (part, state) in one.items():
-            place = part.shard.place if part.shard is not None else 0
-            found.setdefault(name, {}).setdefault(place, []).append((part, state))
-    joined = {}
-    for name, places in found.items():
-        shards = []
-        for _, entries in sorted(places.items()):
-            spans = [(part.span, state) for part, state in entries if part.span is not None]
-            shards.append(joined_state(spans) if spans else entries[0][1])
-        state, (first, _) = shards[0], places[min(places)][0]
-        if first.shard is not None:
-            dim = first.shard.dim
-            state = {
-                key: torch.cat([one[key] for one in shards], dim=dim)
-                if isinstance(value, torch.Tensor) and value.dim() > dim
-                else value
-                for key, value in state.items()
-            }
-        joined[name] = state
-    return joined
-
-
-def _on_host(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
-
-
-def cut_state(state: Mapping[str, Any], span: Span) -> dict[str, Any]:
-    """What belongs to a part of a parameter of what its optimizer keeps; what is not by element belongs to all."""
-    return {
-        key: _cut(value, span) if isinstance(value, torch.Tensor) and value.shape == span.shape else value
-        for key, value in state.items()
-    }
-
-
-def _cut(value: torch.Tensor, span: Span) -> torch.Tensor:
-    return value.reshape(-1)[span.first : span.last].reshape(span.part_shape).clone()
-
-
-def joined_state(parts: Sequence[tuple[Span, Mapping[str, Any]]]) -> dict[str, Any]:
-    """What an optimizer keeps for a whole parameter, from what it keeps for all its parts."""
-    in_order = sorted(parts, key=lambda entry: entry[0].first)
-    whole = dict(in_order[0][1])
-    for key in whole:
-        values = [state.get(key) for _, state in in_order]
-        tensors = [
-            value
-            for value, (span, _) in zip(values, in_order, strict=True)
-            if isinstance(value, torch.Tensor) and value.shape == span.part_shape
-        ]
-        if len(tensors) == len(in_order):
-            whole[key] = torch.cat([value.reshape(-1) for value in tensors]).reshape(in_order[0][0].shape)
-    return whole
-
-
-# Can parts be updated by themselves?
-
-_TRIED_SIZE, _TRIED_STEPS, _TRIED_ERROR = 4, 2, 1e-6
-_MOVED = "how far it moved"
-
-
-def why_not_sharded(make: MakeOptimizer, named: Sequence[Named]) -> str | None:
-    """Why parts of parameters cannot be updated by themselves; None where they can.
-
-    The optimizer is tried on small parameters under the user's names, whole and in two parts. What it does to large
-    ones alone (states of 8 bits, in blocks) is not found out.
-    """
-    generator = torch.Generator().manual_seed(0)
-    drawn: dict[str, list[torch.Tensor]] = {}  # a value and gradients
-    for name, parameter in named:
-        shape = [min(size, _TRIED_SIZE) for size in parameter.shape]
-        values = torch.randn((1 + _TRIED_STEPS, *shape), generator=generator, dtype=torch.float64)
-        drawn[name] = list(values.to(parameter.device))
-    parts: dict[str, list[tuple[Span, dict[str, Any]]]] = {}
-    try:
-        whole = _tried(make, drawn)
-        for half in range(2):
-            spans = {name: _half(tuple(values[0].shape), half) for name, values in drawn.items()}
-            cut = {
-                name: [_cut(one, spans[name]) for one in values]
-                for name, values in drawn.items()
-                if spans[name].first < spans[name].last
-            }
-            for name, kept in _tried(make, cut).items():
-                parts.setdefault(name, []).append((spans[name], kept))
-    except Exception as error:
-        return f"trying that out failed: {(str(error).splitlines() or [type(error).__name__])[0]}"
-    for name, some in parts.items():
-        joined = joined_state(some)
-        if joined.keys() != whole[name].keys() or not all(_agree(joined[key], whole[name][key]) for key in joined):
-            return f"it does not update each element of {name} by itself"
-    return None
-
-
-def _half(shape: tuple[int, ...], half: int) -> Span:
-    size = prod(shape)
-    return Span(size * half // 2, size * (half + 1) // 2, shape)
-
-
-def _tried(make: MakeOptimizer, drawn: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, dict[str, Any]]:
-    """How far parameters moved in some steps, and what the optimizer keeps for them."""
-    named = [(name, nn.Parameter(values[0].clone())) for name, values in drawn.items()]
-    optimizer = optimizer_of(make, named)
-    if optimizer is None:
-        return {}
-    for step in range(_TRIED_STEPS):
-        for name, parameter in named:
-            parameter.grad = drawn[name][1 + step].clone()
-        optimizer.step()
-    return {name: {_MOVED: one.detach() - drawn[name][0], **optimizer.state.get(one, {})} for name, one in named}
-
-
-def _agree(one: Any, other: Any) -> bool:
-    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-        return type(one) is type(other) and bool(one == other)
-    if one.shape != other.shape or not one.numel():
-        return one.shape == other.shape
-    return bool((one.double() - other.double()).abs().max() <= _TRIED_ERROR * other.double().abs().max())

@@ -5,7 +5,7 @@ Rank 0 tries the tasks out, measures their layers and plans; all ranks lower the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,8 @@ from spindle.run.shards import Shards
 from spindle.run.weights import Weights
 from spindle.train.bind import Bound, bind, code_of, trace_all
 from spindle.train.kinds import kinds_of
-from spindle.train.optimizer import MakeOptimizer, MakeScheduler, Named, Part, Update, UpdateState, why_not_sharded
+from spindle.train.optimizer import MakeOptimizer, MakeScheduler, Named, Update, UpdateState
+from spindle.train.parts import Part
 from spindle.train.probe import Facts, facts_without_values, probe
 from spindle.train.progress import Progress
 from spindle.train.samples import Needs, needs_of
@@ -37,6 +38,7 @@ from spindle.train.sampling import Share
 from spindle.train.task import TaskDefinition
 from spindle.train.tensor import Sharing, find_sharing
 from spindle.train.trace import unchanged
+from spindle.train.trial import why_not_sharded
 from spindle.train.ways import Ways
 from spindle.workload import WorkloadRequest, workload_request, write_workload
 
@@ -113,8 +115,8 @@ class Prepared:
             self._needs[way] = needs_of(uses)
         return self._needs[way]
 
-    def make_update(self, state: UpdateState) -> Update:
-        """The optimizer over what this rank holds, which must be here."""
+    def make_update(self, state_for: Callable[[Mapping[str, Part]], UpdateState]) -> Update:
+        """The optimizer over what this rank holds, which must be here, with the state that is given for these parts."""
         options, weights, rank = self._options, self.weights, self._world.rank
         shared = self.shards.owned if self.shards is not None else {}
         named: list[Named] = []
@@ -134,8 +136,7 @@ class Prepared:
                 assert self.shards is not None
                 counts = shard is not None or holders[0] in self.shards.sharers(number)
             named.append((one.name, parameter))
-            if shard is not None or span is not None:
-                parts[one.name] = Part(shard, span)
+            parts[one.name] = Part(tuple(parameter.shape), shard, span)
             if counts:
                 counted.append(parameter)
         ranks = sorted({rank for shape in self.program.slots for rank in shape.ranks.tolist()})
@@ -146,9 +147,14 @@ class Prepared:
             named=named,
             counted=counted,
             parts=parts,
+            trained={
+                one.name
+                for one, holders in zip(self.graph.parameters, weights.holders, strict=True)
+                if one.trainable and holders
+            },
             ranks=tuple(ranks),
             world=self._world,
-            state=state,
+            state=state_for(parts),
         )
         return self.update
 
@@ -232,6 +238,26 @@ def find_out(
     if request is not None:
         _hand_over(profile, request, world)
     return Known(bound, graph, code, profile, mode_of(bound))
+
+
+def without(known: Known, tasks: Collection[str], name: str) -> Known:
+    """What is known of some of the tasks, by the names of their ways. Nothing is tried or measured again."""
+    bound = known.bound
+    kept = [one for task, one in bound.tasks.items() if task not in tasks]
+    facts = bound.facts
+    facts = replace(
+        facts,
+        coupled={key: reason for key, reason in facts.coupled.items() if key[0] not in tasks},
+        random_layers=frozenset(one for one in facts.random_layers if one[0] not in tasks),
+        random_losses=facts.random_losses - frozenset(tasks),
+        reached=None
+        if facts.reached is None
+        else {one: facts.reached[one] for one in facts.reached if one not in tasks},
+    )
+    left = bind(name, kept, facts, bound.sharing)
+    graph = metagraph_of(left.workload)
+    code = [code_of(left, op) for op in graph.metaops]
+    return Known(left, graph, code, known.profile.restricted(graph), mode_of(left))
 
 
 def prepare(known: Known, options: Options, world: World, shown: Progress, notify: Callable[[str], None]) -> Prepared:

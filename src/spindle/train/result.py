@@ -33,6 +33,7 @@ class FitResult:
     predicted: Timeline
     measured: Timeline | None
     peak_bytes: tuple[int, ...] = ()  # on a GPU: the most that each rank held, on rank 0
+    changes_s: tuple[float, ...] = ()  # how long each change of the tasks took, on this rank
     notices: tuple[str, ...] = ()
     crowded: bool = False  # more threads than cores
 

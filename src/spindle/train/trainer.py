@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,7 @@ class Trainer:
         self.world: World = join_world()
         self.notices: list[str] = []
         self._options, self._steps_done = options, 0
+        self._loop: Loop | None = None  # while there is a fit
         self._readiness = Readiness(options, self.world, self.notices)
 
     @property
@@ -165,11 +167,12 @@ class Trainer:
         feeds: dict[str, Feed] = {}
         try:
             feeds = self._feeds(loaders, drop_last, shown)
-            loop = Loop(self._readiness, feeds, shown, on_step)
-            result = loop.run(self._steps_done, steps)
+            self._loop = Loop(self._readiness, feeds, partial(self._feed, drop_last=drop_last), shown, on_step)
+            result = self._loop.run(self._steps_done, steps)
             self._steps_done += steps
             return result
         finally:
+            self._loop = None
             for feed in feeds.values():
                 feed.close()
             shown.close()
@@ -194,13 +197,65 @@ class Trainer:
         tensor_degrees: Mapping[str, int] | None = None,
     ) -> None:
         """The next `fit` goes on with another plan: a given one, another planner's, or one with other tensor degrees.
-        The optimizer goes on, too, or starts anew."""
+        The optimizer goes on, too, or starts anew.
+
+        In the midst of a fit (in its `on_step`, on all ranks) the next step has a new plan: this is how modules are
+        frozen and thawed there.
+        """
         if planner is not None:
             self._options.planner = planner
         if tensor_degrees is not None:
             self._options.tensor_degrees = tensor_degrees
         self._options.plan = plan
-        self._readiness.forget_plan(keep_optimizer=keep_optimizer)
+        if self._loop is None:
+            self._readiness.forget_plan(keep_optimizer=keep_optimizer)
+        elif not keep_optimizer:
+            raise TrainingError("replan(keep_optimizer=False): in the midst of a fit the optimizer goes on")
+        else:
+            self._loop.change(self._loop.coming_tasks)
+
+    def remove_task(self, name: str) -> None:
+        """A task ends: from the next step on, if this is called in a fit (in its `on_step`, on all ranks), else from
+        the next fit on. The others are planned anew. What no task uses any more stays as it is."""
+        tasks = self._tasks_now()
+        left = [one for one in tasks if one.name != name]
+        if len(left) == len(tasks):
+            known = ", ".join(one.name for one in tasks)
+            raise TrainingError(f"remove_task({name!r}): there is no such task (tasks: {known})")
+        if not left:
+            raise TrainingError(f"remove_task({name!r}): it is the last one")
+        if self._options.sampling is not None:
+            self._options.sampling = {one: share for one, share in self._options.sampling.items() if one != name}
+            self._options.tasks_per_step = min(self._options.tasks_per_step, len(left))
+        self._take_tasks(left, {})
+
+    def add_task(self, task: TaskDefinition, loader: Any = None, *, share: Share | None = None) -> None:
+        """A task joins, or comes back: from the next fit on, or, in a fit (in its `on_step`, on all ranks), in which it
+        needs its loader, from the next step but one on. With `sampling`, `share` is its weight.
+
+        One that this Trainer has trained before is planned at once; another one is measured first.
+        """
+        tasks = self._tasks_now()
+        if not isinstance(task, TaskDefinition):
+            raise WorkloadError(f"add_task({task!r}): expected a task; write @spindle.task(batch_size=...) above it")
+        if task.name in [one.name for one in tasks]:
+            raise WorkloadError(f"add_task: there is a task {task.name!r} already; give it another name")
+        if self._loop is not None and loader is None:
+            raise TrainingError(f"add_task({task.name!r}): in the midst of a fit it needs a loader")
+        if (share is None) != (self._options.sampling is None):
+            raise TrainingError(f"add_task({task.name!r}): share= goes with Trainer(sampling=...)")
+        if self._options.sampling is not None and share is not None:
+            self._options.sampling = {**self._options.sampling, task.name: share}
+        self._take_tasks([*tasks, task], {task.name: loader})
+
+    def _tasks_now(self) -> list[TaskDefinition]:
+        return list(self._options.tasks) if self._loop is None else self._loop.coming_tasks
+
+    def _take_tasks(self, tasks: list[TaskDefinition], loaders: dict[str, Any]) -> None:
+        if self._loop is None:
+            self._readiness.set_tasks(tasks, Progress(enabled=False))
+        else:
+            self._loop.change(tasks, loaders)
 
     def evaluate(self, loaders: Mapping[str, Any], *, steps: int | None = None) -> dict[str, float]:
         """The mean loss of each task that has a loader here, over one epoch of it or so many of its batches.
@@ -210,10 +265,13 @@ class Trainer:
         """
         if workload_request() is not None:  # nobody trains here, and modules have no weights
             return dict.fromkeys(loaders, math.nan)
-        state = self.world.broadcast_object(random_state())
-        draw()
         return evaluate(
-            self._options, loaders, steps, state, self.world, share_weights=self.world.size > 1 and not self._steps_done
+            self._options,
+            loaders,
+            steps,
+            self._random_state(),
+            self.world,
+            share_weights=self.world.size > 1 and not self._steps_done,
         )
 
     def _feeds(self, loaders: Mapping[str, Any], drop_last: bool, shown: Progress) -> dict[str, Feed]:
@@ -230,18 +288,27 @@ class Trainer:
                     + [f"{name!r} is no task (tasks: {', '.join(names)})" for name in unknown]
                 )
             )
+        state = self._random_state()
+        return {
+            one.name: self._feed(one, loaders[one.name], shown, drop_last=drop_last, state=state)
+            for one in self._options.tasks
+        }
+
+    def _random_state(self) -> Any:
+        """Rank 0's, from which loaders draw their order; what comes later draws something else."""
         state = self.world.broadcast_object(random_state())
         draw()
-        feeds = {}
-        for one in self._options.tasks:
-            shared: dict[str, Any] = {
-                "definition": one,
-                "drop_last": drop_last,
-                "state": state,
-                "notify": self._readiness.notifier(shown),
-                "compared": self.world.size > 1,
-            }
-            loader = loaders[one.name]
-            given = self._readiness.given[one.name]
-            feeds[one.name] = sample_feed(loader, self._options.seed, given, **shared) or Feed(loader=loader, **shared)
-        return feeds
+        return state
+
+    def _feed(
+        self, definition: TaskDefinition, loader: Any, shown: Progress, *, drop_last: bool, state: Any = None
+    ) -> Feed:
+        shared: dict[str, Any] = {
+            "definition": definition,
+            "drop_last": drop_last,
+            "state": self._random_state() if state is None else state,
+            "notify": self._readiness.notifier(shown),
+            "compared": self.world.size > 1,
+        }
+        given = self._readiness.given[definition.name]
+        return sample_feed(loader, self._options.seed, given, **shared) or Feed(loader=loader, **shared)

@@ -41,12 +41,27 @@ class Ways:
 
     def __init__(self, tasks: Sequence[TaskDefinition]) -> None:
         self._tasks = {one.name: one for one in tasks}
+        self._seen = dict(self._tasks)  # those that were trained before, too
         self._ways: dict[tuple[str, int], Way] = {}
         self._keys: dict[tuple[str, int], int] = {}  # by task and signature
         self._branching: dict[tuple[str, str], bool] = {}  # by task and form
 
     def __iter__(self) -> Iterator[Way]:
-        return iter(self._ways.values())
+        """Those of the tasks that are trained now."""
+        return (way for way in self._ways.values() if way.task in self._tasks)
+
+    def take_tasks(self, tasks: Sequence[TaskDefinition]) -> None:
+        """Others are trained now. Ways through one that comes back are still known, if it is the same."""
+        others = {one.name for one in tasks if self._seen.get(one.name, one) is not one}
+        self._ways = {key: way for key, way in self._ways.items() if key[0] not in others}
+        self._keys = {key: known for key, known in self._keys.items() if key[0] not in others}
+        self._branching = {key: known for key, known in self._branching.items() if key[0] not in others}
+        self._tasks = {one.name: one for one in tasks}
+        self._seen |= self._tasks
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(self._tasks)
 
     def get(self, task: str, key: int) -> Way | None:
         return self._ways.get((task, key))

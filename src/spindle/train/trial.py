@@ -1,0 +1,76 @@
+"""Can parts of parameters be updated by themselves? Found out by trying the user's optimizer on small ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from spindle.run.shards import Span
+from spindle.train.optimizer import MakeOptimizer, Named, optimizer_of
+from spindle.train.parts import cut, joined_spans
+
+_TRIED_SIZE, _TRIED_STEPS, _TRIED_ERROR = 4, 2, 1e-6
+_MOVED = "how far it moved"
+
+
+def why_not_sharded(make: MakeOptimizer, named: Sequence[Named]) -> str | None:
+    """Why parts of parameters cannot be updated by themselves; None where they can.
+
+    The optimizer is tried on small parameters under the user's names, whole and in two parts. What it does to large
+    ones alone (states of 8 bits, in blocks) is not found out.
+    """
+    generator = torch.Generator().manual_seed(0)
+    drawn: dict[str, list[torch.Tensor]] = {}  # a value and gradients
+    for name, parameter in named:
+        shape = [min(size, _TRIED_SIZE) for size in parameter.shape]
+        values = torch.randn((1 + _TRIED_STEPS, *shape), generator=generator, dtype=torch.float64)
+        drawn[name] = list(values.to(parameter.device))
+    parts: dict[str, list[tuple[Span, dict[str, Any]]]] = {}
+    try:
+        whole = _tried(make, drawn)
+        for half in range(2):
+            spans = {name: _half(tuple(values[0].shape), half) for name, values in drawn.items()}
+            halves = {
+                name: [cut(one, spans[name]) for one in values]
+                for name, values in drawn.items()
+                if spans[name].first < spans[name].last
+            }
+            for name, kept in _tried(make, halves).items():
+                parts.setdefault(name, []).append((spans[name], kept))
+    except Exception as error:
+        return f"trying that out failed: {(str(error).splitlines() or [type(error).__name__])[0]}"
+    for name, some in parts.items():
+        joined = joined_spans(some)
+        if joined.keys() != whole[name].keys() or not all(_agree(joined[key], whole[name][key]) for key in joined):
+            return f"it does not update each element of {name} by itself"
+    return None
+
+
+def _half(shape: tuple[int, ...], half: int) -> Span:
+    size = prod(shape)
+    return Span(size * half // 2, size * (half + 1) // 2, shape)
+
+
+def _tried(make: MakeOptimizer, drawn: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, dict[str, Any]]:
+    """How far parameters moved in some steps, and what the optimizer keeps for them."""
+    named = [(name, nn.Parameter(values[0].clone())) for name, values in drawn.items()]
+    optimizer = optimizer_of(make, named)
+    if optimizer is None:
+        return {}
+    for step in range(_TRIED_STEPS):
+        for name, parameter in named:
+            parameter.grad = drawn[name][1 + step].clone()
+        optimizer.step()
+    return {name: {_MOVED: one.detach() - drawn[name][0], **optimizer.state.get(one, {})} for name, one in named}
+
+
+def _agree(one: Any, other: Any) -> bool:
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return type(one) is type(other) and bool(one == other)
+    if one.shape != other.shape or not one.numel():
+        return one.shape == other.shape
+    return bool((one.double() - other.double()).abs().max() <= _TRIED_ERROR * other.double().abs().max())

@@ -1,0 +1,120 @@
+"""Tasks that end, join and come back, and modules that are frozen and thawed, in the midst of a fit on gloo processes:
+the numbers of a plain PyTorch loop in one process."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import spindle  # noqa: E402
+from changing import BEGIN, COURSES, STEPS  # noqa: E402
+from courses import unmeasured  # noqa: E402
+from spindle.errors import TrainingError, WorkloadError  # noqa: E402
+
+
+def changed(pool, num_ranks, name, seed=0, shards="none", momentum=False):
+    answers = pool.run(num_ranks, "change", name, seed, shards, momentum)
+    for one in answers:
+        assert one.loss < 1e-9
+        assert one.parameter < 1e-9, one.worst
+        assert one.tasks == answers[0].tasks
+        assert len(one.tasks) == STEPS[name]
+    return answers[0]
+
+
+@pytest.mark.parametrize("shards", ["none", "all", "some"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_a_task_ends(pool, num_ranks, shards):
+    for seed in range(2):
+        found = changed(pool, num_ranks, "ends", seed, shards)
+        assert found.tasks[0] == frozenset(BEGIN)
+        assert found.tasks[3:] == (frozenset({"answer", "sound"}),) * 3  # told of after the step behind it, then gone
+        assert found.num_found_out == 1  # nothing is tried or measured again
+        assert found.whole_states == 0  # no rank was given what it does not need
+        assert found.num_changes == 1
+
+
+@pytest.mark.parametrize("shards", ["none", "some"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_it_comes_back_with_the_state_that_its_modules_had(pool, num_ranks, shards):
+    found = changed(pool, num_ranks, "ends and comes back", 3, shards)
+    assert "answer" not in found.tasks[3]
+    assert "answer" in found.tasks[-1]
+    assert found.num_found_out == 1
+    assert found.whole_states == 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_new_one_joins(pool, num_ranks):
+    found = changed(pool, num_ranks, "joins", 5, "some")
+    assert found.tasks[-1] == {*BEGIN, "late"}
+    assert found.num_found_out == 2
+
+
+@pytest.mark.parametrize("shards", ["none", "all", "some"])
+@pytest.mark.parametrize(("num_ranks", "seed", "momentum"), [(1, 0, False), (2, 1, True), (3, 2, False), (4, 3, False)])
+def test_all_of_it_in_one_fit(pool, num_ranks, seed, shards, momentum):
+    found = changed(pool, num_ranks, "all of it", seed, shards, momentum)
+    assert found.num_changes == len(COURSES["all of it"])
+
+
+def trainer_of(*names, **options):
+    linear = spindle.module("one", nn.Linear(2, 2))
+
+    def make(name):
+        @spindle.task(name=name, batch_size=2, per_sample_mean=True)
+        def loss(batch):
+            return linear(batch).square().mean()
+
+        return loss
+
+    tasks = {name: make(name) for name in ("a", "b", "c")}
+    sgd = lambda named: torch.optim.SGD([one for _, one in named], lr=0.1)  # noqa: E731
+    return spindle.Trainer([tasks[name] for name in names], optimizer=sgd, **options), tasks
+
+
+def test_tasks_change_between_fits():
+    batches = [torch.ones(2, 2)] * 4
+    with unmeasured():
+        trainer, tasks = trainer_of("a", "b")
+        trainer.fit({"a": batches, "b": batches}, steps=1, progress=False)
+        trainer.remove_task("a")
+        with pytest.raises(TrainingError, match="'a' is no task"):
+            trainer.fit({"a": batches, "b": batches}, steps=1, progress=False)
+        assert set(trainer.fit({"b": batches}, steps=1, progress=False).losses[0]) == {"b"}
+        trainer.add_task(tasks["c"])
+        assert set(trainer.fit({"b": batches, "c": batches}, steps=1, progress=False).losses[0]) == {"b", "c"}
+
+
+def test_weights_of_sampling_change_with_them():
+    batches = [torch.ones(2, 2)] * 4
+    with unmeasured():
+        trainer, tasks = trainer_of("a", "b", sampling={"a": 1.0, "b": 1.0})
+        trainer.remove_task("a")
+        with pytest.raises(TrainingError, match="share= goes with"):
+            trainer.add_task(tasks["c"])
+        trainer.add_task(tasks["c"], share=0.0)
+        result = trainer.fit({"b": batches, "c": batches}, steps=2, progress=False)
+    assert [set(one) for one in result.losses] == [{"b"}, {"b"}]
+
+
+def test_what_cannot_change_is_told():
+    trainer, tasks = trainer_of("a")
+    with pytest.raises(TrainingError, match=r"no such task \(tasks: a\)"):
+        trainer.remove_task("b")
+    with pytest.raises(TrainingError, match="the last one"):
+        trainer.remove_task("a")
+    with pytest.raises(WorkloadError, match="already"):
+        trainer.add_task(tasks["a"])
+    with pytest.raises(WorkloadError, match="expected a task"):
+        trainer.add_task("b")
+    with unmeasured(), pytest.raises(TrainingError, match="needs a loader"):
+        trainer.fit(
+            {"a": [torch.ones(2, 2)] * 3},
+            steps=3,
+            progress=False,
+            on_step=lambda step, losses: trainer.add_task(tasks["b"]),
+        )
