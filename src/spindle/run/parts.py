@@ -23,7 +23,7 @@ def start_reduce_scatter(flat: torch.Tensor, ranks: tuple[int, ...], world: Worl
     """Starts to sum a flat tensor over these ranks, each part where its rank has it; what others are then is open."""
     group, parts, place = world.group("sync", ranks), flat.chunk(len(ranks)), ranks.index(world.rank)
     with peers("synchronising gradients"):
-        if not _goes_by_messages(flat, group):
+        if not _goes_by_hand(flat, group):
             return _as_request(_reduce_scatter(parts[place], flat, group=group, async_op=True))
         others = [(part, rank) for part, rank in zip(parts, ranks, strict=True) if rank != world.rank]
         arriving = [torch.empty_like(parts[place]) for _ in others]
@@ -36,16 +36,15 @@ def start_all_gather(flat: torch.Tensor, ranks: tuple[int, ...], world: World) -
     """Starts to give every rank the parts of a flat tensor that the others of these ranks have."""
     group, parts, place = world.group("sync", ranks), flat.chunk(len(ranks)), ranks.index(world.rank)
     with peers("gathering parameters"):
-        if not _goes_by_messages(flat, group):
+        if not _goes_by_hand(flat, group):
             return _as_request(_all_gather(flat, parts[place], group=group, async_op=True))
-        others = [(part, rank) for part, rank in zip(parts, ranks, strict=True) if rank != world.rank]
-        receives = [dist.irecv(part, rank, group=group) for part, rank in others]
-        return _Messages([*receives, *(dist.isend(parts[place], rank, group=group) for _, rank in others)])
+        shared = zip(parts, ranks, strict=True)
+        return _Messages([dist.broadcast(part, rank, group=group, async_op=True) for part, rank in shared])
 
 
-def _goes_by_messages(flat: torch.Tensor, group: Any) -> bool:
-    """Gloo sums everything everywhere and then throws most of it away, and gathers through copies; what parts there are
-    to send, sent by hand, takes half as long as its all-reduce, each way."""
+def _goes_by_hand(flat: torch.Tensor, group: Any) -> bool:
+    """Gloo's reduce-scatter sums everything everywhere and throws most of it away, and its all-gather makes copies.
+    Parts sent to whom they belong, and parts broadcast, take half as long as its all-reduce each."""
     return flat.device.type == "cpu" and dist.get_backend(group) != ipc.BACKEND
 
 

@@ -363,7 +363,7 @@ def _plan(
     reason: str | None = None
     if world.rank == 0:
         plan = _wanted_plan(profile, options, options.shard_optimizer, tell)
-        if plan.shard_optimizer:
+        if plan.shard_optimizer and world.size > 1:
             trained = [one for one in known.bound.parameters.items() if one[1].requires_grad]
             reason = why_not_sharded(options.make_optimizer, trained)
         if reason is not None:
