@@ -147,7 +147,6 @@ class _Search:
                     look(visit)
                 except _NoShare as error:
                     self._limit(name, 1, str(error))
-            torch.manual_seed(_SEED)
             visit.values = as_leaves(_run(visit, visit.layer.run))
 
     def _limit(self, name: str, degree: int, reason: str) -> None:
@@ -243,7 +242,8 @@ def _related(handles: Mapping[str, ModuleHandle], styled: Sequence[Styled]) -> l
 
 
 def _run(visit: Visit, run: Callable[..., Any]) -> Any:
-    """A layer on copies of its inputs, which it may write to."""
+    """A layer on copies of its inputs, which it may write to, with the same random numbers each time."""
+    torch.manual_seed(_SEED)
     if visit.number:
         return run(*copied(visit.inputs))
     batch, sources = copied(visit.inputs)
