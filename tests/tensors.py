@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import spindle
-from courses import unmeasured
+from courses import Capturing, unmeasured
+from replay import graphs_without_cuda
 from spindle.errors import SpindleError
 from spindle.profile import Profile
-from spindle.train import mean, module, task
+from spindle.train import mean, module, preparation, task
 from zoo import Tower
 
 WIDTH, HEAD, WORDS, ROWS, LENGTH = 16, 4, 24, 5, 6
@@ -51,13 +55,20 @@ class Decoder(nn.Module):
         return x + self.down(F.gelu(self.up(self.after(x))))
 
 
+class RecomputingDecoder(Decoder):
+    """Recomputes itself, whatever the plan says."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
 class Language(nn.Module):
     """A table of words, which the logits share, and blocks in between."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: type[Decoder] = Decoder) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH, padding_idx=WORDS - 1)
-        self.blocks = nn.ModuleList(Decoder() for _ in range(3))
+        self.blocks = nn.ModuleList(block() for _ in range(3))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.words.weight
 
@@ -81,10 +92,12 @@ PLAN = {
 }
 
 
-def own(seed: int = 0, **options: Any) -> tuple[list[Any], Callable[[int], dict[str, Any]]]:
+def own(
+    seed: int = 0, block: type[Decoder] = Decoder, **options: Any
+) -> tuple[list[Any], Callable[[int], dict[str, Any]]]:
     """A language model of our own with a user's plan, beside a vision tower without one."""
     torch.manual_seed(seed)
-    language = module("language", Language().double(), **{"tensor_parallel": PLAN, **options})
+    language = module("language", Language(block).double(), **{"tensor_parallel": PLAN, **options})
     vision = module("vision", Tower(WIDTH, WIDTH, 2).double())
 
     @task(batch_size=ROWS)
@@ -114,11 +127,11 @@ def own(seed: int = 0, **options: Any) -> tuple[list[Any], Callable[[int], dict[
     return [describe, guess], batches
 
 
-def hugging_face(name: str, **changes: Any) -> tuple[list[Any], Callable[[int], dict[str, Any]]]:
+def hugging_face(name: str, seed: int = 0, **changes: Any) -> tuple[list[Any], Callable[[int], dict[str, Any]]]:
     """A model with its own plan."""
     hf: Any = import_module("transformers")
     hugging: Any = import_module("hugging")
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = {**hugging.GROUPED, "vocab_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 4, **changes}
     encodes = name == "EuroBert"
     kind = getattr(hf, f"{name}Model" if encodes else f"{name}ForCausalLM")
@@ -139,11 +152,11 @@ def hugging_face(name: str, **changes: Any) -> tuple[list[Any], Callable[[int], 
     return [predict], batches
 
 
-def workload(name: str) -> tuple[list[Any], Callable[[int], dict[str, Any]]]:
-    if name == "own":
-        return own()
+def workload(name: str, seed: int = 0) -> tuple[list[Any], Callable[[int], dict[str, Any]]]:
+    if name.startswith("own"):
+        return own(seed, RecomputingDecoder if name.endswith("recomputing") else Decoder)
     kind, _, tied = name.partition(" ")
-    return hugging_face(kind, **({"tie_word_embeddings": True} if tied else {}))
+    return hugging_face(kind, seed, **({"tie_word_embeddings": True} if tied else {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +168,7 @@ class Training:
     steps: int = 2
     optimizer: str = "adamw"
     options: Mapping[str, Any] = field(default_factory=dict)
+    captures: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +193,7 @@ def make_optimizer(kind: str, named: list[tuple[str, nn.Parameter]]) -> torch.op
 
 
 def train_shared(rank: int, num_ranks: int, training: Training) -> Difference:
-    tasks, batches = workload(training.name)
+    tasks, batches = workload(training.name, seed=rank)  # rank 0's weights count
     elements: list[int] = []
 
     def make(named):
@@ -187,7 +201,10 @@ def train_shared(rank: int, num_ranks: int, training: Training) -> Difference:
         assert all(parameter.dim() == dims[name] for name, parameter in named)
         return make_optimizer(training.optimizer, named)
 
-    with unmeasured():
+    with unmeasured(), ExitStack() as stack:
+        if training.captures:
+            stack.enter_context(graphs_without_cuda())
+            stack.enter_context(mock.patch.object(preparation, "Executor", Capturing))
         modules = _modules(tasks, batches(0))
         dims = {f"{name}.{path}": one.dim() for name, each in modules.items() for path, one in each.named_parameters()}
         trainer = spindle.Trainer(tasks, optimizer=make, **training.options)

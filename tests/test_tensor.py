@@ -47,7 +47,7 @@ def test_a_replan_from_degree_to_degree_keeps_the_state_of_adam(pool):
     check(pool, 4, Training(name="own", fits=degrees))
 
 
-@pytest.mark.parametrize("seed", range(10, 14))
+@pytest.mark.parametrize("seed", range(10, 13))
 def test_any_plan_has_the_numbers_of_one_process(pool, seed):
     """Groups of two and of four, side by side or not, with uneven shares, rounds and recomputation."""
     fits = (({"language": 2}, seed), ({"language": 4}, seed))
@@ -57,6 +57,18 @@ def test_any_plan_has_the_numbers_of_one_process(pool, seed):
 def test_clipping_counts_every_entry_once(pool):
     fits = (({"language": 2}, 7), ({"language": 4}, 8))
     check(pool, 4, Training(name="own", fits=fits, optimizer="sgd", options={"clip_norm": 0.1, "accumulate": 1}))
+
+
+def test_blocks_that_recompute_themselves_meet_in_backward_too(pool):
+    check(pool, 2, Training(name="own recomputing", fits=(({"language": 2}, 3),), optimizer="sgd"))
+
+
+def test_slots_of_tensor_groups_are_not_captured_and_others_are(pool):
+    fits = (({"language": 2}, 3),)
+    answers = check(pool, 2, Training(name="own", fits=fits, steps=5, optimizer="sgd", captures=True))
+    reasons = [text for text in answers[0].notices if "without a CUDA graph" in text]
+    assert any("language" in text and "its tensor group meets inside it" in text for text in reasons)
+    assert not any("vision" in text for text in reasons)
 
 
 @pytest.mark.parametrize(("name", "optimizer"), [("Llama", "sgd"), ("Qwen2 tied", "adamw"), ("EuroBert", "sgd")])
@@ -89,7 +101,7 @@ def test_what_planners_see_does_not_depend_on_weights_in_memory():
 
 def test_a_planner_shares_layers_where_memory_asks_for_it():
     _, graph = found(*tensors.own())
-    for memory, degree in ((2_000_000, 1), (350_000, 2), (190_000, 4)):
+    for memory, degree in ((2_000_000, 1), (300_000, 2), (190_000, 4)):
         (island,) = cluster_named("a800x4").islands
         small = replace(island, kind=replace(island.kind, memory_bytes=memory))
         profile = roofline_profile(graph, Cluster(name="small", islands=(small,)))

@@ -11,6 +11,7 @@ from spindle.models.tensor import (
     shard_of,
     split_dims,
     styles_of,
+    styles_on,
     with_styles,
     without_tied,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "split_dims",
     "stand_in",
     "styles_of",
+    "styles_on",
     "whole_chain",
     "with_styles",
     "without_caches",

@@ -10,7 +10,7 @@ group is another for each slot of a plan, and a DTensor knows one; and the same 
 member after member, to be tried out (`rehearse`). Who the members are is told by `Members`.
 
 A forward runs with styles by way of `module.forward` of the parts, put there while a layer runs: it works inside
-recorded code, and again when a layer is recomputed, and leaves nothing behind.
+recorded code, and again when a layer or a block is recomputed, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -149,18 +149,22 @@ def with_styles(run: Callable[..., Any], styled: Sequence[Styled], members: Memb
     """A layer's function as a member of a tensor group runs it."""
 
     def split_run(*args: Any, **kwargs: Any) -> Any:
-        with _applied(styled, members):
+        with styles_on(styled, members):
             return run(*args, **kwargs)
 
     return split_run
 
 
 @contextmanager
-def _applied(styled: Sequence[Styled], members: Members) -> Iterator[None]:
+def styles_on(styled: Iterable[Styled], members: Members) -> Iterator[None]:
+    """Inside, parts run as a member runs them. A backward pass needs it, too: a block may recompute itself there."""
+    styled = list(styled)
     before = [vars(one.module).get("forward") for one in styled]
     entered = _Entered(members)
-    for one in styled:
-        one.module.forward = partial(_forward, one, members, entered, one.module.forward)
+    for one, own in zip(styled, before, strict=True):
+        is_on = isinstance(own, partial) and own.func is _forward
+        forward = own.args[-1] if isinstance(own, partial) and is_on else one.module.forward
+        one.module.forward = partial(_forward, one, members, entered, forward)
     try:
         yield
     finally:

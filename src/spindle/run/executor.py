@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spindle.errors import ProgramError, TrainingError
 from spindle.graph import MetaGraph
-from spindle.models import with_styles
+from spindle.models import styles_on, with_styles
 from spindle.program import (
     Backward,
     Exchange,
@@ -550,7 +550,8 @@ class Executor:
         if step.graphs is None or not step.graphs.backward(
             slot, first, gradients, lambda: self._chunk(step, slot, number), is_last=is_last
         ):
-            _run_backward(tree_leaves(pieces[number].outputs), gradients)
+            with self._styles(slot, first, last):
+                _run_backward(tree_leaves(pieces[number].outputs), gradients)
         if step.graphs is None:
             self._gradients.keep(_parameters_of(slot, number))
         # Activations go as soon as they are used; the inputs of a chunk stay for the chunk before it.
@@ -562,6 +563,13 @@ class Executor:
             for link in slot.outputs:
                 if not link.sends[True]:
                     step.inputs.pop(link.number, None)
+
+    def _styles(self, slot: SlotSide, first: int, last: int) -> Any:
+        """Inside, layers of a slot run as a member of its tensor group runs them."""
+        if len(slot.group) == 1 or not isinstance(slot.code, LayersCode):
+            return nullcontext()
+        styled = {id(one.module): one for layer in slot.code.layers[first:last] for one in layer.styled}
+        return styles_on(styled.values(), RankMembers(self.world, slot.group))
 
     def _chunk(self, step: Step, slot: SlotSide, number: int) -> Chunk:
         """A chunk of a slot with all that its gradients are for."""

@@ -31,6 +31,7 @@ from spindle.models import (
     split_dims,
     stand_in,
     styles_of,
+    styles_on,
     with_styles,
     without_caches,
     without_tied,
@@ -42,6 +43,7 @@ from spindle.train.trace import TracedTask, Visit, unchanged, walk
 
 _DEGREES = tuple(degree for degree in (2, 4, 8) if degree <= MOST_MEMBERS)
 _SEED = 20240611
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +147,6 @@ class _Search:
                     look(visit)
                 except _NoShare as error:
                     self._limit(name, 1, str(error))
-            torch.manual_seed(_SEED)
             visit.values = as_leaves(_run(visit, visit.layer.run))
 
     def _limit(self, name: str, degree: int, reason: str) -> None:
@@ -198,8 +199,8 @@ class _Search:
         rehearsal = Rehearsal(2)
 
         def member(place: int) -> Any:
-            with _shards(parts, 2, place) as shards:
-                ours = _run(visit, with_styles(visit.layer.run, parts, rehearsal))
+            with _shards(parts, 2, place) as shards, styles_on(parts, rehearsal):
+                ours = _run(visit, visit.layer.run)
                 rehearsal.is_back = True
                 return _with_gradients(ours, inputs + [shards.get(id(one), one) for one in trained])
 
@@ -241,7 +242,8 @@ def _related(handles: Mapping[str, ModuleHandle], styled: Sequence[Styled]) -> l
 
 
 def _run(visit: Visit, run: Callable[..., Any]) -> Any:
-    """A layer on copies of its inputs, which it may write to."""
+    """A layer on copies of its inputs, which it may write to, with the same random numbers each time."""
+    torch.manual_seed(_SEED)
     if visit.number:
         return run(*copied(visit.inputs))
     batch, sources = copied(visit.inputs)
@@ -288,12 +290,12 @@ def _close(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
     pairs = [(one, other) for one, other in zip(ours, theirs, strict=True) if one is not None or other is not None]
     if any(one is None or other is None or one.shape != other.shape for one, other in pairs):
         return False
-    floats = [(one.double(), other.double(), other.dtype) for one, other in pairs if other.is_floating_point()]
-    largest = max((float(other.norm()) for _, other, _ in floats), default=0.0)
-    tolerance = {torch.float64: 1e-7, torch.float32: 1e-3}
+    floats = [(one.double(), other.double(), other) for one, other in pairs if other.is_floating_point()]
+    largest = max((float(exact.norm()) for _, exact, _ in floats), default=0.0)
     return all(
-        float((one - other).norm()) <= tolerance.get(kind, 5e-2) * max(float(other.norm()), 1e-2 * largest)
-        for one, other, kind in floats
+        float((one - exact).norm()) <= tolerance * max(float(exact.norm()), 0.1 * largest)
+        for one, exact, other in floats
+        for tolerance in [5e-2 if torch.is_autocast_enabled(other.device.type) else _TOLERANCES.get(other.dtype, 5e-2)]
     )
 
 
