@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import spindle
+from budgets import train_within
 from changing import change
 from courses import evaluated, follow, read_by_towers_alone, read_samples, unmeasured
 from replay import graphs_without_cuda
@@ -54,6 +55,7 @@ __all__ = [
     "read_samples",
     "refusal_of",
     "train_shared",
+    "train_within",
 ]
 
 

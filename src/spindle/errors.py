@@ -9,6 +9,7 @@
     ├── PlanError           a plan that is not legal; prints the plan with the place marked
     ├── ProgramError        a program that would deadlock or use data it does not have
     ├── DoesNotFitError     no plan within the memory there is
+    ├── OverBudgetError     a rank that holds more memory than it may
     ├── TrainingError       a step that went wrong: a loss that is not a number, a loader that gives the wrong batch
     └── PeerLostError       another rank ended, so this one must, too
 
@@ -51,7 +52,16 @@ class ProgramError(SpindleError):
 
 
 class DoesNotFitError(SpindleError):
-    pass
+    """`needed_bytes` is what the fullest device would need, where that is known; `is_bound` says that this is what it
+    would need if everything was spread evenly, which no plan may reach."""
+
+    def __init__(self, text: str, needed_bytes: int = 0, *, is_bound: bool = False) -> None:
+        super().__init__(text)
+        self.needed_bytes, self.is_bound = needed_bytes, is_bound
+
+
+class OverBudgetError(SpindleError):
+    """A rank holds more memory than it may."""
 
 
 class TrainingError(SpindleError):

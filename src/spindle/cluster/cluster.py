@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spindle.errors import ClusterError
 
@@ -89,6 +89,11 @@ class Cluster:
                 groups.append(tuple(range(start, start + degree)))
             first += island.num_devices
         return tuple(groups)
+
+    def with_memory(self, memory_bytes: int) -> Cluster:
+        """The same cluster, every device of which has so much memory."""
+        islands = tuple(replace(one, kind=replace(one.kind, memory_bytes=memory_bytes)) for one in self.islands)
+        return replace(self, islands=islands)
 
     @property
     def kind(self) -> DeviceKind:

@@ -82,6 +82,7 @@ def local_profile(
             sampled_profile(graph, _adjusted(cluster, update, beside.collective_s), samples, rates),
             overlap=beside.overlap,
             exchange_overlap=beside.exchange_overlap,
+            gradients_stay=world.device.type == "cuda",
             measured_on=_place(world),
         )
     shared: Profile = world.broadcast_object(profile)

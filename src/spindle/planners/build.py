@@ -18,7 +18,7 @@ from spindle.plan import Plan, assemble, check
 from spindle.planners.bounds import graph_bound_s, lp_bound
 from spindle.planners.placement import place
 from spindle.planners.problem import Problem, Timed, problem_of
-from spindle.profile import Profile, Setting, saved_bytes, state_bytes
+from spindle.profile import Profile, Setting, bytes_text, saved_bytes, state_bytes
 from spindle.program import counts_bytes, lower, refuse_overfull, verify
 from spindle.simulate import simulate
 
@@ -57,7 +57,7 @@ def best_over_stages(
     A plan that fits at an early stage only because pieces were packed behind each other can be far slower than one of
     a later stage; so one that is far from the bound does not end the search once memory has refused anything.
     """
-    refusal: DoesNotFitError | None = None
+    refusals: list[DoesNotFitError] = []
     plans: list[Plan] = []
     bound_s = graph_bound_s(profile)
     for stage in stages(profile, most_sharded, shard_optimizer):
@@ -66,18 +66,25 @@ def best_over_stages(
                 refuse_hopeless(profile, attempt)
                 plans.append(plan_for(attempt))
             except DoesNotFitError as error:
-                refusal = error
+                refusals.append(error)
         best = min(plans, key=time_of, default=None)
-        if best is not None and (refusal is None or best.makespan_s <= GOOD_ENOUGH * bound_s):
+        if best is not None and (not refusals or best.makespan_s <= GOOD_ENOUGH * bound_s):
             break
     if plans:
         return finished(min(plans, key=time_of), profile, bound_s)
-    assert refusal is not None
+    closest = closest_of(refusals)
+    enough = f"{'more than ' if closest.is_bound else ''}{bytes_text(closest.needed_bytes)}"
     raise DoesNotFitError(
-        f"{refusal}, even with every task in a round of its own, recomputation"
-        f"{'' if shard_optimizer is False else ', a sharded optimizer'} and the largest tensor degrees; "
-        "use more devices, devices with more memory, or smaller batches"
+        f"{closest}, which is the closest of all that were tried, with a sharded optimizer, every task in a round of "
+        f"its own, recomputation and the largest tensor degrees; use devices of {enough}, more of them, or smaller "
+        "batches",
+        closest.needed_bytes,
     )
+
+
+def closest_of(refusals: Sequence[DoesNotFitError]) -> DoesNotFitError:
+    """The one that needs the least memory, of real plans if there are any."""
+    return min(refusals, key=lambda one: (one.is_bound, one.needed_bytes))
 
 
 def time_of(plan: Plan) -> tuple[float, float]:
@@ -158,7 +165,10 @@ def refuse_hopeless(profile: Profile, attempt: Attempt) -> None:
     rounds = balanced_tasks(profile, attempt.num_rounds)
     most = max(sum(activations[task] for task in tasks) for tasks in rounds)
     # As if every device held an even part of everything.
-    refuse_overfull(np.array([int((state + most) / profile.cluster.num_devices)]), profile)
+    try:
+        refuse_overfull(np.array([int((state + most) / profile.cluster.num_devices)]), profile)
+    except DoesNotFitError as error:
+        raise DoesNotFitError(str(error), error.needed_bytes, is_bound=True) from None
 
 
 def _recomputing(profile: Profile, setting: Setting, share: float) -> Setting:

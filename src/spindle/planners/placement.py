@@ -16,7 +16,7 @@ from spindle.errors import DoesNotFitError
 from spindle.graph import MetaGraph
 from spindle.plan import Piece
 from spindle.planners.problem import Timed
-from spindle.profile import Profile, Setting, backward_bytes, saved_bytes, state_bytes
+from spindle.profile import Profile, Setting, backward_bytes, bytes_text, saved_bytes, state_bytes
 from spindle.program import counts_bytes
 
 NEAR_DATA, NEAR_WEIGHTS, EMPTIEST, FULLEST = range(4)
@@ -52,8 +52,9 @@ def place(profile: Profile, setting: Setting, timed: Sequence[Timed]) -> list[Pi
     limit = profile.cluster.kind.memory_bytes
     op = profile.graph.metaops[timed[failure.piece].op].name
     raise DoesNotFitError(
-        f"{op} does not fit: device {failure.device} would need {failure.needed_bytes / 2**30:.1f} GiB "
-        f"of the {limit / 2**30:.1f} GiB there ({failure.needed_bytes - limit:,} bytes too many)"
+        f"{op} does not fit: device {failure.device} would need {bytes_text(failure.needed_bytes)} "
+        f"of the {bytes_text(limit)} there ({failure.needed_bytes - limit:,} bytes too many)",
+        failure.needed_bytes,
     )
 
 
@@ -269,7 +270,7 @@ class _Placement:
                 arrives = np.ones(len(self.island), dtype=bool)
                 arrives[self.last_devices[giver]] = False
                 kept += arrives * rows * cost.output_bytes
-        return kept, backward_bytes(op, rows, degree)
+        return kept, backward_bytes(op, rows, degree, self.setting.recompute[one.op])
 
     def _take(self, one: Timed, devices: np.ndarray, parameters: np.ndarray, new_state: np.ndarray) -> None:
         layer_s = (one.end_s - one.start_s) / one.num_layers

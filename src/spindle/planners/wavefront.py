@@ -21,6 +21,7 @@ from spindle.planners.bounds import graph_bound_s
 from spindle.planners.build import (
     Attempt,
     best_over_stages,
+    closest_of,
     finished,
     in_rounds,
     realise,
@@ -88,22 +89,24 @@ def plan_wavefront(
         for schedule in others:
             plans += _tried(profile, attempt, schedule, effort.seed, plans, refused)
         if not plans:
-            raise refused[-1]
+            raise closest_of(refused)
         return min(plans, key=time_of)
 
     plans: list[Plan] = []
+    refusal: DoesNotFitError | None = None
     try:
         plans.append(best_over_stages(profile, plan_for, MOST_SHARDED, shard_optimizer))
     except DoesNotFitError as error:
-        refused.append(error)
+        refusal = error
     plain = replace(profile.default_setting, shard_optimizer=shard_optimizer is True)
-    if refused or tried != [Attempt(setting=plain)]:
+    if refused or refusal or tried != [Attempt(setting=plain)]:
         # Memory is short or batches are small, so others may have their best plan where we did not look.
         for attempt in [attempt for stage in stages(profile, None, shard_optimizer) for attempt in stage]:
             for schedule in _everyone_elses(profile, attempt):
                 plans += _tried(profile, attempt, schedule, effort.seed, plans, refused)
     if not plans:
-        raise refused[0]
+        assert refusal is not None
+        raise refusal
     best = min(plans, key=time_of)
     if not best.bound_s:
         best = finished(best, profile, graph_bound_s(profile))

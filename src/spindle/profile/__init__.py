@@ -4,7 +4,7 @@ from spindle.profile.abstract import abstract_profile, read_abstract_graph
 from spindle.profile.communication import all_reduce_s, collective_latency_s, ring_bytes
 from spindle.profile.curve import Curve
 from spindle.profile.file import ProfileRequest, fitting, profile_request, read_profile, write_profile
-from spindle.profile.memory import backward_bytes, saved_bytes, state_bytes
+from spindle.profile.memory import backward_bytes, bytes_text, saved_bytes, state_bytes
 from spindle.profile.profile import Profile, Setting
 from spindle.profile.roofline import Roofline, roofline_profile
 from spindle.profile.samples import LayerSamples, curve_from_samples, sampled_profile
@@ -19,6 +19,7 @@ __all__ = [
     "abstract_profile",
     "all_reduce_s",
     "backward_bytes",
+    "bytes_text",
     "collective_latency_s",
     "curve_from_samples",
     "fitting",

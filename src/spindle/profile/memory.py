@@ -29,6 +29,17 @@ def saved_bytes(op: MetaOp, rows: int, num_layers: int, tensor_degree: int, reco
     return int(rows * num_layers * per_row)
 
 
-def backward_bytes(op: MetaOp, rows: int, tensor_degree: int) -> int:
-    """The working space of a backward pass on one device: one layer's activations once more."""
-    return 0 if op.cost is None else int(rows * op.cost.saved_bytes_at(tensor_degree))
+# Of one layer's activations. With recomputation those of the layer that was just run again are there, too; counting
+# tensors of steps gave half as much beside them.
+_WORKING, _WORKING_AGAIN = 1.0, 1.5
+
+
+def backward_bytes(op: MetaOp, rows: int, tensor_degree: int, recompute: bool = False) -> int:
+    """The working space of a backward pass on one device."""
+    share = _WORKING_AGAIN if recompute else _WORKING
+    return 0 if op.cost is None else int(share * rows * op.cost.saved_bytes / tensor_degree)
+
+
+def bytes_text(num_bytes: float) -> str:
+    """A size of memory for people."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.1f} MiB"

@@ -32,8 +32,9 @@ class Profile:
     `gangs` says that a time on n devices is a black box: the devices of a slot then start each layer run together,
     because nothing is known of how they share it. `host_rates[k - 1]` is the rate of each of k busy devices of one
     island; empty means that neighbours do not matter. `overlap` is how many times longer compute takes on a device that
-    exchanges gradients meanwhile, `exchange_overlap` how many times longer that exchange takes. `leaves_out` is what
-    this model knows it does not know; `measured_on` says where and when it was measured, if it was.
+    exchanges gradients meanwhile, `exchange_overlap` how many times longer that exchange takes. `gradients_stay` says
+    that gradients keep their memory from step to step, as captured graphs have it. `leaves_out` is what this model
+    knows it does not know; `measured_on` says where and when it was measured, if it was.
     """
 
     graph: MetaGraph
@@ -43,6 +44,7 @@ class Profile:
     host_rates: tuple[float, ...] = ()
     overlap: float = 1.0
     exchange_overlap: float = 1.0
+    gradients_stay: bool = True
     leaves_out: tuple[str, ...] = ()
     measured_on: str = ""
     families: tuple[frozenset[str], ...] = field(init=False, repr=False, compare=False)  # modules that share weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from spindle.errors import DoesNotFitError
-from spindle.profile import Profile, backward_bytes, saved_bytes, state_bytes
+from spindle.profile import Profile, backward_bytes, bytes_text, saved_bytes, state_bytes
 from spindle.program.instances import Instances
 from spindle.program.instructions import COMPUTE, Backward, Exchange, Forward
 from spindle.program.program import Column, Program
@@ -16,7 +16,10 @@ class Memory:
 
     def __init__(self, program: Program, profile: Profile) -> None:
         self.program, self.graph = program, profile.graph
-        self.static_bytes, self.update_bytes = _held_bytes(program, profile)
+        self.static_bytes, self.update_bytes, alone = _held_bytes(program, profile)
+        self.passing = {} if profile.gradients_stay else _passing_gradients(program, profile, alone)
+        for (_, rank), passing_bytes in self.passing.items():
+            self.static_bytes[rank] -= passing_bytes
         num_slots = len(program.slots)
         # What each rank of a slot keeps for backward, works with in backward, and received from others.
         self.saved = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
@@ -26,9 +29,9 @@ class Memory:
             op, degree = self.graph.metaops[shape.op], shape.tensor_degree
             if op.cost is not None:
                 rows = shape.rows_of_ranks()
-                kept = saved_bytes(op, 1, slot.num_layers, degree, op.name in program.plan.recompute)
-                self.saved[number, shape.ranks] = rows * kept
-                self.working[number, shape.ranks] = rows * backward_bytes(op, 1, degree)
+                again = op.name in program.plan.recompute
+                self.saved[number, shape.ranks] = rows * saved_bytes(op, 1, slot.num_layers, degree, again)
+                self.working[number, shape.ranks] = rows * backward_bytes(op, 1, degree, again)
         self.arrived = np.zeros((len(program.links), program.num_ranks), dtype=np.int64)
         for number, link in enumerate(program.links):
             if link.bytes_per_row:
@@ -58,6 +61,9 @@ class Memory:
                     starts[number] = self.arrived[link]
                 case _:
                     pass
+        for (number, rank), passing_bytes in self.passing.items():
+            starts[number, rank] += passing_bytes
+            ends[-1, rank] -= passing_bytes  # the optimizer's step is the last of all
         return starts[instances.instruction, instances.rank], ends[instances.instruction, instances.rank]
 
     def peaks_in_order(self, instances: Instances) -> Column:
@@ -92,13 +98,36 @@ def refuse_overfull(peaks: Column, profile: Profile) -> None:
     needed, limit = int(peaks[device]), profile.cluster.kind.memory_bytes
     if needed > limit:
         raise DoesNotFitError(
-            f"{profile.graph.name} does not fit: device {device} would need {needed / 2**30:.1f} GiB "
-            f"of the {limit / 2**30:.1f} GiB there ({needed - limit:,} bytes too many)"
+            f"{profile.graph.name} does not fit: device {device} would need {bytes_text(needed)} "
+            f"of the {bytes_text(limit)} there ({needed - limit:,} bytes too many)",
+            needed,
         )
 
 
-def _held_bytes(program: Program, profile: Profile) -> tuple[Column, np.ndarray]:
-    """Bytes of state each rank holds, and bytes its optimizer step moves."""
+def _passing_gradients(program: Program, profile: Profile, alone: set[int]) -> dict[tuple[int, int], int]:
+    """Bytes of the gradients that are there from a backward instruction on, by that and the rank, until the optimizer's
+    step: those of parameters that no other rank has the same of, so that nothing keeps a place for their sum."""
+    graph, found = profile.graph, dict[tuple[int, int], int]()
+    compute = program.lanes[COMPUTE]
+    for rank in range(program.num_ranks):
+        seen: set[int] = set()
+        for number in compute.of_rank(rank).tolist():
+            instruction = program.instructions[number]
+            if not isinstance(instruction, Backward):
+                continue
+            shape = program.slots[instruction.slot]
+            for layer in graph.metaops[shape.op].parameters[instruction.first : instruction.last]:
+                for parameter in alone.intersection(layer) - seen:
+                    seen.add(parameter)
+                    elements = graph.parameters[parameter].elements_at(shape.tensor_degree)
+                    num_bytes = elements * graph.numerics.gradient_bytes
+                    found[number, rank] = found.get((number, rank), 0) + num_bytes
+    return found
+
+
+def _held_bytes(program: Program, profile: Profile) -> tuple[Column, np.ndarray, set[int]]:
+    """Bytes of state each rank holds, bytes its optimizer step moves, and the parameters that are trained by one rank
+    alone, or one of each shard."""
     graph = profile.graph
     static = np.zeros(program.num_ranks, dtype=np.int64)
     update = np.zeros(program.num_ranks, dtype=np.float64)
@@ -112,6 +141,7 @@ def _held_bytes(program: Program, profile: Profile) -> tuple[Column, np.ndarray]
                 degree_of[parameter] = shape.tensor_degree
     together: dict[tuple[int, ...], tuple[int, float]] = {}
     ranks_of: dict[tuple[int, ...], Column] = {}
+    alone: set[int] = set()
     for parameter, using in users.items():
         slots = tuple(dict.fromkeys(using))
         if slots not in ranks_of:
@@ -124,9 +154,10 @@ def _held_bytes(program: Program, profile: Profile) -> tuple[Column, np.ndarray]
         owners = len(ranks_of[slots]) // degree if program.plan.shard_optimizer else 1
         state += state_bytes(graph, parameter, degree, owners)
         if graph.parameters[parameter].trainable:
+            alone.update([parameter] if len(ranks_of[slots]) == degree else [])
             moved += graph.parameters[parameter].elements_at(degree) / owners * graph.numerics.update_bytes
         together[slots] = (state, moved)
     for slots, (state, moved) in together.items():
         static[ranks_of[slots]] += state
         update[ranks_of[slots]] += moved
-    return static, update
+    return static, update, alone

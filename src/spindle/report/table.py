@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from spindle.plan import Plan, setting_of, slots_per_op
 from spindle.profile import Profile
-from spindle.program import counts_bytes
+from spindle.program import counts_bytes, lower
 from spindle.report.bound import BoundReport
 from spindle.report.compare import ComparedPlan, Comparison, RefusedPlan
 from spindle.report.facts import facts
 from spindle.report.quantities import count_of, figures, listed, milliseconds, num_bytes, percent, seconds
+from spindle.simulate import simulate
 from spindle.timeline import Measures
 
 _SAME_STEP = 1e-3  # of folded time: closer than this, there is nothing to explain
@@ -51,7 +54,17 @@ def plan_facts(plan: Plan, measures: Measures, profile: Profile) -> Table:
         rows.append(("optimizer", "sharded: each device that holds a parameter updates a part of it"))
     if plan.num_rounds > 1:
         rows.append(("rounds", f"{plan.num_rounds}, one after another, to save memory"))
+    if plan.recompute or plan.shard_optimizer or plan.num_rounds > 1:
+        rows.append(("without these", memory(_unsaved_bytes(plan, profile), profile)))
     return facts(rows)
+
+
+def _unsaved_bytes(plan: Plan, profile: Profile) -> int:
+    """Peak memory of the fullest device if the plan did nothing to save any, but for tensor groups."""
+    slots = tuple(replace(slot, round=0) for slot in plan.slots)
+    wanted = tuple(op.name for op in profile.graph.metaops if op.cost is not None and op.cost.recompute)
+    whole = replace(plan, slots=slots, recompute=wanted, shard_optimizer=False)
+    return int(simulate(lower(whole, profile), profile).peak_bytes().max(initial=0))
 
 
 def step_remarks(plan: Plan, measures: Measures, profile: Profile) -> list[str]:

@@ -307,6 +307,11 @@ class Executor:
         self._steps_on.clear()
 
     @property
+    def gradient_memory(self) -> list[torch.Tensor]:
+        """Where gradients stand from step to step."""
+        return self._gradients.memory
+
+    @property
     def num_captured(self) -> int:
         """How many slots run as CUDA graphs."""
         return max((one.num_slots for one in self._graphs.values()), default=0)

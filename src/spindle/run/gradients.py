@@ -40,6 +40,11 @@ class Gradients:
         self._places: dict[int, torch.Tensor] = {}
         self._flags: dict[int, tuple[list[bool], torch.Tensor]] = {}
 
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """All that is kept for gradients."""
+        return [*self._flats.values(), *self._places.values()]
+
     def place(self, parameter: nn.Parameter) -> torch.Tensor:
         """A tensor for the parameter's gradient, always the same one."""
         if id(parameter) not in self._places:

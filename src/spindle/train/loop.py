@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 
 from spindle.errors import TrainingError
 from spindle.run import Losses, Turn, Watch, World
+from spindle.run.budget import Budget, limit_gpu_memory
 from spindle.run.recorded import timeline_of
 from spindle.simulate import simulate
 from spindle.train.feed import Batch, Feed
@@ -62,6 +64,8 @@ class Loop:
         self.changes_s: list[float] = []  # how long changes of tasks took
         self._watched: tuple[int, Watch] | None = None  # a timed step that a GPU may still be at
         self._busy = math.nan
+        limit = self._options.memory_bytes
+        self._budget = Budget(limit) if limit is not None and self._world.device.type == "cpu" else None
 
     @property
     def _names(self) -> list[str]:
@@ -80,7 +84,9 @@ class Loop:
     def run(self, first: int, steps: int) -> FitResult:
         world, shown = self._world, self._shown
         self._readiness.send_out(self._prepared)
+        self._count_what_is_there()
         if world.device.type == "cuda":
+            limit_gpu_memory(self._options.memory_bytes, world.device)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(world.device)
         sampled = _sampled(steps)
@@ -126,9 +132,16 @@ class Loop:
         for name, reason in self._prepared.main.without_graph.items():
             notify(f"{name} runs without a CUDA graph: {reason}")
         peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else 0
+        if self._budget is not None:
+            peak = self._budget.peak_bytes
         self._readiness.bring_home(self._prepared)
         self._readiness.given.update(self._asked)
         return self._result(step_s, peak)
+
+    def _count_what_is_there(self) -> None:
+        """Weights, and what the optimizer and gradients keep, where memory is counted."""
+        if self._budget is not None:
+            self._budget.adopt(self._prepared.tensors())
 
     def _tell_last(self, unsent: deque[ReadLosses], first: int) -> None:
         """The losses of steps that have no header to travel with."""
@@ -157,6 +170,7 @@ class Loop:
         told[:] = [{name: one for name, one in batches.items() if name in names} for batches in told]
         turns[:] = [{name: one for name, one in batches.items() if name in names} for batches in turns]
         self._share_batches(told, turns)
+        self._count_what_is_there()
         self.changes_s.append(time.perf_counter() - begin_s)
 
     def _read(self, step: int) -> list[dict[str, Batch]]:
@@ -205,6 +219,7 @@ class Loop:
             self._kept.clear()
             self._prepared = readiness.plan(readiness.find_out(self._feeds, self._shown), self._shown)
             readiness.send_out(self._prepared)
+            self._count_what_is_there()
             self._share_batches(told, turns)
 
     def _share_batches(self, told: list[dict[str, Agreed]], turns: list[dict[str, Batch]]) -> None:
@@ -239,16 +254,22 @@ class Loop:
             is_timed = is_watched and (is_sampled or step in _WATCHED)
             if is_timed:
                 world.meet()  # a timeline needs a common start, as the simulator has
-            losses, watch = executor.step(
-                step,
-                {taken[task]: on_device(batch.nest, world.device) for task, batch in batches.items() if task in taken},
-                {taken[task]: one.signature for task, one in agreements.items()},
-                prepared.update,
-                turn=Turn(number, len(told), used),
-                held={taken[task]: one.held for task, one in batches.items() if task in taken and one.held is not None},
-                check_losses=not self._readiness.checked.issuperset(taken.values()),
-                timed=is_timed,
-            )
+            given = {
+                taken[task]: on_device(batch.nest, world.device) for task, batch in batches.items() if task in taken
+            }
+            with self._budget or nullcontext():
+                losses, watch = executor.step(
+                    step,
+                    given,
+                    {taken[task]: one.signature for task, one in agreements.items()},
+                    prepared.update,
+                    turn=Turn(number, len(told), used),
+                    held={
+                        taken[task]: one.held for task, one in batches.items() if task in taken and one.held is not None
+                    },
+                    check_losses=not self._readiness.checked.issuperset(taken.values()),
+                    timed=is_timed,
+                )
             self._readiness.checked.update(taken.values())
             if is_timed:
                 self._watched = (step, watch)

@@ -5,7 +5,7 @@ Rank 0 tries the tasks out, measures their layers and plans; all ranks lower the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,6 +42,8 @@ from spindle.train.trial import why_not_sharded
 from spindle.train.ways import Ways
 from spindle.workload import WorkloadRequest, workload_request, write_workload
 
+_PLANNED = 0.95  # of the memory that a rank may hold; what a step takes is known that well
+
 
 @dataclass(slots=True)
 class Options:
@@ -63,6 +65,7 @@ class Options:
     cuda_graphs: bool
     shard_optimizer: bool | None = None
     tensor_degrees: Mapping[str, int] | None = None
+    memory_bytes: int | None = None
 
     @property
     def names(self) -> list[str]:
@@ -157,6 +160,17 @@ class Prepared:
             state=state_for(parts),
         )
         return self.update
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """What stays on this rank from step to step."""
+        yield from self.weights.parameters
+        for handle in self.bound.handles.values():
+            yield from handle.module.buffers()
+        for executor in self._executors.values():
+            yield from executor.gradient_memory
+        optimizer = self.update.optimizer if self.update is not None else None
+        for state in optimizer.state.values() if optimizer is not None else ():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def _executor(self, program: Program, *, captures: bool = True) -> Executor:
         graph, facts = self.graph, self.bound.facts
@@ -262,6 +276,9 @@ def without(known: Known, tasks: Collection[str], name: str) -> Known:
 
 def prepare(known: Known, options: Options, world: World, shown: Progress, notify: Callable[[str], None]) -> Prepared:
     """Plans, and gets ready to run the plan."""
+    if options.memory_bytes is not None:
+        cluster = known.profile.cluster.with_memory(int(_PLANNED * options.memory_bytes))
+        known = replace(known, profile=replace(known.profile, cluster=cluster))
     if options.tensor_degrees:
         known = replace(known, profile=_with_degrees(known, options.tensor_degrees))
     with shown.bar("planning") as tell:

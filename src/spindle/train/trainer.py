@@ -48,6 +48,9 @@ class Trainer:
     state of a part of it: `optimizer` is then called with these parts, which have as many dimensions as the parameter.
     The planner does so when memory is short, unless this is True or False. An optimizer that does not update each
     element by itself is not sharded.
+
+    Each rank may hold `memory_bytes` of tensors: plans keep to it, and a step that does not ends with an error. Without
+    a GPU this is counted operation by operation, which takes time.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Trainer:
         cuda_graphs: bool = True,
         shard_optimizer: bool | None = None,
         tensor_degrees: Mapping[str, int] | None = None,
+        memory_bytes: int | None = None,
     ) -> None:
         if not tasks:
             raise WorkloadError("spindle.Trainer needs at least one task")
@@ -110,6 +114,7 @@ class Trainer:
             cuda_graphs=cuda_graphs,
             shard_optimizer=shard_optimizer,
             tensor_degrees=tensor_degrees,
+            memory_bytes=memory_bytes,
         )
         self.world: World = join_world()
         self.notices: list[str] = []

@@ -1,0 +1,65 @@
+"""How many bytes do this rank's tensors hold? Counted as tensors are made and go, where no allocator can be asked.
+
+Every operation passes here, so this is for finding out, not for speed. Memory that kernels use inside is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from spindle.errors import OverBudgetError
+
+
+class Budget(TorchDispatchMode):
+    """Counts inside its `with` block; fails where the count passes the limit."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.limit_bytes, self.num_bytes, self.peak_bytes = limit_bytes, 0, 0
+        self._known: dict[int, weakref.finalize[Any, Any]] = {}
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Counts what was there before."""
+        for tensor in tensors:
+            self._note(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf)
+        return result
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known or tensor.device.type == "meta":
+            return
+        num_bytes = storage.nbytes()
+        self._known[key] = weakref.finalize(storage, self._free, key, num_bytes)
+        self.num_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        if self.limit_bytes is not None and self.num_bytes > self.limit_bytes:
+            raise OverBudgetError(
+                f"{self.num_bytes:,} bytes of tensors are held, {self.num_bytes - self.limit_bytes:,} more than the "
+                f"{self.limit_bytes:,} that this rank may"
+            )
+
+    def _free(self, key: int, num_bytes: int) -> None:
+        self._known.pop(key, None)
+        self.num_bytes -= num_bytes
+
+
+def limit_gpu_memory(limit_bytes: int | None, device: torch.device) -> None:
+    """Torch's own allocator counts on a GPU."""
+    if limit_bytes is not None:
+        share = limit_bytes / torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(
+            min(share, torch.cuda.get_per_process_memory_fraction(device)), device
+        )
