@@ -117,7 +117,8 @@ def test_recomputation_keeps_only_inputs_and_pays_the_forward_again():
     forward = spans(plain, Forward)[0]
     assert again.makespan_ns - plain.makespan_ns == pytest.approx(forward[2] - forward[1], abs=4)
     saved = 16 * 4 * int(small.COST.saved_bytes - small.COST.output_bytes)
-    assert plain.peak_bytes()[0] - again.peak_bytes()[0] == saved
+    run_again = 16 * small.COST.saved_bytes / 2  # what a layer's backward takes more, when the layer runs again in it
+    assert plain.peak_bytes()[0] - again.peak_bytes()[0] == saved - run_again
 
 
 @given(small.graphs(max_devices=6))
