@@ -159,6 +159,8 @@ class Weights:
         owners = _owners_of(one.shards)
         if self.world.rank not in owners.values():
             one.parameter.data, one.parameter.grad = torch.empty(0, dtype=one.parameter.dtype), None
+        else:
+            one.parameter.data = one.parameter.data.cpu()  # no plan counts it
         return replace(one, shards={rank: one.shards[rank] for rank in owners.values()})
 
     def _away(self) -> dict[int, _Away]:
@@ -267,7 +269,7 @@ class Weights:
         for one in self._parked.values() if self.world.size > 1 else ():
             parts = []
             for owner in _owners_of(one.shards).values():
-                part = one.parameter.data
+                part = one.parameter.data.to(self.world.device)
                 if self.world.rank != owner:
                     part = torch.empty(one.part_shape, dtype=one.parameter.dtype, device=self.world.device)
                 with peers("bringing parameters home"):

@@ -136,6 +136,8 @@ class Loop:
             peak = self._budget.peak_bytes
         self._readiness.bring_home(self._prepared)
         self._readiness.given.update(self._asked)
+        if self._change is not None:  # asked for when the last losses were told
+            self._readiness.set_tasks(self._change[0], shown)
         return self._result(step_s, peak)
 
     def _count_what_is_there(self) -> None:
@@ -156,7 +158,8 @@ class Loop:
         (tasks, loaders), self._change = self._change, None
         begin_s = time.perf_counter()
         names = {one.name for one in tasks}
-        for name in [name for name in self._feeds if name not in names]:
+        ended = {name for name in self._feeds if name not in names or name in loaders}
+        for name in ended:
             self._feeds.pop(name).close()
             # What was read for this step is not trained on; a dataset that comes back begins with it.
             self._readiness.given[name] += self._asked.pop(name) - sum(name in batches for batches in told)
@@ -167,8 +170,8 @@ class Loop:
         self._prepared = self._readiness.change_tasks(tasks, self._feeds, self._shown)
         self._kept.clear()
         self._watched = None
-        told[:] = [{name: one for name, one in batches.items() if name in names} for batches in told]
-        turns[:] = [{name: one for name, one in batches.items() if name in names} for batches in turns]
+        told[:] = [{name: one for name, one in batches.items() if name not in ended} for batches in told]
+        turns[:] = [{name: one for name, one in batches.items() if name not in ended} for batches in turns]
         self._share_batches(told, turns)
         self._count_what_is_there()
         self.changes_s.append(time.perf_counter() - begin_s)
@@ -176,7 +179,8 @@ class Loop:
     def _read(self, step: int) -> list[dict[str, Batch]]:
         """The next batches that this rank needs, by turn and task."""
         options, ways, recording = self._options, self._readiness.ways, self._prepared.weights.in_shape
-        on = tasks_in_step(options.sampling, self._names, options.tasks_per_step, options.seed, step)
+        most = min(options.tasks_per_step, len(self._names))
+        on = tasks_in_step(options.sampling, self._names, most, options.seed, step)
         wanted = [name for name in on if self._reads(name)]
         turns = []
         for turn in range(options.accumulate):

@@ -33,6 +33,7 @@ class UpdateState:
     num_steps: int = 0
     states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of the parameter's group
+    old_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of what nobody trains now
     ready: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     kept: Mapping[str, tuple[Part, Mapping[str, Any]]] = field(default_factory=dict)
 
@@ -72,11 +73,13 @@ class Update:
         self._num_steps = state.num_steps
         if self.optimizer is not None and make_scheduler is not None:
             self.scheduler = _scheduler_of(make_scheduler, self.optimizer, state.num_steps)
-        if self.optimizer is not None and state.settings:
+        if self.optimizer is not None and (state.settings or state.old_settings):
             self._take(self.optimizer, state)
         # What is trained is the optimizers' matter from here on.
         left = {name: one for name, one in state.states.items() if name not in trained}
-        self._parked = UpdateState(states=left, settings=state.settings, kept=state.kept)
+        settings = {**state.old_settings, **state.settings}
+        old_settings = {name: one for name, one in settings.items() if name not in trained}
+        self._parked = UpdateState(states=left, old_settings=old_settings, kept=state.kept)
 
     def step(self) -> None:
         if self._clip_norm is not None:
@@ -106,21 +109,27 @@ class Update:
             elif name in state.states:
                 written["state"][place] = self._parts[name].of(state.states[name])
         for group, entry in zip(optimizer.param_groups, written["param_groups"], strict=True):
-            known = [names[id(parameter)] for parameter in group["params"] if names[id(parameter)] in state.settings]
+            members = [names[id(parameter)] for parameter in group["params"]]
+            # What was not trained for a while knows rates of that time; where there is a schedule, it has told its own.
+            known = [state.settings[name] for name in members if name in state.settings]
+            if self.scheduler is None:
+                known += [state.old_settings[name] for name in members if name in state.old_settings]
             if known:
-                entry.update(state.settings[known[0]])
+                entry.update(known[0])
         optimizer.load_state_dict(written)
 
     def gathered(self) -> UpdateState:
         """What the optimizers of all ranks keep, on all ranks, in the host's memory."""
         states = {name: (part, on_host(state)) for name, (part, state) in self._owned().items()}
-        parts = self._world.broadcast_object(self._world.gather_objects((states, self._settings())))
+        table = self._world.broadcast_object(self._world.gather_objects((states, self._settings(), self._num_steps)))
         # What is frozen now keeps what it had, for when it is thawed.
-        every, each = dict(self._parked.states), dict(self._parked.settings)
-        every.update(joined([more for more, _ in parts]))
-        for _, settled in parts:
-            each.update(settled)
-        return UpdateState(num_steps=self._num_steps, states=every, settings=each)
+        every = dict(self._parked.states) | joined([more for more, _, _ in table])
+        return UpdateState(
+            num_steps=max(steps for _, _, steps in table),  # a rank without a part in the plan has counted none
+            states=every,
+            settings={name: one for _, settings, _ in table for name, one in settings.items()},
+            old_settings=self._parked.old_settings,
+        )
 
     def handed_over(self, wanted: Mapping[str, Part]) -> UpdateState:
         """What this rank's next optimizer, over these parts of parameters, goes on with. All ranks ask; each gets what
@@ -128,10 +137,7 @@ class Update:
         world = self._world
         owned = self._owned(every_copy=True)
         mine = {name: (part, Described.of(part, state)) for name, (part, state) in owned.items()}
-        table = world.broadcast_object(world.gather_objects((mine, dict(wanted), self._settings())))
-        settings = dict(self._parked.settings)
-        for _, _, more in table:
-            settings.update(more)
+        table = world.broadcast_object(world.gather_objects((mine, dict(wanted), self._settings(), self._num_steps)))
         offers, wishes = [one[0] for one in table], [one[1] for one in table]
         asked = frozenset[str]().union(*wishes)
         # Where tensor groups have another size now, parts do not fit each other: the whole is put together first.
@@ -144,7 +150,14 @@ class Update:
             states.update(joined(world.broadcast_object(world.gather_objects(whole))))
         ready = exchanged(world, offers, wishes, {name: state for name, (_, state) in owned.items()}, others)
         kept = {name: (part, on_host(state)) for name, (part, state) in counted.items() if name not in asked}
-        return UpdateState(num_steps=self._num_steps, states=states, settings=settings, ready=ready, kept=kept)
+        return UpdateState(
+            num_steps=max(one[3] for one in table),
+            states=states,
+            settings={name: one for _, _, settings, _ in table for name, one in settings.items()},
+            old_settings=self._parked.old_settings,
+            ready=ready,
+            kept=kept,
+        )
 
     def _owned(self, *, every_copy: bool = False) -> dict[str, tuple[Part, Mapping[str, Any]]]:
         """What this rank keeps; of copies that several keep, one rank's, or every one."""

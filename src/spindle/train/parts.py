@@ -115,7 +115,8 @@ class Described:
 
     @staticmethod
     def of(part: Part, state: State) -> Described:
-        large = {key: value.dtype for key, value in state.items() if _has_shape(value, part.shape)}
+        # A parameter of one number has states of one number, as the count of its steps is, which may be elsewhere.
+        large = {key: value.dtype for key, value in state.items() if part.shape and _has_shape(value, part.shape)}
         return Described(
             tuple(sorted(large.items())), on_host({key: one for key, one in state.items() if key not in large})
         )
@@ -154,7 +155,7 @@ def exchanged(
         for (source, to, dtype), some in streams.items():
             sizes = [move.last - move.first for move, _ in some]
             if rank == source:
-                flat = torch.cat([_taken(states, offers, move, key) for move, key in some]).to(world.device)
+                flat = torch.cat([_taken(states, offers, move, key).to(world.device) for move, key in some])
                 requests.append((dist.isend(flat, to), flat))
             else:
                 flat = torch.empty(sum(sizes), dtype=dtype, device=world.device)

@@ -81,6 +81,7 @@ class Known:
     code: list[OpCode]
     profile: Profile
     mode: list[bool]
+    ended_modules: frozenset[str] = frozenset()  # of tasks that have ended
 
 
 class Prepared:
@@ -271,7 +272,8 @@ def without(known: Known, tasks: Collection[str], name: str) -> Known:
     left = bind(name, kept, facts, bound.sharing)
     graph = metagraph_of(left.workload)
     code = [code_of(left, op) for op in graph.metaops]
-    return Known(left, graph, code, known.profile.restricted(graph), mode_of(left))
+    ended = frozenset(known.graph.modules) - frozenset(graph.modules)
+    return Known(left, graph, code, known.profile.restricted(graph), mode_of(left), ended)
 
 
 def prepare(known: Known, options: Options, world: World, shown: Progress, notify: Callable[[str], None]) -> Prepared:
@@ -279,8 +281,9 @@ def prepare(known: Known, options: Options, world: World, shown: Progress, notif
     if options.memory_bytes is not None:
         cluster = known.profile.cluster.with_memory(int(_PLANNED * options.memory_bytes))
         known = replace(known, profile=replace(known.profile, cluster=cluster))
-    if options.tensor_degrees:
-        known = replace(known, profile=_with_degrees(known, options.tensor_degrees))
+    degrees = {name: one for name, one in (options.tensor_degrees or {}).items() if name not in known.ended_modules}
+    if degrees:
+        known = replace(known, profile=_with_degrees(known, degrees))
     with shown.bar("planning") as tell:
         plan = _plan(known, options, world, tell, notify)
     return Prepared(known, plan, options, world)

@@ -11,13 +11,15 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from spindle.run import World
 from spindle.train.buffers import buffers_home, share_buffers
 from spindle.train.feed import Batch, Feed
 from spindle.train.optimizer import UpdateState
 from spindle.train.preparation import Known, Options, Prepared, find_out, mode_of, prepare, without
 from spindle.train.progress import Progress
-from spindle.train.task import TaskDefinition
+from spindle.train.task import ModuleHandle, TaskDefinition
 from spindle.train.ways import Ways
 
 
@@ -30,6 +32,8 @@ class Readiness:
         self.known: Known | None = None
         self._all_known: Known | None = None  # with the tasks that have ended since
         self.prepared: Prepared | None = None
+        self.handles: dict[str, ModuleHandle] = {}  # of all modules that were met
+        self.is_away = False  # whether weights are
         self.checked: set[str] = set()  # ways whose losses were put together from parts, and compared with the whole
         self.given: Counter[str] = Counter()  # batches of each task, in all fits
         self._state = UpdateState()
@@ -55,6 +59,7 @@ class Readiness:
                     self.ways.add(task, self.ways.key_of(task, batch), batch)
             self.known = find_out(self.options, self.ways, self.world, shown, self.notifier(shown))
             self._all_known = self.known
+            self.handles |= self.known.bound.handles
         return self.known
 
     def plan(self, known: Known, shown: Progress) -> Prepared:
@@ -65,6 +70,7 @@ class Readiness:
 
     def send_out(self, prepared: Prepared) -> None:
         """Parameters to the ranks that hold them, and an optimizer over what this rank has."""
+        self.is_away = True
         prepared.weights.send_out()
         if prepared.shards is not None:
             prepared.shards.take_in()
@@ -79,6 +85,7 @@ class Readiness:
         prepared.weights.bring_home()
         buffers_home(prepared, self.world)
         share_buffers(prepared.bound, self.world)
+        self.is_away = False
 
     def set_tasks(self, tasks: Sequence[TaskDefinition], shown: Progress) -> None:
         """From now on these tasks are trained. Weights must be at home."""
@@ -89,7 +96,7 @@ class Readiness:
         """From now on these tasks are trained, by a new plan. Weights are away, and away afterwards."""
         old = self.prepared
         assert old is not None
-        self.ways.take_tasks(tasks)
+        self.checked -= self.ways.take_tasks(tasks)
         if not self._is_known():
             self.bring_home(old)
             self.set_tasks(tasks, shown)
@@ -113,6 +120,10 @@ class Readiness:
         assert old.update is not None
         new.make_update(old.update.handed_over)
         self.prepared = new
+        if self.world.device.type == "cuda":
+            del old
+            gc.collect()  # graphs of the old plan hold memory of their device
+            torch.cuda.empty_cache()
         return new
 
     def _take_tasks(self, tasks: Sequence[TaskDefinition], shown: Progress) -> None:
@@ -120,7 +131,7 @@ class Readiness:
         if tuple(tasks) != self.options.tasks:
             self._drop_given("the tasks are others", shown)
         self.options.tasks = tuple(tasks)
-        self.ways.take_tasks(tasks)
+        self.checked -= self.ways.take_tasks(tasks)
         known = self._all_known
         if known is None or not self._is_known():
             self.known = self._all_known = None

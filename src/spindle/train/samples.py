@@ -169,6 +169,7 @@ class SampleFeed(Feed):
         self._rows_of, self._seed, self._before, self._workers = Rows(dataset), seed, given, dict(workers)
         self._chosen: dict[int, Batch] = {}  # by number
         self._num_chosen = 0
+        self.num_again = 1  # so many of the last batches may be asked for again
         self._stream: tuple[Needs | None, int, Iterator[Any]] | None = None  # with the number it gives next
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: tuple[int, Needs | None, Future[Any]] | None = None
@@ -203,7 +204,7 @@ class SampleFeed(Feed):
         self._thread = self._ahead = self._stream = None
 
     def at(self, number: int, needs: Needs | None = None) -> Batch:
-        for passed in [one for one in self._chosen if one < number]:
+        for passed in [one for one in self._chosen if one <= number - self.num_again]:
             del self._chosen[passed]
         chosen, example = self._choose(number), self.example()
         if number == 0 and needs is None:
@@ -294,6 +295,8 @@ def _completed(nest: Any, needs: Needs, example: Any) -> tuple[Any, Held]:
     if EVERYTHING in rows:
         return nest, tuple(_span(needs) for _ in tree_leaves(nest))
     whole, held = {}, []
+    if not rows:
+        return tree_map(lambda leaf: None, example), ((0, 0),) * len(tree_leaves(example))
     for key, value in example.items():
         whole[key] = nest[key] if key in rows else tree_map(lambda leaf: None, value)
         held += [rows.get(key, (0, 0))] * len(tree_leaves(value))

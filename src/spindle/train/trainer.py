@@ -120,6 +120,7 @@ class Trainer:
         self.notices: list[str] = []
         self._options, self._steps_done = options, 0
         self._loop: Loop | None = None  # while there is a fit
+        self._has_new_modules = True  # which may have other weights on each rank
         self._readiness = Readiness(options, self.world, self.notices)
 
     @property
@@ -141,8 +142,8 @@ class Trainer:
 
         They load into plain PyTorch: `nn.ModuleDict({"vision": vision, ...}).load_state_dict(...)`.
         """
-        known = self._readiness.known
-        handles = known.bound.handles if known else handles_of(record_all(self._options.tasks))
+        self._refuse_spread_weights()
+        handles = self._readiness.handles or handles_of(record_all(self._options.tasks))
         return {
             f"{name}.{path}": value
             for name, handle in handles.items()
@@ -168,6 +169,7 @@ class Trainer:
         """
         if steps < 1:
             raise TrainingError(f"fit(steps={steps}): must be at least 1")
+        self._refuse_spread_weights()
         shown = Progress(enabled=progress and self.world.rank == 0)
         feeds: dict[str, Feed] = {}
         try:
@@ -175,6 +177,7 @@ class Trainer:
             self._loop = Loop(self._readiness, feeds, partial(self._feed, drop_last=drop_last), shown, on_step)
             result = self._loop.run(self._steps_done, steps)
             self._steps_done += steps
+            self._has_new_modules = False
             return result
         finally:
             self._loop = None
@@ -231,7 +234,6 @@ class Trainer:
             raise TrainingError(f"remove_task({name!r}): it is the last one")
         if self._options.sampling is not None:
             self._options.sampling = {one: share for one, share in self._options.sampling.items() if one != name}
-            self._options.tasks_per_step = min(self._options.tasks_per_step, len(left))
         self._take_tasks(left, {})
 
     def add_task(self, task: TaskDefinition, loader: Any = None, *, share: Share | None = None) -> None:
@@ -251,7 +253,15 @@ class Trainer:
             raise TrainingError(f"add_task({task.name!r}): share= goes with Trainer(sampling=...)")
         if self._options.sampling is not None and share is not None:
             self._options.sampling = {**self._options.sampling, task.name: share}
+        self._has_new_modules = True
         self._take_tasks([*tasks, task], {task.name: loader})
+
+    def _refuse_spread_weights(self) -> None:
+        if self.world.size > 1 and self._readiness.is_away:
+            raise TrainingError(
+                "a fit of this Trainer ended by an error: its weights are spread over the ranks; make a new Trainer "
+                "of modules with weights from a file"
+            )
 
     def _tasks_now(self) -> list[TaskDefinition]:
         return list(self._options.tasks) if self._loop is None else self._loop.coming_tasks
@@ -270,13 +280,14 @@ class Trainer:
         """
         if workload_request() is not None:  # nobody trains here, and modules have no weights
             return dict.fromkeys(loaders, math.nan)
+        self._refuse_spread_weights()
         return evaluate(
             self._options,
             loaders,
             steps,
             self._random_state(),
             self.world,
-            share_weights=self.world.size > 1 and not self._steps_done,
+            share_weights=self.world.size > 1 and self._has_new_modules,
         )
 
     def _feeds(self, loaders: Mapping[str, Any], drop_last: bool, shown: Progress) -> dict[str, Feed]:
@@ -316,4 +327,8 @@ class Trainer:
             "compared": self.world.size > 1,
         }
         given = self._readiness.given[definition.name]
-        return sample_feed(loader, self._options.seed, given, **shared) or Feed(loader=loader, **shared)
+        of_samples = sample_feed(loader, self._options.seed, given, **shared)
+        if of_samples is None:
+            return Feed(loader=loader, **shared)
+        of_samples.num_again = self._options.accumulate
+        return of_samples

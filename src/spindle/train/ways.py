@@ -50,14 +50,17 @@ class Ways:
         """Those of the tasks that are trained now."""
         return (way for way in self._ways.values() if way.task in self._tasks)
 
-    def take_tasks(self, tasks: Sequence[TaskDefinition]) -> None:
-        """Others are trained now. Ways through one that comes back are still known, if it is the same."""
+    def take_tasks(self, tasks: Sequence[TaskDefinition]) -> set[str]:
+        """Others are trained now. Ways through one that comes back are still known, if it is the same; the names of
+        those that are not."""
         others = {one.name for one in tasks if self._seen.get(one.name, one) is not one}
+        gone = {way.name for way in self._ways.values() if way.task in others}
         self._ways = {key: way for key, way in self._ways.items() if key[0] not in others}
         self._keys = {key: known for key, known in self._keys.items() if key[0] not in others}
         self._branching = {key: known for key, known in self._branching.items() if key[0] not in others}
         self._tasks = {one.name: one for one in tasks}
         self._seen |= self._tasks
+        return gone
 
     @property
     def tasks(self) -> list[str]:
