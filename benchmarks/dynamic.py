@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ PAPER = {
     "ofasys-7": {"Spindle": 86, "DistMM": 114, "Megatron": 118, "DeepSpeed": 116, "Spindle-Optimus": 108},
 }
 SCRIPT = Path(__file__).resolve().parent / "scripts" / "changing_tasks.py"
-RESTARTS, PROCESSES = 3, 2
+REPEATS, PROCESSES = 3, 2
 
 
 def profile_of(recipe: str, num_tasks: int, cluster: str = CLUSTER) -> Profile:
@@ -180,59 +181,67 @@ def launch(*arguments: str, cache: Path) -> None:
 
 
 def train() -> dict[str, Any]:
-    """One fit with changes, then starts anew: with layers measured before, and once without."""
+    """Fits with changes, turn and turn about with starts anew, which find layers measured; and one that does not."""
+    fits, restarts = [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         report, checkpoint = folder / "report.json", folder / "checkpoint.pt"
-        launch(str(report), str(checkpoint), cache=folder / "cache")
-        fit = json.loads(report.read_text())
-        restarts = []
-        for number in range(RESTARTS + 1):
-            cache = folder / ("cache" if number < RESTARTS else "empty")
-            launch(str(report), str(checkpoint), "--launched", str(time.time()), cache=cache)
-            restarts.append(json.loads(report.read_text()))
-    return {"fit": fit, "restarts": restarts[:RESTARTS], "restart_unmeasured": restarts[RESTARTS]}
+
+        def start(cache: str) -> dict[str, float]:
+            launch(str(report), str(checkpoint), "--launched", str(time.time()), cache=folder / cache)
+            return json.loads(report.read_text())  # type: ignore[no-any-return]
+
+        for _ in range(REPEATS):
+            launch(str(report), str(checkpoint), cache=folder / "cache")
+            fits.append(json.loads(report.read_text()))
+            restarts.append(start("cache"))
+        return {"fits": fits, "restarts": restarts, "restart_unmeasured": start("empty")}
+
+
+def spread(values: Sequence[float], digits: int = 0) -> str:
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def trained_tables(one: dict[str, Any], load: float) -> list[str]:
-    fit, apart = one["fit"], one["fit"]["apart"]
+    fits, starts, unmeasured = one["fits"], one["restarts"], one["restart_unmeasured"]
+    apart = fits[0]["apart"]
     rows = []
-    for number, what in enumerate(fit["changes"]):
+    for number, what in enumerate(fits[0]["changes"]):
         place = apart * (number + 1)
-        before, after = (statistics.median(fit["step_s"][n : n + apart - 10]) for n in (place - apart + 10, place + 10))
+        # The steps around a change may still warm up, or wait for it.
+        before, after = (
+            [statistics.median(fit["step_s"][first : first + apart - 10]) for fit in fits]
+            for first in (place - apart + 10, place + 10)
+        )
+        longest = [max(fit["step_s"][place : place + 3]) for fit in fits]
         rows.append(
             [
                 what,
-                f"{fit['changes_s'][number] * 1e3:.0f}",
-                f"{fit['planning_s'][number] * 1e3:.0f}",
-                f"{fit['moved_bytes'][number] / 1e6:.1f}",
-                f"{(max(fit['step_s'][place : place + 3]) - after) * 1e3:.0f}",
-                f"{before * 1e3:.0f}",
-                f"{after * 1e3:.0f}",
+                spread([fit["changes_s"][number] * 1e3 for fit in fits]),
+                spread([fit["planning_s"][number] * 1e3 for fit in fits]),
+                spread([fit["moved_bytes"][number] / 1e6 for fit in fits], 1),
+                spread([(step - usual) * 1e3 for step, usual in zip(longest, after, strict=True)]),
+                spread([time_s * 1e3 for time_s in before]),
+                spread([time_s * 1e3 for time_s in after]),
             ]
         )
-    stages = list(one["restarts"][0])
-    starts = [
-        [stage, f"{statistics.median(start[stage] for start in one['restarts']):.1f}", f"{cold[stage]:.1f}"]
-        for stage in stages
-        for cold in [one["restart_unmeasured"]]
+    stages = [
+        [stage, spread([start[stage] for start in starts], 1), f"{unmeasured[stage]:.1f}"] for stage in unmeasured
     ]
-    change_s = statistics.median(fit["changes_s"])
-    start_s = statistics.median(start["first step"] for start in one["restarts"])
+    changes_s = [time_s for fit in fits for time_s in fit["changes_s"]]
+    start_s = [start["first step"] for start in starts]
     return [
-        f"## Four tasks, {fit['num_parameters'] / 1e6:.1f} M parameters, {PROCESSES} processes, trained",
-        f"A change takes {change_s:.2f} s (median of {len(rows)}); starting anew takes {start_s:.1f} s from launch to "
-        f"the first loss, {start_s / change_s:.0f} times as long, and a checkpoint of the weights, which takes "
-        f"{fit['checkpoint_s'] * 1e3:.0f} ms, does not have the optimizer's state. Other programs ran beside (load "
-        f"{load:.1f} when this began).",
+        f"## Four tasks, {fits[0]['num_parameters'] / 1e6:.1f} M parameters, {PROCESSES} processes, trained",
+        f"A change takes {spread(changes_s, 2)} s, starting anew {spread(start_s, 1)} s from launch to the first loss: "
+        f"{statistics.median(start_s) / statistics.median(changes_s):.0f} times as long. The checkpoint that it starts "
+        "from holds the weights alone. Medians and ranges, of "
+        f"{REPEATS} runs where nothing else is said; the machine's load was {load:.1f} when they began.",
         markdown(
             ["change", "ms", "of which planning", "MB moved", "its step beyond the usual", "step before", "after"],
             rows,
         ),
         "Starting anew without the first task that leaves, seconds since launch:",
-        markdown(
-            ["stage", f"layers measured before (median of {len(one['restarts'])})", "layers measured anew"], starts
-        ),
+        markdown(["stage", "layers measured before", "layers measured anew (one run)"], stages),
     ]
 
 
@@ -252,7 +261,7 @@ def main() -> None:
         make_plan(profile_of(recipe, 2))  # compile first
     simulated = [simulate(recipe) for recipe in ENDS]
     print(file=sys.stderr)
-    load = os.getloadavg()[0]  # of other programs, mostly: planning has one thread
+    load = os.getloadavg()[0]  # planning is 1 of it; other programs the rest
     trained = train()
     tables = [table for one in simulated for table in simulated_tables(one)]
     publish(
