@@ -175,27 +175,19 @@ def simulated_tables(one: dict[str, Any]) -> list[str]:
     ]
 
 
-def launch(*arguments: str, cache: Path) -> None:
-    command = [sys.executable, "-m", "spindle.cli", "launch", "-n", str(PROCESSES), str(SCRIPT), *arguments]
-    subprocess.run(command, check=True, env=os.environ | {"SPINDLE_CACHE": str(cache)}, stdout=subprocess.DEVNULL)
-
-
 def train() -> dict[str, Any]:
-    """Fits with changes, turn and turn about with starts anew, which find layers measured; and one that does not."""
-    fits, restarts = [], []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        report, checkpoint = folder / "report.json", folder / "checkpoint.pt"
-
-        def start(cache: str) -> dict[str, float]:
-            launch(str(report), str(checkpoint), "--launched", str(time.time()), cache=folder / cache)
-            return json.loads(report.read_text())  # type: ignore[no-any-return]
-
-        for _ in range(REPEATS):
-            launch(str(report), str(checkpoint), cache=folder / "cache")
-            fits.append(json.loads(report.read_text()))
-            restarts.append(start("cache"))
-        return {"fits": fits, "restarts": restarts, "restart_unmeasured": start("empty")}
+    """Fits with changes, turn and turn about with starts anew: that measure layers, and that find a profile of them."""
+    fits, measuring, measured = [], [], []
+    launch = [sys.executable, "-m", "spindle.cli", "launch", "-n", str(PROCESSES), str(SCRIPT)]
+    for _ in range(REPEATS):
+        with tempfile.TemporaryDirectory() as name:
+            report = Path(name) / "report.json"
+            files = [str(report), str(Path(name) / "checkpoint.pt"), str(Path(name) / "profile.json")]
+            for reports in (fits, measuring, measured):
+                when = [] if reports is fits else ["--launched", str(time.time())]
+                subprocess.run([*launch, *files, *when], check=True, stdout=subprocess.DEVNULL)
+                reports.append(json.loads(report.read_text()))
+    return {"fits": fits, "restarts_measuring": measuring, "restarts": measured}
 
 
 def spread(values: Sequence[float], digits: int = 0) -> str:
@@ -203,7 +195,7 @@ def spread(values: Sequence[float], digits: int = 0) -> str:
 
 
 def trained_tables(one: dict[str, Any], load: float) -> list[str]:
-    fits, starts, unmeasured = one["fits"], one["restarts"], one["restart_unmeasured"]
+    fits, starts, measuring = one["fits"], one["restarts"], one["restarts_measuring"]
     apart = fits[0]["apart"]
     rows = []
     for number, what in enumerate(fits[0]["changes"]):
@@ -226,22 +218,23 @@ def trained_tables(one: dict[str, Any], load: float) -> list[str]:
             ]
         )
     stages = [
-        [stage, spread([start[stage] for start in starts], 1), f"{unmeasured[stage]:.1f}"] for stage in unmeasured
+        [stage, *(spread([start[stage] for start in some], 1) for some in (measuring, starts))] for stage in starts[0]
     ]
     changes_s = [time_s for fit in fits for time_s in fit["changes_s"]]
     start_s = [start["first step"] for start in starts]
     return [
         f"## Four tasks, {fits[0]['num_parameters'] / 1e6:.1f} M parameters, {PROCESSES} processes, trained",
-        f"A change takes {spread(changes_s, 2)} s, starting anew {spread(start_s, 1)} s from launch to the first loss: "
-        f"{statistics.median(start_s) / statistics.median(changes_s):.0f} times as long. The checkpoint that it starts "
-        "from holds the weights alone. Medians and ranges, of "
-        f"{REPEATS} runs where nothing else is said; the machine's load was {load:.1f} when they began.",
+        f"A change takes {spread(changes_s, 2)} s, starting anew with a profile {spread(start_s, 1)} s from launch to "
+        f"the first loss, {statistics.median(start_s) / statistics.median(changes_s):.0f} times as long. "
+        f"The checkpoint that it starts from holds the weights alone. Medians and ranges of {REPEATS} runs, here "
+        f"of all {len(changes_s)} changes; the machine's load was {load:.1f} when they began. Where ranges are wide, "
+        "other programs ran beside, and ratios are as rough.",
         markdown(
             ["change", "ms", "of which planning", "MB moved", "its step beyond the usual", "step before", "after"],
             rows,
         ),
         "Starting anew without the first task that leaves, seconds since launch:",
-        markdown(["stage", "layers measured before", "layers measured anew (one run)"], stages),
+        markdown(["stage", "layers measured anew", "with a profile of them"], stages),
     ]
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, StackDataset
 
 import spindle
-from spindle.profile import Profile
+from spindle.profile import Profile, write_profile
 from spindle.program import Holders, Program, holders_of, lower, moves_between
 from spindle.train import preparation
 
@@ -31,7 +31,7 @@ TASKS = {
     one.name: one
     for one in (four_tasks.image_text, four_tasks.audio_text, four_tasks.image_audio, four_tasks.captioning)
 }
-APART = 40  # steps between changes
+APART = 30  # steps between changes
 CHANGES = ("-captioning", "-image_audio", "+captioning", "-image_text", "+image_audio", "+image_text")
 planning_s: list[float] = []
 
@@ -54,10 +54,11 @@ def loader(name: str) -> DataLoader[Any]:
     return DataLoader(scenes, TASKS[name].batch_size, shuffle=True, drop_last=True, generator=order)
 
 
-def trainer_of(names: list[str]) -> spindle.Trainer:
+def trainer_of(names: list[str], profile: Path | None = None) -> spindle.Trainer:
     return spindle.Trainer(
         [TASKS[name] for name in names],
         optimizer=lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-3),
+        profile=profile,
     )
 
 
@@ -107,22 +108,25 @@ def changing(checkpoint: Path) -> dict[str, Any]:
     }
 
 
-def restarting(checkpoint: Path, launched: float) -> dict[str, float]:
-    """Seconds from the launch to each stage, and to the loss of the first step."""
+def restarting(checkpoint: Path, launched: float, profile: Path) -> dict[str, float]:
+    """Seconds from the launch to each stage, and to the loss of the first step. Layers are measured unless there is a
+    profile of them, which is left for the next start."""
     stages = {"imported": IMPORTED - launched}
     names = [name for name in TASKS if f"-{name}" != CHANGES[0]]
     modules = {one.name: one.module for one in vars(four_tasks).values() if isinstance(one, spindle.train.ModuleHandle)}
     nn.ModuleDict(modules).load_state_dict(torch.load(checkpoint))
-    trainer = trainer_of(names)
+    trainer = trainer_of(names, profile if profile.exists() else None)
     loaders = {name: loader(name) for name in names}
     stages["loaded"] = time.time() - launched
-    trainer.prepare(loaders, progress=False)
+    found = trainer.prepare(loaders, progress=False)
     stages["recorded and measured"] = time.time() - launched
 
     def on_step(step: int, losses: dict[str, float]) -> None:
         stages["first step"] = time.time() - launched
 
     trainer.fit(loaders, steps=1, progress=False, on_step=on_step)
+    if trainer.rank == 0:
+        write_profile(profile, found)
     return stages | {"of which planning": sum(planning_s)}
 
 
@@ -130,12 +134,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("report", type=Path)
     parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("profile", type=Path)
     parser.add_argument("--launched", type=float, help="start anew; when this was launched, by the clock")
     given = parser.parse_args()
     if given.launched is None:
         report: dict[str, Any] = changing(given.checkpoint)
     else:
-        report = restarting(given.checkpoint, given.launched)
+        report = restarting(given.checkpoint, given.launched, given.profile)
     if planning_s:  # on rank 0
         given.report.write_text(json.dumps(report))
 
