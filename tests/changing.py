@@ -105,6 +105,10 @@ STEPS = {"ends": 6, "ends and comes back": 10, "joins": 7, "all of it": 15}
 BEGIN = ("pair", "answer", "sound")
 
 
+def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
 def change(rank: int, num_ranks: int, name: str, seed: int, shards: str, momentum: bool = False) -> Changed:
     """Trains with changes, and then plainly, with the tasks that each step had. `shards` is "all", "none" or "some"
     plans."""
@@ -132,7 +136,7 @@ def change(rank: int, num_ranks: int, name: str, seed: int, shards: str, momentu
     handles = {one: spindle.module(one, each) for one, each in modules.items()}
     tasks = tasks_of(handles)
     make = make_momentum if momentum else make_adam
-    trainer = spindle.Trainer([tasks[one] for one in BEGIN], optimizer=make, clip_norm=3.0)
+    trainer = spindle.Trainer([tasks[one] for one in BEGIN], optimizer=make, scheduler=halving, clip_norm=3.0)
 
     def loader(task: str, first: int = 0) -> Any:
         return (batch_of(task, number) for number in count(first))
@@ -189,6 +193,7 @@ def _train_plainly(
 ) -> list[dict[str, float]]:
     tasks = tasks_of(modules)
     optimizer = make(list(nn.ModuleDict(modules).named_parameters()))
+    scheduler = halving(optimizer)
     asked = dict.fromkeys(tasks, 0)
     history = []
     for step, on in enumerate(tasks_of_steps):
@@ -206,5 +211,6 @@ def _train_plainly(
             (value * tasks[task].weight).backward()
         torch.nn.utils.clip_grad_norm_(nn.ModuleDict(modules).parameters(), 3.0)
         optimizer.step()
+        scheduler.step()
         history.append(losses)
     return history

@@ -89,6 +89,35 @@ def test_tasks_change_between_fits():
         assert set(trainer.fit({"b": batches, "c": batches}, steps=1, progress=False).losses[0]) == {"b", "c"}
 
 
+def test_a_change_asked_for_at_the_end_is_for_the_next_fit():
+    batches = [torch.ones(2, 2)] * 4
+    with unmeasured():
+        trainer, _ = trainer_of("a", "b")
+        trainer.fit(
+            {"a": batches, "b": batches},
+            steps=2,
+            progress=False,
+            on_step=lambda step, losses: trainer.remove_task("a") if step == 1 else None,
+        )
+        assert set(trainer.fit({"b": batches}, steps=1, progress=False).losses[0]) == {"b"}
+    assert set(trainer.state_dict()) == {"one.weight", "one.bias"}
+
+
+def test_a_task_of_the_same_name_is_another_one():
+    zeros, ones = [torch.zeros(2, 2)] * 9, [torch.ones(2, 2)] * 9
+    with unmeasured():
+        trainer, tasks = trainer_of("a", "b")
+
+        def on_step(step, losses):
+            if step == 1:
+                trainer.remove_task("a")
+                trainer.add_task(tasks["a"], ones)
+
+        losses = trainer.fit({"a": zeros, "b": zeros}, steps=6, progress=False, on_step=on_step).losses
+    assert "a" not in losses[3]  # its first batch is read for the step behind
+    assert losses[4]["a"] != pytest.approx(losses[4]["b"])
+
+
 def test_weights_of_sampling_change_with_them():
     batches = [torch.ones(2, 2)] * 4
     with unmeasured():

@@ -19,8 +19,11 @@ from spindle.program import (
     Memory,
     SlotShape,
     format_program,
+    holders_of,
     instances_of,
     lower,
+    moves_between,
+    moving_s,
     parse_program,
     verify,
 )
@@ -289,3 +292,42 @@ def test_memory_in_program_order_is_never_more_than_simulated_memory(planner, nu
     program = lower(make_plan(profile, planner), profile)
     in_order = Memory(program, profile).peaks_in_order(instances_of(program))
     assert (in_order <= simulate(program, profile).peak_bytes()).all()
+
+
+def two_tasks_then_one():
+    profile = small.workload_profile({"x": ["vision"], "y": ["audio"]}, num_devices=4, per_island=2)
+    left = small.workload_profile({"x": ["vision"]}, num_devices=4, per_island=2)
+    old = lower(parse_plan("x/vision#0[0:4]*4@0-1 y/audio#0[0:4]*4@2-3", profile), profile)
+    new = lower(parse_plan("x/vision#0[0:4]*4@0-3", left), left)
+    before = holders_of(old, profile.graph)
+    return profile, before, left, holders_of(new, left.graph, before)
+
+
+def test_between_plans_a_parameter_moves_only_to_ranks_that_did_not_hold_it():
+    profile, before, left, after = two_tasks_then_one()
+    assert moves_between(before, before, profile.graph, profile.cluster) == ()
+    moves = moves_between(before, after, left.graph, left.cluster)
+    state_bytes = 4 * 1_000_000 * (2 + 12)
+    for rank, expected in enumerate([0, 0, state_bytes, state_bytes]):
+        assert sum(move.num_bytes for move in moves if move.destination == rank) == expected
+    # Two ranks send as much each; all of it goes through one uplink of 50 GB/s.
+    for rank in (0, 1):
+        assert sum(move.num_bytes for move in moves if move.source == rank) == state_bytes
+    assert moving_s(moves, left.cluster) == pytest.approx(2 * state_bytes / 50e9)
+
+
+def test_what_no_task_uses_stays_with_one_rank_until_it_is_wanted_again():
+    profile, before, _, after = two_tasks_then_one()
+    assert after["audio.0"] == {2: (0, 1)}
+    moves = moves_between(after, before, profile.graph, profile.cluster)
+    assert {(move.source, move.destination) for move in moves} == {(2, 3)}
+
+
+def test_a_parameter_comes_from_the_same_island_if_it_is_there():
+    profile = small.workload_profile({"x": ["vision"]}, num_devices=4, per_island=2)
+    before, after = (
+        holders_of(lower(parse_plan(f"x/vision#0[0:4]*4@{devices}", profile), profile), profile.graph)
+        for devices in ("0-2", "0-3")
+    )
+    moves = moves_between(before, after, profile.graph, profile.cluster)
+    assert {(move.source, move.destination) for move in moves} == {(2, 3)}

@@ -59,6 +59,13 @@ def test_clipping_counts_every_entry_once(pool):
     check(pool, 4, Training(name="own", fits=fits, optimizer="sgd", options={"clip_norm": 0.1, "accumulate": 1}))
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_ranks_with_the_same_shard_share_the_state_of_its_optimizer(pool, optimizer):
+    fits = (({"language": 2}, 11), ({"language": 1}, 12), ({"language": 4}, 13), ({"language": 2}, 14))
+    options = {"shard_optimizer": True, "clip_norm": 0.5}
+    check(pool, 4, Training(name="own", fits=fits, steps=2, optimizer=optimizer, options=options))
+
+
 def test_blocks_that_recompute_themselves_meet_in_backward_too(pool):
     check(pool, 2, Training(name="own recomputing", fits=(({"language": 2}, 3),), optimizer="sgd"))
 

@@ -13,6 +13,7 @@ from spindle.program.instructions import (
 )
 from spindle.program.lower import lower
 from spindle.program.memory import Memory, counts_bytes, refuse_overfull
+from spindle.program.moves import Holders, Move, holders_of, moves_between, moving_s
 from spindle.program.program import Bucket, Flows, Lane, Link, Program, SlotShape
 from spindle.program.text import format_program, parse_program
 from spindle.program.verify import verify
@@ -25,19 +26,24 @@ __all__ = [
     "Flows",
     "Forward",
     "GatherParameters",
+    "Holders",
     "Instances",
     "Instruction",
     "Lane",
     "Link",
     "Memory",
+    "Move",
     "OptimizerStep",
     "Program",
     "SlotShape",
     "SyncGradients",
     "counts_bytes",
     "format_program",
+    "holders_of",
     "instances_of",
     "lower",
+    "moves_between",
+    "moving_s",
     "parse_program",
     "refuse_overfull",
     "verify",
