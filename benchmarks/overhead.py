@@ -22,41 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import spindle
 from common import ROOT, circumstances, markdown, publish, write_between
+from encoder import Encoder, make_optimizer
 
 PAIRS, STEPS_OF_A_PAIR = 20, 5
 BATCH, LENGTH, WIDTH, BLOCKS = 16, 32, 128, 6
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-        self.feed = nn.Sequential(
-            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        x = x + self.attention(y, y, y, need_weights=False)[0]
-        return x + self.feed(x)
-
-
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.out = nn.Linear(32, WIDTH), nn.Linear(WIDTH, 10)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.out(x.mean(1))
-
-
-def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([parameter for _, parameter in named], lr=1e-4)
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
@@ -66,7 +35,7 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 def spindle_steps(planner: str) -> tuple[spindle.Trainer, object]:
     torch.manual_seed(0)
-    encoder = spindle.module("encoder", Encoder())
+    encoder = spindle.module("encoder", Encoder(WIDTH, BLOCKS))
 
     @spindle.task(batch_size=BATCH, per_sample_mean=True)
     def classify(batch):  # type: ignore[no-untyped-def]
@@ -79,7 +48,7 @@ def spindle_steps(planner: str) -> tuple[spindle.Trainer, object]:
 def plain_steps(rank: int, size: int) -> object:
     """A plain loop over the same batches; with several processes DDP's, each on its share."""
     torch.manual_seed(0)
-    model: nn.Module = Encoder()
+    model: nn.Module = Encoder(WIDTH, BLOCKS)
     if size > 1:
         model = DistributedDataParallel(model)
     optimizer = make_optimizer(list(model.named_parameters()))
