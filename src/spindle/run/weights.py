@@ -266,7 +266,10 @@ class Weights:
                     self._fill(number, parts[0])
 
     def _bring_parked_home(self) -> None:
-        for one in self._parked.values() if self.world.size > 1 else ():
+        for one in self._parked.values():
+            if self.world.size == 1:
+                one.parameter.data = one.parameter.data.to(self.world.device)
+                continue
             parts = []
             for owner in _owners_of(one.shards).values():
                 part = one.parameter.data.to(self.world.device)

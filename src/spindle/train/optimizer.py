@@ -62,13 +62,6 @@ class Update:
         if clip_norm is not None and len(ranks) > 1:
             world.group("norm", ranks)
         self.optimizer = optimizer_of(make, named)
-        split = [name for name, part in parts.items() if part.shard is not None]
-        if split and isinstance(self.optimizer, (torch.optim.Adafactor, torch.optim.Muon)):
-            raise TrainingError(
-                f"{type(self.optimizer).__name__} updates all entries of a parameter together, but tensor groups split "
-                f"{split[0]!r} and others; use another optimizer, or tensor degree 1 "
-                "(Trainer(tensor_degrees={...: 1}))"
-            )
         self.scheduler = None
         self._num_steps = state.num_steps
         if self.optimizer is not None and make_scheduler is not None:

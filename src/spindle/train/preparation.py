@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
-from spindle.errors import PlanError, ProfileError
+from spindle.errors import PlanError, ProfileError, TrainingError
 from spindle.graph import MetaGraph, metagraph_of
 from spindle.measure import local_profile, measure_update
 from spindle.models import plan_inside, split_dims
@@ -377,19 +377,25 @@ def _explain(bound: Bound, world: World, notify: Callable[[str], None]) -> None:
 def _plan(
     known: Known, options: Options, world: World, tell: Callable[[float], None], notify: Callable[[str], None]
 ) -> Plan:
-    """Rank 0's plan, on all ranks. A sharded optimizer is tried out first, and not sharded where that fails."""
+    """Rank 0's plan, on all ranks. Where ranks update parts of parameters, it is tried first whether the optimizer can:
+    else it is not sharded, and tensor groups are refused."""
     profile = known.profile
     plan: Plan | None = None
     reason: str | None = None
     if world.rank == 0:
         plan = _wanted_plan(profile, options, options.shard_optimizer, tell)
-        if plan.shard_optimizer and world.size > 1:
+        if (plan.shard_optimizer or _splits(plan)) and world.size > 1:
             trained = [one for one in known.bound.parameters.items() if one[1].requires_grad]
             reason = why_not_sharded(options.make_optimizer, trained)
-        if reason is not None:
+        if reason is not None and plan.shard_optimizer:
             plan = _wanted_plan(profile, options, False, tell)
     shared: Plan
     shared, reason = world.broadcast_object((plan, reason))
+    if reason is not None and _splits(shared):
+        raise TrainingError(
+            f"tensor groups split parameters, of which the optimizer cannot update parts: {reason}; use another "
+            "optimizer, or tensor degree 1 (Trainer(tensor_degrees={...: 1}))"
+        )
     if reason is not None:
         notify(f"the optimizer is not sharded: {reason}")
     if shared.num_devices != world.size:
@@ -399,6 +405,10 @@ def _plan(
         )
     check(shared, profile)
     return shared
+
+
+def _splits(plan: Plan) -> bool:
+    return any(degree > 1 for _, degree in plan.tensor_degrees)
 
 
 def _wanted_plan(
