@@ -104,33 +104,17 @@ class Weights:
 
     def send_out(self) -> None:
         """Every parameter takes rank 0's value on the ranks that hold it; elsewhere its memory is freed."""
-        rank, device = self.world.rank, self.world.device
-        for numbers in self._flats():
-            shards = self._shards[numbers[0]]
-            if rank == 0:
-                flats = {one.place: self._flat(numbers, to) for to, one in shards.items() if to != 0}
-                with peers("handing out parameters"):
-                    for request in [dist.isend(flats[one.place], to) for to, one in shards.items() if to != 0]:
-                        assert request is not None
-                        request.wait()
-            elif rank in shards:
-                for number, part in self._parts(numbers, self._receive(numbers, 0)):
-                    self._fill(number, part)
-        for number, parameter in enumerate(self.parameters):
-            # A parameter of a layer that no task runs stays where it is: at home.
-            if self.holders[number] and rank not in self.holders[number]:
-                parameter.data = torch.empty(0, dtype=parameter.dtype)
-                parameter.grad = None
-            elif self.holders[number]:
-                parameter.data = parameter.data.to(device)
-                shard = self.shard(number)
-                if shard is not None and rank == 0:
-                    parameter.data = shard.of(parameter.data)
+        self._bring({})
 
     def take_over(self, old: Weights) -> None:
         """Parameters go straight from where another plan has them to where this one does. What this one does not use
         stays where it is."""
-        rank, before = self.world.rank, old._away()
+        self._bring(old._away())
+
+    def _bring(self, before: dict[int, _Away]) -> None:
+        """Parameters come to the ranks that hold them, from where they are, which is at home if nothing is said of it.
+        One of a layer that no task runs stays there."""
+        rank = self.world.rank
         known = [
             before.pop(id(parameter), None) if self._shards[number] else None
             for number, parameter in enumerate(self.parameters)
@@ -177,7 +161,7 @@ class Weights:
     ) -> list[list[torch.Tensor]]:
         """What this rank gets of some parameters, from each of its sources, and what others get of this one's."""
         rank, requests, flats = self.world.rank, [], []
-        mine: torch.Tensor | None = None
+        mine: dict[int, torch.Tensor] = {}  # by the place of those who get it, where it is cut for them
         is_home = not away[0].shards
         shapes = [
             self._part_shapes[number] if is_home else one.part_shape for number, one in zip(numbers, away, strict=True)
@@ -187,12 +171,13 @@ class Weights:
             for to, some in sources.items():
                 for source in some:
                     if rank == source:
-                        if mine is None or is_home:
-                            mine = self._flat(numbers, to if is_home else None)
+                        place = self._shards[numbers[0]][to].place if is_home else 0
+                        if place not in mine:
+                            mine[place] = self._flat(numbers, to if is_home else None)
                         if rank == to:
-                            flats.append(mine)
+                            flats.append(mine[place])
                         else:
-                            requests.append((dist.isend(mine, to), mine))
+                            requests.append((dist.isend(mine[place], to), mine[place]))
                     elif rank == to:
                         flat = torch.empty(size, dtype=away[0].parameter.dtype, device=self.world.device)
                         requests.append((dist.irecv(flat, source), flat))
@@ -210,13 +195,11 @@ class Weights:
 
     def _take(self, number: int, was: _Away | None, parts: list[torch.Tensor]) -> None:
         """A parameter's new value on this rank, from the parts of it that came."""
-        shard = self.shard(number)
-        if len(parts) == 1 and (was is None or parts[0].shape == self._part_shapes[number]):
-            self.parameters[number].data = parts[0].clone()
-            return
-        assert was is not None
-        whole = torch.cat(parts, dim=next(iter(was.shards.values())).dim) if len(parts) > 1 else parts[0]
-        self.parameters[number].data = whole.clone() if shard is None else shard.of(whole)
+        whole, shard = parts[0], self.shard(number)
+        if was is not None and whole.shape != self._part_shapes[number]:
+            whole = torch.cat(parts, dim=next(iter(was.shards.values())).dim)
+            whole = whole if shard is None else shard.of(whole)
+        self._fill(number, whole)
 
     @contextmanager
     def in_shape(self) -> Iterator[None]:
