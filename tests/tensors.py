@@ -20,6 +20,7 @@ import spindle
 from courses import Capturing, unmeasured
 from replay import graphs_without_cuda
 from spindle.errors import SpindleError
+from spindle.models import plan_inside
 from spindle.profile import Profile
 from spindle.train import mean, module, preparation, task
 from zoo import Tower
@@ -90,6 +91,7 @@ PLAN = {
     "blocks.*.down": "rowwise",
     "head": "colwise_gather_output",
 }
+SEQUENCE_PLAN = {**PLAN, "blocks.*": "sequence_parallel"}
 
 
 def own(
@@ -127,8 +129,10 @@ def own(
     return [describe, guess], batches
 
 
-def hugging_face(name: str, seed: int = 0, **changes: Any) -> tuple[list[Any], Callable[[int], dict[str, Any]]]:
-    """A model with its own plan."""
+def hugging_face(
+    name: str, seed: int = 0, cuts: bool = False, **changes: Any
+) -> tuple[list[Any], Callable[[int], dict[str, Any]]]:
+    """A model with its own plan, and with sequences cut."""
     hf: Any = import_module("transformers")
     hugging: Any = import_module("hugging")
     torch.manual_seed(seed)
@@ -136,7 +140,8 @@ def hugging_face(name: str, seed: int = 0, **changes: Any) -> tuple[list[Any], C
     encodes = name == "EuroBert"
     kind = getattr(hf, f"{name}Model" if encodes else f"{name}ForCausalLM")
     model = hugging.without_dropout(kind(getattr(hf, f"{name}Config")(**config)).double().train())
-    language = module("language", model)
+    plan = {**plan_inside(model), "model.layers.*": "sequence_parallel"} if cuts else None
+    language = module("language", model, tensor_parallel=plan)
 
     @task(batch_size=4)
     def predict(batch):
@@ -153,10 +158,11 @@ def hugging_face(name: str, seed: int = 0, **changes: Any) -> tuple[list[Any], C
 
 
 def workload(name: str, seed: int = 0) -> tuple[list[Any], Callable[[int], dict[str, Any]]]:
-    if name.startswith("own"):
-        return own(seed, RecomputingDecoder if name.endswith("recomputing") else Decoder)
-    kind, _, tied = name.partition(" ")
-    return hugging_face(kind, seed, **({"tie_word_embeddings": True} if tied else {}))
+    kind, *words = name.split()
+    cuts, block = "cut" in words, RecomputingDecoder if "recomputing" in words else Decoder
+    if kind == "own":
+        return own(seed, block, tensor_parallel=SEQUENCE_PLAN if cuts else PLAN)
+    return hugging_face(kind, seed, cuts, **({"tie_word_embeddings": True} if "tied" in words else {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,13 @@
 """What do the pieces compute? Chains of layers from `nn.Module`s. Needs torch; knows no rank and no plan."""
 
 from spindle.models.chain import Chain, ChainLayer, chain_and_output, chain_of, whole_chain
+from spindle.models.crossings import Members, shard_of, span_of
 from spindle.models.state import keep_state
 from spindle.models.tensor import (
     MOST_MEMBERS,
-    Members,
     Rehearsal,
     Styled,
     plan_inside,
-    shard_of,
     split_dims,
     styles_of,
     styles_on,
@@ -32,6 +31,7 @@ __all__ = [
     "keep_state",
     "plan_inside",
     "shard_of",
+    "span_of",
     "split_dims",
     "stand_in",
     "styles_of",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from spindle.models import span_of
+from spindle.run.parts import start_sums
 from spindle.run.world import World, peers
 
 TENSOR = "tensor"  # the purpose of its groups
@@ -15,8 +17,9 @@ class RankMembers:
 
     def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
         self.size, self.place = len(ranks), ranks.index(world.rank)
+        self._rank, self._ranks = world.rank, tuple(sorted(ranks))  # torch has them in rising order
         self._group = world.group(TENSOR, ranks)
-        self._order = [sorted(ranks).index(rank) for rank in ranks]  # torch has ranks in rising order
+        self._order = [self._ranks.index(rank) for rank in ranks]
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         total = tensor.clone(memory_format=torch.contiguous_format)
@@ -24,8 +27,36 @@ class RankMembers:
             dist.all_reduce(total, group=self._group)
         return total
 
-    def join(self, tensor: torch.Tensor) -> torch.Tensor:
-        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
+    def add_up_shard(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        rows = tensor.movedim(dim, 0)
+        most = -(-len(rows) // self.size)
+        padded = rows.new_zeros(self.size, most, *rows.shape[1:])
+        for place, row in enumerate(self._order):
+            first, last = span_of(len(rows), self.size, place)
+            padded[row, : last - first] = rows[first:last]
+        with peers("adding up in a tensor group"):
+            start_sums(padded.view(-1), self._group, self._ranks, self._rank).wait()
+        first, last = span_of(len(rows), self.size, self.place)
+        own = padded[self._order[self.place], : last - first].movedim(0, dim)
+        return own.clone(memory_format=torch.contiguous_format)
+
+    def join(self, tensor: torch.Tensor, dim: int, length: int | None) -> torch.Tensor:
+        lengths = self._lengths(tensor.shape[dim], length, tensor.device)
+        padded = tensor
+        if tensor.shape[dim] < max(lengths):  # all send alike
+            padding = list(tensor.shape)
+            padding[dim] = max(lengths) - tensor.shape[dim]
+            padded = torch.cat([tensor, tensor.new_zeros(padding)], dim)
+        parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in range(self.size)]
         with peers("joining in a tensor group"):
-            dist.all_gather(parts, tensor.contiguous(), group=self._group)
-        return torch.cat([parts[place] for place in self._order], dim=-1)
+            dist.all_gather(parts, padded.contiguous(), group=self._group)
+        return torch.cat([parts[row].narrow(dim, 0, one) for row, one in zip(self._order, lengths, strict=True)], dim)
+
+    def _lengths(self, own: int, length: int | None, device: torch.device) -> list[int]:
+        """How long the shards of all members are, who tell each other if they do not know it."""
+        if length is not None:
+            return [last - first for first, last in (span_of(length, self.size, one) for one in range(self.size))]
+        said = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.size)]
+        with peers("joining in a tensor group"):
+            dist.all_gather(said, torch.full_like(said[0], own), group=self._group)
+        return [int(said[row]) for row in self._order]

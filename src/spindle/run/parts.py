@@ -21,15 +21,20 @@ class Request(Protocol):
 
 def start_reduce_scatter(flat: torch.Tensor, ranks: tuple[int, ...], world: World) -> Request:
     """Starts to sum a flat tensor over these ranks, each part where its rank has it; what others are then is open."""
-    group, parts, place = world.group("sync", ranks), flat.chunk(len(ranks)), ranks.index(world.rank)
     with peers("synchronising gradients"):
-        if not _goes_by_hand(flat, group):
-            return _as_request(_reduce_scatter(parts[place], flat, group=group, async_op=True))
-        others = [(part, rank) for part, rank in zip(parts, ranks, strict=True) if rank != world.rank]
-        arriving = [torch.empty_like(parts[place]) for _ in others]
-        receives = [dist.irecv(one, rank, group=group) for one, (_, rank) in zip(arriving, others, strict=True)]
-        sends = [dist.isend(part, rank, group=group) for part, rank in others]
-        return _Messages([*receives, *sends], parts[place], arriving)
+        return start_sums(flat, world.group("sync", ranks), ranks, world.rank)
+
+
+def start_sums(flat: torch.Tensor, group: Any, ranks: tuple[int, ...], own: int) -> Request:
+    """The same in any group, whose ranks are in rising order."""
+    parts, place = flat.chunk(len(ranks)), ranks.index(own)
+    if not _goes_by_hand(flat, group):
+        return _as_request(_reduce_scatter(parts[place], flat, group=group, async_op=True))
+    others = [(part, rank) for part, rank in zip(parts, ranks, strict=True) if rank != own]
+    arriving = [torch.empty_like(parts[place]) for _ in others]
+    receives = [dist.irecv(one, rank, group=group) for one, (_, rank) in zip(arriving, others, strict=True)]
+    sends = [dist.isend(part, rank, group=group) for part, rank in others]
+    return _Messages([*receives, *sends], parts[place], arriving)
 
 
 def start_all_gather(flat: torch.Tensor, ranks: tuple[int, ...], world: World) -> Request:

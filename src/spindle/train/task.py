@@ -75,7 +75,8 @@ def module(
 
     `tensor_parallel` says how several devices share a layer, in the words of Hugging Face's plans, whose models bring
     their own: `{"layers.*.attention.query": "colwise", "layers.*.attention.out": "rowwise", ...}`; `{}` that they must
-    not. How many devices do is up to the planner.
+    not. How many devices do is up to the planner. A block that is `"sequence_parallel"` in it is shared by tokens
+    between its other parts: `{**llm.tp_plan, "model.layers.*": "sequence_parallel"}`.
     """
     if not isinstance(user_module, nn.Module):
         raise WorkloadError(f"spindle.module({name!r}, ...): expected an nn.Module, got {type(user_module).__name__}")

@@ -180,7 +180,9 @@ class _Search:
                     raise _NoShare("what it gives has another shape then")
             except Exception as error:
                 reason = str(error) if isinstance(error, _NoShare) else f"{type(error).__name__}: {_first_line(error)}"
-                self._limit(name, degree // 2, f"{degree} devices cannot share one of its layers: {reason}")
+                self._limit(
+                    name, degree // 2, f"{degree} devices cannot share one of its layers: {reason}{_hint(parts)}"
+                )
                 return
             if degree == 2:
                 share = 2 * (1 - counts[0] / kept()) if kept() else 1.0
@@ -219,13 +221,22 @@ class _Search:
                 raise _NoShare(
                     "two devices that share one of its layers get other numbers than one; a forward that counts heads "
                     "or widths itself (self.num_heads) must take them from its tensors (view(..., -1, head_dim)), and "
-                    "every colwise part needs its rowwise one"
+                    f"every colwise part needs its rowwise one{_hint(parts)}"
                 )
             if not _close(our_gradients, expected):
                 raise _NoShare(
                     "two devices that share one of its layers get other gradients than one; a part with weights "
                     "between a colwise and a rowwise one needs the style replicated_with_grad_allreduce"
                 )
+
+
+def _hint(parts: Sequence[Styled]) -> str:
+    if not any(one.sequence for one in parts):
+        return ""
+    return (
+        "; a sequence_parallel part must take first what is to be cut, as (rows, tokens, ...), give the same first, "
+        "and let tokens meet only in parts inside it that have colwise and rowwise ones"
+    )
 
 
 def _related(handles: Mapping[str, ModuleHandle], styled: Sequence[Styled]) -> list[str]:
