@@ -210,6 +210,43 @@ def test_a_pretrained_model_is_planned_without_reading_its_weights(write, tmp_pa
     assert len(asked.modules[0].layers) == 5
 
 
+def test_tensor_degrees_of_a_trainer_hold_for_its_plan(write, capfd):
+    training = write(
+        """
+        import torch
+        from torch import nn
+
+        import spindle
+
+        class Feed(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+            def forward(self, x):
+                return x + self.down(self.up(x).relu())
+
+        plan = {"*.up": "colwise", "*.down": "rowwise"}
+        model = spindle.module("model", nn.Sequential(Feed(), Feed()), tensor_parallel=plan)
+
+        @spindle.task(batch_size=16, per_sample_mean=True)
+        def predict(batch):
+            return model(batch).square().mean()
+
+        def make(named):
+            return torch.optim.AdamW([one for _, one in named])
+
+        trainer = spindle.Trainer([predict], optimizer=make, tensor_degrees={"model": 4})
+        trainer.fit({"predict": [torch.zeros(16, 32)]}, steps=1)
+        """
+    )
+    assert run(["plan", training, "--cluster", "h100x8", "--planner", "sequential", "--json"]) == 0
+    assert ["model", 4] in json.loads(capfd.readouterr().out)["tensor_degrees"]
+    assert run(["plan", training, "--cluster", "h100x2"]) == 2
+    told = " ".join(capfd.readouterr().err.split())
+    assert "train.py: tensor degree 4 is wanted for module 'model', which may have 1, 2" in told
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -10,7 +10,7 @@ from spindle.artifact import artifact_from_json, read_json_file
 from spindle.cli.script import script_words, workload_of_script
 from spindle.cli.terminal import printable
 from spindle.cluster import Cluster, DeviceKind, Island, Link, cluster_named, read_cluster_file
-from spindle.errors import InputError, PlanError
+from spindle.errors import InputError, PlanError, ProfileError
 from spindle.graph import metagraph_of
 from spindle.plan import Plan, check, read_plan
 from spindle.profile import Profile, Roofline, abstract_profile, roofline_profile
@@ -31,7 +31,7 @@ def load_profile(given: str, num_devices: int | None, cluster_name: str | None) 
         cluster = _real_cluster(given, num_devices, cluster_name)  # before the script runs
         workload = workload_of_script(*words)
         _refuse_unprintable(words[0], _names(workload))
-        return roofline_profile(metagraph_of(workload), cluster, Roofline())
+        return _roofline(words[0], workload, cluster)
     path = Path(given)
     if not path.exists() and path.suffix != ".json":
         raise InputError(f"{given}: no such file, and no recipe of that name; recipes: {', '.join(RECIPES)}")
@@ -46,7 +46,7 @@ def load_profile(given: str, num_devices: int | None, cluster_name: str | None) 
         return _measured(data, given, num_devices, cluster_name)
     workload = _workload(data, given)
     _refuse_unprintable(given, _names(workload))
-    return roofline_profile(metagraph_of(workload), _real_cluster(given, num_devices, cluster_name), Roofline())
+    return _roofline(given, workload, _real_cluster(given, num_devices, cluster_name))
 
 
 def load_plan(path: Path, profile: Profile) -> Plan:
@@ -58,6 +58,14 @@ def load_plan(path: Path, profile: Profile) -> Plan:
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error
     return plan
+
+
+def _roofline(given: str, workload: Workload, cluster: Cluster) -> Profile:
+    profile = roofline_profile(metagraph_of(workload), cluster, Roofline())
+    try:
+        return profile.with_degrees(dict(workload.tensor_degrees))
+    except ProfileError as error:
+        raise InputError(f"{given}: {error}") from error
 
 
 def _names(workload: Workload) -> Iterator[tuple[str, str]]:

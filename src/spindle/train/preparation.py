@@ -218,7 +218,7 @@ def find_out(
         bound = bind(options.name, traced, facts_without_values(traced), sharing)
         _explain(bound, world, notify)
         notify("planned without weights: that modules couple samples is told by shapes and batch normalisation alone")
-        _hand_over_workload(bound, wanted)
+        _hand_over_workload(bound, options, wanted)
     facts: Facts = world.broadcast_object(probe(traced, examples) if world.rank == 0 else None)
     sharing = Sharing()
     if world.size > 1:
@@ -339,9 +339,10 @@ def _hand_over(profile: Profile, request: ProfileRequest, world: World) -> NoRet
     raise SystemExit(0)
 
 
-def _hand_over_workload(bound: Bound, request: WorkloadRequest) -> NoReturn:
+def _hand_over_workload(bound: Bound, options: Options, request: WorkloadRequest) -> NoReturn:
     """`spindle plan train.py` wants to know what is trained: the script ends here, too."""
-    write_workload(request.output, bound.workload)
+    degrees = tuple((options.tensor_degrees or {}).items())
+    write_workload(request.output, replace(bound.workload, tensor_degrees=degrees))
     raise SystemExit(0)
 
 

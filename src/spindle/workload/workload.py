@@ -132,6 +132,7 @@ class Workload:
     parameters: tuple[Parameter, ...]
     tasks: tuple[Task, ...]
     numerics: Numerics = Numerics()
+    tensor_degrees: tuple[tuple[str, int], ...] = ()  # of modules for which they are given, and no choice of planners
 
     def __post_init__(self) -> None:
         if not self.tasks:
