@@ -13,7 +13,7 @@ from spindle.program.instructions import (
 )
 from spindle.program.lower import lower
 from spindle.program.memory import Memory, counts_bytes, refuse_overfull
-from spindle.program.moves import Holders, Move, holders_of, moves_between, moving_s
+from spindle.program.moves import Holders, Move, held_by, holders_of, moves_between, moving_s
 from spindle.program.program import Bucket, Flows, Lane, Link, Program, SlotShape
 from spindle.program.text import format_program, parse_program
 from spindle.program.verify import verify
@@ -39,6 +39,7 @@ __all__ = [
     "SyncGradients",
     "counts_bytes",
     "format_program",
+    "held_by",
     "holders_of",
     "instances_of",
     "lower",

@@ -25,14 +25,21 @@ class Move:
     num_bytes: int
 
 
-def holders_of(program: Program, graph: MetaGraph, before: Holders | None = None) -> Holders:
-    """The ranks whose slots use each parameter. What none uses any more stays with the first that had it before."""
-    found: dict[str, dict[int, Shard]] = {}
+def held_by(program: Program, graph: MetaGraph) -> list[dict[int, Shard]]:
+    """What ranks have of each parameter, in the graph's order: those whose slots use it."""
+    found: list[dict[int, Shard]] = [{} for _ in graph.parameters]
     for shape, slot in zip(program.slots, program.plan.slots, strict=True):
         for number in {one for layer in graph.metaops[shape.op].parameters[slot.first : slot.last] for one in layer}:
             degree = shape.tensor_degree if graph.parameters[number].is_split else 1
-            held = found.setdefault(graph.parameters[number].name, {})
-            held.update((rank, (position % degree, degree)) for position, rank in enumerate(shape.ranks.tolist()))
+            places = enumerate(shape.ranks.tolist())
+            found[number].update((rank, (position % degree, degree)) for position, rank in places)
+    return found
+
+
+def holders_of(program: Program, graph: MetaGraph, before: Holders | None = None) -> Holders:
+    """The ranks whose slots use each parameter. What none uses any more stays with the first that had it before."""
+    held = zip(graph.parameters, held_by(program, graph), strict=True)
+    found = {parameter.name: shards for parameter, shards in held if shards}
     for name, had in (before or {}).items():
         if name not in found:
             first = {shard: rank for rank, shard in sorted(had.items(), reverse=True)}

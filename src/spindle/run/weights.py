@@ -16,7 +16,7 @@ from torch import nn
 
 from spindle.graph import MetaGraph
 from spindle.models import shard_of
-from spindle.program import Program
+from spindle.program import Program, held_by
 from spindle.run.world import World, peers
 
 _FLAT_ELEMENTS = 1 << 24  # of one message
@@ -47,7 +47,7 @@ class _Away:
 
     @property
     def part_shape(self) -> torch.Size:
-        one = next(iter(self.shards.values()))
+        one = next(iter(self.shards.values()), Shard(0, 1, 0))
         return torch.Size(size // one.size if dim == one.dim else size for dim, size in enumerate(self.shape))
 
 
@@ -68,26 +68,16 @@ class Weights:
     ) -> None:
         self.parameters, self.world = parameters, world
         self.shapes = [parameter.shape for parameter in parameters]
-        places: list[dict[int, int]] = [{} for _ in parameters]  # in its tensor group, by rank
-        degrees = [1] * len(parameters)
-        for shape, slot in zip(program.slots, program.plan.slots, strict=True):
-            for layer in graph.metaops[shape.op].parameters[slot.first : slot.last]:
-                for number in layer:
-                    degrees[number] = shape.tensor_degree if dims and number in dims else 1
-                    for position, rank in enumerate(shape.ranks.tolist()):
-                        places[number][rank] = position % degrees[number]
-        self.holders = [tuple(sorted(one)) for one in places]
+        self._shards: list[dict[int, Shard]] = [
+            {rank: Shard((dims or {}).get(number, 0), size, place) for rank, (place, size) in sorted(held.items())}
+            for number, held in enumerate(held_by(program, graph))
+        ]
+        self.holders = [tuple(one) for one in self._shards]
         self._part_shapes = [
-            torch.Size(
-                size // degrees[number] if (dims or {}).get(number) == dim else size for dim, size in enumerate(one)
-            )
-            for number, one in enumerate(self.shapes)
+            _Away(parameter, parameter.shape, shards).part_shape
+            for parameter, shards in zip(parameters, self._shards, strict=True)
         ]
         self._parked: dict[int, _Away] = {}  # by id: what another plan had, and this one does not know
-        self._shards: list[dict[int, Shard]] = [
-            {rank: Shard((dims or {}).get(number, 0), degrees[number], place) for rank, place in sorted(one.items())}
-            for number, one in enumerate(places)
-        ]
 
     def shard(self, number: int, rank: int | None = None) -> Shard | None:
         """What a rank, else this one, has of a parameter that is split."""
