@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -19,7 +19,7 @@ from spindle.plan import parse_plan
 from spindle.train import preparation
 from zoo import Tower
 
-WIDTH = 6
+WIDTH, CLIP = 6, 3.0
 AGAIN = 100  # the first batch of a task that joins or comes back
 Modules = dict[str, nn.Module]
 SIZES = {"pair": 5, "answer": 7, "sound": 4, "late": 6}
@@ -136,24 +136,7 @@ def change(rank: int, num_ranks: int, name: str, seed: int, shards: str, momentu
     handles = {one: spindle.module(one, each) for one, each in modules.items()}
     tasks = tasks_of(handles)
     make = make_momentum if momentum else make_adam
-    trainer = spindle.Trainer([tasks[one] for one in BEGIN], optimizer=make, scheduler=halving, clip_norm=3.0)
-
-    def loader(task: str, first: int = 0) -> Any:
-        return (batch_of(task, number) for number in count(first))
-
-    frozen_at: dict[int, bool] = {}
-
-    def on_step(step: int, losses: Any) -> None:
-        for what in COURSES[name].get(step, ()):
-            if what[0] == "-":
-                trainer.remove_task(what[1:])
-            elif what[0] == "+":
-                trainer.add_task(tasks[what[1:]], loader(what[1:], AGAIN))
-            else:
-                if what != "replan":
-                    modules["text"].requires_grad_(what == "thaw")
-                    frozen_at[step + 2] = what == "freeze"  # a step is told of when the next is through
-                trainer.replan()
+    trainer = spindle.Trainer([tasks[one] for one in BEGIN], optimizer=make, scheduler=halving, clip_norm=CLIP)
 
     with (
         unmeasured(),
@@ -161,10 +144,11 @@ def change(rank: int, num_ranks: int, name: str, seed: int, shards: str, momentu
         mock.patch("spindle.train.readiness.find_out", counted),
         mock.patch.object(preparation.Update, "__init__", taken),
     ):
-        result = trainer.fit({one: loader(one) for one in BEGIN}, steps=STEPS[name], progress=False, on_step=on_step)
+        result, frozen_at = fit(trainer, tasks, BEGIN, batch_of, modules["text"], COURSES[name], STEPS[name])
     history = result.losses
     plain = modules_of_all()
-    expected = _train_plainly(plain, make, [frozenset(losses) for losses in history], frozen_at)
+    optimizer = make(list(nn.ModuleDict(plain).named_parameters()))
+    expected = train_plainly(tasks_of(plain), batch_of, optimizer, history, plain["text"], frozen_at)
     loss = max(
         abs(ours[task] - value) / max(abs(value), 1e-3)
         for ours, theirs in zip(history, expected, strict=True)
@@ -188,29 +172,67 @@ def change(rank: int, num_ranks: int, name: str, seed: int, shards: str, momentu
     )
 
 
-def _train_plainly(
-    modules: Modules, make: Any, tasks_of_steps: list[frozenset[str]], frozen_at: Mapping[int, bool]
+BatchOf = Callable[[str, int], Any]
+
+
+def fit(
+    trainer: spindle.Trainer,
+    tasks: Mapping[str, Any],
+    begin: Sequence[str],
+    batch_of: BatchOf,
+    freezing: nn.Module,
+    course: Mapping[int, Sequence[str]],
+    steps: int,
+) -> tuple[Any, dict[int, bool]]:
+    """Trains with the changes of a course; and the steps from which on a module was frozen, or was not."""
+    frozen_at: dict[int, bool] = {}
+
+    def loader(task: str, first: int = 0) -> Any:
+        return (batch_of(task, number) for number in count(first))
+
+    def on_step(step: int, losses: Any) -> None:
+        for what in course.get(step, ()):
+            if what[0] == "-":
+                trainer.remove_task(what[1:])
+            elif what[0] == "+":
+                trainer.add_task(tasks[what[1:]], loader(what[1:], AGAIN))
+            else:
+                if what != "replan":
+                    freezing.requires_grad_(what == "thaw")
+                    frozen_at[step + 2] = what == "freeze"  # a step is told of when the next is through
+                trainer.replan()
+
+    result = trainer.fit({one: loader(one) for one in begin}, steps=steps, progress=False, on_step=on_step)
+    return result, frozen_at
+
+
+def train_plainly(
+    tasks: Mapping[str, Any],
+    batch_of: BatchOf,
+    optimizer: torch.optim.Optimizer,
+    history: Sequence[Mapping[str, float]],
+    freezing: nn.Module,
+    frozen_at: Mapping[int, bool],
 ) -> list[dict[str, float]]:
-    tasks = tasks_of(modules)
-    optimizer = make(list(nn.ModuleDict(modules).named_parameters()))
+    """The losses of a plain loop with the tasks that each step had."""
     scheduler = halving(optimizer)
     asked = dict.fromkeys(tasks, 0)
-    history = []
-    for step, on in enumerate(tasks_of_steps):
+    expected: list[dict[str, float]] = []
+    for step, on in enumerate(history):
         if step in frozen_at:
-            modules["text"].requires_grad_(not frozen_at[step])
+            freezing.requires_grad_(not frozen_at[step])
         optimizer.zero_grad()
         losses = {}
         for task in [one for one in tasks if one in on]:
-            if step and task not in tasks_of_steps[step - 1]:
+            if step and task not in history[step - 1]:
                 asked[task] = AGAIN
             found = tasks[task](batch_of(task, asked[task]))
             asked[task] += 1
             value = found.total / found.count if isinstance(found, tuple) else found
             losses[task] = value.item()
             (value * tasks[task].weight).backward()
-        torch.nn.utils.clip_grad_norm_(nn.ModuleDict(modules).parameters(), 3.0)
+        torch.nn.utils.clip_grad_norm_([one for group in optimizer.param_groups for one in group["params"]], CLIP)
         optimizer.step()
         scheduler.step()
-        history.append(losses)
-    return history
+        expected.append(losses)
+    return expected

@@ -97,10 +97,18 @@ SEQUENCE_PLAN = {**PLAN, "blocks.*": "sequence_parallel"}
 def own(
     seed: int = 0, block: type[Decoder] = Decoder, **options: Any
 ) -> tuple[list[Any], Callable[[int], dict[str, Any]]]:
+    return tasks_of(own_modules(seed, block, **options))
+
+
+def own_modules(seed: int = 0, block: type[Decoder] = Decoder, **options: Any) -> dict[str, Any]:
     """A language model of our own with a user's plan, beside a vision tower without one."""
     torch.manual_seed(seed)
     language = module("language", Language(block).double(), **{"tensor_parallel": PLAN, **options})
-    vision = module("vision", Tower(WIDTH, WIDTH, 2).double())
+    return {"language": language, "vision": module("vision", Tower(WIDTH, WIDTH, 2).double())}
+
+
+def tasks_of(modules: Mapping[str, Any]) -> tuple[list[Any], Callable[[int], dict[str, Any]]]:
+    language, vision = modules["language"], modules["vision"]
 
     @task(batch_size=ROWS)
     def describe(batch):
@@ -227,25 +235,30 @@ def train_shared(rank: int, num_ranks: int, training: Training) -> Difference:
     expected_tasks, _ = workload(training.name)
     expected_modules = _modules(expected_tasks, batches(0))
     expected = train_plainly(expected_tasks, expected_modules, batches, training)
+    loss, largest, worst = difference(losses, expected, trainer.state_dict(), expected_modules, training.optimizer)
+    count = sum(one.numel() for each in expected_modules.values() for one in each.parameters())
+    return Difference(
+        loss=loss, parameter=largest, worst=worst, elements=elements, all_elements=count, notices=tuple(trainer.notices)
+    )
+
+
+def difference(losses, expected, state, modules: Mapping[str, nn.Module], optimizer: str) -> tuple[float, float, str]:
+    """How far losses, and parameters, are from those of one process; and which parameter is farthest."""
     loss = max(
         abs(ours[name] - value) / max(abs(value), 1e-3)
         for ours, theirs in zip(losses, expected, strict=True)
         for name, value in theirs.items()
     )
-    state = trainer.state_dict()
-    count = sum(one.numel() for each in expected_modules.values() for one in each.parameters())
     worst, largest = "", 0.0
-    for name, one in expected_modules.items():
+    for name, one in modules.items():
         for path, value in one.state_dict().items():
             error = float((state[f"{name}.{path}"] - value).norm() / max(float(value.norm()), 1e-3))
-            if training.optimizer == "adamw":
+            if optimizer == "adamw":
                 # Adam makes steps of gradients that are zero in exact arithmetic (a key's bias).
                 error = min(error, 1e-9 * float((state[f"{name}.{path}"] - value).abs().max()) / (1e-6 * LEARNING_RATE))
             if not error <= largest:
                 worst, largest = f"{name}.{path}", error
-    return Difference(
-        loss=loss, parameter=largest, worst=worst, elements=elements, all_elements=count, notices=tuple(trainer.notices)
-    )
+    return loss, largest, worst
 
 
 def refusal_of(rank: int, num_ranks: int, degrees: Mapping[str, int], optimizer: str) -> str:
@@ -284,15 +297,23 @@ def train_plainly(tasks, modules, batches, training: Training) -> list[dict[str,
     return history
 
 
-def shared_plan_text(profile: Profile, degrees: Mapping[str, int], seed: int) -> str:
-    """Some legal plan with these degrees: ops cut anywhere, on any tensor groups; some rounds, some recomputed."""
+def shared_plan_text(
+    profile: Profile,
+    degrees: Mapping[str, int],
+    seed: int,
+    has_rounds: bool | None = None,
+    recomputes: bool | None = None,
+) -> str:
+    """Some legal plan with these degrees: ops cut anywhere, on any tensor groups; some rounds, some recomputed, unless
+    it is said."""
     choose = random.Random(seed)
     profile = profile.with_degrees(degrees)
     graph, places = profile.graph, profile.cluster.place_in_island
     tasks = choose.sample(graph.tasks, len(graph.tasks))
-    num_rounds = choose.choice((1, len(tasks)))
+    num_rounds = choose.choice((1, len(tasks))) if has_rounds is None else len(tasks) if has_rounds else 1
+    share = {None: 0.4, True: 0.7, False: 0.0}[recomputes]
     lines = [f"# tensor {name} {degree}" for name, degree in degrees.items() if degree > 1]
-    lines += [f"# recompute {op.name}" for op in graph.metaops if op.cost and choose.random() < 0.4]
+    lines += [f"# recompute {op.name}" for op in graph.metaops if op.cost and choose.random() < share]
     wave = 0
     for round_number in range(num_rounds):
         left = {

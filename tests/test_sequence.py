@@ -140,19 +140,7 @@ def test_members_drop_different_tokens():
     assert torch.equal(number, other_number)  # what is drawn outside is the same for all
 
 
-# Equal to one process.
-
-
-def test_a_replan_from_degree_to_degree_keeps_the_state_of_adam(pool):
-    degrees = (({"language": 2}, None), ({"language": 4}, 5), ({"language": 1}, 3))
-    check(pool, 4, Training(name="own cut", fits=degrees, options={"shard_optimizer": True, "clip_norm": 0.5}))
-
-
-@pytest.mark.parametrize("seed", [20, 21])
-def test_any_plan_has_the_numbers_of_one_process(pool, seed):
-    """Groups of two and of four, side by side or not, with uneven shares, rounds and recomputation."""
-    fits = (({"language": 2}, seed), ({"language": 4}, seed))
-    check(pool, 4, Training(name="own cut", fits=fits, steps=1, optimizer="sgd"))
+# On processes; test_combined.py has more of them.
 
 
 def test_blocks_that_recompute_themselves_meet_in_backward_too(pool):

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 import spindle
 from budgets import train_within
 from changing import change
+from combined import combine
 from courses import evaluated, follow, read_by_towers_alone, read_samples, unmeasured
 from replay import graphs_without_cuda
 from scenes import SCENES
@@ -48,6 +49,7 @@ __all__ = [
     "Tower",
     "batches",
     "change",
+    "combine",
     "evaluated",
     "everything",
     "follow",
