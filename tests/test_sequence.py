@@ -162,8 +162,8 @@ def share_of_blocks(sharing):
 def test_fewer_activations_are_kept_and_more_is_sent():
     ((sent, share),) = share_of_blocks(found(*tensors.own())[0])
     ((sent_cut, share_cut),) = share_of_blocks(found(*tensors.own(tensor_parallel=SEQUENCE_PLAN))[0])
-    assert share_cut > share
-    assert share_cut < 1  # what colwise parts take is kept whole
+    assert share < 0.9
+    assert share_cut > 0.99
     assert sent_cut == 1.25 * sent  # what crosses a cut between layers is joined
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 SEQUENCE = 1  # the dimension of tokens
 
@@ -53,13 +55,15 @@ class Entered:
         self._members = members
         self._known: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._wholes: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # of slices
-        self._slices: dict[int, torch.Tensor] = {}  # of wholes, by their id
+        self._slices: dict[int, tuple[torch.Tensor, _Again]] = {}  # of wholes, by their id
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         key = (id(tensor), tensor._version)
         if key not in self._known:
-            part = self._slices.get(id(tensor))
-            entered = enter(tensor, self._members) if part is None else _enter_joined(part, tensor, self._members)
+            if id(tensor) in self._slices:
+                entered = _crossed(_EnterJoined, self._slices[id(tensor)][0], tensor.detach(), self._members)
+            else:
+                entered = enter(tensor, self._members)
             self._known[key] = (tensor, entered)
         return self._known[key][1]
 
@@ -69,8 +73,14 @@ class Entered:
         if key not in self._wholes:
             whole = join(part, self._members, SEQUENCE, self.length)
             self._wholes[key] = (part, whole)
-            self._slices[id(whole)] = part
+            self._slices[id(whole)] = (part, _Again(self._members, self.length))
         return self._wholes[key][1]
+
+    def linear(self, tensor: torch.Tensor, module: nn.Linear) -> torch.Tensor | None:
+        """A linear's output for a sequence that was joined, of which it keeps the slice; none for another tensor."""
+        if id(tensor) not in self._slices:
+            return None
+        return _crossed(_Linear, self(tensor), *self._slices[id(tensor)], module.weight, module.bias)
 
 
 def enter(tensor: torch.Tensor, members: Members) -> torch.Tensor:
@@ -103,11 +113,6 @@ def cut(tensor: torch.Tensor, members: Members, dim: int) -> torch.Tensor:
     return _crossed(_Cut, tensor, members, dim)
 
 
-def _enter_joined(part: torch.Tensor, whole: torch.Tensor, members: Members) -> torch.Tensor:
-    """From slices to parts, with what they were joined to: gradients are added up where the slices are."""
-    return _crossed(_EnterJoined, part, whole.detach(), members)
-
-
 def _crossed(how: Any, *given: Any) -> torch.Tensor:
     crossed: torch.Tensor = how.apply(*given)
     return crossed
@@ -138,6 +143,8 @@ class _EnterAll(torch.autograd.Function):
 
 
 class _EnterJoined(torch.autograd.Function):
+    """From slices to parts, with what they were joined to: gradients are added up where the slices are."""
+
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, whole: torch.Tensor, members: Members) -> torch.Tensor:
         ctx.members = members
@@ -146,6 +153,47 @@ class _EnterJoined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return ctx.members.add_up_shard(gradient, SEQUENCE), None, None
+
+
+class _Again:
+    """A sequence that backward joins again, once for all who need it there."""
+
+    def __init__(self, members: Members, length: int | None) -> None:
+        self.num_left = 0
+        self._members, self._length = members, length
+        self._whole: torch.Tensor | None = None
+
+    def joined(self, part: torch.Tensor) -> torch.Tensor:
+        whole = self._members.join(part, SEQUENCE, self._length) if self._whole is None else self._whole
+        self.num_left -= 1
+        self._whole = whole if self.num_left > 0 else None
+        return whole
+
+
+class _Linear(torch.autograd.Function):
+    """Keeps a slice of what it is given, where a linear would keep all of it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, part: torch.Tensor, again: _Again, weight: torch.Tensor, bias: Any
+    ) -> torch.Tensor:
+        ctx.save_for_backward(part, weight)
+        ctx.again, ctx.dtype = again, tensor.dtype
+        again.num_left += weight.requires_grad
+        return F.linear(tensor, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        part, weight = ctx.saved_tensors
+        of_tensor = of_weight = of_bias = None
+        rows = gradient.flatten(0, -2)
+        if ctx.needs_input_grad[0]:
+            of_tensor = (gradient @ weight.to(gradient.dtype)).to(ctx.dtype)
+        if ctx.needs_input_grad[3]:
+            of_weight = (rows.T @ ctx.again.joined(part).flatten(0, -2).to(rows.dtype)).to(weight.dtype)
+        if ctx.needs_input_grad[4]:
+            of_bias = rows.sum(0).to(weight.dtype)
+        return of_tensor, None, None, of_weight, of_bias
 
 
 class _Leave(torch.autograd.Function):

@@ -253,9 +253,9 @@ def _forward(
         given = entered.whole(given)
     match one.style:
         case "colwise":
-            return forward(entered(given))
+            return _columns(one, entered, forward, given)
         case "colwise_gather_output":
-            return _columns_joined(forward(entered(given)), members)
+            return _columns_joined(_columns(one, entered, forward, given), members)
         case "rowwise" | "rowwise_split_input":
             if one.style == "rowwise_split_input":
                 given = cut(given, members, given.dim() - 1)
@@ -275,6 +275,16 @@ def _forward(
 
 def _left(one: Styled, part: torch.Tensor, members: Members) -> torch.Tensor:
     return leave_cut(part, members) if one.sequence else leave(part, members)
+
+
+def _columns(one: Styled, entered: Entered, forward: Callable[..., Any], given: torch.Tensor) -> torch.Tensor:
+    """This member's columns."""
+    if isinstance(one.module, nn.Linear) and getattr(forward, "__func__", None) is nn.Linear.forward:
+        found = entered.linear(given, one.module)
+        if found is not None:
+            return found
+    made: torch.Tensor = forward(entered(given))
+    return made
 
 
 def _columns_joined(part: torch.Tensor, members: Members) -> torch.Tensor:
