@@ -9,12 +9,18 @@ from spindle.errors import ClusterError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
-    """What one device can do at its peak; what a layer reaches of it is the profile's business."""
+    """What one device can do at its peak; what a layer reaches of it is the profile's business.
+
+    `host_bytes_per_s` is its link to the host, each direction, and `host_memory_bytes` its share of the host's memory;
+    without them nothing can wait there.
+    """
 
     name: str
     peak_flops: float
     memory_bytes: int
     memory_bytes_per_s: float
+    host_bytes_per_s: float = 0.0
+    host_memory_bytes: int = 0
 
     def __post_init__(self) -> None:
         _positive(f"device kind {self.name!r}", self, "peak_flops", "memory_bytes", "memory_bytes_per_s")

@@ -17,13 +17,15 @@ from spindle.workload import LayerCost
 class Curve:
     """Forward and backward seconds of one layer over its whole batch, for each allowed number of devices.
 
-    A number that is not listed is not allowed: a curve never guesses between or beyond its points.
+    A number that is not listed is not allowed: a curve never guesses between or beyond its points. `weight_s` is the
+    part of backward that makes the gradients of weights, where that is known.
     """
 
     num_devices: tuple[int, ...]
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     tensor_degree: int = 1
+    weight_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.num_devices:
@@ -34,7 +36,11 @@ class Curve:
             raise ProfileError(f"numbers of devices must rise from at least 1, got {list(self.num_devices)[:8]}")
         if self.num_devices[0] % self.tensor_degree:
             raise ProfileError(f"{self.num_devices[0]} devices cannot hold tensor groups of {self.tensor_degree}")
-        times = np.asarray(self.forward_s + self.backward_s)
+        if self.weight_s and len(self.weight_s) != len(self.num_devices):
+            raise ProfileError("a curve needs as many times for weights as numbers of devices, or none")
+        if any(part > whole for part, whole in zip(self.weight_s, self.backward_s, strict=False)):
+            raise ProfileError("the gradients of weights cannot take longer than the whole backward pass")
+        times = np.asarray(self.forward_s + self.backward_s + self.weight_s)
         if not (np.isfinite(times).all() and (times >= 0).all()):
             raise ProfileError("times must be finite and not negative")
 
@@ -51,6 +57,11 @@ class Curve:
                 "(measure it, or plan with these)"
             )
         return self.forward_s[position], self.backward_s[position]
+
+    def weight_time_s(self, num_devices: int) -> float | None:
+        """The part of backward that makes the gradients of weights, where it is known."""
+        self.times_s(num_devices)
+        return self.weight_s[bisect_left(self.num_devices, num_devices)] if self.weight_s else None
 
     def layer_s(self, num_devices: int, recompute: bool = False) -> float:
         """Forward and backward together on so many devices; recomputation pays the forward pass twice."""
@@ -74,6 +85,7 @@ class Curve:
             forward_s=self.forward_s[:count],
             backward_s=self.backward_s[:count],
             tensor_degree=self.tensor_degree,
+            weight_s=self.weight_s[:count],
         )
 
 
