@@ -171,7 +171,7 @@ def separate_chains(loads: Mapping[str, Loads], rounds: Mapping[str, int], num_r
     improved = True
     while improved:
         improved = False
-        for module, bounds in chains.items():
+        for bounds in chains.values():
             for cut in range(1, len(bounds) - 1):
                 for step in (-1, 1):
                     bounds[cut] += step
