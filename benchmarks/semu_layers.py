@@ -1,9 +1,11 @@
 """SEMU beside measured layers: one member's part of a layer, forward and backward, on one GPU.
 
-    python benchmarks/semu_layers.py KERNELS.json -o benchmarks/results/semu_layers.json
+    python benchmarks/semu_layers.py -o benchmarks/results/semu_layers.json [--measured EARLIER.json]
 
 Layers are ordinary torch, eager, bf16, without the collectives of their tensor group, gradients of weights added to
-32-bit sums. What SEMU says of the same operators stands beside it, with the table of kernels given.
+32-bit sums. What SEMU says of the kernels that ran stands beside it: `as_run` adds to a block's operators what eager
+torch does besides (copies in place of collectives, sums of whole tensors, activations in several kernels). With times
+measured earlier no GPU is needed.
 """
 
 from __future__ import annotations
@@ -17,12 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from spindle.artifact import read_artifact, write_whole
+from spindle.artifact import read_json_file, write_whole
 from spindle.cluster import PRESETS
-from spindle.profile import Collective, Efficiencies, Semu
-from spindle.profile.efficiency import KIND
+from spindle.profile import Attention, Gemm, LayerOperators, MemoryBound, Semu
 from spindle.recipes.layers import Block, num_tokens
-from spindle.recipes.multimodal import MODELS
+from spindle.recipes.multimodal import MODELS, measured_efficiencies
 
 _WARM_UPS, _REPEATS = 5, 20
 
@@ -98,6 +99,48 @@ class Part(torch.nn.Module):
         return mixed.transpose(1, 2).reshape(count * length, -1)
 
 
+class AsRun:
+    """A block's kernels as eager torch runs them in `Part`."""
+
+    def __init__(self, block: Block, degree: int) -> None:
+        self.block, self.degree = block, degree
+
+    def operators(self, tensor_degree: int) -> LayerOperators:
+        block, tower = self.block, self.block.tower
+        known = block.operators(tensor_degree)
+        tokens, num_norms = num_tokens(block.lengths), 3 if block.context else 2
+        row = 2 * tokens * tower.width  # bytes of a tensor of the layer's width
+        hidden = 2 * tokens * tower.hidden // tensor_degree
+        heads = 2 * tokens * sum(one.outputs for one in known.forward[:3] if isinstance(one, Gemm))
+
+        def memory(kind: str, num_bytes: float) -> MemoryBound:
+            return MemoryBound(kind=kind, num_bytes=num_bytes)
+
+        def kernels(operators: tuple) -> list:
+            return [one for one in operators if isinstance(one, Gemm | Attention)]
+
+        forward = [memory("norm", 2 * row / tensor_degree), memory("add", 2 * row), memory("add", 3 * row)] * num_norms
+        # Gradients of the two slices of a normed tensor: zeros and a copy each, then two sums with the residual's.
+        back = [memory("norm_backward", 3 * row / tensor_degree), *[memory("add", 2 * row)] * 2] * num_norms
+        back += [memory("add", 3 * row)] * 2 * num_norms
+        back.append(memory("add", 2 * heads))  # gradients of queries, keys and values side by side
+        if tower.gated:
+            forward += [memory("activation", 2 * hidden), memory("add", 3 * hidden)]
+            back += [memory("add", 3 * hidden)] * 2 + [memory("activation", 3 * hidden), memory("add", 4 * hidden)]
+        else:
+            forward.append(memory("activation", 2 * hidden))
+            back.append(memory("activation", 3 * hidden))
+        sums = [memory("accumulate", 10 * one.outputs * one.inputs) for one in kernels(known.weight)]
+        return LayerOperators(
+            forward=(*kernels(known.forward), *forward),
+            input=(*kernels(known.input), *back),
+            weight=(*kernels(known.weight), *sums),
+            saved_bytes=0.0,
+            input_bytes=0.0,
+            cut_bytes=0.0,
+        )
+
+
 def measured(block: Block, degree: int) -> tuple[float, float]:
     """Forward and backward seconds of one member's part, the better of torch's attention kernels."""
     part = Part(block, degree).to("cuda", torch.bfloat16)
@@ -142,21 +185,24 @@ def measured(block: Block, degree: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("kernels", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--measured", type=Path)
     given = parser.parse_args()
-    efficiencies = read_artifact(given.kernels, KIND, Efficiencies)
     island = PRESETS["h200"]
-    semu = Semu(
-        island.kind, island.link, efficiencies, rules=[lambda one, _: 0.0 if isinstance(one, Collective) else None]
-    )
+    semu = Semu(island.kind, island.link, measured_efficiencies())
+    earlier = read_json_file(given.measured) if given.measured else None
     rows = []
-    for name, module, lengths, context in CASES:
+    for number, (name, module, lengths, context) in enumerate(CASES):
         model = MODELS[name]
         chain = model.chain(module)
         block = Block(tower=chain.tower, lengths=lengths, causal=chain.causal, context=context)
-        says = semu.layer(block, model.tensor_degree)
-        forward_s, backward_s = measured(block, model.tensor_degree)
+        says = semu.layer(AsRun(block, model.tensor_degree), model.tensor_degree)
+        if earlier is None:
+            forward_s, backward_s = measured(block, model.tensor_degree)
+        else:
+            row = earlier["rows"][number]
+            assert (row["model"], row["module"], row["lengths"]) == (name, module, [list(one) for one in lengths])
+            forward_s, backward_s = row["forward_ms"] / 1e3, row["backward_ms"] / 1e3
         error = (says.forward_s + says.backward_s) / (forward_s + backward_s) - 1
         rows.append(
             {
@@ -174,9 +220,10 @@ def main() -> None:
         print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
     mean = statistics.mean(abs(row["error_percent"]) for row in rows)
     print(f"mean error {mean:.1f} % over {len(rows)} layers")
+    on = earlier["measured_on"] if earlier else f"one {torch.cuda.get_device_name()} with torch {torch.__version__}"
     write_whole(
         given.output,
-        json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, indent=1) + "\n",
+        json.dumps({"measured_on": on, "mean_error_percent": round(mean, 1), "rows": rows}, indent=1) + "\n",
     )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,7 +35,9 @@ from spindle.recipes.multimodal import (
     measured_efficiencies,
     sub_microbatch_size,
 )
-from spindle.workload import VISION
+from spindle.workload import LANGUAGE, VISION
+
+ROOT = Path(__file__).resolve().parents[1]
 
 H800 = PRESETS["h800"]
 FLAT = Efficiencies(
@@ -286,10 +291,45 @@ def test_devices_may_have_a_host():
 def test_the_smallest_sub_microbatch_near_the_peak_is_chosen():
     model = MODELS["vlm-s"]
     launches = replace(FLAT, launch_s=1e-4)  # a fixed cost for each kernel, so that more images are better
-    size = sub_microbatch_size(model, VISION, 2704, Semu.of(model.cluster, launches))
+    one = Semu.of(model.cluster, launches)
+    size = sub_microbatch_size(model, VISION, 2704, one, sizes=range(1, 49))
     assert 1 < size < 48
-    assert sub_microbatch_size(model, VISION, 2704, Semu.of(model.cluster, launches), share=0.5) < size
+    assert sub_microbatch_size(model, VISION, 2704, one, sizes=range(1, 49), share=0.5) < size
     assert sub_microbatch_size(model, VISION, 2704, Semu.of(model.cluster, FLAT), sizes=(4, 8)) == 4
+
+
+@pytest.mark.parametrize("name", ["vlm-s", "vlm-m"])
+def test_a_sub_microbatch_of_the_papers_vit_has_twelve_images(name):
+    model = MODELS[name]
+    assert sub_microbatch_size(model, VISION, 2704, emulator(model.cluster)) == 12
+
+
+@pytest.mark.parametrize(("module", "lengths", "paper_ms"), [(VISION, (2704, 8), 6.75), (LANGUAGE, (8192, 1), 10.5)])
+def test_layers_of_the_37b_model_take_about_as_long_as_the_paper_says(module, lengths, paper_ms):
+    """The paper names neither tensor degree nor device of these times (§1); its setup of this model has 8 and H800."""
+    model = MODELS["vlm-m"]
+    chain = model.chain(module)
+    layer = Block(tower=chain.tower, lengths=(lengths,), causal=chain.causal)
+    time = emulator(model.cluster).layer(layer, 8)
+    assert (time.forward_s + time.backward_s) * 1e3 == pytest.approx(paper_ms, rel=0.1)
+
+
+def test_layers_measured_on_an_h200_take_as_long_as_semu_says():
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    from benchmarks.semu_layers import CASES, AsRun
+
+    rows = json.loads((ROOT / "benchmarks/results/semu_layers.json").read_text())["rows"]
+    h200 = PRESETS["h200"]
+    one = Semu(h200.kind, h200.link, measured_efficiencies())
+    errors = []
+    for (name, module, lengths, context), row in zip(CASES, rows, strict=True):
+        chain, degree = MODELS[name].chain(module), MODELS[name].tensor_degree
+        block = Block(tower=chain.tower, lengths=lengths, causal=chain.causal, context=context)
+        time = one.layer(AsRun(block, degree), degree)
+        errors.append(abs((time.forward_s + time.backward_s) * 1e3 / (row["forward_ms"] + row["backward_ms"]) - 1))
+    assert max(errors) < 0.1
+    assert sum(errors) / len(errors) < 0.05
 
 
 def test_measured_efficiencies_are_packaged():
