@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from spindle.cluster import PRESETS, cluster_named
 from spindle.errors import ClusterError, ProfileError
+from spindle.measure import kernels
 from spindle.profile import (
     Attention,
     AttentionTable,
@@ -38,6 +40,8 @@ from spindle.recipes.multimodal import (
 from spindle.workload import LANGUAGE, VISION
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from semu_layers import CASES, AsRun
 
 H800 = PRESETS["h800"]
 FLAT = Efficiencies(
@@ -315,10 +319,6 @@ def test_layers_of_the_37b_model_take_about_as_long_as_the_paper_says(module, le
 
 
 def test_layers_measured_on_an_h200_take_as_long_as_semu_says():
-    if str(ROOT) not in sys.path:
-        sys.path.insert(0, str(ROOT))
-    from benchmarks.semu_layers import CASES, AsRun
-
     rows = json.loads((ROOT / "benchmarks/results/semu_layers.json").read_text())["rows"]
     h200 = PRESETS["h200"]
     one = Semu(h200.kind, h200.link, measured_efficiencies())
@@ -337,3 +337,16 @@ def test_measured_efficiencies_are_packaged():
     assert "H200" in measured.measured_on
     assert len(measured.gemm_grid) == 64
     assert {table.kind for table in measured.memory} >= {"norm", "activation", "add", "update"}
+
+
+def test_every_gemm_of_the_recipes_was_measured_itself():
+    measured = {(column.outputs, column.inputs): column.tokens for column in measured_efficiencies().gemm}
+    for shape, tokens in kernels.recipe_shapes().items():
+        assert tokens <= set(measured[shape])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_measuring_kernels_without_a_gpu_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["kernels", "-o", str(tmp_path / "kernels.json")])
+    with pytest.raises(SystemExit, match="needs a GPU, torch sees none"):
+        kernels.main()
