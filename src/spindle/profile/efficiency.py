@@ -142,15 +142,13 @@ class Lookup:
             return exact.at(gemm)
         if not self._grid:
             return self._all.flat_gemm, True
-        rows = []
-        inside = True
-        for outputs in self._outputs:
-            column = [self._grid[outputs, inputs].at(gemm) for inputs in self._inputs]
-            value, is_inside = _between(self._inputs, [value for value, _ in column], gemm.inputs)
-            inside = inside and is_inside and column[0][1]
-            rows.append(value)
-        value, is_inside = _between(self._outputs, rows, gemm.outputs)
-        return value, inside and is_inside
+        total, inside = 0.0, True
+        for row, row_share, row_inside in _neighbours(self._outputs, gemm.outputs):
+            for place, share, place_inside in _neighbours(self._inputs, gemm.inputs):
+                value, is_inside = self._grid[self._outputs[row], self._inputs[place]].at(gemm)
+                total += row_share * share * value
+                inside = inside and row_inside and place_inside and is_inside
+        return total, inside
 
     def attention(self, attention: Attention) -> tuple[float, bool]:
         """By the table of the nearest head width, of the same mask where there is one."""
@@ -172,15 +170,22 @@ class Lookup:
 
 
 def _between(sizes: tuple[int, ...], values: tuple[float, ...] | list[float], size: float) -> tuple[float, bool]:
-    """A value between its neighbours, straight over the logarithm of the size; at an edge, whether it is beyond it."""
+    """A value between its neighbours, and whether it lies within the sizes there are."""
+    near = _neighbours(sizes, size)
+    return sum(values[position] * share for position, share, _ in near), near[0][2]
+
+
+def _neighbours(sizes: tuple[int, ...], size: float) -> tuple[tuple[int, float, bool], ...]:
+    """Which sizes stand next to this one, with the share of each over the logarithm; at an edge only that, with whether
+    it is the edge itself and not beyond."""
     if size <= sizes[0]:
-        return values[0], size == sizes[0]
+        return ((0, 1.0, size == sizes[0]),)
     if size >= sizes[-1]:
-        return values[-1], size == sizes[-1]
+        return ((len(sizes) - 1, 1.0, size == sizes[-1]),)
     position = bisect_right(sizes, size)
     below, above = _log(sizes[position - 1]), _log(sizes[position])
     share = (math.log2(size) - below) / (above - below)
-    return values[position - 1] * (1 - share) + values[position] * share, True
+    return (position - 1, 1 - share, True), (position, share, True)
 
 
 @functools.cache

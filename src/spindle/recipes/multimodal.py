@@ -57,6 +57,7 @@ class Chain:
     patch_elements: int = 0  # numbers in a patch of pixels or latents
     merge: int = 1  # tokens that the adapter makes one of
     output_width: int = 0  # of the adapter
+    tested_sizes: tuple[int, ...] = (1,)  # of sub-microbatches, in instances
 
     @property
     def name(self) -> str:
@@ -149,7 +150,13 @@ def _vit(num_layers: int, width: int, hidden: int, heads: int, output_width: int
         name=VISION, num_layers=num_layers, width=width, num_heads=heads, mlp_width=hidden, max_tensor_degree=8
     )
     return Chain(
-        tower=tower, before="patches", after="adapter", patch_elements=3 * 14 * 14, merge=16, output_width=output_width
+        tower=tower,
+        before="patches",
+        after="adapter",
+        patch_elements=3 * 14 * 14,
+        merge=16,
+        output_width=output_width,
+        tested_sizes=tuple(range(4, 33, 4)),  # the paper's range
     )
 
 
@@ -179,7 +186,9 @@ def _dit(num_layers: int, width: int, hidden: int, heads: int, max_tensor_degree
         cross_attention=True,
         max_tensor_degree=max_tensor_degree,
     )
-    return Chain(tower=tower, before="patches", after="final", patch_elements=16 * 2 * 2)
+    return Chain(
+        tower=tower, before="patches", after="final", patch_elements=16 * 2 * 2, tested_sizes=tuple(range(1, 9))
+    )
 
 
 _LLAMA, _QWEN = 128_256, 152_064  # vocabularies
@@ -341,16 +350,16 @@ def sub_microbatch_size(
     module: str,
     instance_tokens: int,
     semu: Semu,
-    sizes: Iterable[int] = range(1, 49),
+    sizes: Iterable[int] = (),
     share: float = 0.95,
 ) -> int:
-    """The smallest of these sizes (in instances) whose efficiency is at least this share of the best (DIP §4.1).
+    """The smallest size (in instances) whose efficiency is at least this share of the best over all tested sizes (DIP
+    §4.1): these, or the module's own.
 
     Efficiency is model FLOPs per second over forward and backward of the whole module.
     """
-    reached = {size: _flops_per_s(model, module, instance_tokens, size, semu) for size in sizes}
-    if not reached:
-        raise WorkloadError("at least one size of sub-microbatches must be tried")
+    tested = tuple(sizes) or model.chain(module).tested_sizes
+    reached = {size: _flops_per_s(model, module, instance_tokens, size, semu) for size in tested}
     best = max(reached.values())
     return min(size for size, rate in reached.items() if rate >= share * best)
 
