@@ -17,7 +17,7 @@ from spindle.plan import Plan, check
 from spindle.planners.pipeline.bound import bound_ns
 from spindle.planners.pipeline.chains import Layout, layer_loads, layout_of, separate_chains
 from spindle.planners.pipeline.interleave import Schedule
-from spindle.planners.pipeline.search import search
+from spindle.planners.pipeline.search import Found, search
 from spindle.planners.pipeline.segments import Column
 from spindle.planners.pipeline.stages import NS, Batch, batches_of, plan_of
 from spindle.planners.wavefront import Effort, Progress
@@ -26,8 +26,10 @@ from spindle.program import lower, refuse_overfull, verify
 from spindle.simulate import simulate
 
 EVALUATIONS = 4000
-_LAYOUT_EVALUATIONS = 64
-_ATTEMPTS = 5
+_LAYOUT_EVALUATIONS = 32
+_NEARLY = 1.01  # as short: chains of fewer chunks are searched faster
+_ATTEMPTS = 6
+_FIRST_EVALUATIONS = 16  # of a first attempt, which finds out how much is on its way between ranks
 
 
 def natural_rounds(profile: Profile) -> dict[str, int]:
@@ -68,4 +70,85 @@ def pipeline_layout(profile: Profile, num_ranks: int) -> Layout:
         found.append((max(one.schedule.makespan_ns for one in results), factor, layout))
     if not found:
         raise refusals[0]
-    return min(found, key=lambda one: one[:2])[2]
+    shortest = min(makespan for makespan, _, _ in found)
+    return next(layout for makespan, _, layout in found if makespan <= _NEARLY * shortest)
+
+
+def plan_pipeline(profile: Profile, layout: Layout, effort: Effort, progress: Progress | None = None) -> Plan:
+    """The best plan found for a batch, finished."""
+    return search_pipeline(profile, layout, effort, progress)[0]
+
+
+def search_pipeline(
+    profile: Profile, layout: Layout, effort: Effort, progress: Progress | None = None
+) -> tuple[Plan, list[Found]]:
+    """The best plan found for a batch, finished, and how the search of each replica came to it."""
+    batches = batches_of(profile, layout)
+    budget = EVALUATIONS if effort.evaluations is None else effort.evaluations
+    found: list[Found] = []
+
+    def schedules(rooms: Sequence[Column], is_first: bool) -> list[Schedule]:
+        found.clear()
+        for number, (batch, room) in enumerate(zip(batches, rooms, strict=True)):
+
+            def tell(evaluations: int, _: int, before: int = number) -> None:
+                if progress is not None:
+                    progress((before + min(1.0, evaluations / budget)) / len(batches))
+
+            limit_s = None if effort.time_limit_s is None else effort.time_limit_s / len(batches)
+            found.append(
+                search(
+                    batch.segments,
+                    room,
+                    evaluations=min(budget, _FIRST_EVALUATIONS) if is_first else budget,
+                    seed=effort.seed + number,
+                    time_limit_s=limit_s,
+                    progress=tell,
+                )
+            )
+        return [one.schedule for one in found]
+
+    plan = fitting_plan(profile, layout, "pipeline", batches, schedules)
+    plan = replace(
+        plan,
+        seed=effort.seed,
+        evaluations=sum(one.evaluations for one in found),
+        cut_s=effort.time_limit_s if any(one.is_cut for one in found) else None,
+    )
+    return plan, found
+
+
+def fitting_plan(
+    profile: Profile,
+    layout: Layout,
+    planner: str,
+    batches: Sequence[Batch],
+    schedules: Callable[[Sequence[Column], bool], Sequence[Schedule]],
+) -> Plan:
+    """The finished plan of the schedules under the room there is, less what turned out to be on its way between ranks.
+
+    `schedules` hears whether this is the first attempt, which only finds that out.
+    """
+    limit = profile.cluster.kind.memory_bytes
+    rooms = [batch.room for batch in batches]
+    for attempt in range(_ATTEMPTS):
+        plan = plan_of(profile, layout, planner, batches, schedules(rooms, attempt == 0))
+        timeline = simulate(lower(plan, profile), profile)
+        peaks = timeline.peak_bytes()
+        over = [
+            np.array([peaks[list(layout.devices(batch.replica, rank))].max() for rank in range(layout.num_ranks)]) - limit
+            for batch in batches
+        ]
+        if max(one.max() for one in over) <= 0 and attempt:
+            break
+        rooms = [room - np.maximum(0, one + (one > 0) * (1 << 24)) for room, one in zip(rooms, over, strict=True)]
+    refuse_overfull(peaks, profile)
+    check(plan, profile)
+    verify(lower(plan, profile), profile)
+    return replace(plan, makespan_s=timeline.makespan_s, bound_s=bound_s(batches))
+
+
+def bound_s(batches: Sequence[Batch]) -> float:
+    """Below this no plan with these chunks comes: the passes of each replica, and the optimizer's step behind the last
+    of them."""
+    return max((bound_ns(batch.segments) + int(batch.update_ns.min())) / NS for batch in batches)
