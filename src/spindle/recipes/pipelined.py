@@ -7,7 +7,7 @@ itself; the others pass whole microbatches. So each has a profile of its own of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +26,9 @@ PLANNERS = ("pipeline", "optimus", "zb-h1", "static", "vpp", "1f1b")
 _MOST_INSTANCES = {VISION: 48, VIDEO: 8}  # of a microbatch
 
 
-def batches(model: MultimodalModel, num_microbatches: int, seed: int, samples: Path | None = None) -> Iterator[
-    tuple[Microbatch, ...]
-]:
+def batches(
+    model: MultimodalModel, num_microbatches: int, seed: int, samples: Path | None = None
+) -> Iterator[tuple[Microbatch, ...]]:
     """Batches without end like the paper's data, or one after another of a file's samples until it is used up."""
     is_video = any(chain.name == VIDEO for chain in model.chains)
     if samples is None:

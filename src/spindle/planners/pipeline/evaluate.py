@@ -186,7 +186,10 @@ def _twins(segments: Segments) -> Column:
     for microbatch in range(segments.num_microbatches):
         pairs = np.flatnonzero(segments.microbatch == microbatch)
         first = int(pairs[0])
-        key = [segments.choice_of[pairs], segments.weight_ns[pairs], segments.hop_ns[pairs]]
+        rows = segments.choice_of[pairs]
+        tables = (segments.choice_forward_ns, segments.choice_backward_ns, segments.choice_memory)
+        key = [table[rows] for table in tables] + [segments.choice_count[rows]]
+        key += [segments.weight_ns[pairs], segments.hop_ns[pairs]]
         key += [segments.group[pairs] - segments.group[first], pairs - first]
         for pair in pairs.tolist():
             part = slice(segments.predecessor_starts[pair], segments.predecessor_starts[pair + 1])

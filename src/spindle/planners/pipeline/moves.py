@@ -12,10 +12,6 @@ from spindle.planners.anneal import random_below, random_share
 from spindle.planners.pipeline.evaluate import evaluate
 from spindle.planners.pipeline.tree import DONE, STOP
 
-# Temperatures as shares of the makespan.
-FIRST_TEMPERATURE = 0.003
-LAST_TEMPERATURE = 0.0002
-
 # Cumulative shares of the moves; single tokens have the rest.
 EXCHANGE_BELOW = 0.2
 BASE_BELOW = 0.22
@@ -80,9 +76,9 @@ def _jump(order, state):
 
 
 @njit(cache=True, nogil=True)
-def anneal_order(load, scratch, bound, seed, evaluations, control, best_order, found):
-    """Anneals from the best order known; `best_order` and `found` [makespan, base] are updated. Returns (evaluations,
-    makespan) of every improvement."""
+def anneal_order(load, scratch, bound, seed, evaluations, hot, cold, control, best_order, found):
+    """Anneals from the best order known; `best_order` and `found` [makespan, base] are updated. Temperatures go from
+    `hot` to `cold`, as shares of the makespan. Returns (evaluations, makespan) of every improvement."""
     state = np.array([seed * 2 + 1], np.uint64)
     for _ in range(16):
         random_share(state)
@@ -97,7 +93,7 @@ def anneal_order(load, scratch, bound, seed, evaluations, control, best_order, f
     num_records = 0
     done = 0
     while done < evaluations and found[0] > bound:
-        temperature = FIRST_TEMPERATURE * (LAST_TEMPERATURE / FIRST_TEMPERATURE) ** (done / evaluations)
+        temperature = hot * (cold / hot) ** (done / evaluations)
         order[:] = current
         new_base = base
         kind = random_share(state)

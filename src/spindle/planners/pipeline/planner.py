@@ -136,7 +136,8 @@ def fitting_plan(
         timeline = simulate(lower(plan, profile), profile)
         peaks = timeline.peak_bytes()
         over = [
-            np.array([peaks[list(layout.devices(batch.replica, rank))].max() for rank in range(layout.num_ranks)]) - limit
+            np.array([peaks[list(layout.devices(batch.replica, rank))].max() for rank in range(layout.num_ranks)])
+            - limit
             for batch in batches
         ]
         if max(one.max() for one in over) <= 0 and attempt:

@@ -34,6 +34,10 @@ from spindle.planners.pipeline.tree import STOP, search_tree
 ROUNDS = (0.5, 0.5)
 TREE_SHARE = 0.3
 
+# Temperatures of annealing at the beginning of each round and at its end, as shares of the makespan.
+HOT = (0.003, 0.003)
+COLD = 0.0002
+
 # Mean distance by which rollouts of the tree leave the best order.
 SPREAD = 0.5
 
@@ -96,7 +100,7 @@ def search(
                 bases = _with_choice_of_best(segments, limits, load, bases, best)
                 load = load_of(segments, limits, bases)
             workers = [
-                _Worker(segments, load, bound, best, seed * 8191 + number * 127 + worker, per_worker, number == 0)
+                _Worker(segments, load, bound, best, seed * 8191 + number * 127 + worker, per_worker, number)
                 for worker in range(num_workers)
             ]
             futures = [pool.submit(worker.run) for worker in workers]
@@ -147,10 +151,11 @@ class _Worker:
     """One thread's part of a round."""
 
     def __init__(
-        self, segments: Segments, load: Load, bound: int, best: _Best, seed: int, evaluations: int, has_tree: bool
+        self, segments: Segments, load: Load, bound: int, best: _Best, seed: int, evaluations: int, number: int
     ) -> None:
         self.load, self.bound, self.seed, self.evaluations = load, bound, seed, evaluations
-        self.in_tree = int(TREE_SHARE * evaluations) if has_tree else 0
+        self.in_tree = int(TREE_SHARE * evaluations) if number == 0 else 0
+        self.hot = HOT[number]
         self.scratch = scratch_of(segments)
         self.controls = np.zeros((2, 2), dtype=np.int64)
         self.order, self.found = best.order.copy(), best.found()
@@ -172,7 +177,8 @@ class _Worker:
             )
             self.record += [(int(count), int(makespan)) for count, makespan in record]
         before = int(self.controls[0, 1])
-        record = anneal_order(*shared, self.seed, self.evaluations - before, self.controls[1], self.order, self.found)
+        left = self.evaluations - before
+        record = anneal_order(*shared, self.seed, left, self.hot, COLD, self.controls[1], self.order, self.found)
         self.record += [(before + int(count), int(makespan)) for count, makespan in record]
 
 

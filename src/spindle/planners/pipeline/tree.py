@@ -6,8 +6,8 @@ a leaf would grow one path only). A new node is scored by rollouts: the rest of 
 each token drawn from the first few that are left.
 
 Pruned, soundly: of microbatches that are each other's equal, the later one does not begin before the earlier; nothing
-is searched once the bound is reached. Pruned, as a heuristic: a node has children only for the first `WIDTH` tokens left
-of the starting order, so that the tree grows deep in few evaluations.
+is searched once the bound is reached. Pruned, as a heuristic: a node has children only for the first `WIDTH` tokens
+left of the starting order, so that the tree grows deep in few evaluations.
 """
 
 from __future__ import annotations
