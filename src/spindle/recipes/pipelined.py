@@ -1,7 +1,7 @@
 """A batch of a multimodal model, planned as each system would run it.
 
-Systems differ in what they are given: planner `pipeline` cuts encoders' batches into sub-microbatches and each module by
-itself; the others pass whole microbatches. So each has a profile of its own of the same batch.
+Systems differ in what they are given: planner `pipeline` cuts encoders' batches into sub-microbatches; the others pass
+whole microbatches. So each has a profile of its own of the same batch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """What else pipelines do, each at its best: the same batch in the orders of others, under the same memory.
 
-- `1f1b` and `vpp`: one chain through all modules, cut by parameters (Megatron-LM), passing the ranks once or more often.
+- `1f1b` and `vpp`: one chain through all modules, cut by parameters (Megatron-LM), passing ranks once or more often.
 - `static`: one chain cut by time (as nnScaler cuts it), the best that holds for every batch.
 - `zb-h1`: the same cut, with the gradients of weights in the bubbles.
 - `optimus`: the language model in its own order, encoders where ranks would be idle; coarse, without sub-microbatches.
+  Where its encoders run too far ahead for the memory there is, they are let in by the gate of planner `pipeline`.
 
 How often chains pass the ranks is tried. What stages keep is the same for every microbatch, as these systems have it:
 the most that fits, on each rank.
@@ -19,7 +20,8 @@ import numpy as np
 from spindle.errors import DoesNotFitError, InputError
 from spindle.plan import Plan
 from spindle.planners.pipeline.chains import Layout, Loads, layer_loads, layout_of, mixed_chain, separate_chains
-from spindle.planners.pipeline.interleave import Schedule
+from spindle.planners.pipeline.gates import SAFE, least_caps
+from spindle.planners.pipeline.interleave import Schedule, interleave, natural_priorities
 from spindle.planners.pipeline.orders import encoders_in_bubbles, interleaved, one_forward_one_backward, zero_bubble
 from spindle.planners.pipeline.planner import fitting_plan
 from spindle.planners.pipeline.retime import retime
@@ -88,17 +90,22 @@ def _ways(profile: Profile, planner: str, num_ranks: int) -> list[tuple[Layout, 
                 for of_pair in batch.pieces
             ]
         )
-        return lambda segments: encoders_in_bubbles(segments, is_backbone)
+        priority = natural_priorities(batch.segments)
+        groups = np.unique(batch.segments.group[is_backbone])
+        priority[groups] += priority.max()
 
-    return [
-        (
-            layout_of(
-                profile, num_ranks, separate_chains(times, {**dict.fromkeys(times, 1), backbone: turns}, num_ranks)
-            ),
-            in_bubbles,
-        )
-        for turns in (1, 2)
-    ]
+        def order(segments: Segments) -> Schedule:
+            free = encoders_in_bubbles(segments, is_backbone, batch.room)
+            if (free.peak <= batch.room).all() or (least_caps(segments, SAFE) > batch.room).any():
+                return free
+            gated = interleave(segments, priority, batch.room)
+            assert gated is not None
+            return gated
+
+        return order
+
+    rounds = [{**dict.fromkeys(times, 1), backbone: turns} for turns in (1, 2)]
+    return [(layout_of(profile, num_ranks, separate_chains(times, one, num_ranks)), in_bubbles) for one in rounds]
 
 
 def _is_fed_by_encoders(profile: Profile, backbone: str) -> bool:
@@ -108,28 +115,34 @@ def _is_fed_by_encoders(profile: Profile, backbone: str) -> bool:
 
 
 def kept_alike(segments: Segments, order: Order, room: Column) -> Schedule:
-    """The order of passes with stages that keep as much as fits, every microbatch alike; each rank for itself."""
-    for level in range(LEVELS, -1, -1):
+    """The order of passes with stages that keep what is best of what fits, every microbatch alike; each rank for
+    itself."""
+    found: list[Schedule] = []
+    least: Schedule | None = None
+    for level in range(0, LEVELS + 1, 2):
         changed, choice = from_level(segments, level)
         schedule = order(changed)
-        if (schedule.peak <= room).all():
-            break
-    else:
-        rank = int(np.argmax(schedule.peak - room))
-        needed = int(schedule.peak[rank])
+        least = least or schedule
+        if (schedule.peak > room).any():
+            continue
+        found.append(retime(segments, schedule.pair, schedule.kind, choice))
+        # The order stands; ranks with room to spare keep more.
+        mixed = choice.copy()
+        for more in range(level + 1, LEVELS + 1):
+            _, kept = from_level(segments, more)
+            fits = retime(segments, schedule.pair, schedule.kind, kept).peak <= room
+            mixed[:, fits] = kept[:, fits]
+        found.append(retime(segments, schedule.pair, schedule.kind, mixed))
+    if not found:
+        assert least is not None
+        rank = int(np.argmax(least.peak - room))
+        needed = int(least.peak[rank])
         raise DoesNotFitError(
             f"pipeline rank {rank} would keep {needed:,} bytes of activations, and has room for {int(room[rank]):,}, "
             "even if all is recomputed",
             needed,
         )
-    # The order stands; ranks with room to spare keep more.
-    mixed = choice.copy()
-    for more in range(level + 1, LEVELS + 1):
-        _, kept = from_level(segments, more)
-        fits = retime(segments, schedule.pair, schedule.kind, kept).peak <= room
-        mixed[:, fits] = kept[:, fits]
-    alike = retime(segments, schedule.pair, schedule.kind, choice)
-    return min(alike, retime(segments, schedule.pair, schedule.kind, mixed), key=lambda one: one.makespan_ns)
+    return min(found, key=lambda one: one.makespan_ns)
 
 
 def from_level(segments: Segments, level: int) -> tuple[Segments, Column]:

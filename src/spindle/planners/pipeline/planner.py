@@ -135,11 +135,8 @@ def fitting_plan(
         plan = plan_of(profile, layout, planner, batches, schedules(rooms, attempt == 0))
         timeline = simulate(lower(plan, profile), profile)
         peaks = timeline.peak_bytes()
-        over = [
-            np.array([peaks[list(layout.devices(batch.replica, rank))].max() for rank in range(layout.num_ranks)])
-            - limit
-            for batch in batches
-        ]
+        by_rank = peaks.reshape(layout.num_replicas, layout.num_ranks, -1).max(axis=2)
+        over = [by_rank[batch.replica] - limit for batch in batches]
         if max(one.max() for one in over) <= 0 and attempt:
             break
         rooms = [room - np.maximum(0, one + (one > 0) * (1 << 24)) for room, one in zip(rooms, over, strict=True)]
