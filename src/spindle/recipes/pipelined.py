@@ -16,7 +16,7 @@ from spindle.cluster import Cluster
 from spindle.errors import InputError, PlanError
 from spindle.plan import Plan
 from spindle.planners import Effort, Progress
-from spindle.planners.pipeline import Layout, pipeline_layout, plan_baseline, plan_pipeline
+from spindle.planners.pipeline import Found, Layout, pipeline_layout, plan_baseline, search_pipeline
 from spindle.profile import Profile, Semu
 from spindle.recipes.data import t2v_batch, vlm_batch
 from spindle.recipes.multimodal import MultimodalModel, batch_profile, emulator, model_flops, sub_microbatch_size
@@ -90,12 +90,24 @@ class Pipelined:
         progress: Progress | None = None,
     ) -> tuple[Plan, Profile]:
         """A finished plan for a batch, and the profile it was made from."""
-        profile = self.profile(microbatches, planner)
         if planner != "pipeline":
+            profile = self.profile(microbatches, planner)
             return plan_baseline(profile, planner, self.model.num_stages), profile
+        plan, profile, _ = self.search(microbatches, effort, progress)
+        return plan, profile
+
+    def search(
+        self,
+        microbatches: Sequence[Microbatch],
+        effort: Effort = Effort(),  # noqa: B008
+        progress: Progress | None = None,
+    ) -> tuple[Plan, Profile, list[Found]]:
+        """The plan of planner `pipeline`, its profile, and how the search of each replica came to it."""
+        profile = self.profile(microbatches, "pipeline")
         if self.layout is None:
             self.layout = pipeline_layout(profile, self.model.num_stages)
-        return plan_pipeline(profile, self.layout, effort, progress), profile
+        plan, found = search_pipeline(profile, self.layout, effort, progress)
+        return plan, profile, found
 
     def mfu(self, microbatches: Sequence[Microbatch], step_s: float) -> float:
         """Which share of all devices' peak a step of this length uses, recomputation not counted."""

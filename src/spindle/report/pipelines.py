@@ -10,6 +10,7 @@ from rich.table import Table
 
 from spindle.graph import MetaGraph
 from spindle.plan import FORWARD, INPUT, WEIGHT, Plan
+from spindle.planners.pipeline import Found
 from spindle.report.compare import ComparedPlan, Comparison, RefusedPlan
 from spindle.report.palette import darker, group_of, ink_on, palette_of
 from spindle.report.quantities import seconds
@@ -17,6 +18,7 @@ from spindle.report.svg import IDLE, page, text, time_axis
 
 _WIDTH, _LEFT, _RIGHT = 1200, 56, 20
 _ROW, _HEADING, _GAP = 26, 30, 18
+_MAX_IMPROVEMENTS = 16
 
 
 def pipelines_table(comparison: Comparison, reference: str) -> Table:
@@ -41,6 +43,31 @@ def pipelines_table(comparison: Comparison, reference: str) -> Table:
                 )
             case RefusedPlan():
                 table.add_row(row.planner, "none", *["-"] * 5, style="dim")
+    return table
+
+
+def search_table(title: str, found: Found) -> Table:
+    """How the best schedule came down, beside the natural order and the bound."""
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    for name in ("schedules tried", "s", "over natural", "× bound"):
+        table.add_column(name, justify="right")
+    table.add_column("", no_wrap=True)
+    shown = list(found.improvements)
+    if len(shown) > _MAX_IMPROVEMENTS:  # the first, the last, and some between
+        places = {round(one * (len(shown) - 1) / (_MAX_IMPROVEMENTS - 1)) for one in range(_MAX_IMPROVEMENTS)}
+        shown = [shown[place] for place in sorted(places)]
+    longest = max(makespan for _, makespan in shown) - found.bound_ns
+    for count, makespan in shown:
+        bar = "█" * round(30 * (makespan - found.bound_ns) / longest) if longest > 0 else ""
+        table.add_row(
+            f"{count:,}",
+            f"{makespan * 1e-9:.3f}",
+            f"{makespan / found.natural_ns - 1:+.1%}".replace("%", " %"),
+            f"{makespan / found.bound_ns:.3f}",
+            bar,
+        )
+    table.add_section()
+    table.add_row("bound", f"{found.bound_ns * 1e-9:.3f}", "", "1.000", "", style="dim")
     return table
 
 
