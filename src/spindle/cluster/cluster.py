@@ -9,15 +9,24 @@ from spindle.errors import ClusterError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
-    """What one device can do at its peak; what a layer reaches of it is the profile's business."""
+    """What one device can do at its peak; what a layer reaches of it is the profile's business.
+
+    `host_bytes_per_s` is one direction of its link to the host's memory, `host_memory_bytes` its share of that memory;
+    0 means that there is none, or that it is not known.
+    """
 
     name: str
     peak_flops: float
     memory_bytes: int
     memory_bytes_per_s: float
+    host_bytes_per_s: float = 0.0
+    host_memory_bytes: int = 0
 
     def __post_init__(self) -> None:
         _positive(f"device kind {self.name!r}", self, "peak_flops", "memory_bytes", "memory_bytes_per_s")
+        for name in ("host_bytes_per_s", "host_memory_bytes"):
+            if not getattr(self, name) >= 0:
+                raise ClusterError(f"device kind {self.name!r}: {name} must be at least 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,8 @@ class Piece:
     round: int = 0
     not_before_s: float = 0.0
     wave: int | None = None
+    recomputed: int = 0
+    offloaded: int = 0
 
 
 def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[Piece], seed: int = 0) -> Plan:
@@ -76,14 +78,20 @@ def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[
         for device in piece.devices:
             device_end[device] = end_s
             device_slot[device] = last_slot[piece.op]
-    ordered = _label_waves(profile, sorted(slots, key=lambda slot: slot.start_s))
+    ordered = label_waves(profile, sorted(slots, key=lambda slot: slot.start_s))
+    return plan_of(profile, setting, planner, ordered, seed)
+
+
+def plan_of(profile: Profile, setting: Setting, planner: str, slots: Sequence[Slot], seed: int) -> Plan:
+    """A plan of slots that have their times."""
+    graph = profile.graph
     return Plan(
         workload=graph.name,
         fingerprint=graph.fingerprint,
         cluster=profile.cluster.name,
         num_devices=profile.cluster.num_devices,
         planner=planner,
-        slots=tuple(ordered),
+        slots=tuple(slots),
         tensor_degrees=tuple(
             sorted(
                 {
@@ -95,12 +103,12 @@ def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[
         ),
         recompute=tuple(op.name for op, recomputed in zip(graph.metaops, setting.recompute, strict=True) if recomputed),
         shard_optimizer=setting.shard_optimizer,
-        folded_s=max(slot.end_s for slot in ordered),
+        folded_s=max(slot.end_s for slot in slots),
         seed=seed,
     )
 
 
-def _label_waves(profile: Profile, slots: Sequence[Slot]) -> list[Slot]:
+def label_waves(profile: Profile, slots: Sequence[Slot]) -> list[Slot]:
     """In start order, a slot without a wave opens a new one when the current one holds its devices or its data."""
     graph = profile.graph
     position = {op.name: index for index, op in enumerate(graph.metaops)}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from spindle.errors import PlanError
-from spindle.plan.plan import Plan, Slot, setting_of
+from spindle.plan.passes import pass_needs, slot_links
+from spindle.plan.plan import FORWARD, Plan, Slot, pass_s, setting_of
 from spindle.plan.text import marked
 from spindle.profile import Profile
 
@@ -18,7 +19,15 @@ def check(plan: Plan, profile: Profile) -> None:
         raise PlanError(f"this plan was made for another workload: {plan.workload!r}, not {profile.graph.name!r}")
     if plan.num_devices > profile.cluster.num_devices:
         raise PlanError(f"this plan needs {plan.num_devices} devices, the cluster has {profile.cluster.num_devices}")
-    for rule in (_settings, _ops_and_layers, _allocations, _rounds, _times, _waves):
+    for rule in (
+        _settings,
+        _ops_and_layers,
+        _allocations,
+        _memory,
+        _rounds,
+        _passes if plan.passes else _times,
+        _waves,
+    ):
         rule(plan, profile)
 
 
@@ -87,6 +96,20 @@ def _allocations(plan: Plan, profile: Profile) -> None:
                 raise _refuse(plan, profile, slot, f"the tensor group {list(group)} of {slot.op} is not aligned")
 
 
+def _memory(plan: Plan, profile: Profile) -> None:
+    """No more of a slot's layers are recomputed or offloaded than it has."""
+    for slot in plan.slots:
+        if min(slot.recomputed, slot.offloaded) < 0 or slot.recomputed + slot.offloaded > slot.num_layers:
+            raise _refuse(
+                plan,
+                profile,
+                slot,
+                f"{slot.op} recomputes {slot.recomputed} and offloads {slot.offloaded} of {slot.num_layers} layers",
+            )
+        if slot.offloaded and not profile.cluster.kind.host_bytes_per_s:
+            raise _refuse(plan, profile, slot, f"{slot.op} offloads, and nothing is known of a link to the host")
+
+
 def _rounds(plan: Plan, profile: Profile) -> None:
     """Data never flows between rounds, and a device finishes one round before the next."""
     round_of: dict[str, int] = {}
@@ -109,6 +132,50 @@ def _rounds(plan: Plan, profile: Profile) -> None:
         first, second = profile.graph.metaops[producer].name, profile.graph.metaops[consumer].name
         if op_round[first] != op_round[second]:
             raise PlanError(f"{first} in round {op_round[first]} feeds {second} in round {op_round[second]}")
+
+
+def _passes(plan: Plan, profile: Profile) -> None:
+    """In start order, as long as the curve says, after what they need and after their devices; slots have the times of
+    their forward pass."""
+    position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
+    ops = [position[slot.op] for slot in plan.slots]
+    setting = setting_of(plan, profile)
+    if plan.num_rounds > 1:
+        raise PlanError("a plan with passes has no rounds: its passes say what comes after what")
+    needs = pass_needs([(one.slot, one.kind) for one in plan.passes], slot_links(ops, profile.graph))
+    slack = _TOLERANCE * plan.folded_s
+    ends: dict[tuple[int, str], float] = {}
+    device_end: dict[int, float] = defaultdict(float)
+    previous_start = 0.0
+    for one in plan.passes:
+        slot, op = plan.slots[one.slot], ops[one.slot]
+        if one.start_s < previous_start - slack:
+            raise _refuse(plan, profile, slot, f"passes must stand in start order; a {one.kind} starts too early")
+        previous_start = one.start_s
+        expected = pass_s(slot, one.kind, profile.curve(op, setting), setting.recompute[op])
+        if abs(one.end_s - one.start_s - expected) > slack:
+            raise _refuse(
+                plan,
+                profile,
+                slot,
+                f"the {one.kind} of {slot.op} lasts {one.end_s - one.start_s:.6g} s, its curve says {expected:.6g} s",
+            )
+        for need in needs[one.slot, one.kind]:
+            if need not in ends or one.start_s < ends[need] - slack:
+                raise _refuse(
+                    plan, profile, slot, f"the {one.kind} starts before the {need[1]} of {plan.slots[need[0]].op} ends"
+                )
+        for device in slot.devices:
+            if one.start_s < device_end[device] - slack:
+                raise _refuse(plan, profile, slot, f"device {device} is still busy when the {one.kind} starts")
+            device_end[device] = one.end_s
+        ends[one.slot, one.kind] = one.end_s
+        if one.kind == FORWARD and max(abs(one.start_s - slot.start_s), abs(one.end_s - slot.end_s)) > slack:
+            raise _refuse(plan, profile, slot, "its times are not those of its forward pass")
+    if len(ends) < len(needs):
+        raise PlanError("this plan has slots without passes")
+    if abs(plan.folded_s - max(ends.values())) > slack:
+        raise PlanError(f"folded_s is {plan.folded_s:.6g} s, the last pass ends at {max(ends.values()):.6g} s")
 
 
 def _times(plan: Plan, profile: Profile) -> None:

@@ -2,10 +2,12 @@
 
     vision*12@0-3 text*6@4
     head*1@0-3
+    > F0 F1 B1 B0
 
 Devices stand in share order (`4-7,0-3` is not `0-7`). `^0.25` behind a slot is a start later than its data and devices
-ask for; `~1` its round. Lines of `# key value` in front carry what slots do not. Names are written as they are, with
-blanks as `%20`.
+ask for; `~1` its round; `r3` and `o2` how many layers are recomputed and offloaded. A line of `>` has the order of the
+passes, where a plan has one: forward, backward, or the gradients of inputs (I) and weights (W), of slots by number.
+Lines of `# key value` in front carry what slots do not. Names are written as they are, with blanks as `%20`.
 """
 
 from __future__ import annotations
@@ -16,10 +18,16 @@ from urllib.parse import quote, unquote
 
 from spindle.errors import PlanError
 from spindle.plan.assemble import Piece, assemble
-from spindle.plan.plan import Plan, Slot
+from spindle.plan.passes import assemble_passes
+from spindle.plan.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Plan, Slot
 from spindle.profile import Profile
 
-_SLOT = re.compile(r"(?P<op>\S+)\*(?P<layers>\d+)@(?P<devices>[\d,-]+)(~(?P<round>\d+))?(\^(?P<start>[\d.e+-]+))?")
+_SLOT = re.compile(
+    r"(?P<op>\S+)\*(?P<layers>\d+)@(?P<devices>[\d,-]+)"
+    r"(r(?P<recomputed>\d+))?(o(?P<offloaded>\d+))?(~(?P<round>\d+))?(\^(?P<start>[\d.e+-]+))?"
+)
+_LETTERS = {FORWARD: "F", BACKWARD: "B", INPUT: "I", WEIGHT: "W"}
+_PASS = re.compile(r"([FBIW])(\d+)")
 
 
 def format_devices(devices: Sequence[int]) -> str:
@@ -49,10 +57,15 @@ def format_plan(plan: Plan, profile: Profile, mark: int | None = None) -> str:
             lines.append(" ".join(line))
             line, wave = [], slot.wave
         text = f"{quote(slot.op, safe=_SAFE)}*{slot.num_layers}@{format_devices(slot.devices)}"
+        text += f"r{slot.recomputed}" if slot.recomputed else ""
+        text += f"o{slot.offloaded}" if slot.offloaded else ""
         text += f"~{slot.round}" if slot.round else ""
-        text += f"^{slot.start_s!r}" if slot.start_s > early[number] else ""
+        text += f"^{slot.start_s!r}" if slot.start_s > early[number] and not plan.passes else ""
         line.append(f">>> {text} <<<" if number == mark else text)
-    return "\n".join([*lines, " ".join(line)]) + "\n"
+    lines.append(" ".join(line))
+    if plan.passes:
+        lines.append(" ".join([">", *(f"{_LETTERS[one.kind]}{one.slot}" for one in plan.passes)]))
+    return "\n".join(lines) + "\n"
 
 
 _SAFE = "/#[]:()<>=,+!?&$'\""
@@ -84,6 +97,7 @@ def parse_plan(text: str, profile: Profile) -> Plan:
     recompute: set[str] = set()
     shard_optimizer = False
     pieces: list[Piece] = []
+    passes: list[tuple[int, str]] = []
     wave = -1
     for number, line in enumerate(text.splitlines(), start=1):
         if line.startswith("# "):
@@ -96,6 +110,9 @@ def parse_plan(text: str, profile: Profile) -> Plan:
                 recompute.add(words[1])
             elif words == ["optimizer", "sharded"]:
                 shard_optimizer = True
+            continue
+        if line.startswith(">"):
+            passes += [_parse_pass(word, number) for word in line[1:].split()]
             continue
         wave += bool(line.strip())
         for word in line.split():
@@ -115,9 +132,21 @@ def parse_plan(text: str, profile: Profile) -> Plan:
                     round=int(match["round"] or 0),
                     not_before_s=float(match["start"] or 0.0),
                     wave=wave,
+                    recomputed=int(match["recomputed"] or 0),
+                    offloaded=int(match["offloaded"] or 0),
                 )
             )
-    return assemble(profile, profile.setting(degrees, frozenset(recompute), shard_optimizer), planner, pieces)
+    setting = profile.setting(degrees, frozenset(recompute), shard_optimizer)
+    if passes:
+        return assemble_passes(profile, setting, planner, pieces, passes)
+    return assemble(profile, setting, planner, pieces)
+
+
+def _parse_pass(word: str, line: int) -> tuple[int, str]:
+    match = _PASS.fullmatch(word)
+    if match is None:
+        raise PlanError(f"line {line}: {word!r} is no pass; expected a letter of F, B, I, W and a slot, such as F0")
+    return int(match[2]), next(kind for kind, letter in _LETTERS.items() if letter == match[1])
 
 
 def _parse_devices(text: str) -> tuple[int, ...]:

@@ -17,13 +17,15 @@ from spindle.workload import LayerCost
 class Curve:
     """Forward and backward seconds of one layer over its whole batch, for each allowed number of devices.
 
-    A number that is not listed is not allowed: a curve never guesses between or beyond its points.
+    A number that is not listed is not allowed: a curve never guesses between or beyond its points. `weight_s` is the
+    part of `backward_s` that makes gradients of weights and may run later; without it, nothing is known of such a part.
     """
 
     num_devices: tuple[int, ...]
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     tensor_degree: int = 1
+    weight_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.num_devices:
@@ -37,6 +39,11 @@ class Curve:
         times = np.asarray(self.forward_s + self.backward_s)
         if not (np.isfinite(times).all() and (times >= 0).all()):
             raise ProfileError("times must be finite and not negative")
+        if self.weight_s:
+            if len(self.weight_s) != len(self.backward_s):
+                raise ProfileError("a curve needs as many times of weights' gradients as numbers of devices, or none")
+            if not all(0 <= part <= whole for part, whole in zip(self.weight_s, self.backward_s, strict=True)):
+                raise ProfileError("weight_s is a part of backward_s: it must lie between 0 and backward_s")
 
     def allows(self, num_devices: int) -> bool:
         position = bisect_left(self.num_devices, num_devices)
@@ -51,6 +58,11 @@ class Curve:
                 "(measure it, or plan with these)"
             )
         return self.forward_s[position], self.backward_s[position]
+
+    def weight_time_s(self, num_devices: int) -> float | None:
+        """The part of backward that makes the gradients of weights, where it is known."""
+        self.times_s(num_devices)
+        return self.weight_s[bisect_left(self.num_devices, num_devices)] if self.weight_s else None
 
     def layer_s(self, num_devices: int, recompute: bool = False) -> float:
         """Forward and backward together on so many devices; recomputation pays the forward pass twice."""
@@ -74,6 +86,7 @@ class Curve:
             forward_s=self.forward_s[:count],
             backward_s=self.backward_s[:count],
             tensor_degree=self.tensor_degree,
+            weight_s=self.weight_s[:count],
         )
 
 

@@ -123,6 +123,7 @@ def _needs(program: Program, where: Column) -> tuple[list[Column], list[Column]]
     """Pairs (made by, needed by) that follow from data, on every rank that has both."""
     forward: dict[int, int] = {}
     backward: dict[int, list[int]] = {}
+    gradient_made: dict[int, int] = {}  # the last backward instruction of a slot that others wait for
     exchange: dict[tuple[int, bool], int] = {}
     syncs: list[int] = []
     gathers: list[tuple[int, int]] = []  # with the bucket
@@ -133,6 +134,8 @@ def _needs(program: Program, where: Column) -> tuple[list[Column], list[Column]]
                 forward[slot] = number
             case Backward(slot=slot):
                 backward.setdefault(slot, []).append(number)
+                if instruction.makes_inputs:
+                    gradient_made[slot] = number
             case Exchange(link=link_number, backward=is_backward):
                 exchange[link_number, is_backward] = number
             case SyncGradients():
@@ -150,7 +153,7 @@ def _needs(program: Program, where: Column) -> tuple[list[Column], list[Column]]
         there, back = exchange[number, False], exchange[number, True]
         made, used = forward[link.producer], forward[link.consumer]
         pairs += [(made, there), (there, used), (made, used)]
-        made, used = backward[link.consumer][-1], backward[link.producer][0]
+        made, used = gradient_made[link.consumer], backward[link.producer][0]
         pairs += [(made, back), (back, used), (made, used)]
     for number in syncs:
         instruction = program.instructions[number]

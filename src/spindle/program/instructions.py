@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spindle.plan import BACKWARD, INPUT, WEIGHT
+
 COMPUTE, TRANSFER, SYNC = range(3)
 LANES = ("compute", "transfer", "sync")
 
@@ -23,11 +25,21 @@ class Forward:
 @dataclass(frozen=True, slots=True)
 class Backward:
     """Run layers `[first, last)` of a slot backward. A slot's backward comes in several of these, last layers first,
-    so that gradients can be synchronised while earlier layers still run."""
+    so that gradients can be synchronised while earlier layers still run. Or it comes in two parts, each over all of its
+    layers: the gradients of inputs, then those of weights."""
 
     slot: int
     first: int
     last: int
+    part: str = BACKWARD
+
+    @property
+    def makes_inputs(self) -> bool:
+        return self.part != WEIGHT
+
+    @property
+    def makes_weights(self) -> bool:
+        return self.part != INPUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +71,7 @@ class OptimizerStep:
     """Update every parameter this rank holds, or its part of those that are sharded."""
 
 
+_LETTERS = {BACKWARD: "B", INPUT: "I", WEIGHT: "W"}
 Instruction = Forward | Backward | Exchange | SyncGradients | GatherParameters | OptimizerStep
 
 
@@ -67,8 +80,8 @@ def code(instruction: Instruction) -> str:
     match instruction:
         case Forward(slot=slot):
             return f"F{slot}"
-        case Backward(slot=slot, first=first, last=last):
-            return f"B{slot}[{first}:{last}]"
+        case Backward(slot=slot, first=first, last=last, part=part):
+            return f"{_LETTERS[part]}{slot}[{first}:{last}]"
         case Exchange(link=link, backward=backward):
             return f"{'Y' if backward else 'X'}{link}"
         case SyncGradients(bucket=bucket):

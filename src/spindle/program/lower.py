@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from itertools import pairwise
 
 import numpy as np
 
-from spindle.plan import Plan, Slot, setting_of
+from spindle.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Plan, Slot, setting_of, slot_links
 from spindle.profile import Profile, Setting
 from spindle.program.instructions import (
     COMPUTE,
@@ -28,7 +27,7 @@ from spindle.program.instructions import (
     SyncGradients,
 )
 from spindle.program.program import Bucket, Column, Flows, Lane, Link, Program, SlotShape, lane_from_pairs
-from spindle.program.reshard import common_scale, flows_between, share_bounds
+from spindle.program.reshard import common_scale, flows_between, same_place, share_bounds
 
 # Gradients are handed on while backward still runs; smaller chunks hide more and cost more messages. A small model is
 # handed on in a few of them. Where a collective was measured to take long beside its bytes, as many go at once as take
@@ -45,17 +44,29 @@ def lower(plan: Plan, profile: Profile, rows: Mapping[str, int] | None = None) -
     setting = setting_of(plan, profile)
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
     ops = [position[slot.op] for slot in plan.slots]
-    shapes = tuple(_shape(profile, setting, slot, op, rows or {}) for slot, op in zip(plan.slots, ops, strict=True))
-    links = _links(plan, profile, ops, shapes)
+    columns: dict[tuple[tuple[int, ...], int, int], tuple[Column, Column]] = {}
+    shapes = tuple(
+        _shape(profile, setting, slot, op, rows or {}, columns) for slot, op in zip(plan.slots, ops, strict=True)
+    )
+    links = _links(profile, ops, shapes)
     chunk_bytes = _chunk_bytes(profile)
-    chunks = [_chunks(profile, setting, slot, op, chunk_bytes) for slot, op in zip(plan.slots, ops, strict=True)]
+    if plan.passes:
+        # Weights' gradients are complete after the last of many passes, so nothing is won by cutting one.
+        chunks = [[(slot.first, slot.last)] for slot in plan.slots]
+    else:
+        chunks = [_chunks(profile, setting, slot, op, chunk_bytes) for slot, op in zip(plan.slots, ops, strict=True)]
+    split = {one.slot for one in plan.passes if one.kind == WEIGHT}
 
     instructions: list[Instruction] = [Forward(slot=number) for number in range(len(plan.slots))]
     backward_numbers: list[list[int]] = []
     for number, bounds in enumerate(chunks):
-        backward_numbers.append(list(range(len(instructions), len(instructions) + len(bounds))))
-        instructions += [Backward(slot=number, first=first, last=last) for first, last in bounds]
-    buckets = _buckets(plan, profile, setting, ops, chunks, backward_numbers)
+        parts = (INPUT, WEIGHT) if number in split else (BACKWARD,)
+        backward_numbers.append(list(range(len(instructions), len(instructions) + len(bounds) * len(parts))))
+        instructions += [
+            Backward(slot=number, first=first, last=last, part=part) for part in parts for first, last in bounds
+        ]
+    ready = _ready(plan, chunks, backward_numbers)
+    buckets = _buckets(plan, profile, setting, ops, instructions, ready)
     link_base = len(instructions)
     for number in range(len(links)):
         instructions += [Exchange(link=number, backward=False), Exchange(link=number, backward=True)]
@@ -66,8 +77,14 @@ def lower(plan: Plan, profile: Profile, rows: Mapping[str, int] | None = None) -
         instructions += [GatherParameters(bucket=number) for number in range(len(buckets))]
     instructions.append(OptimizerStep())
 
-    compute = _compute_order(plan, shapes, backward_numbers, profile, len(instructions) - 1)
-    transfer = _transfer_order(plan, links, link_base)
+    if plan.passes:
+        compute = _compute_order_of_passes(plan, shapes, backward_numbers)
+        transfer = _transfer_order_of_passes(plan, links, link_base)
+    else:
+        compute = _compute_order(plan, shapes, backward_numbers)
+        transfer = _transfer_order(plan, links, link_base)
+    if profile.graph.parameters:
+        compute.append((len(instructions) - 1, np.unique(np.concatenate([shape.ranks for shape in shapes]))))
     sync: Order = []
     if plan.shard_optimizer:
         # First what the step needs first. One order for all ranks, here as below.
@@ -95,7 +112,15 @@ def _place_of(plan: Plan, instruction: Instruction) -> tuple[int, int, int]:
     return plan.slots[instruction.slot].round, instruction.slot, instruction.first
 
 
-def _shape(profile: Profile, setting: Setting, slot: Slot, op: int, rows: Mapping[str, int]) -> SlotShape:
+def _shape(
+    profile: Profile,
+    setting: Setting,
+    slot: Slot,
+    op: int,
+    rows: Mapping[str, int],
+    columns: dict[tuple[tuple[int, ...], int, int], tuple[Column, Column]],
+) -> SlotShape:
+    """How a slot lies on its ranks. Slots that lie alike have the same columns."""
     degree = setting.tensor_degrees[op]
     num_replicas = len(slot.devices) // degree
     metaop = profile.graph.metaops[op]
@@ -103,35 +128,37 @@ def _shape(profile: Profile, setting: Setting, slot: Slot, op: int, rows: Mappin
     if num_rows is None or profile.gangs:
         # The time on n devices is all that is known; whatever they share, each has an equal part of it.
         num_rows = num_replicas
+    key = (slot.devices, num_rows, num_replicas)
+    if key not in columns:
+        columns[key] = (np.asarray(slot.devices, dtype=np.int64), share_bounds(num_rows, num_replicas))
+    ranks, bounds = columns[key]
     return SlotShape(
         op=op,
-        ranks=np.asarray(slot.devices, dtype=np.int64),
-        bounds=share_bounds(num_rows, num_replicas),
+        ranks=ranks,
+        bounds=bounds,
         tensor_degree=degree,
         gang=profile.gangs or (cost is not None and cost.meets),
     )
 
 
-def _links(plan: Plan, profile: Profile, ops: list[int], shapes: tuple[SlotShape, ...]) -> list[Link]:
-    """Slot to next slot of an op, and last slot of a producer to first slot of its consumer."""
-    graph = profile.graph
-    slots_of: dict[int, list[int]] = defaultdict(list)
-    for number, op in enumerate(ops):
-        slots_of[op].append(number)
-    pairs = [pair for numbers in slots_of.values() for pair in pairwise(numbers)]
-    pairs += [(slots_of[producer][-1], slots_of[consumer][0]) for producer, consumer in graph.edges]
+def _links(profile: Profile, ops: list[int], shapes: tuple[SlotShape, ...]) -> list[Link]:
     links = []
-    for producer, consumer in sorted(pairs):
+    known: dict[tuple[int, ...], tuple[Flows, Flows]] = {}  # slots that lie alike exchange alike
+    for producer, consumer in slot_links(ops, profile.graph):
         giver, taker = shapes[producer], shapes[consumer]
-        cost = graph.metaops[giver.op].cost
+        cost = profile.graph.metaops[giver.op].cost
         output_bytes = 0.0 if cost is None else cost.output_bytes
+        key = (*same_place(giver), *same_place(taker))
+        if key not in known:
+            known[key] = (flows_between(giver, taker), flows_between(taker, giver))
+        forward, backward = known[key]
         links.append(
             Link(
                 producer=producer,
                 consumer=consumer,
                 bytes_per_row=output_bytes * giver.num_rows / common_scale(giver, taker),
-                forward=flows_between(giver, taker),
-                backward=flows_between(taker, giver),
+                forward=forward,
+                backward=backward,
             )
         )
     return links
@@ -162,13 +189,31 @@ def _chunks(profile: Profile, setting: Setting, slot: Slot, op: int, chunk_bytes
     return chunks
 
 
+def _ready(
+    plan: Plan, chunks: list[list[tuple[int, int]]], backward_numbers: list[list[int]]
+) -> dict[int, tuple[int, float]]:
+    """When each backward instruction is over: its round, and a time in it, mirrored or that of its pass."""
+    if plan.passes:
+        return {
+            backward_numbers[one.slot][-1 if one.kind == WEIGHT else 0]: (0, one.end_s)
+            for one in plan.passes
+            if one.kind != FORWARD
+        }
+    ready: dict[int, tuple[int, float]] = {}
+    for number, slot in enumerate(plan.slots):
+        layer_s = (slot.end_s - slot.start_s) / slot.num_layers
+        for (first, _), backward in zip(chunks[number], backward_numbers[number], strict=True):
+            ready[backward] = (slot.round, -(slot.start_s + (first - slot.first) * layer_s))
+    return ready
+
+
 def _buckets(
     plan: Plan,
     profile: Profile,
     setting: Setting,
     ops: list[int],
-    chunks: list[list[tuple[int, int]]],
-    backward_numbers: list[list[int]],
+    instructions: list[Instruction],
+    ready: dict[int, tuple[int, float]],
 ) -> tuple[Bucket, ...]:
     """Parameters with the same ranks and the same last word of backward, in the order in which they become ready.
 
@@ -176,14 +221,11 @@ def _buckets(
     """
     graph = profile.graph
     users: dict[int, list[tuple[int, int]]] = defaultdict(list)  # parameter -> (slot, backward instruction)
-    ready_key: dict[int, tuple[int, float]] = {}  # backward instruction -> (round, mirrored time)
-    for number, slot in enumerate(plan.slots):
-        layer_s = (slot.end_s - slot.start_s) / slot.num_layers
-        for (first, last), backward in zip(chunks[number], backward_numbers[number], strict=True):
-            ready_key[backward] = (slot.round, -(slot.start_s + (first - slot.first) * layer_s))
-            for layer in range(first, last) if graph.metaops[ops[number]].parameters else ():
-                for parameter in graph.metaops[ops[number]].parameters[layer]:
-                    users[parameter].append((number, backward))
+    for backward, instruction in enumerate(instructions):
+        if isinstance(instruction, Backward) and instruction.makes_weights:
+            for layer in graph.metaops[ops[instruction.slot]].parameters[instruction.first : instruction.last]:
+                for parameter in layer:
+                    users[parameter].append((instruction.slot, backward))
 
     groups: dict[tuple[tuple[int, ...], tuple[int, ...], int, int], list[int]] = defaultdict(list)
     for parameter, uses in sorted(users.items()):
@@ -210,7 +252,7 @@ def _buckets(
                 ranks=ranks,
                 after=after,
             )
-            buckets.append((max(ready_key[backward] for backward in after), bucket))
+            buckets.append((max(ready[backward] for backward in after), bucket))
     # One global order for all ranks, so that overlapping groups cannot wait for each other in a circle.
     buckets.sort(key=lambda entry: (entry[0], entry[1].parameters))
     return tuple(bucket for _, bucket in buckets)
@@ -219,9 +261,7 @@ def _buckets(
 Order = list[tuple[int, Column]]
 
 
-def _compute_order(
-    plan: Plan, shapes: tuple[SlotShape, ...], backward_numbers: list[list[int]], profile: Profile, optimizer: int
-) -> Order:
+def _compute_order(plan: Plan, shapes: tuple[SlotShape, ...], backward_numbers: list[list[int]]) -> Order:
     """Round after round: slots forward in plan order, then backward in reverse."""
     order: Order = []
     for round_number in range(plan.num_rounds):
@@ -229,9 +269,30 @@ def _compute_order(
         order += [(number, shapes[number].ranks) for number in slots]
         for number in reversed(slots):
             order += [(backward, shapes[number].ranks) for backward in backward_numbers[number]]
-    if profile.graph.parameters:
-        order.append((optimizer, np.unique(np.concatenate([shape.ranks for shape in shapes]))))
     return order
+
+
+def _compute_order_of_passes(plan: Plan, shapes: tuple[SlotShape, ...], backward_numbers: list[list[int]]) -> Order:
+    order: Order = []
+    for one in plan.passes:
+        number = one.slot if one.kind == FORWARD else backward_numbers[one.slot][-1 if one.kind == WEIGHT else 0]
+        order.append((number, shapes[one.slot].ranks))
+    return order
+
+
+def _transfer_order_of_passes(plan: Plan, links: list[Link], link_base: int) -> Order:
+    """In the order in which the passes end that make what is sent: as a whole it is the order of one run of the plan,
+    so that no rank waits for another in a circle."""
+    ends = {
+        (one.slot, one.kind == FORWARD): (one.end_s, place)
+        for place, one in enumerate(plan.passes)
+        if one.kind != WEIGHT
+    }
+    keyed: list[tuple[tuple[float, int], int, Column]] = []
+    for number, link in enumerate(links):
+        keyed.append((ends[link.producer, True], link_base + 2 * number, _ranks_of(link.forward)))
+        keyed.append((ends[link.consumer, False], link_base + 2 * number + 1, _ranks_of(link.backward)))
+    return [(number, ranks) for _, number, ranks in sorted(keyed, key=lambda one: one[:2])]
 
 
 def _transfer_order(plan: Plan, links: list[Link], link_base: int) -> Order:

@@ -29,9 +29,12 @@ class Memory:
             op, degree = self.graph.metaops[shape.op], shape.tensor_degree
             if op.cost is not None:
                 rows = shape.rows_of_ranks()
-                again = op.name in program.plan.recompute
-                self.saved[number, shape.ranks] = rows * saved_bytes(op, 1, slot.num_layers, degree, again)
-                self.working[number, shape.ranks] = rows * backward_bytes(op, 1, degree, again)
+                again = slot.num_layers if op.name in program.plan.recompute else slot.recomputed
+                kept = slot.num_layers - again - slot.offloaded
+                self.saved[number, shape.ranks] = rows * (
+                    saved_bytes(op, 1, kept, degree, False) + saved_bytes(op, 1, again, degree, True)
+                )
+                self.working[number, shape.ranks] = rows * backward_bytes(op, 1, degree, again > 0)
         self.arrived = np.zeros((len(program.links), program.num_ranks), dtype=np.int64)
         for number, link in enumerate(program.links):
             if link.bytes_per_row:
@@ -50,6 +53,10 @@ class Memory:
                     starts[number] = self.saved[slot]
                 case Backward(slot=slot, first=first, last=last):
                     whole = self.program.plan.slots[slot]
+                    if not instruction.makes_weights:
+                        # The gradients of outputs take the place of what the weights' part does not need.
+                        starts[number], ends[number] = self.working[slot], -self.working[slot]
+                        continue
                     # A slot's activations are freed chunk by chunk, in whole numbers that add up.
                     before, after = whole.last - last, whole.last - first
                     freed = self.saved[slot] * after // whole.num_layers - self.saved[slot] * before // whole.num_layers

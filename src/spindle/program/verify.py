@@ -7,11 +7,11 @@ the deadlock that would have happened.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from itertools import pairwise
 
 import numpy as np
 
 from spindle.errors import ProgramError
+from spindle.plan import slot_links
 from spindle.profile import Profile
 from spindle.program.instances import Instances, instances_of
 from spindle.program.instructions import (
@@ -27,7 +27,7 @@ from spindle.program.instructions import (
 )
 from spindle.program.memory import Memory, refuse_overfull
 from spindle.program.program import Bucket, Column, Flows, Program, SlotShape
-from spindle.program.reshard import common_scale
+from spindle.program.reshard import common_scale, same_place
 from spindle.program.untimed import run_untimed
 
 
@@ -46,51 +46,59 @@ def verify(program: Program, profile: Profile) -> None:
 
 
 def _every_slot_runs(program: Program) -> None:
-    """Every slot has a forward, and a backward over each of its layers; `instances_of` sees who runs them."""
-    chunks: dict[int, list[tuple[int, int]]] = {number: [] for number in range(len(program.plan.slots))}
+    """Every slot has a forward, and a backward over each of its layers, for inputs as for weights; `instances_of` sees
+    who runs them."""
+    parts: list[dict[int, list[tuple[int, int]]]] = [
+        {number: [] for number in range(len(program.plan.slots))} for _ in range(2)
+    ]
     forwards = set()
     for instruction in program.instructions:
         if isinstance(instruction, Backward):
-            chunks[instruction.slot].append((instruction.first, instruction.last))
+            for chunks, is_made in zip(parts, (instruction.makes_inputs, instruction.makes_weights), strict=True):
+                if is_made:
+                    chunks[instruction.slot].append((instruction.first, instruction.last))
         elif isinstance(instruction, Forward):
             forwards.add(instruction.slot)
     for number, slot in enumerate(program.plan.slots):
-        covered = sorted(chunks[number])
-        ends = [slot.first, *(last for _, last in covered)]
-        if [first for first, _ in covered] != ends[:-1] or ends[-1] != slot.last:
-            text = ", ".join(f"[{first}, {last})" for first, last in covered) or "none"
-            raise ProgramError(
-                f"the backward of slot {number} ({slot.op}) covers layers {text}, expected [{slot.first}, {slot.last})"
-            )
+        for chunks in parts:
+            covered = sorted(chunks[number])
+            ends = [slot.first, *(last for _, last in covered)]
+            if [first for first, _ in covered] != ends[:-1] or ends[-1] != slot.last:
+                text = ", ".join(f"[{first}, {last})" for first, last in covered) or "none"
+                raise ProgramError(
+                    f"the backward of slot {number} ({slot.op}) covers layers {text}, "
+                    f"expected [{slot.first}, {slot.last})"
+                )
         if number not in forwards:
             raise ProgramError(f"slot {number} ({slot.op}) has no forward")
 
 
 def _every_flow_has_its_link(program: Program, profile: Profile) -> None:
     """Slot to next slot of an op, producer to consumer: each has one link, with an exchange for each direction."""
-    slots_of: dict[int, list[int]] = defaultdict(list)
-    for number, shape in enumerate(program.slots):
-        slots_of[shape.op].append(number)
-    expected = {pair for numbers in slots_of.values() for pair in pairwise(numbers)}
-    expected |= {(slots_of[producer][-1], slots_of[consumer][0]) for producer, consumer in profile.graph.edges}
+    expected = set(slot_links([shape.op for shape in program.slots], profile.graph))
     found = [(link.producer, link.consumer) for link in program.links]
     for producer, consumer in sorted(expected.symmetric_difference(found)):
         word = "no" if (producer, consumer) in expected else "a needless"
         raise ProgramError(f"there is {word} link from slot {producer} to slot {consumer}")
-    exchanges = [one for one in program.instructions if isinstance(one, Exchange)]
+    exchanges = Counter(one for one in program.instructions if isinstance(one, Exchange))
     for number in range(len(program.links)):
         for backward in (False, True):
-            if exchanges.count(Exchange(link=number, backward=backward)) != 1:
+            if exchanges[Exchange(link=number, backward=backward)] != 1:
                 raise ProgramError(f"link {number} needs one exchange {'backward' if backward else 'forward'}")
 
 
 def _every_row_arrives(program: Program) -> None:
     """Each rank of a consumer holds or receives each of its rows exactly once, and likewise each gradient row back."""
+    right: set[tuple[int, ...]] = set()
     for number, link in enumerate(program.links):
         for giver, taker, flows, what in (
             (link.producer, link.consumer, link.forward, "activation"),
             (link.consumer, link.producer, link.backward, "gradient"),
         ):
+            key = (*same_place(program.slots[giver]), *same_place(program.slots[taker]), id(flows))
+            if key in right:
+                continue
+            right.add(key)
             problem = _wrong_rows(program.slots[giver], program.slots[taker], flows, program.num_ranks)
             if problem:
                 raise ProgramError(f"link {number}: {problem} ({what} rows for slot {taker})")
@@ -138,7 +146,7 @@ def _every_gradient_is_summed(program: Program, profile: Profile) -> None:
     after: dict[int, set[int]] = defaultdict(set)
     using: dict[int, list[int]] = defaultdict(list)
     for number, instruction in enumerate(program.instructions):
-        if isinstance(instruction, Backward):
+        if isinstance(instruction, Backward) and instruction.makes_weights:
             op = graph.metaops[program.slots[instruction.slot].op]
             for layer in range(instruction.first, instruction.last) if op.parameters else ():
                 for parameter in op.parameters[layer]:

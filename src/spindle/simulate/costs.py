@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spindle.plan import setting_of
+from spindle.plan import FORWARD, pass_s, setting_of
 from spindle.profile import Profile, collective_latency_s, ring_bytes
 from spindle.program import (
     Backward,
@@ -194,15 +194,16 @@ def _time_compute(
 ) -> None:
     """Forward and backward: a fixed time, or work at the rate that the island's busy devices leave."""
     setting = setting_of(program.plan, profile)
-    layer_s = [profile.curve(shape.op, setting).times_s(len(shape.ranks)) for shape in program.slots]
+    curves = [profile.curve(shape.op, setting) for shape in program.slots]
     time_ns = np.zeros(len(program.instructions))
     for number, instruction in enumerate(program.instructions):
         match instruction:
             case Forward(slot=slot):
-                time_ns[number] = program.plan.slots[slot].num_layers * layer_s[slot][0] * NS
-            case Backward(slot=slot, first=first, last=last):
-                again = layer_s[slot][0] if setting.recompute[program.slots[slot].op] else 0.0
-                time_ns[number] = (last - first) * (layer_s[slot][1] + again) * NS
+                time_ns[number] = pass_s(program.plan.slots[slot], FORWARD, curves[slot]) * NS
+            case Backward(slot=slot, first=first, last=last, part=part):
+                whole, again = program.plan.slots[slot], setting.recompute[program.slots[slot].op]
+                share = (last - first) / whole.num_layers
+                time_ns[number] = share * pass_s(whole, part, curves[slot], again) * NS
             case _:
                 pass
     computes = np.array([isinstance(instruction, Forward | Backward) for instruction in program.instructions])

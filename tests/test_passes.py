@@ -1,0 +1,176 @@
+"""Plans whose passes have an order of their own: legal ones, their forms, and what they take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import small
+from spindle.errors import PlanError, ProgramError
+from spindle.plan import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    Piece,
+    assemble_passes,
+    check,
+    format_plan,
+    parse_plan,
+    read_plan,
+    write_plan,
+)
+from spindle.profile import abstract_profile
+from spindle.program import Backward, format_program, lower, parse_program, verify
+from spindle.simulate import simulate
+
+SECOND = 10**9
+
+
+def chain(num_microbatches, num_ranks, weight_s=None):
+    """Microbatches that each pass a layer on every rank: forward one second, backward two."""
+    ops = [
+        {"name": f"m{number}", "layers": num_ranks, "forward_s": {"1": 1.0}, "backward_s": {"1": 2.0}}
+        for number in range(num_microbatches)
+    ]
+    profile = abstract_profile({"ops": ops}, small.devices(num_ranks))
+    if weight_s is None:
+        return profile
+    curves = tuple(tuple(replace(curve, weight_s=(weight_s,)) for curve in one) for one in profile.curves)
+    return replace(profile, curves=curves)
+
+
+def one_forward_one_backward(num_microbatches, num_ranks):
+    """The order of 1F1B, rank by rank, put together so that it respects the flows."""
+    lists = []
+    for rank in range(num_ranks):
+        ahead = min(num_ranks - rank, num_microbatches)
+        order = [(number, FORWARD) for number in range(ahead)]
+        for number in range(num_microbatches):
+            order.append((number, BACKWARD))
+            if ahead + number < num_microbatches:
+                order.append((ahead + number, FORWARD))
+        lists.append(order)
+    done, merged = set(), []
+    while any(lists):
+        for rank, order in enumerate(lists):
+            while order:
+                number, kind = order[0]
+                before = (number, rank - 1, kind) if kind == FORWARD else (number, rank + 1, kind)
+                if 0 <= before[1] < num_ranks and before not in done:
+                    break
+                done.add((number, rank, kind))
+                merged.append((number * num_ranks + rank, kind))
+                order.pop(0)
+    return merged
+
+
+def pipeline(num_microbatches=8, num_ranks=4, weight_s=None, order=None):
+    profile = chain(num_microbatches, num_ranks, weight_s)
+    pieces = [
+        Piece(op=op, num_layers=1, devices=(rank,)) for op in range(num_microbatches) for rank in range(num_ranks)
+    ]
+    order = order or one_forward_one_backward(num_microbatches, num_ranks)
+    return assemble_passes(profile, profile.default_setting, "1f1b", pieces, order), profile
+
+
+def in_two_parts(order):
+    """The same order with every backward in two parts, the weights' right behind the inputs'."""
+    return [(slot, part) for slot, kind in order for part in ((INPUT, WEIGHT) if kind == BACKWARD else (kind,))]
+
+
+@pytest.mark.parametrize(("num_microbatches", "num_ranks"), [(8, 4), (2, 4), (5, 3), (1, 1)])
+def test_one_forward_one_backward_takes_its_closed_form(num_microbatches, num_ranks):
+    plan, profile = pipeline(num_microbatches, num_ranks)
+    check(plan, profile)
+    program = lower(plan, profile)
+    verify(program, profile)
+    assert plan.folded_s == (num_microbatches + num_ranks - 1) * 3
+    assert simulate(program, profile).end.max() == (num_microbatches + num_ranks - 1) * 3 * SECOND
+
+
+def test_the_gradients_of_weights_can_wait():
+    order = one_forward_one_backward(2, 2)
+    split = in_two_parts(order)
+    # Rank 0 (slots 0 and 2) hands nothing on in backward, so only rank 1's order matters to others.
+    late = [entry for entry in split if entry != (1, WEIGHT)] + [(1, WEIGHT)]
+    plan, profile = pipeline(2, 2, weight_s=1.0, order=late)
+    whole, _ = pipeline(2, 2)
+    check(plan, profile)
+    program = lower(plan, profile)
+    verify(program, profile)
+    assert simulate(program, profile).end.max() == plan.folded_s * SECOND < whole.folded_s * SECOND
+
+
+def test_weights_cannot_wait_where_nothing_is_known_of_their_part():
+    with pytest.raises(Exception, match="nothing is known of which part"):
+        pipeline(2, 2, order=in_two_parts(one_forward_one_backward(2, 2)))
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.booleans(), st.data())
+def test_forms_come_back_as_they_went(num_microbatches, num_ranks, split, data):
+    order = one_forward_one_backward(num_microbatches, num_ranks)
+    plan, profile = pipeline(num_microbatches, num_ranks, 0.5, in_two_parts(order) if split else order)
+    recomputed = data.draw(st.lists(st.integers(0, 1), min_size=len(plan.slots), max_size=len(plan.slots)))
+    order = [(one.slot, one.kind) for one in plan.passes]
+    position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
+    pieces = [
+        Piece(op=position[slot.op], num_layers=1, devices=slot.devices, recomputed=again)
+        for slot, again in zip(plan.slots, recomputed, strict=True)
+    ]
+    plan = assemble_passes(profile, profile.default_setting, "any", pieces, order)
+    check(plan, profile)
+    assert parse_plan(format_plan(plan, profile), profile) == plan
+    program = lower(plan, profile)
+    text = format_program(program, profile)
+    assert format_program(parse_program(text, profile), profile) == text
+    verify(program, profile)
+    assert simulate(program, profile).end.max() == pytest.approx(plan.folded_s * SECOND, abs=len(plan.passes))
+
+
+def test_a_file_comes_back(tmp_path):
+    plan, profile = pipeline()
+    write_plan(tmp_path / "plan.json", plan)
+    assert read_plan(tmp_path / "plan.json", profile.graph) == plan
+
+
+def moved(plan, place, **changes):
+    passes = list(plan.passes)
+    passes[place] = replace(passes[place], **changes)
+    return replace(plan, passes=tuple(passes))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda plan: replace(plan, passes=plan.passes[:-1]), "expected forward and backward"),
+        (lambda plan: replace(plan, passes=(*plan.passes, plan.passes[-1])), "expected forward and backward"),
+        (lambda plan: moved(plan, -1, end_s=plan.folded_s + 1), "its curve says 2 s"),
+        (lambda plan: moved(plan, 1, start_s=0.0, end_s=1.0), "before the forward of m0 ends|still busy"),
+        (lambda plan: replace(plan, passes=tuple(reversed(plan.passes))), "backward starts before the forward"),
+        (lambda plan: replace(plan, folded_s=1.0), "folded_s is 1 s"),
+        (lambda plan: replace(plan, slots=(replace(plan.slots[0], recomputed=2), *plan.slots[1:])), "recomputes 2"),
+        (lambda plan: replace(plan, slots=(replace(plan.slots[0], offloaded=1), *plan.slots[1:])), "link to the host"),
+    ],
+)
+def test_an_illegal_order_is_refused(change, message):
+    plan, profile = pipeline(2, 2)
+    with pytest.raises(PlanError, match=message):
+        check(change(plan), profile)
+
+
+def test_an_order_against_the_flow_is_refused():
+    order = one_forward_one_backward(2, 2)
+    with pytest.raises(PlanError, match="stands before the forward of slot 0"):
+        pipeline(2, 2, order=[(1, FORWARD), *(one for one in order if one != (1, FORWARD))])
+
+
+def test_a_program_without_the_gradients_of_weights_is_refused():
+    plan, profile = pipeline(2, 2, 1.0, in_two_parts(one_forward_one_backward(2, 2)))
+    program = lower(plan, profile)
+    whole = [replace(one, part=INPUT) if isinstance(one, Backward) else one for one in program.instructions]
+    with pytest.raises(ProgramError, match="backward of slot"):
+        verify(replace(program, instructions=tuple(whole)), profile)
