@@ -19,6 +19,7 @@ from spindle.report.svg import IDLE, page, text, time_axis
 _WIDTH, _LEFT, _RIGHT = 1200, 56, 20
 _ROW, _HEADING, _GAP = 26, 30, 18
 _MAX_IMPROVEMENTS = 16
+_LEAST_EDGED = 4  # pixels: edges of narrower boxes would hide their colour
 
 
 def pipelines_table(comparison: Comparison, reference: str) -> Table:
@@ -127,7 +128,7 @@ def _panel(plan: Plan, graph: MetaGraph, groups: list[tuple[int, ...]], top: flo
         kind = {INPUT: "gradients of inputs", WEIGHT: "gradients of weights"}.get(one.kind, one.kind)
         yield (
             f"<rect x='{x:.2f}' y='{y:.2f}' width='{max(wide, 0.2):.2f}' height='{_ROW}' fill='{fill}' "
-            f"stroke='{edge}' stroke-width='{min(0.8, wide / 6):.2f}'>"
+            f"stroke='{edge}' stroke-width='{0.8 if wide >= _LEAST_EDGED else 0}'>"
             f"<title>{escape(f'{slot.op}, {kind}{again}{away}')}</title></rect>"
         )
         label = f"{number_of[op.task]}"

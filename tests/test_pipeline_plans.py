@@ -1,0 +1,263 @@
+"""Planner `pipeline` and the pipelines of others, from a profile of a batch to a simulated step."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines import IMAGES
+from spindle.cluster import Cluster, DeviceKind, Island, Link
+from spindle.errors import DoesNotFitError, InputError, PlanError
+from spindle.graph import MetaGraph, MetaOp
+from spindle.plan import FORWARD, check
+from spindle.planners import Effort
+from spindle.planners.pipeline import BASELINES, Chain, Layout, pipeline_layout, plan_baseline, search_pipeline
+from spindle.planners.pipeline.chains import layer_loads, layout_of, lightest_cuts, mixed_chain, separate_chains
+from spindle.planners.pipeline.interleave import interleave
+from spindle.planners.pipeline.planner import natural_rounds
+from spindle.planners.pipeline.stages import batches_of, plan_of
+from spindle.profile import Curve, Profile
+from spindle.program import lower, verify
+from spindle.recipes.multimodal import MODELS
+from spindle.recipes.pipelined import PLANNERS, Pipelined, batches
+from spindle.simulate import simulate
+from spindle.workload import LayerCost, Parameter
+
+UNLIMITED = 1 << 62
+
+
+def cluster(num_devices, memory_bytes=UNLIMITED):
+    link = Link(bytes_per_s=UNLIMITED)
+    kind = DeviceKind(name="any", peak_flops=UNLIMITED, memory_bytes=memory_bytes, memory_bytes_per_s=UNLIMITED)
+    return Cluster(name="small", islands=(Island(kind=kind, num_devices=num_devices, link=link, uplink=link),))
+
+
+def batch(
+    images, *, num_devices=4, vision_layers=8, language_layers=4, memory_bytes=UNLIMITED, saved_bytes=0.0, most=12
+):
+    """Encoder layers of 25 ms for 12 images and language layers of 20.5 ms; backward twice, half of it for weights."""
+    metaops, edges, curves = [], [], []
+
+    def add(task, module, call, layers, parameters, time_ms):
+        cost = LayerCost(
+            forward_flops=1,
+            backward_flops=2,
+            traffic_bytes=0,
+            saved_bytes=saved_bytes * time_ms,
+            output_bytes=saved_bytes * time_ms / 10,
+        )
+        metaops.append(
+            MetaOp(
+                name=f"{task}/{call}",
+                num_layers=layers,
+                task=task,
+                batch_size=1,
+                module=module,
+                call=call,
+                cost=cost,
+                parameters=tuple((parameters + layer,) for layer in range(layers)),
+            )
+        )
+        times = (time_ms * 1e-3,), (2 * time_ms * 1e-3,)
+        curves.append((Curve(num_devices=(1,), forward_s=times[0], backward_s=times[1], weight_s=times[0]),))
+        return len(metaops) - 1
+
+    for number, count in enumerate(images):
+        parts = -(-count // most)
+        sizes = [count // parts + (part < count % parts) for part in range(parts)]
+        task = f"m{number:02}"
+        ends = [
+            add(task, "vision", f"vision.{part}", vision_layers, 0, 25 * size / 12) for part, size in enumerate(sizes)
+        ]
+        language = add(task, "language", "language", language_layers, vision_layers, 20.5)
+        edges += [(end, language) for end in ends]
+    parameters = tuple(Parameter(name=f"p{one}", num_elements=1) for one in range(vision_layers + language_layers))
+    graph = MetaGraph(name="vlm", metaops=tuple(metaops), edges=tuple(edges), parameters=parameters)
+    return Profile(graph=graph, cluster=cluster(num_devices, memory_bytes), curves=tuple(curves))
+
+
+def separate(profile, num_ranks, rounds):
+    return layout_of(profile, num_ranks, separate_chains(layer_loads(profile), rounds, num_ranks))
+
+
+@pytest.mark.parametrize(("most", "expected_ms"), [(12, 6104.833333), (48, 6708.5)])
+def test_the_golden_load_takes_its_time_in_the_simulator(most, expected_ms):
+    profile = batch(IMAGES, most=most)
+    layout = separate(profile, 4, {"vision": 2, "language": 1})
+    (one,) = batches_of(profile, layout)
+    plan = plan_of(profile, layout, "pipeline", [one], [interleave(one.segments)])
+    check(plan, profile)
+    program = lower(plan, profile)
+    verify(program, profile)
+    passes_ms = max(one.end_s for one in plan.passes) * 1e3
+    assert passes_ms == pytest.approx(expected_ms, abs=1e-3)
+    assert simulate(program, profile).makespan_s * 1e3 == pytest.approx(expected_ms, abs=1e-3)
+
+
+def test_modules_pass_the_ranks_as_often_as_their_time_asks():
+    # T = (10, 25) gives K = (1, 2): DIP's rule, floor of the ratio.
+    profile = batch((12,), vision_layers=1, language_layers=1)
+    assert natural_rounds(profile) == {"vision": 1, "language": 1}
+    assert natural_rounds(batch((24,), vision_layers=4, language_layers=2, most=24)) == {"vision": 4, "language": 1}
+
+
+def test_sixty_three_layers_in_eight_chunks():
+    cuts = lightest_cuts(np.ones(63), 8)
+    assert sorted(np.diff(cuts)) == [7] + [8] * 7
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=8), st.integers(1, 5))
+def test_no_cuts_are_lighter(loads, num_chunks):
+    weights = np.array(loads, dtype=float)
+    ends = np.concatenate([[0.0], np.cumsum(weights)])
+    best = min(
+        max(np.diff(ends[[0, *cuts, len(loads)]]))
+        for cuts in itertools.combinations_with_replacement(range(len(loads) + 1), num_chunks - 1)
+    )
+    bounds = lightest_cuts(weights, num_chunks)
+    assert (bounds[0], bounds[-1], len(bounds)) == (0, len(loads), num_chunks + 1)
+    assert max(np.diff(ends[list(bounds)])) == pytest.approx(best)
+
+
+def test_chains_give_ranks_equal_work():
+    profile = batch((12, 24, 0, 30), vision_layers=9, language_layers=6)
+    (vision, language) = separate_chains(layer_loads(profile), {"vision": 2, "language": 1}, 2)
+    loads = layer_loads(profile)
+    ranks = np.zeros(2)
+    for chain in (vision, language):
+        ends = np.concatenate([[0.0], np.cumsum(loads[chain.modules[0]])])
+        ranks += np.diff(ends[list(chain.bounds)]).reshape(-1, 2).sum(axis=0)
+    assert max(ranks) / min(ranks) < 1.1
+
+
+def test_a_layout_that_does_not_divide_the_devices_is_refused():
+    with pytest.raises(PlanError, match="4 devices are no multiple of 3 pipeline ranks of 1 devices"):
+        layout_of(batch((12,)), 3, ())
+    with pytest.raises(PlanError, match="multiple of as many chunks"):
+        Layout(num_ranks=2, num_replicas=1, tensor_degree=1, chains=(Chain(modules=("a",), bounds=(0, 1, 2, 3)),))
+
+
+def finished(plan, profile):
+    """What every finished plan holds to."""
+    check(plan, profile)
+    program = lower(plan, profile)
+    verify(program, profile)
+    timeline = simulate(program, profile)
+    assert timeline.makespan_s == pytest.approx(plan.makespan_s)
+    assert plan.makespan_s >= plan.bound_s * (1 - 1e-9)
+    assert timeline.peak_bytes().max() <= profile.cluster.kind.memory_bytes
+    return timeline
+
+
+@pytest.mark.parametrize("planner", BASELINES)
+def test_every_baseline_has_a_legal_plan(planner):
+    profile = batch((24, 7, 0, 30, 12), num_devices=2, most=48)
+    plan = plan_baseline(profile, planner, 2)
+    finished(plan, profile)
+    assert plan.planner == planner
+
+
+def test_an_unknown_baseline_is_refused():
+    with pytest.raises(InputError, match="no baseline is called 'gpipe'"):
+        plan_baseline(batch((12,)), "gpipe", 4)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_replicas_share_the_microbatches_and_sum_their_gradients(num_replicas):
+    profile = batch((24, 7, 0, 30, 12, 19), num_devices=2 * num_replicas)
+    layout = pipeline_layout(profile, 2)
+    assert layout.num_replicas == num_replicas
+    plan, found = search_pipeline(profile, layout, Effort(evaluations=50))
+    finished(plan, profile)
+    assert len(found) == num_replicas
+    program = lower(plan, profile)
+    assert all(len(bucket.ranks) == num_replicas for bucket in program.buckets)
+    assert bool(program.buckets) == (num_replicas > 1)
+    devices_of = {}
+    for slot in plan.slots:
+        devices_of.setdefault(slot.op.split("/")[0], set()).update(device // 2 for device in slot.devices)
+    assert all(len(replicas) == 1 for replicas in devices_of.values())
+
+
+def test_the_same_seed_gives_the_same_plan():
+    profile = batch((24, 7, 0, 30, 12, 19))
+    layout = pipeline_layout(profile, 4)
+    plans = [search_pipeline(profile, layout, Effort(evaluations=200, seed=3))[0] for _ in range(2)]
+    assert plans[0] == plans[1]
+    assert plans[0].evaluations <= 200 + len(plans[0].passes)
+
+
+def test_memory_is_kept_to_and_costs_time():
+    free = batch((24, 40, 12, 30, 12, 19, 0, 44), saved_bytes=1e6)
+    layout = pipeline_layout(free, 4)
+    unbound, _ = search_pipeline(free, layout, Effort(evaluations=100))
+    peak = finished(unbound, free).peak_bytes().max()
+    tight = batch((24, 40, 12, 30, 12, 19, 0, 44), saved_bytes=1e6, memory_bytes=int(0.5 * peak))
+    plan, _ = search_pipeline(tight, layout, Effort(evaluations=100))
+    finished(plan, tight)
+    assert plan.makespan_s >= unbound.makespan_s
+    assert any(slot.recomputed for slot in plan.slots)
+    with pytest.raises(DoesNotFitError):
+        search_pipeline(batch((24, 40), saved_bytes=1e6, memory_bytes=int(0.01 * peak)), layout, Effort(evaluations=10))
+
+
+def test_a_mixed_chain_puts_layers_of_two_modules_on_one_rank():
+    profile = batch((12, 0), most=48, vision_layers=3, language_layers=2)
+    layout = layout_of(profile, 4, (mixed_chain(layer_loads(profile), 4),))
+    (one,) = batches_of(profile, layout)
+    assert one.segments.num_pairs == 2
+    modules = [{profile.graph.metaops[piece.op].module for piece in some} for some in one.pieces[0]]
+    assert {"vision", "language"} in modules or modules[0] != modules[-1]
+    # A microbatch without images has nothing to do where only the encoder stands.
+    assert any(not some for some in one.pieces[1])
+
+
+@pytest.mark.parametrize("name", ["vlm-s", "t2v-s"])
+def test_ours_is_faster_than_what_others_do_on_the_papers_models(name):
+    pipelined = Pipelined(MODELS[name], MODELS[name].cluster)
+    microbatches = next(batches(pipelined.model, 6, seed=1))
+    times = {}
+    for planner in PLANNERS:
+        try:
+            plan, profile = pipelined.plan(microbatches, planner, Effort(evaluations=30))
+        except DoesNotFitError:
+            assert planner == "optimus"
+            assert name == "t2v-s"
+            continue
+        times[planner] = plan.makespan_s
+        if planner in ("pipeline", "vpp"):
+            finished(plan, profile)
+    assert min(times, key=times.get) == "pipeline"
+    assert 0 < pipelined.mfu(microbatches, times["pipeline"]) < 1
+
+
+def test_a_cluster_that_the_model_does_not_divide_is_refused():
+    from spindle.cluster import cluster_named
+
+    with pytest.raises(PlanError, match="has no multiple of 16"):
+        Pipelined(MODELS["vlm-s"], cluster_named("h800x24"))
+
+
+def test_batches_come_from_a_file_of_lengths(tmp_path):
+    lengths = tmp_path / "lengths.jsonl"
+    lengths.write_text('{"text_tokens": 8000}\n{"text_tokens": 100, "images": 40}\n' * 3)
+    found = list(batches(MODELS["vlm-s"], 2, seed=0, samples=lengths))
+    assert len(found) == 3
+    with pytest.raises(InputError, match="its samples make 6 microbatches, a batch has 9"):
+        next(batches(MODELS["vlm-s"], 9, seed=0, samples=lengths))
+
+
+def test_a_plan_with_other_slots_first_is_still_in_start_order():
+    profile = batch((12, 24))
+    plan, _ = search_pipeline(profile, pipeline_layout(profile, 4), Effort(evaluations=5))
+    starts = [slot.start_s for slot in plan.slots]
+    assert starts == sorted(starts)
+    forwards = {one.slot: one for one in plan.passes if one.kind == FORWARD}
+    assert all(plan.slots[number].start_s == one.start_s for number, one in forwards.items())
+    with pytest.raises(PlanError):
+        check(replace(plan, passes=plan.passes[::-1]), profile)
