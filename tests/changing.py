@@ -16,7 +16,7 @@ from torch import nn
 import spindle
 from courses import unmeasured
 from spindle.plan import parse_plan
-from spindle.train import preparation
+from spindle.train import loop, preparation
 from zoo import Tower
 
 WIDTH, CLIP = 6, 3.0
@@ -56,7 +56,7 @@ def tasks_of(modules: Mapping[str, Any]) -> dict[str, Any]:
 
     def contrast(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         scores = F.normalize(one, dim=-1) @ F.normalize(other, dim=-1).T
-        return F.cross_entropy(scores * 4, torch.arange(scores.shape[0]))
+        return F.cross_entropy(scores * 4, torch.arange(scores.shape[0], device=scores.device))
 
     @spindle.task(batch_size=SIZES["pair"])
     def pair(batch):
@@ -146,6 +146,7 @@ def change(rank: int, num_ranks: int, name: str, seed: int, shards: str, momentu
     ):
         result, frozen_at = fit(trainer, tasks, BEGIN, batch_of, modules["text"], COURSES[name], STEPS[name])
     history = result.losses
+    nn.ModuleDict(modules).cpu()
     plain = modules_of_all()
     optimizer = make(list(nn.ModuleDict(plain).named_parameters()))
     expected = train_plainly(tasks_of(plain), batch_of, optimizer, history, plain["text"], frozen_at)
@@ -199,7 +200,8 @@ def fit(
             else:
                 if what != "replan":
                     freezing.requires_grad_(what == "thaw")
-                    frozen_at[step + 2] = what == "freeze"  # a step is told of when the next is through
+                    behind = loop._LOSSES_BEHIND[next(freezing.parameters()).device.type]
+                    frozen_at[step + 1 + behind] = what == "freeze"  # a step is told of when others are through
                 trainer.replan()
 
     result = trainer.fit({one: loader(one) for one in begin}, steps=steps, progress=False, on_step=on_step)

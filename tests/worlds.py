@@ -466,6 +466,7 @@ def train(rank: int, num_ranks: int, training: Training, planner: str) -> Traine
     """Trains through the public interface, and compares with plain PyTorch."""
     ours = workload_named(training.name, training.dtype, 100 + rank if training.own_weights and rank else None)
     parameters = unique_parameters(ours)
+    modules = [one.module for one in handles_of(record_all(ours.tasks, ours.batches(0))).values()]
     shapes = {path: one.shape for path, one in parameters.items()}
     filled: list[set[str]] = []
 
@@ -491,6 +492,7 @@ def train(rank: int, num_ranks: int, training: Training, planner: str) -> Traine
         result = trainer.fit(loaders, steps=steps, drop_last=training.short_rows is None, progress=False)
         history += result.losses
         check_memory(result, rank, num_ranks, filled, with_memory())
+    nn.ModuleList(modules).cpu()
     theirs = workload_named(training.name, training.dtype)
     expected = train_plainly(theirs, training)
     loss = max(

@@ -68,8 +68,17 @@ class Results:
             "through one memory, not over NVLink or a network."
         )
 
-    def older(self) -> list[tuple[str, str]]:
-        return [(cell, found["commit"]) for cell, found in self.cells.items() if "commit" in found]
+    def at_other_commits(self) -> dict[str, list[str]]:
+        """Workloads with the variants that were measured at a commit other than that of the rest, by commit."""
+        lines: dict[str, dict[str, list[str]]] = {}
+        for cell, found in self.cells.items():
+            if "commit" in found:
+                workload, _, variant = cell.partition("/")
+                lines.setdefault(found["commit"], {}).setdefault(workload, []).append(variant)
+        return {
+            commit: [f"{workload} ({', '.join(variants)})" for workload, variants in by_workload.items()]
+            for commit, by_workload in lines.items()
+        }
 
     def errors(self) -> list[tuple[str, str]]:
         return [(cell, found["error"]) for cell, found in self.cells.items() if "error" in found]
@@ -311,8 +320,8 @@ def text_of(results: Results) -> str:
         "the optimizer, waiting right before it, other waiting. Peak is the fullest device's.",
         predictions_table(results),
     ]
-    if results.older():
-        lines = [f"- {cell}: {commit}" for cell, commit in results.older()]
+    if others := results.at_other_commits():
+        lines = [f"- {commit}: {'; '.join(cells)}" for commit, cells in others.items()]
         parts.append("Cells that were measured at another commit:\n\n" + "\n".join(lines))
     if results.errors():
         lines = [f"- {cell}: {error.splitlines()[0]}" for cell, error in results.errors()]

@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from spindle.run import collectives
 from spindle.run.world import World, join_world
 
 TOWER_STEPS = 8
+CLOSE = 1e-9  # whole trainings in float64
 SIZES = (4, 1 << 20, 64 << 20, 256 << 20)
 
 
@@ -57,13 +59,11 @@ def run_training(world: World) -> None:
     kinds = [f"{kind} {zoo.LOSSES[number % len(zoo.LOSSES)]}" for number, kind in enumerate(zoo.KINDS)]
     names = ["everything", *kinds, *(f"random {seed}" for seed in range(12))]
     captured = refused = 0
-    thresholds = collectives._ONE_ROUND_BYTES, collectives._IN_PLACE_BYTES
     for number, name in enumerate(names):
         begin_s = time.monotonic()
         chunk_bytes = 1.0 if number % 2 else 64e6
-        # As large gradients are: read by the others where they stand.
-        collectives._ONE_ROUND_BYTES, collectives._IN_PLACE_BYTES = (0, 1) if number % 3 else thresholds
-        found = worlds.compare_steps(world.rank, world.size, name, f"plan {number}", 7, chunk_bytes, "cuda")
+        with _sums_in_place(number % 3 > 0):
+            found = worlds.compare_steps(world.rank, world.size, name, f"plan {number}", 7, chunk_bytes, "cuda")
         assert found.gradient < 1e-9, (name, found.gradient, found.worst)
         assert found.loss < 1e-9, (name, found.loss)
         for slot, reason in found.without_graph.items():
@@ -87,6 +87,7 @@ def run_towers(world: World) -> None:
     """
     sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
     import spindle
+    from spindle.planners import Effort, make_plan
     from virtual import models, workloads
 
     smaller = models.small_sizes
@@ -105,17 +106,22 @@ def run_towers(world: World) -> None:
     expected = _weights(workload)
     trainer = spindle.Trainer(workload.spindle_tasks(), optimizer=_make_sgd, name="towers")
     trainer.prepare(workload.batches, progress=False)
-    for planner in ("wavefront", "paper", "task-level", "sequential"):
+    for what in ("wavefront", "paper", "task-level", "sequential", "wavefront sharded", "sequential sharded"):
+        planner, _, sharded = what.partition(" ")
         models.initialise(workload.towers, workloads.SEED)
-        trainer.replan(planner=planner, keep_optimizer=False)
-        trainer.fit(workload.batches, steps=TOWER_STEPS, progress=False)
+        plan = None
+        if sharded:
+            plan = make_plan(trainer.profile, planner, Effort(seed=0), shard_optimizer=True)
+        trainer.replan(planner=planner, plan=plan, keep_optimizer=False)
+        result = trainer.fit(workload.batches, steps=TOWER_STEPS, progress=False)
+        assert result.plan.shard_optimizer == bool(sharded)
         errors = {
             name: float((moved - expected[name]).norm() / (expected[name] - before[name]).norm())
             for name, moved in _weights(workload).items()
         }
         if world.rank == 0:
-            print(planner, " ".join(f"{name} {error:.1e}" for name, error in errors.items()), flush=True)
-        assert max(errors.values()) < 1e-3, (planner, errors)
+            print(what, " ".join(f"{name} {error:.1e}" for name, error in errors.items()), flush=True)
+        assert max(errors.values()) < 1e-3, (what, errors)
 
 
 def _make_sgd(named: Any) -> torch.optim.Optimizer:
@@ -141,6 +147,54 @@ def _train_alone(workload: Any) -> None:
             task.loss(workload.towers, batches[number % len(batches)]).backward()
         optimizer.step()
     optimizer.zero_grad()
+
+
+def run_sharded(world: World) -> None:
+    """Trainings in which every rank updates a part of what it holds, under random plans, in float64: the weights of one
+    process, which is the CPU."""
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    import worlds
+
+    names = ["everything", "experts tokens", "unused tokens", *(f"random {seed}" for seed in (3, 4, 8, 13))]
+    for number, name in enumerate(names):
+        begin_s = time.monotonic()
+        training = worlds.Training(name=name, optimizer="sgd" if number % 2 else "adamw", fits=(3, 3), shards=True)
+        with _sums_in_place(number % 3 > 0):
+            found = worlds.train_unmeasured(world.rank, world.size, training, f"plan {number}")
+        assert found.parameter < CLOSE, (name, found.parameter, found.worst)
+        assert max(found.loss, found.buffer) < CLOSE, (name, found.loss, found.buffer)
+        if world.rank == 0:
+            print(f"{name}, plan {number}: {found.parameter:.1e}, {time.monotonic() - begin_s:.1f} s", flush=True)
+
+
+def run_changing(world: World) -> None:
+    """Tasks that end, join and come back in the midst of a fit, under random plans, in float64: the weights of one
+    process, which is the CPU."""
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    import changing
+
+    for number, name in enumerate(changing.COURSES):
+        for shards in ("none", "some"):
+            begin_s = time.monotonic()
+            with _sums_in_place(shards != "none"):
+                found = changing.change(world.rank, world.size, name, number, shards, momentum=number % 2 > 0)
+            assert found.parameter < CLOSE, (name, shards, found.parameter, found.worst)
+            assert found.loss < CLOSE, (name, shards, found.loss)
+            if world.rank == 0:
+                took_s = time.monotonic() - begin_s
+                print(f"{name}, {shards} sharded: {found.parameter:.1e}, {took_s:.1f} s", flush=True)
+
+
+@contextmanager
+def _sums_in_place(wanted: bool) -> Iterator[None]:
+    """Inside, if wanted, gradients of any size are summed as large ones are: read by the others where they stand."""
+    thresholds = collectives._ONE_ROUND_BYTES, collectives._IN_PLACE_BYTES
+    if wanted:
+        collectives._ONE_ROUND_BYTES, collectives._IN_PLACE_BYTES = 0, 1
+    try:
+        yield
+    finally:
+        collectives._ONE_ROUND_BYTES, collectives._IN_PLACE_BYTES = thresholds
 
 
 def kill_waiting(world: World) -> None:
@@ -292,11 +346,13 @@ def measure(world: World, file: str) -> None:
 
 if __name__ == "__main__":
     part, *rest = sys.argv[1:]
-    faulthandler.dump_traceback_later(60, repeat=True)  # where it hangs, should it
+    faulthandler.dump_traceback_later(140)  # where it hangs, should it; looking at a thread that runs may crash it
     {
         "checks": run_checks,
         "training": run_training,
         "towers": run_towers,
+        "sharded": run_sharded,
+        "changing": run_changing,
         "kill_waiting": kill_waiting,
         "kill_on_stream": kill_on_stream,
         "sleep": sleep,

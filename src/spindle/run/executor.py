@@ -526,6 +526,8 @@ class Executor:
             else:
                 try:
                     whole = joined(parts, axis)
+                except torch.OutOfMemoryError:
+                    raise
                 except RuntimeError as error:
                     raise TrainingError(
                         f"{slot.name} gets rows of shapes {', '.join(str(tuple(one.shape)) for _, one in parts)} from "

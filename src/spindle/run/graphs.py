@@ -83,6 +83,20 @@ class Graphs:
         self.is_complete = False  # the step that captures is over
         gc.collect()  # what earlier steps hold is for the pool
         torch.cuda.empty_cache()
+        self._room = torch.cuda.CUDAGraph()  # which holds nothing but the pool's memory
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """The pool begins as one piece of memory, as large as what steps took so far beside what stays. Pieces as they
+        are asked for do not fit together: what one round leaves free is too small for a tensor of the next."""
+        num_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        if num_bytes <= 0:
+            return
+        try:
+            with capturing(self._room, self._pool):
+                torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+        except RuntimeError:  # not in one piece
+            self._renew_pool()
 
     def batches(self, batches: Mapping[str, Any]) -> Mapping[str, Any]:
         """These batches, at the place from which the graphs read."""
@@ -235,9 +249,13 @@ class Graphs:
             slot.made, slot.compute = Made([], tree_map(_cut_off, slot.made.outputs)), None
         self.is_complete = True
 
-    def _refuse(self, slot: SlotSide, error: Exception) -> None:
+    def _renew_pool(self) -> None:
+        """A capture that failed does not give its pool back."""
         torch.cuda.synchronize()
-        self._pool = torch.cuda.graph_pool_handle()  # a capture that failed does not give its pool back
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def _refuse(self, slot: SlotSide, error: Exception) -> None:
+        self._renew_pool()
         cause = error.__context__ or error  # the end of a capture that has failed fails, too
         self.refused[slot.name] = f"capturing it failed: {(str(cause).splitlines() or [type(cause).__name__])[0]}"
 
