@@ -1,7 +1,7 @@
 """The papers' workloads as values: sizes from their §5, the rest chosen by us.
 
-`RECIPES` are the Spindle paper's, fitted to its DeepSpeed times; `MODELS` the DIP paper's, whose batches differ, timed by
-SEMU. `docs/recipes.md` tells what is the papers' and what is ours. Knows no planner.
+`RECIPES` are the Spindle paper's, fitted to its DeepSpeed times; `MODELS` the DIP paper's, whose batches differ, timed
+by SEMU. `docs/recipes.md` tells what is the papers' and what is ours. Knows no planner.
 """
 
 from __future__ import annotations
