@@ -39,9 +39,10 @@ from spindle.recipes.multimodal import (
 )
 from spindle.workload import LANGUAGE, VISION
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from semu_layers import CASES, AsRun
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
 H800 = PRESETS["h800"]
 FLAT = Efficiencies(
@@ -319,7 +320,7 @@ def test_layers_of_the_37b_model_take_about_as_long_as_the_paper_says(module, le
 
 
 def test_layers_measured_on_an_h200_take_as_long_as_semu_says():
-    rows = json.loads((ROOT / "benchmarks/results/semu_layers.json").read_text())["rows"]
+    rows = json.loads((RESULTS / "semu_layers.json").read_text())["rows"]
     h200 = PRESETS["h200"]
     one = Semu(h200.kind, h200.link, measured_efficiencies())
     errors = []

@@ -1,6 +1,7 @@
-"""The paper's workloads as values: sizes from its §5, the rest chosen by us and fitted to its DeepSpeed times.
+"""The papers' workloads as values: sizes from their §5, the rest chosen by us.
 
-`docs/recipes.md` tells what is the paper's and what is ours. Knows no planner.
+`RECIPES` are the Spindle paper's, fitted to its DeepSpeed times; `MODELS` the DIP paper's, whose batches differ, timed
+by SEMU. `docs/recipes.md` tells what is the papers' and what is ours. Knows no planner.
 """
 
 from __future__ import annotations
@@ -8,6 +9,19 @@ from __future__ import annotations
 from functools import partial
 
 from spindle.recipes import clip, ofasys, qwen_val
+from spindle.recipes.data import t2v_batch, vlm_batch
+from spindle.recipes.multimodal import (
+    MODELS,
+    MultimodalModel,
+    batch_graph,
+    batch_profile,
+    batch_shapes,
+    batch_workload,
+    emulator,
+    measured_efficiencies,
+    model_flops,
+    sub_microbatch_size,
+)
 from spindle.recipes.paper import CELLS, SIMULATED, Cell, SimulatedCell
 from spindle.recipes.recipe import Fit, Fits, FittedCell, Recipe, read_fits
 from spindle.recipes.transformer import Tower
@@ -76,14 +90,26 @@ RECIPES: dict[str, Recipe] = {
 
 __all__ = [
     "CELLS",
+    "MODELS",
     "RECIPES",
     "SIMULATED",
     "Cell",
     "Fit",
     "Fits",
     "FittedCell",
+    "MultimodalModel",
     "Recipe",
     "SimulatedCell",
     "Tower",
+    "batch_graph",
+    "batch_profile",
+    "batch_shapes",
+    "batch_workload",
+    "emulator",
+    "measured_efficiencies",
+    "model_flops",
     "read_fits",
+    "sub_microbatch_size",
+    "t2v_batch",
+    "vlm_batch",
 ]
