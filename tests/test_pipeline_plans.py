@@ -225,9 +225,8 @@ def test_ours_is_faster_than_what_others_do_on_the_papers_models(name):
     for planner in PLANNERS:
         try:
             plan, profile = pipelined.plan(microbatches, planner, Effort(evaluations=30))
-        except DoesNotFitError:
-            assert planner == "optimus"
-            assert name == "t2v-s"
+        except DoesNotFitError:  # 1F1B keeps too many images alive, and Optimus knows no video
+            assert (planner, name) in (("1f1b", "vlm-s"), ("optimus", "t2v-s"))
             continue
         times[planner] = plan.makespan_s
         if planner in ("pipeline", "vpp"):

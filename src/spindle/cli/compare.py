@@ -68,7 +68,7 @@ def compare(
     effort = Effort(seed=seed, evaluations=evaluations, time_limit_s=time_limit)
     if is_multimodal(given):
         compare_pipelines(
-            *load_batch(given, cluster, microbatches, batch_seed, samples), effort, output, figure, as_json
+            *load_batch(given, devices, cluster, microbatches, batch_seed, samples), effort, output, figure, as_json
         )
         return
     profile = load_profile(given, devices, cluster)

@@ -49,6 +49,11 @@ def load_profile(given: str, num_devices: int | None, cluster_name: str | None) 
     return _roofline(given, workload, _real_cluster(given, num_devices, cluster_name))
 
 
+def planner_in(path: Path) -> str:
+    """The planner that made a plan file, which says what it was given."""
+    return str(read_json_file(path).get("planner", ""))
+
+
 def load_plan(path: Path, profile: Profile) -> Plan:
     """A plan file, refused unless it is legal for this profile."""
     plan = read_plan(path, profile.graph)

@@ -45,10 +45,22 @@ def refuse_unknown_model(given: str) -> None:
         raise InputError(f"no multimodal model is called {given!r}; there are {', '.join(MODELS)}")
 
 
+def refuse_unknown_planner(planner: str) -> None:
+    from spindle.errors import InputError
+    from spindle.recipes.pipelined import PLANNERS
+
+    if planner not in PLANNERS:
+        raise InputError(f"no planner of pipelines is called {planner!r}; there are {', '.join(PLANNERS)}")
+
+
 def load_batch(
-    given: str, cluster_name: str | None, num_microbatches: int, seed: int, samples: Path | None
+    given: str, devices: int | None, cluster_name: str | None, num_microbatches: int, seed: int, samples: Path | None
 ) -> tuple[Pipelined, tuple[Microbatch, ...]]:
     """A model on its own cluster or a named one, and the first batch."""
+    from spindle.errors import InputError
+
+    if devices is not None:
+        raise InputError(f"{given}: its times follow from the machines: give --cluster, not --devices {devices}")
     from spindle.cli.inputs import any_cluster
     from spindle.recipes.multimodal import MODELS
     from spindle.recipes.pipelined import Pipelined, batches

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from spindle.cli.options import AsJson, ClusterName, Devices, Evaluations, Input, Seed, TimeLimit
+from spindle.cli.pipelines import BatchSeed, Microbatches, Samples
 
 
 def plan(
@@ -15,11 +16,15 @@ def plan(
     devices: Devices = None,
     cluster: ClusterName = None,
     planner: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--planner", metavar="NAME", help="wavefront, paper, sequential, distmm, task-level or exhaustive."
+            "--planner",
+            metavar="NAME",
+            help="wavefront (the default), paper, sequential, distmm, task-level or exhaustive; of a multimodal model "
+            "pipeline (the default), optimus, static, zb-h1, vpp or 1f1b.",
+            show_default=False,
         ),
-    ] = "wavefront",
+    ] = None,
     seed: Seed = 0,
     evaluations: Evaluations = None,
     time_limit: TimeLimit = None,
@@ -27,6 +32,9 @@ def plan(
         Path | None,
         typer.Option("-o", "--output", metavar="PLAN.json", help="Write the plan here.", show_default=False),
     ] = None,
+    microbatches: Microbatches = 32,
+    batch_seed: BatchSeed = 0,
+    samples: Samples = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan a step: which layers run on which devices, and when.
@@ -38,9 +46,12 @@ def plan(
     spindle plan clip-10 --cluster a800x32 --planner paper
 
     spindle plan train.py --cluster h100x16
+
+    spindle plan vlm-s --microbatches 16
     """
     from spindle.artifact import artifact_text
     from spindle.cli.inputs import load_profile
+    from spindle.cli.pipelines import is_multimodal, load_batch, refuse_unknown_planner
     from spindle.cli.terminal import notice, progress_bar, refuse_outputs, show, show_chart, show_text
     from spindle.plan import write_plan
     from spindle.planners import Effort, make_plan
@@ -48,12 +59,19 @@ def plan(
     from spindle.report.gantt import plan_chart
     from spindle.report.table import plan_facts, step_remarks
 
-    refuse_outputs(output, inputs=(given, cluster))
-    profile = load_profile(given, devices, cluster)
+    refuse_outputs(output, inputs=(given, cluster, samples))
     effort = Effort(seed=seed, evaluations=evaluations, time_limit_s=time_limit)
-    with progress_bar(f"planning {profile.graph.name} on {profile.cluster.name}", 1.0) as report:
-        made = make_plan(profile, planner, effort, report)
-        measures = simulated(made, profile)
+    if is_multimodal(given):
+        pipelined, batch = load_batch(given, devices, cluster, microbatches, batch_seed, samples)
+        refuse_unknown_planner(planner or "pipeline")
+        with progress_bar(f"planning {given} on {pipelined.cluster.name}", 1.0) as report:
+            made, profile = pipelined.plan(batch, planner or "pipeline", effort, report)
+            measures = simulated(made, profile)
+    else:
+        profile = load_profile(given, devices, cluster)
+        with progress_bar(f"planning {profile.graph.name} on {profile.cluster.name}", 1.0) as report:
+            made = make_plan(profile, planner or "wavefront", effort, report)
+            measures = simulated(made, profile)
     if output is not None:
         write_plan(output, made)
     if as_json:

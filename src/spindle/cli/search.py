@@ -44,7 +44,7 @@ def search(
 
     refuse_outputs(output, inputs=(cluster, samples))
     refuse_unknown_model(given)
-    pipelined, batch = load_batch(given, cluster, microbatches, batch_seed, samples)
+    pipelined, batch = load_batch(given, None, cluster, microbatches, batch_seed, samples)
     effort = Effort(seed=seed, evaluations=evaluations, time_limit_s=time_limit)
     with progress_bar(f"searching {given} on {pipelined.cluster.name}", 1.0) as report:
         made, profile, found = pipelined.search(batch, effort, report)

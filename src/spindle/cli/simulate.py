@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from spindle.cli.options import AsJson, ClusterName, Devices, Input, PlanFile
+from spindle.cli.pipelines import BatchSeed, Microbatches, Samples
 
 
 def simulate(
@@ -21,6 +22,9 @@ def simulate(
             "--trace", metavar="TRACE.json", help="Write a trace for ui.perfetto.dev here.", show_default=False
         ),
     ] = None,
+    microbatches: Microbatches = 32,
+    batch_seed: BatchSeed = 0,
+    samples: Samples = None,
     as_json: AsJson = False,
 ) -> None:
     """Rehearse one step of a plan: forward, backward, transfers, gradients, optimizer.
@@ -30,10 +34,13 @@ def simulate(
     spindle simulate graph.json plan.json --devices 16
 
     spindle simulate clip-10 plan.json --cluster a800x32 --trace trace.json
+
+    spindle simulate vlm-s plan.json --microbatches 16
     """
     import spindle.simulate
     from spindle.artifact import to_json, write_whole
-    from spindle.cli.inputs import load_plan, load_profile
+    from spindle.cli.inputs import load_plan, load_profile, planner_in
+    from spindle.cli.pipelines import is_multimodal, load_batch
     from spindle.cli.terminal import notice, refuse_outputs, show, show_chart, show_json
     from spindle.planners import graph_bound_s
     from spindle.program import lower, refuse_overfull, verify
@@ -42,8 +49,12 @@ def simulate(
     from spindle.report.trace import trace_of
     from spindle.timeline import measure
 
-    refuse_outputs(trace, inputs=(given, plan_file, cluster))
-    profile = load_profile(given, devices, cluster)
+    refuse_outputs(trace, inputs=(given, plan_file, cluster, samples))
+    if is_multimodal(given):
+        pipelined, batch = load_batch(given, devices, cluster, microbatches, batch_seed, samples)
+        profile = pipelined.profile(batch, planner_in(plan_file))
+    else:
+        profile = load_profile(given, devices, cluster)
     made = load_plan(plan_file, profile)
     if made.num_devices < profile.cluster.num_devices:
         notice(f"{plan_file} was planned for {made.num_devices} of the {profile.cluster.num_devices} devices")
@@ -51,7 +62,7 @@ def simulate(
     verify(program, profile)
     timeline = spindle.simulate.simulate(program, profile)
     measures = measure(timeline)
-    bound_s = graph_bound_s(profile)
+    bound_s = made.bound_s if made.passes else graph_bound_s(profile)
     if trace is not None:
         write_whole(trace, trace_of(timeline, program))
     if as_json:

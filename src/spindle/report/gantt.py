@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rich.text import Text
 
 from spindle.graph import MetaGraph
-from spindle.plan import Plan, format_devices
+from spindle.plan import FORWARD, Plan, format_devices
 from spindle.program import Backward, Exchange, Forward, GatherParameters, OptimizerStep, Program, SyncGradients
 from spindle.report.palette import Palette, darker, ink_on, palette_of
 from spindle.report.quantities import count_of
@@ -53,7 +53,9 @@ class Chart:
 
 
 def plan_chart(plan: Plan, graph: MetaGraph, num_columns: int) -> Chart:
-    """The chart of a plan in folded time: forward and backward of a slot together."""
+    """The chart of a plan in folded time: forward and backward of a slot together, or its passes where it has some."""
+    if plan.passes:
+        return _passes_chart(plan, graph, num_columns)
     palette = palette_of(graph)
     position = {op.name: number for number, op in enumerate(graph.metaops)}
     scale = num_columns / plan.folded_s
@@ -71,6 +73,29 @@ def plan_chart(plan: Plan, graph: MetaGraph, num_columns: int) -> Chart:
     return Chart(marks=marks, rows=_grouped(cells), end_s=plan.folded_s, hint="forward and backward together")
 
 
+def _passes_chart(plan: Plan, graph: MetaGraph, num_columns: int) -> Chart:
+    marks, num_ops = _op_marks(palette_of(graph)), len(graph.metaops)
+    position = {op.name: number for number, op in enumerate(graph.metaops)}
+    scale = num_columns / plan.folded_s
+    counts = [len(plan.slots[one.slot].devices) for one in plan.passes]
+    codes = [position[plan.slots[one.slot].op] + (0 if one.kind == FORWARD else num_ops) for one in plan.passes]
+    cells = _paint(
+        plan.num_devices,
+        num_columns,
+        np.concatenate([np.asarray(plan.slots[one.slot].devices, dtype=np.int64) for one in plan.passes]),
+        np.repeat([one.start_s * scale for one in plan.passes], counts),
+        np.repeat([one.end_s * scale for one in plan.passes], counts),
+        np.repeat(codes, counts),
+        0,  # a box of many that is too short for a cell need not show
+    )
+    return Chart(
+        marks=(*marks, *_backward_marks(marks)),
+        rows=_grouped(cells),
+        end_s=plan.folded_s,
+        hint="capitals forward, small letters backward",
+    )
+
+
 def timeline_chart(
     timeline: Timeline, program: Program, graph: MetaGraph, num_columns: int, end_ns: int | None = None
 ) -> Chart:
@@ -82,10 +107,7 @@ def timeline_chart(
     palette = palette_of(graph)
     num_ops = len(graph.metaops)
     forward = _op_marks(palette)
-    backward = tuple(
-        Mark(letter=mark.letter.lower(), meaning=f"{mark.meaning} backward", colour=darker(mark.colour or "#000000"))
-        for mark in forward
-    )
+    backward = _backward_marks(forward)
     others = (
         Mark(letter=">", meaning="send or receive"),
         Mark(letter="=", meaning="synchronise gradients"),
@@ -126,6 +148,13 @@ def timeline_chart(
         rows=_grouped(cells),
         end_s=end_ns * 1e-9,
         hint="capitals forward, small letters backward",
+    )
+
+
+def _backward_marks(forward: Iterable[Mark]) -> tuple[Mark, ...]:
+    return tuple(
+        Mark(letter=mark.letter.lower(), meaning=f"{mark.meaning} backward", colour=darker(mark.colour or "#000000"))
+        for mark in forward
     )
 
 

@@ -39,6 +39,7 @@ def plan_facts(plan: Plan, measures: Measures, profile: Profile) -> Table:
         ("bound", f"{seconds(plan.bound_s)}, below which no plan of this kind comes"),
         ("idle", percent(measures.idle_share)),
         ("slots", f"{len(plan.slots)} in {_waves(plan)}, {slots_per_op(plan):.2f} for each op"),
+        *([("passes", _kept(plan))] if plan.passes else []),
         ("peak memory", memory(measures.peak_bytes, profile)),
     ]
     if counts_bytes(profile):
@@ -102,6 +103,20 @@ def _planner(plan: Plan) -> str:
     searched = f", {plan.evaluations:,} schedules tried, seed {plan.seed}" if plan.evaluations else ""
     cut = "" if plan.cut_s is None else f", cut at {seconds(plan.cut_s)}"
     return plan.planner + searched + cut
+
+
+def _kept(plan: Plan) -> str:
+    """How many passes there are, and what slots do to save memory."""
+    layers = sum(slot.num_layers for slot in plan.slots)
+    shares = [
+        f"{percent(count / layers)} of layers {what}"
+        for what, count in (
+            ("recomputed", sum(slot.recomputed for slot in plan.slots)),
+            ("offloaded", sum(slot.offloaded for slot in plan.slots)),
+        )
+        if count
+    ]
+    return ", ".join([f"{len(plan.passes):,} in an order of their own", *shares])
 
 
 def _waves(plan: Plan) -> str:
