@@ -1,0 +1,223 @@
+"""Planner `pipeline` beside the pipelines of others, simulated: python benchmarks/pipelines.py [MODEL ...]
+
+The five models of the DIP paper (§5) on its clusters, with efficiencies measured on an H200 (SEMU). Batches are drawn
+like its data; chunks are placed once, on the first batch. Each cell is the mean over some batches of 32 microbatches:
+throughput over `vpp` (Megatron-LM's interleaved 1F1B) and over the best of all baselines. Beside it the paper's range
+for the family, over all its baselines.
+
+The ladder is the paper's ablation on VLM-S: from `vpp` on, one part of the planner after another.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from common import markdown, publish
+from spindle.errors import DoesNotFitError
+from spindle.plan import Plan
+from spindle.planners import Effort
+from spindle.planners.pipeline.baselines import from_level, kept_alike, plan_in_order
+from spindle.planners.pipeline.interleave import Schedule, interleave
+from spindle.planners.pipeline.orders import interleaved
+from spindle.planners.pipeline.planner import fitting_plan
+from spindle.planners.pipeline.search import search
+from spindle.planners.pipeline.segments import Column, Segments
+from spindle.planners.pipeline.stages import Batch, batches_of
+from spindle.program import lower
+from spindle.recipes.multimodal import MODELS
+from spindle.recipes.pipelined import PLANNERS, Pipelined, batches
+from spindle.simulate import simulate
+from spindle.timeline import measure
+
+NUM_BATCHES, NUM_MICROBATCHES, EVALUATIONS = 3, 32, 2000
+PAPER = {"vlm": (15.6, 76.2), "t2v": (36.6, 97.3)}  # % of throughput, over all its baselines
+PAPER_LADDER_S = {"vpp": 26.13, "partition": 22.27, "interleaving": 18.81, "reordering": 17.61, "memory": 16.05}
+REFERENCE = "vpp"
+
+
+def model_cells(name: str) -> dict[str, Any]:
+    """All planners on some batches of a model."""
+    pipelined = Pipelined(MODELS[name], MODELS[name].cluster)
+    cells: dict[str, list[dict[str, float]]] = {planner: [] for planner in PLANNERS}
+    refusals: dict[str, str] = {}
+    for microbatches in islice(batches(pipelined.model, NUM_MICROBATCHES, seed=0), NUM_BATCHES):
+        for planner in PLANNERS:
+            began = time.perf_counter()
+            try:
+                plan, profile = pipelined.plan(microbatches, planner, Effort(evaluations=EVALUATIONS))
+            except DoesNotFitError as error:
+                refusals[planner] = str(error)
+                continue
+            took_s = time.perf_counter() - began
+            measures = measure(simulate(lower(plan, profile), profile))
+            layers = sum(slot.num_layers for slot in plan.slots)
+            cells[planner].append(
+                {
+                    "step_s": plan.makespan_s,
+                    "bound_s": plan.bound_s,
+                    "bubble": 1 - measures.compute_share,
+                    "peak_gib": measures.peak_bytes / 2**30,
+                    "mfu": pipelined.mfu(microbatches, plan.makespan_s),
+                    "recomputed": sum(slot.recomputed for slot in plan.slots) / layers,
+                    "offloaded": sum(slot.offloaded for slot in plan.slots) / layers,
+                    "planning_s": took_s,
+                }
+            )
+            print(f"{name} {planner} {plan.makespan_s:.2f} s, {plan.makespan_s / plan.bound_s:.3f} x bound", flush=True)
+    return {
+        "model": name,
+        "cluster": pipelined.cluster.name,
+        "sub_microbatch": pipelined.splits,
+        "planners": {planner: rows for planner, rows in cells.items() if len(rows) == NUM_BATCHES},
+        "refusals": refusals,
+    }
+
+
+def ladder() -> dict[str, float]:
+    """VLM-S with one part of the planner after another, the mean over the same batches."""
+    pipelined = Pipelined(MODELS["vlm-s"], MODELS["vlm-s"].cluster)
+    times: dict[str, list[float]] = {}
+    for microbatches in islice(batches(pipelined.model, NUM_MICROBATCHES, seed=0), NUM_BATCHES):
+        effort = Effort(evaluations=EVALUATIONS)
+        plans = {"vpp": pipelined.plan(microbatches, "vpp", effort)[0]}
+        whole, profile = pipelined.plan(microbatches, "pipeline", effort)
+        layout = pipelined.layout
+        assert layout is not None
+        found = batches_of(profile, layout)
+
+        def natural(batch: Batch) -> Any:
+            return lambda segments: interleave(segments, None, batch.room)
+
+        def reordered(rooms: Sequence[Column], is_first: bool) -> list[Schedule]:
+            return [
+                alike(batch.segments, room, 16 if is_first else EVALUATIONS)
+                for batch, room in zip(found, rooms, strict=True)
+            ]
+
+        plans["partition"] = plan_in_order(profile, layout, "partition", lambda _: interleaved)
+        plans["interleaving"] = plan_in_order(profile, layout, "interleaving", natural)
+        plans["reordering"] = fitting_plan(profile, layout, "reordering", found, reordered)
+        plans["memory"] = whole
+        for rung, plan in plans.items():
+            times.setdefault(rung, []).append(plan.makespan_s)
+            print(f"ladder {rung} {plan.makespan_s:.2f} s", flush=True)
+    return {rung: float(np.mean(one)) for rung, one in times.items()}
+
+
+def alike(segments: Segments, room: Column, evaluations: int) -> Schedule:
+    """The best order with every microbatch kept alike."""
+    natural = [
+        (kept_alike(from_level(segments, level)[0], lambda one: interleave(one, None, room), room).makespan_ns, level)
+        for level in range(0, 9, 2)
+        if _fits(segments, level, room)
+    ]
+    _, level = min(natural)
+    changed, choice = from_level(segments, level)
+    fixed = replace(changed, choice_count=np.ones_like(changed.choice_count))
+    return replace(search(fixed, room, evaluations=evaluations).schedule, choice=choice)
+
+
+def _fits(segments: Segments, level: int, room: Column) -> bool:
+    try:
+        interleave(from_level(segments, level)[0], None, room)
+    except DoesNotFitError:
+        return False
+    return True
+
+
+def mean(rows: Sequence[dict[str, float]], name: str) -> float:
+    return float(np.mean([row[name] for row in rows]))
+
+
+def rows_of(cell: dict[str, Any]) -> list[list[str]]:
+    """A row for each planner, fastest first."""
+    planners = cell["planners"]
+    order = sorted(planners, key=lambda planner: mean(planners[planner], "step_s"))
+    reference = mean(planners[REFERENCE], "step_s") if REFERENCE in planners else None
+    rows = []
+    for planner in order:
+        one = planners[planner]
+        step_s = mean(one, "step_s")
+        rows.append(
+            [
+                cell["model"] if planner == order[0] else "",
+                planner,
+                f"{step_s:.2f}",
+                "-" if reference is None else f"{100 * (reference / step_s - 1):+.1f} %",
+                f"{100 * mean(one, 'bubble'):.1f}",
+                f"{max(row['peak_gib'] for row in one):.1f}",
+                f"{100 * mean(one, 'mfu'):.1f}",
+                f"{float(np.mean([row['step_s'] / row['bound_s'] for row in one])):.3f}",
+                f"{100 * mean(one, 'recomputed'):.0f} / {100 * mean(one, 'offloaded'):.0f}",
+            ]
+        )
+    return rows
+
+
+def gain_row(cell: dict[str, Any]) -> list[str]:
+    planners = cell["planners"]
+    ours = mean(planners["pipeline"], "step_s")
+    others = {planner: mean(rows, "step_s") for planner, rows in planners.items() if planner != "pipeline"}
+    best = min(others, key=lambda planner: others[planner])
+    low, high = PAPER[cell["model"][:3]]
+    over_vpp = f"{100 * (others[REFERENCE] / ours - 1):+.1f} %" if REFERENCE in others else "vpp does not fit"
+    return [cell["model"], over_vpp, f"{100 * (others[best] / ours - 1):+.1f} % ({best})", f"+{low} to +{high} %"]
+
+
+def report(cells: list[dict[str, Any]], rungs: dict[str, float]) -> str:
+    first, paper_first = next(iter(rungs.values()), 1.0), PAPER_LADDER_S["vpp"]
+    ladder_rows = [
+        [
+            rung,
+            f"{time_s:.2f}",
+            f"{100 * (first / time_s - 1):+.1f} %",
+            f"{PAPER_LADDER_S[rung]:.2f}",
+            f"{100 * (paper_first / PAPER_LADDER_S[rung] - 1):+.1f} %",
+        ]
+        for rung, time_s in rungs.items()
+    ]
+    headings = [
+        "",
+        "planner",
+        "s",
+        "over vpp",
+        "bubble %",
+        "peak GiB",
+        "MFU %",
+        "x its bound",
+        "recomputed / offloaded %",
+    ]
+    parts = [
+        markdown(
+            ["model", "over vpp", "over the best baseline", "the paper's range"], [gain_row(one) for one in cells]
+        ),
+        markdown(headings, [row for cell in cells for row in rows_of(cell)]),
+    ]
+    if ladder_rows:
+        parts.append(markdown(["VLM-S", "s", "", "the paper, s", ""], ladder_rows))
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    names = sys.argv[1:] or [*MODELS]
+    cells = [model_cells(name) for name in names]
+    rungs = ladder() if "vlm-s" in names else {}
+    results = {
+        "batches": NUM_BATCHES,
+        "microbatches": NUM_MICROBATCHES,
+        "evaluations": EVALUATIONS,
+        "cells": cells,
+        "ladder_s": rungs,
+    }
+    publish("pipelines", results, report(cells, rungs))
+
+
+if __name__ == "__main__":
+    main()
