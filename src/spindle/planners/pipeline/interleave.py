@@ -87,6 +87,8 @@ def interleave_passes(
     is_started = np.zeros((safe_pairs, ranks), np.bool_)
     is_ended = np.zeros((safe_pairs, ranks), np.bool_)
     refused = np.full((safe_pairs, ranks), -1, np.int64)
+    refused_epoch = np.full((num_microbatches, ranks), -1, np.int64)
+    refused_size = np.zeros((num_microbatches, ranks), np.int64)
     has_refused = np.zeros(ranks, np.bool_)
     held = np.zeros((num_microbatches, ranks), np.int64)
     need = np.zeros((num_microbatches, ranks), np.int64)
@@ -145,9 +147,16 @@ def interleave_passes(
                                     continue
                         elif live[rank] + memory[pair, rank] > caps[rank]:
                             continue
-                        elif gate == SAFE and refused[pair, rank] == epoch:
-                            has_refused[rank] = True
-                            continue
+                        elif gate == SAFE:
+                            # Where one pair ends a microbatch, a forward that takes as much as a refused one of the
+                            # same microbatch would be refused, too.
+                            microbatch = table.microbatch[pair]
+                            if refused[pair, rank] == epoch or (
+                                refused_epoch[microbatch, rank] == epoch
+                                and memory[pair, rank] >= refused_size[microbatch, rank]
+                            ):
+                                has_refused[rank] = True
+                                continue
                     one_priority = priority[table.group[pair], direction]
                     if chosen < 0 or _comes_first(
                         queue_at[rank, direction, entry],
@@ -220,6 +229,9 @@ def interleave_passes(
                     free[rank] += memory[pair, rank]
                     need[microbatch, rank] = old_need
                     refused[pair, rank] = epoch
+                    if table.has_one_end[microbatch]:
+                        refused_epoch[microbatch, rank] = epoch
+                        refused_size[microbatch, rank] = memory[pair, rank]
                     continue
                 # Serving a microbatch takes from what is free as much as from what it needs, so it allows nothing new
                 # to others, until it needs no more on a rank.
