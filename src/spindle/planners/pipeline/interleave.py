@@ -95,7 +95,7 @@ def interleave_passes(
     free = caps.copy()
     left_scratch = np.empty(num_microbatches, np.int64)
     work_scratch = np.empty(ranks, np.int64)
-    epoch = 0
+    epoch = np.zeros(ranks, np.int64)
 
     for pair in range(pairs):
         microbatch = table.microbatch[pair]
@@ -151,8 +151,8 @@ def interleave_passes(
                             # Where one pair ends a microbatch, a forward that takes as much as a refused one of the
                             # same microbatch would be refused, too.
                             microbatch = table.microbatch[pair]
-                            if refused[pair, rank] == epoch or (
-                                refused_epoch[microbatch, rank] == epoch
+                            if refused[pair, rank] == epoch[rank] or (
+                                refused_epoch[microbatch, rank] == epoch[rank]
                                 and memory[pair, rank] >= refused_size[microbatch, rank]
                             ):
                                 has_refused[rank] = True
@@ -228,16 +228,18 @@ def interleave_passes(
                     held[microbatch, rank] -= memory[pair, rank]
                     free[rank] += memory[pair, rank]
                     need[microbatch, rank] = old_need
-                    refused[pair, rank] = epoch
+                    refused[pair, rank] = epoch[rank]
                     if table.has_one_end[microbatch]:
-                        refused_epoch[microbatch, rank] = epoch
+                        refused_epoch[microbatch, rank] = epoch[rank]
                         refused_size[microbatch, rank] = memory[pair, rank]
                     continue
                 # Serving a microbatch takes from what is free as much as from what it needs, so it allows nothing new
-                # to others, until it needs no more on a rank.
-                if need[microbatch, rank] == 0 or not table.has_one_end[microbatch]:
+                # to others, until it needs no more on this rank.
+                if not table.has_one_end[microbatch]:
                     epoch += 1
                     rescan = True
+                elif need[microbatch, rank] == 0:
+                    epoch[rank] += 1
             elif gate == ADMISSION and not is_admitted[microbatch]:
                 is_admitted[microbatch] = True
                 for other in range(ranks):
