@@ -93,6 +93,8 @@ def interleave_passes(
     held = np.zeros((num_microbatches, ranks), np.int64)
     need = np.zeros((num_microbatches, ranks), np.int64)
     free = caps.copy()
+    ends = np.zeros(num_microbatches + 1, np.int64)
+    place = np.full(num_microbatches, -1, np.int64)
     left_scratch = np.empty(num_microbatches, np.int64)
     work_scratch = np.empty(ranks, np.int64)
     epoch = np.zeros(ranks, np.int64)
@@ -116,7 +118,7 @@ def interleave_passes(
                 need[microbatch, rank] = (
                     footprint[microbatch, rank]
                     if table.has_one_end[microbatch]
-                    else need_of(table, memory, is_started, is_ended, microbatch, rank, 0, 0)
+                    else need_of(table, memory, is_started, is_ended, microbatch, rank)
                 )
 
     changed = 0
@@ -222,8 +224,11 @@ def interleave_passes(
                 is_started[pair, rank] = True
                 held[microbatch, rank] += memory[pair, rank]
                 free[rank] -= memory[pair, rank]
-                need[microbatch, rank] = need_of(table, memory, is_started, is_ended, microbatch, rank, old_need, pair)
-                if not can_all_end(free, held, need, microbatch, left_scratch, work_scratch):
+                # Where one pair ends a microbatch, no backward comes before all forwards: what it needs is a sum.
+                need[microbatch, rank] -= memory[pair, rank]
+                if not table.has_one_end[microbatch]:
+                    need[microbatch, rank] = need_of(table, memory, is_started, is_ended, microbatch, rank)
+                if not can_all_end(free, held, need, microbatch, rank, ends, place, left_scratch, work_scratch):
                     is_started[pair, rank] = False
                     held[microbatch, rank] -= memory[pair, rank]
                     free[rank] += memory[pair, rank]
@@ -254,7 +259,7 @@ def interleave_passes(
                 free[rank] += memory[pair, rank]
                 # What a microbatch that needs no more will free is counted already.
                 if not table.has_one_end[microbatch]:
-                    need[microbatch, rank] = need_of(table, memory, is_started, is_ended, microbatch, rank, 0, pair)
+                    need[microbatch, rank] = need_of(table, memory, is_started, is_ended, microbatch, rank)
                     epoch += 1
                     rescan = True
             elif rank == 0:
