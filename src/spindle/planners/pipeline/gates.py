@@ -27,13 +27,8 @@ UNLIMITED = np.int64(2**62)
 
 
 @njit(cache=True, nogil=True)
-def need_of(table, memory, is_started, is_ended, microbatch, rank, before, pair):
-    """How much more than now a microbatch holds at most on a rank, if it ends by its serial passes.
-
-    `before` is what this was before the forward of `pair` started there: where one pair ends the microbatch, no
-    backward comes before all forwards, and the rest is a sum."""
-    if table.has_one_end[microbatch]:
-        return before - memory[pair, rank]
+def need_of(table, memory, is_started, is_ended, microbatch, rank):
+    """How much more than now a microbatch holds at most on a rank, if it ends by its serial passes."""
     running = 0
     most = 0
     for entry in range(table.serial_starts[microbatch], table.serial_starts[microbatch + 1]):
@@ -48,47 +43,70 @@ def need_of(table, memory, is_started, is_ended, microbatch, rank, before, pair)
 
 
 @njit(cache=True, nogil=True)
-def can_all_end(free, held, need, microbatch, left, work):
-    """Is there an order in which all microbatches that hold memory can end? `left`, `work` are scratch.
+def can_all_end(free, held, need, microbatch, rank, order, place, left, work):
+    """Is there an order in which all microbatches that hold memory can end, after a forward of one on a rank?
 
-    The state before the last forward had one; so if that forward's microbatch can end first, there is still one."""
+    `order` is such an order from before that forward (its length stands in its last entry), `place` who stands where in
+    it, or -1; both are kept up to date. The forward takes memory on its rank alone, and only from those that end before
+    its microbatch, so mostly the old order still works. `left`, `work` are scratch."""
+    if free[rank] < 0:
+        return False
     num_microbatches, ranks = held.shape
+    length = order[num_microbatches]
+    is_new = place[microbatch] < 0
+    beyond = length if is_new else place[microbatch]
+    room = free[rank]
     fits = True
-    for rank in range(ranks):
-        if free[rank] < 0:
-            return False
-        if need[microbatch, rank] > free[rank]:
+    for position in range(beyond):
+        one = order[position]
+        if need[one, rank] > room:
             fits = False
-    if fits:
+            break
+        room += held[one, rank]
+    if fits and need[microbatch, rank] <= room:
+        if is_new:
+            order[length] = microbatch
+            place[microbatch] = length
+            order[num_microbatches] += 1
         return True
+    # Another order, from the start.
     num_left = 0
     for one in range(num_microbatches):
-        for rank in range(ranks):
-            if held[one, rank] > 0:
+        for other in range(ranks):
+            if held[one, other] > 0:
                 left[num_left] = one
                 num_left += 1
                 break
-    for rank in range(ranks):
-        work[rank] = free[rank]
+    for other in range(ranks):
+        work[other] = free[other]
+    # `left` is filled again from its end with those that can end, latest first.
+    length = num_left
     while num_left > 0:
         was_left = num_left
         position = 0
         while position < num_left:
             one = left[position]
             fits = True
-            for rank in range(ranks):
-                if need[one, rank] > work[rank]:
+            for other in range(ranks):
+                if need[one, other] > work[other]:
                     fits = False
                     break
             if fits:
-                for rank in range(ranks):
-                    work[rank] += held[one, rank]
+                for other in range(ranks):
+                    work[other] += held[one, other]
                 num_left -= 1
                 left[position] = left[num_left]
+                left[num_left] = one
             else:
                 position += 1
         if num_left == was_left:
             return False
+    place[:] = -1
+    for position in range(length):
+        one = left[length - 1 - position]
+        order[position] = one
+        place[one] = position
+    order[num_microbatches] = length
     return True
 
 

@@ -87,13 +87,17 @@ def interleave_passes(
     is_started = np.zeros((safe_pairs, ranks), np.bool_)
     is_ended = np.zeros((safe_pairs, ranks), np.bool_)
     refused = np.full((safe_pairs, ranks), -1, np.int64)
+    refused_epoch = np.full((num_microbatches, ranks), -1, np.int64)
+    refused_size = np.zeros((num_microbatches, ranks), np.int64)
     has_refused = np.zeros(ranks, np.bool_)
     held = np.zeros((num_microbatches, ranks), np.int64)
     need = np.zeros((num_microbatches, ranks), np.int64)
     free = caps.copy()
+    ends = np.zeros(num_microbatches + 1, np.int64)
+    place = np.full(num_microbatches, -1, np.int64)
     left_scratch = np.empty(num_microbatches, np.int64)
     work_scratch = np.empty(ranks, np.int64)
-    epoch = 0
+    epoch = np.zeros(ranks, np.int64)
 
     for pair in range(pairs):
         microbatch = table.microbatch[pair]
@@ -114,7 +118,7 @@ def interleave_passes(
                 need[microbatch, rank] = (
                     footprint[microbatch, rank]
                     if table.has_one_end[microbatch]
-                    else need_of(table, memory, is_started, is_ended, microbatch, rank, 0, 0)
+                    else need_of(table, memory, is_started, is_ended, microbatch, rank)
                 )
 
     changed = 0
@@ -145,9 +149,16 @@ def interleave_passes(
                                     continue
                         elif live[rank] + memory[pair, rank] > caps[rank]:
                             continue
-                        elif gate == SAFE and refused[pair, rank] == epoch:
-                            has_refused[rank] = True
-                            continue
+                        elif gate == SAFE:
+                            # Where one pair ends a microbatch, a forward that takes as much as a refused one of the
+                            # same microbatch would be refused, too.
+                            microbatch = table.microbatch[pair]
+                            if refused[pair, rank] == epoch[rank] or (
+                                refused_epoch[microbatch, rank] == epoch[rank]
+                                and memory[pair, rank] >= refused_size[microbatch, rank]
+                            ):
+                                has_refused[rank] = True
+                                continue
                     one_priority = priority[table.group[pair], direction]
                     if chosen < 0 or _comes_first(
                         queue_at[rank, direction, entry],
@@ -213,19 +224,27 @@ def interleave_passes(
                 is_started[pair, rank] = True
                 held[microbatch, rank] += memory[pair, rank]
                 free[rank] -= memory[pair, rank]
-                need[microbatch, rank] = need_of(table, memory, is_started, is_ended, microbatch, rank, old_need, pair)
-                if not can_all_end(free, held, need, microbatch, left_scratch, work_scratch):
+                # Where one pair ends a microbatch, no backward comes before all forwards: what it needs is a sum.
+                need[microbatch, rank] -= memory[pair, rank]
+                if not table.has_one_end[microbatch]:
+                    need[microbatch, rank] = need_of(table, memory, is_started, is_ended, microbatch, rank)
+                if not can_all_end(free, held, need, microbatch, rank, ends, place, left_scratch, work_scratch):
                     is_started[pair, rank] = False
                     held[microbatch, rank] -= memory[pair, rank]
                     free[rank] += memory[pair, rank]
                     need[microbatch, rank] = old_need
-                    refused[pair, rank] = epoch
+                    refused[pair, rank] = epoch[rank]
+                    if table.has_one_end[microbatch]:
+                        refused_epoch[microbatch, rank] = epoch[rank]
+                        refused_size[microbatch, rank] = memory[pair, rank]
                     continue
                 # Serving a microbatch takes from what is free as much as from what it needs, so it allows nothing new
-                # to others, until it needs no more on a rank.
-                if need[microbatch, rank] == 0 or not table.has_one_end[microbatch]:
+                # to others, until it needs no more on this rank.
+                if not table.has_one_end[microbatch]:
                     epoch += 1
                     rescan = True
+                elif need[microbatch, rank] == 0:
+                    epoch[rank] += 1
             elif gate == ADMISSION and not is_admitted[microbatch]:
                 is_admitted[microbatch] = True
                 for other in range(ranks):
@@ -240,7 +259,7 @@ def interleave_passes(
                 free[rank] += memory[pair, rank]
                 # What a microbatch that needs no more will free is counted already.
                 if not table.has_one_end[microbatch]:
-                    need[microbatch, rank] = need_of(table, memory, is_started, is_ended, microbatch, rank, 0, pair)
+                    need[microbatch, rank] = need_of(table, memory, is_started, is_ended, microbatch, rank)
                     epoch += 1
                     rescan = True
             elif rank == 0:

@@ -35,8 +35,8 @@ ROUNDS = (0.5, 0.5)
 TREE_SHARE = 0.3
 
 # Temperatures of annealing at the beginning of each round and at its end, as shares of the makespan.
-HOT = (0.003, 0.003)
-COLD = 0.0002
+HOT = (0.02, 0.005)
+COLD = 0.0003
 
 # Mean distance by which rollouts of the tree leave the best order.
 SPREAD = 0.5
