@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -21,9 +22,8 @@ import numpy as np
 
 from common import markdown, publish
 from spindle.errors import DoesNotFitError
-from spindle.plan import Plan
 from spindle.planners import Effort
-from spindle.planners.pipeline.baselines import from_level, kept_alike, plan_in_order
+from spindle.planners.pipeline.baselines import LEVELS, from_level, plan_in_order
 from spindle.planners.pipeline.interleave import Schedule, interleave
 from spindle.planners.pipeline.orders import interleaved
 from spindle.planners.pipeline.planner import fitting_plan
@@ -92,18 +92,9 @@ def ladder() -> dict[str, float]:
         assert layout is not None
         found = batches_of(profile, layout)
 
-        def natural(batch: Batch) -> Any:
-            return lambda segments: interleave(segments, None, batch.room)
-
-        def reordered(rooms: Sequence[Column], is_first: bool) -> list[Schedule]:
-            return [
-                alike(batch.segments, room, 16 if is_first else EVALUATIONS)
-                for batch, room in zip(found, rooms, strict=True)
-            ]
-
         plans["partition"] = plan_in_order(profile, layout, "partition", lambda _: interleaved)
         plans["interleaving"] = plan_in_order(profile, layout, "interleaving", natural)
-        plans["reordering"] = fitting_plan(profile, layout, "reordering", found, reordered)
+        plans["reordering"] = fitting_plan(profile, layout, "reordering", found, partial(reordered, found))
         plans["memory"] = whole
         for rung, plan in plans.items():
             times.setdefault(rung, []).append(plan.makespan_s)
@@ -111,25 +102,40 @@ def ladder() -> dict[str, float]:
     return {rung: float(np.mean(one)) for rung, one in times.items()}
 
 
+def natural(batch: Batch) -> Callable[[Segments], Schedule]:
+    """Microbatches in their natural order, interleaved."""
+
+    def order(segments: Segments) -> Schedule:
+        schedule = interleave(segments, None, batch.room)
+        assert schedule is not None
+        return schedule
+
+    return order
+
+
+def reordered(found: Sequence[Batch], rooms: Sequence[Column], is_first: bool) -> list[Schedule]:
+    """The best orders, without memory choices."""
+    evaluations = 16 if is_first else EVALUATIONS
+    return [alike(batch.segments, room, evaluations) for batch, room in zip(found, rooms, strict=True)]
+
+
 def alike(segments: Segments, room: Column, evaluations: int) -> Schedule:
     """The best order with every microbatch kept alike."""
-    natural = [
-        (kept_alike(from_level(segments, level)[0], lambda one: interleave(one, None, room), room).makespan_ns, level)
-        for level in range(0, 9, 2)
-        if _fits(segments, level, room)
-    ]
-    _, level = min(natural)
+    fitting = [level for level in range(0, LEVELS + 1, 2) if _natural_ns(segments, level, room) is not None]
+    level = min(fitting, key=lambda one: _natural_ns(segments, one, room) or 0)
     changed, choice = from_level(segments, level)
     fixed = replace(changed, choice_count=np.ones_like(changed.choice_count))
     return replace(search(fixed, room, evaluations=evaluations).schedule, choice=choice)
 
 
-def _fits(segments: Segments, level: int, room: Column) -> bool:
+def _natural_ns(segments: Segments, level: int, room: Column) -> int | None:
+    """How long the natural order takes with everything kept at a level; None where that does not fit."""
     try:
-        interleave(from_level(segments, level)[0], None, room)
+        schedule = interleave(from_level(segments, level)[0], None, room)
     except DoesNotFitError:
-        return False
-    return True
+        return None
+    assert schedule is not None
+    return schedule.makespan_ns
 
 
 def mean(rows: Sequence[dict[str, float]], name: str) -> float:
