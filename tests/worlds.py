@@ -25,6 +25,7 @@ import spindle
 from budgets import train_within
 from changing import change
 from courses import evaluated, follow, read_by_towers_alone, read_samples, unmeasured
+from pipelines import run_pipeline
 from replay import graphs_without_cuda
 from scenes import SCENES
 from spindle.cluster import Link, cluster_named
@@ -54,6 +55,7 @@ __all__ = [
     "read_by_towers_alone",
     "read_samples",
     "refusal_of",
+    "run_pipeline",
     "train_shared",
     "train_within",
 ]

@@ -79,8 +79,8 @@ class Executor:
         self.reads, self.uses = self._side.reads, self._side.uses
         self.held = held_parameters(program, graph, world.rank)
         trainable = {number for number in self.held if graph.parameters[number].trainable}
-        kept = before._syncs.gradients if before is not None else None
-        self._syncs: Syncs = Syncs(program, graph, self._side, world, parameters, trainable, reached, shards, kept)
+        last = before._syncs if before is not None else None
+        self._syncs: Syncs = Syncs(program, graph, self._side, world, parameters, trainable, reached, shards, last)
         self._compute = Compute(self._side, self._transfers, self._syncs, world, batch_axes, seed, autocast)
         self._chunks_of: dict[str, set[int]] = {}  # backward instructions by task
         for position in self._side.compute:

@@ -41,12 +41,14 @@ class Syncs:
         trainable: set[int],
         reached: Mapping[str, frozenset[int]] | None,
         shards: Shards | None,
-        before: Gradients | None,
+        before: Syncs | None,
     ) -> None:
         self._program, self._world, self._side, self._shards = program, world, side, shards
-        self.trained = [parameters[number] for number in sorted(trainable)]
-        mine = set(side.compute)
-        self._after = [mine.intersection(bucket.after) for bucket in program.buckets]
+        self.trained: list[nn.Parameter] = [parameters[number] for number in sorted(trainable)]
+        mine = {id(one) for one in self.trained}
+        self._left = [one for one in before.trained if id(one) not in mine] if before is not None else []
+        compute = set(side.compute)
+        self._after = [compute.intersection(bucket.after) for bucket in program.buckets]
         task_of = [graph.metaops[shape.op].task for shape in program.slots]
         self._users = [
             frozenset(task_of[self._backward_at(position).slot] for position in bucket.after)
@@ -63,7 +65,7 @@ class Syncs:
             self._sums_of.append(list(range(len(summed), len(summed) + len(sums))))
             summed += sums
         flats = dict(enumerate(shards)) if shards is not None else {}
-        self.gradients = Gradients(summed, flats, before)
+        self.gradients: Gradients = Gradients(summed, flats, before.gradients if before is not None else None)
         # By slot and the first layer of a chunk: positions of the gathers that it waits for.
         self._needed_by: dict[tuple[int, int], list[int]] = {}
         self._gathers: list[tuple[int, int]] = []  # in the order of the lane, with the bucket
@@ -88,7 +90,10 @@ class Syncs:
         self._unreached = unreached
 
     def begin(self, step: Step, watch: Watch) -> None:
-        """Gradients start anew, unless they add up."""
+        """Gradients start anew, unless they add up. Those of other parameters, from another program, are over."""
+        for parameter in self._left:
+            parameter.grad = None
+        self._left = []
         if self._shards is not None and step.turn.is_first:
             self._shards.drop_gradients()
             for position, bucket in self._gathers:
