@@ -6,7 +6,9 @@ Encoders see images and sounds, each in some sub-microbatches or in none; a lang
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -419,3 +421,33 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
         num_parts=num_parts,
         num_recomputed=num_recomputed,
     )
+
+
+def against_torch(rank: int, num_ranks: int, stages_per_rank: int) -> tuple[float, float]:
+    """The errors of gradients and losses where torch.distributed.pipelining runs the same chain in the same order."""
+    from worlds import error_of, floor_of
+
+    sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+    from pipelined import Setup, by_spindle, by_torch, order_of, torch_schedule
+
+    setup = Setup(
+        width=8,
+        num_blocks=2 * num_ranks * stages_per_rank,
+        length=3,
+        rows=2,
+        num_microbatches=2 * num_ranks,
+        num_ranks=num_ranks,
+        stages_per_rank=stages_per_rank,
+    )
+    ours, theirs = setup.blocks(torch.float64), setup.blocks(torch.float64)
+    order = order_of(setup, torch_schedule(setup, theirs, rank))
+    losses = by_spindle(setup, ours, World(rank, num_ranks, torch.device("cpu")), order, torch.float64)()
+    expected_losses = by_torch(setup, theirs, rank, torch.float64)()
+    mine = [number for number in range(setup.num_blocks) if number // setup.blocks_per_stage % num_ranks == rank]
+    expected = [one.grad for number in mine for one in theirs[number].parameters()]
+    found = [one.grad for number in mine for one in ours[number].parameters()]
+    floor = floor_of(expected)
+    gradient = max(error_of(one, other, floor) for one, other in zip(found, expected, strict=True))
+    loss = max((abs(one - other) for one, other in zip(losses, expected_losses, strict=False)), default=0.0)
+    assert bool(expected_losses) == (rank == num_ranks - 1)
+    return gradient, loss

@@ -63,6 +63,13 @@ def test_what_waits_on_the_host_is_counted(pool):
     assert all(one.offloaded_bytes == 0 for one in pool.run(2, "run_pipeline", Case(seed=7, num_ranks=2, lean=0.0)))
 
 
+@pytest.mark.parametrize(("num_ranks", "stages_per_rank"), [(2, 1), (3, 1), (2, 2)])
+def test_torchs_own_pipelines_give_the_same_gradients_in_the_same_order(pool, num_ranks, stages_per_rank):
+    for gradient, loss in pool.run(num_ranks, "against_torch", stages_per_rank):
+        assert gradient < 1e-9
+        assert loss < 1e-9
+
+
 # A backward pass in two parts.
 
 
