@@ -24,6 +24,7 @@ from spindle.profile import Profile, roofline_profile
 from spindle.program import lower, verify
 from spindle.run import Executor, Forms, LayerCode, LayersCode, LossCode, OpCode, World
 from spindle.run.rows import signature_of
+from spindle.run.shards import Shards
 from spindle.workload import Call, Layer, LayerCost, Module, Parameter, Task, Workload
 
 WIDTH, NUM_TOKENS = 6, 11
@@ -243,6 +244,7 @@ class Case:
     lean: float = 0.4
     forms: bool = True  # are worked out; else they are told
     shares_order: bool = False  # all steps have the first one's program
+    shards: bool = False  # the optimizer
     steps: int = 2
 
 
@@ -355,6 +357,7 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
     world = World(rank, num_ranks, torch.device("cpu"))
     optimizer = torch.optim.SGD(theirs.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     own: torch.optim.Optimizer | None = None
+    shards: Shards | None = None
     executor: Executor | None = None
     worst: dict[str, tuple[float, str]] = {"loss": (0.0, ""), "gradient": (0.0, ""), "parameter": (0.0, "")}
 
@@ -370,12 +373,17 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
         if executor is None or not case.shares_order:
             made = pipeline(ours, batches)
             profile = profile_of(made.graph, num_ranks)
-            plan = random_plan(profile, places, case, step)
+            plan = replace(random_plan(profile, places, case, step), shard_optimizer=case.shards)
             check(plan, profile)
             program = lower(plan, profile, holders=holders_of(ours, made, places, case))
             verify(program, profile)
             axes = dict.fromkeys(batches, (None,) * 99)
-            executor = Executor(program, made.graph, made.code, made.parameters, axes, world, before=executor)
+            if case.shards:
+                shards = Shards(program, made.parameters, world)
+                shards.take_in()
+            executor = Executor(
+                program, made.graph, made.code, made.parameters, axes, world, before=executor, shards=shards
+            )
             num_parts += sum(one.kind == WEIGHT for one in plan.passes)
             num_recomputed += sum(one.recomputed for one in plan.slots)
         if own is None:
@@ -383,11 +391,16 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
             for name, parameter in zip(made.names, made.parameters, strict=True):
                 if name not in held:
                     parameter.data.fill_(torch.nan)
-            own = torch.optim.SGD([{"params": list(held.values())}], lr=LEARNING_RATE, momentum=MOMENTUM)
+            trained = list(held.values())
+            if shards is not None:
+                owned = shards.owned
+                trained = [one for number, one in enumerate(made.parameters) if number in executor.held - set(owned)]
+                trained += [entry[1] for entry in owned.values() if entry is not None]
+            own = torch.optim.SGD([{"params": trained}], lr=LEARNING_RATE, momentum=MOMENTUM)
         cuts = forms.of(made.graph, made.code, batches) if case.forms else None
         mine = {task: batch for task, batch in batches.items() if task in executor.reads}
         signatures = {task: signature_of(batch) for task, batch in batches.items()}
-        losses, _ = executor.step(step, mine, signatures, forms=cuts)
+        losses, _ = executor.step(step, mine, signatures, own if case.shards else None, forms=cuts)
         offloaded_bytes += executor.offloaded_bytes
         parts = torch.tensor(losses.tolist(), dtype=torch.float64)
         if num_ranks > 1:
@@ -401,12 +414,18 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
         floor = floor_of([one.grad for one in named.values() if one.grad is not None])
         for name, parameter in held.items():
             expected = named[name].grad
+            if case.shards:  # gradients are in parts
+                compared.add(name)
+                continue
             assert (parameter.grad is None) == (expected is None), f"{name} in step {step}"
             if expected is not None:
                 compared.add(name)
                 note("gradient", error_of(parameter.grad, expected, floor), f"{name} in step {step}")
-        own.step()
         optimizer.step()
+        if shards is None:
+            own.step()
+        else:
+            shards.settle()
         floor = floor_of([one.detach() for one in named.values()])
         for name, parameter in held.items():
             note("parameter", error_of(parameter.detach(), named[name].detach(), floor), f"{name} in step {step}")

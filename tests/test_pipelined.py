@@ -57,6 +57,11 @@ def test_so_does_a_program_that_runs_again(pool):
     assert_same(pool.run(3, "run_pipeline", Case(seed=6, num_ranks=3, shares_order=True, steps=3, forms=False)))
 
 
+def test_so_does_a_sharded_optimizer(pool):
+    case = Case(seed=8, num_ranks=4, num_replicas=2, shares_order=True, shards=True, steps=3)
+    assert_same(pool.run(4, "run_pipeline", case))
+
+
 def test_what_waits_on_the_host_is_counted(pool):
     assert_same(answers := pool.run(2, "run_pipeline", Case(seed=7, num_ranks=2, lean=1.0)))
     assert sum(one.offloaded_bytes for one in answers) > 0

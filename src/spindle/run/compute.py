@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -215,7 +215,7 @@ class Compute:
             later = step.later.pop(slot.number)
             while later:
                 later.pop().run()
-            self._syncs.gradients.keep(_parameters_of(slot, number))
+            self._syncs.gradients.keep(_used_by(slot, number))
             return
         is_last = number == len(slot.chunks) - 1
         pieces = step.pieces[slot.number]
@@ -238,7 +238,7 @@ class Compute:
             with self._styles(slot, first, last):
                 _run_backward(tree_leaves(pieces[number].outputs), gradients)
         if step.graphs is None and instruction.makes_weights:
-            self._syncs.gradients.keep(_parameters_of(slot, number))
+            self._syncs.gradients.keep(_used_by(slot, number))
         # Activations go as soon as they are used; the inputs of a chunk stay for the chunk before it.
         if pieces:
             pieces[number].outputs = None
@@ -334,11 +334,13 @@ def seed_of(*parts: object) -> int:
 
 def _parameters_of(slot: SlotSide, number: int) -> list[nn.Parameter]:
     """What a chunk of a slot trains."""
-    if not isinstance(slot.code, LayersCode):
-        return []
+    return list({id(one): one for one in _used_by(slot, number) if one.requires_grad}.values())
+
+
+def _used_by(slot: SlotSide, number: int) -> Iterator[nn.Parameter]:
     first, last = slot.chunks[number]
-    used = (one for layer in slot.code.layers[first:last] for one in layer.parameters)
-    return list({id(one): one for one in used if one.requires_grad}.values())
+    for layer in slot.code.layers[first:last] if isinstance(slot.code, LayersCode) else ():
+        yield from layer.parameters
 
 
 def _gradients_of(leaves: list[Any]) -> list[torch.Tensor | None]:

@@ -77,7 +77,7 @@ class Gradients:
         """Moves gradients to where they are synchronised, so that none stands twice for long. One that falls into
         several parts has to wait until it is complete."""
         moves: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for parameter in parameters:
+        for parameter in parameters if self._bucket_of else ():
             if parameter.grad is None or id(parameter) not in self._bucket_of:
                 continue
             self._flat(self._bucket_of[id(parameter)])

@@ -188,19 +188,23 @@ class Transfers:
         if arrivals:
             watch.end[self._positions[link.number, backward]] = watch.now()
         if backward:
-            self._let_go(step, link, {arrival.flow.peer for arrival in arrivals})
+            self._let_go(step, (link.number, False), {arrival.flow.peer for arrival in arrivals})
+        if self._world.device.type == "cuda":
+            for key in list(step.sending):
+                self._let_go(step, key, set())
         return arrivals
 
-    def _let_go(self, step: Step, link: LinkEnd, back: set[int]) -> None:
-        """Whoever sends a gradient has the values that it is for."""
+    def _let_go(self, step: Step, key: tuple[int, bool], back: set[int]) -> None:
+        """What was sent needs no buffer. Whoever sends a gradient `back` has the values that it is for; gloo does not
+        say of others whether they are over."""
         kept = []
-        for peer, request, buffer in step.sending.pop((link.number, False), []):
+        for peer, request, buffer in step.sending.pop(key, []):
             if peer in back:
                 wait(request)
-            else:
+            elif not request.is_completed():
                 kept.append((peer, request, buffer))
         if kept:
-            step.sending[link.number, False] = kept
+            step.sending[key] = kept
 
     def finish(self, step: Step) -> None:
         """Waits until all is sent."""
