@@ -347,6 +347,15 @@ class Difference:
     num_recomputed: int
 
 
+class Tidy(Executor):
+    """Sees to it that nothing is left of a step's activations."""
+
+    def _losses(self, step: Any) -> Any:
+        assert not any((step.inputs, step.outputs, step.arrivals, step.sending, step.later))
+        assert not any(piece.outputs or piece.inputs or piece.again for one in step.pieces.values() for piece in one)
+        return super()._losses(step)
+
+
 def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
     """Some steps, each with other microbatches and a program of its own. What this rank does not hold is no number."""
     from worlds import error_of, floor_of
@@ -381,7 +390,7 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
             if case.shards:
                 shards = Shards(program, made.parameters, world)
                 shards.take_in()
-            executor = Executor(
+            executor = Tidy(
                 program, made.graph, made.code, made.parameters, axes, world, before=executor, shards=shards
             )
             num_parts += sum(one.kind == WEIGHT for one in plan.passes)

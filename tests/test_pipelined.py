@@ -6,6 +6,7 @@ The measure is DESIGN's first promise: float64 to 1e-9.
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 
@@ -16,8 +17,21 @@ from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from pipelines import WIDTH, Case, Difference, Mix, Say, Shift  # noqa: E402
+from pipelines import (  # noqa: E402
+    NUM_TOKENS,
+    WIDTH,
+    Case,
+    Difference,
+    Mix,
+    Say,
+    Shift,
+    microbatches,
+    model,
+    pipeline,
+)
+from spindle.run import Forms, LayersCode  # noqa: E402
 from spindle.run.apart import run_input_part  # noqa: E402
+from spindle.run.rows import LeafForm  # noqa: E402
 
 MANY = int(os.environ.get("SPINDLE_EXAMPLES", "8"))  # random schedules
 
@@ -73,6 +87,45 @@ def test_torchs_own_pipelines_give_the_same_gradients_in_the_same_order(pool, nu
     for gradient, loss in pool.run(num_ranks, "against_torch", stages_per_rank):
         assert gradient < 1e-9
         assert loss < 1e-9
+
+
+# What crosses cuts.
+
+
+def test_forms_are_worked_out_without_weights_and_once_for_layers_that_are_alike():
+    modules = model(0)
+    forms = Forms([modules], torch.device("cpu"))
+    batches = microbatches(3, 4)
+    made = pipeline(modules, batches)
+    for parameter in modules.parameters():
+        parameter.data = torch.empty(0, dtype=torch.float64)  # another rank has it
+    runs = []
+    with mock.patch.object(Mix, "forward", lambda self, x, *others: (runs.append(1), (x * self.scale, *others))[1]):
+        cuts = forms.of(made.graph, made.code, batches)
+        seen = len(runs)
+        assert forms.of(made.graph, made.code, batches) == cuts
+    mixes = sum(isinstance(layer.run, Mix) for one in made.code if isinstance(one, LayersCode) for layer in one.layers)
+    assert len(runs) == seen < mixes
+    for number, op in enumerate(made.graph.metaops):
+        for layer in range(1, op.num_layers + 1):
+            assert ((number, layer) in cuts) == (op.call != "loss")
+    last = [number for number, op in enumerate(made.graph.metaops) if op.call == "language"][-1]
+    (leaf,) = cuts[last, 1].leaves
+    assert leaf == LeafForm((len(batches["m03"]["tokens"]), NUM_TOKENS), torch.float64, True)
+
+
+def test_what_depends_on_values_is_left_to_be_told():
+    modules = model(0)
+    batches = microbatches(3, 1)
+    made = pipeline(modules, batches)
+    with mock.patch.object(Mix, "forward", lambda self, x, *others: (x[x.sum(-1) > 0], *others)):
+        cuts = Forms([modules], torch.device("cpu")).of(made.graph, made.code, batches)
+    # Each call is known up to its first layer that looks at values, and so is nothing behind it.
+    first = {op.call: number for number, op in reversed(list(enumerate(made.graph.metaops)))}
+    alone = {number for call, number in first.items() if call not in ("language", "loss")}
+    assert {number for number, _ in cuts} >= alone
+    assert not any(isinstance(made.code[number].layers[position - 1].run, Mix) for number, position in cuts)
+    assert (first["language"] in {number for number, _ in cuts}) == (not alone)
 
 
 # A backward pass in two parts.

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_unflatten
 from spindle.graph import MetaGraph
 from spindle.models import Swapped, as_when_compiling, keep_state
 from spindle.run.code import LayerCode, LayersCode, OpCode
-from spindle.run.rows import Form, LeafForm, form_of
+from spindle.run.rows import Form, LeafForm, copied, form_of
 
 Cuts = dict[tuple[int, int], Form]  # by op and how many of its layers come before
 
@@ -92,7 +92,7 @@ class Forms:
         first, *others = [self._nest(form) for form in given]
         try:
             args, kwargs = (first, {}) if glue is None else glue(first, *(one[0] for one in others))
-            return form_of(layer.run(*args, **kwargs), num_rows)
+            return form_of(layer.run(*(copied(args) if layer.writes_input else args), **kwargs), num_rows)
         except Exception:  # the user's code, which may look at values
             return None
 
