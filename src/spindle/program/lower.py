@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -139,22 +138,17 @@ def _shape(profile: Profile, setting: Setting, slot: Slot, op: int, rows: Mappin
 
 def _links(profile: Profile, ops: list[int], shapes: tuple[SlotShape, ...]) -> list[Link]:
     links = []
-    layouts = [shape.layout for shape in shapes]
-    known: dict[Any, Flows] = {}  # slots of a pipeline lie in a few ways
     for producer, consumer in slot_links(ops, profile.graph):
         giver, taker = shapes[producer], shapes[consumer]
         cost = profile.graph.metaops[giver.op].cost
         output_bytes = 0.0 if cost is None else cost.output_bytes
-        there = (layouts[producer], layouts[consumer])
-        if there not in known:
-            known[there], known[there[::-1]] = flows_between(giver, taker), flows_between(taker, giver)
         links.append(
             Link(
                 producer=producer,
                 consumer=consumer,
                 bytes_per_row=output_bytes * giver.num_rows / common_scale(giver, taker),
-                forward=known[there],
-                backward=known[there[::-1]],
+                forward=flows_between(giver, taker),
+                backward=flows_between(taker, giver),
             )
         )
     return links

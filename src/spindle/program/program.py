@@ -34,11 +34,6 @@ class SlotShape:
     def num_rows(self) -> int:
         return int(self.bounds[-1])
 
-    @property
-    def layout(self) -> tuple[bytes, bytes, int]:
-        """Equal for slots whose batches lie on the same ranks in the same way."""
-        return self.ranks.tobytes(), self.bounds.tobytes(), self.tensor_degree
-
     def rows_of_ranks(self) -> Column:
         """Rows that each rank works on, in the order of `ranks`."""
         return np.repeat(np.diff(self.bounds), self.tensor_degree)
