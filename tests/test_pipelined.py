@@ -17,7 +17,7 @@ from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from pipelines import (  # noqa: E402
+from microbatches import (  # noqa: E402
     NUM_TOKENS,
     WIDTH,
     Case,
