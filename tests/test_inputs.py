@@ -89,7 +89,7 @@ def test_a_module_called_twice_in_a_row_gives_two_metaops_with_the_same_paramete
     assert graph.edges == ((0, 1),)
 
 
-@pytest.mark.parametrize("kind", ["a100", "a800", "h100", "h800", "h200", "l40s", "cpu"])
+@pytest.mark.parametrize("kind", ["a100", "a800", "h100", "h800", "h200", "h20", "l40s", "cpu"])
 def test_every_preset_is_there_in_islands_of_eight(kind):
     cluster = cluster_named(f"{kind}x20")
     assert [island.num_devices for island in cluster.islands] == [8, 8, 4]

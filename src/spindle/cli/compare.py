@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from spindle.cli.options import AsJson, ClusterName, Devices, Evaluations, Input, Seed, TimeLimit
+from spindle.cli.pipelines import BatchSeed, Microbatches, Samples
 
 PLANNERS = ("wavefront", "paper", "sequential", "distmm", "task-level")
 
@@ -28,24 +29,33 @@ def compare(
         typer.Option(
             "--figure",
             metavar="STEP.svg",
-            help="Draw a step one task at a time above the same in waves.",
+            help="Draw a step one task at a time above the same in waves; of a multimodal model, the pipeline as "
+            "others have it above ours.",
             show_default=False,
         ),
     ] = None,
+    microbatches: Microbatches = 32,
+    batch_seed: BatchSeed = 0,
+    samples: Samples = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare all planners on one workload, simulated, beside the bound.
 
-    Speedups are over `sequential`: every module on the whole cluster in turn. Examples:
+    Speedups are over `sequential`: every module on the whole cluster in turn. A multimodal model (vlm-s) is compared
+    as a pipeline on one batch, on the paper's cluster unless another is given; there, speedups are over `vpp`,
+    interleaved 1F1B of Megatron-LM. Examples:
 
     spindle compare graph.json --devices 16
 
     spindle compare clip-10 --cluster a800x32 --figure step.svg
+
+    spindle compare vlm-s --microbatches 32
     """
     import json
 
     from spindle.artifact import to_json, write_whole
     from spindle.cli.inputs import load_profile
+    from spindle.cli.pipelines import compare_pipelines, is_multimodal, load_batch
     from spindle.cli.terminal import fits, notice, progress_bar, refuse_outputs, show, show_json
     from spindle.errors import DoesNotFitError
     from spindle.plan import Plan
@@ -54,9 +64,14 @@ def compare(
     from spindle.report.figure import step_figure
     from spindle.report.table import comparison_table, refusal_lines
 
-    refuse_outputs(output, figure, inputs=(given, cluster))
-    profile = load_profile(given, devices, cluster)
+    refuse_outputs(output, figure, inputs=(given, cluster, samples))
     effort = Effort(seed=seed, evaluations=evaluations, time_limit_s=time_limit)
+    if is_multimodal(given):
+        compare_pipelines(
+            *load_batch(given, cluster, microbatches, batch_seed, samples), effort, output, figure, as_json
+        )
+        return
+    profile = load_profile(given, devices, cluster)
     plans: dict[str, Plan] = {}
     refusals: dict[str, str] = {}
     with progress_bar(f"planning {profile.graph.name} on {profile.cluster.name}", len(PLANNERS)) as report:

@@ -38,7 +38,7 @@ def load_profile(given: str, num_devices: int | None, cluster_name: str | None) 
     data = read_json_file(path)
     if "spindle" not in data and "ops" in data:
         name = printable(path.stem.replace("\n", " "))
-        profile = abstract_profile(data, _any_cluster(num_devices, cluster_name), given, name=name)
+        profile = abstract_profile(data, any_cluster(num_devices, cluster_name), given, name=name)
         names = [(f"ops[{position}].name", op.name) for position, op in enumerate(profile.graph.metaops)]
         _refuse_unprintable(given, [*names, *(("task", task) for task in profile.graph.tasks)])
         return profile
@@ -107,10 +107,10 @@ def _real_cluster(given: str, num_devices: int | None, cluster_name: str | None)
         raise InputError(
             f"{given}: its times follow from the machines: give --cluster{got} (a800x{count}, or a .toml file)"
         )
-    return _any_cluster(num_devices, cluster_name)
+    return any_cluster(num_devices, cluster_name)
 
 
-def _any_cluster(num_devices: int | None, cluster_name: str | None) -> Cluster:
+def any_cluster(num_devices: int | None, cluster_name: str | None) -> Cluster:
     if num_devices is not None and cluster_name is not None:
         raise InputError(f"give either --devices {num_devices} or --cluster {cluster_name}, not both")
     if cluster_name is not None:

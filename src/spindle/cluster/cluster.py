@@ -11,8 +11,8 @@ from spindle.errors import ClusterError
 class DeviceKind:
     """What one device can do at its peak; what a layer reaches of it is the profile's business.
 
-    `host_bytes_per_s` is its link to the host, each direction, and `host_memory_bytes` its share of the host's memory;
-    without them nothing can wait there.
+    `host_bytes_per_s` is one direction of its link to the host's memory, `host_memory_bytes` its share of that memory;
+    0 means that there is none, or that it is not known.
     """
 
     name: str
@@ -24,6 +24,9 @@ class DeviceKind:
 
     def __post_init__(self) -> None:
         _positive(f"device kind {self.name!r}", self, "peak_flops", "memory_bytes", "memory_bytes_per_s")
+        for name in ("host_bytes_per_s", "host_memory_bytes"):
+            if not getattr(self, name) >= 0:
+                raise ClusterError(f"device kind {self.name!r}: {name} must be at least 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

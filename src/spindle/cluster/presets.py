@@ -3,7 +3,9 @@
 `a800x32` is 32 A800s in islands of eight. Peak FLOP/s are dense 16-bit, link rates one direction, from the vendors'
 data sheets; uplinks are what such hosts usually have. The Spindle paper says "400 Gb/s InfiniBand" of its A800 hosts;
 its synchronisation share (at most 15 % of 1231 ms for 9.25 B parameters on eight hosts, not overlapped) needs at least
-175 GB/s out of each host, so we take four such adapters. A TOML file describes any other cluster:
+175 GB/s out of each host, so we take four such adapters. H800 hosts are those of the DIP paper: eight adapters of
+200 Gb/s, 256 GB of host memory for eight devices. Host links are PCIe 5 (about 50 GB/s a direction), where given. A
+TOML file describes any other cluster:
 
     name = "two hosts"
     [kinds.big]
@@ -43,6 +45,8 @@ def _island(
     link_gb_s: float,
     uplink_gb_s: float,
     devices: int = 8,
+    host_gb_s: float = 0,
+    host_gb: float = 0,
 ) -> Island:
     return Island(
         kind=DeviceKind(
@@ -50,6 +54,8 @@ def _island(
             peak_flops=peak_flops,
             memory_bytes=int(memory_gib * _GIB),
             memory_bytes_per_s=memory_tb_s * 1e12,
+            host_bytes_per_s=host_gb_s * 1e9,
+            host_memory_bytes=int(host_gb * 1e9),
         ),
         num_devices=devices,
         link=Link(bytes_per_s=link_gb_s * 1e9, latency_s=_INSIDE_S),
@@ -69,9 +75,10 @@ class _IslandBody:
 PRESETS: dict[str, Island] = {
     "a100": _island("A100-80GB", 312e12, 80, 2.039, 300, 200),
     "a800": _island("A800-80GB", 312e12, 80, 2.039, 200, 200),
-    "h100": _island("H100-SXM", 989e12, 80, 3.35, 450, 400),
-    "h800": _island("H800-SXM", 989e12, 80, 3.35, 200, 400),
-    "h200": _island("H200-SXM", 989e12, 141, 4.8, 450, 400),
+    "h100": _island("H100-SXM", 989e12, 80, 3.35, 450, 400, host_gb_s=50, host_gb=128),
+    "h800": _island("H800-SXM", 989e12, 80, 3.35, 200, 200, host_gb_s=50, host_gb=32),
+    "h200": _island("H200-SXM", 989e12, 141, 4.8, 450, 400, host_gb_s=50, host_gb=128),
+    "h20": _island("H20-96GB", 148e12, 96, 4.0, 450, 200, host_gb_s=50, host_gb=128),
     "l40s": _island("L40S", 362e12, 48, 0.864, 25, 25),
     "cpu": _island("CPU process", 50e9, 4, 0.01, 2, 1),
 }
@@ -161,6 +168,7 @@ def _kind(name: str, body: Any, where: str) -> DeviceKind:
         )
     if "name" in body:
         raise InputError(f"{where}: a kind is named by its heading, [kinds.{name}], and has no other name")
-    if isinstance(body.get("memory_bytes"), float):  # TOML has no whole number like 80e9
-        body = body | {"memory_bytes": int(read_number(body["memory_bytes"], f"{where}.memory_bytes"))}
+    for key in ("memory_bytes", "host_memory_bytes"):
+        if isinstance(body.get(key), float):  # TOML has no whole number like 80e9
+            body = body | {key: int(read_number(body[key], f"{where}.{key}"))}
     return from_json(DeviceKind, {"name": name} | body, where)

@@ -19,6 +19,7 @@ __all__ = [
     "Effort",
     "LpSolution",
     "Problem",
+    "Progress",
     "Timed",
     "graph_bound",
     "graph_bound_s",

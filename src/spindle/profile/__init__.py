@@ -3,19 +3,39 @@
 from spindle.profile.abstract import abstract_profile, read_abstract_graph
 from spindle.profile.communication import all_reduce_s, collective_latency_s, ring_bytes
 from spindle.profile.curve import Curve
+from spindle.profile.efficiency import AttentionTable, Efficiencies, GemmColumn, MemoryTable
 from spindle.profile.file import ProfileRequest, fitting, profile_request, read_profile, write_profile
 from spindle.profile.memory import backward_bytes, bytes_text, saved_bytes, state_bytes
+from spindle.profile.operators import Attention, Collective, Gemm, LayerOperators, MemoryBound, Operator
 from spindle.profile.profile import Profile, Setting
 from spindle.profile.roofline import Roofline, roofline_profile
 from spindle.profile.samples import LayerSamples, curve_from_samples, sampled_profile
+from spindle.profile.semu import STRATEGIES, LayerShape, LayerTime, Rule, Semu, StageTime, Strategy
 
 __all__ = [
+    "STRATEGIES",
+    "Attention",
+    "AttentionTable",
+    "Collective",
     "Curve",
+    "Efficiencies",
+    "Gemm",
+    "GemmColumn",
+    "LayerOperators",
     "LayerSamples",
+    "LayerShape",
+    "LayerTime",
+    "MemoryBound",
+    "MemoryTable",
+    "Operator",
     "Profile",
     "ProfileRequest",
     "Roofline",
+    "Rule",
+    "Semu",
     "Setting",
+    "StageTime",
+    "Strategy",
     "abstract_profile",
     "all_reduce_s",
     "backward_bytes",

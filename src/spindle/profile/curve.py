@@ -18,7 +18,7 @@ class Curve:
     """Forward and backward seconds of one layer over its whole batch, for each allowed number of devices.
 
     A number that is not listed is not allowed: a curve never guesses between or beyond its points. `weight_s` is the
-    part of backward that makes the gradients of weights, where that is known.
+    part of `backward_s` that makes gradients of weights and may run later; without it, nothing is known of such a part.
     """
 
     num_devices: tuple[int, ...]
@@ -36,13 +36,14 @@ class Curve:
             raise ProfileError(f"numbers of devices must rise from at least 1, got {list(self.num_devices)[:8]}")
         if self.num_devices[0] % self.tensor_degree:
             raise ProfileError(f"{self.num_devices[0]} devices cannot hold tensor groups of {self.tensor_degree}")
-        if self.weight_s and len(self.weight_s) != len(self.num_devices):
-            raise ProfileError("a curve needs as many times for weights as numbers of devices, or none")
-        if any(part > whole for part, whole in zip(self.weight_s, self.backward_s, strict=False)):
-            raise ProfileError("the gradients of weights cannot take longer than the whole backward pass")
-        times = np.asarray(self.forward_s + self.backward_s + self.weight_s)
+        times = np.asarray(self.forward_s + self.backward_s)
         if not (np.isfinite(times).all() and (times >= 0).all()):
             raise ProfileError("times must be finite and not negative")
+        if self.weight_s:
+            if len(self.weight_s) != len(self.backward_s):
+                raise ProfileError("a curve needs as many times of weights' gradients as numbers of devices, or none")
+            if not all(0 <= part <= whole for part, whole in zip(self.weight_s, self.backward_s, strict=True)):
+                raise ProfileError("weight_s is a part of backward_s: it must lie between 0 and backward_s")
 
     def allows(self, num_devices: int) -> bool:
         position = bisect_left(self.num_devices, num_devices)

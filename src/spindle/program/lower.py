@@ -27,7 +27,7 @@ from spindle.program.instructions import (
     SyncGradients,
 )
 from spindle.program.program import Bucket, Column, Flows, Lane, Link, Program, SlotShape, lane_from_pairs
-from spindle.program.reshard import common_scale, flows_between, share_bounds
+from spindle.program.reshard import common_scale, flows_between, same_place, share_bounds
 
 # Gradients are handed on while backward still runs; smaller chunks hide more and cost more messages. A small model is
 # handed on in a few of them. Where a collective was measured to take long beside its bytes, as many go at once as take
@@ -51,7 +51,10 @@ def lower(
     setting = setting_of(plan, profile)
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
     ops = [position[slot.op] for slot in plan.slots]
-    shapes = tuple(_shape(profile, setting, slot, op, rows or {}) for slot, op in zip(plan.slots, ops, strict=True))
+    columns: dict[tuple[tuple[int, ...], int, int], tuple[Column, Column]] = {}
+    shapes = tuple(
+        _shape(profile, setting, slot, op, rows or {}, columns) for slot, op in zip(plan.slots, ops, strict=True)
+    )
     links = _links(profile, ops, shapes)
     chunk_bytes = _chunk_bytes(profile)
     if plan.passes:
@@ -119,7 +122,15 @@ def _place_of(plan: Plan, instruction: Instruction) -> tuple[int, int, int]:
     return plan.slots[instruction.slot].round, instruction.slot, instruction.first
 
 
-def _shape(profile: Profile, setting: Setting, slot: Slot, op: int, rows: Mapping[str, int]) -> SlotShape:
+def _shape(
+    profile: Profile,
+    setting: Setting,
+    slot: Slot,
+    op: int,
+    rows: Mapping[str, int],
+    columns: dict[tuple[tuple[int, ...], int, int], tuple[Column, Column]],
+) -> SlotShape:
+    """How a slot lies on its ranks. Slots that lie alike have the same columns."""
     degree = setting.tensor_degrees[op]
     num_replicas = len(slot.devices) // degree
     metaop = profile.graph.metaops[op]
@@ -127,10 +138,14 @@ def _shape(profile: Profile, setting: Setting, slot: Slot, op: int, rows: Mappin
     if num_rows is None or profile.gangs:
         # The time on n devices is all that is known; whatever they share, each has an equal part of it.
         num_rows = num_replicas
+    key = (slot.devices, num_rows, num_replicas)
+    if key not in columns:
+        columns[key] = (np.asarray(slot.devices, dtype=np.int64), share_bounds(num_rows, num_replicas))
+    ranks, bounds = columns[key]
     return SlotShape(
         op=op,
-        ranks=np.asarray(slot.devices, dtype=np.int64),
-        bounds=share_bounds(num_rows, num_replicas),
+        ranks=ranks,
+        bounds=bounds,
         tensor_degree=degree,
         gang=profile.gangs or (cost is not None and cost.meets),
     )
@@ -138,17 +153,22 @@ def _shape(profile: Profile, setting: Setting, slot: Slot, op: int, rows: Mappin
 
 def _links(profile: Profile, ops: list[int], shapes: tuple[SlotShape, ...]) -> list[Link]:
     links = []
+    known: dict[tuple[int, ...], tuple[Flows, Flows]] = {}  # slots that lie alike exchange alike
     for producer, consumer in slot_links(ops, profile.graph):
         giver, taker = shapes[producer], shapes[consumer]
         cost = profile.graph.metaops[giver.op].cost
         output_bytes = 0.0 if cost is None else cost.output_bytes
+        key = (*same_place(giver), *same_place(taker))
+        if key not in known:
+            known[key] = (flows_between(giver, taker), flows_between(taker, giver))
+        forward, backward = known[key]
         links.append(
             Link(
                 producer=producer,
                 consumer=consumer,
                 bytes_per_row=output_bytes * giver.num_rows / common_scale(giver, taker),
-                forward=flows_between(giver, taker),
-                backward=flows_between(taker, giver),
+                forward=forward,
+                backward=backward,
             )
         )
     return links

@@ -16,6 +16,11 @@ def share_bounds(num_rows: int, num_shares: int) -> Column:
     return shares * small + np.minimum(shares, longer)
 
 
+def same_place(shape: SlotShape) -> tuple[int, int, int]:
+    """Equal for slots of one program that lie alike on the same ranks."""
+    return id(shape.ranks), id(shape.bounds), shape.tensor_degree
+
+
 def common_scale(first: SlotShape, second: SlotShape) -> int:
     """Rows on a scale that both sides can be cut on; their own when both have the same batch."""
     return math.lcm(first.num_rows, second.num_rows)

@@ -14,10 +14,12 @@ from spindle.timeline import Measures, measure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedPlan:
-    """What a planner made of the workload; `speedup` is over `sequential`, where that has a plan.
+    """What a planner made of the workload; `speedup` is over `sequential`, or over what else is the reference, where
+    that has a plan.
 
-    Shares are of all devices' time. `over_bound` is the simulated step over the LP bound, which counts neither
-    transfers nor synchronisation.
+    Shares are of all devices' time. `over_bound` is the simulated step over the plan's bound, which counts neither
+    transfers nor synchronisation. `mfu` is the share of all devices' peak that the model's own FLOPs need in that time,
+    where these are known.
     """
 
     planner: str
@@ -30,6 +32,7 @@ class ComparedPlan:
     peak_bytes: int
     bound_s: float
     over_bound: float
+    mfu: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +67,23 @@ def simulated(plan: Plan, profile: Profile) -> Measures:
 
 def comparison_of(profile: Profile, plans: Iterable[Plan], refusals: dict[str, str]) -> Comparison:
     """Compares finished plans of one profile; `refusals` is by planner."""
-    measured = [(plan, simulated(plan, profile)) for plan in plans]
-    reference_s = next((measures.makespan_s for plan, measures in measured if plan.planner == "sequential"), None)
+    return compared([(plan, profile) for plan in plans], profile, refusals, reference="sequential")
+
+
+def compared(
+    plans: Iterable[tuple[Plan, Profile]],
+    profile: Profile,
+    refusals: dict[str, str],
+    *,
+    reference: str,
+    model_s: float | None = None,
+) -> Comparison:
+    """Compares finished plans of one workload, each with the profile it was made from.
+
+    `model_s` is what the model's own FLOPs would take at all devices' peak.
+    """
+    measured = [(plan, simulated(plan, its_profile)) for plan, its_profile in plans]
+    reference_s = next((measures.makespan_s for plan, measures in measured if plan.planner == reference), None)
     rows = [
         ComparedPlan(
             planner=plan.planner,
@@ -78,6 +96,7 @@ def comparison_of(profile: Profile, plans: Iterable[Plan], refusals: dict[str, s
             peak_bytes=measures.peak_bytes,
             bound_s=plan.bound_s,
             over_bound=measures.makespan_s / plan.bound_s,
+            mfu=None if model_s is None else model_s / measures.makespan_s,
         )
         for plan, measures in measured
     ]

@@ -11,13 +11,12 @@ from xml.sax.saxutils import escape, quoteattr
 
 from spindle.graph import MetaGraph
 from spindle.plan import Plan, Slot
-from spindle.report.gantt import ticks
 from spindle.report.palette import group_of, ink_on, palette_of
 from spindle.report.quantities import seconds
+from spindle.report.svg import IDLE, page, text, time_axis
 
 _WIDTH, _LEFT, _RIGHT = 960, 64, 24
 _PANEL_HEIGHT, _HEADING, _GAP = 210, 30, 22
-_FONT = "font-family='ui-sans-serif, Helvetica, Arial, sans-serif'"
 _LETTER_WIDTH = 0.56  # of the font size, for names
 
 
@@ -39,34 +38,19 @@ def step_figure(graph: MetaGraph, panels: Sequence[tuple[str, Plan]]) -> str:
         height = max(_PANEL_HEIGHT // plan.num_devices * plan.num_devices, _PANEL_HEIGHT // 2)
         body += _panel(plan, top, height, scale, colours, groups, tasks)
         top += height + _GAP
-    body += _time_axis(end_s, scale, top - _GAP)
+    body += time_axis(end_s, scale, top - _GAP, _LEFT, _WIDTH - _RIGHT)
     top += 26
-    body.append(_text(_WIDTH - _RIGHT, top + 9, "forward and backward together", size=11, more="text-anchor='end'"))
+    body.append(text(_WIDTH - _RIGHT, top + 9, "forward and backward together", size=11, more="text-anchor='end'"))
     legend, top = _legend({groups[op]: colour for op, colour in colours.items()}, top)
-    height_all = round(top + 8)
-    return "\n".join(
-        [
-            f"<svg xmlns='http://www.w3.org/2000/svg' width='{_WIDTH}' height='{height_all}' "
-            f"viewBox='0 0 {_WIDTH} {height_all}' {_FONT} role='img'>",
-            f"<title>{escape(' above '.join(title for title, _ in panels))}</title>",
-            f"<rect width='{_WIDTH}' height='{height_all}' rx='8' fill='#ffffff'/>",
-            *body,
-            *legend,
-            "</svg>\n",
-        ]
-    )
-
-
-def _text(x: float, y: float, content: str, *, size: int = 12, fill: str = "#374151", more: str = "") -> str:
-    return f"<text x='{x:.1f}' y='{y:.1f}' font-size='{size}' fill='{fill}' {more}>{escape(content)}</text>"
+    return page(" above ".join(title for title, _ in panels), _WIDTH, round(top + 8), [*body, *legend])
 
 
 def _heading(title: str, plan: Plan, reference: Plan | None, y: float) -> Iterator[str]:
-    yield _text(_LEFT, y, title, size=15, fill="#111827", more="font-weight='600'")
+    yield text(_LEFT, y, title, size=15, fill="#111827", more="font-weight='600'")
     facts = f"{seconds(plan.folded_s)}, {plan.folded_s / plan.bound_s:.2f} × the bound"
     if reference is not None:
         facts += f", {reference.folded_s / plan.folded_s:.2f} times as fast"
-    yield _text(_WIDTH - _RIGHT, y, facts, size=13, more="text-anchor='end'")
+    yield text(_WIDTH - _RIGHT, y, facts, size=13, more="text-anchor='end'")
 
 
 def _panel(
@@ -79,7 +63,7 @@ def _panel(
     tasks: dict[str, str],
 ) -> Iterator[str]:
     per_device = height / plan.num_devices
-    yield f"<rect x='{_LEFT}' y='{top}' width='{plan.folded_s * scale:.2f}' height='{height}' fill='#e5e7eb'/>"
+    yield f"<rect x='{_LEFT}' y='{top}' width='{plan.folded_s * scale:.2f}' height='{height}' fill='{IDLE}'/>"
     for slot in plan.slots:
         yield "<g>"
         layers = f"layers {slot.first} to {slot.last - 1}" if slot.num_layers > 1 else f"layer {slot.first}"
@@ -98,9 +82,9 @@ def _panel(
         yield "</g>"
     for device in sorted({0, plan.num_devices - 1}):
         middle = top + (device + 0.5) * per_device + 4
-        yield _text(_LEFT - 8, middle, f"{device}", size=11, more="text-anchor='end'")
+        yield text(_LEFT - 8, middle, f"{device}", size=11, more="text-anchor='end'")
     place = f"{_LEFT - 34:.0f} {top + height / 2:.0f}"
-    yield _text(0, 0, "device", size=11, more=f"text-anchor='middle' transform='translate({place}) rotate(-90)'")
+    yield text(0, 0, "device", size=11, more=f"text-anchor='middle' transform='translate({place}) rotate(-90)'")
 
 
 def _runs_of(slot: Slot) -> Iterator[tuple[int, int]]:
@@ -124,31 +108,22 @@ def _name_in(name: str, task: str, x: float, y: float, width: float, height: flo
     centred = "text-anchor='middle'"
     if fits(name, width) and height >= size + 3:
         both = fits(task, width) and height >= 2 * size + 8
-        yield _text(middle_x, middle_y + (-2 if both else 4), name, size=size, fill=ink, more=centred)
+        yield text(middle_x, middle_y + (-2 if both else 4), name, size=size, fill=ink, more=centred)
         if both:
-            yield _text(middle_x, middle_y + 12, task, size=size - 2, fill=ink, more=centred)
+            yield text(middle_x, middle_y + 12, task, size=size - 2, fill=ink, more=centred)
     elif fits(name, height) and width >= size + 3:
         turned = f"{centred} transform='translate({middle_x + 4:.1f} {middle_y:.1f}) rotate(-90)'"
-        yield _text(0, 0, name, size=size, fill=ink, more=turned)
-
-
-def _time_axis(end_s: float, scale: float, y: float) -> Iterator[str]:
-    marks, unit, factor = ticks(end_s, 8)
-    yield f"<path d='M{_LEFT} {y + 6:.1f}H{_WIDTH - _RIGHT}' stroke='#9ca3af' fill='none'/>"
-    for tick in marks:
-        x = _LEFT + tick / factor * scale
-        yield f"<path d='M{x:.2f} {y + 6:.1f}v5' stroke='#9ca3af' fill='none'/>"
-        yield _text(x, y + 23, f"{tick:g} {unit}" if tick == 0 else f"{tick:g}", size=11, more="text-anchor='middle'")
+        yield text(0, 0, name, size=size, fill=ink, more=turned)
 
 
 def _legend(colours: dict[str, str], top: float) -> tuple[list[str], float]:
     parts: list[str] = []
     x = float(_LEFT)
-    for name, colour in {**colours, "idle": "#e5e7eb"}.items():
+    for name, colour in {**colours, "idle": IDLE}.items():
         width = 24 + len(name) * 12 * _LETTER_WIDTH + 14
         if x + width > _WIDTH - _RIGHT - 170 and x > _LEFT:  # the note on time stands at the right
             x, top = float(_LEFT), top + 20
         parts.append(f"<rect x='{x:.1f}' y='{top - 2:.1f}' width='13' height='13' rx='2' fill='{colour}'/>")
-        parts.append(_text(x + 19, top + 9, name))
+        parts.append(text(x + 19, top + 9, name))
         x += width
     return parts, top + 20

@@ -1,19 +1,47 @@
 """What are we training? Tasks, modules (chains of layers), flows and batch sizes, as values. Knows no machine."""
 
+from spindle.workload.batches import (
+    FILLED,
+    LANGUAGE,
+    VIDEO,
+    VISION,
+    Clip,
+    Microbatch,
+    Packing,
+    Sample,
+    even_parts,
+    pack_clips,
+    pack_images,
+    read_samples,
+    split_evenly,
+)
 from spindle.workload.file import WorkloadRequest, read_workload, workload_request, write_workload
 from spindle.workload.workload import Call, Layer, LayerCost, Module, Numerics, Parameter, Task, Workload
 
 __all__ = [
+    "FILLED",
+    "LANGUAGE",
+    "VIDEO",
+    "VISION",
     "Call",
+    "Clip",
     "Layer",
     "LayerCost",
+    "Microbatch",
     "Module",
     "Numerics",
+    "Packing",
     "Parameter",
+    "Sample",
     "Task",
     "Workload",
     "WorkloadRequest",
+    "even_parts",
+    "pack_clips",
+    "pack_images",
+    "read_samples",
     "read_workload",
+    "split_evenly",
     "workload_request",
     "write_workload",
 ]

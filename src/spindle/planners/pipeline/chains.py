@@ -1,0 +1,186 @@
+"""Which layers stand on which pipeline rank: chosen once, before training, and kept for every batch.
+
+A chain is one module, or several in a row, cut into P·K chunks of consecutive layers; chunk c stands on rank c mod P,
+so that a chain passes all ranks K times. Modules that are cut by themselves (DIP §4.1) put a part of each module onto
+every rank; one chain through all modules is how pipelines are cut elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spindle.errors import PlanError
+from spindle.graph import MetaGraph
+from spindle.profile import Profile
+
+Loads = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """Modules in a row, cut in front of these layers (numbered through all of them); chunks may be empty."""
+
+    modules: tuple[str, ...]
+    bounds: tuple[int, ...]
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.bounds) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Chains over so many pipeline ranks, in as many replicas as the devices allow; a rank is a tensor group."""
+
+    num_ranks: int
+    num_replicas: int
+    tensor_degree: int
+    chains: tuple[Chain, ...]
+
+    def __post_init__(self) -> None:
+        for chain in self.chains:
+            if chain.num_chunks % self.num_ranks or any(last < first for first, last in pairwise(chain.bounds)):
+                raise PlanError(
+                    f"a chain over {self.num_ranks} ranks needs a multiple of as many chunks in order, "
+                    f"got bounds {list(chain.bounds)}"
+                )
+
+    def rounds_of(self, chain: Chain) -> int:
+        """How many times a chain passes all ranks."""
+        return chain.num_chunks // self.num_ranks
+
+    def devices(self, replica: int, rank: int) -> tuple[int, ...]:
+        first = (replica * self.num_ranks + rank) * self.tensor_degree
+        return tuple(range(first, first + self.tensor_degree))
+
+
+def layout_of(profile: Profile, num_ranks: int, chains: Sequence[Chain]) -> Layout:
+    """Chains on the devices of a profile, which has one tensor degree for all of its ops."""
+    degrees = {curve.tensor_degree for curves in profile.curves for curve in curves}
+    if len(degrees) > 1:
+        found = ", ".join(map(str, sorted(degrees)))
+        raise PlanError(f"a pipeline needs one tensor degree for all modules, got {found}")
+    (degree,) = degrees
+    num_replicas, rest = divmod(profile.cluster.num_devices, num_ranks * degree)
+    if num_replicas < 1 or rest:
+        raise PlanError(
+            f"{profile.cluster.num_devices} devices are no multiple of {num_ranks} pipeline ranks of {degree} devices"
+        )
+    return Layout(num_ranks=num_ranks, num_replicas=num_replicas, tensor_degree=degree, chains=tuple(chains))
+
+
+def layer_counts(graph: MetaGraph) -> dict[str, int]:
+    """Layers of each module, in the order of the flows."""
+    counts: dict[str, int] = {}
+    for position in graph.order:
+        op = graph.metaops[position]
+        assert op.module is not None
+        counts[op.module] = max(counts.get(op.module, 0), op.first_layer + op.num_layers)
+    return counts
+
+
+def layer_loads(profile: Profile, weight_of: str = "time") -> dict[str, Loads]:
+    """How heavy each layer of each module is in all calls of a batch together: seconds, or elements of weights."""
+    setting, graph = profile.default_setting, profile.graph
+    loads = {module: np.zeros(count) for module, count in layer_counts(graph).items()}
+    seen: set[tuple[str, int]] = set()
+    for position, op in enumerate(graph.metaops):
+        assert op.module is not None
+        for layer in range(op.num_layers):
+            place = op.first_layer + layer
+            if weight_of == "time":
+                curve = profile.curve(position, setting)
+                loads[op.module][place] += curve.layer_s(curve.num_devices[0])
+            elif (op.module, place) not in seen:
+                seen.add((op.module, place))
+                loads[op.module][place] = sum(graph.parameters[one].num_elements for one in op.parameters[layer])
+    return loads
+
+
+def mixed_chain(loads: Mapping[str, Loads], num_chunks: int) -> Chain:
+    """One chain through all modules, cut so that its heaviest chunk is as light as can be."""
+    together = np.concatenate(list(loads.values()))
+    return Chain(modules=tuple(loads), bounds=lightest_cuts(together, num_chunks))
+
+
+def lightest_cuts(loads: Loads, num_chunks: int) -> tuple[int, ...]:
+    """Bounds of so many chunks of consecutive layers whose heaviest is as light as can be; as even as that allows.
+
+    By halving the weight that a chunk may have; then the other chunks are cut as close to their share as it allows.
+    """
+    ends = np.concatenate([[0.0], np.cumsum(loads)])
+    low, high = max(float(loads.max(initial=0.0)), ends[-1] / num_chunks), float(ends[-1])
+    for _ in range(60):
+        middle = (low + high) / 2
+        if len(_fill(ends, middle)) - 1 <= num_chunks:
+            high = middle
+        else:
+            low = middle
+    most = high * (1 + 1e-12)
+    # From behind: the last place at which each cut can stand so that the rest still fits.
+    latest = [len(loads)]
+    for _ in range(num_chunks - 1):
+        latest.append(int(np.searchsorted(ends, ends[latest[-1]] - most - 1e-30)))
+    latest.reverse()  # the earliest start of each chunk
+    bounds = [0]
+    for chunk in range(1, num_chunks):
+        reach = int(np.searchsorted(ends, ends[bounds[-1]] + most, side="right")) - 1
+        share = ends[bounds[-1]] + (ends[-1] - ends[bounds[-1]]) / (num_chunks - chunk + 1)
+        nearest = int(np.searchsorted(ends, share))
+        if nearest > bounds[-1] and share - ends[nearest - 1] <= ends[min(nearest, len(loads))] - share:
+            nearest -= 1
+        bounds.append(min(max(nearest, latest[chunk - 1] if chunk - 1 < len(latest) else 0, bounds[-1]), reach))
+    return (*bounds, len(loads))
+
+
+def _fill(ends: Loads, most: float) -> list[int]:
+    """Cuts when every chunk takes as many layers as may weigh `most`."""
+    cuts = [0]
+    while cuts[-1] < len(ends) - 1:
+        cuts.append(int(np.searchsorted(ends, ends[cuts[-1]] + most * (1 + 1e-12), side="right")) - 1)
+    return cuts
+
+
+def separate_chains(loads: Mapping[str, Loads], rounds: Mapping[str, int], num_ranks: int) -> tuple[Chain, ...]:
+    """A chain for each module, passing all ranks as often as `rounds` say, so that ranks have as equal work as can be.
+
+    Each module is cut by itself first; then cuts move by a layer as long as that makes the heaviest rank lighter, or
+    keeps it and makes chunks of a module more equal.
+    """
+    chains: dict[str, list[int]] = {}
+    for module, load in loads.items():
+        num_chunks = min(rounds[module], max(1, len(load) // num_ranks)) * num_ranks
+        chains[module] = list(lightest_cuts(load, num_chunks))
+    ends = {module: np.concatenate([[0.0], np.cumsum(load)]) for module, load in loads.items()}
+
+    def weights() -> tuple[float, float]:
+        ranks = np.zeros(num_ranks)
+        uneven = 0.0
+        for module, bounds in chains.items():
+            chunks = np.diff(ends[module][bounds])
+            ranks += chunks.reshape(-1, num_ranks).sum(axis=0)
+            uneven += float((chunks**2).sum()) * len(chunks)
+        return float(ranks.max()), uneven
+
+    best = weights()
+    improved = True
+    while improved:
+        improved = False
+        for bounds in chains.values():
+            for cut in range(1, len(bounds) - 1):
+                for step in (-1, 1):
+                    bounds[cut] += step
+                    if bounds[cut - 1] < bounds[cut] < bounds[cut + 1]:
+                        found = weights()
+                        if found[0] < best[0] * (1 - 1e-9) or (
+                            found[0] <= best[0] * (1 + 1e-9) and found[1] < best[1] * (1 - 1e-9)
+                        ):
+                            best, improved = found, True
+                            continue
+                    bounds[cut] -= step
+    return tuple(Chain(modules=(module,), bounds=tuple(bounds)) for module, bounds in chains.items())

@@ -1,0 +1,120 @@
+"""Which forwards does memory allow? Gates of the interleaving.
+
+The paper's, `HARD` (a forward runs only if it fits), deadlocks: forwards of many microbatches fill a rank
+before any of them can turn around. It is here for golden values only. The others never do, if `least_caps` fit:
+
+- `ADMISSION` reserves, before the first forward of a microbatch, memory for all its pairs on every rank, until its last
+  backward. An admitted microbatch is never held, so it ends, and its memory returns.
+- `SAFE` is the banker's rule: a forward runs if afterwards all microbatches that hold memory can still end one after
+  another, in some order, each by its serial passes (`Table`). Proof: let x be the first in that order. The next of its
+  serial passes is ready or will be, for the passes before it are done. If it is a backward, nothing holds it. If it is
+  a forward, the same order still works after it, so it is allowed. So as long as passes are left, one can run. A
+  microbatch that holds nothing can always come last, for it alone fits. Frees count from when the backward is placed:
+  what a rank holds depends on that rank's order alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from spindle.errors import DoesNotFitError
+from spindle.planners.pipeline.segments import Column, Segments, footprints, serial_peaks
+
+NONE, HARD, ADMISSION, SAFE = 0, 1, 2, 3
+
+UNLIMITED = np.int64(2**62)
+
+
+@njit(cache=True, nogil=True)
+def need_of(table, memory, is_started, is_ended, microbatch, rank, before, pair):
+    """How much more than now a microbatch holds at most on a rank, if it ends by its serial passes.
+
+    `before` is what this was before the forward of `pair` started there: where one pair ends the microbatch, no
+    backward comes before all forwards, and the rest is a sum."""
+    if table.has_one_end[microbatch]:
+        return before - memory[pair, rank]
+    running = 0
+    most = 0
+    for entry in range(table.serial_starts[microbatch], table.serial_starts[microbatch + 1]):
+        pair = table.serial_pair[entry]
+        if table.serial_direction[entry] == 0:
+            if not is_started[pair, rank]:
+                running += memory[pair, rank]
+                most = max(most, running)
+        elif not is_ended[pair, rank]:
+            running -= memory[pair, rank]
+    return most
+
+
+@njit(cache=True, nogil=True)
+def can_all_end(free, held, need, microbatch, left, work):
+    """Is there an order in which all microbatches that hold memory can end? `left`, `work` are scratch.
+
+    The state before the last forward had one; so if that forward's microbatch can end first, there is still one."""
+    num_microbatches, ranks = held.shape
+    fits = True
+    for rank in range(ranks):
+        if free[rank] < 0:
+            return False
+        if need[microbatch, rank] > free[rank]:
+            fits = False
+    if fits:
+        return True
+    num_left = 0
+    for one in range(num_microbatches):
+        for rank in range(ranks):
+            if held[one, rank] > 0:
+                left[num_left] = one
+                num_left += 1
+                break
+    for rank in range(ranks):
+        work[rank] = free[rank]
+    while num_left > 0:
+        was_left = num_left
+        position = 0
+        while position < num_left:
+            one = left[position]
+            fits = True
+            for rank in range(ranks):
+                if need[one, rank] > work[rank]:
+                    fits = False
+                    break
+            if fits:
+                for rank in range(ranks):
+                    work[rank] += held[one, rank]
+                num_left -= 1
+                left[position] = left[num_left]
+            else:
+                position += 1
+        if num_left == was_left:
+            return False
+    return True
+
+
+def least_caps(segments: Segments, gate: int = SAFE) -> Column:
+    """Per rank, the smallest memory under which a gate lets every microbatch through, with the leanest choices."""
+    if gate not in (ADMISSION, SAFE):
+        return np.zeros(segments.num_ranks, dtype=np.int64)
+    peaks = footprints(segments) if gate == ADMISSION else serial_peaks(segments)
+    return np.asarray(peaks.max(axis=0), dtype=np.int64)
+
+
+def check_fits(segments: Segments, caps: Column, gate: int = SAFE) -> None:
+    """Refuses caps under which one microbatch alone does not fit, with the smallest that would do."""
+    least = least_caps(segments, gate)
+    short = np.flatnonzero(least > caps)
+    if len(short):
+        rank = int(short[np.argmax((least - caps)[short])])
+        raise DoesNotFitError(
+            f"rank {rank} may hold {int(caps[rank]):,} bytes of activations, but one microbatch alone needs "
+            f"{int(least[rank]):,} there; the smallest limits that would do, by rank: {least.tolist()}",
+            needed_bytes=int(least[rank]),
+        )
+
+
+def limits_of(segments: Segments, caps: Column | int | None) -> Column:
+    """One cap per rank."""
+    limits = np.empty(segments.num_ranks, dtype=np.int64)
+    limits[:] = UNLIMITED if caps is None else caps
+    return limits

@@ -1,0 +1,382 @@
+"""Which pass next on each rank? Dual-queue interleaving of segments under given priorities (PipeWeaver §4.2), compiled.
+
+Every rank has a queue of forwards and one of backwards. The rank that can start soonest goes next; with both queues
+ready it alternates between them, otherwise it takes what starts first, and then what has the highest priority.
+
+Where the paper is silent: a pass is ready at `<=` the end of the last one; ranks go by max(end of the last pass, first
+start), lowest number on ties; passes by (max(start, end of the last pass), priority, start, pair number); hops and
+wraps count as time before a pass may start. Times are as early as the order allows: `retime` of it gives the same.
+Memory gates: `gates`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from spindle.errors import InputError
+from spindle.planners.pipeline.gates import (
+    ADMISSION,
+    HARD,
+    NONE,
+    SAFE,
+    UNLIMITED,
+    can_all_end,
+    check_fits,
+    limits_of,
+    need_of,
+)
+from spindle.planners.pipeline.segments import Column, Segments, Table, table_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Per rank, its passes in order. Rows are filled with pair -1 at the end where ranks have different counts."""
+
+    pair: Column  # [P, passes]
+    kind: Column  # [P, passes]: FORWARD, BACKWARD, INPUT or WEIGHT
+    start_ns: Column  # [P, passes]
+    end_ns: Column
+    peak: Column  # [P]: most memory held at once
+    makespan_ns: int
+    choice: Column | None = None  # [n, P]: the memory choices taken, where they are not the leanest
+
+
+@njit(inline="always")
+def _comes_first(at, priority, pair, other_at, other_priority, other_pair, last):
+    """Is the first of two ready passes the one to take? By (max(start, last), -priority, start, pair)."""
+    start = max(at, last)
+    other_start = max(other_at, last)
+    if start != other_start:
+        return start < other_start
+    if priority != other_priority:
+        return priority > other_priority
+    if at != other_at:
+        return at < other_at
+    return pair < other_pair
+
+
+@njit(cache=True, nogil=True)
+def interleave_passes(
+    table, forward_ns, backward_ns, memory, priority, caps, gate, order_pair, order_kind, start_ns, end_ns, peak
+):
+    """Fills the order of each rank with its times and peaks. Returns the makespan, or -1 for a deadlock (`HARD`)."""
+    pairs, ranks = forward_ns.shape
+    num_microbatches = table.serial_starts.size - 1
+    queue = np.empty((ranks, 2, pairs), np.int64)
+    queue_at = np.empty((ranks, 2, pairs), np.int64)
+    count = np.zeros((ranks, 2), np.int64)
+    best = np.full((ranks, 2), -1, np.int64)
+    last = np.zeros(ranks, np.int64)
+    last_kind = np.ones(ranks, np.int64)
+    num_passes = np.zeros(ranks, np.int64)
+    live = np.zeros(ranks, np.int64)
+    waits_forward = np.empty(pairs, np.int64)
+    waits_backward = np.empty(pairs, np.int64)
+    ready_forward = np.zeros(pairs, np.int64)
+    ready_backward = np.zeros(pairs, np.int64)
+    # ADMISSION: what is reserved, and how many backwards on rank 0 a microbatch still has.
+    reserved = np.zeros(ranks, np.int64)
+    is_admitted = np.zeros(num_microbatches, np.bool_)
+    num_left = np.zeros(num_microbatches, np.int64)
+    footprint = np.zeros((num_microbatches, ranks), np.int64)
+    # SAFE: a forward that was refused is asked again only when another answer is possible (`epoch`).
+    safe_pairs = pairs if gate == SAFE else 0
+    is_started = np.zeros((safe_pairs, ranks), np.bool_)
+    is_ended = np.zeros((safe_pairs, ranks), np.bool_)
+    refused = np.full((safe_pairs, ranks), -1, np.int64)
+    has_refused = np.zeros(ranks, np.bool_)
+    held = np.zeros((num_microbatches, ranks), np.int64)
+    need = np.zeros((num_microbatches, ranks), np.int64)
+    free = caps.copy()
+    left_scratch = np.empty(num_microbatches, np.int64)
+    work_scratch = np.empty(ranks, np.int64)
+    epoch = 0
+
+    for pair in range(pairs):
+        microbatch = table.microbatch[pair]
+        num_left[microbatch] += 1
+        for rank in range(ranks):
+            footprint[microbatch, rank] += memory[pair, rank]
+        waits_forward[pair] = table.predecessor_starts[pair + 1] - table.predecessor_starts[pair]
+        waits_backward[pair] = table.successor_starts[pair + 1] - table.successor_starts[pair]
+        if waits_forward[pair] == 0:
+            queue[0, 0, count[0, 0]] = pair
+            queue_at[0, 0, count[0, 0]] = 0
+            count[0, 0] += 1
+    for rank in range(ranks):
+        peak[rank] = 0
+    if gate == SAFE:
+        for microbatch in range(num_microbatches):
+            for rank in range(ranks):
+                need[microbatch, rank] = (
+                    footprint[microbatch, rank]
+                    if table.has_one_end[microbatch]
+                    else need_of(table, memory, is_started, is_ended, microbatch, rank, 0, 0)
+                )
+
+    changed = 0
+    rescan = False
+    placed = 0
+    makespan = 0
+    while placed < 2 * pairs * ranks:
+        # Best entry of each queue of the rank that changed; with `rescan` also of those with refused forwards.
+        for rank in range(ranks):
+            if rank != changed and not (rescan and has_refused[rank]):
+                continue
+            has_refused[rank] = False
+            for direction in range(2):
+                chosen = -1
+                chosen_priority = 0
+                for entry in range(count[rank, direction]):
+                    pair = queue[rank, direction, entry]
+                    if direction == 0 and gate != NONE:
+                        if gate == ADMISSION:
+                            microbatch = table.microbatch[pair]
+                            if not is_admitted[microbatch]:
+                                fits = True
+                                for other in range(ranks):
+                                    if reserved[other] + footprint[microbatch, other] > caps[other]:
+                                        fits = False
+                                        break
+                                if not fits:
+                                    continue
+                        elif live[rank] + memory[pair, rank] > caps[rank]:
+                            continue
+                        elif gate == SAFE and refused[pair, rank] == epoch:
+                            has_refused[rank] = True
+                            continue
+                    one_priority = priority[table.group[pair], direction]
+                    if chosen < 0 or _comes_first(
+                        queue_at[rank, direction, entry],
+                        one_priority,
+                        pair,
+                        queue_at[rank, direction, chosen],
+                        chosen_priority,
+                        queue[rank, direction, chosen],
+                        last[rank],
+                    ):
+                        chosen = entry
+                        chosen_priority = one_priority
+                best[rank, direction] = chosen
+
+        # The rank that can start soonest.
+        rank = -1
+        soonest = UNLIMITED
+        for one in range(ranks):
+            for direction in range(2):
+                if best[one, direction] >= 0:
+                    start = max(last[one], queue_at[one, direction, best[one, direction]])
+                    if start < soonest:
+                        soonest = start
+                        rank = one
+        if rank < 0:
+            return -1
+
+        # Which of its queues.
+        of_forward = best[rank, 0]
+        of_backward = best[rank, 1]
+        if of_backward < 0:
+            direction = 0
+        elif of_forward < 0:
+            direction = 1
+        else:
+            forward_at = queue_at[rank, 0, of_forward]
+            backward_at = queue_at[rank, 1, of_backward]
+            if forward_at <= last[rank] and backward_at <= last[rank]:
+                direction = 1 - last_kind[rank]
+            elif _comes_first(
+                forward_at,
+                priority[table.group[queue[rank, 0, of_forward]], 0],
+                queue[rank, 0, of_forward],
+                backward_at,
+                priority[table.group[queue[rank, 1, of_backward]], 1],
+                queue[rank, 1, of_backward],
+                last[rank],
+            ):
+                direction = 0
+            else:
+                direction = 1
+        entry = best[rank, direction]
+        pair = queue[rank, direction, entry]
+        microbatch = table.microbatch[pair]
+        start = max(last[rank], queue_at[rank, direction, entry])
+
+        # Memory.
+        changed = rank
+        rescan = False
+        if direction == 0:
+            if gate == SAFE:
+                old_need = need[microbatch, rank]
+                is_started[pair, rank] = True
+                held[microbatch, rank] += memory[pair, rank]
+                free[rank] -= memory[pair, rank]
+                need[microbatch, rank] = need_of(table, memory, is_started, is_ended, microbatch, rank, old_need, pair)
+                if not can_all_end(free, held, need, microbatch, left_scratch, work_scratch):
+                    is_started[pair, rank] = False
+                    held[microbatch, rank] -= memory[pair, rank]
+                    free[rank] += memory[pair, rank]
+                    need[microbatch, rank] = old_need
+                    refused[pair, rank] = epoch
+                    continue
+                # Serving a microbatch takes from what is free as much as from what it needs, so it allows nothing new
+                # to others, until it needs no more on a rank.
+                if need[microbatch, rank] == 0 or not table.has_one_end[microbatch]:
+                    epoch += 1
+                    rescan = True
+            elif gate == ADMISSION and not is_admitted[microbatch]:
+                is_admitted[microbatch] = True
+                for other in range(ranks):
+                    reserved[other] += footprint[microbatch, other]
+            live[rank] += memory[pair, rank]
+            peak[rank] = max(peak[rank], live[rank])
+        else:
+            live[rank] -= memory[pair, rank]
+            if gate == SAFE:
+                is_ended[pair, rank] = True
+                held[microbatch, rank] -= memory[pair, rank]
+                free[rank] += memory[pair, rank]
+                # What a microbatch that needs no more will free is counted already.
+                if not table.has_one_end[microbatch]:
+                    need[microbatch, rank] = need_of(table, memory, is_started, is_ended, microbatch, rank, 0, pair)
+                    epoch += 1
+                    rescan = True
+            elif rank == 0:
+                # Rank 0 comes last in every backward, and it alone begins microbatches: it cannot start one earlier
+                # than this pass ends, so the release needs no time of its own.
+                num_left[microbatch] -= 1
+                if num_left[microbatch] == 0 and gate == ADMISSION:
+                    for other in range(ranks):
+                        reserved[other] -= footprint[microbatch, other]
+
+        # The pass takes its place.
+        count[rank, direction] -= 1
+        queue[rank, direction, entry] = queue[rank, direction, count[rank, direction]]
+        queue_at[rank, direction, entry] = queue_at[rank, direction, count[rank, direction]]
+        end = start + (forward_ns[pair, rank] if direction == 0 else backward_ns[pair, rank])
+        last[rank] = end
+        last_kind[rank] = direction
+        makespan = max(makespan, end)
+        position = num_passes[rank]
+        order_pair[rank, position] = pair
+        order_kind[rank, position] = direction
+        start_ns[rank, position] = start
+        end_ns[rank, position] = end
+        num_passes[rank] += 1
+        placed += 1
+
+        # What it makes ready, at most one entry in a queue of another rank, or several on rank 0 or P-1.
+        first = 0
+        beyond = 1
+        if direction == 0 and rank == ranks - 1:
+            first = table.successor_starts[pair]
+            beyond = table.successor_starts[pair + 1]
+            if first == beyond:
+                first = -1
+                beyond = 0
+        elif direction == 1 and rank == 0:
+            first = table.predecessor_starts[pair]
+            beyond = table.predecessor_starts[pair + 1]
+        for edge in range(first, beyond):
+            next_pair = pair
+            next_direction = direction
+            if direction == 0 and rank < ranks - 1:
+                next_rank = rank + 1
+                at = end + table.hop_ns[pair]
+            elif direction == 1 and rank > 0:
+                next_rank = rank - 1
+                at = end + table.hop_ns[pair]
+            elif direction == 0:
+                if edge < 0:
+                    next_rank = rank
+                    next_direction = 1
+                    at = end
+                else:
+                    next_rank = 0
+                    next_pair = table.successors[edge]
+                    ready_forward[next_pair] = max(ready_forward[next_pair], end + table.successor_wrap[edge])
+                    waits_forward[next_pair] -= 1
+                    if waits_forward[next_pair] > 0:
+                        continue
+                    at = ready_forward[next_pair]
+            else:
+                next_rank = ranks - 1
+                next_pair = table.predecessors[edge]
+                ready_backward[next_pair] = max(ready_backward[next_pair], end + table.predecessor_wrap[edge])
+                waits_backward[next_pair] -= 1
+                if waits_backward[next_pair] > 0:
+                    continue
+                at = ready_backward[next_pair]
+            entry = count[next_rank, next_direction]
+            queue[next_rank, next_direction, entry] = next_pair
+            queue_at[next_rank, next_direction, entry] = at
+            count[next_rank, next_direction] += 1
+            is_gated = next_direction == 0 and gate % 2 == 1  # HARD or SAFE
+            if is_gated and live[next_rank] + memory[next_pair, next_rank] > caps[next_rank]:
+                continue
+            chosen = best[next_rank, next_direction]
+            if chosen < 0 or _comes_first(
+                at,
+                priority[table.group[next_pair], next_direction],
+                next_pair,
+                queue_at[next_rank, next_direction, chosen],
+                priority[table.group[queue[next_rank, next_direction, chosen]], next_direction],
+                queue[next_rank, next_direction, chosen],
+                last[next_rank],
+            ):
+                best[next_rank, next_direction] = entry
+    return makespan
+
+
+def natural_priorities(segments: Segments) -> Column:
+    """Microbatch after microbatch; within one its groups forward, then backward in reverse. [groups, 2]"""
+    microbatch_of = np.zeros(segments.num_groups, dtype=np.int64)
+    microbatch_of[segments.group] = segments.microbatch
+    order: list[tuple[int, int]] = []
+    for microbatch in range(segments.num_microbatches):
+        groups = np.flatnonzero(microbatch_of == microbatch).tolist()
+        order += [(group, 0) for group in groups] + [(group, 1) for group in reversed(groups)]
+    priority = np.empty((segments.num_groups, 2), dtype=np.int64)
+    for position, (group, direction) in enumerate(order):
+        priority[group, direction] = len(order) - position
+    return priority
+
+
+def interleave(
+    segments: Segments,
+    priority: Column | None = None,
+    caps: Column | int | None = None,
+    gate: int = SAFE,
+    table: Table | None = None,
+) -> Schedule | None:
+    """The schedule of one order of priorities [groups, 2], larger first; None for a deadlock, which only `HARD` has."""
+    limits = limits_of(segments, caps)
+    if caps is None:
+        gate = NONE
+    check_fits(segments, limits, gate)
+    chosen = natural_priorities(segments) if priority is None else np.array(priority, dtype=np.int64)
+    if chosen.shape != (segments.num_groups, 2):
+        raise InputError(f"priorities have shape {chosen.shape}, expected {(segments.num_groups, 2)}")
+    shape = (segments.num_ranks, 2 * segments.num_pairs)
+    pair, kind, start, end = (np.full(shape, -1, dtype=np.int64) for _ in range(4))
+    peak = np.zeros(segments.num_ranks, dtype=np.int64)
+    makespan = interleave_passes(
+        table_of(segments) if table is None else table,
+        segments.forward_ns.copy(),
+        segments.backward_ns.copy(),
+        segments.memory.copy(),
+        chosen,
+        limits,
+        gate,
+        pair,
+        kind,
+        start,
+        end,
+        peak,
+    )
+    if makespan < 0:
+        assert gate == HARD, "only the hard gate can deadlock"
+        return None
+    return Schedule(pair=pair, kind=kind, start_ns=start, end_ns=end, peak=peak, makespan_ns=int(makespan))

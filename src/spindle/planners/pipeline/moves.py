@@ -1,0 +1,122 @@
+"""Annealing over orders: moves of single tokens and exchanges of microbatches, compiled.
+
+Better per evaluation than the tree where memory binds (experiments/LOG.md), so a search is tree first, then this.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from spindle.planners.anneal import random_below, random_share
+from spindle.planners.pipeline.evaluate import evaluate
+from spindle.planners.pipeline.tree import DONE, STOP
+
+# Cumulative shares of the moves; single tokens have the rest.
+EXCHANGE_BELOW = 0.2
+BASE_BELOW = 0.22
+
+# Mean jump of a token, counted in tokens of its direction; one jump in FAR goes anywhere.
+MEAN_JUMP = 4.0
+FAR = 0.3
+
+
+@njit(cache=True, nogil=True)
+def _exchange(load, order, place_of, state):
+    """Two microbatches change places, group by group, as far as both have groups."""
+    microbatches = load.twin.size
+    one = random_below(state, microbatches)
+    other = random_below(state, microbatches)
+    if one == other:
+        return
+    tokens = order.size
+    for place in range(tokens):
+        place_of[order[place]] = place
+    # Last groups of both correspond: the language model, where only one has an encoder.
+    groups = tokens // 2
+    first = groups - 1
+    second = groups - 1
+    while True:
+        while first >= 0 and load.microbatch_of[first] != one:
+            first -= 1
+        while second >= 0 and load.microbatch_of[second] != other:
+            second -= 1
+        if first < 0 or second < 0:
+            return
+        for direction in range(2):
+            a = 2 * first + direction
+            b = 2 * second + direction
+            order[place_of[a]] = b
+            order[place_of[b]] = a
+        first -= 1
+        second -= 1
+
+
+@njit(cache=True, nogil=True)
+def _jump(order, state):
+    """A token passes some others of its direction: only among these does its priority matter."""
+    tokens = order.size
+    place = random_below(state, tokens)
+    token = order[place]
+    direction = token & 1
+    if random_share(state) < FAR:
+        left = 1 + random_below(state, tokens // 2)
+    else:
+        left = 1
+        while random_share(state) < 1.0 - 1.0 / MEAN_JUMP:
+            left += 1
+    step = 1 if random_share(state) < 0.5 else -1
+    while left > 0 and 0 <= place + step < tokens:
+        passed = order[place + step]
+        order[place] = passed
+        place += step
+        if passed & 1 == direction:
+            left -= 1
+    order[place] = token
+
+
+@njit(cache=True, nogil=True)
+def anneal_order(load, scratch, bound, seed, evaluations, hot, cold, control, best_order, found):
+    """Anneals from the best order known; `best_order` and `found` [makespan, base] are updated. Temperatures go from
+    `hot` to `cold`, as shares of the makespan. Returns (evaluations, makespan) of every improvement."""
+    state = np.array([seed * 2 + 1], np.uint64)
+    for _ in range(16):
+        random_share(state)
+    tokens = best_order.size
+    current = best_order.copy()
+    order = best_order.copy()
+    place_of = np.empty(tokens, np.int64)
+    makespan = found[0]
+    base = found[1]
+    num_bases = load.base_gate.size
+    record = np.empty((evaluations + 1, 2), np.int64)
+    num_records = 0
+    done = 0
+    while done < evaluations and found[0] > bound:
+        temperature = hot * (cold / hot) ** (done / evaluations)
+        order[:] = current
+        new_base = base
+        kind = random_share(state)
+        if kind < EXCHANGE_BELOW:
+            _exchange(load, order, place_of, state)
+        elif kind < BASE_BELOW and num_bases > 1:
+            new_base = random_below(state, num_bases)
+        else:
+            _jump(order, state)
+        value = evaluate(load, new_base, order, scratch)
+        done += 1
+        if value <= makespan - np.log(1.0 - random_share(state)) * temperature * found[0]:
+            makespan = value
+            base = new_base
+            current[:] = order
+        if value < found[0]:
+            found[0] = value
+            found[1] = new_base
+            best_order[:] = order
+            record[num_records, 0] = done
+            record[num_records, 1] = value
+            num_records += 1
+        control[DONE] = done
+        if control[STOP]:
+            break
+    return record[:num_records]

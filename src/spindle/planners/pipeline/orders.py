@@ -1,0 +1,229 @@
+"""Orders of passes that others use: 1F1B, interleaved 1F1B (Megatron VPP), ZB-H1, and encoders in bubbles (Optimus).
+
+Each gives the passes of every rank in order, timed by `retime`. All are free of deadlock for any segments: with several
+pairs per microbatch, text alone, fewer microbatches than ranks, or a number that ranks do not divide. Where a pattern
+from the literature would wait for itself there, its ranks run more forwards first, the fewest that will do. Where there
+is a choice, `caps` says how much a rank may hold (with the leanest memory choices).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spindle.errors import PlanError
+from spindle.planners.pipeline.interleave import Schedule
+from spindle.planners.pipeline.retime import retime
+from spindle.planners.pipeline.segments import BACKWARD, FORWARD, INPUT, WEIGHT, Column, Segments, Table, table_of
+from spindle.planners.pipeline.walk import Choose, Pass, Walk, soonest
+
+
+def one_forward_one_backward(segments: Segments) -> Schedule:
+    """1F1B: microbatch after microbatch; rank r runs P-1-r forwards, then a forward and a backward in turn."""
+    return _patterned(segments, *_sequences(segments, 1), _first_warm_ups(segments, 1))
+
+
+def interleaved(segments: Segments, caps: Column | None = None) -> Schedule:
+    """Interleaved 1F1B over chunks, as Megatron-LM orders its virtual stages.
+
+    As many microbatches as there are ranks pass the first chunk, then the next one. Where ranks do not divide their
+    number, which Megatron-LM refuses, some more may go together. The pairs of a microbatch are its chunks.
+    """
+    num_chunks = int(np.bincount(segments.microbatch).max())
+    ranks, microbatches = segments.num_ranks, segments.num_microbatches
+    sizes = {ranks, -(-microbatches // max(microbatches // ranks, 1))}
+    candidates = [
+        _patterned(segments, *_sequences(segments, size), _first_warm_ups(segments, num_chunks, size))
+        for size in sorted(sizes)
+    ]
+    return _best(candidates, caps)
+
+
+def zero_bubble(segments: Segments) -> Schedule:
+    """ZB-H1: backwards cut into input and weight passes; weight passes fill what would be bubbles, and no rank holds
+    more than the fullest one under 1F1B. The best of 1F1B cut in place and rules for when a weight pass fits."""
+    plain = one_forward_one_backward(segments)
+    table = table_of(segments)
+    ranks = range(segments.num_ranks)
+    cut = [[one for whole in _passes(plain, rank) for one in _cut(segments, whole, rank)] for rank in ranks]
+    lanes = [[[one for one in order if one[1] in kinds] for kinds in LANES] for order in cut]
+    candidates = [_timed(segments, cut, table)]
+    fullest = np.full_like(plain.peak, plain.peak.max())
+    for most, is_eager in ((fullest, True), (fullest, False), (plain.peak, True), (plain.peak, False)):
+        walked = Walk(segments, table, lanes, _filling(segments, most, is_eager)).run()
+        if walked is not None:
+            candidates.append(_timed(segments, walked, table))
+    return _best(candidates, None)
+
+
+# Lanes of a rank under ZB-H1.
+LANES = ((FORWARD,), (BACKWARD, INPUT), (WEIGHT,))
+
+
+def _filling(segments: Segments, most: Column, is_eager: bool) -> Choose:
+    """Forwards and inputs in turn; a weight pass where neither can start now, or where memory asks for one.
+
+    Without `is_eager` a weight pass has to end before the next of the others could start."""
+
+    def choose(walk: Walk, rank: int, starts: list[int | None]) -> int | None:
+        forward, back, weight = starts
+        if forward is not None:
+            pair, _ = walk.head(rank, 0)
+            if walk.live[rank] + int(segments.memory[pair, rank]) > most[rank]:
+                forward = None
+                if weight is not None and (back is None or back > walk.last[rank]):
+                    return 2
+        was_forward = bool(walk.orders[rank]) and walk.orders[rank][-1][1] == FORWARD
+        chosen = soonest(walk, rank, [None, back, None, forward] if was_forward else [forward, back, None])
+        chosen = 0 if chosen == 3 else chosen
+        if weight is None:
+            return chosen
+        if chosen is None:
+            return 2
+        start = forward if chosen == 0 else back
+        assert start is not None
+        room = start - walk.last[rank]
+        needed = 1 if is_eager else max(1, int(segments.weight_ns[walk.head(rank, 2)[0], rank]))
+        return 2 if room >= needed else chosen
+
+    return choose
+
+
+def encoders_in_bubbles(segments: Segments, is_backbone: Column, caps: Column | None = None) -> Schedule:
+    """The backbone (a language model; `is_backbone` [n]) keeps its own (interleaved) 1F1B order and always goes first;
+    all other pairs run only where their rank would be idle (Optimus, coarse)."""
+    backbone = np.asarray(is_backbone, dtype=bool)
+    table = table_of(segments)
+    inside = _restricted(segments, backbone)
+    numbers = np.flatnonzero(backbone)
+    kept = interleaved(inside) if np.bincount(inside.microbatch).max() > 1 else one_forward_one_backward(inside)
+    own = [[(int(numbers[pair]), kind) for pair, kind in _passes(kept, rank)] for rank in range(segments.num_ranks)]
+    candidates = []
+    for together in sorted({1, segments.num_ranks, segments.num_microbatches}):
+        others = [[one for one in sequence if not backbone[one[0]]] for sequence in _sequences(segments, together)]
+        for first, second in (others, others[::-1]):
+            walked = Walk(segments, table, [[lane, first, second] for lane in own], soonest).run()
+            if walked is not None:
+                candidates.append(_timed(segments, walked, table))
+    if not candidates:
+        raise PlanError("the order of the backbone waits for pairs outside of it that wait for the backbone")
+    return _best(candidates, caps)
+
+
+def _best(candidates: list[Schedule], caps: Column | None) -> Schedule:
+    """The shortest that fits; where none does, the one that comes closest."""
+
+    def excess(schedule: Schedule) -> int:
+        return 0 if caps is None else max(0, int((schedule.peak - caps).max()))
+
+    return min(candidates, key=lambda schedule: (excess(schedule), schedule.makespan_ns))
+
+
+def _passes(schedule: Schedule, rank: int) -> list[Pass]:
+    rows = zip(schedule.pair[rank].tolist(), schedule.kind[rank].tolist(), strict=True)
+    return [(pair, kind) for pair, kind in rows if pair >= 0]
+
+
+def _cut(segments: Segments, whole: Pass, rank: int) -> list[Pass]:
+    pair, kind = whole
+    if kind == BACKWARD and segments.weight_ns[pair, rank]:
+        return [(pair, INPUT), (pair, WEIGHT)]
+    return [whole]
+
+
+def _timed(segments: Segments, orders: list[list[Pass]], table: Table) -> Schedule:
+    length = max(len(order) for order in orders)
+    pair, kind = np.full((len(orders), length), -1), np.zeros((len(orders), length), dtype=np.int64)
+    for rank, order in enumerate(orders):
+        pair[rank, : len(order)] = [one for one, _ in order]
+        kind[rank, : len(order)] = [of for _, of in order]
+    return retime(segments, pair, kind, table=table)
+
+
+def _sequences(segments: Segments, together: int) -> tuple[list[Pass], list[Pass]]:
+    """All forwards and all backwards in the order of every rank: `together` microbatches go chunk by chunk."""
+    starts = segments.predecessor_starts
+    pairs = range(segments.num_pairs)
+    depth, height = [0] * len(pairs), [0] * len(pairs)
+    for pair in pairs:
+        before = segments.predecessors[starts[pair] : starts[pair + 1]].tolist()
+        depth[pair] = max((depth[one] + 1 for one in before), default=0)
+    for pair in reversed(pairs):
+        for one in segments.predecessors[starts[pair] : starts[pair + 1]].tolist():
+            height[one] = max(height[one], height[pair] + 1)
+    part = (segments.microbatch // together).tolist()
+    microbatch = segments.microbatch.tolist()
+    forwards = sorted(pairs, key=lambda pair: (part[pair], depth[pair], microbatch[pair], pair))
+    backwards = sorted(pairs, key=lambda pair: (part[pair], height[pair], microbatch[pair], -pair))
+    return [(pair, FORWARD) for pair in forwards], [(pair, BACKWARD) for pair in backwards]
+
+
+def _first_warm_ups(segments: Segments, num_chunks: int, together: int = 1) -> list[int]:
+    """Forwards before the first backward, less the one that is its partner (Megatron-LM)."""
+    ranks = segments.num_ranks
+    if num_chunks == 1:
+        return [ranks - 1 - rank for rank in range(ranks)]
+    return [2 * (ranks - 1 - rank) + (num_chunks - 1) * together for rank in range(ranks)]
+
+
+def _patterned(segments: Segments, forwards: list[Pass], backwards: list[Pass], warm_ups: list[int]) -> Schedule:
+    """Forwards of the warm-up, then a forward and a backward in turn, then the other backwards."""
+    table = table_of(segments)
+    total = len(forwards)
+
+    def attempt(more: int) -> Schedule | None:
+        orders = []
+        for warm_up in warm_ups:
+            begun = min(warm_up + more, total)
+            order = forwards[:begun]
+            for place, backward in enumerate(backwards):
+                order += [*forwards[begun + place : begun + place + 1], backward]
+            orders.append(order)
+        try:
+            return _timed(segments, orders, table)
+        except PlanError:
+            return None
+
+    found = attempt(0)
+    if found is not None:
+        return found
+    # With all forwards first nothing waits for itself; the fewest that will do lie between.
+    low, high = 1, total
+    while low < high:
+        middle = (low + high) // 2
+        if attempt(middle) is None:
+            low = middle + 1
+        else:
+            high = middle
+    found = attempt(high)
+    assert found is not None, "all forwards before all backwards cannot wait for themselves"
+    return found
+
+
+def _restricted(segments: Segments, is_inside: Column) -> Segments:
+    """The segments of some pairs alone, microbatches and groups numbered anew."""
+    numbers = np.flatnonzero(is_inside)
+    place = np.full(segments.num_pairs, -1)
+    place[numbers] = np.arange(len(numbers))
+    starts, before, wraps = [0], [], []
+    for pair in numbers.tolist():
+        for edge in range(segments.predecessor_starts[pair], segments.predecessor_starts[pair + 1]):
+            if is_inside[segments.predecessors[edge]]:
+                before.append(int(place[segments.predecessors[edge]]))
+                wraps.append(int(segments.wrap_ns[edge]))
+        starts.append(len(before))
+    columns = {name: getattr(segments, name)[numbers] for name in ("forward_ns", "backward_ns", "weight_ns", "memory")}
+    return Segments(
+        num_ranks=segments.num_ranks,
+        microbatch=np.unique(segments.microbatch[numbers], return_inverse=True)[1],
+        group=np.unique(segments.group[numbers], return_inverse=True)[1],
+        hop_ns=segments.hop_ns[numbers],
+        predecessor_starts=np.array(starts),
+        predecessors=np.array(before, dtype=np.int64),
+        wrap_ns=np.array(wraps, dtype=np.int64),
+        choice_of=segments.choice_of[numbers],
+        choice_forward_ns=segments.choice_forward_ns,
+        choice_backward_ns=segments.choice_backward_ns,
+        choice_memory=segments.choice_memory,
+        choice_count=segments.choice_count,
+        **columns,
+    )

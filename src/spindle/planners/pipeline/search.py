@@ -1,0 +1,243 @@
+"""Which order of priorities gives the shortest step? Starting orders, then tree search, then annealing.
+
+The natural order comes first, so there is a plan at any time. The budget counts evaluations and is split evenly and in
+advance among workers, each with its own tree and seed; after each round all go on from the best of all. So the same
+seed, budget and number of workers give the same schedule, on any number of cores. A time limit only cuts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import numpy as np
+
+from spindle.planners.pipeline.bound import bound_ns
+from spindle.planners.pipeline.evaluate import (
+    Load,
+    bases_of,
+    evaluate,
+    least_caps_of,
+    load_of,
+    scratch_of,
+    starting_orders,
+)
+from spindle.planners.pipeline.gates import SAFE, check_fits, limits_of
+from spindle.planners.pipeline.interleave import Schedule
+from spindle.planners.pipeline.moves import anneal_order
+from spindle.planners.pipeline.segments import Column, Segments
+from spindle.planners.pipeline.tree import STOP, search_tree
+
+# Shares of what is left after the starting orders: each round's, and the tree's of the first round.
+ROUNDS = (0.5, 0.5)
+TREE_SHARE = 0.3
+
+# Temperatures of annealing at the beginning of each round and at its end, as shares of the makespan.
+HOT = (0.003, 0.003)
+COLD = 0.0002
+
+# Mean distance by which rollouts of the tree leave the best order.
+SPREAD = 0.5
+
+# Between two looks at the clock.
+PATIENCE_S = 0.02
+
+Progress = Callable[[int, int], None]  # evaluations done, best makespan so far
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The best schedule of a search, and how it came about."""
+
+    schedule: Schedule  # with its memory choices
+    bound_ns: int
+    natural_ns: int  # the natural order, on the best base
+    order: Column  # tokens (2 * group + direction), highest priority first
+    gate: int
+    base: Column  # [n, P]: memory choices that the order was interleaved with
+    evaluations: int
+    is_cut: bool  # by the time limit, before the budget was spent
+    improvements: tuple[tuple[int, int], ...]  # (evaluations, makespan)
+
+
+@dataclass(slots=True)
+class _Best:
+    makespan: int
+    base: int
+    order: Column
+
+    def found(self) -> Column:
+        return np.array([self.makespan, self.base], dtype=np.int64)
+
+
+def search(
+    segments: Segments,
+    caps: Column | int | None = None,
+    *,
+    evaluations: int = 10_000,
+    seed: int = 0,
+    num_workers: int = 2,
+    time_limit_s: float | None = None,
+    progress: Progress | None = None,
+) -> Found:
+    """The best schedule found under caps on the memory of each rank."""
+    began = time.monotonic()
+    limits = limits_of(segments, caps)
+    check_fits(segments, limits, SAFE)
+    bound = bound_ns(segments)
+    bases = bases_of(segments, limits)
+    load = load_of(segments, limits, bases)
+    best, done, improvements, natural = _start(segments, load, evaluations)
+    budget, is_cut = evaluations - done, False
+    with ThreadPoolExecutor(max_workers=num_workers) as pool:
+        for number, share in enumerate(ROUNDS):
+            per_worker = int(share * budget) // num_workers
+            if per_worker < 1 or best.makespan <= bound or is_cut:
+                continue
+            if number > 0:
+                bases = _with_choice_of_best(segments, limits, load, bases, best)
+                load = load_of(segments, limits, bases)
+            workers = [
+                _Worker(segments, load, bound, best, seed * 8191 + number * 127 + worker, per_worker, number)
+                for worker in range(num_workers)
+            ]
+            futures = [pool.submit(worker.run) for worker in workers]
+            is_cut = _watch(futures, workers, began, time_limit_s, progress, done, best)
+            for future in futures:
+                future.result()
+            improvements += sorted(
+                (done + num_workers * count, makespan) for worker in workers for count, makespan in worker.record
+            )
+            done += sum(worker.done for worker in workers)
+            winner = min(workers, key=lambda worker: int(worker.found[0]))
+            if winner.found[0] < best.makespan:
+                best = _Best(int(winner.found[0]), int(winner.found[1]), winner.order)
+    return Found(
+        schedule=_schedule(segments, load, best),
+        bound_ns=bound,
+        natural_ns=natural,
+        order=best.order,
+        gate=bases[best.base][0],
+        base=bases[best.base][1],
+        evaluations=done,
+        is_cut=is_cut,
+        improvements=_falling(improvements),
+    )
+
+
+def _start(segments: Segments, load: Load, evaluations: int) -> tuple[_Best, int, list[tuple[int, int]], int]:
+    """The natural order on every base, then other starting orders, as far as the budget goes; one at least."""
+    scratch = scratch_of(segments)
+    best, done, natural = None, 0, 0
+    improvements = []
+    for number, order in enumerate(starting_orders(segments)):
+        for base in range(len(load.base_gate)):
+            if done >= max(evaluations, 1):
+                break
+            makespan = int(evaluate(load, base, order, scratch))
+            done += 1
+            if best is None or makespan < best.makespan:
+                best = _Best(makespan, base, order)
+                improvements.append((done, makespan))
+        if number == 0 and best is not None:
+            natural = best.makespan
+    assert best is not None
+    return best, done, improvements, natural
+
+
+class _Worker:
+    """One thread's part of a round."""
+
+    def __init__(
+        self, segments: Segments, load: Load, bound: int, best: _Best, seed: int, evaluations: int, number: int
+    ) -> None:
+        self.load, self.bound, self.seed, self.evaluations = load, bound, seed, evaluations
+        self.in_tree = int(TREE_SHARE * evaluations) if number == 0 else 0
+        self.hot = HOT[number]
+        self.scratch = scratch_of(segments)
+        self.controls = np.zeros((2, 2), dtype=np.int64)
+        self.order, self.found = best.order.copy(), best.found()
+        self.record: list[tuple[int, int]] = []
+
+    @property
+    def done(self) -> int:
+        return int(self.controls[:, 1].sum())
+
+    def stop(self) -> None:
+        self.controls[:, STOP] = 1
+
+    def run(self) -> None:
+        shared = (self.load, self.scratch, self.bound)
+        if self.in_tree:
+            start, base = self.order.copy(), int(self.found[1])
+            record = search_tree(
+                *shared, start, base, self.seed, self.in_tree, SPREAD, self.controls[0], self.order, self.found
+            )
+            self.record += [(int(count), int(makespan)) for count, makespan in record]
+        before = int(self.controls[0, 1])
+        left = self.evaluations - before
+        record = anneal_order(*shared, self.seed, left, self.hot, COLD, self.controls[1], self.order, self.found)
+        self.record += [(before + int(count), int(makespan)) for count, makespan in record]
+
+
+def _watch(
+    futures: list[Future[None]],
+    workers: list[_Worker],
+    began: float,
+    time_limit_s: float | None,
+    progress: Progress | None,
+    done: int,
+    best: _Best,
+) -> bool:
+    """Waits for a round; ends it when the time is over, and says whether it did."""
+    if time_limit_s is None and progress is None:
+        wait(futures)
+        return False
+    is_cut = False
+    while wait(futures, timeout=PATIENCE_S).not_done:
+        if time_limit_s is not None and time.monotonic() - began > time_limit_s:
+            is_cut = True
+            for worker in workers:
+                worker.stop()
+        if progress is not None:
+            found = min(int(worker.found[0]) for worker in workers)
+            progress(done + sum(worker.done for worker in workers), min(found, best.makespan))
+    return is_cut
+
+
+def _with_choice_of_best(
+    segments: Segments, limits: Column, load: Load, bases: list[tuple[int, Column]], best: _Best
+) -> list[tuple[int, Column]]:
+    """Bases, and one more: the memory choices that the best schedule ended with."""
+    scratch = scratch_of(segments)
+    evaluate(load, best.base, best.order, scratch)
+    is_new = not any((scratch.choice == choice).all() for _, choice in bases)
+    if is_new and (least_caps_of(segments, scratch.choice) <= limits).all():
+        return [*bases, (SAFE, scratch.choice.copy())]
+    return bases
+
+
+def _schedule(segments: Segments, load: Load, best: _Best) -> Schedule:
+    scratch = scratch_of(segments)
+    makespan = int(evaluate(load, best.base, best.order, scratch))
+    assert makespan == best.makespan, "the same order gave another schedule"
+    return Schedule(
+        pair=scratch.pair,
+        kind=scratch.kind,
+        start_ns=scratch.start_ns,
+        end_ns=scratch.end_ns,
+        peak=scratch.peak,
+        makespan_ns=makespan,
+        choice=scratch.choice,
+    )
+
+
+def _falling(improvements: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Only what improved on all before it."""
+    kept: list[tuple[int, int]] = []
+    for count, makespan in improvements:
+        if not kept or makespan < kept[-1][1]:
+            kept.append((count, makespan))
+    return tuple(kept)

@@ -1,0 +1,269 @@
+"""The work of one pipelined step as columns of numbers: what the search of planner `pipeline` works on.
+
+A *pair* is one chunk index of one module on one (sub-)microbatch: its forward segment passes ranks 0 to P-1, its
+backward segment ranks P-1 to 0. It knows no layers, bytes of parameters or devices; whole pairs come from a profile and
+become slots of a plan elsewhere.
+
+Pairs are numbered so that a predecessor comes before its successors. Within one microbatch, the forward of a pair on
+rank 0 waits for the forward of each predecessor on rank P-1, and the backward of a predecessor on rank P-1 waits for
+the backward of all its successors on rank 0. A pair without successors turns around on rank P-1 when its forward is
+done.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spindle.errors import WorkloadError
+
+Column = NDArray[np.int64]
+
+# Directions, and kinds of passes. A backward pass is whole, or cut into its input and its weight pass.
+FORWARD, BACKWARD, INPUT, WEIGHT = 0, 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """n pairs on P ranks. Times in nanoseconds; memory in bytes, or any whole unit.
+
+    Columns are kept as read-only copies.
+    """
+
+    num_ranks: int
+    microbatch: Column  # [n]
+    group: Column  # [n]: (microbatch, modality); its forward and its backward have a priority each
+    forward_ns: Column  # [n, P], with the leanest memory choice
+    backward_ns: Column  # [n, P], input and weight part together
+    weight_ns: Column  # [n, P]: the part of backward_ns that makes weight gradients and may run later; 0: not split
+    memory: Column  # [n, P]: held from the start of the forward to the end of the backward
+    hop_ns: Column  # [n]: from one rank to the next, each direction
+    predecessor_starts: Column  # [n + 1]: where each pair's predecessors begin
+    predecessors: Column
+    wrap_ns: Column  # aligned with `predecessors`: from rank P-1 to rank 0, each direction
+    choice_of: Column  # [n, P]: row of the tables of memory choices
+    choice_forward_ns: Column  # [rows, S], by rising memory; entry 0 is what the columns above hold
+    choice_backward_ns: Column
+    choice_memory: Column
+    choice_count: Column  # [rows]
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name == "num_ranks":
+                continue
+            column = np.array(getattr(self, field.name), dtype=np.int64, order="C")
+            if column.size and column.min() < 0:
+                raise WorkloadError(f"segments: {field.name} has a negative entry, {column.min()}")
+            column.setflags(write=False)
+            object.__setattr__(self, field.name, column)
+        self._check_shapes()
+        self._check_predecessors()
+        self._check_choices()
+
+    @property
+    def num_pairs(self) -> int:
+        return len(self.microbatch)
+
+    @property
+    def num_microbatches(self) -> int:
+        return int(self.microbatch.max()) + 1
+
+    @property
+    def num_groups(self) -> int:
+        return int(self.group.max()) + 1
+
+    def _check_shapes(self) -> None:
+        pairs, ranks = len(self.microbatch), self.num_ranks
+        if ranks < 1 or pairs < 1:
+            raise WorkloadError(f"segments need a rank and a pair at least, got {ranks} ranks and {pairs} pairs")
+        rows, most = self.choice_memory.shape
+        edges = len(self.predecessors)
+        per_stage = ("forward_ns", "backward_ns", "weight_ns", "memory", "choice_of")
+        expected: dict[str, tuple[int, ...]] = dict.fromkeys(per_stage, (pairs, ranks))
+        expected |= dict.fromkeys(("choice_forward_ns", "choice_backward_ns"), (rows, most))
+        expected |= {"microbatch": (pairs,), "group": (pairs,), "hop_ns": (pairs,), "choice_count": (rows,)}
+        expected |= {"predecessor_starts": (pairs + 1,), "wrap_ns": (edges,)}
+        for name, shape in expected.items():
+            if getattr(self, name).shape != shape:
+                raise WorkloadError(f"segments: {name} has shape {getattr(self, name).shape}, expected {shape}")
+        if (self.weight_ns > self.backward_ns).any():
+            raise WorkloadError("segments: weight_ns is part of backward_ns and cannot be larger")
+        for name in ("microbatch", "group"):
+            column = getattr(self, name)
+            if len(np.unique(column)) != column.max() + 1:
+                raise WorkloadError(f"segments: {name} has to number from 0 without gaps")
+        first_of_group = np.zeros(int(self.group.max()) + 1, dtype=np.int64)
+        first_of_group[self.group] = self.microbatch
+        if (first_of_group[self.group] != self.microbatch).any():
+            raise WorkloadError("segments: a group belongs to one microbatch")
+
+    def _check_predecessors(self) -> None:
+        starts = self.predecessor_starts
+        if starts[0] != 0 or starts[-1] != len(self.predecessors) or (np.diff(starts) < 0).any():
+            raise WorkloadError("segments: predecessor_starts do not cut predecessors into one part per pair")
+        of_pair = np.repeat(np.arange(self.num_pairs), np.diff(starts))
+        if (self.predecessors >= of_pair).any():
+            raise WorkloadError("segments: predecessors come before their successors, and have smaller numbers")
+        if (self.microbatch[self.predecessors] != self.microbatch[of_pair]).any():
+            raise WorkloadError("segments: predecessors belong to the same microbatch")
+        if len(np.unique(self.predecessors * self.num_pairs + of_pair)) != len(of_pair):
+            raise WorkloadError("segments: a pair names a predecessor twice")
+
+    def _check_choices(self) -> None:
+        rows, most = self.choice_memory.shape
+        if (self.choice_of >= rows).any() or (self.choice_count < 1).any() or (self.choice_count > most).any():
+            raise WorkloadError("segments: every stage needs a row of memory choices, every row one choice at least")
+        for name, table in (
+            ("forward_ns", self.choice_forward_ns),
+            ("backward_ns", self.choice_backward_ns),
+            ("memory", self.choice_memory),
+        ):
+            if (table[self.choice_of, 0] != getattr(self, name)).any():
+                raise WorkloadError(f"segments: {name} is not that of the leanest memory choice, entry 0")
+        unused = np.arange(1, most) >= self.choice_count[:, None]
+        if ((np.diff(self.choice_memory, axis=1) < 0) & ~unused).any():
+            raise WorkloadError("segments: memory choices come by rising memory")
+
+
+def without_choices(
+    *,
+    microbatch: Column,
+    group: Column,
+    forward_ns: Column,
+    backward_ns: Column,
+    memory: Column,
+    weight_ns: Column | None = None,
+    predecessors: tuple[tuple[int, ...], ...] | list[list[int]],
+    hop_ns: int = 0,
+    wrap_ns: int = 0,
+) -> Segments:
+    """Segments whose stages have one memory choice each."""
+    forward_ns, backward_ns, memory = (np.asarray(column) for column in (forward_ns, backward_ns, memory))
+    pairs, ranks = forward_ns.shape
+    entries = [entry for of_pair in predecessors for entry in of_pair]
+    return Segments(
+        num_ranks=ranks,
+        microbatch=microbatch,
+        group=group,
+        forward_ns=forward_ns,
+        backward_ns=backward_ns,
+        weight_ns=np.zeros_like(backward_ns) if weight_ns is None else weight_ns,
+        memory=memory,
+        hop_ns=np.full(pairs, hop_ns),
+        predecessor_starts=np.cumsum([0] + [len(of_pair) for of_pair in predecessors]),
+        predecessors=np.array(entries, dtype=np.int64),
+        wrap_ns=np.full(len(entries), wrap_ns),
+        choice_of=np.arange(pairs * ranks).reshape(pairs, ranks),
+        choice_forward_ns=forward_ns.reshape(-1, 1),
+        choice_backward_ns=backward_ns.reshape(-1, 1),
+        choice_memory=memory.reshape(-1, 1),
+        choice_count=np.ones(pairs * ranks, dtype=np.int64),
+    )
+
+
+# What the compiled loops need of segments: the same columns, and edges in both directions.
+Table = namedtuple(
+    "Table",
+    [
+        "microbatch",
+        "group",
+        "hop_ns",
+        "predecessor_starts",
+        "predecessors",
+        "predecessor_wrap",
+        "successor_starts",
+        "successors",
+        "successor_wrap",
+        "serial_starts",  # per microbatch: where its part of the serial passes begins
+        "serial_pair",  # passes in an order in which one microbatch can run alone
+        "serial_direction",
+        "has_one_end",  # per microbatch: does one pair come after all others?
+    ],
+)
+
+
+def table_of(segments: Segments) -> Table:
+    """Arrays for the compiled loops (copies that can be written, so that each loop has one signature)."""
+    pairs = segments.num_pairs
+    of_pair = np.repeat(np.arange(pairs), np.diff(segments.predecessor_starts))
+    by_predecessor = np.argsort(segments.predecessors, kind="stable")
+    counts = np.bincount(segments.predecessors, minlength=pairs)
+    starts, pair, direction = _serial_passes(segments)
+    return Table(
+        microbatch=segments.microbatch.copy(),
+        group=segments.group.copy(),
+        hop_ns=segments.hop_ns.copy(),
+        predecessor_starts=segments.predecessor_starts.copy(),
+        predecessors=segments.predecessors.copy(),
+        predecessor_wrap=segments.wrap_ns.copy(),
+        successor_starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        successors=of_pair[by_predecessor].astype(np.int64),
+        successor_wrap=segments.wrap_ns[by_predecessor].copy(),
+        serial_starts=starts,
+        serial_pair=pair,
+        serial_direction=direction,
+        has_one_end=np.bincount(segments.microbatch[counts == 0]) == 1,
+    )
+
+
+def _serial_passes(segments: Segments) -> tuple[Column, Column, Column]:
+    """Per microbatch, an order in which it can run alone, with little memory: one pair without successors after the
+    other, what it needs before it, and every backward as soon as it can be."""
+    pairs = segments.num_pairs
+    starts = segments.predecessor_starts
+    before = [segments.predecessors[starts[pair] : starts[pair + 1]].tolist() for pair in range(pairs)]
+    waiting = np.bincount(segments.predecessors, minlength=pairs)
+    passes: list[list[tuple[int, int]]] = [[] for _ in range(segments.num_microbatches)]
+    is_done = [False] * pairs
+
+    def run_forward(pair: int) -> None:
+        stack = [pair]
+        while stack:
+            one = stack[-1]
+            missing = [other for other in before[one] if not is_done[other]]
+            if missing:
+                stack.extend(reversed(missing))
+                continue
+            stack.pop()
+            if not is_done[one]:
+                is_done[one] = True
+                passes[segments.microbatch[one]].append((one, FORWARD))
+
+    for pair in np.flatnonzero(waiting == 0).tolist():
+        run_forward(pair)
+        returning = [pair]
+        while returning:
+            one = returning.pop()
+            passes[segments.microbatch[one]].append((one, BACKWARD))
+            for other in before[one]:
+                waiting[other] -= 1
+                if waiting[other] == 0:
+                    returning.append(other)
+    flat = np.array([entry for of_one in passes for entry in of_one], dtype=np.int64)
+    lengths = [len(of_one) for of_one in passes]
+    return np.cumsum([0, *lengths]).astype(np.int64), flat[:, 0].copy(), flat[:, 1].copy()
+
+
+def footprints(segments: Segments) -> Column:
+    """Per microbatch and rank: memory of all its pairs together, with the leanest choices. [M, P]"""
+    sums = np.zeros((segments.num_microbatches, segments.num_ranks), dtype=np.int64)
+    np.add.at(sums, segments.microbatch, segments.memory)
+    return sums
+
+
+def serial_peaks(segments: Segments) -> Column:
+    """Per microbatch and rank: the most memory it holds when it runs alone, with the leanest choices. [M, P]
+
+    Where one pair ends each microbatch (an encoder before a language model), this is its footprint, and no schedule
+    needs less. Where several pairs end it, they may come one after another.
+    """
+    table = table_of(segments)
+    peaks = np.zeros((segments.num_microbatches, segments.num_ranks), dtype=np.int64)
+    for microbatch in range(segments.num_microbatches):
+        part = slice(table.serial_starts[microbatch], table.serial_starts[microbatch + 1])
+        signs = np.where(table.serial_direction[part] == FORWARD, 1, -1)[:, None]
+        peaks[microbatch] = np.cumsum(signs * segments.memory[table.serial_pair[part]], axis=0).max(axis=0)
+    return peaks

@@ -1,0 +1,416 @@
+"""From a profile of a batch to the columns that the search works on, and from what it found back to a plan.
+
+A microbatch is a task of the profile's graph. A stage is one chunk of a chain for one call (a sub-microbatch), or for
+one microbatch where the chain passes several modules; it is a few pieces of ops. Stages that are alike, in space and in
+time, are worked out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from spindle.errors import DoesNotFitError
+from spindle.graph import MetaGraph
+from spindle.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Piece, Plan, assemble_passes
+from spindle.planners.pipeline.chains import Chain, Layout, layer_counts
+from spindle.planners.pipeline.interleave import Schedule
+from spindle.planners.pipeline.segments import Column, Segments
+from spindle.profile import Curve, Profile, backward_bytes, bytes_text, saved_bytes, state_bytes
+from spindle.workload import LayerCost
+
+NS = 1e9
+MOST_CHOICES = 10  # of memory for a stage; DIP keeps about as many
+_KINDS = (FORWARD, BACKWARD, INPUT, WEIGHT)  # as the columns number them
+
+
+@dataclass(frozen=True, slots=True)
+class StagePiece:
+    """Layers `[first, last)` of an op, as numbered in it."""
+
+    op: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to keep a stage's activations: for each piece, how many layers are recomputed and how many offloaded."""
+
+    backward_ns: int
+    memory: int
+    recomputed: tuple[int, ...]
+    offloaded: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a stage costs, whichever microbatch it is for. Choices rise in memory."""
+
+    forward_ns: int
+    weight_ns: int
+    output_bytes: float
+    working: int  # bytes while its backward runs
+    choices: tuple[Choice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One replica's part of a batch as segments, with what their numbers stand for."""
+
+    replica: int
+    segments: Segments
+    pieces: tuple[tuple[tuple[StagePiece, ...], ...], ...]  # by pair and rank
+    stages: tuple[tuple[Stage, ...], ...]  # by pair and rank
+    room: Column  # by rank: bytes for activations
+    update_ns: Column  # by rank: the optimizer's step
+
+
+def batches_of(profile: Profile, layout: Layout, *, frugal: bool = True) -> list[Batch]:
+    """The batch of a profile on the replicas of a layout, which share its microbatches evenly.
+
+    What is not `frugal` keeps all activations: no stage has a choice.
+    """
+    known = _Stages(profile, layout, frugal)
+    return [
+        _batch(profile, layout, replica, tasks, known)
+        for replica, tasks in enumerate(_shares(profile, layout.num_replicas))
+    ]
+
+
+def plan_of(
+    profile: Profile, layout: Layout, planner: str, batches: Sequence[Batch], schedules: Sequence[Schedule]
+) -> Plan:
+    """The plan of one schedule for each replica."""
+    pieces: list[Piece] = []
+    order: list[tuple[int, str]] = []
+    for batch, schedule in zip(batches, schedules, strict=True):
+        numbers: dict[tuple[int, int], list[int]] = {}
+        for pair, ranks in enumerate(batch.pieces):
+            for rank, some in enumerate(ranks):
+                taken = 0 if schedule.choice is None else int(schedule.choice[pair, rank])
+                choice = batch.stages[pair][rank].choices[taken]
+                numbers[pair, rank] = list(range(len(pieces), len(pieces) + len(some)))
+                pieces += [
+                    Piece(
+                        op=piece.op,
+                        num_layers=piece.last - piece.first,
+                        devices=layout.devices(batch.replica, rank),
+                        recomputed=recomputed,
+                        offloaded=offloaded,
+                    )
+                    for piece, recomputed, offloaded in zip(some, choice.recomputed, choice.offloaded, strict=True)
+                ]
+        rank_of, place = np.nonzero(schedule.pair >= 0)
+        by_start = np.argsort(schedule.start_ns[rank_of, place], kind="stable")
+        for rank, position in zip(rank_of[by_start].tolist(), place[by_start].tolist(), strict=True):
+            slots, kind = numbers[schedule.pair[rank, position], rank], int(schedule.kind[rank, position])
+            order += [(slot, _KINDS[kind]) for slot in (slots if _KINDS[kind] == FORWARD else reversed(slots))]
+    return assemble_passes(profile, profile.default_setting, planner, pieces, order)
+
+
+def _shares(profile: Profile, num_replicas: int) -> list[list[str]]:
+    """Tasks for each replica: heaviest first to the lightest so far, each replica in the order of the batch."""
+    tasks = list(profile.graph.tasks)
+    if num_replicas == 1:
+        return [tasks]
+    setting = profile.default_setting
+    load: dict[str, float] = dict.fromkeys(tasks, 0.0)
+    for position, op in enumerate(profile.graph.metaops):
+        curve = profile.curve(position, setting)
+        load[op.task] += op.num_layers * curve.layer_s(curve.num_devices[0])
+    total = [0.0] * num_replicas
+    share_of: dict[str, int] = {}
+    for task in sorted(tasks, key=lambda one: -load[one]):
+        share_of[task] = min(range(num_replicas), key=lambda one: (total[one], one))
+        total[share_of[task]] += load[task]
+    return [[task for task in tasks if share_of[task] == replica] for replica in range(num_replicas)]
+
+
+@dataclass(slots=True)
+class _Run:
+    """What passes a chain from end to end: ops by where they begin in it, and the runs that feed it, with the bytes."""
+
+    task: str
+    chain: Chain
+    ops: list[tuple[int, int]]
+    feeds: dict[int, float]
+
+
+def _runs(graph: MetaGraph, layout: Layout, tasks: Sequence[str]) -> list[_Run]:
+    """Runs in the order of microbatches and flows."""
+    counts = layer_counts(graph)
+    wanted = set(tasks)
+    calls: dict[str, dict[str, list[int]]] = {task: {} for task in tasks}
+    for position in graph.order:
+        op = graph.metaops[position]
+        if op.task in wanted:
+            calls[op.task].setdefault(op.call or "", []).append(position)
+    runs: list[_Run] = []
+    run_of: dict[int, int] = {}
+    for task in tasks:
+        for chain in layout.chains:
+            begins = dict(zip(chain.modules, np.cumsum([0, *(counts[one] for one in chain.modules)]), strict=False))
+            mine = [ops for ops in calls[task].values() if graph.metaops[ops[0]].module in chain.modules]
+            together = mine if len(chain.modules) == 1 else [[op for ops in mine for op in ops]] if mine else []
+            for ops in together:
+                run_of.update(dict.fromkeys(ops, len(runs)))
+                metaops = [(graph.metaops[op], op) for op in ops]
+                placed = [(int(begins[one.module or ""]) + one.first_layer, op) for one, op in metaops]
+                runs.append(_Run(task, chain, sorted(placed), {}))
+    for producer, consumer in graph.edges:
+        source, target = run_of.get(producer), run_of.get(consumer)
+        if source is not None and target is not None and source != target:
+            cost = graph.metaops[producer].cost
+            runs[target].feeds[source] = 0.0 if cost is None else cost.output_bytes
+    return runs
+
+
+def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str], known: _Stages) -> Batch:
+    graph, num_ranks = profile.graph, layout.num_ranks
+    wire = _Wire(profile, layout)
+    microbatch_of = {task: number for number, task in enumerate(tasks)}
+    group_of: dict[tuple[str, Chain], int] = {}
+    microbatch, group, hop_ns = [], [], []
+    starts, predecessors, wrap_ns = [0], [], []
+    pieces: list[tuple[tuple[StagePiece, ...], ...]] = []
+    stages: list[tuple[Stage, ...]] = []
+    last_pair: dict[int, int] = {}
+    for number, run in enumerate(_runs(graph, layout, tasks)):
+        cut = [_between(graph, run.ops, first, last) for first, last in pairwise(run.chain.bounds)]
+        received = sum(run.feeds.values())
+        chunks: list[Stage] = []
+        for some in cut:
+            chunks.append(known.stage(some, received))
+            received = chunks[-1].output_bytes if some else received
+        for turn in range(layout.rounds_of(run.chain)):
+            here = slice(turn * num_ranks, (turn + 1) * num_ranks)
+            before = [(last_pair[source], num_bytes) for source, num_bytes in sorted(run.feeds.items())]
+            if turn:
+                before = [(last_pair[number], chunks[here.start - 1].output_bytes)]
+            last_pair[number] = len(pieces)
+            microbatch.append(microbatch_of[run.task])
+            group.append(group_of.setdefault((run.task, run.chain), len(group_of)))
+            hop_ns.append(max((wire.hop_ns(one.output_bytes) for one in chunks[here][:-1]), default=0))
+            predecessors += [pair for pair, _ in before]
+            wrap_ns += [wire.wrap_ns(num_bytes) for _, num_bytes in before]
+            starts.append(len(predecessors))
+            pieces.append(tuple(cut[here]))
+            stages.append(tuple(chunks[here]))
+    tables, row_of = _tables(stages)
+    rows = np.array([[row_of[id(one)] for one in of_pair] for of_pair in stages])
+    static, update_ns = _held(profile, layout)
+    working = np.array([[one.working for one in of_pair] for of_pair in stages]).max(axis=0)
+    room = profile.cluster.kind.memory_bytes - static - working
+    if room.min() <= 0:
+        rank = int(np.argmin(room))
+        raise DoesNotFitError(
+            f"{graph.name} does not fit: pipeline rank {rank} would need "
+            f"{bytes_text(int(static[rank] + working[rank]))} before it keeps any activations, "
+            f"of the {bytes_text(profile.cluster.kind.memory_bytes)} there",
+            int(static[rank] + working[rank]),
+        )
+    segments = Segments(
+        num_ranks=num_ranks,
+        microbatch=np.array(microbatch),
+        group=np.array(group),
+        forward_ns=tables[0][rows, 0],
+        backward_ns=tables[1][rows, 0],
+        weight_ns=np.array([[one.weight_ns for one in of_pair] for of_pair in stages]),
+        memory=tables[2][rows, 0],
+        hop_ns=np.array(hop_ns),
+        predecessor_starts=np.array(starts),
+        predecessors=np.array(predecessors, dtype=np.int64),
+        wrap_ns=np.array(wrap_ns, dtype=np.int64),
+        choice_of=rows,
+        choice_forward_ns=tables[0],
+        choice_backward_ns=tables[1],
+        choice_memory=tables[2],
+        choice_count=tables[3],
+    )
+    return Batch(
+        replica=replica,
+        segments=segments,
+        pieces=tuple(pieces),
+        stages=tuple(stages),
+        room=room,
+        update_ns=update_ns,
+    )
+
+
+def _between(graph: MetaGraph, ops: Iterable[tuple[int, int]], first: int, last: int) -> tuple[StagePiece, ...]:
+    """The parts of ops that lie between two cuts of a chain."""
+    found = []
+    for begin, op in ops:
+        low, high = max(first, begin), min(last, begin + graph.metaops[op].num_layers)
+        if low < high:
+            found.append(StagePiece(op, low - begin, high - begin))
+    return tuple(found)
+
+
+def _tables(stages: Iterable[Sequence[Stage]]) -> tuple[tuple[Column, Column, Column, Column], dict[int, int]]:
+    """Memory choices of the stages that differ: forward, backward, memory, how many; and the row of each stage."""
+    distinct = list({id(one): one for of_pair in stages for one in of_pair}.values())
+    most = max(len(one.choices) for one in distinct)
+    shape = (len(distinct), most)
+    forward, backward, memory = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+    for row, stage in enumerate(distinct):
+        padded = stage.choices + stage.choices[-1:] * (most - len(stage.choices))
+        forward[row] = stage.forward_ns
+        backward[row] = [one.backward_ns for one in padded]
+        memory[row] = [one.memory for one in padded]
+    counts = np.array([len(one.choices) for one in distinct], dtype=np.int64)
+    return (forward, backward, memory, counts), {id(one): row for row, one in enumerate(distinct)}
+
+
+class _Stages:
+    """Stages by what they cost, each worked out once."""
+
+    def __init__(self, profile: Profile, layout: Layout, frugal: bool) -> None:
+        self._profile, self._frugal, self._degree = profile, frugal, layout.tensor_degree
+        self._setting = profile.default_setting
+        self._known: dict[object, Stage] = {}
+
+    def stage(self, pieces: Sequence[StagePiece], received_bytes: float) -> Stage:
+        facts = tuple(
+            (
+                self._profile.graph.metaops[piece.op].cost,
+                self._profile.curve(piece.op, self._setting),
+                piece.last - piece.first,
+            )
+            for piece in pieces
+        )
+        key = (facts, received_bytes if pieces else 0.0)
+        if key not in self._known:
+            self._known[key] = self._worked_out(pieces, facts, received_bytes)
+        return self._known[key]
+
+    def _worked_out(
+        self,
+        pieces: Sequence[StagePiece],
+        facts: Sequence[tuple[LayerCost | None, Curve, int]],
+        received_bytes: float,
+    ) -> Stage:
+        if not pieces:
+            return Stage(0, 0, 0.0, 0, (Choice(0, 0, (), ()),))
+        ops = [self._profile.graph.metaops[piece.op] for piece in pieces]
+        times = [curve.times_s(self._degree) for _, curve, _ in facts]
+        weights = [curve.weight_time_s(self._degree) for _, curve, _ in facts]
+        counts = [count for _, _, count in facts]
+        forward_s = sum(count * forward for count, (forward, _) in zip(counts, times, strict=True))
+        backward_s = sum(count * backward for count, (_, backward) in zip(counts, times, strict=True))
+        weight_s = 0.0
+        if None not in weights:
+            weight_s = sum(count * (weight or 0.0) for count, weight in zip(counts, weights, strict=True))
+        kept = [saved_bytes(op, 1, 1, self._degree, False) for op in ops]
+        again = [min(saved_bytes(op, 1, 1, self._degree, True), one) for op, one in zip(ops, kept, strict=True)]
+        # The layers that free most for each second of running again are the first to do so.
+        gains = [(one - other) / max(time, 1e-12) for one, other, (time, _) in zip(kept, again, times, strict=True)]
+        ranking = sorted(range(len(pieces)), key=lambda number: -gains[number])
+
+        def choice(num_recomputed: int, num_offloaded: int) -> Choice:
+            recomputed, offloaded = [0] * len(pieces), [0] * len(pieces)
+            for number in ranking:
+                recomputed[number] = min(num_recomputed, counts[number])
+                num_recomputed -= recomputed[number]
+                offloaded[number] = min(num_offloaded, counts[number] - recomputed[number])
+                num_offloaded -= offloaded[number]
+            memory = sum(
+                (count - twice - away) * one + twice * other
+                for count, twice, away, one, other in zip(counts, recomputed, offloaded, kept, again, strict=True)
+            )
+            extra_s = sum(twice * forward for twice, (forward, _) in zip(recomputed, times, strict=True))
+            return Choice(
+                round((backward_s + extra_s) * NS), int(memory + received_bytes), tuple(recomputed), tuple(offloaded)
+            )
+
+        choices = [choice(0, 0)]
+        if self._frugal:
+            away = self._most_offloaded([kept[number] for number in ranking for _ in range(counts[number])], forward_s)
+            total = sum(counts)
+            choices = [choice(twice, some) for some in {0, away} for twice in range(total - some + 1)]
+        last = ops[-1].cost
+        return Stage(
+            round(forward_s * NS),
+            round(weight_s * NS),
+            0.0 if last is None else last.output_bytes,
+            max(backward_bytes(op, 1, self._degree, self._frugal) for op in ops),
+            _worth_having(choices),
+        )
+
+    def _most_offloaded(self, layers: Sequence[int], forward_s: float) -> int:
+        """How many layers can wait on the host without anyone waiting for them: what they keep is on its way while the
+        stage runs, and the host has room for all microbatches at once."""
+        kind = self._profile.cluster.kind
+        most = min(forward_s * kind.host_bytes_per_s, kind.host_memory_bytes / len(self._profile.graph.metaops))
+        return int(np.searchsorted(np.cumsum(layers), most, side="right"))
+
+
+def _worth_having(choices: Iterable[Choice]) -> tuple[Choice, ...]:
+    """The leanest, the fastest, and the fastest of each of some equal ranges of memory between (DIP §4.3)."""
+    falling: list[Choice] = []  # rising memory, each faster than those before
+    for one in sorted(choices, key=lambda one: (one.memory, one.backward_ns)):
+        if not falling or one.backward_ns < falling[-1].backward_ns:
+            falling.append(one)
+    if len(falling) <= MOST_CHOICES:
+        return tuple(falling)
+    least, most = falling[0].memory, falling[-1].memory
+    width = (most - least) / (MOST_CHOICES - 2)
+    buckets: dict[int, Choice] = {}
+    for one in falling[1:-1]:  # later ones are faster
+        buckets[min(int((one.memory - least) / width), MOST_CHOICES - 3)] = one
+    return (falling[0], *(buckets[key] for key in sorted(buckets)), falling[-1])
+
+
+class _Wire:
+    """How long it takes from one rank to the next: every member of a tensor group gets all, from its counterpart."""
+
+    def __init__(self, profile: Profile, layout: Layout) -> None:
+        cluster, degree = profile.cluster, layout.tensor_degree
+        island = [cluster.island_of[layout.devices(0, rank)[0]] for rank in range(layout.num_ranks)]
+
+        def between(one: int, other: int) -> tuple[float, float]:
+            """Seconds per byte, and before the first."""
+            inside, first = cluster.islands[island[one]], cluster.islands[island[other]]
+            if island[one] == island[other]:
+                return 1 / inside.link.bytes_per_s, inside.link.latency_s
+            slowest = max(1 / inside.link.bytes_per_s, degree / inside.uplink.bytes_per_s)
+            return max(slowest, degree / first.uplink.bytes_per_s), max(inside.uplink.latency_s, first.uplink.latency_s)
+
+        ranks = range(layout.num_ranks)
+        self._hop = max((between(one, other) for one, other in pairwise(ranks)), default=(0.0, 0.0))
+        self._wrap = between(layout.num_ranks - 1, 0) if layout.num_ranks > 1 else (0.0, 0.0)
+
+    def hop_ns(self, num_bytes: float) -> int:
+        return round((num_bytes * self._hop[0] + self._hop[1]) * NS) if num_bytes else 0
+
+    def wrap_ns(self, num_bytes: float) -> int:
+        return round((num_bytes * self._wrap[0] + self._wrap[1]) * NS) if num_bytes else 0
+
+
+def _held(profile: Profile, layout: Layout) -> tuple[Column, Column]:
+    """Bytes of weights, gradients and optimizer on each rank, and the nanoseconds of its optimizer's step."""
+    graph = profile.graph
+    parameters: dict[tuple[str, int], tuple[int, ...]] = {}
+    for op in graph.metaops:
+        for layer, used in enumerate(op.parameters):
+            parameters[op.module or "", op.first_layer + layer] = used
+    static = np.zeros(layout.num_ranks, dtype=np.int64)
+    elements = np.zeros(layout.num_ranks)
+    held: list[set[int]] = [set() for _ in range(layout.num_ranks)]
+    counts = layer_counts(graph)
+    for chain in layout.chains:
+        places = [(module, layer) for module in chain.modules for layer in range(counts[module])]
+        for chunk, (first, last) in enumerate(pairwise(chain.bounds)):
+            for place in places[first:last]:
+                held[chunk % layout.num_ranks].update(parameters.get(place, ()))
+    for rank, some in enumerate(held):
+        for parameter in some:
+            static[rank] += state_bytes(graph, parameter, layout.tensor_degree)
+            if graph.parameters[parameter].trainable:
+                elements[rank] += graph.parameters[parameter].elements_at(layout.tensor_degree)
+    moved = elements * graph.numerics.update_bytes / profile.cluster.kind.memory_bytes_per_s
+    return static, np.ceil(moved * NS).astype(np.int64)

@@ -1,0 +1,205 @@
+"""What kernels reach of a device's peaks, by their size: tables of measured efficiencies.
+
+An efficiency is relative to the roofline: the larger of FLOPs over the peak and bytes over the bandwidth, over the time
+measured. So a table carries over to a device of other peaks, as far as its kernels are as good; that it does is an
+assumption, and profiles say so. Between points, efficiencies are joined by straight pieces over the logarithm of the
+size. Beyond the first or last point that of the edge is taken, and the answer says so: whoever asks passes it on.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+
+from spindle.errors import ProfileError
+from spindle.profile.operators import Attention, Gemm, MemoryBound
+
+KIND = "kernel-efficiencies"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmColumn:
+    """The three products of one shape of weights, by the number of tokens."""
+
+    outputs: int
+    inputs: int
+    tokens: tuple[int, ...]
+    forward: tuple[float, ...]
+    input: tuple[float, ...]
+    weight: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        what = f"GEMM {self.outputs} x {self.inputs}"
+        _rising(what, self.tokens)
+        for values in (self.forward, self.input, self.weight):
+            _positive(what, values, len(self.tokens))
+
+    def at(self, gemm: Gemm) -> tuple[float, bool]:
+        match gemm.pass_:
+            case "forward":
+                values = self.forward
+            case "input":
+                values = self.input
+            case "weight":
+                values = self.weight
+        return _between(self.tokens, values, gemm.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionTable:
+    """Attention of one head width, by the number of planes (instances times heads) and the length: a row for each
+    number of planes."""
+
+    head_width: int
+    causal: bool
+    planes: tuple[int, ...]
+    lengths: tuple[int, ...]
+    forward: tuple[tuple[float, ...], ...]
+    backward: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        what = f"attention of heads of {self.head_width}"
+        _rising(what, self.planes)
+        _rising(what, self.lengths)
+        for rows in (self.forward, self.backward):
+            if len(rows) != len(self.planes):
+                raise ProfileError(f"{what}: expected {len(self.planes)} rows, got {len(rows)}")
+            for row in rows:
+                _positive(what, row, len(self.lengths))
+
+    def at(self, attention: Attention) -> tuple[float, bool]:
+        rows = self.backward if attention.backward else self.forward
+        length = math.sqrt(attention.queries * attention.keys)
+        column = [_between(self.lengths, row, length) for row in rows]
+        value, inside = _between(self.planes, [value for value, _ in column], attention.count * attention.heads)
+        return value, inside and column[0][1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTable:
+    """A kind of memory-bound kernel, by the bytes it moves."""
+
+    kind: str
+    num_bytes: tuple[int, ...]
+    efficiency: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        _rising(self.kind, self.num_bytes)
+        _positive(self.kind, self.efficiency, len(self.num_bytes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiencies:
+    """What kernels reach of the peaks. Where there is no table, one number holds for all sizes.
+
+    `gemm_grid` has a column for every pair of its outputs and inputs; a shape in `gemm` was measured itself and goes
+    first. `launch_s` is what each kernel takes beside its work; `network` is what collectives reach of a link.
+    """
+
+    flat_gemm: float = 0.65
+    flat_attention: float = 0.45
+    flat_attention_backward: float = 0.40
+    flat_memory: float = 0.75
+    network: float = 0.8
+    launch_s: float = 2e-6
+    gemm: tuple[GemmColumn, ...] = ()
+    gemm_grid: tuple[GemmColumn, ...] = ()
+    attention: tuple[AttentionTable, ...] = ()
+    memory: tuple[MemoryTable, ...] = ()
+    measured_on: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("flat_gemm", "flat_attention", "flat_attention_backward", "flat_memory", "network"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ProfileError(f"{name} must lie in (0, 1], got {getattr(self, name)}")
+        if not self.launch_s >= 0:
+            raise ProfileError(f"launch_s must not be negative, got {self.launch_s}")
+        outputs, inputs = ({getattr(one, name) for one in self.gemm_grid} for name in ("outputs", "inputs"))
+        if len(self.gemm_grid) != len(outputs) * len(inputs):
+            raise ProfileError(f"a grid of {len(outputs)} x {len(inputs)} shapes needs as many columns, once each")
+
+
+class Lookup:
+    """Efficiencies of operators out of tables."""
+
+    def __init__(self, efficiencies: Efficiencies) -> None:
+        self._all = efficiencies
+        self._exact = {(one.outputs, one.inputs): one for one in efficiencies.gemm}
+        self._grid = {(one.outputs, one.inputs): one for one in efficiencies.gemm_grid}
+        self._outputs = tuple(sorted({one.outputs for one in efficiencies.gemm_grid}))
+        self._inputs = tuple(sorted({one.inputs for one in efficiencies.gemm_grid}))
+        self._memory = {one.kind: one for one in efficiencies.memory}
+
+    def gemm(self, gemm: Gemm) -> tuple[float, bool]:
+        """The efficiency, and whether it lies within what was measured."""
+        if gemm.pass_ not in ("forward", "input", "weight"):
+            raise ProfileError(f"a GEMM is forward, input or weight, got {gemm.pass_!r}")
+        exact = self._exact.get((gemm.outputs, gemm.inputs))
+        if exact is not None:
+            return exact.at(gemm)
+        if not self._grid:
+            return self._all.flat_gemm, True
+        total, inside = 0.0, True
+        for row, row_share, row_inside in _neighbours(self._outputs, gemm.outputs):
+            for place, share, place_inside in _neighbours(self._inputs, gemm.inputs):
+                value, is_inside = self._grid[self._outputs[row], self._inputs[place]].at(gemm)
+                total += row_share * share * value
+                inside = inside and row_inside and place_inside and is_inside
+        return total, inside
+
+    def attention(self, attention: Attention) -> tuple[float, bool]:
+        """By the table of the nearest head width, of the same mask where there is one."""
+        tables = [one for one in self._all.attention if one.causal == attention.causal] or list(self._all.attention)
+        if not tables:
+            one = self._all
+            return (one.flat_attention_backward if attention.backward else one.flat_attention), True
+        table = min(tables, key=lambda table: (abs(table.head_width - attention.head_width), table.head_width))
+        value, inside = table.at(attention)
+        return value, inside and table.head_width == attention.head_width and table.causal == attention.causal
+
+    def memory(self, kernel: MemoryBound) -> tuple[float, bool]:
+        if not self._memory:
+            return self._all.flat_memory, True
+        table = self._memory.get(kernel.kind)
+        if table is None:
+            return self._all.flat_memory, False
+        return _between(table.num_bytes, table.efficiency, kernel.num_bytes)
+
+
+def _between(sizes: tuple[int, ...], values: tuple[float, ...] | list[float], size: float) -> tuple[float, bool]:
+    """A value between its neighbours, and whether it lies within the sizes there are."""
+    near = _neighbours(sizes, size)
+    return sum(values[position] * share for position, share, _ in near), near[0][2]
+
+
+def _neighbours(sizes: tuple[int, ...], size: float) -> tuple[tuple[int, float, bool], ...]:
+    """Which sizes stand next to this one, with the share of each over the logarithm; at an edge only that, with whether
+    it is the edge itself and not beyond."""
+    if size <= sizes[0]:
+        return ((0, 1.0, size == sizes[0]),)
+    if size >= sizes[-1]:
+        return ((len(sizes) - 1, 1.0, size == sizes[-1]),)
+    position = bisect_right(sizes, size)
+    below, above = _log(sizes[position - 1]), _log(sizes[position])
+    share = (math.log2(size) - below) / (above - below)
+    return (position - 1, 1 - share, True), (position, share, True)
+
+
+@functools.cache
+def _log(size: int) -> float:
+    return math.log2(size)
+
+
+def _rising(what: str, sizes: tuple[int, ...]) -> None:
+    if not sizes or sizes[0] < 1 or any(b <= a for a, b in pairwise(sizes)):
+        raise ProfileError(f"{what}: sizes must rise from at least 1, got {list(sizes)[:8]}")
+
+
+def _positive(what: str, values: tuple[float, ...], count: int) -> None:
+    if len(values) != count:
+        raise ProfileError(f"{what}: expected {count} efficiencies, got {len(values)}")
+    if not all(0 < value < 2 for value in values):
+        raise ProfileError(f"{what}: efficiencies must lie above 0 (and below 2), got {list(values)[:8]}")

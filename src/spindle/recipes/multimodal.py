@@ -1,0 +1,473 @@
+"""The models of the DIP paper (§5) as values, and one batch of theirs as a workload and a profile.
+
+A microbatch is a task of the step's graph: its calls are the encoder's sub-microbatches (`vision.0`, `vision.1`, ...)
+and the module they feed. All tasks share the modules' weights, one parameter for each layer. A microbatch that holds
+nothing for a module does not call it.
+
+Vision-language models: images go through a ViT and an adapter into a language model. Text to video: the hidden states
+of a language model go through an adapter into a diffusion transformer, whose layers look at them by cross attention;
+each clip sees its share of the text. `docs/recipes.md` tells what is the paper's and what is ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Literal, assert_never
+
+from spindle.artifact import artifact_from_json
+from spindle.cluster import Cluster, cluster_named
+from spindle.errors import WorkloadError
+from spindle.graph import MetaGraph, MetaOp
+from spindle.profile import Curve, Efficiencies, Profile, Semu
+from spindle.profile.efficiency import KIND as EFFICIENCIES_KIND
+from spindle.recipes.layers import Adapter, Block, Embedding, Final, Head, Lengths, Patches, Shape, lengths_of
+from spindle.recipes.transformer import Tower
+from spindle.workload import (
+    LANGUAGE,
+    VIDEO,
+    VISION,
+    Call,
+    Layer,
+    LayerCost,
+    Microbatch,
+    Module,
+    Parameter,
+    Task,
+    Workload,
+    even_parts,
+    split_evenly,
+)
+
+Before = Literal["embedding", "patches"]
+After = Literal["head", "adapter", "final"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """A tower with what stands before and behind its blocks."""
+
+    tower: Tower
+    before: Before
+    after: After
+    causal: bool = False
+    patch_elements: int = 0  # numbers in a patch of pixels or latents
+    merge: int = 1  # tokens that the adapter makes one of
+    output_width: int = 0  # of the adapter
+    tested_sizes: tuple[int, ...] = (1,)  # of sub-microbatches, in instances
+
+    @property
+    def name(self) -> str:
+        return self.tower.name
+
+    def shapes(self, lengths: Lengths, context: Lengths = ()) -> tuple[tuple[str, Shape, int], ...]:
+        """Its layers over instances of these lengths, in order: kind, shape, and how many of them stand in a row."""
+        tower = self.tower
+        first: Shape
+        match self.before:
+            case "embedding":
+                first = Embedding(tower=tower, lengths=lengths)
+            case "patches":
+                first = Patches(tower=tower, lengths=lengths, patch_elements=self.patch_elements)
+            case _:
+                assert_never(self.before)
+        last: Shape
+        match self.after:
+            case "head":
+                last = Head(tower=tower, lengths=lengths)
+            case "adapter":
+                last = Adapter(tower=tower, lengths=lengths, output_width=self.output_width, merge=self.merge)
+            case "final":
+                last = Final(tower=tower, lengths=lengths, patch_elements=self.patch_elements)
+            case _:
+                assert_never(self.after)
+        block = Block(tower=tower, lengths=lengths, causal=self.causal, context=context)
+        return (self.before, first, 1), ("block", block, tower.num_layers), (self.after, last, 1)
+
+    @property
+    def module(self) -> Module:
+        kinds = [self.before, *["block"] * self.tower.num_layers, self.after]
+        return Module(
+            name=self.name,
+            layers=tuple(Layer(kind=kind, parameters=(f"{self.name}.{number}",)) for number, kind in enumerate(kinds)),
+        )
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """One for each layer."""
+        tower, out = self.tower, self.output_width
+        sizes = {
+            "embedding": tower.vocabulary * tower.width,
+            "patches": (self.patch_elements + 1) * tower.width,
+            "block": tower.layer_elements,
+            "head": (tower.vocabulary + 1) * tower.width,
+            "adapter": (self.merge * tower.width + out + 2) * out + 2 * tower.width,
+            "final": (tower.width + 1) * self.patch_elements + 2 * tower.width,
+        }
+        return tuple(
+            Parameter(name=layer.parameters[0], num_elements=sizes[layer.kind], is_split=layer.kind not in _WHOLE)
+            for layer in self.module.layers
+        )
+
+
+_WHOLE = ("patches", "final")  # small; every member has them whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultimodalModel:
+    """One of the paper's setups: the first chain feeds the second, on so many devices in tensor groups and stages."""
+
+    name: str
+    description: str
+    chains: tuple[Chain, Chain]
+    tensor_degree: int
+    num_stages: int
+    cluster_name: str
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster of the paper's experiment."""
+        return cluster_named(self.cluster_name)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.num_elements for chain in self.chains for parameter in chain.parameters)
+
+    def chain(self, module: str) -> Chain:
+        for chain in self.chains:
+            if chain.name == module:
+                return chain
+        raise WorkloadError(
+            f"model {self.name!r} has no module {module!r}; it has {', '.join(chain.name for chain in self.chains)}"
+        )
+
+
+def _vit(num_layers: int, width: int, hidden: int, heads: int, output_width: int) -> Chain:
+    tower = Tower(
+        name=VISION, num_layers=num_layers, width=width, num_heads=heads, mlp_width=hidden, max_tensor_degree=8
+    )
+    return Chain(
+        tower=tower,
+        before="patches",
+        after="adapter",
+        patch_elements=3 * 14 * 14,
+        merge=16,
+        output_width=output_width,
+        tested_sizes=tuple(range(4, 33, 4)),  # the paper's range
+    )
+
+
+def _language(num_layers: int, width: int, hidden: int, heads: int, vocabulary: int, output_width: int = 0) -> Chain:
+    tower = Tower(
+        name=LANGUAGE,
+        num_layers=num_layers,
+        width=width,
+        num_heads=heads,
+        num_key_heads=8,
+        mlp_width=hidden,
+        gated=True,
+        vocabulary=vocabulary,
+        max_tensor_degree=8,
+    )
+    after: After = "adapter" if output_width else "head"
+    return Chain(tower=tower, before="embedding", after=after, causal=True, output_width=output_width)
+
+
+def _dit(num_layers: int, width: int, hidden: int, heads: int, max_tensor_degree: int) -> Chain:
+    tower = Tower(
+        name=VIDEO,
+        num_layers=num_layers,
+        width=width,
+        num_heads=heads,
+        mlp_width=hidden,
+        cross_attention=True,
+        max_tensor_degree=max_tensor_degree,
+    )
+    return Chain(
+        tower=tower, before="patches", after="final", patch_elements=16 * 2 * 2, tested_sizes=tuple(range(1, 9))
+    )
+
+
+_LLAMA, _QWEN = 128_256, 152_064  # vocabularies
+
+
+def _vlm_s(name: str, cluster_name: str) -> MultimodalModel:
+    return MultimodalModel(
+        name=name,
+        description="ViT 5B and Llama3 8B",
+        chains=(_vit(63, 1792, 15360, 16, 4096), _language(32, 4096, 14336, 32, _LLAMA)),
+        tensor_degree=4,
+        num_stages=4,
+        cluster_name=cluster_name,
+    )
+
+
+MODELS: dict[str, MultimodalModel] = {
+    model.name: model
+    for model in (
+        _vlm_s("vlm-s", "h800x16"),
+        _vlm_s("vlm-s-h20", "h20x16"),
+        MultimodalModel(
+            name="vlm-m",
+            description="ViT 5B and Qwen2 32B",
+            chains=(_vit(63, 1792, 15360, 16, 5120), _language(64, 5120, 27648, 40, _QWEN)),
+            tensor_degree=8,
+            num_stages=4,
+            cluster_name="h800x32",
+        ),
+        MultimodalModel(
+            name="vlm-l",
+            description="ViT 22B and Qwen2 72B",
+            chains=(_vit(48, 6144, 24576, 48, 8192), _language(80, 8192, 29568, 64, _QWEN)),
+            tensor_degree=8,
+            num_stages=8,
+            cluster_name="h800x64",
+        ),
+        MultimodalModel(
+            name="t2v-s",
+            description="Llama3 8B and DiT 5B",
+            chains=(_language(32, 4096, 14336, 32, _LLAMA, 3584), _dit(28, 3584, 10240, 28, 4)),
+            tensor_degree=4,
+            num_stages=4,
+            cluster_name="h800x16",
+        ),
+        MultimodalModel(
+            name="t2v-l",
+            description="Qwen2 32B and DiT 30B",
+            chains=(_language(64, 5120, 27648, 40, _QWEN, 6144), _dit(48, 6144, 24576, 48, 8)),
+            tensor_degree=8,
+            num_stages=8,
+            cluster_name="h800x64",
+        ),
+    )
+}
+
+
+@functools.cache
+def measured_efficiencies() -> Efficiencies:
+    """What kernels reach on an H200, measured (`spindle.measure.kernels`)."""
+    file = resources.files("spindle.recipes") / "h200_kernels.json"
+    data = json.loads(file.read_text(encoding="utf-8"))
+    return artifact_from_json(data, "h200_kernels.json", EFFICIENCIES_KIND, Efficiencies)
+
+
+def emulator(cluster: Cluster) -> Semu:
+    """SEMU on a cluster, with the efficiencies that were measured on an H200."""
+    return Semu.of(cluster, measured_efficiencies())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """A run of equal layers of one call."""
+
+    kind: str
+    first: int
+    num_layers: int
+    shape: Shape
+    cost: LayerCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """One call of a task: a module over one sub-microbatch."""
+
+    name: str
+    module: str
+    pieces: tuple[_Piece, ...]
+
+
+def batch_workload(
+    model: MultimodalModel, microbatches: Sequence[Microbatch], splits: Mapping[str, int] | None = None
+) -> Workload:
+    """One batch as a workload: a task for each microbatch, named m00, m01, ...
+
+    `splits` has, for each module that is cut into sub-microbatches, the most instances of one.
+    """
+    tasks = []
+    for name, parts in _parts(model, microbatches, splits or {}):
+        calls = tuple(
+            Call(name=part.name, module=part.module, costs=tuple((piece.kind, piece.cost) for piece in part.pieces))
+            for part in parts
+        )
+        tasks.append(Task(name=name, batch_size=1, calls=calls, flows=_flows(model, parts)))
+    return Workload(
+        name=model.name,
+        modules=tuple(chain.module for chain in model.chains),
+        parameters=_parameters(model),
+        tasks=tuple(tasks),
+    )
+
+
+def batch_graph(
+    model: MultimodalModel, microbatches: Sequence[Microbatch], splits: Mapping[str, int] | None = None
+) -> MetaGraph:
+    """The same as `metagraph_of(batch_workload(...))`, without unfolding every layer: each batch has its own."""
+    graph, _ = _graph_and_shapes(model, microbatches, splits or {})
+    return graph
+
+
+def batch_profile(
+    model: MultimodalModel,
+    microbatches: Sequence[Microbatch],
+    splits: Mapping[str, int] | None = None,
+    cluster: Cluster | None = None,
+    semu: Semu | None = None,
+) -> Profile:
+    """One batch with its times, at the model's tensor degree, on its own cluster unless another is given.
+
+    A `semu` that is kept from batch to batch remembers the shapes it has seen.
+    """
+    cluster = cluster or model.cluster
+    semu = semu or emulator(cluster)
+    graph, shapes = _graph_and_shapes(model, microbatches, splits or {})
+    curves: list[tuple[Curve, ...]] = [(semu.curve(shape, model.tensor_degree),) for shape in shapes]
+    return Profile(graph=graph, cluster=cluster, curves=tuple(curves), leaves_out=semu.leaves_out)
+
+
+def batch_shapes(
+    model: MultimodalModel, microbatches: Sequence[Microbatch], splits: Mapping[str, int] | None = None
+) -> tuple[Shape, ...]:
+    """The shape of a layer of each op of the batch's graph, for `Semu.layer` under other memory strategies."""
+    _, shapes = _graph_and_shapes(model, microbatches, splits or {})
+    return shapes
+
+
+def model_flops(model: MultimodalModel, microbatches: Sequence[Microbatch]) -> float:
+    """FLOPs of forward and backward of a batch, nothing computed twice: what MFU counts."""
+    return sum(
+        piece.num_layers * (piece.cost.forward_flops + piece.cost.backward_flops)
+        for _, parts in _parts(model, microbatches, {})
+        for part in parts
+        for piece in part.pieces
+    )
+
+
+def sub_microbatch_size(
+    model: MultimodalModel,
+    module: str,
+    instance_tokens: int,
+    semu: Semu,
+    sizes: Iterable[int] = (),
+    share: float = 0.95,
+) -> int:
+    """The smallest size (in instances) whose efficiency is at least this share of the best over all tested sizes (DIP
+    §4.1): these, or the module's own.
+
+    Efficiency is model FLOPs per second over forward and backward of the whole module.
+    """
+    tested = tuple(sizes) or model.chain(module).tested_sizes
+    reached = {size: _flops_per_s(model, module, instance_tokens, size, semu) for size in tested}
+    best = max(reached.values())
+    return min(size for size, rate in reached.items() if rate >= share * best)
+
+
+def _flops_per_s(model: MultimodalModel, module: str, instance_tokens: int, size: int, semu: Semu) -> float:
+    chain = model.chain(module)
+    lengths = ((instance_tokens, size),)
+    context = lengths_of(even_parts(8192, size)) if chain.tower.cross_attention else ()
+    flops = time_s = 0.0
+    for _, shape, count in chain.shapes(lengths, context):
+        time = semu.layer(shape, model.tensor_degree)
+        flops += 3 * count * shape.cost.forward_flops
+        time_s += count * (time.forward_s + time.backward_s)
+    return flops / time_s
+
+
+def _parts(
+    model: MultimodalModel, microbatches: Sequence[Microbatch], splits: Mapping[str, int]
+) -> list[tuple[str, list[_Part]]]:
+    """The calls of every task, the first module's first."""
+    for module in splits:
+        model.chain(module)
+    digits = max(2, len(str(len(microbatches) - 1)))
+    known: dict[tuple[str, Lengths, Lengths], tuple[_Piece, ...]] = {}
+
+    def pieces(chain: Chain, lengths: Lengths, context: Lengths) -> tuple[_Piece, ...]:
+        key = (chain.name, lengths, context)
+        if key not in known:
+            rows, first = [], 0
+            for kind, shape, count in chain.shapes(lengths, context):
+                rows.append(_Piece(kind=kind, first=first, num_layers=count, shape=shape, cost=shape.cost))
+                first += count
+            known[key] = tuple(rows)
+        return known[key]
+
+    result = []
+    for number, microbatch in enumerate(microbatches):
+        for module, _ in microbatch.instances:
+            model.chain(module)
+        parts: list[_Part] = []
+        for chain in model.chains:
+            instances = microbatch.tokens_of(chain.name)
+            most = splits.get(chain.name)
+            cut = split_evenly(instances, most)
+            if not cut:
+                continue
+            # Each instance sees its share of what the module before it says.
+            text = sum(microbatch.tokens_of(model.chains[0].name)) if chain.tower.cross_attention else 0
+            seen = even_parts(text, len(instances)) if text else []
+            start = 0
+            for position, some in enumerate(cut):
+                context = lengths_of(seen[start : start + len(some)])
+                start += len(some)
+                is_whole = most is None and chain.before == "embedding"  # one packed sequence
+                name = chain.name if is_whole else f"{chain.name}.{position}"
+                parts.append(_Part(name=name, module=chain.name, pieces=pieces(chain, lengths_of(some), context)))
+        result.append((f"m{number:0{digits}d}", parts))
+    return result
+
+
+def _flows(model: MultimodalModel, parts: list[_Part]) -> tuple[tuple[str, str], ...]:
+    """Every part of the first module feeds every part of the second."""
+    producers, consumers = ([part.name for part in parts if part.module == chain.name] for chain in model.chains)
+    return tuple((producer, consumer) for producer in producers for consumer in consumers)
+
+
+@functools.cache
+def _parameters(model: MultimodalModel) -> tuple[Parameter, ...]:
+    return tuple(parameter for chain in model.chains for parameter in chain.parameters)
+
+
+def _graph_and_shapes(
+    model: MultimodalModel, microbatches: Sequence[Microbatch], splits: Mapping[str, int]
+) -> tuple[MetaGraph, tuple[Shape, ...]]:
+    first_parameter, offset = {}, 0
+    for chain in model.chains:
+        first_parameter[chain.name] = offset
+        offset += chain.tower.num_layers + 2
+    metaops: list[MetaOp] = []
+    shapes: list[Shape] = []
+    edges: list[tuple[int, int]] = []
+    weights: dict[tuple[str, int], tuple[tuple[int, ...], ...]] = {}
+    for task, parts in _parts(model, microbatches, splits):
+        ends: dict[str, tuple[int, int]] = {}
+        for part in parts:
+            begin = len(metaops)
+            for piece in part.pieces:
+                key = (part.module, piece.first)
+                if key not in weights:
+                    at = first_parameter[part.module] + piece.first
+                    weights[key] = tuple((at + number,) for number in range(piece.num_layers))
+                if len(metaops) > begin:
+                    edges.append((len(metaops) - 1, len(metaops)))
+                metaops.append(
+                    MetaOp(
+                        name=f"{task}/{part.name}[{piece.first}:{piece.first + piece.num_layers}]",
+                        num_layers=piece.num_layers,
+                        task=task,
+                        batch_size=1,
+                        module=part.module,
+                        call=part.name,
+                        first_layer=piece.first,
+                        cost=piece.cost,
+                        parameters=weights[key],
+                    )
+                )
+                shapes.append(piece.shape)
+            ends[part.name] = (begin, len(metaops) - 1)
+        edges += [(ends[producer][1], ends[consumer][0]) for producer, consumer in _flows(model, parts)]
+    graph = MetaGraph(name=model.name, metaops=tuple(metaops), edges=tuple(edges), parameters=_parameters(model))
+    return graph, tuple(shapes)

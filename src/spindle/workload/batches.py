@@ -1,0 +1,253 @@
+"""What a batch holds: samples of real lengths, packed into microbatches.
+
+A microbatch says, for each module, how many tokens each of its instances has: an image is one instance of the vision
+encoder, a clip one of the video model, a packed sequence one of the language model. Instances of one module do not see
+each other; that is what makes sub-microbatches possible. Knows no model.
+
+Samples come from a file of one JSON object per line, or from a generator (`spindle.recipes`):
+
+    {"text_tokens": 812, "images": 3}
+    {"text_tokens": 96, "clips": [{"seconds": 7.5}, {"seconds": 3, "width": 512, "height": 320}]}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from spindle.artifact import from_json
+from spindle.errors import InputError, WorkloadError
+
+VISION, LANGUAGE, VIDEO = "vision", "language", "video"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """For each module, the tokens of each of its instances; a module without instances is not run."""
+
+    instances: tuple[tuple[str, tuple[int, ...]], ...]
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.instances]
+        if len(set(names)) < len(names):
+            raise WorkloadError(f"a microbatch names each module once, got {', '.join(names)}")
+        for name, tokens in self.instances:
+            if any(count < 1 for count in tokens):
+                raise WorkloadError(f"module {name!r}: every instance needs at least one token, got {list(tokens)[:8]}")
+        if not any(tokens for _, tokens in self.instances):
+            raise WorkloadError("a microbatch needs at least one instance of a module")
+
+    def tokens_of(self, module: str) -> tuple[int, ...]:
+        """The tokens of each instance of a module; none where the microbatch skips it."""
+        return next((tokens for name, tokens in self.instances if name == module), ())
+
+    @property
+    def num_images(self) -> int:
+        return len(self.tokens_of(VISION))
+
+    @property
+    def num_clips(self) -> int:
+        return len(self.tokens_of(VIDEO))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the language model, those that stand for images and those that fill up included."""
+        return sum(self.tokens_of(LANGUAGE))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """A video as it was cut; its frames are scaled to this size before they are encoded."""
+
+    seconds: float
+    width: int = 256
+    height: int = 256
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise WorkloadError(f"a clip lasts more than 0 seconds, got seconds={self.seconds}")
+        if min(self.width, self.height) < 1:
+            raise WorkloadError(f"a clip needs at least one pixel each way, got {self.width} x {self.height}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The lengths of one sample: tokens of its text, its images, its clips."""
+
+    text_tokens: int
+    images: int = 0
+    clips: tuple[Clip, ...] = ()
+
+    def __post_init__(self) -> None:
+        if min(self.text_tokens, self.images) < 0:
+            raise WorkloadError(
+                f"text_tokens and images must not be negative, got {self.text_tokens} and {self.images}"
+            )
+        if not (self.text_tokens or self.images or self.clips):
+            raise WorkloadError("a sample holds at least one token, image or clip")
+
+
+def read_samples(path: Path) -> tuple[Sample, ...]:
+    """The samples of a JSONL file, one per line; empty lines are passed over."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file") from error
+    except IsADirectoryError as error:
+        raise InputError(f"{path}: is a directory; give a file with one sample per line") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as text ({error})") from error
+    samples = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            data = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{where}: not a JSON object on one line ({error})") from error
+        samples.append(from_json(Sample, data, where))
+    if not samples:
+        raise InputError(f"{path}: has no samples; write one JSON object per line, such as {_EXAMPLE}")
+    return tuple(samples)
+
+
+_EXAMPLE = '{"text_tokens": 812, "images": 3}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How samples become microbatches.
+
+    The limits and the frame rate are the DIP paper's (§5). An image of 728 pixels in patches of 14 has 52·52 = 2704
+    of them, and 4·4 patches become one of 169 tokens of the language model. Ours: a clip is encoded 8 times smaller
+    each way and 4 times shorter, in patches of 2 (so 16 pixels and 4 frames), at 256 pixels unless it says otherwise;
+    text is filled up to a multiple of `pad_tokens`.
+    """
+
+    max_tokens: int = 8192
+    max_images: int = 48
+    max_clips: int = 8
+    image_patches: int = 2704
+    image_tokens: int = 169
+    frames_per_s: float = 16.0
+    max_seconds: float = 16.0
+    frames_per_token: int = 4
+    pixels_per_token: int = 16
+    pad_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("max_tokens", "max_images", "max_clips", "image_patches", "image_tokens", "frames_per_s", "max_seconds"),
+            *("frames_per_token", "pixels_per_token", "pad_tokens"),
+        ):
+            if not getattr(self, name) > 0:
+                raise WorkloadError(f"packing: {name} must be above 0, got {getattr(self, name)}")
+        if self.image_tokens > self.max_tokens:
+            raise WorkloadError(f"packing: one image ({self.image_tokens} tokens) does not fit into {self.max_tokens}")
+
+    def clip_tokens(self, clip: Clip) -> int:
+        """Tokens of the video model for a clip; what is longer than `max_seconds` is cut off."""
+        frames = max(1, math.floor(min(clip.seconds, self.max_seconds) * self.frames_per_s))
+        across = max(1, clip.width // self.pixels_per_token) * max(1, clip.height // self.pixels_per_token)
+        return -(-frames // self.frames_per_token) * across
+
+
+FILLED = Packing(pad_tokens=8192)  # every sequence is filled up to the end, as static shapes have it
+
+
+def pack_images(samples: Iterable[Sample], packing: Packing = FILLED) -> tuple[Microbatch, ...]:
+    """Packs texts with images, in their order: a microbatch is one sequence of text and image tokens.
+
+    A sample that is too long for a sequence is cut into parts, its images spread over them; one that no longer fits
+    into the open sequence begins the next.
+    """
+    microbatches: list[Microbatch] = []
+    tokens = images = 0
+
+    def close() -> None:
+        nonlocal tokens, images
+        if tokens:
+            sequence = -(-tokens // packing.pad_tokens) * packing.pad_tokens
+            held = ((VISION, (packing.image_patches,) * images),) if images else ()
+            microbatches.append(Microbatch(instances=(*held, (LANGUAGE, (sequence,)))))
+        tokens = images = 0
+
+    for number, sample in enumerate(samples):
+        if sample.clips:
+            raise WorkloadError(f"sample {number} has clips; text with images has none (pack_clips takes clips)")
+        for part in _cut(sample, packing):
+            length = part.text_tokens + part.images * packing.image_tokens
+            if tokens + length > packing.max_tokens or images + part.images > packing.max_images:
+                close()
+            tokens, images = tokens + length, images + part.images
+    close()
+    return tuple(microbatches)
+
+
+def _cut(sample: Sample, packing: Packing) -> list[Sample]:
+    """A sample in as few equal parts as fit into a sequence each."""
+    length = sample.text_tokens + sample.images * packing.image_tokens
+    count = max(-(-length // packing.max_tokens), -(-sample.images // packing.max_images))
+    while count > 1:
+        parts = list(zip(even_parts(sample.text_tokens, count), even_parts(sample.images, count)[::-1], strict=True))
+        if all(text + images * packing.image_tokens <= packing.max_tokens for text, images in parts):
+            return [Sample(text_tokens=text, images=images) for text, images in parts if text or images]
+        count += 1
+    return [sample]
+
+
+def pack_clips(samples: Iterable[Sample], packing: Packing = FILLED) -> tuple[Microbatch, ...]:
+    """Packs clips with their texts, in their order: each clip is an instance of the video model; the texts of all
+    clips are one sequence of the language model."""
+    microbatches: list[Microbatch] = []
+    clips: list[int] = []
+    tokens = 0
+
+    def close() -> None:
+        nonlocal tokens
+        if clips:
+            sequence = -(-max(1, tokens) // packing.pad_tokens) * packing.pad_tokens
+            microbatches.append(Microbatch(instances=((LANGUAGE, (sequence,)), (VIDEO, tuple(clips)))))
+        clips.clear()
+        tokens = 0
+
+    for number, sample in enumerate(samples):
+        if sample.images or not sample.clips:
+            raise WorkloadError(f"sample {number}: text to video takes samples with clips and without images")
+        for clip, text in zip(sample.clips, even_parts(sample.text_tokens, len(sample.clips)), strict=True):
+            if text > packing.max_tokens:
+                raise WorkloadError(
+                    f"sample {number}: {text} tokens of text for one clip are more than a sequence of "
+                    f"{packing.max_tokens} holds; shorten the text"
+                )
+            if len(clips) == packing.max_clips or tokens + text > packing.max_tokens:
+                close()
+            tokens += text
+            clips.append(packing.clip_tokens(clip))
+    close()
+    return tuple(microbatches)
+
+
+def even_parts(total: int, count: int) -> list[int]:
+    """A whole number in so many parts that differ by at most one, larger ones first."""
+    least, larger = divmod(total, count)
+    return [least + 1] * larger + [least] * (count - larger)
+
+
+def split_evenly(instances: tuple[int, ...], most: int | None) -> tuple[tuple[int, ...], ...]:
+    """Instances in as few parts of at most `most` as there can be, of uniform size, larger parts first; all in one
+    part where there is no limit (DIP §4.1: 26 images with 12 are 9, 9 and 8)."""
+    if most is not None and most < 1:
+        raise WorkloadError(f"a sub-microbatch holds at least one instance, got {most}")
+    if not instances:
+        return ()
+    count = 1 if most is None else -(-len(instances) // most)
+    parts, start = [], 0
+    for size in even_parts(len(instances), count):
+        parts.append(instances[start : start + size])
+        start += size
+    return tuple(parts)

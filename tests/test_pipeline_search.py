@@ -1,0 +1,92 @@
+"""The search of planner `pipeline`: never worse than natural order, within memory, the same every time."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pipelines
+from spindle.errors import DoesNotFitError
+from spindle.planners.pipeline.bound import bound_ns
+from spindle.planners.pipeline.evaluate import bases_of, evaluate, load_of, scratch_of, starting_orders
+from spindle.planners.pipeline.gates import SAFE, least_caps, limits_of
+from spindle.planners.pipeline.interleave import interleave
+from spindle.planners.pipeline.retime import retime
+from spindle.planners.pipeline.search import search
+from spindle.planners.pipeline.tree import upper_confidence
+
+# Orders per cap; SPINDLE_ORDERS=10000 is what is promised, and takes minutes.
+NUM_ORDERS = int(os.environ.get("SPINDLE_ORDERS", "300"))
+
+
+def test_upper_confidence():
+    assert upper_confidence(0.8, 10, 2, 1.0, 0.5) == pytest.approx(1.33649, abs=5e-6)
+
+
+@pytest.mark.parametrize("cap", [9, 10, 12, 16, 20, 24, 32])
+def test_random_orders_of_vision_and_language_never_deadlock(cap):
+    segments = pipelines.vision_language()
+    limits = limits_of(segments, cap * pipelines.UNIT)
+    load = load_of(segments, limits, bases_of(segments, limits))
+    scratch = scratch_of(segments)
+    order = np.arange(2 * segments.num_groups)
+    random = np.random.default_rng(cap)
+    bound = bound_ns(segments)
+    for _ in range(NUM_ORDERS):
+        random.shuffle(order)
+        for base in range(len(load.base_gate)):
+            assert evaluate(load, base, order, scratch) >= bound
+            assert (scratch.peak <= limits).all()
+
+
+@given(pipelines.pipelines(), st.integers(0, 99), st.integers(0, 20))
+@settings(max_examples=60)
+def test_a_search_is_no_worse_than_natural_order_and_stays_under_the_caps(segments, seed, room):
+    caps = least_caps(segments, SAFE) + room
+    found = search(segments, caps, evaluations=120, seed=seed)
+    schedule = found.schedule
+    assert found.bound_ns <= schedule.makespan_ns <= found.natural_ns
+    assert schedule.makespan_ns <= interleave(segments, caps=caps).makespan_ns
+    assert (schedule.peak <= caps).all()
+    assert found.evaluations <= 120
+    assert not found.is_cut
+    assert found.improvements[-1][1] == schedule.makespan_ns
+    again = retime(segments, schedule.pair, schedule.kind, schedule.choice)
+    assert (again.start_ns == schedule.start_ns).all()
+    assert (again.peak == schedule.peak).all()
+
+
+@pytest.mark.parametrize("cap", [None, 16])
+def test_the_same_seed_finds_the_same_schedule(cap):
+    segments = pipelines.vision_language()
+    caps = None if cap is None else cap * pipelines.UNIT
+    one, other = (search(segments, caps, evaluations=600, seed=3) for _ in range(2))
+    for name in ("pair", "kind", "start_ns", "end_ns", "choice"):
+        assert getattr(one.schedule, name).tobytes() == getattr(other.schedule, name).tobytes()
+    assert one.improvements == other.improvements
+    assert one.schedule.makespan_ns < one.natural_ns
+
+
+def test_a_time_limit_cuts_and_is_recorded():
+    seen = []
+    segments = pipelines.vision_language()
+    found = search(segments, evaluations=10**7, time_limit_s=0.2, progress=lambda done, best: seen.append((done, best)))
+    assert found.is_cut
+    assert found.evaluations < 10**7
+    assert found.schedule.makespan_ns <= min(best for _, best in seen)
+
+
+def test_a_search_under_too_little_memory_is_refused():
+    with pytest.raises(DoesNotFitError):
+        search(pipelines.vision_language(), 8 * pipelines.UNIT)
+
+
+def test_equal_microbatches_are_not_told_apart():
+    segments = pipelines.vision_language((12, 24, 12, 0, 24, 0))
+    load = load_of(segments, limits_of(segments, None), bases_of(segments, limits_of(segments, None)))
+    assert load.twin.tolist() == [-1, -1, 0, -1, 1, 3]
+    assert len(starting_orders(segments)) > 3
