@@ -10,17 +10,32 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import tensors
 from spindle.cluster import Cluster, cluster_named
 from spindle.graph import MetaGraph, metagraph_of
-from spindle.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Piece, Plan, assemble_passes, check, slot_links
+from spindle.plan import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    Piece,
+    Plan,
+    assemble_passes,
+    check,
+    format_plan,
+    parse_plan,
+    setting_of,
+    slot_links,
+)
 from spindle.plan.passes import pass_needs
-from spindle.profile import Profile, roofline_profile
+from spindle.profile import Curve, Profile, roofline_profile
 from spindle.program import lower, verify
 from spindle.run import Executor, Forms, LayerCode, LayersCode, LossCode, OpCode, World
 from spindle.run.rows import signature_of
@@ -314,7 +329,13 @@ def random_plan(profile: Profile, places: dict[str, list[int]], case: Case, step
                     )
                 )
                 first = layer
-    kinds = [(FORWARD, INPUT, WEIGHT) if choose.random() < case.split else (FORWARD, BACKWARD) for _ in pieces]
+    order = random_order(graph, pieces, case.split, choose)
+    return assemble_passes(profile, profile.default_setting, "random", pieces, order)
+
+
+def random_order(graph: MetaGraph, pieces: list[Piece], split: float, choose: random.Random) -> list[tuple[int, str]]:
+    """Any order of passes that the flows allow; of so many pieces, backward comes in two parts."""
+    kinds = [(FORWARD, INPUT, WEIGHT) if choose.random() < split else (FORWARD, BACKWARD) for _ in pieces]
     waiting = [(slot, kind) for slot, all_kinds in enumerate(kinds) for kind in all_kinds]
     needs = pass_needs(waiting, slot_links([piece.op for piece in pieces], graph))
     haste = choose.choice((0.5, 1.0, 3.0))  # of backward passes
@@ -326,7 +347,7 @@ def random_plan(profile: Profile, places: dict[str, list[int]], case: Case, step
         waiting.remove(one)
         order.append(one)
         done.add(one)
-    return assemble_passes(profile, profile.default_setting, "random", pieces, order)
+    return order
 
 
 # Running them.
@@ -449,6 +470,30 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
         num_parts=num_parts,
         num_recomputed=num_recomputed,
     )
+
+
+def train_shared_in_passes(rank: int, num_ranks: int, training: tensors.Training, split: float) -> tensors.Difference:
+    """Through a Trainer: slots on one tensor group or several, whose passes have an order of their own."""
+    slots_text = tensors.shared_plan_text
+
+    def plan_text(profile: Profile, degrees: Any, seed: int) -> str:
+        plan = parse_plan(slots_text(profile, degrees, seed), profile)
+        choose = random.Random(seed)
+        position = {op.name: number for number, op in enumerate(profile.graph.metaops)}
+        pieces = []
+        for slot in plan.slots:
+            recomputed = choose.randint(0, slot.num_layers)
+            pieces.append(
+                Piece(op=position[slot.op], num_layers=slot.num_layers, devices=slot.devices, recomputed=recomputed)
+            )
+        order = random_order(profile.graph, pieces, split, choose)
+        return format_plan(assemble_passes(profile, setting_of(plan, profile), "random", pieces, order), profile)
+
+    with (
+        mock.patch.object(tensors, "shared_plan_text", plan_text),
+        mock.patch.object(Curve, "weight_time_s", lambda curve, count: 0.5 * curve.times_s(count)[1]),
+    ):
+        return tensors.train_shared(rank, num_ranks, training)
 
 
 def against_torch(rank: int, num_ranks: int, stages_per_rank: int) -> tuple[float, float]:

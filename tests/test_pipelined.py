@@ -32,6 +32,7 @@ from microbatches import (  # noqa: E402
 from spindle.run import Forms, LayersCode  # noqa: E402
 from spindle.run.apart import run_input_part  # noqa: E402
 from spindle.run.rows import LeafForm  # noqa: E402
+from tensors import Training  # noqa: E402
 
 MANY = int(os.environ.get("SPINDLE_EXAMPLES", "8"))  # random schedules
 
@@ -87,6 +88,12 @@ def test_torchs_own_pipelines_give_the_same_gradients_in_the_same_order(pool, nu
     for gradient, loss in pool.run(num_ranks, "against_torch", stages_per_rank):
         assert gradient < 1e-9
         assert loss < 1e-9
+
+
+def test_a_trainer_runs_passes_on_tensor_groups(pool):
+    training = Training(name="own", fits=(({"language": 2}, 1), ({"language": 2}, 2)), optimizer="sgd")
+    for one in pool.run(4, "train_shared_in_passes", training, 0.7):
+        assert max(one.loss, one.parameter) < 1e-9, one.worst
 
 
 # What crosses cuts.

@@ -25,7 +25,7 @@ import spindle
 from budgets import train_within
 from changing import change
 from courses import evaluated, follow, read_by_towers_alone, read_samples, unmeasured
-from microbatches import against_torch, run_pipeline
+from microbatches import against_torch, run_pipeline, train_shared_in_passes
 from replay import graphs_without_cuda
 from scenes import SCENES
 from spindle.cluster import Link, cluster_named
@@ -58,6 +58,7 @@ __all__ = [
     "refusal_of",
     "run_pipeline",
     "train_shared",
+    "train_shared_in_passes",
     "train_within",
 ]
 
