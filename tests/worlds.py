@@ -26,6 +26,7 @@ from budgets import train_within
 from changing import change
 from combined import combine
 from courses import evaluated, follow, read_by_towers_alone, read_samples, unmeasured
+from microbatches import against_torch, run_pipeline, train_shared_in_passes
 from replay import graphs_without_cuda
 from scenes import SCENES
 from spindle.cluster import Link, cluster_named
@@ -47,6 +48,7 @@ from zoo import Block, Tower, Workload, one_kind, random_workload
 __all__ = [
     "Block",
     "Tower",
+    "against_torch",
     "batches",
     "change",
     "combine",
@@ -56,7 +58,9 @@ __all__ = [
     "read_by_towers_alone",
     "read_samples",
     "refusal_of",
+    "run_pipeline",
     "train_shared",
+    "train_shared_in_passes",
     "train_within",
 ]
 

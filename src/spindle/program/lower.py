@@ -36,10 +36,17 @@ CHUNK_BYTES = 64e6
 _SMALL_CHUNK_BYTES, _NUM_CHUNKS = 1e6, 8
 
 
-def lower(plan: Plan, profile: Profile, rows: Mapping[str, int] | None = None) -> Program:
+def lower(
+    plan: Plan,
+    profile: Profile,
+    rows: Mapping[str, int] | None = None,
+    holders: Mapping[int, tuple[int, ...]] | None = None,
+) -> Program:
     """The program of a legal plan; it does not check the plan again.
 
     `rows` gives the batch of a task for a step in which it is another than planned (a loader's short last one).
+    `holders` gives, by parameter, devices that keep it from step to step, though no slot of this plan may use it there:
+    they get its gradient, too.
     """
     setting = setting_of(plan, profile)
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
@@ -66,7 +73,8 @@ def lower(plan: Plan, profile: Profile, rows: Mapping[str, int] | None = None) -
             Backward(slot=number, first=first, last=last, part=part) for part in parts for first, last in bounds
         ]
     ready = _ready(plan, chunks, backward_numbers)
-    buckets = _buckets(plan, profile, setting, ops, instructions, ready)
+    holders = holders or {}
+    buckets = _buckets(plan, profile, setting, ops, instructions, ready, holders)
     link_base = len(instructions)
     for number in range(len(links)):
         instructions += [Exchange(link=number, backward=False), Exchange(link=number, backward=True)]
@@ -84,7 +92,8 @@ def lower(plan: Plan, profile: Profile, rows: Mapping[str, int] | None = None) -
         compute = _compute_order(plan, shapes, backward_numbers)
         transfer = _transfer_order(plan, links, link_base)
     if profile.graph.parameters:
-        compute.append((len(instructions) - 1, np.unique(np.concatenate([shape.ranks for shape in shapes]))))
+        everywhere = [*(shape.ranks for shape in shapes), *(bucket.ranks for bucket in buckets)]
+        compute.append((len(instructions) - 1, np.unique(np.concatenate(everywhere))))
     sync: Order = []
     if plan.shard_optimizer:
         # First what the step needs first. One order for all ranks, here as below.
@@ -103,6 +112,7 @@ def lower(plan: Plan, profile: Profile, rows: Mapping[str, int] | None = None) -
         slots=shapes,
         links=tuple(links),
         buckets=buckets,
+        holders=tuple(sorted(holders.items())),
     )
 
 
@@ -214,6 +224,7 @@ def _buckets(
     ops: list[int],
     instructions: list[Instruction],
     ready: dict[int, tuple[int, float]],
+    holders: Mapping[int, tuple[int, ...]],
 ) -> tuple[Bucket, ...]:
     """Parameters with the same ranks and the same last word of backward, in the order in which they become ready.
 
@@ -227,23 +238,24 @@ def _buckets(
                 for parameter in layer:
                     users[parameter].append((instruction.slot, backward))
 
-    groups: dict[tuple[tuple[int, ...], tuple[int, ...], int, int], list[int]] = defaultdict(list)
+    groups: dict[tuple[Users, tuple[int, ...], int, int], list[int]] = defaultdict(list)
     for parameter, uses in sorted(users.items()):
         if graph.parameters[parameter].trainable:
             slots = tuple(sorted({slot for slot, _ in uses}))
             after = tuple(sorted({backward for _, backward in uses}))
             degree = setting.tensor_degrees[ops[slots[0]]]
             for shard in range(degree):
-                groups[slots, after, degree, shard].append(parameter)
+                groups[(slots, holders.get(parameter, ())), after, degree, shard].append(parameter)
 
     place = np.asarray(profile.cluster.place_in_island)
-    ranks_of: dict[tuple[tuple[int, ...], int, int], Column] = {}
+    ranks_of: dict[tuple[Users, int, int], Column] = {}
     buckets: list[tuple[tuple[int, float], Bucket]] = []
-    for (slots, after, degree, shard), parameters in groups.items():
-        if (slots, degree, shard) not in ranks_of:
-            ranks = np.unique(np.concatenate([np.asarray(plan.slots[slot].devices) for slot in slots]))
-            ranks_of[slots, degree, shard] = ranks[place[ranks] % degree == shard]
-        ranks = ranks_of[slots, degree, shard]
+    for (using, after, degree, shard), parameters in groups.items():
+        if (using, degree, shard) not in ranks_of:
+            slots, keeping = using
+            ranks = np.unique([*(device for slot in slots for device in plan.slots[slot].devices), *keeping])
+            ranks_of[using, degree, shard] = ranks[place[ranks] % degree == shard]
+        ranks = ranks_of[using, degree, shard]
         if len(ranks) > 1:
             elements = sum(graph.parameters[parameter].elements_at(degree) for parameter in parameters)
             bucket = Bucket(
@@ -259,6 +271,7 @@ def _buckets(
 
 
 Order = list[tuple[int, Column]]
+Users = tuple[tuple[int, ...], tuple[int, ...]]  # slots, and devices that keep a parameter beside them
 
 
 def _compute_order(plan: Plan, shapes: tuple[SlotShape, ...], backward_numbers: list[list[int]]) -> Order:

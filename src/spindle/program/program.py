@@ -93,6 +93,7 @@ class Program:
     slots: tuple[SlotShape, ...]
     links: tuple[Link, ...]
     buckets: tuple[Bucket, ...]
+    holders: tuple[tuple[int, tuple[int, ...]], ...] = ()  # parameters with ranks that keep them, used there or not
 
     @property
     def num_instructions(self) -> int:

@@ -157,17 +157,19 @@ def _every_gradient_is_summed(program: Program, profile: Profile) -> None:
         for parameter in bucket.parameters:
             buckets[parameter].append(bucket)
     updated = {int(rank) for rank in _ranks_running(program, OptimizerStep())}
-    ranks_of: dict[tuple[int, ...], Column] = {}
+    holders = dict(program.holders)
+    ranks_of: dict[tuple[tuple[int, ...], tuple[int, ...]], Column] = {}
     for parameter, slots in using.items():
         if not graph.parameters[parameter].trainable:
             continue
-        name, key = graph.parameters[parameter].name, tuple(dict.fromkeys(slots))
+        name, key = graph.parameters[parameter].name, (tuple(dict.fromkeys(slots)), holders.get(parameter, ()))
         if key not in ranks_of:
-            ranks_of[key] = np.unique(np.concatenate([program.slots[slot].ranks for slot in key]))
+            used = [program.slots[slot].ranks for slot in key[0]]
+            ranks_of[key] = np.unique(np.concatenate([*used, np.array(key[1], dtype=np.int64)]))
             lazy = set(ranks_of[key].tolist()) - updated
             if lazy:
                 raise ProgramError(f"rank {min(lazy)} holds {name} and never updates it")
-        degree = program.slots[key[0]].tensor_degree
+        degree = program.slots[key[0][0]].tensor_degree
         groups = [ranks_of[key][place[ranks_of[key]] % degree == shard] for shard in range(degree)]
         expected = sorted(tuple(group.tolist()) for group in groups if len(group) > 1)
         if sorted(tuple(bucket.ranks.tolist()) for bucket in buckets[parameter]) != expected:

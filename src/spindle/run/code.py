@@ -19,6 +19,7 @@ class LayerCode:
 
     `writes_input` says that it changes its input in place, `is_random` that it draws random numbers. `buffers()` are
     tensors that it may change beside its output (running statistics). `styled` are its parts that tensor groups split.
+    Layers of equal `likeness`, where there is one, give nests of one form for inputs of one form.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -28,6 +29,7 @@ class LayerCode:
     writes_input: bool = False
     is_random: bool = False
     styled: tuple[Styled, ...] = ()
+    likeness: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

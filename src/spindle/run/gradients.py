@@ -30,15 +30,32 @@ class Gradients:
     Behind a bucket's gradients stand as many flags, whether its rank has them: where no rank has a gradient, one
     process would have none either. A bucket that is sharded is cut as its parameters are, and each part has these flags
     behind it, because a rank gets to see the sum of its own part alone.
+
+    Memory of gradients that were synchronised together `before`, too, is taken over.
     """
 
-    def __init__(self, buckets: Sequence[Sequence[nn.Parameter]], sharded: Mapping[int, Flat] | None = None) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Sequence[nn.Parameter]],
+        sharded: Mapping[int, Flat] | None = None,
+        before: Gradients | None = None,
+    ) -> None:
         self._buckets, self._sharded = buckets, sharded or {}
         self._bucket_of = {id(parameter): number for number, bucket in enumerate(buckets) for parameter in bucket}
         self._flats: dict[int, torch.Tensor] = {}
         self._standing: dict[int, _Place] = {}
         self._places: dict[int, torch.Tensor] = {}
         self._flags: dict[int, tuple[list[bool], torch.Tensor]] = {}
+        if before is not None:
+            self._take_over(before)
+
+    def _take_over(self, before: Gradients) -> None:
+        known = {tuple(map(id, bucket)): number for number, bucket in enumerate(before._buckets)}
+        for number, bucket in enumerate(self._buckets):
+            old = known.get(tuple(map(id, bucket)))
+            if old in before._flats and self._sharded.get(number) is before._sharded.get(old):
+                self._flats[number] = before._flats[old]
+                self._standing.update((id(one), before._standing[id(one)]) for one in bucket)
 
     @property
     def memory(self) -> list[torch.Tensor]:
@@ -60,7 +77,7 @@ class Gradients:
         """Moves gradients to where they are synchronised, so that none stands twice for long. One that falls into
         several parts has to wait until it is complete."""
         moves: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for parameter in parameters:
+        for parameter in parameters if self._bucket_of else ():
             if parameter.grad is None or id(parameter) not in self._bucket_of:
                 continue
             self._flat(self._bucket_of[id(parameter)])

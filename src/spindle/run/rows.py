@@ -94,6 +94,19 @@ def form_of(nest: Any, num_rows: int) -> Form:
     )
 
 
+def form_with(form: Form, axes: Axes, rows: int) -> Form:
+    """The same form with so many rows."""
+    if form.num_rows == rows:
+        return form
+    leaves = [
+        LeafForm(shape_for(leaf, axis, form.num_rows, rows), leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, LeafForm)
+        else cut_leaf(leaf, axis, form.num_rows, 0, rows)
+        for leaf, axis in zip(form.leaves, axes, strict=True)
+    ]
+    return Form(form.spec, tuple(leaves), rows)
+
+
 def form_to_bytes(form: Form) -> bytes:
     """A form as a message: the nest itself with a LeafForm for each tensor, because nests' own descriptions change
     with torch's versions."""

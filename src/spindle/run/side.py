@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ class LinkEnd:
     consumer: int
     source: str  # the call that produces
     task: str
+    cut: tuple[int, int]  # the op that produces, and how many of its layers come before
     axes: Axes
     sends: tuple[tuple[Flow, ...], tuple[Flow, ...]]  # forward, backward
     receives: tuple[tuple[Flow, ...], tuple[Flow, ...]]
@@ -59,7 +60,13 @@ class SlotSide:
     inputs: tuple[LinkEnd, ...]
     outputs: tuple[LinkEnd, ...]
     chunks: tuple[tuple[int, int], ...]
-    recompute: bool
+    is_split: bool  # its backward comes in two parts
+    recomputed: int  # of its layers, the first ones
+    offloaded: int  # of those behind them
+
+    @property
+    def first(self) -> int:
+        return self.chunks[0][0]
 
     @property
     def rows(self) -> int:
@@ -70,7 +77,7 @@ class SlotSide:
 class Side:
     """All that one rank does. Lanes hold instruction numbers in order."""
 
-    links: tuple[LinkEnd, ...]
+    links: dict[int, LinkEnd]  # those of its slots
     slots: dict[int, SlotSide]
     compute: tuple[int, ...]
     transfer: tuple[int, ...]
@@ -94,31 +101,43 @@ class Side:
 
 def side_of(program: Program, graph: MetaGraph, code: Sequence[OpCode], rank: int) -> Side:
     """A rank's side of a program; `code` is by op."""
-    links = tuple(_link_end(program, graph, code, rank, number) for number in range(len(program.links)))
+    rows = [_rows_of(shape) for shape in program.slots]
+    links = {
+        number: _link_end(program, graph, code, rank, number, rows[link.producer], rows[link.consumer])
+        for number, link in enumerate(program.links)
+        if rank in rows[link.producer] or rank in rows[link.consumer]
+    }
     compute, transfer, sync = (tuple(program.lanes[lane].of_rank(rank).tolist()) for lane in (COMPUTE, TRANSFER, SYNC))
-    slots = _slots(program, graph, code, rank, links)
+    slots = _slots(program, graph, code, rank, links, rows)
     return Side(links=links, slots=slots, compute=compute, transfer=transfer, sync=sync)
 
 
-def _link_end(program: Program, graph: MetaGraph, code: Sequence[OpCode], rank: int, number: int) -> LinkEnd:
+Rows = dict[int, tuple[int, int]]  # by rank
+
+
+def _link_end(
+    program: Program, graph: MetaGraph, code: Sequence[OpCode], rank: int, number: int, made: Rows, used: Rows
+) -> LinkEnd:
     link = program.links[number]
-    producer, consumer = program.slots[link.producer], program.slots[link.consumer]
-    made = code[producer.op]
-    assert isinstance(made, LayersCode)
+    producer = program.slots[link.producer]
+    layers = code[producer.op]
+    assert isinstance(layers, LayersCode)
+    last = program.plan.slots[link.producer].last
     directions = ((link.forward, False), (link.backward, True))
-    had, wanted = _rows_on(producer, rank), _rows_on(consumer, rank)
+    had, wanted = made.get(rank), used.get(rank)
     local = None
     if had and wanted and max(had[0], wanted[0]) < min(had[1], wanted[1]):
         local = (max(had[0], wanted[0]), min(had[1], wanted[1]))
-    forward_sends, backward_sends = (_flows(flows, back, consumer, rank, sends=True) for flows, back in directions)
-    forward_takes, backward_takes = (_flows(flows, back, consumer, rank, sends=False) for flows, back in directions)
+    forward_sends, backward_sends = (_flows(flows, back, used, rank, sends=True) for flows, back in directions)
+    forward_takes, backward_takes = (_flows(flows, back, used, rank, sends=False) for flows, back in directions)
     return LinkEnd(
         number=number,
         producer=link.producer,
         consumer=link.consumer,
         source=graph.metaops[producer.op].call or "",
         task=graph.metaops[producer.op].task,
-        axes=made.layers[program.plan.slots[link.producer].last - 1].axes,
+        cut=(producer.op, last),
+        axes=layers.layers[last - 1].axes,
         sends=(forward_sends, backward_sends),
         receives=(forward_takes, backward_takes),
         local=local,
@@ -126,28 +145,42 @@ def _link_end(program: Program, graph: MetaGraph, code: Sequence[OpCode], rank: 
     )
 
 
-def _flows(flows: Flows, backward: bool, consumer: SlotShape, rank: int, sends: bool) -> tuple[Flow, ...]:
+def _flows(flows: Flows, backward: bool, used: Rows, rank: int, sends: bool) -> tuple[Flow, ...]:
     """What a rank sends, or receives, over a link in one direction."""
-    begins = {one: begin for one, (begin, _) in _rows_of(consumer).items()}
     found = []
     columns = (flows.source, flows.destination, flows.first, flows.last)
     for source, to, first, last in zip(*(column.tolist() for column in columns), strict=True):
         mine, peer = (source, to) if sends else (to, source)
         if mine == rank:
-            found.append(Flow(peer, first, last, first == begins[source if backward else to]))
+            found.append(Flow(peer, first, last, first == used[source if backward else to][0]))
     return tuple(found)
 
 
 def _slots(
-    program: Program, graph: MetaGraph, code: Sequence[OpCode], rank: int, links: Sequence[LinkEnd]
+    program: Program,
+    graph: MetaGraph,
+    code: Sequence[OpCode],
+    rank: int,
+    links: Mapping[int, LinkEnd],
+    rows_of: Sequence[Rows],
 ) -> dict[int, SlotSide]:
     chunks: dict[int, list[tuple[int, int]]] = {}
+    split: set[int] = set()
     for instruction in program.instructions:
         if isinstance(instruction, Backward):
-            chunks.setdefault(instruction.slot, []).insert(0, (instruction.first, instruction.last))
+            if instruction.makes_inputs:
+                chunks.setdefault(instruction.slot, []).insert(0, (instruction.first, instruction.last))
+            else:
+                split.add(instruction.slot)
+    inputs: dict[int, list[LinkEnd]] = {}
+    outputs: dict[int, list[LinkEnd]] = {}
+    for link in links.values():
+        inputs.setdefault(link.consumer, []).append(link)
+        outputs.setdefault(link.producer, []).append(link)
     slots = {}
+    recompute = frozenset(program.plan.recompute)
     for number, (shape, planned) in enumerate(zip(program.slots, program.plan.slots, strict=True)):
-        rows = _rows_on(shape, rank)
+        rows = rows_of[number].get(rank)
         if rows is None:
             continue
         op = graph.metaops[shape.op]
@@ -164,20 +197,17 @@ def _slots(
             num_rows=shape.num_rows,
             ranks=tuple(shape.ranks.tolist()),
             group=next(group for group in tensor_groups(shape) if rank in group),
-            inputs=tuple(link for link in links if link.consumer == number),
-            outputs=tuple(link for link in links if link.producer == number),
+            inputs=tuple(inputs.get(number, ())),
+            outputs=tuple(outputs.get(number, ())),
             chunks=tuple(chunks[number]),
-            recompute=op.name in program.plan.recompute,
+            is_split=number in split,
+            recomputed=planned.num_layers if op.name in recompute else planned.recomputed,
+            offloaded=0 if op.name in recompute else planned.offloaded,
         )
     return slots
 
 
-def _rows_on(shape: SlotShape, rank: int) -> tuple[int, int] | None:
-    """The rows of a slot on a rank; None where it does not run."""
-    return _rows_of(shape).get(rank)
-
-
-def _rows_of(shape: SlotShape) -> dict[int, tuple[int, int]]:
+def _rows_of(shape: SlotShape) -> Rows:
     """The rows of a slot by rank; members of a tensor group have the same."""
     bounds: list[int] = shape.bounds.tolist()
     return {
@@ -192,8 +222,8 @@ def tensor_groups(shape: SlotShape) -> list[tuple[int, ...]]:
 
 
 def held_parameters(program: Program, graph: MetaGraph, rank: int) -> frozenset[int]:
-    """Positions of the parameters that a rank's slots use."""
-    held: set[int] = set()
+    """Positions of the parameters that a rank's slots use, or that it keeps from step to step."""
+    held = {number for number, ranks in program.holders if rank in ranks}
     for shape, slot in zip(program.slots, program.plan.slots, strict=True):
         if rank in shape.ranks.tolist():
             for layer in graph.metaops[shape.op].parameters[slot.first : slot.last]:

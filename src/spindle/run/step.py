@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from spindle.run.apart import WeightPart
+from spindle.run.rows import Form
 from spindle.run.side import Flow
 
 if TYPE_CHECKING:
@@ -20,10 +22,11 @@ _AHEAD = 3  # instructions
 
 @dataclass(slots=True)
 class Piece:
-    """A chunk of layers as it ran: the leaves it began with and what it gave."""
+    """A chunk of layers as it ran: the leaves it began with and what it gave, or what gives that `again`."""
 
     inputs: Any
     outputs: Any
+    again: Callable[[], Any] | None = None
 
 
 @dataclass(slots=True)
@@ -66,15 +69,18 @@ class Step:
     held: Mapping[str, tuple[tuple[int, int], ...]]  # by task: the rows of each leaf of a batch that is not all here
     new: frozenset[str]  # tasks whose batch has a shape not seen before
     turn: Turn
+    forms: Mapping[tuple[int, int], Form] = field(default_factory=dict)  # of what crosses cuts, where it is known
     graphs: Graphs | None = None
     pieces: dict[int, list[Piece]] = field(default_factory=dict)  # by slot, in forward order
+    later: dict[int, list[WeightPart]] = field(default_factory=dict)  # by slot: what is left of its backward
     inputs: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # by link: leaves that take gradients
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     arrivals: dict[tuple[int, bool], list[Arrival]] = field(default_factory=dict)
-    sending: list[tuple[Any, torch.Tensor]] = field(default_factory=list)  # buffers must live until they are sent
+    # By link and direction, with the peer: buffers must live until they are sent.
+    sending: dict[tuple[int, bool], list[tuple[int, Any, torch.Tensor]]] = field(default_factory=dict)
     forwarded: set[int] = field(default_factory=set)
-    returned: set[int] = field(default_factory=set)  # slots whose backward is over
+    returned: set[int] = field(default_factory=set)  # slots whose inputs have their gradients
     done_chunks: set[int] = field(default_factory=set)
     syncs: list[tuple[int, int, Any]] = field(default_factory=list)  # position, which sum, request
     next_transfer: int = 0

@@ -1,7 +1,8 @@
 """Values and gradients between ranks: sent as soon as they are there, waited for when they are needed.
 
-What crosses a link is a nest of tensors. Its form (shapes, types, which leaves carry a gradient) goes ahead of it the
-first time a task's batch has a new shape; from then on both sides know it, and only the values move.
+What crosses a link is a nest of tensors. Where the step does not come with its form (shapes, types, which leaves carry
+a gradient), that goes ahead of it the first time a task's batch has a new shape; from then on both sides know it, and
+only the values move.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from spindle.run.rows import (
     form_from_bytes,
     form_of,
     form_to_bytes,
+    form_with,
     shape_for,
     takes_gradient,
 )
@@ -61,7 +63,11 @@ class Transfers:
 
     def form_of(self, step: Step, link: LinkEnd) -> Form:
         """The form of what came over a link."""
-        return self._received[link.number, step.signatures[link.task]]
+        return step.forms.get(link.cut) or self._received[link.number, step.signatures[link.task]]
+
+    def _must_tell(self, step: Step, link: LinkEnd) -> bool:
+        """Whether a form goes ahead of what it is the form of."""
+        return link.task in step.new and link.cut not in step.forms
 
     def post(self, step: Step, link: LinkEnd, backward: bool) -> bool:
         """Posts an exchange, or says that what it sends is not there yet."""
@@ -76,6 +82,8 @@ class Transfers:
                 self._send_gradients(step, link, flow)
             else:
                 self._send_values(step, link, flow)
+        if backward and link.sends[True] and link.local is None:
+            step.inputs.pop(link.number, None)
         if link.receives[backward]:
             arriving = self._expect_gradients if backward else self._expect_values
             step.arrivals[link.number, backward] = [arriving(step, link, flow) for flow in link.receives[backward]]
@@ -85,13 +93,16 @@ class Transfers:
         producer = self._side.slots[link.producer]
         nest = step.outputs[link.producer]
         form = form_of(nest, producer.rows)
-        if link.task in step.new:
-            if len(form.leaves) > _MAX_LEAVES:
-                raise TrainingError(f"{producer.name} hands on {len(form.leaves)} tensors, more than {_MAX_LEAVES}")
+        if len(form.leaves) > _MAX_LEAVES:
+            raise TrainingError(f"{producer.name} hands on {len(form.leaves)} tensors, more than {_MAX_LEAVES}")
+        if self._must_tell(step, link):
             text = torch.frombuffer(bytearray(form_to_bytes(form)), dtype=torch.uint8)
             self._send(step, torch.tensor([text.numel()]), flow.peer, link, False, _LENGTH)
             self._send(step, text, flow.peer, link, False, _FORM)
         known = self._sent.setdefault((link.number, step.signatures[link.task]), form)
+        given = step.forms.get(link.cut)
+        if given is not None:
+            known = form_with(given, link.axes, producer.rows)
         if known != form:
             raise TrainingError(
                 f"{producer.name} gives {_shapes(form)} where it gave {_shapes(known)} for a batch of the same shape; "
@@ -114,10 +125,11 @@ class Transfers:
                 self._send(step, part, flow.peer, link, True, _VALUES + number)
 
     def _expect_values(self, step: Step, link: LinkEnd, flow: Flow) -> Arrival:
-        if link.task in step.new:
+        if self._must_tell(step, link):
             return Arrival(flow, None, [])
         arrival = Arrival(flow, [], [])
-        self._receive_leaves(arrival, link, self._received[link.number, step.signatures[link.task]])
+        form = self._received[link.number, step.signatures[link.task]] = self.form_of(step, link)
+        self._receive_leaves(arrival, link, form)
         return arrival
 
     def _receive_leaves(self, arrival: Arrival, link: LinkEnd, form: Form) -> None:
@@ -151,7 +163,8 @@ class Transfers:
         if tensor.numel():
             kept = tensor.contiguous()
             with peers("sending"):
-                step.sending.append((dist.isend(kept, peer, tag=self._tag(link, backward, part)), kept))
+                request = dist.isend(kept, peer, tag=self._tag(link, backward, part))
+            step.sending.setdefault((link.number, backward), []).append((peer, request, kept))
 
     def _receive(
         self, requests: list[Any], buffer: torch.Tensor, peer: int, link: LinkEnd, backward: bool, part: int
@@ -161,8 +174,8 @@ class Transfers:
                 requests.append(dist.irecv(buffer, peer, tag=self._tag(link, backward, part)))
 
     def arrived(self, step: Step, link: LinkEnd, backward: bool, watch: Watch) -> list[Arrival]:
-        """What came over a link, waited for."""
-        arrivals = step.arrivals.get((link.number, backward), [])
+        """What came over a link, waited for; it is handed over once."""
+        arrivals = step.arrivals.pop((link.number, backward), [])
         # `verify` has shown that nothing before it on its lane can still be waiting.
         assert arrivals or not link.receives[backward]
         for arrival in arrivals:
@@ -174,7 +187,31 @@ class Transfers:
                 wait(request)
         if arrivals:
             watch.end[self._positions[link.number, backward]] = watch.now()
+        if backward:
+            self._let_go(step, (link.number, False), {arrival.flow.peer for arrival in arrivals})
+        if self._world.device.type == "cuda":
+            for key in list(step.sending):
+                self._let_go(step, key, set())
         return arrivals
+
+    def _let_go(self, step: Step, key: tuple[int, bool], back: set[int]) -> None:
+        """What was sent needs no buffer. Whoever sends a gradient `back` has the values that it is for; gloo does not
+        say of others whether they are over."""
+        kept = []
+        for peer, request, buffer in step.sending.pop(key, []):
+            if peer in back:
+                wait(request)
+            elif not request.is_completed():
+                kept.append((peer, request, buffer))
+        if kept:
+            step.sending[key] = kept
+
+    def finish(self, step: Step) -> None:
+        """Waits until all is sent."""
+        for sent in step.sending.values():
+            for _, request, _ in sent:
+                wait(request)
+        step.sending.clear()
 
     def _receive_form(self, link: LinkEnd, peer: int) -> Form:
         requests: list[Any] = []

@@ -13,7 +13,7 @@ from torch import nn
 
 from spindle.errors import OtherWayError
 from spindle.graph import MetaOp
-from spindle.models import Styled, split_dims
+from spindle.models import ChainLayer, Styled, split_dims
 from spindle.run.code import LayerCode, LayersCode, LossCode, OpCode
 from spindle.run.rows import Axes
 from spindle.train.probe import Facts
@@ -169,6 +169,11 @@ def _cost(layer: TracedLayer, rows: int, whole_batch: bool) -> LayerCost:
     )
 
 
+def likeness_of(layer: ChainLayer) -> Any:
+    """Equal for layers that do the same; None where that cannot be told."""
+    return (layer.settings, *(one.requires_grad for one in layer.parameters)) if layer.settings else None
+
+
 def code_of(bound: Bound, op: MetaOp) -> OpCode:
     """What the executor runs for an op."""
     traced = bound.tasks[op.task]
@@ -192,6 +197,7 @@ def code_of(bound: Bound, op: MetaOp) -> OpCode:
             writes_input=traced.layers[call.name][number].writes_input,
             is_random=(traced.name, call.name, number) in facts.random_layers,
             styled=parts_of(call.chain.layers[number].parameters, bound.styled),
+            likeness=likeness_of(call.chain.layers[number]),
         )
         for number in range(op.first_layer, op.first_layer + op.num_layers)
     )

@@ -1,0 +1,526 @@
+"""Small pipelines for tests: microbatches of different make-up through shared modules, under random legal schedules.
+
+Encoders see images and sounds, each in some sub-microbatches or in none; a language model reads tokens behind them.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import tensors
+from spindle.cluster import Cluster, cluster_named
+from spindle.graph import MetaGraph, metagraph_of
+from spindle.plan import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    Piece,
+    Plan,
+    assemble_passes,
+    check,
+    format_plan,
+    parse_plan,
+    setting_of,
+    slot_links,
+)
+from spindle.plan.passes import pass_needs
+from spindle.profile import Curve, Profile, roofline_profile
+from spindle.program import lower, verify
+from spindle.run import Executor, Forms, LayerCode, LayersCode, LossCode, OpCode, World
+from spindle.run.rows import signature_of
+from spindle.run.shards import Shards
+from spindle.workload import Call, Layer, LayerCost, Module, Parameter, Task, Workload
+
+WIDTH, NUM_TOKENS = 6, 11
+SOURCES = {"vision": ("images", 4), "hearing": ("sounds", 3)}  # with the size of one entry
+LEARNING_RATE, MOMENTUM = 0.1, 0.9
+
+
+class Enter(nn.Module):
+    """The first layer of an encoder."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, WIDTH)
+
+    def forward(self, x):
+        return (self.linear(x),)
+
+
+class Mix(nn.Module):
+    """Two products, a norm, and a scale that both ways take as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x, *others):
+        y = self.down(torch.tanh(self.up(self.norm(x) * self.scale)))
+        return (x + y * self.scale, *others)
+
+
+class Shift(nn.Module):
+    """Moves what it gets by places, without weights, over its input."""
+
+    def forward(self, x, *others):
+        x += torch.cos(others[0].to(x.dtype)).unsqueeze(-1) if others else 0.5
+        return (x * 1.5, *others)
+
+
+class Read(nn.Module):
+    """Tokens behind what encoders have seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(NUM_TOKENS, WIDTH)
+
+    def forward(self, tokens, seen):
+        x = self.embedding(tokens)
+        x = x if seen is None else torch.cat([seen, x])
+        return x, torch.arange(len(x)), {"behind": len(x) - len(tokens)}
+
+
+class Say(nn.Module):
+    """The last layer of the language model, tied to its first."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, x, places, kept):
+        return (x[kept["behind"] :] @ self.embedding.weight.T,)
+
+
+def model(seed: int) -> nn.ModuleDict:
+    """Modules as chains of layers."""
+    torch.manual_seed(seed)
+    read = Read()
+    made = nn.ModuleDict(
+        {
+            "vision": nn.ModuleList([Enter(4), Mix(), Mix(), Mix()]),
+            "hearing": nn.ModuleList([Enter(3), Shift(), Mix()]),
+            "language": nn.ModuleList([read, Mix(), Mix(), Shift(), Mix(), Mix(), Say(read.embedding)]),
+        }
+    ).double()
+    for parameter in made["hearing"][0].parameters():
+        parameter.requires_grad_(False)  # so that the next layer's input takes no gradient
+    return made
+
+
+def microbatches(seed: int, count: int) -> dict[str, dict[str, Any]]:
+    """So many, by task. Of each kind of entries there are some sub-microbatches, each with some entries."""
+    choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    made = {}
+    for number in range(count):
+        batch: dict[str, Any] = {"tokens": torch.randint(NUM_TOKENS, (choose.randint(2, 7),), generator=generator)}
+        for key, size in SOURCES.values():
+            parts = choose.choice((0, 0, 1, 2, 3))
+            batch[key] = [
+                torch.randn(choose.randint(1, 5), size, dtype=torch.float64, generator=generator) for _ in range(parts)
+            ]
+        made[f"m{number:02}"] = batch
+    return made
+
+
+def loss_of(batch: Any, logits: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, batch["tokens"])
+
+
+def plain_loss(modules: nn.ModuleDict, batch: Any) -> torch.Tensor:
+    """One microbatch in one process."""
+    seen = []
+    for name, (key, _) in SOURCES.items():
+        for entries in batch[key]:
+            values: Any = (entries.clone(),)
+            for layer in modules[name]:
+                values = layer(*values)
+            seen.append(values[0])
+    values = (batch["tokens"], torch.cat(seen) if seen else None)
+    for layer in modules["language"]:
+        values = layer(*values)
+    return loss_of(batch, values[0])
+
+
+# As a workload with code.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    graph: MetaGraph
+    code: list[OpCode]
+    parameters: list[nn.Parameter]
+    names: list[str]
+
+
+def pipeline(modules: nn.ModuleDict, batches: dict[str, Any]) -> Pipeline:
+    names: dict[int, str] = {}
+    for name, parameter in modules.named_parameters():
+        names.setdefault(id(parameter), name)
+    parameters = {names[id(one)]: one for one in modules.parameters()}
+    made = [
+        Module(
+            name=name,
+            layers=tuple(
+                Layer(kind=type(layer).__name__, parameters=tuple(names[id(one)] for one in layer.parameters()))
+                for layer in modules[name]
+            ),
+        )
+        for name in modules
+    ]
+    tasks = []
+    for task, batch in batches.items():
+        calls = [f"{name}.{part}" for name, (key, _) in SOURCES.items() for part in range(len(batch[key]))]
+        flows = [(one, "language") for one in calls] + [("language", "loss")]
+        tasks.append(
+            Task(
+                name=task,
+                batch_size=1,
+                calls=tuple(_call(modules, one, batch) for one in [*calls, "language", "loss"]),
+                flows=tuple(flows),
+            )
+        )
+    workload = Workload(
+        name="pipeline",
+        modules=(*made, Module(name="loss", layers=(Layer(kind="loss"),))),
+        parameters=tuple(
+            Parameter(name=name, num_elements=one.numel(), trainable=one.requires_grad)
+            for name, one in parameters.items()
+        ),
+        tasks=tuple(tasks),
+    )
+    graph = metagraph_of(workload)
+    code = [_code(modules, op, batches[op.task], len(batches)) for op in graph.metaops]
+    return Pipeline(graph=graph, code=code, parameters=list(parameters.values()), names=list(parameters))
+
+
+def _call(modules: nn.ModuleDict, name: str, batch: Any) -> Call:
+    module, _, part = name.partition(".")
+    size = float(len(batch[SOURCES[module][0]][int(part)]) if part else len(batch["tokens"]))
+    cost = LayerCost(
+        forward_flops=1e6 * size, backward_flops=2e6 * size, traffic_bytes=1e3, saved_bytes=1e3, output_bytes=1e2
+    )
+    kinds = {type(layer).__name__ for layer in modules[module]} if module != "loss" else {"loss"}
+    return Call(name=name, module=module, costs=tuple((kind, cost) for kind in sorted(kinds)))
+
+
+def _code(modules: nn.ModuleDict, op: Any, batch: Any, count: int) -> OpCode:
+    if op.call == "loss":
+        return LossCode(loss=loss_of, sources=("language",), weight=1 / count, is_mean=False, per_sample_mean=False)
+    chain = modules[op.module]
+    layers = tuple(
+        LayerCode(
+            run=layer,
+            axes=(None,) * (3 if op.module == "language" and not isinstance(layer, Say) else 1),
+            parameters=tuple(layer.parameters()),
+            writes_input=isinstance(layer, Shift),
+            likeness="mix" if isinstance(layer, Mix) else None,
+        )
+        for layer in chain[op.first_layer : op.first_layer + op.num_layers]
+    )
+    if op.first_layer:
+        return LayersCode(layers=layers)
+    if op.module == "language":
+        sources = tuple(f"{name}.{part}" for name, (key, _) in SOURCES.items() for part in range(len(batch[key])))
+        return LayersCode(layers=layers, arguments=_behind_encoders, sources=sources)
+    key, part = SOURCES[op.module][0], int(op.call.partition(".")[2])
+    return LayersCode(layers=layers, arguments=lambda given: ((given[key][part],), {}))
+
+
+def _behind_encoders(batch: Any, *outputs: torch.Tensor) -> Any:
+    return (batch["tokens"], torch.cat(outputs) if outputs else None), {}
+
+
+# Plans.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A pipeline by its seed: how many ranks, replicas, chunks of layers for each rank of one; which share of slots has
+    its backward in two parts, and of layers is recomputed or waits on the host."""
+
+    seed: int
+    num_ranks: int
+    num_replicas: int = 1
+    num_microbatches: int = 4
+    num_chunks: int = 2
+    split: float = 0.5
+    lean: float = 0.4
+    forms: bool = True  # are worked out; else they are told
+    shares_order: bool = False  # all steps have the first one's program
+    shards: bool = False  # the optimizer
+    steps: int = 2
+
+
+def profile_of(graph: MetaGraph, num_ranks: int) -> Profile:
+    """Half of every backward is for weights; there is a host."""
+    cluster = cluster_named(f"cpux{num_ranks}")
+    islands = tuple(
+        replace(one, kind=replace(one.kind, host_bytes_per_s=1e9, host_memory_bytes=1 << 30)) for one in cluster.islands
+    )
+    profile = roofline_profile(graph, Cluster(name=cluster.name, islands=islands))
+    curves = tuple(
+        tuple(replace(one, weight_s=tuple(0.5 * part for part in one.backward_s)) for one in by_degree)
+        for by_degree in profile.curves
+    )
+    return replace(profile, curves=curves)
+
+
+def places_of(modules: nn.ModuleDict, case: Case) -> dict[str, list[int]]:
+    """The rank of each layer in its replica: chunks from rank to rank, and again."""
+    choose = random.Random(case.seed)
+    per_replica = case.num_ranks // case.num_replicas
+    places = {}
+    for name, layers in modules.items():
+        ends = sorted(choose.randint(0, len(layers)) for _ in range(per_replica * case.num_chunks - 1))
+        places[name] = [sum(number >= end for end in ends) % per_replica for number in range(len(layers))]
+    return places
+
+
+def holders_of(
+    modules: nn.ModuleDict, made: Pipeline, places: dict[str, list[int]], case: Case
+) -> dict[int, tuple[int, ...]]:
+    """The ranks that have each parameter, in every replica, whatever a step's microbatches need."""
+    per_replica = case.num_ranks // case.num_replicas
+    number_of = {id(one): number for number, one in enumerate(made.parameters)}
+    found: dict[int, set[int]] = {}
+    for name, layers in modules.items():
+        for layer, place in zip(layers, places[name], strict=True):
+            for parameter in layer.parameters():
+                found.setdefault(number_of[id(parameter)], set()).update(range(place, case.num_ranks, per_replica))
+    return {number: tuple(sorted(ranks)) for number, ranks in found.items()}
+
+
+def random_plan(profile: Profile, places: dict[str, list[int]], case: Case, step: int) -> Plan:
+    """Any order of passes that the flows allow."""
+    graph, choose = profile.graph, random.Random(f"{case.seed} {step}")
+    per_replica = case.num_ranks // case.num_replicas
+    replica_of = {task: number % case.num_replicas for number, task in enumerate(graph.tasks)}
+    pieces: list[Piece] = []
+    for number, op in enumerate(graph.metaops):
+        base = replica_of[op.task] * per_replica
+        if op.module == "loss":
+            ranks = [places["language"][-1]]
+        else:
+            ranks = places[op.module][op.first_layer : op.first_layer + op.num_layers]
+        first = 0
+        for layer in range(1, len(ranks) + 1):
+            if layer == len(ranks) or ranks[layer] != ranks[first] or choose.random() < 0.2:
+                leaner = [choose.random() < case.lean for _ in range(layer - first)] if op.parameters[0] else []
+                recomputed = choose.randint(0, sum(leaner))
+                pieces.append(
+                    Piece(
+                        op=number,
+                        num_layers=layer - first,
+                        devices=(base + ranks[first],),
+                        recomputed=recomputed,
+                        offloaded=sum(leaner) - recomputed,
+                    )
+                )
+                first = layer
+    order = random_order(graph, pieces, case.split, choose)
+    return assemble_passes(profile, profile.default_setting, "random", pieces, order)
+
+
+def random_order(graph: MetaGraph, pieces: list[Piece], split: float, choose: random.Random) -> list[tuple[int, str]]:
+    """Any order of passes that the flows allow; of so many pieces, backward comes in two parts."""
+    kinds = [(FORWARD, INPUT, WEIGHT) if choose.random() < split else (FORWARD, BACKWARD) for _ in pieces]
+    waiting = [(slot, kind) for slot, all_kinds in enumerate(kinds) for kind in all_kinds]
+    needs = pass_needs(waiting, slot_links([piece.op for piece in pieces], graph))
+    haste = choose.choice((0.5, 1.0, 3.0))  # of backward passes
+    order: list[tuple[int, str]] = []
+    done: set[tuple[int, str]] = set()
+    while waiting:
+        able = [one for one in waiting if done.issuperset(needs[one])]
+        one = choose.choices(able, [1.0 if kind == FORWARD else haste for _, kind in able])[0]
+        waiting.remove(one)
+        order.append(one)
+        done.add(one)
+    return order
+
+
+# Running them.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far a rank is from one process, at most."""
+
+    loss: float
+    gradient: float
+    parameter: float
+    worst: str
+    compared: frozenset[str]
+    expected: frozenset[str]
+    offloaded_bytes: int
+    num_parts: int
+    num_recomputed: int
+
+
+class Tidy(Executor):
+    """Sees to it that nothing is left of a step's activations."""
+
+    def _losses(self, step: Any) -> Any:
+        assert not any((step.inputs, step.outputs, step.arrivals, step.sending, step.later))
+        assert not any(piece.outputs or piece.inputs or piece.again for one in step.pieces.values() for piece in one)
+        return super()._losses(step)
+
+
+def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
+    """Some steps, each with other microbatches and a program of its own. What this rank does not hold is no number."""
+    from worlds import error_of, floor_of
+
+    ours, theirs = model(case.seed), model(case.seed)
+    forms = Forms([ours], torch.device("cpu"))
+    places = places_of(ours, case)
+    world = World(rank, num_ranks, torch.device("cpu"))
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    own: torch.optim.Optimizer | None = None
+    shards: Shards | None = None
+    executor: Executor | None = None
+    worst: dict[str, tuple[float, str]] = {"loss": (0.0, ""), "gradient": (0.0, ""), "parameter": (0.0, "")}
+
+    def note(kind: str, error: float, what: str) -> None:
+        if not error <= worst[kind][0]:
+            worst[kind] = (error, what)
+
+    compared: set[str] = set()
+    offloaded_bytes = num_parts = num_recomputed = 0
+    for step in range(case.steps):
+        kept = 0 if case.shares_order else step
+        batches = microbatches(1000 * case.seed + kept, case.num_microbatches)
+        if executor is None or not case.shares_order:
+            made = pipeline(ours, batches)
+            profile = profile_of(made.graph, num_ranks)
+            plan = replace(random_plan(profile, places, case, step), shard_optimizer=case.shards)
+            check(plan, profile)
+            program = lower(plan, profile, holders=holders_of(ours, made, places, case))
+            verify(program, profile)
+            axes = dict.fromkeys(batches, (None,) * 99)
+            if case.shards:
+                shards = Shards(program, made.parameters, world)
+                shards.take_in()
+            executor = Tidy(
+                program, made.graph, made.code, made.parameters, axes, world, before=executor, shards=shards
+            )
+            num_parts += sum(one.kind == WEIGHT for one in plan.passes)
+            num_recomputed += sum(one.recomputed for one in plan.slots)
+        if own is None:
+            held = {made.names[number]: made.parameters[number] for number in executor.held}
+            for name, parameter in zip(made.names, made.parameters, strict=True):
+                if name not in held:
+                    parameter.data.fill_(torch.nan)
+            trained = list(held.values())
+            if shards is not None:
+                owned = shards.owned
+                trained = [one for number, one in enumerate(made.parameters) if number in executor.held - set(owned)]
+                trained += [entry[1] for entry in owned.values() if entry is not None]
+            own = torch.optim.SGD([{"params": trained}], lr=LEARNING_RATE, momentum=MOMENTUM)
+        cuts = forms.of(made.graph, made.code, batches) if case.forms else None
+        mine = {task: batch for task, batch in batches.items() if task in executor.reads}
+        signatures = {task: signature_of(batch) for task, batch in batches.items()}
+        losses, _ = executor.step(step, mine, signatures, own if case.shards else None, forms=cuts)
+        offloaded_bytes += executor.offloaded_bytes
+        parts = torch.tensor(losses.tolist(), dtype=torch.float64)
+        if num_ranks > 1:
+            dist.all_reduce(parts)
+        optimizer.zero_grad()
+        for task, loss in zip(made.graph.tasks, parts.tolist(), strict=True):
+            expected = plain_loss(theirs, batches[task])
+            (expected / len(batches)).backward()
+            note("loss", abs(loss - expected.item()) / max(abs(expected.item()), 1e-3), f"{task} in step {step}")
+        named = dict(theirs.named_parameters())
+        floor = floor_of([one.grad for one in named.values() if one.grad is not None])
+        for name, parameter in held.items():
+            expected = named[name].grad
+            if case.shards:  # gradients are in parts
+                compared.add(name)
+                continue
+            assert (parameter.grad is None) == (expected is None), f"{name} in step {step}"
+            if expected is not None:
+                compared.add(name)
+                note("gradient", error_of(parameter.grad, expected, floor), f"{name} in step {step}")
+        optimizer.step()
+        if shards is None:
+            own.step()
+        else:
+            shards.settle()
+        floor = floor_of([one.detach() for one in named.values()])
+        for name, parameter in held.items():
+            note("parameter", error_of(parameter.detach(), named[name].detach(), floor), f"{name} in step {step}")
+    return Difference(
+        loss=worst["loss"][0],
+        gradient=worst["gradient"][0],
+        parameter=worst["parameter"][0],
+        worst=str(worst),
+        compared=frozenset(compared),
+        expected=frozenset(name for name, one in named.items() if one.grad is not None),
+        offloaded_bytes=offloaded_bytes,
+        num_parts=num_parts,
+        num_recomputed=num_recomputed,
+    )
+
+
+def train_shared_in_passes(rank: int, num_ranks: int, training: tensors.Training, split: float) -> tensors.Difference:
+    """Through a Trainer: slots on one tensor group or several, whose passes have an order of their own."""
+    slots_text = tensors.shared_plan_text
+
+    def plan_text(profile: Profile, degrees: Any, seed: int) -> str:
+        plan = parse_plan(slots_text(profile, degrees, seed), profile)
+        choose = random.Random(seed)
+        position = {op.name: number for number, op in enumerate(profile.graph.metaops)}
+        pieces = []
+        for slot in plan.slots:
+            recomputed = choose.randint(0, slot.num_layers)
+            pieces.append(
+                Piece(op=position[slot.op], num_layers=slot.num_layers, devices=slot.devices, recomputed=recomputed)
+            )
+        order = random_order(profile.graph, pieces, split, choose)
+        return format_plan(assemble_passes(profile, setting_of(plan, profile), "random", pieces, order), profile)
+
+    with (
+        mock.patch.object(tensors, "shared_plan_text", plan_text),
+        mock.patch.object(Curve, "weight_time_s", lambda curve, count: 0.5 * curve.times_s(count)[1]),
+    ):
+        return tensors.train_shared(rank, num_ranks, training)
+
+
+def against_torch(rank: int, num_ranks: int, stages_per_rank: int) -> tuple[float, float]:
+    """The errors of gradients and losses where torch.distributed.pipelining runs the same chain in the same order."""
+    from worlds import error_of, floor_of
+
+    sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+    from pipelined import Setup, by_spindle, by_torch, order_of, torch_schedule
+
+    setup = Setup(
+        width=8,
+        num_blocks=2 * num_ranks * stages_per_rank,
+        length=3,
+        rows=2,
+        num_microbatches=2 * num_ranks,
+        num_ranks=num_ranks,
+        stages_per_rank=stages_per_rank,
+    )
+    ours, theirs = setup.blocks(torch.float64), setup.blocks(torch.float64)
+    order = order_of(setup, torch_schedule(setup, theirs, rank))
+    losses = by_spindle(setup, ours, World(rank, num_ranks, torch.device("cpu")), order, torch.float64)()
+    expected_losses = by_torch(setup, theirs, rank, torch.float64)()
+    mine = [number for number in range(setup.num_blocks) if number // setup.blocks_per_stage % num_ranks == rank]
+    expected = [one.grad for number in mine for one in theirs[number].parameters()]
+    found = [one.grad for number in mine for one in ours[number].parameters()]
+    floor = floor_of(expected)
+    gradient = max(error_of(one, other, floor) for one, other in zip(found, expected, strict=True))
+    loss = max((abs(one - other) for one, other in zip(losses, expected_losses, strict=False)), default=0.0)
+    assert bool(expected_losses) == (rank == num_ranks - 1)
+    return gradient, loss
