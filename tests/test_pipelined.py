@@ -6,6 +6,7 @@ The measure is DESIGN's first promise: float64 to 1e-9.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -28,8 +29,11 @@ from microbatches import (  # noqa: E402
     microbatches,
     model,
     pipeline,
+    profile_of,
+    random_plan,
 )
-from spindle.run import Forms, LayersCode  # noqa: E402
+from spindle.program import lower  # noqa: E402
+from spindle.run import Executor, Forms, LayersCode, World  # noqa: E402
 from spindle.run.apart import run_input_part  # noqa: E402
 from spindle.run.rows import LeafForm  # noqa: E402
 from tensors import Training  # noqa: E402
@@ -94,6 +98,34 @@ def test_a_trainer_runs_passes_on_tensor_groups(pool):
     training = Training(name="own", fits=(({"language": 2}, 1), ({"language": 2}, 2)), optimizer="sgd")
     for one in pool.run(4, "train_shared_in_passes", training, 0.7):
         assert max(one.loss, one.parameter) < 1e-9, one.worst
+
+
+def test_random_layers_draw_the_same_however_they_are_kept():
+    forward = Mix.forward
+
+    def dropping(layer, x, *others):
+        return forward(layer, nn.functional.dropout(x, 0.3), *others)
+
+    modules, batches = model(1), microbatches(2, 3)
+    made = pipeline(modules, batches)
+    code = [
+        replace(one, layers=tuple(replace(layer, is_random=True) for layer in one.layers))
+        if isinstance(one, LayersCode)
+        else one
+        for one in made.code
+    ]
+    profile, world = profile_of(made.graph, 1), World(0, 1, torch.device("cpu"))
+    found = []
+    with mock.patch.object(Mix, "forward", dropping):
+        for split, lean in ((0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0)):
+            case = Case(seed=3, num_ranks=1, split=split, lean=lean)
+            plan = random_plan(profile, {name: [0] * len(one) for name, one in modules.items()}, case, 0)
+            axes = dict.fromkeys(batches, (None,) * 9)
+            executor = Executor(lower(plan, profile), made.graph, code, made.parameters, axes, world)
+            executor.step(0, batches, dict.fromkeys(batches, 1))
+            found.append([one.grad for one in made.parameters if one.grad is not None])
+    for others in found[1:]:
+        torch.testing.assert_close(others, found[0])
 
 
 # What crosses cuts.
