@@ -102,6 +102,34 @@ def layer_loads(profile: Profile, weight_of: str = "time") -> dict[str, Loads]:
     return loads
 
 
+def modules_in_rows(graph: MetaGraph) -> list[tuple[str, ...]]:
+    """Modules, each by itself, but for those of one layer that others feed (a loss): they stand behind the last of
+    these, where what they read is made."""
+    counts = layer_counts(graph)
+    feeders: dict[str, set[str]] = {module: set() for module in counts}
+    for producer, consumer in graph.edges:
+        source, target = graph.metaops[producer].module, graph.metaops[consumer].module
+        assert source is not None
+        assert target is not None
+        if source != target:
+            feeders[target].add(source)
+    calls: dict[tuple[str, str], set[str]] = {}
+    for op in graph.metaops:
+        calls.setdefault((op.module or "", op.task), set()).add(op.call or "")
+    most = {module: max(len(names) for (one, _), names in calls.items() if one == module) for module in counts}
+    rows: dict[str, tuple[str, ...]] = {}
+    order = list(counts)
+    for module in order:
+        before = [one for one in order if one in feeders[module]]
+        # Where the feeder is called several times for a microbatch, there is no one place behind it.
+        if counts[module] == 1 and before and most[module] == most[before[-1]] == 1:
+            head = next(first for first, row in rows.items() if before[-1] in row)
+            rows[head] = (*rows[head], module)
+        else:
+            rows[module] = (module,)
+    return list(rows.values())
+
+
 def mixed_chain(loads: Mapping[str, Loads], num_chunks: int) -> Chain:
     """One chain through all modules, cut so that its heaviest chunk is as light as can be."""
     together = np.concatenate(list(loads.values()))
@@ -146,23 +174,27 @@ def _fill(ends: Loads, most: float) -> list[int]:
     return cuts
 
 
-def separate_chains(loads: Mapping[str, Loads], rounds: Mapping[str, int], num_ranks: int) -> tuple[Chain, ...]:
-    """A chain for each module, passing all ranks as often as `rounds` say, so that ranks have as equal work as can be.
+def separate_chains(
+    loads: Mapping[str, Loads], rounds: Mapping[str, int], num_ranks: int, rows: Sequence[tuple[str, ...]] = ()
+) -> tuple[Chain, ...]:
+    """A chain for each module, or each row of them, passing all ranks as often as `rounds` say of the first, so that
+    ranks have as equal work as can be.
 
-    Each module is cut by itself first; then cuts move by a layer as long as that makes the heaviest rank lighter, or
-    keeps it and makes chunks of a module more equal.
+    Each chain is cut by itself first; then cuts move by a layer as long as that makes the heaviest rank lighter, or
+    keeps it and makes chunks of a chain more equal.
     """
-    chains: dict[str, list[int]] = {}
-    for module, load in loads.items():
-        num_chunks = min(rounds[module], max(1, len(load) // num_ranks)) * num_ranks
-        chains[module] = list(lightest_cuts(load, num_chunks))
-    ends = {module: np.concatenate([[0.0], np.cumsum(load)]) for module, load in loads.items()}
+    together = {row: np.concatenate([loads[one] for one in row]) for row in rows or [(module,) for module in loads]}
+    chains: dict[tuple[str, ...], list[int]] = {}
+    for row, load in together.items():
+        num_chunks = min(rounds[row[0]], max(1, len(load) // num_ranks)) * num_ranks
+        chains[row] = list(lightest_cuts(load, num_chunks))
+    ends = {row: np.concatenate([[0.0], np.cumsum(load)]) for row, load in together.items()}
 
     def weights() -> tuple[float, float]:
         ranks = np.zeros(num_ranks)
         uneven = 0.0
-        for module, bounds in chains.items():
-            chunks = np.diff(ends[module][bounds])
+        for row, bounds in chains.items():
+            chunks = np.diff(ends[row][bounds])
             ranks += chunks.reshape(-1, num_ranks).sum(axis=0)
             uneven += float((chunks**2).sum()) * len(chunks)
         return float(ranks.max()), uneven
@@ -183,4 +215,4 @@ def separate_chains(loads: Mapping[str, Loads], rounds: Mapping[str, int], num_r
                             best, improved = found, True
                             continue
                     bounds[cut] -= step
-    return tuple(Chain(modules=(module,), bounds=tuple(bounds)) for module, bounds in chains.items())
+    return tuple(Chain(modules=row, bounds=tuple(bounds)) for row, bounds in chains.items())

@@ -15,7 +15,14 @@ import numpy as np
 from spindle.errors import DoesNotFitError
 from spindle.plan import Plan, check
 from spindle.planners.pipeline.bound import bound_ns
-from spindle.planners.pipeline.chains import Layout, layer_loads, layout_of, separate_chains
+from spindle.planners.pipeline.chains import (
+    Layout,
+    layer_counts,
+    layer_loads,
+    layout_of,
+    modules_in_rows,
+    separate_chains,
+)
 from spindle.planners.pipeline.interleave import Schedule
 from spindle.planners.pipeline.search import Found, search
 from spindle.planners.pipeline.segments import Column
@@ -34,7 +41,7 @@ _FIRST_EVALUATIONS = 16  # of a first attempt, which finds out how much is on it
 
 def natural_rounds(profile: Profile) -> dict[str, int]:
     """How often each module passes all ranks: as many times as its longest call takes the shortest module's (DIP §4.1,
-    K = floor(T / T_1))."""
+    K = floor(T / T_1)). Modules of one layer, which cannot be spread, do not count."""
     setting = profile.default_setting
     times: dict[str, dict[tuple[str, str], float]] = {}
     for position, op in enumerate(profile.graph.metaops):
@@ -43,7 +50,9 @@ def natural_rounds(profile: Profile) -> dict[str, int]:
         key = (op.task, op.call or "")
         calls[key] = calls.get(key, 0.0) + op.num_layers * curve.layer_s(curve.num_devices[0])
     longest = {module: max(calls.values()) for module, calls in times.items()}
-    return {module: max(1, int(time_s / min(longest.values()))) for module, time_s in longest.items()}
+    counts = layer_counts(profile.graph)
+    shortest = min((longest[module] for module in longest if counts[module] > 1), default=max(longest.values()))
+    return {module: max(1, int(time_s / max(shortest, 1e-12))) for module, time_s in longest.items()}
 
 
 def pipeline_layout(profile: Profile, num_ranks: int) -> Layout:
@@ -51,12 +60,12 @@ def pipeline_layout(profile: Profile, num_ranks: int) -> Layout:
 
     Chains that pass the ranks more often fill and drain them faster, and send more; the best of a few is taken.
     """
-    loads, rounds = layer_loads(profile), natural_rounds(profile)
+    loads, rounds, rows = layer_loads(profile), natural_rounds(profile), modules_in_rows(profile.graph)
     found: list[tuple[int, int, Layout]] = []
     refusals: list[DoesNotFitError] = []
     for factor in (1, 2, 4):
         times = {module: factor * count for module, count in rounds.items()}
-        layout = layout_of(profile, num_ranks, separate_chains(loads, times, num_ranks))
+        layout = layout_of(profile, num_ranks, separate_chains(loads, times, num_ranks, rows))
         if any(layout == other for _, _, other in found):
             continue
         try:

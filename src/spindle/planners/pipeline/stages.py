@@ -165,7 +165,8 @@ def _runs(graph: MetaGraph, layout: Layout, tasks: Sequence[str]) -> list[_Run]:
         source, target = run_of.get(producer), run_of.get(consumer)
         if source is not None and target is not None and source != target:
             cost = graph.metaops[producer].cost
-            runs[target].feeds[source] = 0.0 if cost is None else cost.output_bytes
+            rows = graph.metaops[producer].batch_size or 1
+            runs[target].feeds[source] = 0.0 if cost is None else rows * cost.output_bytes
     return runs
 
 
@@ -280,6 +281,7 @@ class _Stages:
                 self._profile.graph.metaops[piece.op].cost,
                 self._profile.curve(piece.op, self._setting),
                 piece.last - piece.first,
+                self._profile.graph.metaops[piece.op].batch_size,
             )
             for piece in pieces
         )
@@ -291,22 +293,26 @@ class _Stages:
     def _worked_out(
         self,
         pieces: Sequence[StagePiece],
-        facts: Sequence[tuple[LayerCost | None, Curve, int]],
+        facts: Sequence[tuple[LayerCost | None, Curve, int, int | None]],
         received_bytes: float,
     ) -> Stage:
         if not pieces:
             return Stage(0, 0, 0.0, 0, (Choice(0, 0, (), ()),))
         ops = [self._profile.graph.metaops[piece.op] for piece in pieces]
-        times = [curve.times_s(self._degree) for _, curve, _ in facts]
-        weights = [curve.weight_time_s(self._degree) for _, curve, _ in facts]
-        counts = [count for _, _, count in facts]
+        times = [curve.times_s(self._degree) for _, curve, _, _ in facts]
+        weights = [curve.weight_time_s(self._degree) for _, curve, _, _ in facts]
+        counts = [count for _, _, count, _ in facts]
         forward_s = sum(count * forward for count, (forward, _) in zip(counts, times, strict=True))
         backward_s = sum(count * backward for count, (_, backward) in zip(counts, times, strict=True))
         weight_s = 0.0
         if None not in weights:
             weight_s = sum(count * (weight or 0.0) for count, weight in zip(counts, weights, strict=True))
-        kept = [saved_bytes(op, 1, 1, self._degree, False) for op in ops]
-        again = [min(saved_bytes(op, 1, 1, self._degree, True), one) for op, one in zip(ops, kept, strict=True)]
+        rows = [op.batch_size or 1 for op in ops]
+        kept = [saved_bytes(op, count, 1, self._degree, False) for op, count in zip(ops, rows, strict=True)]
+        again = [
+            min(saved_bytes(op, count, 1, self._degree, True), one)
+            for op, count, one in zip(ops, rows, kept, strict=True)
+        ]
         # The layers that free most for each second of running again are the first to do so.
         gains = [(one - other) / max(time, 1e-12) for one, other, (time, _) in zip(kept, again, times, strict=True)]
         ranking = sorted(range(len(pieces)), key=lambda number: -gains[number])
@@ -336,8 +342,8 @@ class _Stages:
         return Stage(
             round(forward_s * NS),
             round(weight_s * NS),
-            0.0 if last is None else last.output_bytes,
-            max(backward_bytes(op, 1, self._degree, self._frugal) for op in ops),
+            0.0 if last is None else rows[-1] * last.output_bytes,
+            max(backward_bytes(op, count, self._degree, self._frugal) for op, count in zip(ops, rows, strict=True)),
             _worth_having(choices),
         )
 
