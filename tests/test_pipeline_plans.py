@@ -139,7 +139,12 @@ def test_a_layout_that_does_not_divide_the_devices_is_refused():
     with pytest.raises(PlanError, match="4 devices are no multiple of 3 pipeline ranks of 1 devices"):
         layout_of(batch((12,)), 3, ())
     with pytest.raises(PlanError, match="multiple of as many chunks"):
-        Layout(num_ranks=2, num_replicas=1, tensor_degree=1, chains=(Chain(modules=("a",), bounds=(0, 1, 2, 3)),))
+        Layout(
+            num_ranks=2,
+            num_replicas=1,
+            tensor_degree=1,
+            chains=(Chain(modules=("a",), num_layers=(3,), bounds=(0, 1, 2, 3)),),
+        )
 
 
 def finished(plan, profile):

@@ -18,12 +18,15 @@ from typing import Any
 import torch
 
 from spindle.errors import TrainingError
+from spindle.profile import Profile
+from spindle.program import Program
 from spindle.run import Losses, Turn, Watch, World
 from spindle.run.budget import Budget, limit_gpu_memory
 from spindle.run.recorded import timeline_of
 from spindle.simulate import simulate
 from spindle.train.feed import Batch, Feed
 from spindle.train.header import Agreed, Table, agreed, header, idle_in, losses_in
+from spindle.train.microbatches import Key, task_of, without_values
 from spindle.train.preparation import Prepared, on_device
 from spindle.train.progress import Progress
 from spindle.train.readiness import Readiness
@@ -35,6 +38,7 @@ from spindle.train.task import TaskDefinition
 OnStep = Callable[[int, dict[str, float]], None]
 ReadLosses = Callable[[], list[float]]  # waits for the step that they are of
 _SAMPLED_STEPS = 9  # whose timelines are kept
+_SEARCHING = 0.5  # of a step: so long the next is planned
 _WATCHED = frozenset(3 * 10**power for power in range(9))  # steps that are timed besides, to tell of idle time early
 # How many steps lie between a step and the header that carries its losses. Reading them waits for a GPU, which must not
 # stand still for it.
@@ -61,6 +65,8 @@ class Loop:
         self._tasks_of: deque[frozenset[str]] = deque()  # of the steps whose losses are not told yet
         self._asked = dict.fromkeys(self._names, 0)  # batches of each task, on whichever ranks
         self._kept: list[Watch] = []
+        self._pipelined: list[tuple[Program, Profile]] = []  # of steps whose timelines are kept
+        self._shapes: dict[tuple[str, int, int], Any] = {}
         self.changes_s: list[float] = []  # how long changes of tasks took
         self._watched: tuple[int, Watch] | None = None  # a timed step that a GPU may still be at
         self._busy = math.nan
@@ -115,7 +121,10 @@ class Loop:
                 carries_losses = len(unsent) >= _LOSSES_BEHIND[world.device.type]
                 losses = unsent.popleft()() if carries_losses else None
                 gathering = world.start_all_gather(header(self._names, turns, losses, self._busy))
-            unsent.append(self._step(first + number, told, current, is_sampled=number in sampled))
+                if self._prepared.microbatches is not None:
+                    self._plan_ahead(gathering.wait(), turns, first + number + 1, step_s)
+            step = self._step if self._prepared.microbatches is None else self._pipelined_step
+            unsent.append(step(first + number, told, current, is_sampled=number in sampled))
             step_s.append(time.perf_counter() - begin)
             batches = [one for turn in told for one in turn.values()]
             shown.step(
@@ -169,6 +178,7 @@ class Loop:
                 self._asked[one.name] = 0
         self._prepared = self._readiness.change_tasks(tasks, self._feeds, self._shown)
         self._kept.clear()
+        self._pipelined.clear()
         self._watched = None
         told[:] = [{name: one for name, one in batches.items() if name not in ended} for batches in told]
         turns[:] = [{name: one for name, one in batches.items() if name not in ended} for batches in turns]
@@ -221,6 +231,7 @@ class Loop:
                     readiness.take_new_way(task, one.way, batch, self._shown)
         if is_new:
             self._kept.clear()
+            self._pipelined.clear()
             self._prepared = readiness.plan(readiness.find_out(self._feeds, self._shown), self._shown)
             readiness.send_out(self._prepared)
             self._count_what_is_there()
@@ -297,6 +308,93 @@ class Loop:
 
         return read
 
+    def _plan_ahead(
+        self, gathered: Sequence[torch.Tensor], turns: list[dict[str, Batch]], step: int, step_s: list[float]
+    ) -> None:
+        """The next step of a pipeline is planned while this one runs, unless it needs another plan altogether."""
+        told = agreed([one.tolist() for one in gathered], self._names, self._options.accumulate, step)
+        if self._change is not None or any(
+            self._readiness.ways.get(task, one.way) is None for batches in told for task, one in batches.items()
+        ):
+            return
+        key, counts, _ = self._microbatches_of(told)
+        assert self._prepared.microbatches is not None
+        if self._world.rank == 0 and key:
+            time_limit_s = _SEARCHING * step_s[-1] if step_s else None
+            profile = self._prepared.step_graph(key, counts).profile
+            self._prepared.microbatches.ask(key, profile, time_limit_s)
+
+    def _microbatches_of(self, told: list[dict[str, Agreed]]) -> tuple[Key, dict[str, int], dict[str, tuple[str, int]]]:
+        """What the turns of a step hold, in how many of them the task of each way has a part, and the task and turn of
+        each microbatch."""
+        ways = self._readiness.ways
+        key, counts, places = [], dict[str, int](), dict[str, tuple[str, int]]()
+        for number, batches in enumerate(told):
+            parts = []
+            for task, one in batches.items():
+                way = ways.get(task, one.way)
+                assert way is not None
+                parts.append((way.name, one.num_rows, one.signature))
+                counts[way.name] = len(told)
+                places[task_of(way.name, number)] = (task, number)
+            key.append(tuple(parts))
+        return tuple(key), counts, places
+
+    def _pipelined_step(
+        self, step: int, told: list[dict[str, Agreed]], turns: list[dict[str, Batch]], *, is_sampled: bool
+    ) -> ReadLosses:
+        """Runs a step whose turns are microbatches of a pipeline."""
+        prepared, world = self._prepared, self._world
+        microbatches = prepared.microbatches
+        assert microbatches is not None
+        key, counts, places = self._microbatches_of(told)
+        graph = prepared.step_graph(key, counts)
+        program = world.broadcast_object(microbatches.program(key, graph.profile) if world.rank == 0 else None)
+        executor = prepared.executor_of(graph, program)
+        shapes = {name: self._shapes_of(task, told[turn][task], turns[turn]) for name, (task, turn) in places.items()}
+        is_timed = is_sampled or step in _WATCHED
+        if is_timed:
+            world.meet()
+        given = {
+            name: on_device(turns[turn][task].nest, world.device)
+            for name, (task, turn) in places.items()
+            if task in turns[turn]
+        }
+        with self._budget or nullcontext():
+            losses, watch = executor.step(
+                step,
+                given,
+                {name: told[turn][task].signature for name, (task, turn) in places.items()},
+                prepared.update,
+                forms=microbatches.forms.of(graph.profile.graph, graph.code, shapes),
+                timed=is_timed,
+            )
+        if is_timed:
+            self._watched = (step, watch)
+        if is_timed and is_sampled:
+            self._kept.append(watch)
+            self._pipelined.append((program, graph.profile))
+        self._tasks_of.append(frozenset(task for task, _ in places.values()))
+        tasks = graph.profile.graph.tasks
+        numbers = [sum(name in batches for batches in told) for name in self._names]
+
+        def read() -> list[float]:
+            sums = [0.0] * len(self._names)
+            for value, name in zip(losses.tolist(), tasks, strict=True):
+                position = self._names.index(places[name][0])
+                sums[position] += value / numbers[position]
+            return sums
+
+        return read
+
+    def _shapes_of(self, task: str, told: Agreed, batches: Mapping[str, Batch]) -> Any:
+        """A batch without values, which ranks that do not read it need to know what will cross to them."""
+        key = (task, told.way, told.signature)
+        if key not in self._shapes:
+            mine = without_values(batches[task].nest) if self._world.rank == told.reader else None
+            self._shapes[key] = self._world.broadcast_object(mine, told.reader)
+        return self._shapes[key]
+
     def _note(self, table: Table, first: int) -> None:
         """Losses have become known."""
         tasks = self._tasks_of.popleft()
@@ -321,17 +419,23 @@ class Loop:
         world = self._world
         spans = world.gather_objects([watch.spans() for watch in self._kept])
         measured = None
+        steps = self._pipelined or [(prepared.program, prepared.profile)] * max(1, len(self._kept))
+        program, profile = steps[-1]
         if world.rank == 0 and self._kept:
-            timelines = [timeline_of(prepared.program, step) for step in zip(*spans, strict=True)]
-            measured = sorted(timelines, key=lambda one: one.makespan_ns)[len(timelines) // 2]
+            timelines = [
+                (timeline_of(one, step), one, its_profile)
+                for step, (one, its_profile) in zip(zip(*spans, strict=True), steps, strict=True)
+            ]
+            typical = sorted(timelines, key=lambda one: one[0].makespan_ns)[len(timelines) // 2]
+            measured, program, profile = typical
         return FitResult(
             rank=world.rank,
             losses=tuple(self._history),
             step_s=_of_all(step_s, world),
-            plan=prepared.plan,
-            program=prepared.program,
-            graph=prepared.graph,
-            predicted=simulate(prepared.program, prepared.profile),
+            plan=program.plan,
+            program=program,
+            graph=profile.graph,
+            predicted=simulate(program, profile),
             measured=measured,
             peak_bytes=tuple(world.gather_objects(peak_bytes)) if peak_bytes else (),
             changes_s=tuple(self.changes_s),

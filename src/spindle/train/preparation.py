@@ -22,13 +22,15 @@ from spindle.measure import local_profile, measure_update
 from spindle.models import plan_inside, split_dims
 from spindle.plan import Plan, check, parse_plan, read_plan
 from spindle.planners import Effort, make_plan
+from spindle.planners.pipeline import Layout, pipeline_layout, plan_pipeline
 from spindle.profile import Profile, ProfileRequest, fitting, profile_request, read_profile, write_profile
 from spindle.program import Program, lower, verify
-from spindle.run import Executor, OpCode, World
+from spindle.run import Executor, Forms, OpCode, World
 from spindle.run.shards import Shards
 from spindle.run.weights import Weights
 from spindle.train.bind import Bound, bind, code_of, trace_all
 from spindle.train.kinds import kinds_of
+from spindle.train.microbatches import Key, Microbatches, StepGraph, on_one_device, refuse_unfit, way_of
 from spindle.train.optimizer import MakeOptimizer, MakeScheduler, Named, Update, UpdateState
 from spindle.train.parts import Part
 from spindle.train.probe import Facts, facts_without_values, probe
@@ -42,6 +44,7 @@ from spindle.train.trial import why_not_sharded
 from spindle.train.ways import Ways
 from spindle.workload import WorkloadRequest, workload_request, write_workload
 
+PIPELINE = "pipeline"
 _PLANNED = 0.95  # of the memory that a rank may hold; what a step takes is known that well
 
 
@@ -66,6 +69,11 @@ class Options:
     shard_optimizer: bool | None = None
     tensor_degrees: Mapping[str, int] | None = None
     memory_bytes: int | None = None
+    pipeline_ranks: int | None = None
+
+    @property
+    def is_pipelined(self) -> bool:
+        return self.planner == PIPELINE and self.plan is None
 
     @property
     def names(self) -> list[str]:
@@ -102,6 +110,8 @@ class Prepared:
         self._executors = {tuple(self._planned.values()): self.main}
         self.update: Update | None = None
         self._needs: dict[str, Needs] = {}
+        self.microbatches: Microbatches | None = None
+        self._last = self.main
 
     def executor_for(self, rows: Mapping[str, int]) -> Executor:
         """The executor for these numbers of rows; others than planned come with a loader's short last batch."""
@@ -111,6 +121,34 @@ class Prepared:
             verify(program, self.profile)
             self._executors[key] = self._executor(program, captures=False)
         return self._executors[key]
+
+    def step_graph(self, key: Key, counts: Mapping[str, int]) -> StepGraph:
+        """What a step runs whose microbatches are these; `counts` has how many of them its losses are averaged over."""
+        assert self.microbatches is not None
+        return self.microbatches.graph(key, self.code, self._reached, counts)
+
+    def executor_of(self, graph: StepGraph, program: Program) -> Executor:
+        """The executor of a step of a pipeline; that of the step before must not run again."""
+        axes = {op.task: self.bound.batch_axes[way_of(op.task)] for op in graph.profile.graph.metaops}
+        self._last = Executor(
+            program,
+            graph.profile.graph,
+            graph.code,
+            self.weights.parameters,
+            axes,
+            self._world,
+            reached=graph.reached,
+            seed=self._options.seed,
+            cuda_graphs=False,
+            autocast=self._options.autocast,
+            before=self._last,
+        )
+        return self._last
+
+    def close(self) -> None:
+        """What runs beside the training ends."""
+        if self.microbatches is not None:
+            self.microbatches.close()
 
     def needs(self, way: str) -> Needs:
         """What this rank's slots look at, of a batch as large as planned."""
@@ -167,28 +205,31 @@ class Prepared:
         yield from self.weights.parameters
         for handle in self.bound.handles.values():
             yield from handle.module.buffers()
-        for executor in self._executors.values():
+        for executor in (*self._executors.values(), self._last):
             yield from executor.gradient_memory
         optimizer = self.update.optimizer if self.update is not None else None
         for state in optimizer.state.values() if optimizer is not None else ():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
+    @property
+    def _reached(self) -> dict[str, frozenset[int]] | None:
+        """By way: the parameters that gradients reach."""
+        if self.bound.facts.reached is None:
+            return None
+        return {
+            task: frozenset(number for number, one in enumerate(self.graph.parameters) if one.name in names)
+            for task, names in self.bound.facts.reached.items()
+        }
+
     def _executor(self, program: Program, *, captures: bool = True) -> Executor:
-        graph, facts = self.graph, self.bound.facts
-        reached = None
-        if facts.reached is not None:
-            reached = {
-                task: frozenset(number for number, one in enumerate(graph.parameters) if one.name in names)
-                for task, names in facts.reached.items()
-            }
         return Executor(
             program,
-            graph,
+            self.graph,
             self.code,
             self.weights.parameters,
             self.bound.batch_axes,
             self._world,
-            reached=reached,
+            reached=self._reached,
             seed=self._options.seed,
             cuda_graphs=self._options.cuda_graphs and captures,
             autocast=self._options.autocast,
@@ -284,9 +325,36 @@ def prepare(known: Known, options: Options, world: World, shown: Progress, notif
     degrees = {name: one for name, one in (options.tensor_degrees or {}).items() if name not in known.ended_modules}
     if degrees:
         known = replace(known, profile=_with_degrees(known, degrees))
+    if options.is_pipelined:
+        return _prepare_pipeline(known, options, world, shown)
     with shown.bar("planning") as tell:
         plan = _plan(known, options, world, tell, notify)
     return Prepared(known, plan, options, world)
+
+
+def _prepare_pipeline(known: Known, options: Options, world: World, shown: Progress) -> Prepared:
+    """Chunks are placed, on one microbatch of each way; steps are planned as their batches become known."""
+    refuse_unfit(options.shard_optimizer, options.tensor_degrees)
+    known = replace(known, profile=on_one_device(known.profile))
+    found: tuple[Layout, Plan] | None = None
+    with shown.bar("planning"):
+        if world.rank == 0:
+            layout = pipeline_layout(known.profile, options.pipeline_ranks or world.size)
+            found = layout, plan_pipeline(known.profile, layout, Effort(seed=options.seed, evaluations=1))
+        layout, plan = world.broadcast_object(found)
+    prepared = Prepared(known, plan, options, world)
+    modules = [handle.module for handle in known.bound.handles.values()]
+    microbatches = Microbatches(
+        known.profile,
+        layout,
+        {name: one.recorded.definition.batch_size for name, one in known.bound.tasks.items()},
+        Forms(modules, world.device, options.autocast),
+        is_first=world.rank == 0,
+        seed=options.seed,
+    )
+    microbatches.holders = {number: tuple(ranks) for number, ranks in enumerate(prepared.weights.holders) if ranks}
+    prepared.microbatches = microbatches
+    return prepared
 
 
 def _with_degrees(known: Known, degrees: Mapping[str, int]) -> Profile:

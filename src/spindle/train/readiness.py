@@ -96,6 +96,7 @@ class Readiness:
         """From now on these tasks are trained, by a new plan. Weights are away, and away afterwards."""
         old = self.prepared
         assert old is not None
+        old.close()
         self.checked -= self.ways.take_tasks(tasks)
         if not self._is_known():
             self.bring_home(old)
@@ -161,6 +162,7 @@ class Readiness:
             self._state = UpdateState()
         if self.prepared is None:
             return
+        self.prepared.close()
         if keep_optimizer and self.prepared.update is not None:
             self._state = self.prepared.update.gathered()
         if self.prepared.shards is not None:

@@ -49,6 +49,11 @@ class Trainer:
     The planner does so when memory is short, unless this is True or False. An optimizer that does not update each
     element by itself is not sharded.
 
+    With `planner="pipeline"`, layers are spread over `pipeline_ranks` ranks (all of them, unless given; more of them
+    are replicas) and the `accumulate` batches of a step are the microbatches of one pipeline. What they hold may differ
+    from step to step: the order of a step's passes is searched for it, in a process of its own, while the step before
+    runs.
+
     Each rank may hold `memory_bytes` of tensors: plans keep to it, and a step that does not ends with an error. Without
     a GPU this is counted operation by operation, which takes time.
     """
@@ -73,6 +78,7 @@ class Trainer:
         shard_optimizer: bool | None = None,
         tensor_degrees: Mapping[str, int] | None = None,
         memory_bytes: int | None = None,
+        pipeline_ranks: int | None = None,
     ) -> None:
         if not tasks:
             raise WorkloadError("spindle.Trainer needs at least one task")
@@ -115,6 +121,7 @@ class Trainer:
             shard_optimizer=shard_optimizer,
             tensor_degrees=tensor_degrees,
             memory_bytes=memory_bytes,
+            pipeline_ranks=pipeline_ranks,
         )
         self.world: World = join_world()
         self.notices: list[str] = []
@@ -181,6 +188,8 @@ class Trainer:
             return result
         finally:
             self._loop = None
+            if self._readiness.prepared is not None:
+                self._readiness.prepared.close()
             for feed in feeds.values():
                 feed.close()
             shown.close()

@@ -23,9 +23,11 @@ Loads = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Modules in a row, cut in front of these layers (numbered through all of them); chunks may be empty."""
+    """Modules in a row, each with so many layers, cut in front of these layers (numbered through all of them); chunks
+    may be empty."""
 
     modules: tuple[str, ...]
+    num_layers: tuple[int, ...]
     bounds: tuple[int, ...]
 
     @property
@@ -133,7 +135,8 @@ def modules_in_rows(graph: MetaGraph) -> list[tuple[str, ...]]:
 def mixed_chain(loads: Mapping[str, Loads], num_chunks: int) -> Chain:
     """One chain through all modules, cut so that its heaviest chunk is as light as can be."""
     together = np.concatenate(list(loads.values()))
-    return Chain(modules=tuple(loads), bounds=lightest_cuts(together, num_chunks))
+    counts = tuple(map(len, loads.values()))
+    return Chain(modules=tuple(loads), num_layers=counts, bounds=lightest_cuts(together, num_chunks))
 
 
 def lightest_cuts(loads: Loads, num_chunks: int) -> tuple[int, ...]:
@@ -215,4 +218,7 @@ def separate_chains(
                             best, improved = found, True
                             continue
                     bounds[cut] -= step
-    return tuple(Chain(modules=row, bounds=tuple(bounds)) for row, bounds in chains.items())
+    return tuple(
+        Chain(modules=row, num_layers=tuple(len(loads[one]) for one in row), bounds=tuple(bounds))
+        for row, bounds in chains.items()
+    )

@@ -16,7 +16,7 @@ import numpy as np
 from spindle.errors import DoesNotFitError
 from spindle.graph import MetaGraph
 from spindle.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Piece, Plan, assemble_passes
-from spindle.planners.pipeline.chains import Chain, Layout, layer_counts
+from spindle.planners.pipeline.chains import Chain, Layout
 from spindle.planners.pipeline.interleave import Schedule
 from spindle.planners.pipeline.segments import Column, Segments
 from spindle.profile import Curve, Profile, backward_bytes, bytes_text, saved_bytes, state_bytes
@@ -142,7 +142,6 @@ class _Run:
 
 def _runs(graph: MetaGraph, layout: Layout, tasks: Sequence[str]) -> list[_Run]:
     """Runs in the order of microbatches and flows."""
-    counts = layer_counts(graph)
     wanted = set(tasks)
     calls: dict[str, dict[str, list[int]]] = {task: {} for task in tasks}
     for position in graph.order:
@@ -153,7 +152,7 @@ def _runs(graph: MetaGraph, layout: Layout, tasks: Sequence[str]) -> list[_Run]:
     run_of: dict[int, int] = {}
     for task in tasks:
         for chain in layout.chains:
-            begins = dict(zip(chain.modules, np.cumsum([0, *(counts[one] for one in chain.modules)]), strict=False))
+            begins = dict(zip(chain.modules, np.cumsum([0, *chain.num_layers]), strict=False))
             mine = [ops for ops in calls[task].values() if graph.metaops[ops[0]].module in chain.modules]
             together = mine if len(chain.modules) == 1 else [[op for ops in mine for op in ops]] if mine else []
             for ops in together:
@@ -407,9 +406,9 @@ def _held(profile: Profile, layout: Layout) -> tuple[Column, Column]:
     static = np.zeros(layout.num_ranks, dtype=np.int64)
     elements = np.zeros(layout.num_ranks)
     held: list[set[int]] = [set() for _ in range(layout.num_ranks)]
-    counts = layer_counts(graph)
     for chain in layout.chains:
-        places = [(module, layer) for module in chain.modules for layer in range(counts[module])]
+        counts = zip(chain.modules, chain.num_layers, strict=True)
+        places = [(module, layer) for module, count in counts for layer in range(count)]
         for chunk, (first, last) in enumerate(pairwise(chain.bounds)):
             for place in places[first:last]:
                 held[chunk % layout.num_ranks].update(parameters.get(place, ()))

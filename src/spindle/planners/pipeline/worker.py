@@ -1,0 +1,109 @@
+"""A process that plans pipelines while others train: python -m spindle.planners.pipeline.worker
+
+Jobs come pickled over its standard input, answers go to its standard output, each behind its length. A job is answered
+twice: with the natural order as soon as there is one, and with the best order when the search is over, unless another
+job is waiting by then. It ends with its input, and so with the process that started it. It knows no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import IO, Any
+
+from spindle.errors import PlanError, SpindleError
+from spindle.plan import Plan
+from spindle.planners.pipeline.chains import Layout
+from spindle.planners.pipeline.planner import plan_pipeline
+from spindle.planners.wavefront import Effort
+from spindle.profile import Profile
+from spindle.program import Program, lower, verify
+
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A step to plan; `holders` are devices that keep parameters from step to step, whatever a step uses."""
+
+    number: int
+    profile: Profile
+    layout: Layout
+    holders: Mapping[int, tuple[int, ...]]
+    effort: Effort
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A verified program, or why there is none."""
+
+    number: int
+    is_final: bool
+    program: Program | None = None
+    error: Exception | None = None
+
+
+def planned(job: Job, effort: Effort) -> Program:
+    """The verified program of a job."""
+    plan: Plan = plan_pipeline(job.profile, job.layout, effort)
+    program = lower(plan, job.profile, holders=job.holders)
+    verify(program, job.profile)
+    return program
+
+
+def answers(job: Job, is_awaited: Callable[[], bool]) -> Iterator[Answer]:
+    """The natural order first, then the best that was found, unless others wait."""
+    try:
+        natural = planned(job, Effort(seed=job.effort.seed, evaluations=1))
+        yield Answer(number=job.number, is_final=False, program=natural)
+        if not is_awaited():
+            yield Answer(number=job.number, is_final=True, program=planned(job, job.effort))
+    except SpindleError as error:
+        yield Answer(number=job.number, is_final=True, error=error)
+    except Exception as error:  # a fault of ours, which is to be told where it can be seen
+        yield Answer(number=job.number, is_final=True, error=PlanError("".join(traceback.format_exception(error))))
+
+
+def write_frame(stream: IO[bytes], value: Any) -> None:
+    data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    stream.write(_LENGTH.pack(len(data)))
+    stream.write(data)
+    stream.flush()
+
+
+def read_frame(stream: IO[bytes]) -> Any:
+    """The next value; None at the end."""
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    data = stream.read(length)
+    return pickle.loads(data) if len(data) == length else None
+
+
+def main() -> None:
+    output = sys.stdout.buffer
+    sys.stdout = sys.stderr  # what anyone prints is no answer
+    jobs: queue.Queue[Job | None] = queue.Queue()
+
+    def read() -> None:
+        while (job := read_frame(sys.stdin.buffer)) is not None:
+            jobs.put(job)
+        jobs.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while (job := jobs.get()) is not None:
+        for answer in answers(job, lambda: not jobs.empty()):
+            write_frame(output, answer)
+    os._exit(0)  # past the thread that may still be reading
+
+
+if __name__ == "__main__":
+    main()

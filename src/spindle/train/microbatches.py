@@ -1,0 +1,205 @@
+"""Steps whose batches are microbatches of one pipeline. Each step has a graph, a plan and a program of its own.
+
+What gradients are accumulated over becomes a pipeline's microbatches: they run in one program, interleaved, instead of
+one after another. Where layers stand is chosen once; the order of a step's passes follows from what its batches hold,
+and is searched while the step before runs. The numbers are those of turns one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from spindle.errors import PlanError, TrainingError
+from spindle.graph import MetaGraph, MetaOp
+from spindle.planners import Effort
+from spindle.planners.pipeline import Layout
+from spindle.planners.pipeline.worker import Job
+from spindle.profile import Curve, Profile
+from spindle.program import Program
+from spindle.run import Forms, LossCode, OpCode
+from spindle.train.planning import Planning
+
+EVALUATIONS = 2000
+_MOST_KEPT = 32  # programs of steps with the same batches
+
+Part = tuple[str, int, int]  # of a step: a way, its rows, and the signature of its batch
+Key = tuple[tuple[Part, ...], ...]  # by turn
+
+
+def task_of(way: str, turn: int) -> str:
+    """The name of a microbatch."""
+    return f"{way}@{turn}"
+
+
+def way_of(task: str) -> str:
+    """The way of a microbatch."""
+    return task.rpartition("@")[0]
+
+
+def on_one_device(profile: Profile) -> Profile:
+    """The profile in which every op runs on one device, as stages of a pipeline do."""
+    return replace(profile, curves=tuple((_single(curves),) for curves in profile.curves))
+
+
+def _single(curves: Sequence[Curve]) -> Curve:
+    """The time of a layer on one device; where that was not measured, what fewest devices do together."""
+    curve = min((one for one in curves if one.tensor_degree == 1), key=lambda one: one.num_devices[0], default=None)
+    if curve is None:
+        raise PlanError("a pipeline runs layers on one device each, and a module has tensor groups alone")
+    count = curve.num_devices[0]
+    return Curve(num_devices=(1,), forward_s=(count * curve.forward_s[0],), backward_s=(count * curve.backward_s[0],))
+
+
+def refuse_unfit(shard_optimizer: bool | None, tensor_degrees: Mapping[str, int] | None) -> None:
+    """Says which settings pipelines do not have."""
+    if shard_optimizer:
+        raise TrainingError(
+            'Trainer(planner="pipeline", shard_optimizer=True): each step of a pipeline has a program of its own, and '
+            "a sharded optimizer needs the same one in every step; leave one of them out"
+        )
+    if any(degree > 1 for degree in (tensor_degrees or {}).values()):
+        raise TrainingError(
+            'Trainer(planner="pipeline", tensor_degrees=...): stages of a pipeline run on one device each; '
+            "leave the degrees out"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """A step's own graph, times and code; by microbatch."""
+
+    profile: Profile
+    code: list[OpCode]
+    reached: dict[str, frozenset[int]] | None
+
+
+def step_graph(
+    key: Key,
+    profile: Profile,
+    code: Sequence[OpCode],
+    planned_rows: Mapping[str, int],
+    reached: Mapping[str, frozenset[int]] | None,
+    counts: Mapping[str, int],
+) -> StepGraph:
+    """The ops of each way as often as turns take it. `counts` has in how many turns the task of a way has a part, which
+    its losses are averaged over."""
+    metaops: list[MetaOp] = []
+    curves: list[tuple[Curve, ...]] = []
+    codes: list[OpCode] = []
+    edges: list[tuple[int, int]] = []
+    by_way: dict[str, list[int]] = {}
+    for position, op in enumerate(profile.graph.metaops):
+        by_way.setdefault(op.task, []).append(position)
+    reached_by: dict[str, frozenset[int]] = {}
+    for turn, parts in enumerate(key):
+        for way, rows, _ in parts:
+            place: dict[int, int] = {}
+            scale = rows / planned_rows[way]
+            task = task_of(way, turn)
+            for position in by_way[way]:
+                op, curve = profile.graph.metaops[position], profile.curves[position][0]
+                place[position] = len(metaops)
+                metaops.append(replace(op, name=task + op.name.removeprefix(way), task=task, batch_size=rows))
+                times = (scale * curve.forward_s[0],), (scale * curve.backward_s[0],)
+                curves.append((Curve(num_devices=(1,), forward_s=times[0], backward_s=times[1]),))
+                codes.append(_averaged(code[position], counts[way]))
+            edges += [(place[one], place[other]) for one, other in profile.graph.edges if one in place]
+            if reached is not None:
+                reached_by[task] = reached[way]
+    graph = MetaGraph(
+        name=profile.graph.name,
+        metaops=tuple(metaops),
+        edges=tuple(edges),
+        parameters=profile.graph.parameters,
+        numerics=profile.graph.numerics,
+    )
+    whole = replace(profile, graph=graph, curves=tuple(curves))
+    return StepGraph(whole, codes, None if reached is None else reached_by)
+
+
+def _averaged(code: OpCode, count: int) -> OpCode:
+    if not isinstance(code, LossCode):
+        return code
+    weight = code.weight
+    if callable(weight):
+        return replace(code, weight=lambda step: weight(step) / count)
+    return replace(code, weight=weight / count)
+
+
+class Microbatches:
+    """One rank's. All ranks ask for the same steps in the same order; rank 0 has them planned."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        layout: Layout,
+        planned_rows: Mapping[str, int],
+        forms: Forms,
+        *,
+        is_first: bool,
+        seed: int,
+    ) -> None:
+        self.profile, self.layout, self._planned_rows = profile, layout, planned_rows
+        self.forms, self._seed, self._is_first = forms, seed, is_first
+        self.holders: dict[int, tuple[int, ...]] = {}
+        self._planning: Planning | None = None
+        self._numbers: dict[Key, int] = {}  # of what is being planned
+        self._kept: dict[Key, tuple[Program, bool]] = {}
+        self._count = 0
+
+    def graph(
+        self,
+        key: Key,
+        code: Sequence[OpCode],
+        reached: Mapping[str, frozenset[int]] | None,
+        counts: Mapping[str, int],
+    ) -> StepGraph:
+        return step_graph(key, self.profile, code, self._planned_rows, reached, counts)
+
+    def ask(self, key: Key, profile: Profile, time_limit_s: float | None = None) -> None:
+        """On rank 0: a step with these batches is coming, in about so much time."""
+        known = self._kept.get(key)
+        if not self._is_first or key in self._numbers or (known is not None and known[1]):
+            return
+        if self._planning is None:
+            self._planning = Planning()
+        effort = Effort(seed=self._seed, evaluations=EVALUATIONS, time_limit_s=time_limit_s)
+        self._planning.ask(
+            Job(number=self._count, profile=profile, layout=self.layout, holders=self.holders, effort=effort)
+        )
+        self._numbers[key] = self._count
+        self._count += 1
+
+    def program(self, key: Key, profile: Profile) -> Program:
+        """On rank 0: the best program there is for a step; what is searched still may be there when such batches come
+        again."""
+        self.ask(key, profile)
+        number = self._numbers.get(key)
+        if number is not None:
+            assert self._planning is not None
+            self._kept[key] = self._planning.best(number)
+            if self._kept[key][1]:
+                del self._numbers[key]
+        while len(self._kept) > _MOST_KEPT:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._numbers.pop(oldest, None)
+        if self._planning is not None:
+            self._planning.keep(self._numbers.values())
+        return self._kept[key][0]
+
+    def close(self) -> None:
+        if self._planning is not None:
+            self._planning.close()
+            self._planning = None
+            self._numbers.clear()
+
+
+def without_values(nest: Any) -> Any:
+    """A nest of tensors of which only the shapes are there."""
+    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, nest)
