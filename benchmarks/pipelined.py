@@ -36,7 +36,7 @@ from spindle.run import Executor, LayerCode, LayersCode, LossCode, World, join_w
 from spindle.run.rows import signature_of
 from spindle.workload import Call, Layer, LayerCost, Module, Parameter, Task, Workload
 
-PAIRS, STEPS_OF_A_PAIR, WARM_UP = 24, 4, 2
+PAIRS, STEPS_OF_A_PAIR, WARM_UP = 30, 5, 3
 
 
 @dataclass(frozen=True, kw_only=True)
