@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from spindle.errors import TrainingError
 from spindle.models import styles_on, with_styles
@@ -20,7 +20,7 @@ from spindle.run.graphs import Chunk, Made
 from spindle.run.keeping import Host, Run, again, buffers_of, recomputed
 from spindle.run.losses import loss_part
 from spindle.run.members import RankMembers
-from spindle.run.rows import Axes, LeafForm, as_leaves, copied, cut, cut_leaf, joined, takes_gradient
+from spindle.run.rows import Axes, LeafForm, as_leaves, copied, cut, cut_leaf, joined, leaves_of, takes_gradient
 from spindle.run.side import LinkEnd, Side, SlotSide
 from spindle.run.step import Piece, Step, Watch
 from spindle.run.syncs import Syncs
@@ -58,7 +58,7 @@ class Compute:
         else:
             made = self._compute(step, slot, nests, watch)
         for link in slot.inputs if slot.rows else ():
-            leaves = tree_leaves(nests[link.source])
+            leaves = leaves_of(nests[link.source])
             step.inputs[link.number] = [leaf if takes_gradient(leaf) else None for leaf in leaves]
         step.pieces[slot.number] = made.pieces
         if isinstance(slot.code, LossCode):
@@ -227,9 +227,9 @@ class Compute:
             weight = slot.code.weight(step.number) if callable(slot.code.weight) else slot.code.weight
             gradients = [torch.full_like(step.losses[slot.number], weight / step.turn.count)]
         elif is_last:
-            gradients = self._output_gradients(step, slot, tree_leaves(step.outputs[slot.number]), watch)
+            gradients = self._output_gradients(step, slot, leaves_of(step.outputs[slot.number]), watch)
         else:
-            gradients = _gradients_of(tree_leaves(pieces[number + 1].inputs) if pieces else [])
+            gradients = _gradients_of(leaves_of(pieces[number + 1].inputs) if pieces else [])
         watch.start[position] = watch.now()
         if not instruction.makes_weights:
             with self._styles(slot, first, last):
@@ -238,7 +238,7 @@ class Compute:
             slot, first, gradients, lambda: self._chunk(step, slot, number), is_last=is_last
         ):
             with self._styles(slot, first, last):
-                _run_backward(tree_leaves(pieces[number].outputs), gradients)
+                _run_backward(leaves_of(pieces[number].outputs), gradients)
         if step.graphs is None and instruction.makes_weights:
             self._syncs.gradients.keep(_used_by(slot, number))
         # Activations go as soon as they are used; the inputs of a chunk stay for the chunk before it.
@@ -259,8 +259,8 @@ class Compute:
         pieces = step.pieces[slot.number]
         for number in reversed(range(len(pieces))):
             piece = pieces[number]
-            outputs = tree_leaves(piece.again() if piece.again is not None else piece.outputs)
-            inputs: list[Any] = tree_leaves(piece.inputs)
+            outputs = leaves_of(piece.again() if piece.again is not None else piece.outputs)
+            inputs: list[Any] = leaves_of(piece.inputs)
             if number == 0:
                 inputs = [leaf for link in slot.inputs for leaf in step.inputs[link.number]]
             later.append(run_input_part(outputs, gradients, filter(takes_gradient, inputs)))
@@ -280,9 +280,9 @@ class Compute:
         pieces = step.pieces[slot.number]
         inputs: list[Any] = [leaf for link in slot.inputs for leaf in step.inputs[link.number]]
         if number > 0:
-            inputs = tree_leaves(pieces[number].inputs)
+            inputs = leaves_of(pieces[number].inputs)
         return Chunk(
-            outputs=tree_leaves(pieces[number].outputs),
+            outputs=leaves_of(pieces[number].outputs),
             inputs=[leaf for leaf in inputs if takes_gradient(leaf)],
             parameters=_parameters_of(slot, number),
         )

@@ -299,11 +299,12 @@ class Executor:
 
     def _losses(self, step: Step) -> Losses:
         """This rank's part of each task's loss."""
-        places = {task: place for place, task in enumerate(self.graph.tasks)}
-        values = torch.zeros(len(places), dtype=torch.float64, device=self.world.device)
+        nothing = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        values = dict.fromkeys(self.graph.tasks, nothing)
         for slot, loss in step.losses.items():
-            values[places[self._side.slots[slot].task]] += loss.detach()
-        return Losses(values)
+            task = self._side.slots[slot].task
+            values[task] = values[task] + loss.detach()
+        return Losses(torch.stack(list(values.values())))
 
 
 @contextmanager

@@ -168,8 +168,19 @@ def joined(parts: Sequence[tuple[int, torch.Tensor]], axis: int) -> torch.Tensor
     return torch.cat([part for _, part in sorted(parts, key=lambda entry: entry[0])], dim=axis)
 
 
+def leaves_of(nest: Any) -> list[Any]:
+    """The leaves of a nest; most nests between layers are a tuple of tensors, for which torch's way takes long."""
+    return list(nest) if _is_plain(nest) else tree_leaves(nest)
+
+
+def _is_plain(nest: Any) -> bool:
+    return type(nest) is tuple and all(isinstance(leaf, torch.Tensor) for leaf in nest)
+
+
 def as_leaves(nest: Any) -> Any:
     """The same values, cut off from the graph that made them, collecting gradients where that one did."""
+    if _is_plain(nest):
+        return tuple(leaf.detach().requires_grad_(leaf.requires_grad) for leaf in nest)
     return tree_map(
         lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf, nest
     )

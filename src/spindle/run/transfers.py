@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 from spindle.errors import TrainingError
 from spindle.program import Exchange, Program
@@ -24,6 +23,7 @@ from spindle.run.rows import (
     form_of,
     form_to_bytes,
     form_with,
+    leaves_of,
     shape_for,
     takes_gradient,
 )
@@ -109,7 +109,7 @@ class Transfers:
                 "what crosses from rank to rank must have shapes that follow from the batch's: let it pad to a fixed "
                 "length, or keep it whole with spindle.module(..., whole_batch=True)"
             )
-        for number, (leaf, axis) in enumerate(zip(tree_leaves(nest), link.axes, strict=True)):
+        for number, (leaf, axis) in enumerate(zip(leaves_of(nest), link.axes, strict=True)):
             if isinstance(leaf, torch.Tensor):
                 part = cut_leaf(
                     leaf.detach(), axis, producer.rows, flow.first - producer.begin, flow.last - producer.begin
@@ -147,7 +147,7 @@ class Transfers:
         producer = self._side.slots[link.producer]
         arrival = Arrival(flow, [], [])
         assert arrival.tensors is not None
-        for number, (leaf, axis) in enumerate(zip(tree_leaves(step.outputs[link.producer]), link.axes, strict=True)):
+        for number, (leaf, axis) in enumerate(zip(leaves_of(step.outputs[link.producer]), link.axes, strict=True)):
             buffer = None
             if takes_gradient(leaf) and (axis is not None or flow.with_rowless):
                 like = cut_leaf(leaf, axis, producer.rows, flow.first - producer.begin, flow.last - producer.begin)
