@@ -72,11 +72,17 @@ class Followed:
     recomputed: tuple[str, ...]
     sharded: bool
     kept: int  # elements of the optimizer's state
+    pipelined: bool  # its last step had an order of passes of its own
 
 
 def follow(rank: int, num_ranks: int, name: str, plan: str, shards: bool | None = None) -> Followed:
-    """Trains a course with a Trainer, under some legal plan, and then plainly."""
+    """Trains a course with a Trainer, under some legal plan ("plan 3", the planner's own, or "pipeline", over so many
+    ranks: "pipeline 2"), and then plainly."""
     course = COURSES[name]()
+    planner, _, pipeline_ranks = plan.partition(" ")
+    if planner == "pipeline":
+        ranks = int(pipeline_ranks) if pipeline_ranks else None
+        course = replace(course, options={**course.options, "planner": planner, "pipeline_ranks": ranks})
     course = replace(course, options={**course.options, "shard_optimizer": shards})
     with unmeasured():
         if not course.captures:
@@ -162,6 +168,7 @@ def _follow(course: Course, num_ranks: int, plan: str) -> Followed:
         recomputed=trainer.plan.recompute,
         sharded=trainer.plan.shard_optimizer,
         kept=_num_kept(trainer),
+        pipelined=bool(result.plan.passes),
     )
 
 

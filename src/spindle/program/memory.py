@@ -146,25 +146,28 @@ def _held_bytes(program: Program, profile: Profile) -> tuple[Column, np.ndarray,
             for parameter in op.parameters[layer]:
                 users.setdefault(parameter, []).append(number)
                 degree_of[parameter] = shape.tensor_degree
-    together: dict[tuple[int, ...], tuple[int, float]] = {}
-    ranks_of: dict[tuple[int, ...], Column] = {}
+    Key = tuple[tuple[int, ...], tuple[int, ...]]  # slots that use a parameter, and ranks that keep it all the same
+    together: dict[Key, tuple[int, float]] = {}
+    ranks_of: dict[Key, Column] = {}
     alone: set[int] = set()
-    for parameter, using in users.items():
-        slots = tuple(dict.fromkeys(using))
-        if slots not in ranks_of:
+    holders = dict(program.holders)
+    for parameter in users.keys() | holders.keys():
+        key = (tuple(dict.fromkeys(users.get(parameter, ()))), holders.get(parameter, ()))
+        if key not in ranks_of:
             uses = np.zeros(program.num_ranks, dtype=bool)
-            for number in slots:
+            for number in key[0]:
                 uses[program.slots[number].ranks] = True
-            ranks_of[slots] = np.flatnonzero(uses)
-        state, moved = together.get(slots, (0, 0.0))
-        degree = degree_of[parameter]
-        owners = len(ranks_of[slots]) // degree if program.plan.shard_optimizer else 1
+            uses[list(key[1])] = True
+            ranks_of[key] = np.flatnonzero(uses)
+        state, moved = together.get(key, (0, 0.0))
+        degree = degree_of.get(parameter, 1)
+        owners = len(ranks_of[key]) // degree if program.plan.shard_optimizer else 1
         state += state_bytes(graph, parameter, degree, owners)
         if graph.parameters[parameter].trainable:
-            alone.update([parameter] if len(ranks_of[slots]) == degree else [])
+            alone.update([parameter] if len(ranks_of[key]) == degree else [])
             moved += graph.parameters[parameter].elements_at(degree) / owners * graph.numerics.update_bytes
-        together[slots] = (state, moved)
-    for slots, (state, moved) in together.items():
-        static[ranks_of[slots]] += state
-        update[ranks_of[slots]] += moved
+        together[key] = (state, moved)
+    for key, (state, moved) in together.items():
+        static[ranks_of[key]] += state
+        update[ranks_of[key]] += moved
     return static, update, alone

@@ -26,13 +26,18 @@ class Move:
 
 
 def held_by(program: Program, graph: MetaGraph) -> list[dict[int, Shard]]:
-    """What ranks have of each parameter, in the graph's order: those whose slots use it."""
+    """What ranks have of each parameter, in the graph's order: those whose slots use it, or that keep it all the
+    same."""
     found: list[dict[int, Shard]] = [{} for _ in graph.parameters]
     for shape, slot in zip(program.slots, program.plan.slots, strict=True):
         for number in {one for layer in graph.metaops[shape.op].parameters[slot.first : slot.last] for one in layer}:
             degree = shape.tensor_degree if graph.parameters[number].is_split else 1
             places = enumerate(shape.ranks.tolist())
             found[number].update((rank, (position % degree, degree)) for position, rank in places)
+    for number, ranks in program.holders:
+        degree = next((size for _, size in found[number].values()), 1)
+        for position, rank in enumerate(ranks):
+            found[number].setdefault(rank, (position % degree, degree))
     return found
 
 

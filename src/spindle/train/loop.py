@@ -203,7 +203,11 @@ class Loop:
         return turns
 
     def _reads(self, task: str) -> bool:
-        """Whether this rank needs batches of a task, on whichever way."""
+        """Whether this rank needs batches of a task, on whichever way. Which replica of a pipeline has which microbatch
+        is known when all are read."""
+        microbatches = self._prepared.microbatches
+        if microbatches is not None and microbatches.layout.num_replicas > 1:
+            return True
         return not self._prepared.main.reads.isdisjoint(self._readiness.ways.names_of(task))
 
     def _fetch(self, task: str, number: int) -> Batch:

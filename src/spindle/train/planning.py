@@ -61,6 +61,9 @@ class Planning:
                 self._process.stdin.close()
         self._process.terminate()
         self._process.wait()
+        self._reader.join()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
     def _state(self) -> str:
         code = self._process.poll()

@@ -22,7 +22,7 @@ from spindle.measure import local_profile, measure_update
 from spindle.models import plan_inside, split_dims
 from spindle.plan import Plan, check, parse_plan, read_plan
 from spindle.planners import Effort, make_plan
-from spindle.planners.pipeline import Layout, pipeline_layout, plan_pipeline
+from spindle.planners.pipeline import Layout, holders_in, pipeline_layout, plan_pipeline
 from spindle.profile import Profile, ProfileRequest, fitting, profile_request, read_profile, write_profile
 from spindle.program import Program, lower, verify
 from spindle.run import Executor, Forms, OpCode, World
@@ -30,7 +30,7 @@ from spindle.run.shards import Shards
 from spindle.run.weights import Weights
 from spindle.train.bind import Bound, bind, code_of, trace_all
 from spindle.train.kinds import kinds_of
-from spindle.train.microbatches import Key, Microbatches, StepGraph, on_one_device, refuse_unfit, way_of
+from spindle.train.microbatches import Key, Microbatches, StepGraph, on_one_device, way_of
 from spindle.train.optimizer import MakeOptimizer, MakeScheduler, Named, Update, UpdateState
 from spindle.train.parts import Part
 from spindle.train.probe import Facts, facts_without_values, probe
@@ -95,10 +95,17 @@ class Known:
 class Prepared:
     """The plan, and what this rank has of it."""
 
-    def __init__(self, known: Known, plan: Plan, options: Options, world: World) -> None:
+    def __init__(
+        self,
+        known: Known,
+        plan: Plan,
+        options: Options,
+        world: World,
+        holders: Mapping[int, tuple[int, ...]] | None = None,
+    ) -> None:
         self.bound, self.graph, self.code, self.profile = known.bound, known.graph, known.code, known.profile
         self.plan, self._options, self._world = plan, options, world
-        self.program = lower(plan, known.profile)
+        self.program = lower(plan, known.profile, holders=holders)
         verify(self.program, known.profile)
         parameters = [known.bound.parameters[one.name] for one in known.graph.parameters]
         split = split_dims(known.bound.styled)
@@ -334,7 +341,6 @@ def prepare(known: Known, options: Options, world: World, shown: Progress, notif
 
 def _prepare_pipeline(known: Known, options: Options, world: World, shown: Progress) -> Prepared:
     """Chunks are placed, on one microbatch of each way; steps are planned as their batches become known."""
-    refuse_unfit(options.shard_optimizer, options.tensor_degrees)
     known = replace(known, profile=on_one_device(known.profile))
     found: tuple[Layout, Plan] | None = None
     with shown.bar("planning"):
@@ -342,7 +348,8 @@ def _prepare_pipeline(known: Known, options: Options, world: World, shown: Progr
             layout = pipeline_layout(known.profile, options.pipeline_ranks or world.size)
             found = layout, plan_pipeline(known.profile, layout, Effort(seed=options.seed, evaluations=1))
         layout, plan = world.broadcast_object(found)
-    prepared = Prepared(known, plan, options, world)
+    holders = holders_in(known.graph, layout)
+    prepared = Prepared(known, plan, options, world, holders)
     modules = [handle.module for handle in known.bound.handles.values()]
     microbatches = Microbatches(
         known.profile,
@@ -352,7 +359,7 @@ def _prepare_pipeline(known: Known, options: Options, world: World, shown: Progr
         is_first=world.rank == 0,
         seed=options.seed,
     )
-    microbatches.holders = {number: tuple(ranks) for number, ranks in enumerate(prepared.weights.holders) if ranks}
+    microbatches.holders = holders
     prepared.microbatches = microbatches
     return prepared
 

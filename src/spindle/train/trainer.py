@@ -17,8 +17,9 @@ from spindle.run import World, join_world
 from spindle.train.evaluation import evaluate
 from spindle.train.feed import Feed, draw, random_state
 from spindle.train.loop import Loop, OnStep
+from spindle.train.microbatches import refuse_unfit
 from spindle.train.optimizer import MakeOptimizer, MakeScheduler
-from spindle.train.preparation import Options
+from spindle.train.preparation import PIPELINE, Options
 from spindle.train.progress import Progress
 from spindle.train.readiness import Readiness
 from spindle.train.record import handles_of, record_all
@@ -103,6 +104,10 @@ class Trainer:
             )
         if sampling is not None:
             check_sampling(sampling, names, tasks_per_step)
+        if planner == PIPELINE:
+            refuse_unfit(shard_optimizer, tensor_degrees)
+        elif pipeline_ranks is not None:
+            raise TrainingError(f'spindle.Trainer(pipeline_ranks={pipeline_ranks}): goes with planner="{PIPELINE}"')
         options = Options(
             tasks=tuple(tasks),
             make_optimizer=optimizer,

@@ -9,12 +9,14 @@ from spindle.planners.pipeline.baselines import BASELINES, plan_baseline
 from spindle.planners.pipeline.chains import Chain, Layout
 from spindle.planners.pipeline.planner import pipeline_layout, plan_pipeline, search_pipeline
 from spindle.planners.pipeline.search import Found
+from spindle.planners.pipeline.stages import holders_in
 
 __all__ = [
     "BASELINES",
     "Chain",
     "Found",
     "Layout",
+    "holders_in",
     "pipeline_layout",
     "plan_baseline",
     "plan_pipeline",

@@ -396,15 +396,12 @@ class _Wire:
         return round((num_bytes * self._wrap[0] + self._wrap[1]) * NS) if num_bytes else 0
 
 
-def _held(profile: Profile, layout: Layout) -> tuple[Column, Column]:
-    """Bytes of weights, gradients and optimizer on each rank, and the nanoseconds of its optimizer's step."""
-    graph = profile.graph
+def held_by_ranks(graph: MetaGraph, layout: Layout) -> list[set[int]]:
+    """The parameters of the chunks on each rank, as far as a graph has them."""
     parameters: dict[tuple[str, int], tuple[int, ...]] = {}
     for op in graph.metaops:
         for layer, used in enumerate(op.parameters):
             parameters[op.module or "", op.first_layer + layer] = used
-    static = np.zeros(layout.num_ranks, dtype=np.int64)
-    elements = np.zeros(layout.num_ranks)
     held: list[set[int]] = [set() for _ in range(layout.num_ranks)]
     for chain in layout.chains:
         counts = zip(chain.modules, chain.num_layers, strict=True)
@@ -412,7 +409,25 @@ def _held(profile: Profile, layout: Layout) -> tuple[Column, Column]:
         for chunk, (first, last) in enumerate(pairwise(chain.bounds)):
             for place in places[first:last]:
                 held[chunk % layout.num_ranks].update(parameters.get(place, ()))
-    for rank, some in enumerate(held):
+    return held
+
+
+def holders_in(graph: MetaGraph, layout: Layout) -> dict[int, tuple[int, ...]]:
+    """By parameter: the devices of its chunk, in all replicas."""
+    found: dict[int, list[int]] = {}
+    for replica in range(layout.num_replicas):
+        for rank, parameters in enumerate(held_by_ranks(graph, layout)):
+            for parameter in parameters:
+                found.setdefault(parameter, []).extend(layout.devices(replica, rank))
+    return {parameter: tuple(sorted(devices)) for parameter, devices in found.items()}
+
+
+def _held(profile: Profile, layout: Layout) -> tuple[Column, Column]:
+    """Bytes of weights, gradients and optimizer on each rank, and the nanoseconds of its optimizer's step."""
+    graph = profile.graph
+    static = np.zeros(layout.num_ranks, dtype=np.int64)
+    elements = np.zeros(layout.num_ranks)
+    for rank, some in enumerate(held_by_ranks(graph, layout)):
         for parameter in some:
             static[rank] += state_bytes(graph, parameter, layout.tensor_degree)
             if graph.parameters[parameter].trainable:

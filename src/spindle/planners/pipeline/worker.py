@@ -101,7 +101,10 @@ def main() -> None:
     threading.Thread(target=read, daemon=True).start()
     while (job := jobs.get()) is not None:
         for answer in answers(job, lambda: not jobs.empty()):
-            write_frame(output, answer)
+            try:
+                write_frame(output, answer)
+            except BrokenPipeError:  # nobody is interested any more
+                os._exit(0)
     os._exit(0)  # past the thread that may still be reading
 
 

@@ -1,0 +1,112 @@
+"""A Trainer with planner `pipeline`: what is accumulated becomes microbatches of one pipeline, planned in a process of
+its own while the step before runs. The numbers are those of a plain PyTorch loop in one process."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import spindle  # noqa: E402
+from spindle.errors import DoesNotFitError, TrainingError  # noqa: E402
+from spindle.planners import Effort  # noqa: E402
+from spindle.planners.pipeline import pipeline_layout  # noqa: E402
+from spindle.planners.pipeline.worker import Job  # noqa: E402
+from spindle.train.planning import Planning  # noqa: E402
+from test_pipeline_plans import batch  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "plan"),
+    [
+        ("accumulated", 2, "pipeline"),
+        ("mixed, clipped and accumulated", 3, "pipeline"),
+        ("sampled, accumulated", 4, "pipeline 2"),
+        ("mixed, clipped and accumulated", 2, "pipeline 1"),
+        ("tied", 2, "pipeline"),
+    ],
+)
+def test_microbatches_have_the_numbers_of_turns(pool, name, num_ranks, plan):
+    answers = pool.run(num_ranks, "follow", name, plan)
+    for one in answers:
+        assert one.loss < 1e-9
+        assert one.parameter < 1e-9, one.worst
+        assert one.moved > 1e-3
+        assert one.pipelined
+
+
+def job(number=0, evaluations=300, **named):
+    profile = batch((24, 7, 0, 30, 12, 19), **named)
+    layout = pipeline_layout(batch((24, 7, 0, 30, 12, 19)), 4)
+    return Job(number=number, profile=profile, layout=layout, holders={}, effort=Effort(evaluations=evaluations))
+
+
+@pytest.fixture
+def planning():
+    process = Planning()
+    yield process
+    process.close()
+    assert process._process.poll() is not None
+
+
+def test_there_is_a_plan_before_the_search_is_over(planning):
+    planning.ask(job(evaluations=2_000_000))
+    began = time.monotonic()
+    program, is_final = planning.best(0)
+    assert program.plan.passes
+    assert not is_final
+    assert time.monotonic() - began < 100  # and not until millions were tried
+    assert planning.best(0)[0] == program or planning.best(0)[0].plan != program.plan
+
+
+def test_the_search_ends_with_a_plan_as_good_or_better(planning):
+    planning.ask(job(evaluations=50))
+    natural, _ = planning.best(0)
+    limit = time.monotonic() + 100
+    while not planning.best(0)[1]:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    best, _ = planning.best(0)
+    assert best.plan.makespan_s <= natural.plan.makespan_s
+    planning.keep([])
+    assert not planning._answers
+
+
+def test_a_step_that_comes_is_planned_before_another_is_searched(planning):
+    planning.ask(job(0, evaluations=100_000_000))
+    planning.ask(job(1))
+    planning.ask(job(2))
+    # The first search may have begun; those behind it wait for no other.
+    planning._process.kill()
+    planning._process.wait()
+    with pytest.raises(TrainingError, match="the process that plans has ended"):
+        planning.best(2)
+
+
+def test_what_does_not_fit_is_told_by_the_process_that_found_out(planning):
+    planning.ask(job(saved_bytes=1e9, memory_bytes=1000))
+    with pytest.raises(DoesNotFitError):
+        planning.best(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"planner": "pipeline", "shard_optimizer": True}, "a sharded optimizer needs the same one in every step"),
+        ({"planner": "pipeline", "tensor_degrees": {"one": 2}}, "run on one device each"),
+        ({"pipeline_ranks": 2}, r'pipeline_ranks=2\): goes with planner="pipeline"'),
+    ],
+)
+def test_settings_that_pipelines_do_not_have_are_refused(options, message):
+    module = spindle.module("one", nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+
+    @spindle.task(batch_size=2)
+    def task(entries):
+        return module(entries).square().mean()
+
+    with pytest.raises(TrainingError, match=message):
+        spindle.Trainer([task], optimizer=lambda named: torch.optim.SGD(named, lr=0.1), **options)
