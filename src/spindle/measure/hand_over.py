@@ -26,7 +26,7 @@ from spindle.run.step import Pace
 from spindle.run.world import World, compute_stream, peers, wait
 
 _SECONDS = 1.0  # of all rounds, about
-_FEWEST, _MOST, _MOST_ON_GPU = 8, 25, 100  # rounds
+_ROUNDS, _ROUNDS_ON_GPU = (16, 25), (8, 100)  # at least and at most
 _WARM_UP = 0.25  # of them
 _STAND_IN, _STAND_IN_ON_GPU = 256, 4096  # rows and width
 
@@ -51,8 +51,8 @@ def measure_hand_over(work: Work | None, world: World) -> float | None:
     if any(map(math.isnan, told)):
         return None
     assert passes is not None
-    most = _MOST_ON_GPU if world.device.type == "cuda" else _MOST
-    count = max(_FEWEST, min(most, int(_SECONDS / (2 * max(*told, 1e-6)))))
+    fewest, most = _ROUNDS_ON_GPU if world.device.type == "cuda" else _ROUNDS
+    count = max(fewest, min(most, int(_SECONDS / (2 * max(*told, 1e-6)))))
     with peers("measuring hand-overs"):
         works_s, others_s = _rounds(passes, count, world)
     rows = everybody.tell(*works_s, *others_s)
