@@ -26,7 +26,7 @@ from spindle.run.step import Pace
 from spindle.run.world import World, compute_stream, peers, wait
 
 _SECONDS = 1.0  # of all rounds, about
-_ROUNDS, _ROUNDS_ON_GPU = (16, 25), (8, 100)  # at least and at most
+_ROUNDS, _ROUNDS_ON_GPU = (16, 25), (6, 100)  # at least and at most
 _WARM_UP = 0.25  # of them
 _STAND_IN, _STAND_IN_ON_GPU = 256, 4096  # rows and width
 
@@ -44,7 +44,7 @@ def measure_hand_over(work: Work | None, world: World) -> float | None:
     with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
         try:
             passes = warmed(work or _stand_in(world.device))
-            once_s = sum(medians(passes, 2, world.device))
+            once_s = sum(medians(passes, 1, world.device))
         except Exception:  # then it was not measured before, either
             pass
     told = [seconds for (seconds,) in everybody.tell(once_s)]
