@@ -30,6 +30,7 @@ from spindle.planners.pipeline.planner import fitting_plan
 from spindle.planners.pipeline.search import search
 from spindle.planners.pipeline.segments import Column, Segments
 from spindle.planners.pipeline.stages import Batch, batches_of
+from spindle.profile import Profile
 from spindle.program import lower
 from spindle.recipes.multimodal import MODELS
 from spindle.recipes.pipelined import PLANNERS, Pipelined, batches
@@ -92,7 +93,9 @@ def ladder() -> dict[str, float]:
         assert layout is not None
         found = batches_of(profile, layout)
 
-        plans["partition"] = plan_in_order(profile, layout, "partition", lambda _: interleaved)
+        plans["partition"] = plan_in_order(
+            profile, layout, "partition", lambda profile, batch: lambda segments, room: interleaved(segments)
+        )
         plans["interleaving"] = plan_in_order(profile, layout, "interleaving", natural)
         plans["reordering"] = fitting_plan(profile, layout, "reordering", found, partial(reordered, found))
         plans["memory"] = whole
@@ -102,11 +105,11 @@ def ladder() -> dict[str, float]:
     return {rung: float(np.mean(one)) for rung, one in times.items()}
 
 
-def natural(batch: Batch) -> Callable[[Segments], Schedule]:
+def natural(profile: Profile, batch: Batch) -> Callable[[Segments, Column], Schedule]:
     """Microbatches in their natural order, interleaved."""
 
-    def order(segments: Segments) -> Schedule:
-        schedule = interleave(segments, None, batch.room)
+    def order(segments: Segments, room: Column) -> Schedule:
+        schedule = interleave(segments, None, room)
         assert schedule is not None
         return schedule
 

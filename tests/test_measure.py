@@ -17,6 +17,7 @@ import spindle  # noqa: E402
 from spindle.errors import ProfileError  # noqa: E402
 from spindle.graph import metagraph_of  # noqa: E402
 from spindle.measure import LayerMeter, measure_layers, measure_update  # noqa: E402
+from spindle.measure.hand_over import hand_over_from, measure_hand_over  # noqa: E402
 from spindle.measure.layers import shares  # noqa: E402
 from spindle.measure.rates import rates_from  # noqa: E402
 from spindle.measure.together import Together  # noqa: E402
@@ -326,3 +327,32 @@ def test_all_ranks_find_the_same_about_sums_beside_compute(pool):
 def test_where_one_rank_cannot_compute_nothing_is_said_of_sums_beside_it(pool):
     for one in pool.run(2, "sums_beside_compute", 1):
         assert (one.overlap, one.exchange_overlap, one.collective_s) == (1, 1, 1e-4)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_all_ranks_find_the_same_about_hand_overs(pool, num_ranks):
+    found = pool.run(num_ranks, "hand_over_beside_compute")
+    assert len(set(found)) == 1
+    assert found[0] > 0
+
+
+@pytest.mark.parametrize("runs", [0, 8])  # before any hand-over, and amid them
+def test_where_one_rank_cannot_compute_nothing_is_said_of_hand_overs(pool, runs):
+    assert pool.run(2, "hand_over_beside_compute", 1, runs) == [None, None]
+
+
+def test_a_hand_over_is_half_of_what_a_round_takes_beside_the_work_of_both():
+    first = [9.0, 9.0, 1.0, 2.0, 3.0, 1.0], [5.0, 5.0, 4.5, 6.5, 5.5, 0.0]
+    second = [1.0, 1.0, 4.0, 5.0, 4.0, 9.0], [9.0] * 6
+    assert hand_over_from([first, second]) == 0.75
+    assert hand_over_from([first, second, ([1.0], [2.0])]) == 0.75  # a rank without a partner
+
+
+def test_one_process_hands_over_to_nobody():
+    assert measure_hand_over(None, World(0, 1, CPU)) is None
+
+
+def test_the_latency_of_a_link_is_that_of_a_hand_over(monkeypatch):
+    monkeypatch.setattr("spindle.measure.machine.measure_hand_over", lambda work, world: 0.5)
+    profile = trainer_with(None).prepare(loaders(), progress=False)
+    assert profile.cluster.islands[0].link.latency_s == profile.cluster.islands[0].uplink.latency_s == 0.5

@@ -32,6 +32,7 @@ from scenes import SCENES
 from spindle.cluster import Link, cluster_named
 from spindle.graph import MetaGraph, metagraph_of
 from spindle.measure import beside
+from spindle.measure.hand_over import measure_hand_over
 from spindle.measure.timing import Work
 from spindle.measure.together import Together
 from spindle.plan import Plan, check, parse_plan
@@ -578,3 +579,20 @@ def sums_beside_compute(rank: int, num_ranks: int, failing: int | None = None) -
     link = Link(bytes_per_s=1e12, latency_s=1e-5, collective_s=1e-4)
     with mock.patch.multiple(beside, _SMALL=1 << 12, _LARGE=1 << 18):
         return beside.measure_beside(work, Together(world, together=True), world, link, torch.float32)
+
+
+def hand_over_beside_compute(rank: int, num_ranks: int, failing: int | None = None, runs: int = 0) -> float | None:
+    """What is found about hand-overs; on a rank that fails, the work does not run more often than so."""
+    layer, x = torch.nn.Linear(64, 64), torch.randn(32, 64)
+    ran = 0
+
+    def run() -> torch.Tensor:
+        nonlocal ran
+        ran += 1
+        if rank == failing and ran > runs:
+            raise ValueError("not here")
+        return layer(x)
+
+    world = World(rank, num_ranks, torch.device("cpu"))
+    work = Work(run=run, leaves=(), parameters=tuple(layer.parameters()), device=world.device)
+    return measure_hand_over(work, world)

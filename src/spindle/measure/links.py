@@ -1,8 +1,8 @@
 """How fast do messages go between ranks?
 
-Latency is that of a small message to a neighbour and back. On GPUs of one host the rate is that of an all-reduce over
-all ranks, as the bytes that each sends around a ring, because gradients are most of what travels; elsewhere it is that
-of a larger message.
+Latency is that of a small message to a neighbour and back, while nothing computes (`hand_over`: while all do). On GPUs
+of one host the rate is that of an all-reduce over all ranks, as the bytes that each sends around a ring, because
+gradients are most of what travels; elsewhere it is that of a larger message.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from spindle.profile import ring_bytes
 from spindle.run.world import World, peers
 
 _SMALL, _LARGE = 1, 1 << 21  # float32 elements; long enough to be told from the latency on a busy machine
-_SMALL_SUM, _LARGE_SUM = 1 << 22, 1 << 27  # bytes, both large enough to go the way of gradients
+_SMALL_SUM, _LARGE_SUM = 1 << 22, 1 << 28  # bytes, both large enough to go the way of gradients
+_TELLING = 0.25  # of a large sum's time, at least, is for its bytes
 _REPEATS, _REPEATS_ON_GPU = 5, 25
 
 
@@ -35,7 +36,7 @@ def measure_link(world: World, *, summed: torch.dtype | None = None) -> Link:
     if summed is None:
         return shared
     small_s, large_s = (_all_reduce_s(world, size, summed) for size in (_SMALL_SUM, _LARGE_SUM))
-    rate = ring_bytes(_LARGE_SUM - _SMALL_SUM, world.size) / max(large_s - small_s, 1e-6)
+    rate = ring_bytes(_LARGE_SUM - _SMALL_SUM, world.size) / max(large_s - small_s, _TELLING * large_s)
     beside_s = max(0.0, small_s - ring_bytes(_SMALL_SUM, world.size) / rate)
     result: Link = world.broadcast_object(replace(shared, bytes_per_s=rate, collective_s=beside_s))
     return result
@@ -43,9 +44,15 @@ def measure_link(world: World, *, summed: torch.dtype | None = None) -> Link:
 
 def _all_reduce_s(world: World, num_bytes: int, dtype: torch.dtype) -> float:
     buffer = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=world.device)
+
+    def to_the_end() -> None:
+        dist.all_reduce(buffer)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)  # else bytes would move while the host is at the next one
+
     world.barrier()
     with peers("measuring links"):
-        return median_s(lambda: dist.all_reduce(buffer), _REPEATS_ON_GPU, world.device)
+        return median_s(to_the_end, _REPEATS_ON_GPU, world.device)
 
 
 def _round_trip_s(world: World, size: int) -> float:

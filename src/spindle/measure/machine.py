@@ -21,6 +21,7 @@ from spindle.graph import MetaGraph
 from spindle.launch.mps import VIRTUAL_VARIABLE
 from spindle.measure.beside import Beside, measure_beside
 from spindle.measure.cache import Cache
+from spindle.measure.hand_over import measure_hand_over
 from spindle.measure.layers import Kind, LayerMeter, measure_layers
 from spindle.measure.links import measure_link
 from spindle.measure.rates import measure_rates
@@ -62,7 +63,7 @@ def local_profile(
     cluster = _cluster(world, summed)
     samples: dict[str, LayerSamples] = {}
     rates: tuple[float, ...] = ()
-    beside, update = Beside(), None
+    beside, update, longest = Beside(), None, None
     if together.size > 1 or world.rank == 0:
         cache = None
         if world.rank == 0 and (world.device.type == "cuda" or request is not None):
@@ -74,12 +75,14 @@ def local_profile(
         rates = _host_rates(world) if together.size == 1 else measure_rates(meter.longest, together)
         if world.device.type == "cuda":
             beside = measure_beside(meter.longest, together, world, cluster.islands[0].link, summed)
+        longest = meter.longest if together.size > 1 else None
         found = [rate for (rate,) in together.tell(update_bytes_per_s() or math.nan) if not math.isnan(rate)]
         update = statistics.median(found) if found else None
+    latency_s = measure_hand_over(longest, world)
     profile: Profile | None = None
     if world.rank == 0:
         profile = replace(
-            sampled_profile(graph, _adjusted(cluster, update, beside.collective_s), samples, rates),
+            sampled_profile(graph, _adjusted(cluster, update, beside.collective_s, latency_s), samples, rates),
             overlap=beside.overlap,
             exchange_overlap=beside.exchange_overlap,
             gradients_stay=world.device.type == "cuda",
@@ -144,14 +147,25 @@ def _cluster(world: World, summed: torch.dtype) -> Cluster:
     return Cluster(name=f"{world.size} processes on {where}", islands=islands)
 
 
-def _adjusted(cluster: Cluster, update_bytes_per_s: float | None, collective_s: float | None) -> Cluster:
-    """The cluster with the rate at which an optimizer step was seen to move its bytes, and what an all-reduce takes
-    beside its bytes while devices compute, where these were measured."""
+def _adjusted(
+    cluster: Cluster, update_bytes_per_s: float | None, collective_s: float | None, latency_s: float | None
+) -> Cluster:
+    """The cluster with the rate at which an optimizer step was seen to move its bytes, and what an all-reduce and a
+    message take beside their bytes while devices compute, where these were measured."""
     islands = cluster.islands
     if update_bytes_per_s is not None:
         islands = tuple(replace(one, kind=replace(one.kind, memory_bytes_per_s=update_bytes_per_s)) for one in islands)
     if collective_s is not None:
         islands = tuple(replace(one, link=replace(one.link, collective_s=collective_s)) for one in islands)
+    if latency_s is not None:
+        islands = tuple(
+            replace(
+                one,
+                link=replace(one.link, latency_s=latency_s),
+                uplink=replace(one.uplink, latency_s=latency_s),
+            )
+            for one in islands
+        )
     return replace(cluster, islands=islands)
 
 

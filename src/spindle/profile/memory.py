@@ -25,7 +25,7 @@ def saved_bytes(op: MetaOp, rows: int, num_layers: int, tensor_degree: int, reco
     """What a slot keeps on one device for its backward pass: with recomputation only the input of each layer."""
     if op.cost is None:
         return 0
-    per_row = op.cost.output_bytes if recompute else op.cost.saved_bytes_at(tensor_degree)
+    per_row = op.cost.again_bytes_at(tensor_degree) if recompute else op.cost.saved_bytes_at(tensor_degree)
     return int(rows * num_layers * per_row)
 
 

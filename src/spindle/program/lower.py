@@ -157,7 +157,11 @@ def _links(profile: Profile, ops: list[int], shapes: tuple[SlotShape, ...]) -> l
     for producer, consumer in slot_links(ops, profile.graph):
         giver, taker = shapes[producer], shapes[consumer]
         cost = profile.graph.metaops[giver.op].cost
-        output_bytes = 0.0 if cost is None else cost.output_bytes
+        output_bytes = 0.0
+        if cost is not None:
+            # Groups of one size hand parts from member to member; others have to be whole in between.
+            alike = giver.tensor_degree == taker.tensor_degree
+            output_bytes = cost.cut_bytes_at(giver.tensor_degree) if alike else cost.output_bytes
         key = (*same_place(giver), *same_place(taker))
         if key not in known:
             known[key] = (flows_between(giver, taker), flows_between(taker, giver))

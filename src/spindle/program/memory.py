@@ -25,6 +25,8 @@ class Memory:
         self.saved = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
         self.working = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
         self.received = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
+        # What runs again, or comes back from the host, for the gradients of inputs stays for those of weights.
+        self.returned = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
         for number, (slot, shape) in enumerate(zip(program.plan.slots, program.slots, strict=True)):
             op, degree = self.graph.metaops[shape.op], shape.tensor_degree
             if op.cost is not None:
@@ -35,6 +37,8 @@ class Memory:
                     saved_bytes(op, 1, kept, degree, False) + saved_bytes(op, 1, again, degree, True)
                 )
                 self.working[number, shape.ranks] = rows * backward_bytes(op, 1, degree, again > 0)
+                whole = rows * saved_bytes(op, 1, slot.num_layers, degree, False)
+                self.returned[number, shape.ranks] = whole - self.saved[number, shape.ranks]
         self.arrived = np.zeros((len(program.links), program.num_ranks), dtype=np.int64)
         for number, link in enumerate(program.links):
             if link.bytes_per_row:
@@ -55,7 +59,8 @@ class Memory:
                     whole = self.program.plan.slots[slot]
                     if not instruction.makes_weights:
                         # The gradients of outputs take the place of what the weights' part does not need.
-                        starts[number], ends[number] = self.working[slot], -self.working[slot]
+                        starts[number] = self.working[slot] + self.returned[slot]
+                        ends[number] = -self.working[slot]
                         continue
                     # A slot's activations are freed chunk by chunk, in whole numbers that add up.
                     before, after = whole.last - last, whole.last - first
@@ -64,6 +69,8 @@ class Memory:
                     ends[number] = -self.working[slot] - freed
                     if first == whole.first:
                         ends[number] -= self.received[slot]
+                    if not instruction.makes_inputs:
+                        ends[number] -= self.returned[slot]
                 case Exchange(link=link, backward=False):
                     starts[number] = self.arrived[link]
                 case _:

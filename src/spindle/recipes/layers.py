@@ -64,7 +64,12 @@ def _products(tokens: int, outputs: int, inputs: int) -> tuple[Operator, Operato
 
 
 def _cost(
-    flops: float, saved_bytes: float, output_bytes: float, tensor_bytes: float, max_tensor_degree: int
+    flops: float,
+    saved_bytes: float,
+    output_bytes: float,
+    tensor_bytes: float,
+    max_tensor_degree: int,
+    input_bytes: float | None = None,
 ) -> LayerCost:
     return LayerCost(
         forward_flops=flops,
@@ -74,6 +79,8 @@ def _cost(
         output_bytes=output_bytes,
         tensor_bytes=tensor_bytes,
         max_tensor_degree=max_tensor_degree,
+        input_bytes=input_bytes,
+        sequence_parallel=True,
     )
 
 
@@ -200,7 +207,7 @@ class Embedding:
     @property
     def cost(self) -> LayerCost:
         tokens, rows = num_tokens(self.lengths), float(_BYTES * num_tokens(self.lengths) * self.tower.width)
-        return _cost(0.0, 4.0 * tokens, rows, rows, self.tower.max_tensor_degree)
+        return _cost(0.0, 4.0 * tokens, rows, rows, self.tower.max_tensor_degree, 4.0 * tokens)
 
     def operators(self, tensor_degree: int) -> LayerOperators:
         cost = self.cost
@@ -231,6 +238,7 @@ class Head:
             float(_BYTES * tokens),
             2.0 * _BYTES * tokens,
             tower.max_tensor_degree,
+            float(_BYTES * tokens * tower.width),
         )
 
     def operators(self, tensor_degree: int) -> LayerOperators:
@@ -279,6 +287,7 @@ class Patches:
             float(_BYTES * tokens * self.tower.width),
             0.0,
             self.tower.max_tensor_degree,
+            float(_BYTES * tokens * self.patch_elements),
         )
 
     def operators(self, tensor_degree: int) -> LayerOperators:
@@ -318,6 +327,7 @@ class Adapter:
             float(_BYTES * self._merged * self.output_width),
             float(_BYTES * self._merged * self.output_width),
             self.tower.max_tensor_degree,
+            float(_BYTES * tokens * width),
         )
 
     def operators(self, tensor_degree: int) -> LayerOperators:
@@ -371,6 +381,7 @@ class Final:
             float(_BYTES * tokens),
             0.0,
             self.tower.max_tensor_degree,
+            float(_BYTES * tokens * self.tower.width),
         )
 
     def operators(self, tensor_degree: int) -> LayerOperators:

@@ -16,7 +16,15 @@ from spindle.cluster import Cluster
 from spindle.errors import InputError, PlanError
 from spindle.plan import Plan
 from spindle.planners import Effort, Progress
-from spindle.planners.pipeline import Found, Layout, pipeline_layout, plan_baseline, search_pipeline
+from spindle.planners.pipeline import (
+    Found,
+    Layout,
+    Ways,
+    baseline_ways,
+    pipeline_layout,
+    plan_baseline,
+    search_pipeline,
+)
 from spindle.profile import Profile, Semu
 from spindle.recipes.data import t2v_batch, vlm_batch
 from spindle.recipes.multimodal import MultimodalModel, batch_profile, emulator, model_flops, sub_microbatch_size
@@ -54,6 +62,7 @@ class Pipelined:
     semu: Semu = field(init=False)
     splits: dict[str, int] = field(init=False, default_factory=dict)
     layout: Layout | None = field(init=False, default=None)
+    _ways: dict[str, Ways] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         rank = self.model.tensor_degree * self.model.num_stages
@@ -68,8 +77,17 @@ class Pipelined:
         """The batch as a planner sees it."""
         splits: Mapping[str, int] = {}
         if planner == "pipeline":
-            splits = self.splits = self.splits or self._splits(microbatches)
+            self.splits |= {
+                module: size for module, size in self._splits(microbatches).items() if module not in self.splits
+            }
+            splits = self.splits
         return batch_profile(self.model, microbatches, splits, self.cluster, self.semu)
+
+    @staticmethod
+    def _covers(layouts: Sequence[Layout], profile: Profile) -> bool:
+        """Whether chunks are placed for all modules of a batch; the first may have had text alone."""
+        placed = [{module for chain in layout.chains for module in chain.modules} for layout in layouts]
+        return bool(placed) and all(set(profile.graph.modules) <= one for one in placed)
 
     def _splits(self, microbatches: Sequence[Microbatch]) -> dict[str, int]:
         """The size of sub-microbatches of each module that has several instances (DIP §4.1)."""
@@ -92,7 +110,9 @@ class Pipelined:
         """A finished plan for a batch, and the profile it was made from."""
         if planner != "pipeline":
             profile = self.profile(microbatches, planner)
-            return plan_baseline(profile, planner, self.model.num_stages), profile
+            if not self._covers([layout for layout, _ in self._ways.get(planner, [])], profile):
+                self._ways[planner] = baseline_ways(profile, planner, self.model.num_stages)
+            return plan_baseline(profile, planner, self.model.num_stages, self._ways[planner]), profile
         plan, profile, _ = self.search(microbatches, effort, progress)
         return plan, profile
 
@@ -104,7 +124,7 @@ class Pipelined:
     ) -> tuple[Plan, Profile, list[Found]]:
         """The plan of planner `pipeline`, its profile, and how the search of each replica came to it."""
         profile = self.profile(microbatches, "pipeline")
-        if self.layout is None:
+        if self.layout is None or not self._covers([self.layout], profile):
             self.layout = pipeline_layout(profile, self.model.num_stages)
         plan, found = search_pipeline(profile, self.layout, effort, progress)
         return plan, profile, found

@@ -64,6 +64,8 @@ class LayerCost:
     whole_batch: bool = False  # samples depend on each other, so one device must see them all
     meets: bool = False  # its devices exchange something small in the forward pass, so they run together
     recompute: bool = False  # the user wants it to run again in backward instead of keeping activations
+    input_bytes: float | None = None  # kept where it runs again; as much as leaves it, unless given
+    sequence_parallel: bool = False  # members of a tensor group each have a part of what crosses cuts
 
     def __post_init__(self) -> None:
         for name in ("forward_flops", "backward_flops", "traffic_bytes", "saved_bytes", "output_bytes", "tensor_bytes"):
@@ -77,6 +79,15 @@ class LayerCost:
     def work_divisor(self, tensor_degree: int) -> int:
         """How many times less each member of a tensor group computes."""
         return tensor_degree if self.tensor_share else 1
+
+    def cut_bytes_at(self, tensor_degree: int) -> float:
+        """What each member has of what crosses a cut behind this layer."""
+        return self.output_bytes / (tensor_degree if self.sequence_parallel else 1)
+
+    def again_bytes_at(self, tensor_degree: int) -> float:
+        """What each member keeps of a layer that runs again."""
+        whole = self.output_bytes if self.input_bytes is None else self.input_bytes
+        return whole / (tensor_degree if self.sequence_parallel else 1)
 
     def saved_bytes_at(self, tensor_degree: int) -> float:
         """What each member keeps for the backward pass."""

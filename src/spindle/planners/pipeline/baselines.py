@@ -2,7 +2,8 @@
 
 - `1f1b` and `vpp`: one chain through all modules, cut by parameters (Megatron-LM), passing ranks once or more often.
 - `static`: one chain cut by time (as nnScaler cuts it), the best that holds for every batch.
-- `zb-h1`: the same cut, with the gradients of weights in the bubbles.
+- `zb-h1`: the same cut, with the gradients of weights in the bubbles, where stages keep all they need for them; what is
+  recomputed for the gradients of inputs would have to stay until then, so that nothing is saved: there it is 1F1B.
 - `optimus`: the language model in its own order, encoders where ranks would be idle; coarse, without sub-microbatches.
   Where its encoders run too far ahead for the memory there is, they are let in by the gate of planner `pipeline`.
 
@@ -33,15 +34,17 @@ BASELINES = ("1f1b", "vpp", "static", "zb-h1", "optimus")
 LEVELS = 8  # of frugality, from what keeps least to what keeps all
 _TURNS = (2, 3, 4)  # how often chains of vpp pass the ranks
 
-Order = Callable[[Segments], Schedule]
-OrderFor = Callable[[Batch], Order]
+Order = Callable[[Segments, Column], Schedule]  # of segments, in the room there is on each rank
+OrderFor = Callable[[Profile, Batch], Order]
+Ways = list[tuple[Layout, OrderFor]]
 
 
-def plan_baseline(profile: Profile, planner: str, num_ranks: int) -> Plan:
-    """The finished plan of a baseline, the best over its own choices. The profile has whole microbatches."""
+def plan_baseline(profile: Profile, planner: str, num_ranks: int, ways: Ways | None = None) -> Plan:
+    """The finished plan of a baseline, the best over its own choices. The profile has whole microbatches. Layouts are
+    those of `ways`, chosen on another batch, or the best for this one."""
     plans: list[Plan] = []
     refusals: list[DoesNotFitError] = []
-    for layout, order_for in _ways(profile, planner, num_ranks):
+    for layout, order_for in ways if ways is not None else baseline_ways(profile, planner, num_ranks):
         try:
             plans.append(plan_in_order(profile, layout, planner, order_for))
         except DoesNotFitError as error:
@@ -56,17 +59,21 @@ def plan_in_order(profile: Profile, layout: Layout, planner: str, order_for: Ord
     batches = batches_of(profile, layout)
 
     def schedules(rooms: Sequence[Column], is_first: bool) -> list[Schedule]:
-        return [kept_alike(batch.segments, order_for(batch), room) for batch, room in zip(batches, rooms, strict=True)]
+        return [
+            kept_alike(batch.segments, order_for(profile, batch), room)
+            for batch, room in zip(batches, rooms, strict=True)
+        ]
 
     return fitting_plan(profile, layout, planner, batches, schedules)
 
 
-def _ways(profile: Profile, planner: str, num_ranks: int) -> list[tuple[Layout, OrderFor]]:
-    """Layouts with the order of passes on each."""
+def baseline_ways(profile: Profile, planner: str, num_ranks: int) -> Ways:
+    """Layouts with the order of passes on each, chosen on a batch that stands for all."""
     times, elements = layer_loads(profile), layer_loads(profile, "parameters")
 
-    def mixed(loads: Mapping[str, Loads], turns: int, order: Order) -> tuple[Layout, OrderFor]:
-        return layout_of(profile, num_ranks, (mixed_chain(loads, turns * num_ranks),)), lambda _: order
+    def mixed(loads: Mapping[str, Loads], turns: int, order: Callable[[Segments], Schedule]) -> tuple[Layout, OrderFor]:
+        layout = layout_of(profile, num_ranks, (mixed_chain(loads, turns * num_ranks),))
+        return layout, lambda profile, batch: lambda segments, room: order(segments)
 
     if planner == "1f1b":
         return [mixed(elements, 1, one_forward_one_backward)]
@@ -76,14 +83,14 @@ def _ways(profile: Profile, planner: str, num_ranks: int) -> list[tuple[Layout, 
     if planner == "static":
         return [mixed(times, 1, one_forward_one_backward), mixed(times, 2, interleaved)]
     if planner == "zb-h1":
-        return [mixed(times, 1, zero_bubble)]
+        return [mixed(times, 1, _zero_bubble_where_kept)]
     if planner != "optimus":
         raise InputError(f"no baseline is called {planner!r}; there are {', '.join(BASELINES)}")
     backbone = list(times)[-1]
     if not _is_fed_by_encoders(profile, backbone):
         raise DoesNotFitError("optimus knows encoders that feed one language model, and this model is none", 0)
 
-    def in_bubbles(batch: Batch) -> Order:
+    def in_bubbles(profile: Profile, batch: Batch) -> Order:
         is_backbone = np.array(
             [
                 any(profile.graph.metaops[piece.op].module == backbone for some in of_pair for piece in some)
@@ -91,14 +98,13 @@ def _ways(profile: Profile, planner: str, num_ranks: int) -> list[tuple[Layout, 
             ]
         )
         priority = natural_priorities(batch.segments)
-        groups = np.unique(batch.segments.group[is_backbone])
-        priority[groups] += priority.max()
+        priority[np.unique(batch.segments.group[is_backbone])] += priority.max()
 
-        def order(segments: Segments) -> Schedule:
-            free = encoders_in_bubbles(segments, is_backbone, batch.room)
-            if (free.peak <= batch.room).all() or (least_caps(segments, SAFE) > batch.room).any():
+        def order(segments: Segments, room: Column) -> Schedule:
+            free = encoders_in_bubbles(segments, is_backbone, room)
+            if (free.peak <= room).all() or (least_caps(segments, SAFE) > room).any():
                 return free
-            gated = interleave(segments, priority, batch.room)
+            gated = interleave(segments, priority, room)
             assert gated is not None
             return gated
 
@@ -106,6 +112,12 @@ def _ways(profile: Profile, planner: str, num_ranks: int) -> list[tuple[Layout, 
 
     rounds = [{**dict.fromkeys(times, 1), backbone: turns} for turns in (1, 2)]
     return [(layout_of(profile, num_ranks, separate_chains(times, one, num_ranks)), in_bubbles) for one in rounds]
+
+
+def _zero_bubble_where_kept(segments: Segments) -> Schedule:
+    if (segments.choice_count > 1).any():
+        return one_forward_one_backward(segments)
+    return zero_bubble(segments)
 
 
 def _is_fed_by_encoders(profile: Profile, backbone: str) -> bool:
@@ -121,7 +133,7 @@ def kept_alike(segments: Segments, order: Order, room: Column) -> Schedule:
     least: Schedule | None = None
     for level in range(0, LEVELS + 1, 2):
         changed, choice = from_level(segments, level)
-        schedule = order(changed)
+        schedule = order(changed, room)
         least = least or schedule
         if (schedule.peak > room).any():
             continue

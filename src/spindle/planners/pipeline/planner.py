@@ -24,6 +24,8 @@ from spindle.planners.pipeline.chains import (
     separate_chains,
 )
 from spindle.planners.pipeline.interleave import Schedule
+from spindle.planners.pipeline.memory import fastest_choices
+from spindle.planners.pipeline.retime import stage_columns
 from spindle.planners.pipeline.search import Found, search
 from spindle.planners.pipeline.segments import Column
 from spindle.planners.pipeline.stages import NS, Batch, batches_of, plan_of
@@ -156,6 +158,15 @@ def fitting_plan(
 
 
 def bound_s(batches: Sequence[Batch]) -> float:
-    """Below this no plan with these chunks comes: the passes of each replica, and the optimizer's step behind the last
-    of them."""
-    return max((bound_ns(batch.segments) + int(batch.update_ns.min())) / NS for batch in batches)
+    """Below this no plan with these chunks comes: the passes of a replica, and the optimizer's step behind the last of
+    them. Several replicas could share the microbatches in another way: they are not through before the work of a rank,
+    spread evenly over its counterparts."""
+    update_ns = min(int(batch.update_ns.min()) for batch in batches)
+    if len(batches) == 1:
+        return (bound_ns(batches[0].least) + update_ns) / NS
+    fastest = [fastest_choices(batch.segments) for batch in batches]
+    work = sum(
+        sum(column.sum(axis=0) for column in stage_columns(batch.segments, choice)[:2])
+        for batch, choice in zip(batches, fastest, strict=True)
+    )
+    return (float(np.max(work)) / len(batches) + update_ns) / NS

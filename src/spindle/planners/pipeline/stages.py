@@ -8,12 +8,12 @@ time, are worked out once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
-from spindle.errors import DoesNotFitError
+from spindle.errors import DoesNotFitError, PlanError
 from spindle.graph import MetaGraph
 from spindle.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Piece, Plan, assemble_passes
 from spindle.planners.pipeline.chains import Chain, Layout
@@ -67,6 +67,7 @@ class Batch:
     stages: tuple[tuple[Stage, ...], ...]  # by pair and rank
     room: Column  # by rank: bytes for activations
     update_ns: Column  # by rank: the optimizer's step
+    least: Segments  # with transfers no longer than any is, for a bound
 
 
 def batches_of(profile: Profile, layout: Layout, *, frugal: bool = True) -> list[Batch]:
@@ -75,6 +76,9 @@ def batches_of(profile: Profile, layout: Layout, *, frugal: bool = True) -> list
     What is not `frugal` keeps all activations: no stage has a choice.
     """
     known = _Stages(profile, layout, frugal)
+    num_microbatches = len(profile.graph.tasks)
+    if num_microbatches < layout.num_replicas:
+        raise PlanError(f"{layout.num_replicas} replicas need as many microbatches at least, got {num_microbatches}")
     return [
         _batch(profile, layout, replica, tasks, known)
         for replica, tasks in enumerate(_shares(profile, layout.num_replicas))
@@ -148,6 +152,10 @@ def _runs(graph: MetaGraph, layout: Layout, tasks: Sequence[str]) -> list[_Run]:
         op = graph.metaops[position]
         if op.task in wanted:
             calls[op.task].setdefault(op.call or "", []).append(position)
+    known = {module for chain in layout.chains for module in chain.modules}
+    for module in graph.modules:
+        if module not in known:
+            raise PlanError(f"chunks are placed for {', '.join(sorted(known))}; this batch has {module!r}, too")
     runs: list[_Run] = []
     run_of: dict[int, int] = {}
     for task in tasks:
@@ -165,7 +173,7 @@ def _runs(graph: MetaGraph, layout: Layout, tasks: Sequence[str]) -> list[_Run]:
         if source is not None and target is not None and source != target:
             cost = graph.metaops[producer].cost
             rows = graph.metaops[producer].batch_size or 1
-            runs[target].feeds[source] = 0.0 if cost is None else rows * cost.output_bytes
+            runs[target].feeds[source] = 0.0 if cost is None else rows * cost.cut_bytes_at(layout.tensor_degree)
     return runs
 
 
@@ -174,7 +182,7 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
     wire = _Wire(profile, layout)
     microbatch_of = {task: number for number, task in enumerate(tasks)}
     group_of: dict[tuple[str, Chain], int] = {}
-    microbatch, group, hop_ns = [], [], []
+    microbatch, group, hop_ns, least_hop_ns = [], [], [], []
     starts, predecessors, wrap_ns = [0], [], []
     pieces: list[tuple[tuple[StagePiece, ...], ...]] = []
     stages: list[tuple[Stage, ...]] = []
@@ -194,7 +202,9 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
             last_pair[number] = len(pieces)
             microbatch.append(microbatch_of[run.task])
             group.append(group_of.setdefault((run.task, run.chain), len(group_of)))
-            hop_ns.append(max((wire.hop_ns(one.output_bytes) for one in chunks[here][:-1]), default=0))
+            hops = [wire.hop_ns(rank, one.output_bytes) for rank, one in enumerate(chunks[here][:-1])]
+            hop_ns.append(round(sum(hops) / max(1, len(hops))))
+            least_hop_ns.append(min(hops, default=0))
             predecessors += [pair for pair, _ in before]
             wrap_ns += [wire.wrap_ns(num_bytes) for _, num_bytes in before]
             starts.append(len(predecessors))
@@ -238,6 +248,7 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
         stages=tuple(stages),
         room=room,
         update_ns=update_ns,
+        least=replace(segments, hop_ns=np.array(least_hop_ns), wrap_ns=np.zeros_like(segments.wrap_ns)),
     )
 
 
@@ -272,6 +283,11 @@ class _Stages:
     def __init__(self, profile: Profile, layout: Layout, frugal: bool) -> None:
         self._profile, self._frugal, self._degree = profile, frugal, layout.tensor_degree
         self._setting = profile.default_setting
+        calls = [op.module for op in profile.graph.metaops if op.first_layer == 0]
+        # Of one rank, if one replica had all microbatches.
+        self._most_stages = max(
+            1, sum(layout.rounds_of(chain) * calls.count(chain.modules[0]) for chain in layout.chains)
+        )
         self._known: dict[object, Stage] = {}
 
     def stage(self, pieces: Sequence[StagePiece], received_bytes: float) -> Stage:
@@ -308,10 +324,7 @@ class _Stages:
             weight_s = sum(count * (weight or 0.0) for count, weight in zip(counts, weights, strict=True))
         rows = [op.batch_size or 1 for op in ops]
         kept = [saved_bytes(op, count, 1, self._degree, False) for op, count in zip(ops, rows, strict=True)]
-        again = [
-            min(saved_bytes(op, count, 1, self._degree, True), one)
-            for op, count, one in zip(ops, rows, kept, strict=True)
-        ]
+        again = [saved_bytes(op, count, 1, self._degree, True) for op, count in zip(ops, rows, strict=True)]
         # The layers that free most for each second of running again are the first to do so.
         gains = [(one - other) / max(time, 1e-12) for one, other, (time, _) in zip(kept, again, times, strict=True)]
         ranking = sorted(range(len(pieces)), key=lambda number: -gains[number])
@@ -337,11 +350,13 @@ class _Stages:
             away = self._most_offloaded([kept[number] for number in ranking for _ in range(counts[number])], forward_s)
             total = sum(counts)
             choices = [choice(twice, some) for some in {0, away} for twice in range(total - some + 1)]
+            # Waiting on the host takes no time; what has room keeps all the same.
+            choices.append(replace(choice(0, 0), backward_ns=max(0, choice(0, 0).backward_ns - 1)))
         last = ops[-1].cost
         return Stage(
             round(forward_s * NS),
             round(weight_s * NS),
-            0.0 if last is None else rows[-1] * last.output_bytes,
+            0.0 if last is None else rows[-1] * last.cut_bytes_at(self._degree),
             max(backward_bytes(op, count, self._degree, self._frugal) for op, count in zip(ops, rows, strict=True)),
             _worth_having(choices),
         )
@@ -350,7 +365,7 @@ class _Stages:
         """How many layers can wait on the host without anyone waiting for them: what they keep is on its way while the
         stage runs, and the host has room for all microbatches at once."""
         kind = self._profile.cluster.kind
-        most = min(forward_s * kind.host_bytes_per_s, kind.host_memory_bytes / len(self._profile.graph.metaops))
+        most = min(forward_s * kind.host_bytes_per_s, kind.host_memory_bytes / self._most_stages)
         return int(np.searchsorted(np.cumsum(layers), most, side="right"))
 
 
@@ -371,7 +386,7 @@ def _worth_having(choices: Iterable[Choice]) -> tuple[Choice, ...]:
 
 
 class _Wire:
-    """How long it takes from one rank to the next: every member of a tensor group gets all, from its counterpart."""
+    """How long it takes from one rank to the next: every member of a tensor group gets its own from its counterpart."""
 
     def __init__(self, profile: Profile, layout: Layout) -> None:
         cluster, degree = profile.cluster, layout.tensor_degree
@@ -386,11 +401,12 @@ class _Wire:
             return max(slowest, degree / first.uplink.bytes_per_s), max(inside.uplink.latency_s, first.uplink.latency_s)
 
         ranks = range(layout.num_ranks)
-        self._hop = max((between(one, other) for one, other in pairwise(ranks)), default=(0.0, 0.0))
+        self._hops = [between(one, other) for one, other in pairwise(ranks)]
         self._wrap = between(layout.num_ranks - 1, 0) if layout.num_ranks > 1 else (0.0, 0.0)
 
-    def hop_ns(self, num_bytes: float) -> int:
-        return round((num_bytes * self._hop[0] + self._hop[1]) * NS) if num_bytes else 0
+    def hop_ns(self, rank: int, num_bytes: float) -> int:
+        """From a rank to the next."""
+        return round((num_bytes * self._hops[rank][0] + self._hops[rank][1]) * NS) if num_bytes else 0
 
     def wrap_ns(self, num_bytes: float) -> int:
         return round((num_bytes * self._wrap[0] + self._wrap[1]) * NS) if num_bytes else 0
