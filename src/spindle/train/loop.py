@@ -26,7 +26,7 @@ from spindle.run.recorded import timeline_of
 from spindle.simulate import simulate
 from spindle.train.feed import Batch, Feed
 from spindle.train.header import Agreed, Table, agreed, header, idle_in, losses_in
-from spindle.train.microbatches import Key, task_of, without_values
+from spindle.train.microbatches import Key, task_of, way_of, without_values
 from spindle.train.preparation import Prepared, on_device
 from spindle.train.progress import Progress
 from spindle.train.readiness import Readiness
@@ -321,8 +321,9 @@ class Loop:
             self._readiness.ways.get(task, one.way) is None for batches in told for task, one in batches.items()
         ):
             return
-        key, counts, _ = self._microbatches_of(told)
+        key, counts, places = self._microbatches_of(told)
         assert self._prepared.microbatches is not None
+        self._meet_shapes(places, told, turns)
         if self._world.rank == 0 and key:
             time_limit_s = _SEARCHING * step_s[-1] if step_s else None
             profile = self._prepared.step_graph(key, counts).profile
@@ -352,10 +353,10 @@ class Loop:
         microbatches = prepared.microbatches
         assert microbatches is not None
         key, counts, places = self._microbatches_of(told)
+        shapes = self._meet_shapes(places, told, turns)
         graph = prepared.step_graph(key, counts)
         program = world.broadcast_object(microbatches.program(key, graph.profile) if world.rank == 0 else None)
         executor = prepared.executor_of(graph, program)
-        shapes = {name: self._shapes_of(task, told[turn][task], turns[turn]) for name, (task, turn) in places.items()}
         is_timed = is_sampled or step in _WATCHED
         if is_timed:
             world.meet()
@@ -390,6 +391,21 @@ class Loop:
             return sums
 
         return read
+
+    def _meet_shapes(
+        self,
+        places: Mapping[str, tuple[str, int]],
+        told: list[dict[str, Agreed]],
+        turns: list[dict[str, Batch]],
+    ) -> dict[str, Any]:
+        """The batches of microbatches, without values."""
+        microbatches = self._prepared.microbatches
+        assert microbatches is not None
+        shapes = {}
+        for name, (task, turn) in places.items():
+            shapes[name] = self._shapes_of(task, told[turn][task], turns[turn])
+            microbatches.meet(way_of(name), told[turn][task].signature, shapes[name])
+        return shapes
 
     def _shapes_of(self, task: str, told: Agreed, batches: Mapping[str, Batch]) -> Any:
         """A batch without values, which ranks that do not read it need to know what will cross to them."""

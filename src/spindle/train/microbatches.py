@@ -3,10 +3,14 @@
 What gradients are accumulated over becomes a pipeline's microbatches: they run in one program, interleaved, instead of
 one after another. Where layers stand is chosen once; the order of a step's passes follows from what its batches hold,
 and is searched while the step before runs. The numbers are those of turns one after another.
+
+Layers were measured on the first batch of each way. For one of another shape their times grow with the elements they
+give; that attention grows faster, and that small kernels do not shrink as fast, is left out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +26,9 @@ from spindle.planners.pipeline.worker import Job
 from spindle.profile import Curve, Profile
 from spindle.program import Program
 from spindle.run import Forms, LossCode, OpCode
+from spindle.run.rows import LeafForm
 from spindle.train.planning import Planning
+from spindle.workload import LayerCost
 
 EVALUATIONS = 2000
 _MOST_KEPT = 32  # programs of steps with the same batches
@@ -82,12 +88,12 @@ def step_graph(
     key: Key,
     profile: Profile,
     code: Sequence[OpCode],
-    planned_rows: Mapping[str, int],
+    scales: Mapping[tuple[str, int], Mapping[int, float]],
     reached: Mapping[str, frozenset[int]] | None,
     counts: Mapping[str, int],
 ) -> StepGraph:
     """The ops of each way as often as turns take it. `counts` has in how many turns the task of a way has a part, which
-    its losses are averaged over."""
+    its losses are averaged over; `scales` how much longer than measured ops take, by way and signature."""
     metaops: list[MetaOp] = []
     curves: list[tuple[Curve, ...]] = []
     codes: list[OpCode] = []
@@ -97,14 +103,17 @@ def step_graph(
         by_way.setdefault(op.task, []).append(position)
     reached_by: dict[str, frozenset[int]] = {}
     for turn, parts in enumerate(key):
-        for way, rows, _ in parts:
+        for way, rows, signature in parts:
             place: dict[int, int] = {}
-            scale = rows / planned_rows[way]
             task = task_of(way, turn)
             for position in by_way[way]:
                 op, curve = profile.graph.metaops[position], profile.curves[position][0]
+                scale = scales[way, signature].get(position, 1.0)
                 place[position] = len(metaops)
-                metaops.append(replace(op, name=task + op.name.removeprefix(way), task=task, batch_size=rows))
+                assert op.cost is not None
+                cost = _scaled(op.cost, scale * (op.batch_size or 1) / rows)
+                name = task + op.name.removeprefix(way)
+                metaops.append(replace(op, name=name, task=task, batch_size=rows, cost=cost))
                 times = (scale * curve.forward_s[0],), (scale * curve.backward_s[0],)
                 curves.append((Curve(num_devices=(1,), forward_s=times[0], backward_s=times[1]),))
                 codes.append(_averaged(code[position], counts[way]))
@@ -120,6 +129,11 @@ def step_graph(
     )
     whole = replace(profile, graph=graph, curves=tuple(curves))
     return StepGraph(whole, codes, None if reached is None else reached_by)
+
+
+def _scaled(cost: LayerCost, scale: float) -> LayerCost:
+    names = ("forward_flops", "backward_flops", "traffic_bytes", "saved_bytes", "output_bytes")
+    return replace(cost, **{name: scale * getattr(cost, name) for name in names})
 
 
 def _averaged(code: OpCode, count: int) -> OpCode:
@@ -138,28 +152,47 @@ class Microbatches:
         self,
         profile: Profile,
         layout: Layout,
-        planned_rows: Mapping[str, int],
+        code: Sequence[OpCode],
+        examples: Mapping[str, Any],
         forms: Forms,
         *,
         is_first: bool,
         seed: int,
     ) -> None:
-        self.profile, self.layout, self._planned_rows = profile, layout, planned_rows
+        self.profile, self.layout, self._code = profile, layout, code
         self.forms, self._seed, self._is_first = forms, seed, is_first
+        self._measured = {way: self._sizes(way, without_values(one)) for way, one in examples.items()}
+        self._scales: dict[tuple[str, int], dict[int, float]] = {}
         self.holders: dict[int, tuple[int, ...]] = {}
         self._planning: Planning | None = None
         self._numbers: dict[Key, int] = {}  # of what is being planned
         self._kept: dict[Key, tuple[Program, bool]] = {}
         self._count = 0
 
-    def graph(
-        self,
-        key: Key,
-        code: Sequence[OpCode],
-        reached: Mapping[str, frozenset[int]] | None,
-        counts: Mapping[str, int],
-    ) -> StepGraph:
-        return step_graph(key, self.profile, code, self._planned_rows, reached, counts)
+    def meet(self, way: str, signature: int, nest: Any) -> None:
+        """A batch of a shape that may be new, without values."""
+        if (way, signature) not in self._scales:
+            measured, sizes = self._measured[way], self._sizes(way, nest)
+            self._scales[way, signature] = {
+                op: size / measured[op] for op, size in sizes.items() if measured.get(op) and size
+            }
+
+    def _sizes(self, way: str, nest: Any) -> dict[int, int]:
+        """By op of a way: how many elements its first layer gives; a loss is as large as what it reads."""
+        graph = self.profile.graph
+        cuts = self.forms.of(graph, self._code, {way: nest})
+        sizes = {
+            op: sum(math.prod(leaf.shape) for leaf in form.leaves if isinstance(leaf, LeafForm))
+            for (op, layers), form in cuts.items()
+            if layers == 1
+        }
+        for op in graph.order:
+            if isinstance(self._code[op], LossCode) and graph.metaops[op].task == way:
+                sizes[op] = sum(sizes.get(source, 0) for source in graph.predecessors[op])
+        return sizes
+
+    def graph(self, key: Key, reached: Mapping[str, frozenset[int]] | None, counts: Mapping[str, int]) -> StepGraph:
+        return step_graph(key, self.profile, self._code, self._scales, reached, counts)
 
     def ask(self, key: Key, profile: Profile, time_limit_s: float | None = None) -> None:
         """On rank 0: a step with these batches is coming, in about so much time."""

@@ -132,7 +132,7 @@ class Prepared:
     def step_graph(self, key: Key, counts: Mapping[str, int]) -> StepGraph:
         """What a step runs whose microbatches are these; `counts` has how many of them its losses are averaged over."""
         assert self.microbatches is not None
-        return self.microbatches.graph(key, self.code, self._reached, counts)
+        return self.microbatches.graph(key, self._reached, counts)
 
     def executor_of(self, graph: StepGraph, program: Program) -> Executor:
         """The executor of a step of a pipeline; that of the step before must not run again."""
@@ -324,8 +324,15 @@ def without(known: Known, tasks: Collection[str], name: str) -> Known:
     return Known(left, graph, code, known.profile.restricted(graph), mode_of(left), ended)
 
 
-def prepare(known: Known, options: Options, world: World, shown: Progress, notify: Callable[[str], None]) -> Prepared:
-    """Plans, and gets ready to run the plan."""
+def prepare(
+    known: Known,
+    options: Options,
+    world: World,
+    shown: Progress,
+    notify: Callable[[str], None],
+    examples: Mapping[str, Any],
+) -> Prepared:
+    """Plans, and gets ready to run the plan; `examples` has the batch on which each way was measured."""
     if options.memory_bytes is not None:
         cluster = known.profile.cluster.with_memory(int(_PLANNED * options.memory_bytes))
         known = replace(known, profile=replace(known.profile, cluster=cluster))
@@ -333,13 +340,15 @@ def prepare(known: Known, options: Options, world: World, shown: Progress, notif
     if degrees:
         known = replace(known, profile=_with_degrees(known, degrees))
     if options.is_pipelined:
-        return _prepare_pipeline(known, options, world, shown)
+        return _prepare_pipeline(known, options, world, shown, examples)
     with shown.bar("planning") as tell:
         plan = _plan(known, options, world, tell, notify)
     return Prepared(known, plan, options, world)
 
 
-def _prepare_pipeline(known: Known, options: Options, world: World, shown: Progress) -> Prepared:
+def _prepare_pipeline(
+    known: Known, options: Options, world: World, shown: Progress, examples: Mapping[str, Any]
+) -> Prepared:
     """Chunks are placed, on one microbatch of each way; steps are planned as their batches become known."""
     known = replace(known, profile=on_one_device(known.profile))
     found: tuple[Layout, Plan] | None = None
@@ -354,7 +363,8 @@ def _prepare_pipeline(known: Known, options: Options, world: World, shown: Progr
     microbatches = Microbatches(
         known.profile,
         layout,
-        {name: one.recorded.definition.batch_size for name, one in known.bound.tasks.items()},
+        known.code,
+        examples,
         Forms(modules, world.device, options.autocast),
         is_first=world.rank == 0,
         seed=options.seed,

@@ -65,8 +65,11 @@ class Readiness:
     def plan(self, known: Known, shown: Progress) -> Prepared:
         """The plan, made where there is none."""
         if self.prepared is None:
-            self.prepared = prepare(known, self.options, self.world, shown, self.notifier(shown))
+            self.prepared = prepare(known, self.options, self.world, shown, self.notifier(shown), self._examples())
         return self.prepared
+
+    def _examples(self) -> dict[str, object]:
+        return {way.name: way.example for way in self.ways}
 
     def send_out(self, prepared: Prepared) -> None:
         """Parameters to the ranks that hold them, and an optimizer over what this rank has."""
@@ -110,7 +113,7 @@ class Readiness:
         with old.weights.in_shape():
             self._take_tasks(tasks, shown)
             assert self.known is not None
-            new = prepare(self.known, self.options, self.world, shown, self.notifier(shown))
+            new = prepare(self.known, self.options, self.world, shown, self.notifier(shown), self._examples())
         buffers_home(old, self.world)
         share_buffers(old.bound, self.world)
         for parameter in old.weights.parameters:
