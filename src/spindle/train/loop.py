@@ -441,6 +441,7 @@ class Loop:
         measured = None
         steps = self._pipelined or [(prepared.program, prepared.profile)] * max(1, len(self._kept))
         program, profile = steps[-1]
+        sampled_s: tuple[tuple[float, float], ...] = ()
         if world.rank == 0 and self._kept:
             timelines = [
                 (timeline_of(one, step), one, its_profile)
@@ -448,6 +449,9 @@ class Loop:
             ]
             typical = sorted(timelines, key=lambda one: one[0].makespan_ns)[len(timelines) // 2]
             measured, program, profile = typical
+            sampled_s = tuple(
+                (simulate(one, its_profile).makespan_s, timeline.makespan_s) for timeline, one, its_profile in timelines
+            )
         return FitResult(
             rank=world.rank,
             losses=tuple(self._history),
@@ -459,6 +463,7 @@ class Loop:
             measured=measured,
             peak_bytes=tuple(world.gather_objects(peak_bytes)) if peak_bytes else (),
             changes_s=tuple(self.changes_s),
+            sampled_s=sampled_s,
             notices=tuple(self._readiness.notices),
             crowded=min(prepared.profile.host_rates, default=1.0) < 1,
         )

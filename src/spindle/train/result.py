@@ -34,6 +34,7 @@ class FitResult:
     measured: Timeline | None
     peak_bytes: tuple[int, ...] = ()  # on a GPU: the most that each rank held, on rank 0
     changes_s: tuple[float, ...] = ()  # how long each change of the tasks took, on this rank
+    sampled_s: tuple[tuple[float, float], ...] = ()  # predicted and measured, of some of the last steps, on rank 0
     notices: tuple[str, ...] = ()
     crowded: bool = False  # more threads than cores
 

@@ -1,0 +1,146 @@
+"""Pipelines predicted beside measured, over batches whose mix changes from step to step.
+
+    spindle launch --virtual-devices 4 benchmarks/virtual/pipeline.py --output pipeline.json
+    spindle launch -n 2 benchmarks/virtual/pipeline.py --small --output pipeline.json
+
+A ViT feeds a language model; a microbatch is one sequence with none to twelve images. Each step has eight of them, its
+own schedule, and a prediction made before it ran. The mix drifts from few images to many. Layers run without CUDA
+graphs, and are measured so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import spindle
+
+PATCHES = 256
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, is_causal: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.num_heads, self.is_causal = width // 64, is_causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count, length, width = x.shape
+        heads = self.query(self.first(x)).view(count, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=self.is_causal)
+        x = x + self.out(seen.transpose(1, 2).reshape(count, length, width))
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class Vision(nn.Module):
+    def __init__(self, width: int, num_layers: int, output: int) -> None:
+        super().__init__()
+        self.enter = nn.Linear(588, width)
+        self.blocks = nn.ModuleList([Block(width, is_causal=False) for _ in range(num_layers)])
+        self.adapter = nn.Linear(width, output)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.enter(images)
+        for block in self.blocks:
+            x = block(x)
+        return self.adapter(x[:, ::16])  # a sixteenth of the patches, as tokens
+
+
+class Language(nn.Module):
+    def __init__(self, width: int, num_layers: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList([Block(width, is_causal=True) for _ in range(num_layers)])
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embedding(tokens)
+        if seen is not None:
+            seen = seen.reshape(1, -1, x.shape[-1])
+            x = torch.cat([seen, x[:, seen.shape[1] :]], dim=1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def microbatches(steps: int, per_step: int, length: int, vocabulary: int, dtype: torch.dtype) -> Iterator[Any]:
+    """The mix drifts from text with few images to many images."""
+    generator = torch.Generator().manual_seed(0)
+    for number in range(10**9):
+        share = min(1.0, number / (steps * per_step))
+        most = 2 + round(10 * share)
+        # Text alone now and then; the first has images, and the second none.
+        count = 0 if number % 5 == 1 else 1 + int(torch.randint(most, (1,), generator=generator))
+        batch = {"tokens": torch.randint(vocabulary, (1, length), generator=generator)}
+        if number == 0:
+            count = 6
+        if count:
+            batch["images"] = torch.randn(1, count, PATCHES, 588, generator=generator).to(dtype)
+        yield batch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--small", action="store_true", help="so small that CPUs can")
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--output", type=Path, required=True)
+    given = parser.parse_args()
+    on_gpu = torch.cuda.is_available() and not given.small
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    vision_size, language_size, length, vocabulary = (
+        ((1024, 16), (1536, 16), 2048, 32000) if on_gpu else ((64, 3), (64, 3), 256, 100)
+    )
+    torch.manual_seed(0)
+    encoder = Vision(*vision_size, language_size[0]).to(dtype)
+    model = Language(*language_size, vocabulary).to(dtype)
+    vision, language = spindle.module("vision", encoder), spindle.module("language", model)
+
+    @spindle.task(batch_size=1)
+    def caption(batch: Any) -> Any:
+        logits = (
+            language(batch["tokens"], vision(batch["images"][0])) if "images" in batch else language(batch["tokens"])
+        )
+        return F.cross_entropy(logits[0].float(), batch["tokens"][0])
+
+    trainer = spindle.Trainer(
+        [caption],
+        optimizer=lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-4, fused=on_gpu),
+        planner="pipeline",
+        accumulate=given.microbatches,
+        cuda_graphs=False,
+    )
+    loader = microbatches(given.steps, given.microbatches, length, vocabulary, dtype)
+    result = trainer.fit({"caption": loader}, steps=given.steps, progress=False)
+    if trainer.rank == 0:
+        errors = [predicted / measured - 1 for predicted, measured in result.sampled_s]
+        found = {
+            "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+            "torch": torch.__version__,
+            "num_ranks": result.program.num_ranks,
+            "sampled_s": result.sampled_s,
+            "mean_error": statistics.mean(map(abs, errors)),
+            "step_s": result.step_s,
+            "losses": [one["caption"] for one in result.losses],
+            "host_rates": trainer.profile.host_rates if trainer.profile else (),
+            "notices": result.notices,
+        }
+        given.output.write_text(json.dumps(found, indent=1) + "\n")
+        print(
+            f"mean error {found['mean_error']:.3f}: {[(round(1e3 * a, 1), round(1e3 * b, 1)) for a, b in result.sampled_s]}"
+        )
+        result.print()
+
+
+if __name__ == "__main__":
+    main()
