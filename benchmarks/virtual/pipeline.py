@@ -23,7 +23,7 @@ from torch import nn
 
 import spindle
 
-PATCHES = 256
+MOST_IMAGES = 6
 
 
 class Block(nn.Module):
@@ -53,7 +53,7 @@ class Vision(nn.Module):
         x = self.enter(images)
         for block in self.blocks:
             x = block(x)
-        return self.adapter(x[:, ::16])  # a sixteenth of the patches, as tokens
+        return self.adapter(x[:, ::64])  # a few of the patches, as tokens
 
 
 class Language(nn.Module):
@@ -73,19 +73,21 @@ class Language(nn.Module):
         return self.head(x)
 
 
-def microbatches(steps: int, per_step: int, length: int, vocabulary: int, dtype: torch.dtype) -> Iterator[Any]:
+def microbatches(
+    steps: int, per_step: int, length: int, vocabulary: int, patches: int, dtype: torch.dtype
+) -> Iterator[Any]:
     """The mix drifts from text with few images to many images."""
     generator = torch.Generator().manual_seed(0)
     for number in range(10**9):
         share = min(1.0, number / (steps * per_step))
-        most = 2 + round(10 * share)
-        # Text alone now and then; the first has images, and the second none.
+        most = 1 + round((MOST_IMAGES - 1) * share)
+        # Text alone now and then; the first has many images, and the second none.
         count = 0 if number % 5 == 1 else 1 + int(torch.randint(most, (1,), generator=generator))
+        if number < 3 * (MOST_IMAGES + 1):
+            count = (MOST_IMAGES - number) % (MOST_IMAGES + 1) if number != 1 else 0
         batch = {"tokens": torch.randint(vocabulary, (1, length), generator=generator)}
-        if number == 0:
-            count = 6
         if count:
-            batch["images"] = torch.randn(1, count, PATCHES, 588, generator=generator).to(dtype)
+            batch["images"] = torch.randn(1, count, patches, 588, generator=generator).to(dtype)
         yield batch
 
 
@@ -98,9 +100,8 @@ def main() -> None:
     given = parser.parse_args()
     on_gpu = torch.cuda.is_available() and not given.small
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    vision_size, language_size, length, vocabulary = (
-        ((1024, 16), (1536, 16), 2048, 32000) if on_gpu else ((64, 3), (64, 3), 256, 100)
-    )
+    vision_size, language_size = ((1536, 12), (1536, 16)) if on_gpu else ((64, 3), (64, 3))
+    length, vocabulary, patches = (2048, 32000, 1024) if on_gpu else (256, 100, 64)
     torch.manual_seed(0)
     encoder = Vision(*vision_size, language_size[0]).to(dtype)
     model = Language(*language_size, vocabulary).to(dtype)
@@ -120,7 +121,7 @@ def main() -> None:
         accumulate=given.microbatches,
         cuda_graphs=False,
     )
-    loader = microbatches(given.steps, given.microbatches, length, vocabulary, dtype)
+    loader = microbatches(given.steps, given.microbatches, length, vocabulary, patches, dtype)
     result = trainer.fit({"caption": loader}, steps=given.steps, progress=False)
     if trainer.rank == 0:
         errors = [predicted / measured - 1 for predicted, measured in result.sampled_s]
@@ -136,9 +137,8 @@ def main() -> None:
             "notices": result.notices,
         }
         given.output.write_text(json.dumps(found, indent=1) + "\n")
-        print(
-            f"mean error {found['mean_error']:.3f}: {[(round(1e3 * a, 1), round(1e3 * b, 1)) for a, b in result.sampled_s]}"
-        )
+        shown = [(round(1e3 * predicted, 1), round(1e3 * measured, 1)) for predicted, measured in result.sampled_s]
+        print(f"mean error {found['mean_error']:.3f}: {shown}")
         result.print()
 
 
