@@ -143,6 +143,11 @@ def moved(plan, place, **changes):
     return replace(plan, passes=tuple(passes))
 
 
+def lean(plan, **changes):
+    """The plan with another first slot."""
+    return replace(plan, slots=(replace(plan.slots[0], **changes), *plan.slots[1:]))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -154,12 +159,47 @@ def moved(plan, place, **changes):
         (lambda plan: replace(plan, folded_s=1.0), "folded_s is 1 s"),
         (lambda plan: replace(plan, slots=(replace(plan.slots[0], recomputed=2), *plan.slots[1:])), "recomputes 2"),
         (lambda plan: replace(plan, slots=(replace(plan.slots[0], offloaded=1), *plan.slots[1:])), "link to the host"),
+        (lambda plan: replace(plan, passes=(), slots=lean(plan, recomputed=1).slots), "only plans with passes can"),
+        (lambda plan: replace(lean(plan, recomputed=1), recompute=("m0",)), "recomputed as a whole.*got 1 and 0"),
+        (lambda plan: replace(plan, passes=plan.passes[1:-1]), "expected forward and backward|has no passes"),
+        (lambda plan: moved(plan, 0, slot=99_999), r"a pass of slot 99999; slots are 0 to 3"),
+        (lambda plan: moved(plan, 0, slot=-1), r"a pass of slot -1; slots are 0 to 3"),
     ],
 )
 def test_an_illegal_order_is_refused(change, message):
     plan, profile = pipeline(2, 2)
     with pytest.raises(PlanError, match=message):
         check(change(plan), profile)
+
+
+def test_a_slot_that_nobody_waits_for_needs_its_passes_too():
+    plan, profile = pipeline(2, 1)  # two ops without an edge
+    with pytest.raises(PlanError, match="slot 1 has no passes"):
+        check(replace(plan, passes=tuple(one for one in plan.passes if one.slot == 0)), profile)
+    with pytest.raises(PlanError, match="slot 1 has no passes"):
+        pipeline(2, 1, order=[(0, FORWARD), (0, BACKWARD)])
+
+
+def test_a_pass_of_no_slot_is_named_with_its_line():
+    _, profile = pipeline(1, 2)
+    with pytest.raises(PlanError, match=r"line 3: there is a pass of slot 99999; slots are 0 to 1"):
+        parse_plan("m0*1@0\nm0*1@1\n> F0 F99999 B1 B0\n", profile)
+
+
+def test_only_passes_can_be_lean_in_the_text_form_too():
+    _, profile = pipeline(1, 2)
+    with pytest.raises(PlanError, match="line 2: layers are recomputed or offloaded, which only plans with passes"):
+        parse_plan("m0*1@0\nm0*1@1r1\n", profile)
+
+
+@pytest.mark.parametrize("name", [">", ">>> m", "> F0", "a>b"])
+def test_a_name_that_looks_like_a_line_of_passes_comes_back(name):
+    times = {"layers": 1, "forward_s": {"1": 1.0}, "backward_s": {"1": 2.0}}
+    profile = abstract_profile({"ops": [{"name": name} | times, {"name": "m"} | times]}, small.devices(1))
+    pieces = [Piece(op=op, num_layers=1, devices=(0,)) for op in (0, 1)]
+    order = [(slot, kind) for slot in (0, 1) for kind in (FORWARD, BACKWARD)]
+    plan = assemble_passes(profile, profile.default_setting, "any", pieces, order)
+    assert parse_plan(format_plan(plan, profile), profile) == plan
 
 
 def test_an_order_against_the_flow_is_refused():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from spindle.errors import PlanError
-from spindle.plan.passes import pass_needs, slot_links
+from spindle.plan.passes import pass_needs, refuse_other_slots, slot_links
 from spindle.plan.plan import FORWARD, Plan, Slot, pass_s, setting_of
 from spindle.plan.text import marked
 from spindle.profile import Profile
@@ -97,7 +97,8 @@ def _allocations(plan: Plan, profile: Profile) -> None:
 
 
 def _memory(plan: Plan, profile: Profile) -> None:
-    """No more of a slot's layers are recomputed or offloaded than it has."""
+    """No more of a slot's layers are recomputed or offloaded than it has, each in one way, and only where passes say
+    what runs when."""
     for slot in plan.slots:
         if min(slot.recomputed, slot.offloaded) < 0 or slot.recomputed + slot.offloaded > slot.num_layers:
             raise _refuse(
@@ -105,6 +106,22 @@ def _memory(plan: Plan, profile: Profile) -> None:
                 profile,
                 slot,
                 f"{slot.op} recomputes {slot.recomputed} and offloads {slot.offloaded} of {slot.num_layers} layers",
+            )
+        if (slot.recomputed or slot.offloaded) and not plan.passes:
+            raise _refuse(
+                plan,
+                profile,
+                slot,
+                f"{slot.op} recomputes {slot.recomputed} and offloads {slot.offloaded} of its layers, which only plans "
+                "with passes can; without them an op is recomputed as a whole",
+            )
+        if (slot.recomputed or slot.offloaded) and slot.op in plan.recompute:
+            raise _refuse(
+                plan,
+                profile,
+                slot,
+                f"{slot.op} is recomputed as a whole, so its slots recompute and offload no layers of their own, got "
+                f"{slot.recomputed} and {slot.offloaded}",
             )
         if slot.offloaded and not profile.cluster.kind.host_bytes_per_s:
             raise _refuse(plan, profile, slot, f"{slot.op} offloads, and nothing is known of a link to the host")
@@ -142,6 +159,7 @@ def _passes(plan: Plan, profile: Profile) -> None:
     setting = setting_of(plan, profile)
     if plan.num_rounds > 1:
         raise PlanError("a plan with passes has no rounds: its passes say what comes after what")
+    refuse_other_slots((one.slot for one in plan.passes), len(plan.slots))
     needs = pass_needs([(one.slot, one.kind) for one in plan.passes], slot_links(ops, profile.graph))
     slack = _TOLERANCE * plan.folded_s
     ends: dict[tuple[int, str], float] = {}
@@ -172,8 +190,6 @@ def _passes(plan: Plan, profile: Profile) -> None:
         ends[one.slot, one.kind] = one.end_s
         if one.kind == FORWARD and max(abs(one.start_s - slot.start_s), abs(one.end_s - slot.end_s)) > slack:
             raise _refuse(plan, profile, slot, "its times are not those of its forward pass")
-    if len(ends) < len(needs):
-        raise PlanError("this plan has slots without passes")
     if abs(plan.folded_s - max(ends.values())) > slack:
         raise PlanError(f"folded_s is {plan.folded_s:.6g} s, the last pass ends at {max(ends.values()):.6g} s")
 
