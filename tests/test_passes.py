@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import small
 from spindle.errors import PlanError, ProgramError
+from spindle.graph import metagraph_of
 from spindle.plan import (
     BACKWARD,
     FORWARD,
@@ -23,7 +24,7 @@ from spindle.plan import (
     read_plan,
     write_plan,
 )
-from spindle.profile import abstract_profile
+from spindle.profile import abstract_profile, roofline_profile
 from spindle.program import Backward, format_program, lower, parse_program, verify
 from spindle.simulate import simulate
 
@@ -143,6 +144,11 @@ def moved(plan, place, **changes):
     return replace(plan, passes=tuple(passes))
 
 
+def lean(plan, **changes):
+    """The plan with another first slot."""
+    return replace(plan, slots=(replace(plan.slots[0], **changes), *plan.slots[1:]))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -154,12 +160,87 @@ def moved(plan, place, **changes):
         (lambda plan: replace(plan, folded_s=1.0), "folded_s is 1 s"),
         (lambda plan: replace(plan, slots=(replace(plan.slots[0], recomputed=2), *plan.slots[1:])), "recomputes 2"),
         (lambda plan: replace(plan, slots=(replace(plan.slots[0], offloaded=1), *plan.slots[1:])), "link to the host"),
+        (lambda plan: replace(plan, passes=(), slots=lean(plan, recomputed=1).slots), "only plans with passes can"),
+        (lambda plan: replace(lean(plan, recomputed=1), recompute=("m0",)), "recomputed as a whole.*got 1 and 0"),
+        (lambda plan: replace(plan, passes=plan.passes[1:-1]), "expected forward and backward|has no passes"),
+        (lambda plan: moved(plan, 0, slot=99_999), r"a pass of slot 99999; slots are 0 to 3"),
+        (lambda plan: moved(plan, 0, slot=-1), r"a pass of slot -1; slots are 0 to 3"),
     ],
 )
 def test_an_illegal_order_is_refused(change, message):
     plan, profile = pipeline(2, 2)
     with pytest.raises(PlanError, match=message):
         check(change(plan), profile)
+
+
+def test_a_slot_that_nobody_waits_for_needs_its_passes_too():
+    plan, profile = pipeline(2, 1)  # two ops without an edge
+    with pytest.raises(PlanError, match="slot 1 has no passes"):
+        check(replace(plan, passes=tuple(one for one in plan.passes if one.slot == 0)), profile)
+    with pytest.raises(PlanError, match="slot 1 has no passes"):
+        pipeline(2, 1, order=[(0, FORWARD), (0, BACKWARD)])
+
+
+def test_a_pass_of_no_slot_is_named_with_its_line():
+    _, profile = pipeline(1, 2)
+    with pytest.raises(PlanError, match=r"line 3: there is a pass of slot 99999; slots are 0 to 1"):
+        parse_plan("m0*1@0\nm0*1@1\n> F0 F99999 B1 B0\n", profile)
+
+
+def test_only_passes_can_be_lean_in_the_text_form_too():
+    _, profile = pipeline(1, 2)
+    with pytest.raises(PlanError, match="line 2: layers are recomputed or offloaded, which only plans with passes"):
+        parse_plan("m0*1@0\nm0*1@1r1\n", profile)
+
+
+@pytest.mark.parametrize("name", [">", ">>> m", "> F0", "a>b"])
+def test_a_name_that_looks_like_a_line_of_passes_comes_back(name):
+    times = {"layers": 1, "forward_s": {"1": 1.0}, "backward_s": {"1": 2.0}}
+    profile = abstract_profile({"ops": [{"name": name} | times, {"name": "m"} | times]}, small.devices(1))
+    pieces = [Piece(op=op, num_layers=1, devices=(0,)) for op in (0, 1)]
+    order = [(slot, kind) for slot in (0, 1) for kind in (FORWARD, BACKWARD)]
+    plan = assemble_passes(profile, profile.default_setting, "any", pieces, order)
+    assert parse_plan(format_plan(plan, profile), profile) == plan
+
+
+def offloading(host_bytes_per_s, host_memory_bytes):
+    """Two layers on one device, each with a forward pass of a second and 4 MB to keep; the second one's wait on the
+    host."""
+    graph = metagraph_of(small.workload({"a": ["one"]}, batch_sizes={"a": 1}, num_layers=2))
+    cluster = small.devices(1, 1)
+    (island,) = cluster.islands
+    kind = replace(island.kind, host_bytes_per_s=host_bytes_per_s, host_memory_bytes=host_memory_bytes)
+    profile = roofline_profile(graph, replace(cluster, islands=(replace(island, kind=kind),)))
+    curve = replace(profile.curves[0][0], num_devices=(1,), forward_s=(1.0,), backward_s=(2.0,))
+    profile = replace(profile, curves=((curve,),))
+    pieces = [Piece(op=0, num_layers=1, devices=(0,)), Piece(op=0, num_layers=1, devices=(0,), offloaded=1)]
+    order = [(0, FORWARD), (1, FORWARD), (1, BACKWARD), (0, BACKWARD)]
+    return assemble_passes(profile, profile.default_setting, "any", pieces, order), profile
+
+
+def test_a_copy_to_the_host_is_hidden_by_the_forward_passes_of_its_stage():
+    check(*offloading(small.COST.saved_bytes / 2, 1 << 30))
+    with pytest.raises(PlanError, match=r"offloads 3.8 MiB, which takes 2.5 s to the host.* hides 2 s"):
+        check(*offloading(small.COST.saved_bytes / 2.5, 1 << 30))
+
+
+def test_passes_of_others_hide_no_copy():
+    plan, profile = offloading(small.COST.saved_bytes, 1 << 30)
+    check(plan, profile)
+    _, profile = offloading(small.COST.saved_bytes / 1.5, 1 << 30)
+    graph = profile.graph
+    twice = replace(graph, metaops=(*graph.metaops, replace(graph.metaops[0], name="b", task="b")))
+    profile = replace(profile, graph=twice, curves=profile.curves * 2)
+    pieces = [Piece(op=op, num_layers=1, devices=(0,), offloaded=int(op == 0)) for op in (0, 1, 0, 1)]
+    order = [(slot, FORWARD) for slot in range(4)] + [(slot, BACKWARD) for slot in (3, 2, 1, 0)]
+    with pytest.raises(PlanError, match=r"takes 1.5 s to the host.* hides 1 s"):
+        check(assemble_passes(profile, profile.default_setting, "any", pieces, order), profile)
+
+
+def test_the_host_has_room_for_all_that_is_offloaded():
+    check(*offloading(1e9, int(small.COST.saved_bytes)))
+    with pytest.raises(PlanError, match=r"device 0 offloads more than the 3.8 MiB that the host has for it"):
+        check(*offloading(1e9, int(small.COST.saved_bytes) - 1))
 
 
 def test_an_order_against_the_flow_is_refused():

@@ -17,6 +17,7 @@ def bound(given: Input, devices: Devices = None, cluster: ClusterName = None, as
     """
     from spindle.artifact import to_json
     from spindle.cli.inputs import load_profile
+    from spindle.cli.pipelines import left_out
     from spindle.cli.terminal import show, show_json
     from spindle.report.bound import bound_report, limit_sentences
     from spindle.report.table import bound_facts
@@ -25,5 +26,4 @@ def bound(given: Input, devices: Devices = None, cluster: ClusterName = None, as
     if as_json:
         show_json(to_json(report) | {"paper_s": report.paper_s, "limit": report.limit})
         return
-    left_out = [f"Left out: {text}." for text in report.leaves_out]
-    show(bound_facts(report), "", *limit_sentences(report), *left_out)
+    show(bound_facts(report), "", *limit_sentences(report), *left_out(report.leaves_out))

@@ -34,8 +34,8 @@ def compare(
             show_default=False,
         ),
     ] = None,
-    microbatches: Microbatches = 32,
-    batch_seed: BatchSeed = 0,
+    microbatches: Microbatches = None,
+    batch_seed: BatchSeed = None,
     samples: Samples = None,
     as_json: AsJson = False,
 ) -> None:
@@ -55,7 +55,7 @@ def compare(
 
     from spindle.artifact import to_json, write_whole
     from spindle.cli.inputs import load_profile
-    from spindle.cli.pipelines import compare_pipelines, is_multimodal, load_batch
+    from spindle.cli.pipelines import compare_pipelines, is_multimodal, load_batch, refuse_batch_options
     from spindle.cli.terminal import fits, notice, progress_bar, refuse_outputs, show, show_json
     from spindle.errors import DoesNotFitError
     from spindle.plan import Plan
@@ -71,6 +71,7 @@ def compare(
             *load_batch(given, devices, cluster, microbatches, batch_seed, samples), effort, output, figure, as_json
         )
         return
+    refuse_batch_options(given, microbatches, batch_seed, samples)
     profile = load_profile(given, devices, cluster)
     plans: dict[str, Plan] = {}
     refusals: dict[str, str] = {}

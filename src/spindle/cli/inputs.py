@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spindle.artifact import artifact_from_json, read_json_file
+from spindle.cli.pipelines import refuse_multimodal
 from spindle.cli.script import script_words, workload_of_script
 from spindle.cli.terminal import printable
 from spindle.cluster import Cluster, DeviceKind, Island, Link, cluster_named, read_cluster_file
@@ -18,11 +19,13 @@ from spindle.recipes import RECIPES
 from spindle.workload import Workload
 
 MAX_DEVICES = 1 << 20
+LEAVES_OUT = "leaves_out"  # in what --json prints: what the times do not know
 
 
 def load_profile(given: str, num_devices: int | None, cluster_name: str | None) -> Profile:
     """The profile of an input: a measured one, an abstract graph's own times, else a roofline, which recipes bring
     fitted."""
+    refuse_multimodal(given)
     if given in RECIPES:
         recipe = RECIPES[given]
         cluster = _real_cluster(given, num_devices, cluster_name)
@@ -55,8 +58,13 @@ def planner_in(path: Path) -> str:
 
 
 def load_plan(path: Path, profile: Profile) -> Plan:
-    """A plan file, refused unless it is legal for this profile."""
-    plan = read_plan(path, profile.graph)
+    """A plan file, or what `--json` printed of a plan, refused unless it is legal for this profile."""
+    data = read_json_file(path)
+    if LEAVES_OUT in data:  # a remark beside the plan
+        del data[LEAVES_OUT]
+        plan = artifact_from_json(data, str(path), "plan", Plan)
+    else:
+        plan = read_plan(path, profile.graph)
     _refuse_unprintable(str(path), [("workload", plan.workload), ("cluster", plan.cluster), ("planner", plan.planner)])
     try:
         check(plan, profile)

@@ -32,8 +32,8 @@ def plan(
         Path | None,
         typer.Option("-o", "--output", metavar="PLAN.json", help="Write the plan here.", show_default=False),
     ] = None,
-    microbatches: Microbatches = 32,
-    batch_seed: BatchSeed = 0,
+    microbatches: Microbatches = None,
+    batch_seed: BatchSeed = None,
     samples: Samples = None,
     as_json: AsJson = False,
 ) -> None:
@@ -49,10 +49,12 @@ def plan(
 
     spindle plan vlm-s --microbatches 16
     """
+    import json
+
     from spindle.artifact import artifact_text
-    from spindle.cli.inputs import load_profile
-    from spindle.cli.pipelines import is_multimodal, load_batch, refuse_unknown_planner
-    from spindle.cli.terminal import notice, progress_bar, refuse_outputs, show, show_chart, show_text
+    from spindle.cli.inputs import LEAVES_OUT, load_profile
+    from spindle.cli.pipelines import is_multimodal, left_out, load_batch, refuse_batch_options, refuse_unknown_planner
+    from spindle.cli.terminal import notice, progress_bar, refuse_outputs, show, show_chart, show_json, show_text
     from spindle.plan import write_plan
     from spindle.planners import Effort, make_plan
     from spindle.report.compare import simulated
@@ -68,16 +70,22 @@ def plan(
             made, profile = pipelined.plan(batch, planner or "pipeline", effort, report)
             measures = simulated(made, profile)
     else:
+        refuse_batch_options(given, microbatches, batch_seed, samples)
         profile = load_profile(given, devices, cluster)
         with progress_bar(f"planning {profile.graph.name} on {profile.cluster.name}", 1.0) as report:
             made = make_plan(profile, planner or "wavefront", effort, report)
             measures = simulated(made, profile)
     if output is not None:
         write_plan(output, made)
+    is_model = is_multimodal(given)
+    if as_json and is_model:
+        show_json(json.loads(artifact_text("plan", made)) | {LEAVES_OUT: list(profile.leaves_out)})
+        return
     if as_json:
         show_text(artifact_text("plan", made))
         return
-    show(plan_facts(made, measures, profile), *step_remarks(made, measures, profile))
+    unknown = left_out(profile.leaves_out) if is_model else []
+    show(plan_facts(made, measures, profile), *step_remarks(made, measures, profile), *unknown)
     show_chart(lambda num_columns: plan_chart(made, profile.graph, num_columns), made.num_devices)
     if output is not None:
         notice(f"wrote {output}")

@@ -21,11 +21,13 @@ def recipe(
 
     spindle recipe clip-4 -o clip-4.json
     """
+    from spindle.cli.pipelines import refuse_multimodal
     from spindle.cli.terminal import notice, refuse_outputs
     from spindle.errors import InputError
     from spindle.recipes import RECIPES
     from spindle.workload import write_workload
 
+    refuse_multimodal(name)
     if name not in RECIPES:
         raise InputError(f"no recipe is called {name!r}; recipes: {', '.join(RECIPES)}")
     refuse_outputs(output)

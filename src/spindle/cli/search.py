@@ -16,8 +16,8 @@ def search(
         str, typer.Argument(metavar="MODEL", help="A multimodal model of `spindle recipes`.", show_default=False)
     ],
     cluster: ClusterName = None,
-    microbatches: Microbatches = 32,
-    batch_seed: BatchSeed = 0,
+    microbatches: Microbatches = None,
+    batch_seed: BatchSeed = None,
     samples: Samples = None,
     seed: Seed = 0,
     evaluations: Evaluations = None,
@@ -36,7 +36,7 @@ def search(
 
     spindle search t2v-s --samples lengths.jsonl --evaluations 20000 -o plan.json
     """
-    from spindle.cli.pipelines import load_batch, refuse_unknown_model
+    from spindle.cli.pipelines import left_out, load_batch, refuse_unknown_model
     from spindle.cli.terminal import notice, progress_bar, refuse_outputs, show, show_json
     from spindle.plan import write_plan
     from spindle.planners import Effort
@@ -67,6 +67,7 @@ def search(
                     }
                     for one in found
                 ],
+                "leaves_out": list(profile.leaves_out),
             }
         )
     else:
@@ -76,7 +77,8 @@ def search(
         show(
             f"The iteration takes {made.makespan_s:.3f} s with the optimizer's step, "
             f"{made.makespan_s / made.bound_s:.3f} × its bound; {made.evaluations:,} schedules were tried"
-            + ("." if made.cut_s is None else f", cut at {made.cut_s:g} s.")
+            + ("." if made.cut_s is None else f", cut at {made.cut_s:g} s."),
+            *left_out(profile.leaves_out),
         )
     if output is not None:
         notice(f"wrote {output}")

@@ -22,8 +22,8 @@ def simulate(
             "--trace", metavar="TRACE.json", help="Write a trace for ui.perfetto.dev here.", show_default=False
         ),
     ] = None,
-    microbatches: Microbatches = 32,
-    batch_seed: BatchSeed = 0,
+    microbatches: Microbatches = None,
+    batch_seed: BatchSeed = None,
     samples: Samples = None,
     as_json: AsJson = False,
 ) -> None:
@@ -40,7 +40,7 @@ def simulate(
     import spindle.simulate
     from spindle.artifact import to_json, write_whole
     from spindle.cli.inputs import load_plan, load_profile, planner_in
-    from spindle.cli.pipelines import is_multimodal, load_batch
+    from spindle.cli.pipelines import is_multimodal, load_batch, refuse_batch_options, refuse_other_batch
     from spindle.cli.terminal import notice, refuse_outputs, show, show_chart, show_json
     from spindle.planners import graph_bound_s
     from spindle.program import lower, refuse_overfull, verify
@@ -53,7 +53,9 @@ def simulate(
     if is_multimodal(given):
         pipelined, batch = load_batch(given, devices, cluster, microbatches, batch_seed, samples)
         profile = pipelined.profile(batch, planner_in(plan_file))
+        refuse_other_batch(plan_file, profile)
     else:
+        refuse_batch_options(given, microbatches, batch_seed, samples)
         profile = load_profile(given, devices, cluster)
     made = load_plan(plan_file, profile)
     if made.num_devices < profile.cluster.num_devices:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 
 from spindle.errors import PlanError
-from spindle.plan.passes import pass_needs, slot_links
+from spindle.plan.passes import pass_needs, refuse_other_slots, slot_links
 from spindle.plan.plan import FORWARD, Plan, Slot, pass_s, setting_of
 from spindle.plan.text import marked
-from spindle.profile import Profile
+from spindle.profile import Profile, bytes_text, saved_bytes
 
 _TOLERANCE = 1e-9  # of the whole step: planners add the same times in different orders
 
@@ -26,6 +26,7 @@ def check(plan: Plan, profile: Profile) -> None:
         _memory,
         _rounds,
         _passes if plan.passes else _times,
+        _host,
         _waves,
     ):
         rule(plan, profile)
@@ -97,7 +98,8 @@ def _allocations(plan: Plan, profile: Profile) -> None:
 
 
 def _memory(plan: Plan, profile: Profile) -> None:
-    """No more of a slot's layers are recomputed or offloaded than it has."""
+    """No more of a slot's layers are recomputed or offloaded than it has, each in one way, and only where passes say
+    what runs when."""
     for slot in plan.slots:
         if min(slot.recomputed, slot.offloaded) < 0 or slot.recomputed + slot.offloaded > slot.num_layers:
             raise _refuse(
@@ -106,8 +108,86 @@ def _memory(plan: Plan, profile: Profile) -> None:
                 slot,
                 f"{slot.op} recomputes {slot.recomputed} and offloads {slot.offloaded} of {slot.num_layers} layers",
             )
+        if (slot.recomputed or slot.offloaded) and not plan.passes:
+            raise _refuse(
+                plan,
+                profile,
+                slot,
+                f"{slot.op} recomputes {slot.recomputed} and offloads {slot.offloaded} of its layers, which only plans "
+                "with passes can; without them an op is recomputed as a whole",
+            )
+        if (slot.recomputed or slot.offloaded) and slot.op in plan.recompute:
+            raise _refuse(
+                plan,
+                profile,
+                slot,
+                f"{slot.op} is recomputed as a whole, so its slots recompute and offload no layers of their own, got "
+                f"{slot.recomputed} and {slot.offloaded}",
+            )
         if slot.offloaded and not profile.cluster.kind.host_bytes_per_s:
             raise _refuse(plan, profile, slot, f"{slot.op} offloads, and nothing is known of a link to the host")
+
+
+def _host(plan: Plan, profile: Profile) -> None:
+    """What waits on the host gets there while its forward passes run, and has room there.
+
+    Passes of one task that follow each other on the same devices are one stage, all of which hides its copies.
+    Conservative: all that a device offloads in a step counts at once, though some has come back before other leaves.
+    """
+    if not any(slot.offloaded for slot in plan.slots):
+        return
+    kind, graph, setting = profile.cluster.kind, profile.graph, setting_of(plan, profile)
+    position = {op.name: index for index, op in enumerate(graph.metaops)}
+    held_bytes: dict[int, int] = defaultdict(int)
+    for stage in _forward_stages(plan, profile):
+        stage_bytes, forward_s = 0, 0.0
+        for slot in stage:
+            op, curve = graph.metaops[position[slot.op]], profile.curve(position[slot.op], setting)
+            forward_s += pass_s(slot, FORWARD, curve)
+            rows = -(-(op.batch_size or 1) * curve.tensor_degree // len(slot.devices))  # of the largest share
+            num_bytes = saved_bytes(op, rows, slot.offloaded, curve.tensor_degree, False)
+            stage_bytes += num_bytes
+            for device in slot.devices:
+                held_bytes[device] += num_bytes
+                if held_bytes[device] > kind.host_memory_bytes:
+                    raise _refuse(
+                        plan,
+                        profile,
+                        slot,
+                        f"device {device} offloads more than the {bytes_text(kind.host_memory_bytes)} that the host "
+                        "has for it, counting all of the step at once",
+                    )
+        copy_s = stage_bytes / kind.host_bytes_per_s
+        if copy_s > forward_s * (1 + _TOLERANCE):
+            slot = next(slot for slot in stage if slot.offloaded)
+            raise _refuse(
+                plan,
+                profile,
+                slot,
+                f"{slot.op} offloads {bytes_text(stage_bytes)}, which takes {copy_s:.3g} s to the host; the forward "
+                f"pass beside it hides {forward_s:.3g} s",
+            )
+
+
+def _forward_stages(plan: Plan, profile: Profile) -> list[list[Slot]]:
+    """Slots whose forward passes follow each other on the same devices, with nothing between, for one task."""
+    task_of = {op.name: op.task for op in profile.graph.metaops}
+    stages: list[list[Slot]] = []
+    last: dict[int, list[Slot] | None] = {}  # the stage that each device is in
+    for one in plan.passes:
+        slot = plan.slots[one.slot]
+        stage = last.get(slot.devices[0]) if one.kind == FORWARD else None
+        if stage is not None:
+            goes_on = stage[-1].devices == slot.devices and task_of[stage[-1].op] == task_of[slot.op]
+            if not goes_on or any(last[device] is not stage for device in slot.devices):
+                stage = None
+        if one.kind == FORWARD and stage is None:
+            stage = []
+            stages.append(stage)
+        if stage is not None:
+            stage.append(slot)
+        last.update(dict.fromkeys(slot.devices, stage))
+    return stages
 
 
 def _rounds(plan: Plan, profile: Profile) -> None:
@@ -142,6 +222,7 @@ def _passes(plan: Plan, profile: Profile) -> None:
     setting = setting_of(plan, profile)
     if plan.num_rounds > 1:
         raise PlanError("a plan with passes has no rounds: its passes say what comes after what")
+    refuse_other_slots((one.slot for one in plan.passes), len(plan.slots))
     needs = pass_needs([(one.slot, one.kind) for one in plan.passes], slot_links(ops, profile.graph))
     slack = _TOLERANCE * plan.folded_s
     ends: dict[tuple[int, str], float] = {}
@@ -172,8 +253,6 @@ def _passes(plan: Plan, profile: Profile) -> None:
         ends[one.slot, one.kind] = one.end_s
         if one.kind == FORWARD and max(abs(one.start_s - slot.start_s), abs(one.end_s - slot.end_s)) > slack:
             raise _refuse(plan, profile, slot, "its times are not those of its forward pass")
-    if len(ends) < len(needs):
-        raise PlanError("this plan has slots without passes")
     if abs(plan.folded_s - max(ends.values())) > slack:
         raise PlanError(f"folded_s is {plan.folded_s:.6g} s, the last pass ends at {max(ends.values()):.6g} s")
 

@@ -31,6 +31,17 @@ def slot_links(ops: Sequence[int], graph: MetaGraph) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
+def refuse_other_slots(slots: Iterable[int], num_slots: int) -> None:
+    """The slots of passes are those of the plan: all of them, and no others."""
+    found = set(slots)
+    unknown = sorted(found.difference(range(num_slots)))
+    if unknown:
+        raise PlanError(f"there is a pass of slot {unknown[0]}; slots are 0 to {num_slots - 1}")
+    missing = sorted(set(range(num_slots)) - found)
+    if missing:
+        raise PlanError(f"slot {missing[0]} has no passes")
+
+
 def pass_needs(order: Iterable[Key], links: Sequence[tuple[int, int]]) -> dict[Key, list[Key]]:
     """What each pass waits for by its data. Refuses passes that are missing, or there twice."""
     kinds: dict[int, list[str]] = defaultdict(list)
@@ -88,6 +99,7 @@ def assemble_passes(
             )
         )
     ops = [piece.op for piece in pieces]
+    refuse_other_slots((number for number, _ in order), len(slots))
     needs = pass_needs(order, slot_links(ops, graph))
     ends: dict[Key, float] = {}
     device_end: dict[int, float] = defaultdict(float)

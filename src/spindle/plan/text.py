@@ -7,7 +7,8 @@
 Devices stand in share order (`4-7,0-3` is not `0-7`). `^0.25` behind a slot is a start later than its data and devices
 ask for; `~1` its round; `r3` and `o2` how many layers are recomputed and offloaded. A line of `>` has the order of the
 passes, where a plan has one: forward, backward, or the gradients of inputs (I) and weights (W), of slots by number.
-Lines of `# key value` in front carry what slots do not. Names are written as they are, with blanks as `%20`.
+Lines of `# key value` in front carry what slots do not. Names are written as they are, with blanks as `%20` and a
+`>` in front as `%3E`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SLOT = re.compile(
     r"(?P<op>\S+)\*(?P<layers>\d+)@(?P<devices>[\d,-]+)"
     r"(r(?P<recomputed>\d+))?(o(?P<offloaded>\d+))?(~(?P<round>\d+))?(\^(?P<start>[\d.e+-]+))?"
 )
-_LETTERS = {FORWARD: "F", BACKWARD: "B", INPUT: "I", WEIGHT: "W"}
+PASS_LETTERS = {FORWARD: "F", BACKWARD: "B", INPUT: "I", WEIGHT: "W"}
 _PASS = re.compile(r"([FBIW])(\d+)")
 
 
@@ -47,8 +48,8 @@ def format_plan(plan: Plan, profile: Profile, mark: int | None = None) -> str:
     """The text form; `mark` points at a slot, for errors."""
     early = _earliest_starts(plan, profile)
     lines = [f"# planner {plan.planner}"]
-    lines += [f"# tensor {quote(module, safe=_SAFE)} {degree}" for module, degree in plan.tensor_degrees if degree > 1]
-    lines += [f"# recompute {quote(op, safe=_SAFE)}" for op in plan.recompute]
+    lines += [f"# tensor {_quoted(module)} {degree}" for module, degree in plan.tensor_degrees if degree > 1]
+    lines += [f"# recompute {_quoted(op)}" for op in plan.recompute]
     lines += ["# optimizer sharded"] if plan.shard_optimizer else []
     line: list[str] = []
     wave = 0
@@ -56,7 +57,7 @@ def format_plan(plan: Plan, profile: Profile, mark: int | None = None) -> str:
         if slot.wave != wave:
             lines.append(" ".join(line))
             line, wave = [], slot.wave
-        text = f"{quote(slot.op, safe=_SAFE)}*{slot.num_layers}@{format_devices(slot.devices)}"
+        text = f"{_quoted(slot.op)}*{slot.num_layers}@{format_devices(slot.devices)}"
         text += f"r{slot.recomputed}" if slot.recomputed else ""
         text += f"o{slot.offloaded}" if slot.offloaded else ""
         text += f"~{slot.round}" if slot.round else ""
@@ -64,11 +65,17 @@ def format_plan(plan: Plan, profile: Profile, mark: int | None = None) -> str:
         line.append(f">>> {text} <<<" if number == mark else text)
     lines.append(" ".join(line))
     if plan.passes:
-        lines.append(" ".join([">", *(f"{_LETTERS[one.kind]}{one.slot}" for one in plan.passes)]))
+        lines.append(" ".join([">", *(f"{PASS_LETTERS[one.kind]}{one.slot}" for one in plan.passes)]))
     return "\n".join(lines) + "\n"
 
 
 _SAFE = "/#[]:()<>=,+!?&$'\""
+
+
+def _quoted(name: str) -> str:
+    """A name as one word; what begins with `>` would be a line of passes."""
+    text = quote(name, safe=_SAFE)
+    return "%3E" + text[1:] if text.startswith(">") else text
 
 
 def _earliest_starts(plan: Plan, profile: Profile) -> list[float]:
@@ -98,6 +105,8 @@ def parse_plan(text: str, profile: Profile) -> Plan:
     shard_optimizer = False
     pieces: list[Piece] = []
     passes: list[tuple[int, str]] = []
+    lines: list[int] = []  # where each pass stands
+    lean = 0  # the first line with layers that are recomputed or offloaded
     wave = -1
     for number, line in enumerate(text.splitlines(), start=1):
         if line.startswith("# "):
@@ -112,7 +121,9 @@ def parse_plan(text: str, profile: Profile) -> Plan:
                 shard_optimizer = True
             continue
         if line.startswith(">"):
-            passes += [_parse_pass(word, number) for word in line[1:].split()]
+            found = [_parse_pass(word, number) for word in line[1:].split()]
+            passes += found
+            lines += [number] * len(found)
             continue
         wave += bool(line.strip())
         for word in line.split():
@@ -124,6 +135,7 @@ def parse_plan(text: str, profile: Profile) -> Plan:
             op = unquote(match["op"])
             if op not in position:
                 raise PlanError(f"line {number}: no op is called {op!r}; ops: {', '.join(position)}")
+            lean = lean or (number if match["recomputed"] or match["offloaded"] else 0)
             pieces.append(
                 Piece(
                     op=position[op],
@@ -137,8 +149,13 @@ def parse_plan(text: str, profile: Profile) -> Plan:
                 )
             )
     setting = profile.setting(degrees, frozenset(recompute), shard_optimizer)
+    for (slot, _), number in zip(passes, lines, strict=True):
+        if slot >= len(pieces):
+            raise PlanError(f"line {number}: there is a pass of slot {slot}; slots are 0 to {len(pieces) - 1}")
     if passes:
         return assemble_passes(profile, setting, planner, pieces, passes)
+    if lean:
+        raise PlanError(f"line {lean}: layers are recomputed or offloaded, which only plans with passes can; write >")
     return assemble(profile, setting, planner, pieces)
 
 
@@ -146,7 +163,7 @@ def _parse_pass(word: str, line: int) -> tuple[int, str]:
     match = _PASS.fullmatch(word)
     if match is None:
         raise PlanError(f"line {line}: {word!r} is no pass; expected a letter of F, B, I, W and a slot, such as F0")
-    return int(match[2]), next(kind for kind, letter in _LETTERS.items() if letter == match[1])
+    return int(match[2]), next(kind for kind, letter in PASS_LETTERS.items() if letter == match[1])
 
 
 def _parse_devices(text: str) -> tuple[int, ...]:

@@ -22,6 +22,15 @@ from spindle.artifact import from_json
 from spindle.errors import InputError, WorkloadError
 
 VISION, LANGUAGE, VIDEO = "vision", "language", "video"
+_MAX_IMAGES, _MAX_TOKENS = 10**6, 10**9  # of a sample in a file: more is a slip of the pen
+
+
+class SampleError(WorkloadError):
+    """A sample that cannot be packed: its number, from 0, and why."""
+
+    def __init__(self, number: int, reason: str) -> None:
+        super().__init__(f"sample {number}: {reason}")
+        self.number, self.reason = number, reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +101,32 @@ class Sample:
 
 def read_samples(path: Path) -> tuple[Sample, ...]:
     """The samples of a JSONL file, one per line; empty lines are passed over."""
+    samples = []
+    for number, line in _lines(path):
+        where = f"{path}, line {number}"
+        try:
+            data = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{where}: not a JSON object on one line ({error})") from error
+        sample = from_json(Sample, data, where)
+        if sample.images > _MAX_IMAGES or sample.text_tokens > _MAX_TOKENS:
+            raise InputError(
+                f"{where}: a sample has at most {_MAX_IMAGES:,} images and {_MAX_TOKENS:,} tokens of text, got "
+                f"{sample.images:,} and {sample.text_tokens:,}"
+            )
+        samples.append(sample)
+    if not samples:
+        raise InputError(f"{path}: has no samples; write one JSON object per line, such as {_EXAMPLE}")
+    return tuple(samples)
+
+
+def line_of_sample(path: Path, number: int) -> int:
+    """The line, from 1, on which a file has its sample of this number, from 0."""
+    return _lines(path)[number][0]
+
+
+def _lines(path: Path) -> list[tuple[int, str]]:
+    """Lines that are not empty, with their numbers."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
@@ -100,19 +135,7 @@ def read_samples(path: Path) -> tuple[Sample, ...]:
         raise InputError(f"{path}: is a directory; give a file with one sample per line") from error
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as text ({error})") from error
-    samples = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            data = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{where}: not a JSON object on one line ({error})") from error
-        samples.append(from_json(Sample, data, where))
-    if not samples:
-        raise InputError(f"{path}: has no samples; write one JSON object per line, such as {_EXAMPLE}")
-    return tuple(samples)
+    return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
 
 
 _EXAMPLE = '{"text_tokens": 812, "images": 3}'
@@ -178,7 +201,7 @@ def pack_images(samples: Iterable[Sample], packing: Packing = FILLED) -> tuple[M
 
     for number, sample in enumerate(samples):
         if sample.clips:
-            raise WorkloadError(f"sample {number} has clips; text with images has none (pack_clips takes clips)")
+            raise SampleError(number, "it has clips; a vision-language model takes texts with images, and no clips")
         for part in _cut(sample, packing):
             length = part.text_tokens + part.images * packing.image_tokens
             if tokens + length > packing.max_tokens or images + part.images > packing.max_images:
@@ -217,12 +240,13 @@ def pack_clips(samples: Iterable[Sample], packing: Packing = FILLED) -> tuple[Mi
 
     for number, sample in enumerate(samples):
         if sample.images or not sample.clips:
-            raise WorkloadError(f"sample {number}: text to video takes samples with clips and without images")
+            raise SampleError(number, "text to video takes samples with clips and without images")
         for clip, text in zip(sample.clips, even_parts(sample.text_tokens, len(sample.clips)), strict=True):
             if text > packing.max_tokens:
-                raise WorkloadError(
-                    f"sample {number}: {text} tokens of text for one clip are more than a sequence of "
-                    f"{packing.max_tokens} holds; shorten the text"
+                raise SampleError(
+                    number,
+                    f"{text} tokens of text for one clip are more than a sequence of {packing.max_tokens} holds; "
+                    "shorten the text",
                 )
             if len(clips) == packing.max_clips or tokens + text > packing.max_tokens:
                 close()

@@ -1,0 +1,113 @@
+"""Multimodal models on the command line: which verbs take them, what is refused, what is said of their times."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from spindle.cli.main import run
+from spindle.recipes import MODELS
+
+QUICK = ("--microbatches", "2", "--evaluations", "5")
+
+
+@pytest.fixture(autouse=True)
+def _plain_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+def refusal(capsys, *arguments: str) -> str:
+    code = run(arguments)
+    printed = capsys.readouterr()
+    assert code == 2, printed.err
+    assert printed.out == ""
+    assert "Traceback" not in printed.err
+    return printed.err
+
+
+def answer(capsys, *arguments: str) -> str:
+    code = run(arguments)
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    return printed.out
+
+
+def test_recipes_list_the_multimodal_models(capsys):
+    out = answer(capsys, "recipes")
+    assert "tensor degree 8 × 8 stages, h800x64" in out
+    assert all(name in out for name in MODELS)
+    listed = json.loads(answer(capsys, "recipes", "--json"))["models"]
+    assert [one["name"] for one in listed] == list(MODELS)
+    first = {"description": "ViT 5B and Llama3 8B", "tensor_degree": 4, "num_stages": 4, "cluster": "h800x16"}
+    assert first.items() <= listed[0].items()
+    assert listed[0]["weights"] == MODELS["vlm-s"].num_parameters
+
+
+@pytest.mark.parametrize("arguments", [("bound", "vlm-s"), ("explain", "t2v-s", "p"), ("recipe", "vlm-l", "-o", "x")])
+def test_verbs_that_do_not_take_a_model_say_which_do(capsys, arguments):
+    said = refusal(capsys, *arguments)
+    assert f"{arguments[1]} is a multimodal model" in said
+    assert "the verbs plan, compare, search and simulate take it" in said
+
+
+@pytest.mark.parametrize("option", [("--microbatches", "32"), ("--batch-seed", "0"), ("--samples", "x.jsonl")])
+@pytest.mark.parametrize("verb", [("plan", "clip-4"), ("compare", "clip-4"), ("simulate", "clip-4", "p.json")])
+def test_what_is_asked_of_a_batch_is_for_models_only(capsys, verb, option):
+    said = refusal(capsys, *verb, "--cluster", "a800x8", *option)
+    assert f"{option[0]} is for multimodal models" in said
+    assert "clip-4 is none" in said
+
+
+def test_a_plan_of_another_batch_is_called_that(capsys, tmp_path):
+    plan = str(tmp_path / "plan.json")
+    answer(capsys, "plan", "vlm-s", *QUICK, "-o", plan)
+    for other in (("--microbatches", "3"), ("--microbatches", "2", "--batch-seed", "1"), ()):
+        said = refusal(capsys, "simulate", "vlm-s", plan, *other)
+        assert "was made for another batch of vlm-s; give --microbatches, --batch-seed, --samples" in said
+    assert "for another workload: 'vlm-s'" in refusal(capsys, "simulate", "t2v-s", plan, "--microbatches", "2")
+    answer(capsys, "simulate", "vlm-s", plan, "--microbatches", "2")
+
+
+@pytest.mark.parametrize(
+    ("model", "line", "message"),
+    [
+        ("vlm-s", '{"text_tokens": 9, "clips": [{"seconds": 3}]}', "it has clips; a vision-language model takes"),
+        ("t2v-s", '{"text_tokens": 9, "images": 1}', "text to video takes samples with clips and without images"),
+        ("t2v-s", '{"text_tokens": 9000, "clips": [{"seconds": 3}]}', "9000 tokens of text for one clip"),
+        ("vlm-s", '{"text_tokens": 9, "images": 1000001}', "at most 1,000,000 images and 1,000,000,000 tokens"),
+        ("vlm-s", '{"text_tokens": 1000000001}', "got 0 and 1,000,000,001"),
+    ],
+)
+def test_a_sample_that_the_model_cannot_take_is_named_with_its_line(capsys, tmp_path, model, line, message):
+    fine = {"vlm-s": '{"text_tokens": 9}', "t2v-s": '{"text_tokens": 9, "clips": [{"seconds": 3}]}'}[model]
+    lengths = tmp_path / "lengths.jsonl"
+    lengths.write_text(f"{fine}\n\n{line}\n")
+    said = refusal(capsys, "search", model, *QUICK, "--samples", str(lengths))
+    assert f"{lengths}, line 3: " in said
+    assert message in said
+    assert "pack_" not in said
+
+
+def test_a_tensor_group_does_not_cross_islands(capsys, tmp_path):
+    cluster = tmp_path / "small.toml"
+    links = "link.bytes_per_s = 2e11\nuplink.bytes_per_s = 2e10"
+    cluster.write_text(f'name = "small"\n[[islands]]\nkind = "h800"\nnum_devices = 2\ncount = 8\n{links}\n')
+    said = refusal(capsys, "plan", "vlm-s", *QUICK, "--cluster", str(cluster))
+    assert "vlm-s has tensor groups of 4 devices, which lie inside islands: small has an island of 2" in said
+
+
+@pytest.mark.parametrize("verb", ["plan", "compare", "search"])
+def test_what_the_times_leave_out_is_said(capsys, tmp_path, verb):
+    out = answer(capsys, verb, "vlm-s", *QUICK)
+    assert "Left out: data loading, and whatever the host does between layers" in out
+    assert "Left out: kernels were measured on" in out
+    printed = answer(capsys, verb, "vlm-s", *QUICK, "--json")
+    leaves_out = json.loads(printed)["leaves_out"]
+    assert len(leaves_out) == out.count("Left out: ")
+    if verb == "plan":  # and what was printed is still a plan
+        again = tmp_path / "again.json"
+        again.write_text(printed)
+        answer(capsys, "simulate", "vlm-s", str(again), "--microbatches", "2")
