@@ -347,9 +347,17 @@ class _Stages:
 
         choices = [choice(0, 0)]
         if self._frugal:
-            away = self._most_offloaded([kept[number] for number in ranking for _ in range(counts[number])], forward_s)
-            total = sum(counts)
-            choices = [choice(twice, some) for some in {0, away} for twice in range(total - some + 1)]
+            most = self._most_offloaded_bytes(forward_s)
+            smallest_first = np.cumsum(
+                sorted(one for one, count in zip(kept, counts, strict=True) for _ in range(count))
+            )
+            away, total = int(np.searchsorted(smallest_first, most, side="right")), sum(counts)
+            choices = [
+                one
+                for some in {0, away}
+                for one in (choice(twice, some) for twice in range(total - some + 1))
+                if sum(count * size for count, size in zip(one.offloaded, kept, strict=True)) <= most
+            ]
             # Waiting on the host takes no time; what has room keeps all the same.
             choices.append(replace(choice(0, 0), backward_ns=max(0, choice(0, 0).backward_ns - 1)))
         last = ops[-1].cost
@@ -361,12 +369,11 @@ class _Stages:
             _worth_having(choices),
         )
 
-    def _most_offloaded(self, layers: Sequence[int], forward_s: float) -> int:
-        """How many layers can wait on the host without anyone waiting for them: what they keep is on its way while the
-        stage runs, and the host has room for all microbatches at once."""
+    def _most_offloaded_bytes(self, forward_s: float) -> float:
+        """How much of a stage can wait on the host without anyone waiting for it: it is on its way while the stage runs,
+        and the host has room for all microbatches at once."""
         kind = self._profile.cluster.kind
-        most = min(forward_s * kind.host_bytes_per_s, kind.host_memory_bytes / self._most_stages)
-        return int(np.searchsorted(np.cumsum(layers), most, side="right"))
+        return min(forward_s * kind.host_bytes_per_s, kind.host_memory_bytes / self._most_stages)
 
 
 def _worth_having(choices: Iterable[Choice]) -> tuple[Choice, ...]:
