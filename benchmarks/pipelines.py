@@ -216,9 +216,7 @@ def report(cells: list[dict[str, Any]], rungs: dict[str, float]) -> str:
         "recomputed / offloaded %",
     ]
     parts = [
-        markdown(
-            ["model", "over vpp", "over the best baseline", "the paper's range"], [gain_row(one) for one in cells]
-        ),
+        first_table(cells),
         markdown(headings, [row for cell in cells for row in rows_of(cell)]),
     ]
     if ladder_rows:
