@@ -370,8 +370,8 @@ class _Stages:
         )
 
     def _most_offloaded_bytes(self, forward_s: float) -> float:
-        """How much of a stage can wait on the host without anyone waiting for it: it is on its way while the stage runs,
-        and the host has room for all microbatches at once."""
+        """How much of a stage can wait on the host without anyone waiting for it: it is on its way while the stage
+        runs, and the host has room for all microbatches at once."""
         kind = self._profile.cluster.kind
         return min(forward_s * kind.host_bytes_per_s, kind.host_memory_bytes / self._most_stages)
 
