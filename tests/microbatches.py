@@ -482,7 +482,7 @@ def train_shared_in_passes(rank: int, num_ranks: int, training: tensors.Training
         position = {op.name: number for number, op in enumerate(profile.graph.metaops)}
         pieces = []
         for slot in plan.slots:
-            recomputed = choose.randint(0, slot.num_layers)
+            recomputed = 0 if slot.op in plan.recompute else choose.randint(0, slot.num_layers)
             pieces.append(
                 Piece(op=position[slot.op], num_layers=slot.num_layers, devices=slot.devices, recomputed=recomputed)
             )
