@@ -270,16 +270,16 @@ def test_a_batchs_curves_are_those_of_one_tensor_group():
     profile = batch_profile(model, vlm_batch(4, np.random.default_rng(1)), {VISION: 12})
     for (curve,) in profile.curves:
         assert curve.num_devices == (4,)
-        assert 0 < curve.weight_part_s(4) <= curve.times_s(4)[1]
+        assert 0 < (curve.weight_time_s(4) or 0.0) <= curve.times_s(4)[1]
     assert profile.setting({}).tensor_degrees == (4,) * len(profile.curves)
     assert any("H200" in line for line in profile.leaves_out)
 
 
 def test_a_curve_knows_its_part_that_may_wait_or_says_nothing_of_it():
     curve = Curve(num_devices=(2, 4), forward_s=(2.0, 1.0), backward_s=(4.0, 2.0), weight_s=(1.5, 0.5))
-    assert curve.weight_part_s(4) == 0.5
+    assert curve.weight_time_s(4) == 0.5
     assert curve.up_to(3).weight_s == (1.5,)
-    assert Curve(num_devices=(1,), forward_s=(1.0,), backward_s=(2.0,)).weight_part_s(1) == 0.0
+    assert Curve(num_devices=(1,), forward_s=(1.0,), backward_s=(2.0,)).weight_time_s(1) is None
     with pytest.raises(ProfileError, match="must lie between 0 and backward_s"):
         Curve(num_devices=(1,), forward_s=(1.0,), backward_s=(2.0,), weight_s=(2.5,))
     with pytest.raises(ProfileError, match="or none"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spindle.plan import BACKWARD, INPUT, WEIGHT
+from spindle.plan.text import PASS_LETTERS
 
 COMPUTE, TRANSFER, SYNC = range(3)
 LANES = ("compute", "transfer", "sync")
@@ -71,7 +72,6 @@ class OptimizerStep:
     """Update every parameter this rank holds, or its part of those that are sharded."""
 
 
-_LETTERS = {BACKWARD: "B", INPUT: "I", WEIGHT: "W"}
 Instruction = Forward | Backward | Exchange | SyncGradients | GatherParameters | OptimizerStep
 
 
@@ -81,7 +81,7 @@ def code(instruction: Instruction) -> str:
         case Forward(slot=slot):
             return f"F{slot}"
         case Backward(slot=slot, first=first, last=last, part=part):
-            return f"{_LETTERS[part]}{slot}[{first}:{last}]"
+            return f"{PASS_LETTERS[part]}{slot}[{first}:{last}]"
         case Exchange(link=link, backward=backward):
             return f"{'Y' if backward else 'X'}{link}"
         case SyncGradients(bucket=bucket):

@@ -315,15 +315,22 @@ class _Stages:
             return Stage(0, 0, 0.0, 0, (Choice(0, 0, (), ()),))
         ops = [self._profile.graph.metaops[piece.op] for piece in pieces]
         times = [curve.times_s(self._degree) for _, curve, _, _ in facts]
+        # What the user wants to run again does so, whatever is chosen here.
+        always = [self._setting.recompute[piece.op] for piece in pieces]
         weights = [curve.weight_time_s(self._degree) for _, curve, _, _ in facts]
         counts = [count for _, _, count, _ in facts]
         forward_s = sum(count * forward for count, (forward, _) in zip(counts, times, strict=True))
-        backward_s = sum(count * backward for count, (_, backward) in zip(counts, times, strict=True))
+        backward_s = sum(
+            count * (backward + forward * twice)
+            for count, (forward, backward), twice in zip(counts, times, always, strict=True)
+        )
         weight_s = 0.0
         if None not in weights:
             weight_s = sum(count * (weight or 0.0) for count, weight in zip(counts, weights, strict=True))
         rows = [op.batch_size or 1 for op in ops]
-        kept = [saved_bytes(op, count, 1, self._degree, False) for op, count in zip(ops, rows, strict=True)]
+        kept = [
+            saved_bytes(op, count, 1, self._degree, twice) for op, count, twice in zip(ops, rows, always, strict=True)
+        ]
         again = [saved_bytes(op, count, 1, self._degree, True) for op, count in zip(ops, rows, strict=True)]
         # The layers that free most for each second of running again are the first to do so.
         gains = [(one - other) / max(time, 1e-12) for one, other, (time, _) in zip(kept, again, times, strict=True)]
@@ -332,6 +339,8 @@ class _Stages:
         def choice(num_recomputed: int, num_offloaded: int) -> Choice:
             recomputed, offloaded = [0] * len(pieces), [0] * len(pieces)
             for number in ranking:
+                if always[number]:
+                    continue
                 recomputed[number] = min(num_recomputed, counts[number])
                 num_recomputed -= recomputed[number]
                 offloaded[number] = min(num_offloaded, counts[number] - recomputed[number])
