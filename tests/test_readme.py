@@ -22,7 +22,8 @@ def blocks(language: str) -> list[str]:
     [
         # The second goes on from the first.
         ((0, 1), r"Losses over 20 steps(.|\n)*image_text(.|\n)*measured(.|\n)*\{'image_text': \d"),
-        ((2,), r"\d+ ms, bound \d+ ms\n"),
+        ((0, 2), r"Losses over 20 steps(.|\n)*Losses over 4 steps(.|\n)*planned by pipeline"),
+        ((3,), r"\d+ ms, bound \d+ ms\n"),
     ],
 )
 def test_the_python_examples_run(numbers, shown):
