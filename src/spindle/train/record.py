@@ -10,6 +10,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -274,8 +275,8 @@ def _glue(
         if node in needed:
             copies[node] = part.node_copy(node, lambda one: copies[one])
     part.output(fx.node.map_arg(wanted, lambda one: copies[one]))
-    runner = fx.GraphModule(constants, part)
-    return tuple(calls[node] for node in sources), runner.forward
+    runner: Callable[[], fx.GraphModule] = cache(lambda: fx.GraphModule(constants, part))  # made when it is needed
+    return tuple(calls[node] for node in sources), lambda *given: runner().forward(*given)
 
 
 def record_all(definitions: Sequence[TaskDefinition], examples: Mapping[str, Any] | None = None) -> list[RecordedTask]:
