@@ -10,7 +10,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -275,8 +274,8 @@ def _glue(
         if node in needed:
             copies[node] = part.node_copy(node, lambda one: copies[one])
     part.output(fx.node.map_arg(wanted, lambda one: copies[one]))
-    runner: Callable[[], fx.GraphModule] = cache(lambda: fx.GraphModule(constants, part))  # made when it is needed
-    return tuple(calls[node] for node in sources), lambda *given: runner().forward(*given)
+    runner = fx.GraphModule(constants, part)
+    return tuple(calls[node] for node in sources), runner.forward
 
 
 def record_all(definitions: Sequence[TaskDefinition], examples: Mapping[str, Any] | None = None) -> list[RecordedTask]:
