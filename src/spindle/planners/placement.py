@@ -36,25 +36,31 @@ class _NoRoom(Exception):
 def place(profile: Profile, setting: Setting, timed: Sequence[Timed]) -> list[Piece]:
     """Devices for every piece. Raises a DoesNotFitError that names the device, the bytes needed and those there."""
     rules = [NEAR_DATA] * len(timed)
+    first: _NoRoom | None = None
     failure: _NoRoom | None = None
+    changed = 0
     for _ in range(MAX_RETURNS):
-        try:
-            return _Placement(profile, setting).run(timed, rules)
-        except _NoRoom as error:
-            failure = failure or error
-            movable = [number for number in range(error.piece + 1) if rules[number] < FULLEST]
-            if not movable:
-                break
-            rules[movable[-1]] += 1
-            for number in range(movable[-1] + 1, len(rules)):
-                rules[number] = rules[movable[-1]]
-    assert failure is not None
+        # Whether a piece finds room is up to earlier ones: by another rule of its own it finds none again.
+        if failure is None or changed < failure.piece:
+            try:
+                return _Placement(profile, setting).run(timed, rules)
+            except _NoRoom as error:
+                failure = error
+                first = first or error
+        movable = [number for number in range(failure.piece + 1) if rules[number] < FULLEST]
+        if not movable:
+            break
+        changed = movable[-1]
+        rules[changed] += 1
+        for number in range(changed + 1, len(rules)):
+            rules[number] = rules[changed]
+    assert first is not None
     limit = profile.cluster.kind.memory_bytes
-    op = profile.graph.metaops[timed[failure.piece].op].name
+    op = profile.graph.metaops[timed[first.piece].op].name
     raise DoesNotFitError(
-        f"{op} does not fit: device {failure.device} would need {bytes_text(failure.needed_bytes)} "
-        f"of the {bytes_text(limit)} there ({failure.needed_bytes - limit:,} bytes too many)",
-        failure.needed_bytes,
+        f"{op} does not fit: device {first.device} would need {bytes_text(first.needed_bytes)} "
+        f"of the {bytes_text(limit)} there ({first.needed_bytes - limit:,} bytes too many)",
+        first.needed_bytes,
     )
 
 
