@@ -69,7 +69,7 @@ def test_the_random_workloads_have_all_there_is_between_them():
         assert len({one.batches(step)["task0"]["x"].shape for step in range(6)}) > 1
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("num_ranks", [2, 3, 6])
 @pytest.mark.parametrize("planner", ["wavefront", "paper", "sequential", "distmm", "task-level"])
 def test_every_planners_plan_gives_the_numbers_of_one_process(pool, planner, num_ranks):
     assert_same(pool.run(num_ranks, "compare_steps", "everything", planner, STEPS))

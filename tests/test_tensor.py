@@ -96,18 +96,23 @@ def found(tasks, batches, *, has_values: bool = True):
     return sharing, metagraph_of(bind("found", traced, sharing=sharing).workload)
 
 
-def test_degrees_are_those_that_divide_the_heads():
-    sharing, _ = found(*tensors.own())
+@pytest.fixture(scope="module")
+def own():
+    return found(*tensors.own())
+
+
+def test_degrees_are_those_that_divide_the_heads(own):
+    sharing, _ = own
     assert sharing.most == {"language": WIDTH // HEAD}
     assert "8 devices cannot share one of its layers" in sharing.reasons["language"]
 
 
-def test_what_planners_see_does_not_depend_on_weights_in_memory():
-    assert found(*tensors.own())[1].fingerprint == found(*tensors.own(), has_values=False)[1].fingerprint
+def test_what_planners_see_does_not_depend_on_weights_in_memory(own):
+    assert own[1].fingerprint == found(*tensors.own(), has_values=False)[1].fingerprint
 
 
-def test_a_planner_shares_layers_where_memory_asks_for_it():
-    _, graph = found(*tensors.own())
+def test_a_planner_shares_layers_where_memory_asks_for_it(own):
+    _, graph = own
     for memory, degree in ((2_000_000, 1), (300_000, 2), (190_000, 4)):
         (island,) = cluster_named("a800x4").islands
         small = replace(island, kind=replace(island.kind, memory_bytes=memory))
@@ -116,8 +121,8 @@ def test_a_planner_shares_layers_where_memory_asks_for_it():
         assert dict(plan.tensor_degrees)["language"] == degree
 
 
-def test_what_was_measured_on_one_device_is_planned_for_several():
-    _, graph = found(*tensors.own())
+def test_what_was_measured_on_one_device_is_planned_for_several(own):
+    _, graph = own
     samples = LayerSamples(rows=(1, 2, 3, 5), forward_s=(1e-3, 2e-3, 3e-3, 5e-3), backward_s=(2e-3, 4e-3, 6e-3, 1e-2))
     profile = sampled_profile(graph, cluster_named("a800x4"), {op.name: samples for op in graph.metaops})
     assert profile.degrees_of("language") == (1, 2, 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
@@ -43,6 +43,7 @@ from spindle.run import Executor, OpCode, World, held_parameters
 from spindle.run.rows import signature_of
 from spindle.train import Bound, FitResult, bind, code_of, mean, module, probe, task, trace_all
 from spindle.train.record import handles_of, parameter_names, record_all
+from spindle.train.task import ModuleHandle
 from tensors import refusal_of, train_shared
 from zoo import Block, Tower, Workload, one_kind, random_workload
 
@@ -139,9 +140,12 @@ def plain_losses(tasks, step_batches) -> tuple[dict[str, torch.Tensor], torch.Te
     return losses, sum(one.weight * losses[one.name] for one in tasks)
 
 
-def unique_parameters(workload: Workload) -> dict[str, nn.Parameter]:
-    """Every parameter of the tasks' modules once, under its first name."""
-    handles = handles_of(record_all(workload.tasks, workload.batches(0)))
+def handles_in(workload: Workload) -> dict[str, ModuleHandle]:
+    return handles_of(record_all(workload.tasks, workload.batches(0)))
+
+
+def unique_parameters(handles: Mapping[str, ModuleHandle]) -> dict[str, nn.Parameter]:
+    """Every parameter of modules once, under its first name."""
     names = parameter_names(handles)
     return {names[id(one)]: one for handle in handles.values() for one in handle.module.parameters()}
 
@@ -168,7 +172,7 @@ def reference(name: str, step: int) -> Reference:
     workload = workload_named(name)
     losses, total = plain_losses(workload.tasks, workload.batches(step))
     total.backward()
-    parameters = unique_parameters(workload)
+    parameters = unique_parameters(handles_in(workload))
     return Reference(
         losses={task_name: loss.item() for task_name, loss in losses.items()},
         gradients={path: parameter.grad for path, parameter in parameters.items()},
@@ -200,9 +204,7 @@ def on_device(nest: Any, device: str) -> Any:
 def ready(name: str, device: str = "cpu") -> Ready:
     workload = workload_named(name)
     examples = on_device(workload.batches(0), device)
-    for handle in handles_of(record_all(workload.tasks, examples)).values():
-        handle.module.to(device)
-    traced = trace_all(workload.tasks, examples)
+    traced = trace_all(workload.tasks, examples, torch.device(device))
     bound = bind(name, traced, probe(traced, examples))
     graph = metagraph_of(bound.workload)
     return Ready(
@@ -450,9 +452,11 @@ def loaders_of(workload: Workload, training: Training, first: int, steps: int) -
     }
 
 
-def train_plainly(workload: Workload, training: Training) -> list[dict[str, float]]:
+def train_plainly(
+    workload: Workload, parameters: Mapping[str, nn.Parameter], training: Training
+) -> list[dict[str, float]]:
     """One process, without Spindle; leaves the weights in the modules."""
-    trainable = [(path, one) for path, one in unique_parameters(workload).items() if one.requires_grad]
+    trainable = [(path, one) for path, one in parameters.items() if one.requires_grad]
     optimizer = make_optimizer(training.optimizer, trainable)
     steps = sum(training.fits)
     loaders = loaders_of(workload, training, 0, steps)
@@ -470,8 +474,9 @@ def train_plainly(workload: Workload, training: Training) -> list[dict[str, floa
 def train(rank: int, num_ranks: int, training: Training, planner: str) -> Trained:
     """Trains through the public interface, and compares with plain PyTorch."""
     ours = workload_named(training.name, training.dtype, 100 + rank if training.own_weights and rank else None)
-    parameters = unique_parameters(ours)
-    modules = [one.module for one in handles_of(record_all(ours.tasks, ours.batches(0))).values()]
+    recorded = record_all(ours.tasks, ours.batches(0))
+    handles = handles_of(recorded)
+    parameters = unique_parameters(handles)
     shapes = {path: one.shape for path, one in parameters.items()}
     filled: list[set[str]] = []
 
@@ -497,27 +502,35 @@ def train(rank: int, num_ranks: int, training: Training, planner: str) -> Traine
         result = trainer.fit(loaders, steps=steps, drop_last=training.short_rows is None, progress=False)
         history += result.losses
         check_memory(result, rank, num_ranks, filled, with_memory())
-    nn.ModuleList(modules).cpu()
+    nn.ModuleList([one.module for one in handles.values()]).cpu()
     theirs = workload_named(training.name, training.dtype)
-    expected = train_plainly(theirs, training)
+    their_handles = handles_in(theirs)
+    trained = unique_parameters(their_handles)
+    expected = train_plainly(theirs, trained, training)
     loss = max(
         abs(mine[name] - value) / max(abs(value), 1e-3)
         for mine, yours in zip(history, expected, strict=True)
         for name, value in yours.items()
     )
     # A user's own modules, and fresh ones that load what was trained.
-    fresh = workload_named(training.name, training.dtype, 99)
-    fresh_handles = handles_of(record_all(fresh.tasks, fresh.batches(0)))
+    fresh_handles = handles_in(workload_named(training.name, training.dtype, 99))
     nn.ModuleDict({name: handle.module for name, handle in fresh_handles.items()}).load_state_dict(trainer.state_dict())
     parameter, worst = 0.0, ""
-    trained = unique_parameters(theirs)
     floor = floor_of([one.detach() for one in trained.values()])
-    for found in (parameters, unique_parameters(fresh)):
+    for found in (parameters, unique_parameters(fresh_handles)):
         for path, one in trained.items():
             error = trained_error(training, found[path].detach(), one.detach(), floor)
             if not error <= parameter:
                 parameter, worst = error, path
-    return Trained(loss=loss, parameter=parameter, worst=worst, buffer=buffer_error(training, ours, theirs))
+    # Of modules that are called once: where they are called more often, ranks do not meet.
+    calls = [call.handle.name for one in recorded for call in one.calls]
+    once = [name for name in handles if calls.count(name) == 1]
+    return Trained(
+        loss=loss,
+        parameter=parameter,
+        worst=worst,
+        buffer=buffer_error(training, [(handles[name], their_handles[name]) for name in once]),
+    )
 
 
 def train_unmeasured(rank: int, num_ranks: int, training: Training, planner: str) -> Trained:
@@ -545,15 +558,11 @@ def check_memory(result: FitResult, rank: int, num_ranks: int, filled: list[set[
     assert after == set(names)
 
 
-def buffer_error(training: Training, ours: Workload, theirs: Workload) -> float:
-    """Of the buffers of modules that are called once: where they are called more often, ranks do not meet."""
-    calls = [call.handle.name for one in record_all(ours.tasks, ours.batches(0)) for call in one.calls]
-    mine, yours = (handles_of(record_all(one.tasks, one.batches(0))) for one in (ours, theirs))
+def buffer_error(training: Training, pairs: Sequence[tuple[ModuleHandle, ModuleHandle]]) -> float:
     errors = [
         trained_error(training, one.double(), other.double(), 1e-3)
-        for name in mine
-        if calls.count(name) == 1
-        for one, other in zip(mine[name].module.buffers(), yours[name].module.buffers(), strict=True)
+        for ours, theirs in pairs
+        for one, other in zip(ours.module.buffers(), theirs.module.buffers(), strict=True)
     ]
     return max(errors, default=0.0)
 

@@ -35,26 +35,33 @@ class _NoRoom(Exception):
 
 def place(profile: Profile, setting: Setting, timed: Sequence[Timed]) -> list[Piece]:
     """Devices for every piece. Raises a DoesNotFitError that names the device, the bytes needed and those there."""
+    placement = _Placement(profile, setting)
     rules = [NEAR_DATA] * len(timed)
+    first: _NoRoom | None = None
     failure: _NoRoom | None = None
+    changed = 0
     for _ in range(MAX_RETURNS):
-        try:
-            return _Placement(profile, setting).run(timed, rules)
-        except _NoRoom as error:
-            failure = failure or error
-            movable = [number for number in range(error.piece + 1) if rules[number] < FULLEST]
-            if not movable:
-                break
-            rules[movable[-1]] += 1
-            for number in range(movable[-1] + 1, len(rules)):
-                rules[number] = rules[movable[-1]]
-    assert failure is not None
+        # Whether a piece finds room is up to earlier ones: by another rule of its own it finds none again.
+        if failure is None or changed < failure.piece:
+            try:
+                return placement.run(timed, rules)
+            except _NoRoom as error:
+                failure = error
+                first = first or error
+        movable = [number for number in range(failure.piece + 1) if rules[number] < FULLEST]
+        if not movable:
+            break
+        changed = movable[-1]
+        rules[changed] += 1
+        for number in range(changed + 1, len(rules)):
+            rules[number] = rules[changed]
+    assert first is not None
     limit = profile.cluster.kind.memory_bytes
-    op = profile.graph.metaops[timed[failure.piece].op].name
+    op = profile.graph.metaops[timed[first.piece].op].name
     raise DoesNotFitError(
-        f"{op} does not fit: device {failure.device} would need {bytes_text(failure.needed_bytes)} "
-        f"of the {bytes_text(limit)} there ({failure.needed_bytes - limit:,} bytes too many)",
-        failure.needed_bytes,
+        f"{op} does not fit: device {first.device} would need {bytes_text(first.needed_bytes)} "
+        f"of the {bytes_text(limit)} there ({first.needed_bytes - limit:,} bytes too many)",
+        first.needed_bytes,
     )
 
 
@@ -63,20 +70,8 @@ class _Placement:
 
     def __init__(self, profile: Profile, setting: Setting) -> None:
         self.profile, self.setting, self.graph = profile, setting, profile.graph
-        num_devices = profile.cluster.num_devices
         self.island = np.asarray(profile.cluster.island_of)
-        self.free_at_s = np.zeros(num_devices)
-        self.op_end_s = np.zeros(len(self.graph.metaops))
-        self.next_layer = [0] * len(self.graph.metaops)
-        self.last_devices: dict[int, np.ndarray] = {}
-        self.team_devices: dict[str, np.ndarray] = {}
-        # Memory: weights that are there, bytes of state, bytes of activations in the present round.
         self.counts_bytes = counts_bytes(profile)
-        self.held = np.zeros((len(self.graph.parameters), num_devices), dtype=bool)
-        self.state = np.zeros(num_devices)
-        self.activations = np.zeros(num_devices)
-        self.working = np.zeros(num_devices)  # the largest working space of a backward pass
-        self.round = 0
         self.memory_bytes = profile.cluster.kind.memory_bytes
         self.units_of = {degree: self._units(degree) for degree in set(setting.tensor_degrees)}
         self.parameter_state = {
@@ -94,7 +89,22 @@ class _Placement:
             for degree, whole in self.parameter_state.items()
         }
 
+    def _clear(self) -> None:
+        num_devices = self.profile.cluster.num_devices
+        self.free_at_s = np.zeros(num_devices)
+        self.op_end_s = np.zeros(len(self.graph.metaops))
+        self.next_layer = [0] * len(self.graph.metaops)
+        self.last_devices: dict[int, np.ndarray] = {}
+        self.team_devices: dict[str, np.ndarray] = {}
+        # Memory: weights that are there, bytes of state, bytes of activations in the present round.
+        self.held = np.zeros((len(self.graph.parameters), num_devices), dtype=bool)
+        self.state = np.zeros(num_devices)
+        self.activations = np.zeros(num_devices)
+        self.working = np.zeros(num_devices)  # the largest working space of a backward pass
+        self.round = 0
+
     def run(self, timed: Sequence[Timed], rules: Sequence[int]) -> list[Piece]:
+        self._clear()
         pieces: list[Piece] = []
         late = False
         for number, one in enumerate(timed):

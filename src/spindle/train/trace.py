@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from spindle.errors import OtherWayError, WorkloadError
 from spindle.models import ChainLayer, Swapped, as_when_compiling, device_of, keep_state
@@ -245,14 +245,14 @@ def _run_layers(
         saved: dict[int, torch.UntypedStorage] = {}
         keep = torch.autograd.graph.saved_tensors_hooks(_counting(saved, visit.layer.parameters), lambda packed: packed)
         grad = keep if torch.is_grad_enabled() else nullcontext()
-        with FlopCounterMode(display=False) as counter, _Shapes() as shapes, grad:
+        with _Noting() as noted, grad:
             visit.values = visit.run()
         _refuse_objects(visit)
         runs.setdefault(visit.call.name, []).append(
             _Run(
                 values=visit.values,
-                shapes=shapes.found,
-                flops=counter.get_total_flops(),
+                shapes=noted.shapes,
+                flops=noted.flops,
                 input_bytes=_num_bytes(before),
                 saved_bytes=sum(storage.nbytes() for storage in saved.values()),
                 writes_input=[leaf._version for leaf in before] != versions,
@@ -274,16 +274,27 @@ def _likeness(visit: Visit) -> Any:
     return visit.layer.settings, trained, repr(form.spec), repr(form.leaves)
 
 
-class _Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the shapes of whatever is computed inside."""
+class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the shapes of whatever is computed inside, and counts FLOPs as torch's own `FlopCounterMode` does. That one
+    also follows each call of each module, which takes longer than all else here."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[torch.Size] = []
+        self.shapes: list[torch.Size] = []
+        self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.found += [leaf.shape for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        kwargs = kwargs or {}
+        count = flop_registry.get(func.overloadpacket)
+        result = NotImplemented
+        if count is None and func is not torch.ops.prim.device.default:
+            with self:  # what is made of others, where autograd has not taken it apart
+                result = func.decompose(*args, **kwargs)
+        if result is NotImplemented:
+            result = func(*args, **kwargs)
+            if count is not None:
+                self.flops += count(*args, **kwargs, out_val=result)
+        self.shapes += [leaf.shape for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         return result
 
 
