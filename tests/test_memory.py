@@ -45,7 +45,8 @@ def test_a_training_keeps_to_its_limit_with_the_same_losses(pool, whole, share):
     found = pool.run(2, "train_within", limit)[0]
     assert max(found.counted) <= limit
     for counted, predicted in zip(found.counted, found.predicted, strict=True):
-        assert abs(counted / predicted - 1) < 0.1
+        # Steps free what has arrived, and what was sent, a little sooner than is predicted.
+        assert 0.88 < counted / predicted < 1.1
     if share < 0.9:
         assert found.sharded or found.recomputed or found.rounds > 1
     for ours, theirs in zip(found.losses, whole.losses, strict=True):

@@ -38,6 +38,7 @@ from spindle.train.task import TaskDefinition
 OnStep = Callable[[int, dict[str, float]], None]
 ReadLosses = Callable[[], list[float]]  # waits for the step that they are of
 _SAMPLED_STEPS = 9  # whose timelines are kept
+_MOST_SHAPES = 10_000  # of batches, remembered
 _SEARCHING = 0.5  # of a step: so long the next is planned
 _WATCHED = frozenset(3 * 10**power for power in range(9))  # steps that are timed besides, to tell of idle time early
 # How many steps lie between a step and the header that carries its losses. Reading them waits for a GPU, which must not
@@ -401,6 +402,8 @@ class Loop:
         """The batches of microbatches, without values."""
         microbatches = self._prepared.microbatches
         assert microbatches is not None
+        if len(self._shapes) > _MOST_SHAPES:  # on all ranks at once
+            self._shapes.clear()
         shapes = {}
         for name, (task, turn) in places.items():
             shapes[name] = self._shapes_of(task, told[turn][task], turns[turn])
