@@ -70,12 +70,9 @@ class Batch:
     least: Segments  # with transfers no longer than any is, for a bound
 
 
-def batches_of(profile: Profile, layout: Layout, *, frugal: bool = True) -> list[Batch]:
-    """The batch of a profile on the replicas of a layout, which share its microbatches evenly.
-
-    What is not `frugal` keeps all activations: no stage has a choice.
-    """
-    known = _Stages(profile, layout, frugal)
+def batches_of(profile: Profile, layout: Layout) -> list[Batch]:
+    """The batch of a profile on the replicas of a layout, which share its microbatches evenly."""
+    known = _Stages(profile, layout)
     num_microbatches = len(profile.graph.tasks)
     if num_microbatches < layout.num_replicas:
         raise PlanError(f"{layout.num_replicas} replicas need as many microbatches at least, got {num_microbatches}")
@@ -280,8 +277,8 @@ def _tables(stages: Iterable[Sequence[Stage]]) -> tuple[tuple[Column, Column, Co
 class _Stages:
     """Stages by what they cost, each worked out once."""
 
-    def __init__(self, profile: Profile, layout: Layout, frugal: bool) -> None:
-        self._profile, self._frugal, self._degree = profile, frugal, layout.tensor_degree
+    def __init__(self, profile: Profile, layout: Layout) -> None:
+        self._profile, self._degree = profile, layout.tensor_degree
         self._setting = profile.default_setting
         calls = [op.module for op in profile.graph.metaops if op.first_layer == 0]
         # Of one rank, if one replica had all microbatches.
@@ -354,27 +351,23 @@ class _Stages:
                 round((backward_s + extra_s) * NS), int(memory + received_bytes), tuple(recomputed), tuple(offloaded)
             )
 
-        choices = [choice(0, 0)]
-        if self._frugal:
-            most = self._most_offloaded_bytes(forward_s)
-            smallest_first = np.cumsum(
-                sorted(one for one, count in zip(kept, counts, strict=True) for _ in range(count))
-            )
-            away, total = int(np.searchsorted(smallest_first, most, side="right")), sum(counts)
-            choices = [
-                one
-                for some in {0, away}
-                for one in (choice(twice, some) for twice in range(total - some + 1))
-                if sum(count * size for count, size in zip(one.offloaded, kept, strict=True)) <= most
-            ]
-            # Waiting on the host takes no time; what has room keeps all the same.
-            choices.append(replace(choice(0, 0), backward_ns=max(0, choice(0, 0).backward_ns - 1)))
+        most = self._most_offloaded_bytes(forward_s)
+        smallest_first = np.cumsum(sorted(one for one, count in zip(kept, counts, strict=True) for _ in range(count)))
+        away, total = int(np.searchsorted(smallest_first, most, side="right")), sum(counts)
+        choices = [
+            one
+            for some in {0, away}
+            for one in (choice(twice, some) for twice in range(total - some + 1))
+            if sum(count * size for count, size in zip(one.offloaded, kept, strict=True)) <= most
+        ]
+        # Waiting on the host takes no time; what has room keeps all the same.
+        choices.append(replace(choice(0, 0), backward_ns=max(0, choice(0, 0).backward_ns - 1)))
         last = ops[-1].cost
         return Stage(
             round(forward_s * NS),
             round(weight_s * NS),
             0.0 if last is None else rows[-1] * last.cut_bytes_at(self._degree),
-            max(backward_bytes(op, count, self._degree, self._frugal) for op, count in zip(ops, rows, strict=True)),
+            max(backward_bytes(op, count, self._degree, True) for op, count in zip(ops, rows, strict=True)),
             _worth_having(choices),
         )
 

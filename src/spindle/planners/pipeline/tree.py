@@ -55,7 +55,6 @@ def search_tree(load, scratch, bound, start, first_base, seed, evaluations, spre
     entry = np.full(capacity, -1, np.int64)
     first_child = np.full(capacity, -1, np.int64)
     sibling = np.full(capacity, -1, np.int64)
-    num_children = np.zeros(capacity, np.int64)
     visits = np.zeros(capacity, np.int64)
     best_score = np.zeros(capacity)
     is_closed = np.zeros(capacity, np.bool_)
@@ -140,7 +139,6 @@ def search_tree(load, scratch, bound, start, first_base, seed, evaluations, spre
         entry[new] = grown
         sibling[new] = first_child[node]
         first_child[node] = new
-        num_children[node] += 1
         depth += 1
         if depth == 0:
             base = grown
