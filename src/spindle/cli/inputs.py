@@ -15,7 +15,7 @@ from spindle.errors import InputError, PlanError, ProfileError
 from spindle.graph import metagraph_of
 from spindle.plan import Plan, check, read_plan
 from spindle.profile import Profile, Roofline, abstract_profile, roofline_profile
-from spindle.recipes import RECIPES
+from spindle.recipes import MODELS, RECIPES
 from spindle.workload import Workload
 
 MAX_DEVICES = 1 << 20
@@ -37,7 +37,9 @@ def load_profile(given: str, num_devices: int | None, cluster_name: str | None) 
         return _roofline(words[0], workload, cluster)
     path = Path(given)
     if not path.exists() and path.suffix != ".json":
-        raise InputError(f"{given}: no such file, and no recipe of that name; recipes: {', '.join(RECIPES)}")
+        raise InputError(
+            f"{given}: no such file, and no recipe of that name; recipes: {', '.join([*RECIPES, *MODELS])}"
+        )
     data = read_json_file(path)
     if "spindle" not in data and "ops" in data:
         name = printable(path.stem.replace("\n", " "))
