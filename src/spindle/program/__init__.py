@@ -11,6 +11,7 @@ from spindle.program.instructions import (
     OptimizerStep,
     SyncGradients,
 )
+from spindle.program.launch_order import launch_order, launches_collectives
 from spindle.program.lower import lower
 from spindle.program.memory import Memory, counts_bytes, refuse_overfull
 from spindle.program.moves import Holders, Move, held_by, holders_of, moves_between, moving_s
@@ -42,6 +43,8 @@ __all__ = [
     "held_by",
     "holders_of",
     "instances_of",
+    "launch_order",
+    "launches_collectives",
     "lower",
     "moves_between",
     "moving_s",

@@ -119,8 +119,8 @@ def _cut_by(key: Column, value: Column, num_keys: int) -> tuple[Column, Column]:
     return starts, value[np.argsort(key, kind="stable")]
 
 
-def _needs(program: Program, where: Column) -> tuple[list[Column], list[Column]]:
-    """Pairs (made by, needed by) that follow from data, on every rank that has both."""
+def needed_pairs(program: Program) -> Column:
+    """Pairs of instructions (made by, needed by) that follow from data, on every rank that has both."""
     forward: dict[int, int] = {}
     backward: dict[int, list[int]] = {}
     gradient_made: dict[int, int] = {}  # the last backward instruction of a slot that others wait for
@@ -166,7 +166,12 @@ def _needs(program: Program, where: Column) -> tuple[list[Column], list[Column]]
             assert isinstance(backward_pass, Backward)
             pairs.append((number, forward[backward_pass.slot]))
 
-    unique = np.array(list(dict.fromkeys(pairs)), dtype=np.int64).reshape(-1, 2)
+    return np.array(list(dict.fromkeys(pairs)), dtype=np.int64).reshape(-1, 2)
+
+
+def _needs(program: Program, where: Column) -> tuple[list[Column], list[Column]]:
+    """The instances (made by, needed by) of all such pairs."""
+    unique = needed_pairs(program)
     sources, targets = [], []
     # In blocks of pairs, so that thousands of ranks do not make one huge table.
     step = max(1, _BLOCK // program.num_ranks)

@@ -25,6 +25,7 @@ from spindle.program.instructions import (
     code,
     lane_of,
 )
+from spindle.program.launch_order import launch_order
 from spindle.program.memory import Memory, refuse_overfull
 from spindle.program.program import Bucket, Column, Flows, Program, SlotShape
 from spindle.program.reshard import common_scale, same_place
@@ -42,6 +43,7 @@ def verify(program: Program, profile: Profile) -> None:
     stuck = np.flatnonzero(~run_untimed(*instances.arrays))
     if len(stuck):
         raise ProgramError(describe_deadlock(program, instances, stuck))
+    launch_order(program)  # which there must be
     refuse_overfull(Memory(program, profile).peaks_in_order(instances), profile)
 
 
