@@ -60,7 +60,7 @@ def measure_beside(work: Work | None, together: Together, world: World, link: Li
             expected_s = 2 * all_reduce_s(num_bytes, world.size, link)
             count = max(_FEWEST, min(_MOST, math.ceil(4 * max(alone) / expected_s)))
             buffer = torch.zeros(num_bytes // summed.itemsize, dtype=summed, device=world.device)
-            found.append(_sums_beside(passes, buffer, count, work.device))
+            found.append(_sums_beside(passes, buffer, count, world))
     told = together.tell(*(number for pair in found for number in pair))
     if any(math.isnan(number) for row in told for number in row):
         return Beside(collective_s=link.collective_s)
@@ -76,16 +76,17 @@ def measure_beside(work: Work | None, together: Together, world: World, link: Li
     )
 
 
-def _sums_beside(passes: Passes, buffer: torch.Tensor, count: int, device: torch.device) -> tuple[float, float]:
+def _sums_beside(passes: Passes, buffer: torch.Tensor, count: int, world: World) -> tuple[float, float]:
     """Seconds of a sum and of both passes, while all ranks do the one and the other; NaN where compute failed."""
+    device, group = world.device, world.everyone
     for _ in range(2):
-        dist.all_reduce(buffer)  # the first time is another
+        dist.all_reduce(buffer, group=group)  # warm-up
     stop, spans = threading.Event(), list[tuple[object, object]]()
     busy = threading.Thread(target=_compute, args=(passes, device, stop, spans), daemon=True)
     busy.start()
     try:
         ends = []
-        for one in [dist.all_reduce(buffer, async_op=True) for _ in range(count)]:
+        for one in [dist.all_reduce(buffer, group=group, async_op=True) for _ in range(count)]:
             assert one is not None
             one.wait()
             ends.append(mark(device))

@@ -15,15 +15,15 @@ import math
 import statistics
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from spindle.measure.timing import Passes, Work, between_s, mark, medians, warmed
 from spindle.measure.together import Together
 from spindle.run.step import Pace
-from spindle.run.world import World, compute_stream, peers, wait
+from spindle.run.world import Message, World, compute_stream, peers, wait
 
 _SECONDS = 1.0  # of all rounds, about
 _ROUNDS, _ROUNDS_ON_GPU = (16, 25), (6, 100)  # at least and at most
@@ -82,7 +82,7 @@ def _rounds(passes: Passes, count: int, world: World) -> tuple[list[float], list
     with torch.cuda.stream(compute_stream()) if device.type == "cuda" else nullcontext():
         pace = Pace(device)
         if not (is_first or is_alone):
-            coming = dist.irecv(place, partner)
+            coming = _receive(world, place)
         for number in range(count):
             if coming is not None:
                 wait(coming)
@@ -91,9 +91,9 @@ def _rounds(passes: Passes, count: int, world: World) -> tuple[list[float], list
             failed = failed or not _computes(passes, whole=True)
             ends.append(mark(device))
             if not is_alone:
-                sending.append(dist.isend(value, partner))
+                sending += world.start_exchange([Message(value, partner)], [])[0]
                 # Behind the send: some backends carry out the messages of a pair in the order of the calls.
-                coming = dist.irecv(place, partner) if is_first or number < count - 1 else None
+                coming = _receive(world, place) if is_first or number < count - 1 else None
             pace.keep()
             failed = failed or not _computes(passes, whole=is_alone)
         for request in (*sending, *([] if coming is None else [coming])):
@@ -105,6 +105,10 @@ def _rounds(passes: Passes, count: int, world: World) -> tuple[list[float], list
     works_s = [between_s(begin, end) for begin, end in zip(begins, ends, strict=True)]
     others_s = [between_s(end, begin) for end, begin in zip(ends, begins[1:], strict=False)]
     return works_s, [*others_s, 0.0]
+
+
+def _receive(world: World, place: torch.Tensor) -> Any:
+    return world.start_exchange([], [Message(place, world.rank ^ 1)])[1][0]
 
 
 def _computes(passes: Passes, *, whole: bool) -> bool:

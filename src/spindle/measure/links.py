@@ -15,7 +15,7 @@ import torch.distributed as dist
 from spindle.cluster import Link
 from spindle.measure.timing import median_s
 from spindle.profile import ring_bytes
-from spindle.run.world import World, peers
+from spindle.run.world import Message, World, peers
 
 _SMALL, _LARGE = 1, 1 << 21  # float32 elements; long enough to be told from the latency on a busy machine
 _SMALL_SUM, _LARGE_SUM = 1 << 22, 1 << 28  # bytes, both large enough to go the way of gradients
@@ -29,6 +29,7 @@ def measure_link(world: World, *, summed: torch.dtype | None = None) -> Link:
     With `summed`, the type of gradients, its rate is that of their all-reduce.
     """
     link = None
+    _ = world.everyone  # a group is made by all ranks, whoever uses it
     if world.rank < 2:
         small_s, large_s = (_round_trip_s(world, size) / 2 for size in (_SMALL, _LARGE))
         link = Link(bytes_per_s=4 * (_LARGE - _SMALL) / max(large_s - small_s, 1e-6), latency_s=small_s)
@@ -46,7 +47,7 @@ def _all_reduce_s(world: World, num_bytes: int, dtype: torch.dtype) -> float:
     buffer = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=world.device)
 
     def to_the_end() -> None:
-        dist.all_reduce(buffer)
+        dist.all_reduce(buffer, group=world.everyone)
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)  # else bytes would move while the host is at the next one
 
@@ -59,12 +60,12 @@ def _round_trip_s(world: World, size: int) -> float:
     buffer = torch.zeros(size, device=world.device)
 
     def there_and_back() -> None:
+        message = Message(buffer, 1 - world.rank)
         if world.rank == 0:
-            dist.send(buffer, 1)
-            dist.recv(buffer, 1)
+            world.exchange([message], [])
+            world.exchange([], [message])
         else:
-            dist.recv(buffer, 0)
-            dist.send(buffer, 0)
+            world.exchange([], [message])
+            world.exchange([message], [])
 
-    with peers("measuring a link"):
-        return median_s(there_and_back, _REPEATS_ON_GPU if world.device.type == "cuda" else _REPEATS, world.device)
+    return median_s(there_and_back, _REPEATS_ON_GPU if world.device.type == "cuda" else _REPEATS, world.device)

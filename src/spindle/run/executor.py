@@ -1,7 +1,8 @@
 """The second interpreter of a Program: runs one rank's instructions on `torch.distributed`.
 
 Transfers are posted as soon as their data is there and waited for when it is needed; synchronisation runs behind the
-backward that is still going on. The order of each lane is the program's, so what `verify` proved holds here.
+backward that is still going on. The order of each lane is the program's, so what `verify` proved holds here. Under NCCL
+transfers and collectives are launched in one order, the same on all ranks (`program.launch_order`).
 
 Rows of a link are rows of the batch, because both ends of a task's flow have the same one. Left out
 so far: lanes with quotas.
@@ -74,7 +75,8 @@ class Executor:
         before: Executor | None = None,
     ) -> None:
         self.program, self.graph, self.world = program, graph, world
-        self._side = side_of(program, graph, code, world.rank)
+        self._side = side_of(program, graph, code, world.rank, in_order=world.launches_in_order)
+        self._lanes = (self._side.launches,) if world.launches_in_order else (self._side.transfer, self._side.sync)
         self._transfers = Transfers(program, self._side, world)
         self.reads, self.uses = self._side.reads, self._side.uses
         self.held = held_parameters(program, graph, world.rank)
@@ -89,12 +91,14 @@ class Executor:
                 self._chunks_of.setdefault(self._side.slots[instruction.slot].task, set()).add(position)
         self._stream = compute_stream() if world.device.type == "cuda" else None
         # A program whose passes have an order of their own is for one step, or a few.
+        self._launched_before = self._order_launches()
         self._captures = cuda_graphs and self._stream is not None and not program.plan.passes
         self._graphs: dict[frozenset[tuple[str, int]], Graphs] = {}  # by the shapes they are for
         self._steps_on: Counter[frozenset[tuple[str, int]]] = Counter()
         self._refused: dict[str, str] = {}
         self._places: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # of parameters and buffers, by slot
         if world.size > 1:
+            _ = world.everyone
             for bucket in program.buckets:
                 world.group("sync", tuple(bucket.ranks.tolist()))
             for shape in program.slots:
@@ -133,6 +137,7 @@ class Executor:
             forms=forms or {},
             new=self._transfers.new(signatures),
             turn=turn or Turn(tasks=frozenset(signatures)),
+            next_in=[0] * len(self._lanes),
         )
         for task, chunks in self._chunks_of.items():
             if task not in signatures:
@@ -157,6 +162,7 @@ class Executor:
             instruction = self.program.instructions[position]
             if not self._is_on(step, instruction):
                 continue
+            self._launch_before(step, watch, position)
             pace.keep()
             watch.posted[position] = watch.now()
             try:
@@ -164,6 +170,7 @@ class Executor:
                     case Forward(slot=slot):
                         self._compute.forward(step, self._side.slots[slot], watch, position)
                         step.forwarded.add(slot)
+                        self._transfers.send_forms(step, self._side.slots[slot])
                     case Backward(slot=slot, first=first):
                         self._compute.backward(step, self._side.slots[slot], instruction, watch, position)
                         step.done_chunks.add(position)
@@ -180,6 +187,7 @@ class Executor:
                 error.add_note(f"in step {step.number} on rank {self.world.rank}, {self._describe(instruction)}")
                 raise
             watch.end[position] = watch.now()
+            step.computed.add(position)
             self._advance(step, watch)
         self._syncs.finish(step, watch, self._replays_all_layers(step))
         self._transfers.finish(step)
@@ -280,22 +288,65 @@ class Executor:
             case _:
                 return type(instruction).__name__
 
-    # Transfers and synchronisation, posted in the order of their lanes.
+    # Communication, launched in the order of its lanes.
 
     def _advance(self, step: Step, watch: Watch) -> None:
-        transfers = self._side.transfer
-        while step.next_transfer < len(transfers):
-            position = transfers[step.next_transfer]
-            instruction = self.program.instructions[position]
-            assert isinstance(instruction, Exchange)
-            if not self._is_on(step, instruction):
-                step.next_transfer += 1
-                continue
-            if not self._transfers.post(step, self._side.links[instruction.link], instruction.backward):
-                break
-            watch.posted[position] = watch.now()
-            step.next_transfer += 1
-        self._syncs.post(step, watch)
+        """Launches whatever can be launched now."""
+        for number, lane in enumerate(self._lanes):
+            while step.next_in[number] < len(lane) and self._launch(step, watch, lane[step.next_in[number]]):
+                step.next_in[number] += 1
+
+    def _launch_before(self, step: Step, watch: Watch, position: int) -> None:
+        """Launches what must be launched before an instruction, and waits for forms that it takes."""
+        while step.next_in[0] < self._launched_before.get(position, 0):
+            other = self._lanes[0][step.next_in[0]]
+            is_launched = self._launch(step, watch, other, wait_for_forms=True)
+            assert is_launched, "launch_order has what an operation needs before it"
+            step.next_in[0] += 1
+
+    def _order_launches(self) -> dict[int, int]:
+        """How much of the common launch order comes before each instruction of the compute lane: the exchanges that it
+        waits for, and whatever other ranks launch before the collectives inside of it."""
+        place = {position: number for number, position in enumerate(self._side.launches)}
+        exchanges = {
+            (one.link, one.backward): place[position]
+            for position, one in enumerate(self.program.instructions)
+            if isinstance(one, Exchange) and position in place
+        }
+        before = {}
+        for position in self._side.compute if place else ():
+            ends = [place.get(position, 0)]
+            match self.program.instructions[position]:
+                case Forward(slot=slot):
+                    ends += [exchanges.get((link.number, False), -1) + 1 for link in self._side.slots[slot].inputs]
+                case Backward(slot=slot):
+                    ends += [exchanges.get((link.number, True), -1) + 1 for link in self._side.slots[slot].outputs]
+                case _:
+                    ends.append(len(place))
+            before[position] = max(ends)
+        return before
+
+    def _launch(self, step: Step, watch: Watch, position: int, *, wait_for_forms: bool = False) -> bool:
+        """Launches an operation, unless it has no part in this step, or says that it cannot be launched yet."""
+        instruction = self.program.instructions[position]
+        if not self._is_on(step, instruction):
+            return True
+        launched = watch.now()
+        match instruction:
+            case Exchange(link=link, backward=backward):
+                end = self._side.links[link]
+                is_launched = self._transfers.post(step, end, backward, wait_for_forms=wait_for_forms)
+            case SyncGradients(bucket=bucket):
+                if not step.turn.is_last:
+                    return True
+                is_launched = self._syncs.post(step, bucket, position)
+            case GatherParameters():
+                return True  # launched behind the last update
+            case Forward() | Backward() | OptimizerStep():
+                return position in step.computed
+        if is_launched:
+            watch.posted[position] = launched
+        return is_launched
 
     def _losses(self, step: Step) -> Losses:
         """This rank's part of each task's loss."""

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from spindle.errors import TrainingError
 from spindle.run.code import LossCode
-from spindle.run.rows import detached
+from spindle.run.rows import detached, on_device
 from spindle.run.side import SlotSide
 from spindle.run.world import World, peers
 
@@ -52,13 +52,14 @@ def _check_split(
     """Compares a loss put together from parts with the loss of the whole batch, on the first of its ranks."""
     boxes: list[Any] = [None] * len(slot.ranks)
     with peers("checking a loss"):
-        box = (slot.begin, detached(outputs), float(part))
+        # Through the host: another process's device is not one of ours.
+        box = (slot.begin, on_device(detached(outputs), torch.device("cpu")), float(part))
         dist.all_gather_object(boxes, box, group=world.group("loss", slot.ranks))
     if world.rank != slot.ranks[0]:
         return
     parts = sorted((one for one in boxes if one[1]), key=lambda one: one[0])
     axes = [link.axes for source in code.sources for link in slot.inputs if link.source == source]
-    flat = [tree_flatten(one[1]) for one in parts]
+    flat = [tree_flatten(on_device(one[1], world.device)) for one in parts]
     leaves = [
         leaf[0] if axis is None else torch.cat(leaf, dim=axis) if isinstance(leaf[0], torch.Tensor) else sum(leaf)
         for leaf, axis in zip(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spindle.graph import MetaGraph
-from spindle.program import Backward, Flows, Program, SlotShape
+from spindle.program import Backward, Flows, Program, SlotShape, launch_order, launches_collectives
 from spindle.program.instructions import COMPUTE, SYNC, TRANSFER
 from spindle.run.code import LayersCode, LossCode, OpCode
 from spindle.run.rows import Axes
@@ -75,13 +75,18 @@ class SlotSide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """All that one rank does. Lanes hold instruction numbers in order."""
+    """All that one rank does. Lanes hold instruction numbers in order.
+
+    `launches` has its communication in the order that all ranks share, with the instructions of the compute lane that
+    launch collectives of their own among them.
+    """
 
     links: dict[int, LinkEnd]  # those of its slots
     slots: dict[int, SlotSide]
     compute: tuple[int, ...]
     transfer: tuple[int, ...]
     sync: tuple[int, ...]
+    launches: tuple[int, ...] = ()
 
     @property
     def reads(self) -> frozenset[str]:
@@ -99,8 +104,8 @@ class Side:
         return found
 
 
-def side_of(program: Program, graph: MetaGraph, code: Sequence[OpCode], rank: int) -> Side:
-    """A rank's side of a program; `code` is by op."""
+def side_of(program: Program, graph: MetaGraph, code: Sequence[OpCode], rank: int, *, in_order: bool = False) -> Side:
+    """A rank's side of a program; `code` is by op. With `in_order`, it launches communication in one order."""
     rows = [_rows_of(shape) for shape in program.slots]
     links = {
         number: _link_end(program, graph, code, rank, number, rows[link.producer], rows[link.consumer])
@@ -109,7 +114,12 @@ def side_of(program: Program, graph: MetaGraph, code: Sequence[OpCode], rank: in
     }
     compute, transfer, sync = (tuple(program.lanes[lane].of_rank(rank).tolist()) for lane in (COMPUTE, TRANSFER, SYNC))
     slots = _slots(program, graph, code, rank, links, rows)
-    return Side(links=links, slots=slots, compute=compute, transfer=transfer, sync=sync)
+    launches: tuple[int, ...] = ()
+    if in_order:
+        place = launch_order(program)
+        within = [number for number in compute if launches_collectives(program, program.instructions[number])]
+        launches = tuple(sorted((*transfer, *sync, *within), key=lambda number: int(place[number])))
+    return Side(links=links, slots=slots, compute=compute, transfer=transfer, sync=sync, launches=launches)
 
 
 Rows = dict[int, tuple[int, int]]  # by rank

@@ -82,9 +82,9 @@ class Step:
     forwarded: set[int] = field(default_factory=set)
     returned: set[int] = field(default_factory=set)  # slots whose inputs have their gradients
     done_chunks: set[int] = field(default_factory=set)
+    computed: set[int] = field(default_factory=set)  # positions of what the compute lane is through with
     syncs: list[tuple[int, int, Any]] = field(default_factory=list)  # position, which sum, request
-    next_transfer: int = 0
-    next_sync: int = 0
+    next_in: list[int] = field(default_factory=list)  # by lane of communication: which of its instructions comes next
 
 
 class Losses:

@@ -13,7 +13,7 @@ from torch import nn
 
 from spindle.errors import ProgramError
 from spindle.graph import MetaGraph
-from spindle.program import Backward, GatherParameters, Program, SyncGradients
+from spindle.program import Backward, GatherParameters, Program
 from spindle.run.gradients import Gradients
 from spindle.run.parts import start_reduce_scatter
 from spindle.run.shards import Shards
@@ -109,18 +109,12 @@ class Syncs:
         """Whether a bucket is summed in this step."""
         return not self._users[bucket].isdisjoint(step.turn.tasks)
 
-    def post(self, step: Step, watch: Watch) -> None:
-        """Starts all sums whose gradients are there, in the order of the lane."""
-        positions = self._side.sync
-        while step.turn.is_last and step.next_sync < len(positions):
-            position = positions[step.next_sync]
-            instruction = self._program.instructions[position]
-            if isinstance(instruction, SyncGradients) and self.is_on(step, instruction.bucket):
-                if not self._after[instruction.bucket] <= step.done_chunks:
-                    break
-                watch.posted[position] = watch.now()
-                self._start(step, instruction.bucket, position)
-            step.next_sync += 1
+    def post(self, step: Step, bucket: int, position: int) -> bool:
+        """Starts the sum of a bucket, or says that its gradients are not there yet."""
+        if not self._after[bucket] <= step.done_chunks:
+            return False
+        self._start(step, bucket, position)
+        return True
 
     def _start(self, step: Step, bucket: int, position: int) -> None:
         ranks = tuple(self._program.buckets[bucket].ranks.tolist())

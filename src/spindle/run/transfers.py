@@ -7,11 +7,9 @@ only the values move.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
-import torch.distributed as dist
 
 from spindle.errors import TrainingError
 from spindle.program import Exchange, Program
@@ -27,9 +25,9 @@ from spindle.run.rows import (
     shape_for,
     takes_gradient,
 )
-from spindle.run.side import Flow, LinkEnd, Side
+from spindle.run.side import Flow, LinkEnd, Side, SlotSide
 from spindle.run.step import Arrival, Step, Watch
-from spindle.run.world import World, peers, wait
+from spindle.run.world import Message, World, wait
 
 _MAX_LEAVES = 1000  # of what crosses a link; tags of messages count through them
 _MAX_SEEN = 10_000  # shapes of batches remembered
@@ -62,43 +60,72 @@ class Transfers:
                 known.clear()
 
     def form_of(self, step: Step, link: LinkEnd) -> Form:
-        """The form of what came over a link."""
+        """The form of what comes over a link."""
         return step.forms.get(link.cut) or self._received[link.number, step.signatures[link.task]]
 
-    def _must_tell(self, step: Step, link: LinkEnd) -> bool:
+    def _is_new(self, step: Step, link: LinkEnd) -> bool:
         """Whether a form goes ahead of what it is the form of."""
         return link.task in step.new and link.cut not in step.forms
 
-    def post(self, step: Step, link: LinkEnd, backward: bool) -> bool:
-        """Posts an exchange, or says that what it sends is not there yet."""
+    def send_forms(self, step: Step, slot: SlotSide) -> None:
+        """Sends the forms of what a slot has just made to ranks that do not know them yet, ahead of the values."""
+        if slot.rows == 0:
+            return
+        for link in slot.outputs:
+            if self._is_new(step, link):
+                text = torch.frombuffer(
+                    bytearray(form_to_bytes(form_of(step.outputs[slot.number], slot.rows))), dtype=torch.uint8
+                )
+                for flow in link.sends[False]:
+                    for part, tensor in ((_LENGTH, torch.tensor([text.numel()])), (_FORM, text)):
+                        request = self._world.send_on_host(tensor, flow.peer, self._tag(link, False, part))
+                        step.sending.setdefault((link.number, False), []).append((flow.peer, request, tensor))
+
+    def post(self, step: Step, link: LinkEnd, backward: bool, *, wait_for_forms: bool = False) -> bool:
+        """Posts an exchange, or says that it cannot be posted yet: what it sends is not there, or, where an exchange
+        goes all at once, the form of what it receives is not known and not to be waited for."""
         if link.sends[backward]:
             made = step.returned if backward else step.forwarded
             if (link.consumer if backward else link.producer) not in made:
                 return False
         if backward and link.receives[True] and link.producer not in step.forwarded:
             return False  # another member of its tensor group sent what it made, and this rank is behind
+        receives, is_open = link.receives[backward], not backward and self._is_new(step, link)
+        if self._world.launches_in_order and receives and is_open:
+            if not wait_for_forms:
+                return False
+            self._receive_forms(step, link)
+            is_open = False
+        sends: list[Message] = []
         for flow in link.sends[backward]:
-            if backward:
-                self._send_gradients(step, link, flow)
-            else:
-                self._send_values(step, link, flow)
+            sends += (self._gradients_to if backward else self._values_to)(step, link, flow)
         if backward and link.sends[True] and link.local is None:
             step.inputs.pop(link.number, None)
-        if link.receives[backward]:
-            arriving = self._expect_gradients if backward else self._expect_values
-            step.arrivals[link.number, backward] = [arriving(step, link, flow) for flow in link.receives[backward]]
+        arrivals = []
+        for flow in receives:
+            tensors = None
+            if backward:
+                tensors = self._places_of_gradients(step, link, flow)
+            elif not is_open:
+                tensors = self._places_of_values(step, link, flow)
+            arrivals.append(Arrival(flow, tensors, []))
+        incoming = [self._messages_in(link, backward, arrival) for arrival in arrivals]
+        sent, received = self._world.start_exchange(sends, [message for some in incoming for message in some])
+        for message, request in zip(sends, sent, strict=True):
+            step.sending.setdefault((link.number, backward), []).append((message.peer, request, message.tensor))
+        left = iter(received)
+        for arrival, messages in zip(arrivals, incoming, strict=True):
+            arrival.requests += [next(left) for _ in messages]
+        if arrivals:
+            step.arrivals[link.number, backward] = arrivals
         return True
 
-    def _send_values(self, step: Step, link: LinkEnd, flow: Flow) -> None:
+    def _values_to(self, step: Step, link: LinkEnd, flow: Flow) -> Iterator[Message]:
         producer = self._side.slots[link.producer]
         nest = step.outputs[link.producer]
         form = form_of(nest, producer.rows)
         if len(form.leaves) > _MAX_LEAVES:
             raise TrainingError(f"{producer.name} hands on {len(form.leaves)} tensors, more than {_MAX_LEAVES}")
-        if self._must_tell(step, link):
-            text = torch.frombuffer(bytearray(form_to_bytes(form)), dtype=torch.uint8)
-            self._send(step, torch.tensor([text.numel()]), flow.peer, link, False, _LENGTH)
-            self._send(step, text, flow.peer, link, False, _FORM)
         known = self._sent.setdefault((link.number, step.signatures[link.task]), form)
         given = step.forms.get(link.cut)
         if given is not None:
@@ -114,75 +141,75 @@ class Transfers:
                 part = cut_leaf(
                     leaf.detach(), axis, producer.rows, flow.first - producer.begin, flow.last - producer.begin
                 )
-                self._send(step, part, flow.peer, link, False, _VALUES + number)
+                yield from self._message(part, flow.peer, link, False, number)
 
-    def _send_gradients(self, step: Step, link: LinkEnd, flow: Flow) -> None:
+    def _gradients_to(self, step: Step, link: LinkEnd, flow: Flow) -> Iterator[Message]:
         consumer = self._side.slots[link.consumer]
         for number, (leaf, axis) in enumerate(zip(step.inputs[link.number], link.axes, strict=True)):
             if leaf is not None and (axis is not None or flow.with_rowless):
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                 part = cut_leaf(gradient, axis, consumer.rows, flow.first - consumer.begin, flow.last - consumer.begin)
-                self._send(step, part, flow.peer, link, True, _VALUES + number)
+                yield from self._message(part, flow.peer, link, True, number)
 
-    def _expect_values(self, step: Step, link: LinkEnd, flow: Flow) -> Arrival:
-        if self._must_tell(step, link):
-            return Arrival(flow, None, [])
-        arrival = Arrival(flow, [], [])
+    def _message(
+        self, tensor: torch.Tensor, peer: int, link: LinkEnd, backward: bool, number: int
+    ) -> Iterator[Message]:
+        """Nothing is sent of a tensor without elements."""
+        if tensor.numel():
+            yield Message(tensor.contiguous(), peer, self._tag(link, backward, _VALUES + number))
+
+    def _places_of_values(self, step: Step, link: LinkEnd, flow: Flow) -> list[torch.Tensor | None]:
+        """Where values that come over a flow are to be, leaf by leaf."""
         form = self._received[link.number, step.signatures[link.task]] = self.form_of(step, link)
-        self._receive_leaves(arrival, link, form)
-        return arrival
+        return [
+            torch.empty(
+                shape_for(leaf, axis, form.num_rows, flow.last - flow.first),
+                dtype=leaf.dtype,
+                device=self._world.device,
+            )
+            if isinstance(leaf, LeafForm)
+            else None
+            for leaf, axis in zip(form.leaves, link.axes, strict=True)
+        ]
 
-    def _receive_leaves(self, arrival: Arrival, link: LinkEnd, form: Form) -> None:
-        flow = arrival.flow
-        arrival.tensors = []
-        for number, (leaf, axis) in enumerate(zip(form.leaves, link.axes, strict=True)):
-            buffer = None
-            if isinstance(leaf, LeafForm):
-                shape = shape_for(leaf, axis, form.num_rows, flow.last - flow.first)
-                buffer = torch.empty(shape, dtype=leaf.dtype, device=self._world.device)
-                self._receive(arrival.requests, buffer, flow.peer, link, False, _VALUES + number)
-            arrival.tensors.append(buffer)
-
-    def _expect_gradients(self, step: Step, link: LinkEnd, flow: Flow) -> Arrival:
+    def _places_of_gradients(self, step: Step, link: LinkEnd, flow: Flow) -> list[torch.Tensor | None]:
         producer = self._side.slots[link.producer]
-        arrival = Arrival(flow, [], [])
-        assert arrival.tensors is not None
-        for number, (leaf, axis) in enumerate(zip(leaves_of(step.outputs[link.producer]), link.axes, strict=True)):
-            buffer = None
+        places: list[torch.Tensor | None] = []
+        for leaf, axis in zip(leaves_of(step.outputs[link.producer]), link.axes, strict=True):
+            place = None
             if takes_gradient(leaf) and (axis is not None or flow.with_rowless):
                 like = cut_leaf(leaf, axis, producer.rows, flow.first - producer.begin, flow.last - producer.begin)
-                buffer = torch.empty(like.shape, dtype=leaf.dtype, device=leaf.device)
-                self._receive(arrival.requests, buffer, flow.peer, link, True, _VALUES + number)
-            arrival.tensors.append(buffer)
-        return arrival
+                place = torch.empty(like.shape, dtype=leaf.dtype, device=leaf.device)
+            places.append(place)
+        return places
+
+    def _messages_in(self, link: LinkEnd, backward: bool, arrival: Arrival) -> list[Message]:
+        return [
+            message
+            for number, place in enumerate(arrival.tensors or ())
+            if place is not None
+            for message in self._message(place, arrival.flow.peer, link, backward, number)
+        ]
 
     def _tag(self, link: LinkEnd, backward: bool, part: int) -> int:
         return (link.number * 2 + backward) * (_MAX_LEAVES + _VALUES) + part
 
-    def _send(self, step: Step, tensor: torch.Tensor, peer: int, link: LinkEnd, backward: bool, part: int) -> None:
-        if tensor.numel():
-            kept = tensor.contiguous()
-            with peers("sending"):
-                request = dist.isend(kept, peer, tag=self._tag(link, backward, part))
-            step.sending.setdefault((link.number, backward), []).append((peer, request, kept))
-
-    def _receive(
-        self, requests: list[Any], buffer: torch.Tensor, peer: int, link: LinkEnd, backward: bool, part: int
-    ) -> None:
-        if buffer.numel():
-            with peers("receiving"):
-                requests.append(dist.irecv(buffer, peer, tag=self._tag(link, backward, part)))
+    def _receive_forms(self, step: Step, link: LinkEnd) -> None:
+        """Waits for the form of what comes over a link, which each of its senders tells."""
+        for flow in link.receives[False]:
+            self._received[link.number, step.signatures[link.task]] = self._receive_form(link, flow.peer)
 
     def arrived(self, step: Step, link: LinkEnd, backward: bool, watch: Watch) -> list[Arrival]:
         """What came over a link, waited for; it is handed over once."""
         arrivals = step.arrivals.pop((link.number, backward), [])
         # `verify` has shown that nothing before it on its lane can still be waiting.
         assert arrivals or not link.receives[backward]
+        if any(arrival.tensors is None for arrival in arrivals):
+            self._receive_forms(step, link)
+            for arrival in arrivals:
+                arrival.tensors = self._places_of_values(step, link, arrival.flow)
+                _, arrival.requests = self._world.start_exchange([], self._messages_in(link, backward, arrival))
         for arrival in arrivals:
-            if arrival.tensors is None:
-                key = (link.number, step.signatures[link.task])
-                form = self._received[key] = self._receive_form(link, arrival.flow.peer)
-                self._receive_leaves(arrival, link, form)
             for request in arrival.requests:
                 wait(request)
         if arrivals:
@@ -214,13 +241,10 @@ class Transfers:
         step.sending.clear()
 
     def _receive_form(self, link: LinkEnd, peer: int) -> Form:
-        requests: list[Any] = []
         length = torch.zeros(1, dtype=torch.int64)
-        self._receive(requests, length, peer, link, False, _LENGTH)
-        wait(requests.pop())
+        self._world.receive_on_host(length, peer, self._tag(link, False, _LENGTH))
         text = torch.empty(int(length), dtype=torch.uint8)
-        self._receive(requests, text, peer, link, False, _FORM)
-        wait(requests.pop())
+        self._world.receive_on_host(text, peer, self._tag(link, False, _FORM))
         return form_from_bytes(text.numpy().tobytes())
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from spindle.graph import MetaGraph
 from spindle.models import shard_of
 from spindle.program import Program, held_by
-from spindle.run.world import World, peers
+from spindle.run.world import Message, World, peers
 
 _FLAT_ELEMENTS = 1 << 24  # of one message
 
@@ -150,31 +150,30 @@ class Weights:
         self, away: list[_Away], numbers: list[int], sources: Mapping[int, list[int]]
     ) -> list[list[torch.Tensor]]:
         """What this rank gets of some parameters, from each of its sources, and what others get of this one's."""
-        rank, requests, flats = self.world.rank, [], []
+        rank = self.world.rank
+        flats: list[torch.Tensor] = []
+        sends: list[Message] = []
+        receives: list[Message] = []
         mine: dict[int, torch.Tensor] = {}  # by the place of those who get it, where it is cut for them
         is_home = not away[0].shards
         shapes = [
             self._part_shapes[number] if is_home else one.part_shape for number, one in zip(numbers, away, strict=True)
         ]
         size = sum(shape.numel() for shape in shapes)
-        with peers("moving parameters"):
-            for to, some in sources.items():
-                for source in some:
-                    if rank == source:
-                        place = self._shards[numbers[0]][to].place if is_home else 0
-                        if place not in mine:
-                            mine[place] = self._flat(numbers, to if is_home else None)
-                        if rank == to:
-                            flats.append(mine[place])
-                        else:
-                            requests.append((dist.isend(mine[place], to), mine[place]))
-                    elif rank == to:
-                        flat = torch.empty(size, dtype=away[0].parameter.dtype, device=self.world.device)
-                        requests.append((dist.irecv(flat, source), flat))
-                        flats.append(flat)
-            for request, _ in requests:
-                assert request is not None
-                request.wait()
+        for to, some in sources.items():
+            for source in some:
+                if rank == source:
+                    place = self._shards[numbers[0]][to].place if is_home else 0
+                    if place not in mine:
+                        mine[place] = self._flat(numbers, to if is_home else None)
+                    if rank == to:
+                        flats.append(mine[place])
+                    else:
+                        sends.append(Message(mine[place], to))
+                elif rank == to:
+                    flats.append(torch.empty(size, dtype=away[0].parameter.dtype, device=self.world.device))
+                    receives.append(Message(flats[-1], source))
+        self.world.exchange(sends, receives)
         return [
             [
                 part.view(shape)
@@ -221,10 +220,7 @@ class Weights:
                 ]
                 if self.world.rank == owner and others:
                     flat = self._flat(numbers)
-                    with peers("bringing parameters home"):
-                        for request in [dist.isend(flat, to) for to in others]:
-                            assert request is not None
-                            request.wait()
+                    self.world.exchange([Message(flat, to) for to in others], [])
                 elif self.world.rank in others:
                     flat = self._receive(numbers, owner)
                 else:
@@ -249,7 +245,7 @@ class Weights:
                 if self.world.rank != owner:
                     part = torch.empty(one.part_shape, dtype=one.parameter.dtype, device=self.world.device)
                 with peers("bringing parameters home"):
-                    dist.broadcast(part, owner)
+                    dist.broadcast(part, owner, group=self.world.everyone)
                 parts.append(part)
             dim = next(iter(one.shards.values())).dim
             one.parameter.data = torch.cat(parts, dim=dim) if len(parts) > 1 else parts[0]
@@ -285,8 +281,7 @@ class Weights:
     def _receive(self, numbers: list[int], source: int) -> torch.Tensor:
         size = sum(self._part_shapes[number].numel() for number in numbers)
         flat = torch.empty(size, dtype=self.parameters[numbers[0]].dtype, device=self.world.device)
-        with peers("receiving parameters"):
-            dist.recv(flat, source)
+        self.world.exchange([], [Message(flat, source)])
         return flat
 
     def _parts(self, numbers: list[int], flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

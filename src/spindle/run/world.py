@@ -2,16 +2,18 @@
 
 `python train.py` is a world of one, which needs no process group. `spindle launch` and `torchrun` say in the
 environment who is who; then the world is a `torch.distributed` process group, ours or one that the script
-made already. Under `spindle launch --virtual-devices` all ranks use one GPU, each its share of the memory, and tensors
-go through our own backend (`ipc`).
+made already. Small records on the host go through gloo everywhere. Tensors on a GPU go through NCCL, one GPU for each
+rank; under `spindle launch --virtual-devices` all ranks use one GPU, each its share of the memory, and tensors go
+through our own backend (`ipc`).
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -26,34 +28,106 @@ from spindle.run import ipc
 _SHARED_MEMORY = 0.92  # of a GPU is for its ranks; contexts and what they exchange tensors through take the rest
 
 
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A tensor to or from a peer. Tags tell messages of one pair apart where the backend knows tags."""
+
+    tensor: torch.Tensor
+    peer: int
+    tag: int = 0
+
+
 class World:
     """This process among all of them. Groups are made once for each purpose and set of ranks, on all ranks at once."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
+        self.uses_nccl = size > 1 and device.type == "cuda" and VIRTUAL_VARIABLE not in os.environ
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
+        if self.uses_nccl:
+            # Kernels of several communicators then start on every GPU in the order in which the host launches them,
+            # which is the same on all ranks (`program.launch_order`). Read when a communicator is made.
+            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
     def group(self, purpose: str, ranks: tuple[int, ...]) -> Any:
         """The group of these ranks. Every rank must ask for every group, in one order, before any rank uses it.
 
         Lanes run side by side, so each has groups of its own: two ranks may start a lane's work in different orders
-        relative to another's.
+        relative to another's. NCCL's communicators take memory of the GPU, and all ranks launch in one order, so there
+        collectives over the same ranks share one; those inside layers do not, because compute would wait for others.
         """
+        if self.uses_nccl and purpose in _SHARED_PURPOSES:
+            purpose = _SHARED_PURPOSES[0]
         key = (purpose, ranks)
         if key not in self._groups:
-            # Small records stay on the host, whatever the device is.
-            backend = "gloo" if purpose == CONTROL else None
             with peers("making a group"):
-                self._groups[key] = dist.new_group(list(ranks), backend=backend)
+                self._groups[key] = self._new_group(purpose, ranks)
         return self._groups[key]
 
+    def _new_group(self, purpose: str, ranks: tuple[int, ...]) -> Any:
+        if purpose == CONTROL:  # small records stay on the host, whatever the device is
+            return dist.new_group(list(ranks), backend="gloo")
+        if not self.uses_nccl:
+            return dist.new_group(list(ranks))
+        group = dist.new_group(list(ranks), backend="nccl", group_desc=f"{purpose} {ranks}")
+        if self.rank in ranks:
+            # The communicator is made here and now, not in the midst of a step.
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        return group
+
     def forget_groups(self) -> None:
-        """Lets go of all groups but that for control, on all ranks at once: some hold memory of their device."""
-        for key in [key for key in self._groups if key[0] != CONTROL]:
+        """Lets go of all groups but that for control, on all ranks at once: some hold memory of their device. NCCL's
+        stay, for the next plan to use again."""
+        for key in [key for key in self._groups if key[0] != CONTROL and not self.uses_nccl]:
             group = self._groups.pop(key)
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 with peers("leaving a group"):
                     dist.destroy_process_group(group)
+
+    @property
+    def launches_in_order(self) -> bool:
+        """Whether communication is launched in one order, the same on all ranks, and each exchange as a whole."""
+        return self.uses_nccl
+
+    @property
+    def everyone(self) -> Any:
+        """The group of all ranks for tensors on their devices."""
+        return self.group(TRANSFER, tuple(range(self.size))) if self.uses_nccl else None
+
+    def start_exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Any], list[Any]]:
+        """Starts to send and to receive some tensors of the device, in no order; gives a request for each.
+
+        Under NCCL this is one group call, in which messages of a pair have no tags: both ranks must list them in the
+        same order.
+        """
+        with peers("exchanging tensors"):
+            if not self.uses_nccl:
+                incoming = [dist.irecv(one.tensor, one.peer, tag=one.tag) for one in receives]
+                return [dist.isend(one.tensor, one.peer, tag=one.tag) for one in sends], incoming
+            calls = [(dist.isend, one) for one in sends] + [(dist.irecv, one) for one in receives]
+            if not calls:
+                return [], []
+            # As bytes: NCCL does not know all types.
+            operations = [
+                dist.P2POp(call, one.tensor.view(-1).view(torch.uint8), one.peer, self.everyone) for call, one in calls
+            ]
+            (request,) = dist.batch_isend_irecv(operations)
+            return [request] * len(sends), [request] * len(receives)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Sends and receives some tensors, and waits for them."""
+        for requests in self.start_exchange(sends, receives):
+            for request in requests:
+                wait(request)
+
+    def send_on_host(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        """Starts to send a tensor of the host."""
+        with peers("sending"):
+            return dist.isend(tensor, peer, tag=tag, group=self.control if self.uses_nccl else None)
+
+    def receive_on_host(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        with peers("receiving"):
+            dist.recv(tensor, peer, tag=tag, group=self.control if self.uses_nccl else None)
 
     @property
     def control(self) -> Any:
@@ -103,7 +177,8 @@ class World:
         self.barrier()
 
 
-CONTROL = "control"
+CONTROL, TRANSFER = "control", "transfer"
+_SHARED_PURPOSES = ("sync", "loss", "norm")
 
 
 @cache
@@ -158,7 +233,7 @@ def join_world() -> World:
         ipc.register()
         dist.init_process_group(ipc.BACKEND)
     else:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     atexit.register(_leave)
     install_hook()  # after torch, whose own hook would swallow what ours says before it ends the process
     return World(dist.get_rank(), dist.get_world_size(), device)

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from spindle.errors import TrainingError
 from spindle.run import World
-from spindle.run.rows import plain
+from spindle.run.rows import on_device, plain
 from spindle.train.feed import RandomState, form_of_batch, is_empty, random_state, set_random_state
-from spindle.train.preparation import Options, on_device
+from spindle.train.preparation import Options
 from spindle.train.record import handles_of, record
 from spindle.train.task import Mean, TaskDefinition
 

@@ -23,11 +23,12 @@ from spindle.program import Program
 from spindle.run import Losses, Turn, Watch, World
 from spindle.run.budget import Budget, limit_gpu_memory
 from spindle.run.recorded import timeline_of
+from spindle.run.rows import on_device
 from spindle.simulate import simulate
 from spindle.train.feed import Batch, Feed
 from spindle.train.header import Agreed, Table, agreed, header, idle_in, losses_in
 from spindle.train.microbatches import Key, task_of, way_of, without_values
-from spindle.train.preparation import Prepared, on_device
+from spindle.train.preparation import Prepared
 from spindle.train.progress import Progress
 from spindle.train.readiness import Readiness
 from spindle.train.result import FitResult
@@ -224,7 +225,7 @@ class Loop:
 
     def _meet_ways(self, told: list[dict[str, Agreed]], turns: list[dict[str, Batch]]) -> None:
         """Makes a new plan when a batch takes a way that was not met before."""
-        readiness, world = self._readiness, self._world
+        readiness = self._readiness
         is_new = False
         for number, batches in enumerate(told):
             for task, one in batches.items():
@@ -232,7 +233,7 @@ class Loop:
                     if not is_new:
                         readiness.bring_home(self._prepared)
                         is_new = True
-                    batch = world.broadcast_object(turns[number].get(task), one.reader)
+                    batch = self._broadcast_batch(turns[number].get(task), one.reader)
                     readiness.take_new_way(task, one.way, batch, self._shown)
         if is_new:
             self._kept.clear()
@@ -251,8 +252,15 @@ class Loop:
                         place = self._asked[task] - len(told) + number
                         turns[number][task] = replace(self._fetch(task, place), way=one.way)
                 else:
-                    batch = self._world.broadcast_object(turns[number].get(task), one.reader)
+                    batch = self._broadcast_batch(turns[number].get(task), one.reader)
                     turns[number].setdefault(task, batch)
+
+    def _broadcast_batch(self, batch: Batch | None, source: int) -> Batch:
+        """One rank's batch, on all ranks; through the host, because another rank has another device."""
+        if batch is not None and self._world.rank == source:
+            batch = replace(batch, nest=on_device(batch.nest, torch.device("cpu")))
+        result: Batch = self._world.broadcast_object(batch, source)
+        return result
 
     def _step(
         self, step: int, told: list[dict[str, Agreed]], turns: list[dict[str, Batch]], *, is_sampled: bool

@@ -13,12 +13,11 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from spindle.run import World
 from spindle.run.shards import Span
 from spindle.run.weights import Shard
-from spindle.run.world import peers
+from spindle.run.world import Message
 
 State = Mapping[str, Any]
 
@@ -150,20 +149,17 @@ def exchanged(
             if move.source != move.to and rank in (move.source, move.to):
                 streams.setdefault((move.source, move.to, dtype), []).append((move, key))
     arrived: dict[tuple[_Move, str], torch.Tensor] = {}
-    requests = []
-    with peers("moving the optimizer's state"):
-        for (source, to, dtype), some in streams.items():
-            sizes = [move.last - move.first for move, _ in some]
-            if rank == source:
-                flat = torch.cat([_taken(states, offers, move, key).to(world.device) for move, key in some])
-                requests.append((dist.isend(flat, to), flat))
-            else:
-                flat = torch.empty(sum(sizes), dtype=dtype, device=world.device)
-                requests.append((dist.irecv(flat, source), flat))
-                arrived |= dict(zip(some, torch.split(flat, sizes), strict=True))
-        for request, _ in requests:
-            assert request is not None
-            request.wait()
+    sends, receives = [], []
+    for (source, to, dtype), some in streams.items():
+        sizes = [move.last - move.first for move, _ in some]
+        if rank == source:
+            flat = torch.cat([_taken(states, offers, move, key).to(world.device) for move, key in some])
+            sends.append(Message(flat, to))
+        else:
+            flat = torch.empty(sum(sizes), dtype=dtype, device=world.device)
+            receives.append(Message(flat, source))
+            arrived |= dict(zip(some, torch.split(flat, sizes), strict=True))
+    world.exchange(sends, receives)
     found: dict[str, dict[str, Any]] = {}
     mine: dict[str, list[_Move]] = {}
     for move in moves:

@@ -26,6 +26,7 @@ from spindle.planners.pipeline import Layout, holders_in, pipeline_layout, plan_
 from spindle.profile import Profile, ProfileRequest, fitting, profile_request, read_profile, write_profile
 from spindle.program import Program, lower, verify
 from spindle.run import Executor, Forms, OpCode, World
+from spindle.run.rows import on_device
 from spindle.run.shards import Shards
 from spindle.run.weights import Weights
 from spindle.train.bind import Bound, bind, code_of, trace_all
@@ -392,10 +393,6 @@ def mode_of(bound: Bound) -> list[bool]:
     """What a plan depends on and a user may switch: what is trained, and which modules are in training mode."""
     trains = [parameter.requires_grad for parameter in bound.parameters.values()]
     return trains + [one.training for handle in bound.handles.values() for one in handle.module.modules()]
-
-
-def on_device(nest: Any, device: torch.device) -> Any:
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, nest)
 
 
 def _copied(leaf: Any) -> Any:
