@@ -605,3 +605,10 @@ def hand_over_beside_compute(rank: int, num_ranks: int, failing: int | None = No
     world = World(rank, num_ranks, torch.device("cpu"))
     work = Work(run=run, leaves=(), parameters=tuple(layer.parameters()), device=world.device)
     return measure_hand_over(work, world)
+
+
+def launching_in_order(rank: int, num_ranks: int, function: str, *arguments: Any) -> Any:
+    """One of the functions here, with communication launched as under NCCL: in one order on all ranks, and each exchange
+    as a whole."""
+    with mock.patch.object(World, "launches_in_order", True):
+        return globals()[function](rank, num_ranks, *arguments)

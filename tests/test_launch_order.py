@@ -1,0 +1,108 @@
+"""Communication in one order for all ranks, as NCCL needs it: every legal program has one, and running by it gives the
+numbers of one process. The runs are on gloo, which does not ask for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from spindle.cluster import cluster_named
+from spindle.errors import ProgramError
+from spindle.graph import metagraph_of
+from spindle.planners import make_plan
+from spindle.profile import roofline_profile
+from spindle.program import Program, launch_order, launches_collectives, lower, verify
+from spindle.program.instructions import SYNC, TRANSFER
+from spindle.program.program import Lane
+from spindle.recipes import RECIPES
+
+
+def clip_program() -> tuple[Program, object]:
+    recipe = RECIPES["clip-4"]
+    profile = roofline_profile(metagraph_of(recipe.workload()), cluster_named("a800x8"), recipe.roofline)
+    return lower(make_plan(profile, "paper"), profile), profile
+
+
+def test_the_order_holds_every_rank_s_lanes_and_what_data_needs():
+    program, _ = clip_program()
+    place = launch_order(program)
+    assert sorted(place.tolist()) == list(range(len(program.instructions)))
+    for lane in program.lanes:
+        for rank in range(program.num_ranks):
+            assert (np.diff(place[lane.of_rank(rank)]) > 0).all()
+
+
+def test_ranks_that_share_two_groups_launch_them_in_the_same_order():
+    program, _ = clip_program()
+    place = launch_order(program)
+    launches = [
+        sorted(
+            {*program.lanes[TRANSFER].of_rank(rank).tolist(), *program.lanes[SYNC].of_rank(rank).tolist()},
+            key=lambda number: place[number],
+        )
+        for rank in range(program.num_ranks)
+    ]
+    for one in launches:
+        for other in launches:
+            assert [number for number in one if number in other] == [number for number in other if number in one]
+
+
+def test_two_ranks_that_sum_in_different_orders_are_refused():
+    program, profile = clip_program()
+    lane = program.lanes[SYNC]
+    ranks = [lane.of_rank(rank) for rank in range(2)]
+    first, second = [number for number in ranks[0] if number in ranks[1]][:2]
+    instructions = lane.instructions.copy()
+    begin, end = lane.starts[0], lane.starts[1]
+    swapped = {first: second, second: first}
+    instructions[begin:end] = [swapped.get(number, number) for number in instructions[begin:end]]
+    wrong = Lane(starts=lane.starts, instructions=instructions)
+    lanes = (*program.lanes[:SYNC], wrong, *program.lanes[SYNC + 1 :])
+    with pytest.raises(ProgramError, match="in different orders, which can deadlock under NCCL: S"):
+        launch_order(replace(program, lanes=lanes))
+    with pytest.raises(ProgramError):
+        verify(replace(program, lanes=lanes), profile)
+
+
+def test_collectives_inside_layers_have_their_place_in_it():
+    recipe = RECIPES["qwen-val-3"]
+    profile = roofline_profile(metagraph_of(recipe.workload()), cluster_named("a800x32"), recipe.roofline)
+    program = lower(make_plan(profile, "sequential"), profile)
+    assert any(launches_collectives(program, one) for one in program.instructions)
+    launch_order(program)
+
+
+# Runs.
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "function", "arguments"),
+    [
+        *((2 + seed % 3, "compare_steps", (f"random {seed}", f"plan {seed}", 3, 1.0)) for seed in range(6)),
+        (4, "compare_steps", ("everything", "plan 4", 3)),
+        (3, "compare_steps", ("everything", "paper", 3)),
+    ],
+)
+def test_steps_launched_in_that_order_have_the_numbers_of_one_process(pool, num_ranks, function, arguments):
+    pytest.importorskip("torch")
+    for answer in pool.run(num_ranks, "launching_in_order", function, *arguments):
+        assert answer.gradient < 1e-9, answer.worst
+        assert answer.loss < 1e-9
+
+
+def test_so_do_tensor_groups_pipelines_and_sharded_optimizers(pool):
+    pytest.importorskip("torch")
+    from microbatches import Case
+    from tensors import Training
+
+    training = Training(name="own", fits=(({"language": 2}, 7), ({"language": 4}, 8)), steps=2, optimizer="sgd")
+    for answer in pool.run(4, "launching_in_order", "train_shared", training):
+        assert max(answer.loss, answer.parameter) < 1e-9, answer.worst
+    for case in (
+        Case(seed=6, num_ranks=3, steps=2, forms=False, split=0.5, lean=0.4),
+        Case(seed=8, num_ranks=4, num_replicas=2, shares_order=True, shards=True, steps=2),
+    ):
+        for answer in pool.run(case.num_ranks, "launching_in_order", "run_pipeline", case):
+            assert max(answer.loss, answer.gradient, answer.parameter) < 1e-9, answer.worst
