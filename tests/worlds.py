@@ -608,7 +608,7 @@ def hand_over_beside_compute(rank: int, num_ranks: int, failing: int | None = No
 
 
 def launching_in_order(rank: int, num_ranks: int, function: str, *arguments: Any) -> Any:
-    """One of the functions here, with communication launched as under NCCL: in one order on all ranks, and each exchange
-    as a whole."""
+    """One of the functions here, with communication launched as under NCCL: in one order on all ranks, and each
+    exchange as a whole."""
     with mock.patch.object(World, "launches_in_order", True):
         return globals()[function](rank, num_ranks, *arguments)

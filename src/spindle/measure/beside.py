@@ -82,7 +82,7 @@ def _sums_beside(passes: Passes, buffer: torch.Tensor, count: int, world: World)
     for _ in range(2):
         dist.all_reduce(buffer, group=group)  # warm-up
     stop, spans = threading.Event(), list[tuple[object, object]]()
-    busy = threading.Thread(target=_compute, args=(passes, device, stop, spans), daemon=True)
+    busy = threading.Thread(target=_compute, args=(passes, world, stop, spans), daemon=True)
     busy.start()
     try:
         ends = []
@@ -102,13 +102,13 @@ def _sums_beside(passes: Passes, buffer: torch.Tensor, count: int, world: World)
     return sum_s, statistics.median(between_s(begin, end) for begin, end in spans[len(spans) // 3 :])
 
 
-def _compute(passes: Passes, device: torch.device, stop: threading.Event, spans: list[tuple[object, object]]) -> None:
+def _compute(passes: Passes, world: World, stop: threading.Event, spans: list[tuple[object, object]]) -> None:
     """Without a pause until it is stopped."""
-    on_gpu = device.type == "cuda"
+    device, on_gpu = world.device, world.device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
     with torch.cuda.stream(compute_stream()) if on_gpu else nullcontext():
-        pace = Pace(device)
+        pace = Pace(world)
         with suppress(Exception):  # out of memory, say: then there is nothing to tell
             while not (stop.is_set() and spans):
                 pace.keep()

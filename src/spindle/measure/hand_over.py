@@ -80,7 +80,7 @@ def _rounds(passes: Passes, count: int, world: World) -> tuple[list[float], list
     value, place = torch.zeros(1, device=device), torch.zeros(1, device=device)
     coming, sending, begins, ends, failed = None, [], [], [], False
     with torch.cuda.stream(compute_stream()) if device.type == "cuda" else nullcontext():
-        pace = Pace(device)
+        pace = Pace(world)
         if not (is_first or is_alone):
             coming = _receive(world, place)
         for number in range(count):

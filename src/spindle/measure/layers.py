@@ -255,7 +255,7 @@ def _point(
         return error
     parameters = list(dict.fromkeys(one for layer in layers for one in layer.parameters))
     buffers = [buffer for layer in layers for buffer in layer.buffers()]
-    is_graphed = graphs and device.type == "cuda" and not is_random
+    is_graphed = graphs and device.type == "cuda"
     key = {name: _form(nest) for name, nest in seen.items()} | {
         "layer": kind.layer,
         "glue": kind.glue,

@@ -141,7 +141,8 @@ class _Graphed:
         pool = torch.cuda.graph_pool_handle()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            with capturing(self._forward, pool):
+            # A layer that draws random numbers runs as a graph in a step, too.
+            with capturing(self._forward, pool, torch.Generator(device="cuda")):
                 passes.forward()
             self._has_backward = bool(passes.outputs)
             if self._has_backward:

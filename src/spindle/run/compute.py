@@ -54,7 +54,9 @@ class Compute:
         if step.graphs is not None and step.graphs.has(slot):
             for first, _ in slot.chunks:
                 self._syncs.wait_for_parameters(slot.number, first, watch)
-            nests, made = step.graphs.forward(slot, nests, lambda inputs: self._compute(step, slot, inputs, watch))
+            nests, made = step.graphs.forward(
+                slot, nests, lambda inputs: self._compute(step, slot, inputs, watch), self._seeds(step, slot)
+            )
         else:
             made = self._compute(step, slot, nests, watch)
         for link in slot.inputs if slot.rows else ():
@@ -145,8 +147,22 @@ class Compute:
 
     def _seed(self, step: Step, slot: SlotSide, layer: int) -> None:
         """Random layers draw the same numbers whenever the same rows of the same step pass through them."""
+        if step.graphs is None or not step.graphs.draw_from(layer):
+            torch.manual_seed(self._seed_at(step, slot, layer))
+
+    def _seed_at(self, step: Step, slot: SlotSide, layer: int) -> int:
         when = step.number if step.turn.is_first else (step.number, step.turn.number)
-        torch.manual_seed(seed_of(self._seed_of_all, when, slot.task, slot.call, layer, slot.begin, slot.end))
+        return seed_of(self._seed_of_all, when, slot.task, slot.call, layer, slot.begin, slot.end)
+
+    def _seeds(self, step: Step, slot: SlotSide) -> dict[int, int]:
+        """The seeds of a slot's random layers, by layer."""
+        match slot.code:
+            case LossCode(is_random=is_random):
+                layers = [slot.first_layer] if is_random else []
+            case LayersCode(layers=all_layers):
+                span = range(slot.first, slot.chunks[-1][1])
+                layers = [slot.first_layer + number for number in span if all_layers[number].is_random]
+        return {layer: self._seed_at(step, slot, layer) for layer in layers}
 
     def _batch(self, step: Step, slot: SlotSide) -> Any:
         nest, axes = step.batches[slot.task], self._batch_axes[slot.task]

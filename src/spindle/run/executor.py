@@ -10,9 +10,11 @@ so far: lanes with quotas.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ from spindle.program import (
 )
 from spindle.run.code import LayersCode, LossCode, OpCode
 from spindle.run.compute import Compute
-from spindle.run.graphs import Graphs
+from spindle.run.graphs import GraphMemory, Graphs
 from spindle.run.members import TENSOR
 from spindle.run.rows import Axes, Form
 from spindle.run.shards import Shards
@@ -42,7 +44,8 @@ from spindle.run.transfers import Transfers
 from spindle.run.world import World, compute_stream
 
 _STEPS_BEFORE_CAPTURE = 2  # in which libraries choose their kernels
-_MOST_GRAPHS = 4  # sets of them, each with memory of its own: one for each choice of tasks
+_MOST_GRAPHS = 64  # sets of them, one for each choice of tasks and shapes of their batches
+_MOST_SHAPES = 10_000  # whose steps are counted
 
 
 class Executor:
@@ -93,7 +96,10 @@ class Executor:
         # A program whose passes have an order of their own is for one step, or a few.
         self._launched_before = self._order_launches()
         self._captures = cuda_graphs and self._stream is not None and not program.plan.passes
-        self._graphs: dict[frozenset[tuple[str, int]], Graphs] = {}  # by the shapes they are for
+        # By the shapes they are for; those that were used last stand last.
+        self._graphs: dict[frozenset[tuple[str, int]], Graphs] = {}
+        self._graph_memory = GraphMemory()
+        self._most_graphs = _MOST_GRAPHS  # that memory allows, as far as is known
         self._steps_on: Counter[frozenset[tuple[str, int]]] = Counter()
         self._refused: dict[str, str] = {}
         self._places: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # of parameters and buffers, by slot
@@ -145,10 +151,13 @@ class Executor:
         with _on(self._stream):
             watch = Watch(self.world.device, timed)
             self._use_graphs(step)
+            num_graphs = len(self._graphs)
             self._run(step, optimizer, watch)
             self._transfers.remember(signatures)
             if step.graphs is not None and not step.graphs.is_complete:
                 step.graphs.finish()
+                if step.graphs.ran_out_of_memory:
+                    self._most_graphs = num_graphs - 1
                 if step.graphs.is_spoiled:
                     self._drop_graphs()
             return self._losses(step), watch
@@ -157,7 +166,7 @@ class Executor:
         """This rank's instructions, in order."""
         self._syncs.begin(step, watch)
         self._advance(step, watch)
-        pace = Pace(self.world.device)
+        pace = Pace(self.world)
         for position in self._side.compute:
             instruction = self.program.instructions[position]
             if not self._is_on(step, instruction):
@@ -213,10 +222,18 @@ class Executor:
         tasks = {slot.task for slot in self._side.slots.values() if slot.task in step.signatures}
         shapes = frozenset((task, step.signatures[task]) for task in tasks)
         self._watch_places()
-        self._steps_on[shapes] += 1
-        is_known = any({task for task, _ in one} == tasks for one in self._graphs)
-        if self._steps_on[shapes] > _STEPS_BEFORE_CAPTURE and not is_known and len(self._graphs) < _MOST_GRAPHS:
-            self._graphs[shapes] = Graphs(self._syncs.gradients, step.batches, self._refused)
+        if shapes in self._graphs:
+            self._graphs[shapes] = self._graphs.pop(shapes)
+        else:
+            if len(self._steps_on) > _MOST_SHAPES:
+                self._steps_on.clear()
+            self._steps_on[shapes] += 1
+            if self._steps_on[shapes] > _STEPS_BEFORE_CAPTURE and self._most_graphs > 0:
+                while len(self._graphs) >= self._most_graphs:
+                    del self._graphs[next(iter(self._graphs))]
+                self._graphs[shapes] = Graphs(
+                    self._syncs.gradients, step.batches, self._refused, self._graph_memory, partial(self._evict, shapes)
+                )
         step.graphs = self._graphs.get(shapes)
         if step.graphs is not None:
             step.batches = step.graphs.batches(step.batches)
@@ -248,8 +265,15 @@ class Executor:
             step.graphs is not None and step.graphs.is_complete and all(one.name not in self._refused for one in layers)
         )
 
+    def _evict(self, shapes: frozenset[tuple[str, int]]) -> None:
+        """Gives up all graphs but those for batches of these shapes."""
+        self._graphs = {shapes: self._graphs[shapes]}
+        gc.collect()
+        torch.cuda.empty_cache()
+
     def _drop_graphs(self) -> None:
         self._graphs.clear()
+        self._graph_memory.release()
         self._steps_on.clear()
 
     @property

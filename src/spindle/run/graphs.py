@@ -8,18 +8,25 @@ was captured. What lives longer (inputs, outputs, gradients) keeps its place for
 Captures and all other steps run on one stream, not the default one, because autograd puts a parameter's gradient on the
 stream of its first use.
 
-A piece that cannot be captured (it draws random numbers, waits for the GPU, meets other ranks) runs as it did before.
+Layers that draw random numbers each have a generator that their graph knows. It is seeded before each replay, as
+torch's own generator is before the layer in a step that is not captured: the same numbers.
+
+A piece that cannot be captured (it waits for the GPU, draws random numbers on the host, synchronizes with other ranks)
+runs as it did before.
 """
 
 from __future__ import annotations
 
 import gc
+import pickle
+import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -32,6 +39,7 @@ from spindle.run.side import SlotSide
 from spindle.run.step import Piece
 
 Nests = dict[str, Any]
+RANDOM_LAYERS = True  # are captured
 
 
 @dataclass(slots=True)
@@ -59,6 +67,7 @@ class _Slot:
     compute: Callable[[Nests], Made] | None  # until then, too
     nests: Nests
     made: Made  # with its autograd graph until its backward passes are captured
+    generators: dict[int, torch.Generator]  # by layer that draws random numbers
     backward: dict[int, _Backward] = field(default_factory=dict)
 
 
@@ -69,34 +78,63 @@ class _Backward:
     written: list[tuple[nn.Parameter, bool]]  # with whether this pass is the first to write to the parameter's place
 
 
+class GraphMemory:
+    """The memory pool of all graphs of a rank. A step replays one set of them, from its first forward to its last
+    backward, so what one set leaves free another may use; what a set keeps is its own."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._reserve: torch.cuda.CUDAGraph | None = None  # which holds nothing but memory
+
+    @property
+    def handle(self) -> Any:
+        """The pool; it begins as one piece of memory, as large as what steps took so far beside what stays. Pieces as
+        they are asked for do not fit together: what one round leaves free is too small for a tensor of the next."""
+        if self._handle is None:
+            self._handle, self._reserve = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+            num_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+            if num_bytes > 0:
+                try:
+                    with capturing(self._reserve, self._handle):
+                        torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+                except RuntimeError:  # not in one piece
+                    self.renew()
+        return self._handle
+
+    def renew(self) -> None:
+        """A capture that failed does not give its pool back."""
+        torch.cuda.synchronize()
+        self._handle = torch.cuda.graph_pool_handle()
+
+    def release(self) -> None:
+        """When no graph is left."""
+        self._handle = self._reserve = None
+
+
 class Graphs:
     """The captured slots of one rank, for batches of one set of shapes."""
 
-    def __init__(self, gradients: Gradients, batches: Mapping[str, Any], refused: dict[str, str]) -> None:
+    def __init__(
+        self,
+        gradients: Gradients,
+        batches: Mapping[str, Any],
+        refused: dict[str, str],
+        memory: GraphMemory,
+        evict: Callable[[], None],
+    ) -> None:
+        """`evict()` gives up all other sets, when memory runs out."""
         self.gradients = gradients
         self.refused = refused  # why slots run without a graph, by name
         self.is_spoiled = False  # must not be replayed
-        self._pool = torch.cuda.graph_pool_handle()
+        self.ran_out_of_memory = False
+        self._memory, self._evict = memory, evict
+        self._generators: dict[int, torch.Generator] | None = None  # of the slot that is being captured
         self._batches = {task: tree_map(_copied, nest) for task, nest in batches.items()}
         self._slots: dict[int, _Slot] = {}
         self._written: set[int] = set()
         self.is_complete = False  # the step that captures is over
         gc.collect()  # what earlier steps hold is for the pool
         torch.cuda.empty_cache()
-        self._room = torch.cuda.CUDAGraph()  # which holds nothing but the pool's memory
-        self._make_room()
-
-    def _make_room(self) -> None:
-        """The pool begins as one piece of memory, as large as what steps took so far beside what stays. Pieces as they
-        are asked for do not fit together: what one round leaves free is too small for a tensor of the next."""
-        num_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-        if num_bytes <= 0:
-            return
-        try:
-            with capturing(self._room, self._pool):
-                torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-        except RuntimeError:  # not in one piece
-            self._renew_pool()
 
     def batches(self, batches: Mapping[str, Any]) -> Mapping[str, Any]:
         """These batches, at the place from which the graphs read."""
@@ -118,12 +156,12 @@ class Graphs:
                     return False
                 if code.is_mean and len(slot.ranks) > 1:
                     reason = "its ranks add up their counts"
-                elif code.is_random:
+                elif code.is_random and not RANDOM_LAYERS:
                     reason = "its loss draws random numbers"
             case code:
                 if len(slot.group) > 1:
                     reason = "its tensor group meets inside it"
-                elif any(layer.is_random for layer in code.layers):
+                elif any(layer.is_random for layer in code.layers) and not RANDOM_LAYERS:
                     reason = "it draws random numbers"
                 elif any(_is_hooked(parameter) for layer in code.layers for parameter in layer.parameters):
                     reason = "a parameter has a hook"
@@ -131,28 +169,53 @@ class Graphs:
             self.refused[slot.name] = reason
         return slot.name not in self.refused
 
-    def forward(self, slot: SlotSide, nests: Nests, compute: Callable[[Nests], Made]) -> tuple[Nests, Made]:
-        """Runs a slot's forward pass. Gives the inputs that gradients will be for, and what was made."""
+    def draw_from(self, layer: int) -> bool:
+        """Lets a random layer draw from its own generator, if its slot is being captured."""
+        if self._generators is None:
+            return False
+        _generator().graphsafe_set_state(self._generators[layer])
+        return True
+
+    def forward(
+        self,
+        slot: SlotSide,
+        nests: Nests,
+        compute: Callable[[Nests], Made],
+        seeds: Mapping[int, int],
+    ) -> tuple[Nests, Made]:
+        """Runs a slot's forward pass. Gives the inputs that gradients will be for, and what was made. `seeds` are those
+        of its random layers in this step."""
         captured = self._slots.get(slot.number)
         if captured is not None:
             for source, nest in nests.items():
                 _put(captured.nests[source], nest)
+            for layer, seed in seeds.items():
+                captured.generators[layer].manual_seed(seed)
             captured.forward.replay()
             return captured.nests, captured.made
         graph = torch.cuda.CUDAGraph()
+        generators = {layer: torch.Generator(device="cuda") for layer in seeds}
+        for generator in generators.values():
+            graph.register_generator_state(generator)
+        self._generators, on_host = generators, _host_generators()
+        failed = False
         try:
-            with capturing(graph, self._pool):
+            with capturing(graph, self._memory.handle):
                 made = compute(nests)
+                if _host_generators() != on_host:
+                    raise TrainingError("it draws random numbers on the host")
         except Exception as error:
             self._refuse(slot, error)
             failed = True
-        else:
-            failed = False
+        finally:
+            self._generators = None
         if failed:
             gc.collect()  # torch 2.11's checkpoint leaves its hooks on until its frames go, which the error held
             return nests, compute(nests)
+        for layer, seed in seeds.items():
+            generators[layer].manual_seed(seed)
         graph.replay()
-        self._slots[slot.number] = _Slot(graph, compute, nests, made)
+        self._slots[slot.number] = _Slot(graph, compute, nests, made, generators)
         return nests, Made(made.pieces, tree_map(_cut_off, made.outputs))
 
     def backward(
@@ -221,7 +284,7 @@ class Graphs:
         places = [self.gradients.place(parameter) for parameter in parameters]
         written = []
         try:
-            with capturing(graph, self._pool):
+            with capturing(graph, self._memory.handle):
                 found = torch.autograd.grad(
                     [leaf for leaf, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True
                 )
@@ -249,25 +312,34 @@ class Graphs:
             slot.made, slot.compute = Made([], tree_map(_cut_off, slot.made.outputs)), None
         self.is_complete = True
 
-    def _renew_pool(self) -> None:
-        """A capture that failed does not give its pool back."""
-        torch.cuda.synchronize()
-        self._pool = torch.cuda.graph_pool_handle()
-
     def _refuse(self, slot: SlotSide, error: Exception) -> None:
-        self._renew_pool()
+        self._memory.renew()
         cause = error.__context__ or error  # the end of a capture that has failed fails, too
+        if isinstance(error, torch.OutOfMemoryError) or isinstance(cause, torch.OutOfMemoryError):
+            self.ran_out_of_memory = self.is_spoiled = True
+            self._evict()
+            return
         self.refused[slot.name] = f"capturing it failed: {(str(cause).splitlines() or [type(cause).__name__])[0]}"
 
 
 @contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """Inside, what is put on the current stream, not the default one, becomes a graph with memory from this pool."""
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any, draws_from: torch.Generator | None = None) -> Iterator[None]:
+    """Inside, what is put on the current stream, not the default one, becomes a graph with memory from this pool.
+
+    A capture that fails leaves the generators that it knows in a state in which nothing can be drawn from them, so
+    torch's own one has no part in it: random numbers are drawn from another that the graph knows, or drawing ends the
+    capture.
+    """
     collects = gc.isenabled()
     gc.disable()  # freeing what another graph holds would end the capture
+    generator, unknown = _generator(), torch.Generator(device="cuda")
+    state = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(draws_from or torch.Generator(device="cuda"))  # which the graph takes note of
     try:
         # Other threads (transfers) use the GPU meanwhile.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        if draws_from is None:
+            generator.graphsafe_set_state(unknown)
         try:
             yield
         finally:
@@ -283,6 +355,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
                         getattr(torch._C, end)(device, pool)
                 raise
     finally:
+        generator.graphsafe_set_state(state)
         if collects:
             gc.enable()
 
@@ -302,6 +375,16 @@ def _copied(leaf: Any) -> Any:
 
 def _cut_off(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _generator() -> torch.Generator:
+    """Torch's own on this device."""
+    return torch.cuda.default_generators[torch.cuda.current_device()]
+
+
+def _host_generators() -> tuple[Any, ...]:
+    """The states of generators whose numbers no graph draws again."""
+    return bytes(torch.get_rng_state().numpy()), random.getstate(), pickle.dumps(numpy.random.get_state())
 
 
 def _is_hooked(parameter: nn.Parameter) -> bool:

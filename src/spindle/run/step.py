@@ -16,6 +16,7 @@ from spindle.run.side import Flow
 
 if TYPE_CHECKING:
     from spindle.run.graphs import Graphs
+    from spindle.run.world import World
 
 _AHEAD = 3  # instructions
 
@@ -107,15 +108,16 @@ class Losses:
 
 class Pace:
     """Keeps the host a few instructions ahead of its GPU and no more. While a launch waits for room in the GPU's queue,
-    no other thread of the process gets to the GPU, so collectives stand still."""
+    no other thread of the process gets to the GPU, so collectives of ranks that share it stand still. NCCL has no such
+    threads, and needs none of this."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+    def __init__(self, world: World) -> None:
+        self._is_needed = world.shares_gpu
         self._launched: deque[torch.cuda.Event] = deque()
 
     def keep(self) -> None:
         """To be called before each instruction."""
-        if not self._on_gpu:
+        if not self._is_needed:
             return
         if len(self._launched) == _AHEAD:
             self._launched.popleft().synchronize()

@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map
 
 from spindle.errors import InputError, PeerLostError
 from spindle.launch.failure import install_hook
 from spindle.launch.mps import VIRTUAL_VARIABLE
 from spindle.run import ipc
+from spindle.run.rows import on_device
 
 _SHARED_MEMORY = 0.92  # of a GPU is for its ranks; contexts and what they exchange tensors through take the rest
 
@@ -42,7 +44,8 @@ class World:
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self.uses_nccl = size > 1 and device.type == "cuda" and VIRTUAL_VARIABLE not in os.environ
+        self.shares_gpu = device.type == "cuda" and VIRTUAL_VARIABLE in os.environ
+        self.uses_nccl = size > 1 and device.type == "cuda" and not self.shares_gpu
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
         if self.uses_nccl:
             # Kernels of several communicators then start on every GPU in the order in which the host launches them,
@@ -185,6 +188,31 @@ _SHARED_PURPOSES = ("sync", "loss", "norm")
 def compute_stream() -> torch.cuda.Stream:
     """The one stream of this process for compute beside the default one: libraries keep a workspace for each."""
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+@cache
+def _copy_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def copied_to(device: torch.device, nest: Any) -> Any:
+    """A batch on its device. Copies to a GPU do not wait for what its other streams still do; streams wait for them."""
+    leaves = tree_leaves(nest)
+    if device.type != "cuda" or all(leaf.device == device for leaf in leaves if isinstance(leaf, torch.Tensor)):
+        return on_device(nest, device)
+    copying = _copy_stream()
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.device == device:
+            return leaf
+        moved = leaf.to(device, non_blocking=True)
+        moved.record_stream(compute_stream())
+        return moved
+
+    with torch.cuda.stream(copying):
+        moved = tree_map(copied, nest)
+    torch.cuda.current_stream().wait_stream(copying)
+    return moved
 
 
 class Gathering:

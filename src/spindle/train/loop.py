@@ -24,6 +24,7 @@ from spindle.run import Losses, Turn, Watch, World
 from spindle.run.budget import Budget, limit_gpu_memory
 from spindle.run.recorded import timeline_of
 from spindle.run.rows import on_device
+from spindle.run.world import copied_to
 from spindle.simulate import simulate
 from spindle.train.feed import Batch, Feed
 from spindle.train.header import Agreed, Table, agreed, header, idle_in, losses_in
@@ -283,7 +284,7 @@ class Loop:
             if is_timed:
                 world.meet()  # a timeline needs a common start, as the simulator has
             given = {
-                taken[task]: on_device(batch.nest, world.device) for task, batch in batches.items() if task in taken
+                taken[task]: copied_to(world.device, batch.nest) for task, batch in batches.items() if task in taken
             }
             with self._budget or nullcontext():
                 losses, watch = executor.step(
@@ -370,7 +371,7 @@ class Loop:
         if is_timed:
             world.meet()
         given = {
-            name: on_device(turns[turn][task].nest, world.device)
+            name: copied_to(world.device, turns[turn][task].nest)
             for name, (task, turn) in places.items()
             if task in turns[turn]
         }
