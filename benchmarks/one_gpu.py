@@ -1,0 +1,282 @@
+"""What Spindle costs on one GPU, where it cannot help: python benchmarks/one_gpu.py [--only CASE,...] [--trace FOLDER]
+
+The same models (built from Hugging Face configs), batches and optimizer in a plain PyTorch loop and in a Trainer, a
+round of one after a round of the other, in one process: eager, with CUDA graphs, and the plain loop under
+`torch.compile`. All read a loss two steps behind the GPU. The ratio of each pair of rounds; the median of all pairs
+and their middle half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import spindle
+from common import markdown, publish
+
+PAIRS, BEHIND = 20, 2
+Modules = dict[str, Callable[..., Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Models, tasks over them (`loss(modules, batch)`) and a batch for each task; `steps` make up a round."""
+
+    modules: Callable[[], dict[str, nn.Module]]
+    tasks: dict[str, tuple[Callable[[Modules, Any], Tensor], Callable[[], dict[str, Tensor]], int]]
+    steps: int
+    autocast: torch.dtype | None = torch.bfloat16
+    fused: bool = True
+
+
+def words(rows: int, length: int) -> dict[str, Tensor]:
+    """Sentences of different lengths, padded. Hugging Face models look whether a mask is all ones, and leave it out."""
+    lengths = length - torch.arange(rows) % 4
+    return {
+        "ids": torch.randint(3, 1000, (rows, length)),
+        "mask": (torch.arange(length) < lengths.unsqueeze(1)).long(),
+    }
+
+
+def pixels(rows: int, size: int) -> dict[str, Tensor]:
+    return {"pixels": torch.randn(rows, 3, size, size)}
+
+
+def mean_of(output: Any) -> Tensor:
+    return output.last_hidden_state.float().mean(1)  # type: ignore[no-any-return]
+
+
+def contrast(one: Tensor, other: Tensor) -> Tensor:
+    logits = F.normalize(one, dim=-1) @ F.normalize(other, dim=-1).T * 10
+    return F.cross_entropy(logits, torch.arange(one.shape[0], device=one.device))
+
+
+def bert_base() -> dict[str, nn.Module]:
+    config = hf.BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, vocab_size=30522)
+    return {"text": hf.BertModel(config, add_pooling_layer=False)}
+
+
+def vit_large() -> dict[str, nn.Module]:
+    config = hf.ViTConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+    return {"vision": hf.ViTModel(config, add_pooling_layer=False)}
+
+
+def llama_1b() -> dict[str, nn.Module]:
+    config = hf.LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=32000,
+        use_cache=False,
+    )
+    return {"llm": hf.LlamaForCausalLM(config)}
+
+
+def dino_and_modernbert(**small: int) -> dict[str, nn.Module]:
+    large = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16} | small
+    text = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 2624} | small
+    vision = hf.Dinov2Model(hf.Dinov2Config(**large, image_size=224, patch_size=14))
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    return {"vision": vision, "text": hf.ModernBertModel(hf.ModernBertConfig(**text, **ids, vocab_size=1000))}
+
+
+def small_towers() -> dict[str, nn.Module]:
+    modules = dino_and_modernbert(hidden_size=192, num_hidden_layers=6, num_attention_heads=3, intermediate_size=512)
+    audio = hf.Wav2Vec2BertConfig(
+        hidden_size=192,
+        num_hidden_layers=6,
+        num_attention_heads=3,
+        intermediate_size=512,
+        feature_projection_input_dim=32,
+        apply_spec_augment=False,
+        layerdrop=0.0,
+        conformer_conv_dropout=0.0,
+    )
+    return modules | {"audio": hf.Wav2Vec2BertModel(audio)}
+
+
+def text_loss(modules: Modules, batch: Any) -> Tensor:
+    return mean_of(modules["text"](input_ids=batch["ids"], attention_mask=batch["mask"])).square().mean()
+
+
+def vision_loss(modules: Modules, batch: Any) -> Tensor:
+    return mean_of(modules["vision"](pixel_values=batch["pixels"])).square().mean()
+
+
+def llm_loss(modules: Modules, batch: Any) -> Tensor:
+    logits = modules["llm"](input_ids=batch["ids"]).logits
+    return F.cross_entropy(logits[:, :-1].float().transpose(1, 2), batch["ids"][:, 1:])
+
+
+def image_text(modules: Modules, batch: Any) -> Tensor:
+    text = modules["text"](input_ids=batch["ids"], attention_mask=batch["mask"])
+    return contrast(mean_of(modules["vision"](pixel_values=batch["pixels"])), mean_of(text))
+
+
+def audio_text(modules: Modules, batch: Any) -> Tensor:
+    text = modules["text"](input_ids=batch["ids"], attention_mask=batch["mask"])
+    return contrast(mean_of(modules["audio"](input_features=batch["sound"])), mean_of(text))
+
+
+CASES = {
+    "bert-base": Case(modules=bert_base, tasks={"text": (text_loss, lambda: words(32, 128), 32)}, steps=20),
+    "vit-l": Case(modules=vit_large, tasks={"vision": (vision_loss, lambda: pixels(32, 224), 32)}, steps=12),
+    "llama-1b": Case(modules=llama_1b, tasks={"llm": (llm_loss, lambda: words(4, 1024), 4)}, steps=10),
+    "dinov2-l + modernbert-l": Case(
+        modules=dino_and_modernbert,
+        tasks={"clip": (image_text, lambda: pixels(16, 224) | words(16, 128), 16)},
+        steps=12,
+    ),
+    "small towers": Case(
+        modules=small_towers,
+        tasks={
+            "image_text": (image_text, lambda: pixels(8, 224) | words(8, 64), 8),
+            "audio_text": (audio_text, lambda: {"sound": torch.randn(8, 100, 32)} | words(8, 64), 8),
+        },
+        steps=12,
+    ),
+}
+
+
+class Loop:
+    """A plain training loop."""
+
+    def __init__(self, case: Case, batches: dict[str, Any], *, compiled: bool = False) -> None:
+        torch.manual_seed(0)
+        self._case, self._batches = case, batches
+        modules = {name: module.cuda() for name, module in case.modules().items()}
+        self._modules: Modules = {name: torch.compile(one) if compiled else one for name, one in modules.items()}
+        parameters = [one for module in modules.values() for one in module.named_parameters()]
+        self._optimizer = make_optimizer(case)(parameters)
+
+    def step(self) -> Tensor:
+        self._optimizer.zero_grad()
+        total = torch.zeros((), device="cuda")
+        for name, (loss, _, _) in self._case.tasks.items():
+            with torch.autocast("cuda", dtype=self._case.autocast, enabled=self._case.autocast is not None):
+                value = loss(self._modules, self._batches[name])
+            value.backward()
+            total += value.detach()
+        self._optimizer.step()
+        return total
+
+    def round_s(self, steps: int) -> float:
+        losses: list[tuple[Tensor, torch.cuda.Event]] = []
+        marks = []
+        for _ in range(steps):
+            marks.append(time.perf_counter())
+            total = self.step().to("cpu", non_blocking=True)
+            losses.append((total, torch.cuda.current_stream().record_event()))
+            if len(losses) > BEHIND:
+                losses[-1 - BEHIND][1].synchronize()
+        marks.append(time.perf_counter())
+        torch.cuda.synchronize()
+        return (marks[-1] - marks[BEHIND + 1]) / (steps - BEHIND - 1)
+
+
+def make_optimizer(case: Case) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-5, fused=case.fused)
+
+
+class Ours:
+    def __init__(self, case: Case, batches: dict[str, Any], *, graphs: bool) -> None:
+        torch.manual_seed(0)
+        handles: Modules = {name: spindle.module(name, module) for name, module in case.modules().items()}
+        tasks = [
+            spindle.task(batch_size=rows, name=name)(lambda batch, loss=loss: loss(handles, batch))
+            for name, (loss, _, rows) in case.tasks.items()
+        ]
+        self._batches = {name: [batch] for name, batch in batches.items()}
+        self.trainer = spindle.Trainer(
+            tasks, optimizer=make_optimizer(case), planner="sequential", autocast=case.autocast, cuda_graphs=graphs
+        )
+        self.trainer.prepare(self._batches, progress=False)
+
+    def round_s(self, steps: int) -> float:
+        times = self.trainer.fit(self._batches, steps=steps, progress=False).step_s
+        return sum(times[BEHIND + 1 :]) / (steps - BEHIND - 1)
+
+
+def measure(name: str, case: Case, pairs: int, trace: Path | None, compiles: bool) -> dict[str, Any]:
+    batches = {task: {key: one.cuda() for key, one in make().items()} for task, (_, make, _) in case.tasks.items()}
+    contenders: dict[str, Any] = {"plain": Loop(case, batches)}
+    contenders["eager"] = Ours(case, batches, graphs=False)
+    contenders["graphs"] = Ours(case, batches, graphs=True)
+    if compiles:
+        contenders["compiled"] = Loop(case, batches, compiled=True)
+    for contender in contenders.values():  # kernels are chosen, graphs captured, code compiled
+        contender.round_s(case.steps)
+    rounds: dict[str, list[float]] = {key: [] for key in contenders}
+    for number in range(pairs):
+        keys = list(contenders)
+        for key in keys[number % len(keys) :] + keys[: number % len(keys)]:
+            rounds[key].append(contenders[key].round_s(case.steps))
+    notices = contenders["graphs"].trainer.notices
+    if trace is not None:
+        for key, contender in contenders.items():
+            with torch.profiler.profile() as profiled:
+                contender.round_s(6)
+            profiled.export_chrome_trace(str(trace / f"{name.replace(' ', '')}-{key}.json.gz"))
+    del contenders
+    gc.collect()
+    torch.cuda.empty_cache()
+    return {"rounds_s": rounds, "notices": notices}
+
+
+def rows_of(found: dict[str, Any]) -> list[list[str]]:
+    rows = []
+    for name, result in found.items():
+        rounds = result["rounds_s"]
+        row = [name, f"{statistics.median(rounds['plain']) * 1e3:.2f}"]
+        for key in ("eager", "graphs", "compiled"):
+            if key not in rounds:
+                row.append("")
+                continue
+            ratios = sorted(ours / plain for ours, plain in zip(rounds[key], rounds["plain"], strict=True))
+            middle = f"{ratios[len(ratios) // 4]:.3f} to {ratios[-1 - len(ratios) // 4]:.3f}"
+            row.append(f"{statistics.median(ratios):.3f} ({middle})")
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("-o", "--output", type=Path)
+    given = parser.parse_args()
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        if given.only and name not in given.only.split(","):
+            continue
+        found[name] = measure(name, case, given.pairs, given.trace, not given.no_compile)
+        print(name, rows_of({name: found[name]}), *found[name]["notices"], sep="\n  ", flush=True)
+        if given.output is not None:
+            given.output.write_text(json.dumps(found))
+    header = ["ms per step", "plain", "Spindle eager / plain", "Spindle graphs / plain", "plain compiled / plain"]
+    table = markdown(header, rows_of(found))
+    if given.only or given.trace:
+        print(table)
+    else:
+        gpu = torch.cuda.get_device_name()
+        publish("one_gpu", {"gpu": gpu, "torch": torch.__version__, "cases": found}, f"{table}\n\n{gpu}.")
+
+
+if __name__ == "__main__":
+    main()
