@@ -10,12 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import small
+from spindle.cluster import cluster_named
 from spindle.errors import ProgramError
+from spindle.graph import metagraph_of
 from spindle.plan import parse_plan
-from spindle.planners import graph_bound_s, make_plan
-from spindle.profile import state_bytes
+from spindle.planners import graph_bound_s, make_plan, step_bound_s
+from spindle.profile import roofline_profile, state_bytes
 from spindle.program import Backward, Exchange, Forward, OptimizerStep, SyncGradients, lower, parse_program
 from spindle.program.text import format_program
+from spindle.recipes import RECIPES
 from spindle.simulate import simulate
 from spindle.timeline import chrome_trace, measure
 
@@ -192,6 +195,16 @@ def test_no_step_is_below_the_bound_however_neighbours_matter(profile, rates):
     for planner in ("sequential", "paper"):
         step_s = simulate(lower(make_plan(profile, planner), profile), profile).makespan_s
         assert step_s >= graph_bound_s(profile) * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_no_step_is_below_the_bound_with_the_optimizer_s_update(shards):
+    recipe = RECIPES["clip-4"]
+    profile = roofline_profile(metagraph_of(recipe.workload()), cluster_named("a800x8"), recipe.roofline)
+    assert step_bound_s(profile) > graph_bound_s(profile)
+    for planner in ("sequential", "paper", "task-level"):
+        plan = make_plan(profile, planner, shard_optimizer=shards)
+        assert simulate(lower(plan, profile), profile).makespan_s >= step_bound_s(profile)
 
 
 def test_a_deadlock_is_reported_by_the_simulator_too():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from spindle.errors import InputError
 from spindle.plan import Plan
 from spindle.planners.baselines import schedule_distmm, schedule_sequential, schedule_task_level
-from spindle.planners.bounds import LpSolution, graph_bound, graph_bound_s, lp_bound
+from spindle.planners.bounds import LpSolution, graph_bound, graph_bound_s, lp_bound, step_bound_s
 from spindle.planners.build import Scheduler, build
 from spindle.planners.exhaustive import schedule_exhaustive
 from spindle.planners.paper import paper_waves, schedule_paper
@@ -27,6 +27,7 @@ __all__ = [
     "make_plan",
     "paper_waves",
     "problem_of",
+    "step_bound_s",
 ]
 
 _SCHEDULERS: dict[str, Scheduler] = {

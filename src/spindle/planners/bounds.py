@@ -3,7 +3,9 @@
 Two bounds on folded time. The paper's C* (§3.3) is for one level at a time, and its sum over levels speaks for plans
 with a barrier between levels. The LP bound is for the whole graph and any plan that runs each layer over its whole
 batch at once: the duration and area of every op lie on the lower hull of its curve, no path is longer than C, and the
-total area is at most N·C.
+total area is at most N·C. The bound of a whole step also counts the optimizer's update of every parameter, once: with
+its state sharded, no parameter needs to be updated twice. Gradients of what one device holds need no synchronisation,
+so the least that it can take is nothing.
 """
 
 from __future__ import annotations
@@ -50,16 +52,24 @@ def graph_bound_s(profile: Profile) -> float:
     return graph_bound(profile).bound_s
 
 
-def graph_bound(profile: Profile) -> LpSolution:
-    """The LP bound over every setting: each op may take any tensor degree, nothing is recomputed."""
+def step_bound_s(profile: Profile) -> float:
+    """The LP bound with the optimizer's update of every trained parameter, in seconds."""
+    numerics = profile.graph.numerics
+    elements = sum(parameter.num_elements for parameter in profile.graph.parameters if parameter.trainable)
+    return graph_bound(profile, elements * numerics.update_bytes / profile.cluster.kind.memory_bytes_per_s).bound_s
+
+
+def graph_bound(profile: Profile, update_s: float = 0.0) -> LpSolution:
+    """The LP bound over every setting: each op may take any tensor degree, nothing is recomputed. `update_s` is device
+    time beside that of layers."""
     problem = best_degree_problem(profile)
     rates = np.array(profile.host_rates)
     if not len(rates):
-        return lp_bound(problem)
+        return lp_bound(problem, update_s=update_s)
     # Where neighbours matter, no layer is faster than at the best rate, and k busy devices do at most k times theirs.
     together = np.arange(1, 1 + len(rates)) * rates
     capacity = sum(float(together[: island.num_devices].max()) for island in profile.cluster.islands)
-    return lp_bound(problem, rate=float(rates.max()), capacity=capacity)
+    return lp_bound(problem, rate=float(rates.max()), capacity=capacity, update_s=update_s)
 
 
 def best_degree_problem(profile: Profile) -> Problem:
@@ -78,10 +88,11 @@ def best_degree_problem(profile: Profile) -> Problem:
     return replace(problem, choices=tuple(merged))
 
 
-def lp_bound(problem: Problem, rate: float = 1.0, capacity: float | None = None) -> LpSolution:
+def lp_bound(problem: Problem, rate: float = 1.0, capacity: float | None = None, update_s: float = 0.0) -> LpSolution:
     """The LP bound of a problem under its setting.
 
-    Layers may run at up to `rate`, and all devices together do the work of `capacity` of them.
+    Layers may run at up to `rate`, and all devices together do the work of `capacity` of them; `update_s` of it is not
+    for layers.
     """
     from scipy.optimize import linprog  # takes long to import, and ranks that do not plan do without
     from scipy.sparse import coo_array
@@ -107,7 +118,8 @@ def lp_bound(problem: Problem, rate: float = 1.0, capacity: float | None = None)
             values.append(value)
         num_rows += 1
 
-    # Constraints (all "at most 0"): an op ends after its producers and its own duration, C after every end, area fits.
+    # Constraints (all "at most 0", but for the last): an op ends after its producers and its own duration, C after
+    # every end, area fits.
     for op in range(num_ops):
         duration = [(int(offsets[op]) + k, float(value) / rate) for k, value in enumerate(hulls[op][0])]
         constrain([*duration, (first_end + op, -1.0)])
@@ -120,6 +132,8 @@ def lp_bound(problem: Problem, rate: float = 1.0, capacity: float | None = None)
         (np.ones(first_end), (np.repeat(np.arange(num_ops), sizes), np.arange(first_end))),
         shape=(num_ops, makespan + 1),
     )
+    limits = np.zeros(num_rows)
+    limits[-1] = -update_s
     # Objective.
     objective = np.zeros(makespan + 1)
     objective[makespan] = 1.0
@@ -127,7 +141,7 @@ def lp_bound(problem: Problem, rate: float = 1.0, capacity: float | None = None)
     result = linprog(
         objective,
         A_ub=coo_array((values, (rows, columns)), shape=(num_rows, makespan + 1)).tocsr(),
-        b_ub=np.zeros(num_rows),
+        b_ub=limits,
         A_eq=all_layers.tocsr(),
         b_eq=np.array(problem.num_layers, dtype=float),
         method="highs",
