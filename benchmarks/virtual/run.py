@@ -47,7 +47,8 @@ from virtual.cells import Cells
 from virtual.split import split_of
 from virtual.workloads import Workload
 
-PLANNERS = ("wavefront", "sequential", "distmm", "task-level", "paper")
+SHARDED = "-sharded"  # behind a planner's name: with the optimizer's state sharded
+PLANNERS = ("wavefront", "sequential", "distmm", "task-level", "paper", f"wavefront{SHARDED}")
 VARIANTS = (*PLANNERS, *plain.VARIANTS)
 WARM_UP = 4  # steps; graphs are captured within them
 SMALL_WARM_UP, SMALL_STEPS = 1, 3
@@ -251,7 +252,8 @@ def shared_plan(experiment: Experiment, profile: Profile, planner: str) -> Plan:
 
     def make(_: Cells) -> tuple[Plan | None, str]:
         try:
-            return make_plan(profile, planner, Effort(seed=0)), ""
+            shards = True if planner.endswith(SHARDED) else None
+            return make_plan(profile, planner.removesuffix(SHARDED), Effort(seed=0), shard_optimizer=shards), ""
         except Exception as error:
             return None, f"{type(error).__name__}: {error}"
 
