@@ -67,11 +67,14 @@ class WholeModule:
     """A module that stays one layer, and why."""
 
     reason: str
+    kind: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildModules:
-    """A sequence whose children are its layers."""
+    """A sequence whose children are its layers, of these kinds."""
+
+    kinds: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,17 +132,17 @@ class Chain:
 
 def whole_chain(module: nn.Module, reason: str) -> Chain:
     """A module as one layer."""
-    return build_chain(module, WholeModule(reason=reason))
+    return build_chain(module, WholeModule(reason=reason, kind=signature_of(module)))
 
 
 def build_chain(module: nn.Module, source: ChainSource) -> Chain:
     """The runnable chain of a module, from what was recorded of it here or in another process."""
     match source:
-        case WholeModule():
-            layers: tuple[ChainLayer, ...] = (_module_layer(module),)
-        case ChildModules():
-            assert isinstance(module, nn.Sequential)
-            layers = tuple(map(_module_layer, module))  # of which one may stand there twice
+        case WholeModule(kind=kind):
+            layers: tuple[ChainLayer, ...] = (_module_layer(module, kind),)
+        case ChildModules(kinds=kinds):
+            assert isinstance(module, nn.Sequential)  # in which a module may be twice
+            layers = tuple(_module_layer(one, kind) for one, kind in zip(module, kinds, strict=True))
         case RecordedForward():
             layers = tuple(_recorded_layer(module, source, number) for number in range(len(source.layers)))
         case _:
@@ -168,7 +171,7 @@ def chain_and_output(module: nn.Module, args: Any, kwargs: Any, split: bool = Tr
     if _is_hooked(module):
         return whole_chain(module, "it has hooks, which run around all of it"), run
     if is_plain_sequence(module):
-        return build_chain(module, ChildModules()), run
+        return build_chain(module, ChildModules(kinds=tuple(map(signature_of, module)))), run
     lists = block_lists(module)
     if not lists:
         return whole_chain(module, "it has no list of two or more equal blocks"), run
@@ -209,9 +212,9 @@ def _ids(modules: Iterable[nn.Module]) -> set[int]:
     return {id(one) for one in modules}
 
 
-def _module_layer(module: nn.Module) -> ChainLayer:
+def _module_layer(module: nn.Module, kind: str) -> ChainLayer:
     return ChainLayer(
-        kind=signature_of(module),
+        kind=kind,
         run=lambda *a, **k: (module(*a, **k),),
         parameters=tuple(module.parameters()),
         find_buffers=module.buffers,

@@ -58,9 +58,9 @@ def load_source(module: nn.Module, data: bytes, device: torch.device) -> ChainSo
 def _load_source(module: nn.Module, data: bytes, device: torch.device | None) -> ChainSource:
     kind, *fields = _Unpickler(io.BytesIO(data), module, device).load()
     if kind == "whole":
-        return WholeModule(reason=fields[0])
+        return WholeModule(reason=fields[0], kind=fields[1])
     if kind == "children":
-        return ChildModules()
+        return ChildModules(kinds=fields[0])
     layers, bound, spec, inputs, constants = fields
     return RecordedForward(
         layers=tuple(
@@ -76,10 +76,10 @@ def _load_source(module: nn.Module, data: bytes, device: torch.device | None) ->
 
 def _fields(source: ChainSource) -> tuple[Any, ...]:
     match source:
-        case WholeModule(reason=reason):
-            return "whole", reason
-        case ChildModules():
-            return ("children",)
+        case WholeModule(reason=reason, kind=kind):
+            return "whole", reason, kind
+        case ChildModules(kinds=every):
+            return "children", every
         case RecordedForward():
             kinds: dict[str, str] = {}  # pickle writes a string once if it is the same object
             layers = tuple(
