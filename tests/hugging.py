@@ -229,6 +229,14 @@ MODELS: dict[str, Model] = {
         lambda rows, length: {"input_ids": words(rows, length)["input_ids"]},
         5,
     ),
+    # Its forward loops over a set of strings, whose order differs from process to process.
+    "ModernBERT": Model(
+        lambda: hf.ModernBertModel(
+            hf.ModernBertConfig(**TEXT, global_attn_every_n_layers=2, local_attention=6, attn_implementation="sdpa")
+        ),
+        words,
+        5,
+    ),
     "Mixtral": Model(
         lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**GROUPED, num_local_experts=4, experts_implementation="eager")),
         words,
