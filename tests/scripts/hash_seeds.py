@@ -7,7 +7,6 @@ import copy
 import hashlib
 import json
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -17,9 +16,8 @@ from torch.utils._pytree import tree_leaves
 import hugging
 import spindle
 import zoo
-from spindle.models import NotSerializableError, build_chain, chain_of, dump_chain, load_source, source_text
+from spindle.models import build_chain, chain_of, dump_chain, load_source, source_text
 from spindle.run.world import join_world
-from spindle.train.bind import trace_recorded
 from spindle.train.record import record_all
 from spindle.train.trace_broadcast import trace_on_rank_0
 from worlds import random_plan_text
@@ -107,10 +105,6 @@ def trained(planner: str) -> dict:
     }
 
 
-class Unnamed:
-    """Stands for what has no name under which another process could import it."""
-
-
 def unserialisable() -> dict:
     """A module whose recording names a local function: both ranks record it."""
 
@@ -142,33 +136,12 @@ def unserialisable() -> dict:
     return {"layers": len(traced.recorded.calls[0].chain.layers), "notices": notices}
 
 
-def timed_recording() -> dict:
-    """Seconds to trace a model, and to receive its trace."""
-    handle = spindle.module("text", hugging.made("BART"))
-
-    @spindle.task(batch_size=ROWS)
-    def pull(batch):
-        return handle(**batch).logits.square().mean()
-
-    examples = {"pull": hugging.batch_of("BART", ROWS, LENGTH)}
-    recorded = record_all([pull], examples)
-    begin = time.process_time()
-    trace_recorded(recorded, examples)
-    local_s = time.process_time() - begin
-    recorded = record_all([pull], examples)
-    WORLD.barrier()
-    begin = time.process_time()
-    trace_on_rank_0(recorded, examples, WORLD, print)
-    return {"local_s": local_s, "shared_s": time.process_time() - begin}
-
-
 answers = {
     "order": list({"full_attention", "sliding_attention"}),
     "models": {name: model_as_sent(name) for name in hugging.MODELS},
     "kinds": {kind: kind_as_sent(kind) for kind in zoo.KINDS | zoo.ALONE},
     "training": {planner: trained(planner) for planner in ("plan 2", "pipeline")},
     "unserialisable": unserialisable(),
-    "timed": timed_recording(),
 }
 Path(sys.argv[1], f"rank-{WORLD.rank}.json").write_text(json.dumps(answers))
 WORLD.barrier()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import TreeSpec, tree_structure, tree_unflatten
 
 from spindle.models.chain import Chain, ChainSource, ChildModules, LayerSource, RecordedForward, WholeModule
 
@@ -45,8 +46,6 @@ def dump_chain(chain: Chain) -> bytes:
         for constant, copy in zip(source.constants, loaded.constants, strict=True):
             if copy is not constant and copy != constant:
                 raise NotSerializableError(f"its argument {constant!r} is not equal to its copy")
-        if source.spec != loaded.spec:
-            raise NotSerializableError(f"the structure of its arguments is not equal to its copy: {source.spec}")
     return data
 
 
@@ -103,6 +102,11 @@ class _Pickler(pickle.Pickler):
                 return "module", self._paths[id(value)]
             case torch.Tensor():
                 return self._tensor(value)
+            case TreeSpec():  # as a nest: the fields of specs change with torch's versions
+                nest = tree_unflatten(list(range(value.num_leaves)), value)
+                if tree_structure(nest) != value:
+                    raise NotSerializableError(f"the structure {value} is not equal to its copy")
+                return "structure", nest
             case torch._ops.OpOverload():
                 return "operator", value.namespace, value._opname, value._overloadname
             case torch.device() if value.type != "cpu":
@@ -135,6 +139,8 @@ class _Unpickler(pickle.Unpickler):
                 return self._module.get_submodule(path)
             case "attribute", str(path), str(name):
                 return getattr(self._module.get_submodule(path), name)
+            case "structure", nest:
+                return tree_structure(nest)
             case "operator", str(namespace), str(name), str(overload):
                 return getattr(getattr(getattr(torch.ops, namespace), name), overload)
             case "device", str(kind), bool(has_index):
