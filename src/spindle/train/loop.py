@@ -25,7 +25,7 @@ from spindle.run.budget import Budget, limit_gpu_memory
 from spindle.run.forms import Cuts
 from spindle.run.recorded import timeline_of
 from spindle.simulate import simulate
-from spindle.train.agreement import compare, shape_items
+from spindle.train.agreement import compare, option_items, shape_items
 from spindle.train.feed import Batch, Feed
 from spindle.train.header import Agreed, Table, agreed, header, idle_in, losses_in
 from spindle.train.microbatches import Key, task_of, way_of, without_values
@@ -170,6 +170,8 @@ class Loop:
         assert self._change is not None
         (tasks, loaders), self._change = self._change, None
         begin_s = time.perf_counter()
+        coming = option_items(replace(self._options, tasks=tuple(tasks)))
+        compare(self._world, {**coming, "the tasks with new loaders": sorted(loaders)})
         names = {one.name for one in tasks}
         ended = {name for name in self._feeds if name not in names or name in loaders}
         for name in ended:
