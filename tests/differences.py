@@ -14,6 +14,7 @@ from torch import nn
 
 import spindle
 from spindle.errors import TrainingError
+from spindle.profile import Profile
 from spindle.run.forms import Forms
 from spindle.run.rows import LeafForm
 from spindle.train import preparation
@@ -24,7 +25,7 @@ WIDTH, ROWS = 6, 4
 
 @dataclass
 class Script:
-    """What the training script of a rank says. Its planner runs every layer on both ranks."""
+    """What the training script of a rank says."""
 
     batch_size: int = ROWS
     weight: float = 1.0
@@ -37,7 +38,14 @@ class Script:
     loader_columns: int = WIDTH
     steps: int = 1
     prepare: Callable[[nn.Module], Any] = lambda module: None
-    options: dict[str, Any] = field(default_factory=lambda: {"planner": "sequential"})
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def on_both_ranks(profile: Profile) -> str:
+    """A plan that runs every layer on both ranks, as far as it can be split."""
+    counts = [curves[0].num_devices[-1] for curves in profile.curves]
+    ops = zip(profile.graph.metaops, counts, strict=True)
+    return "\n".join(f"{op.name}*{op.num_layers}@{'0-1' if count > 1 else '0'}" for op, count in ops)
 
 
 def changed(function: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -74,15 +82,14 @@ def untied(tower: nn.Module) -> None:
 
 
 PIPELINE = {"planner": "pipeline", "accumulate": 2}
-ON_BOTH = Script().options
 SCRIPTS: dict[str, dict[str, Any]] = {  # what rank 1's script has otherwise
-    "clip_norm": {"options": {**ON_BOTH, "clip_norm": 2.0}},
-    "accumulate": {"options": {**ON_BOTH, "accumulate": 3}},
-    "autocast": {"options": {**ON_BOTH, "autocast": torch.bfloat16}},
-    "seed": {"options": {**ON_BOTH, "seed": 5}},
-    "cuda_graphs": {"options": {**ON_BOTH, "cuda_graphs": False}},
-    "sampling": {"options": {**ON_BOTH, "sampling": {"pull": 0.5}}},
-    "planner": {"options": {"planner": "wavefront"}},
+    "clip_norm": {"options": {"clip_norm": 2.0}},
+    "accumulate": {"options": {"accumulate": 3}},
+    "autocast": {"options": {"autocast": torch.bfloat16}},
+    "seed": {"options": {"seed": 5}},
+    "cuda_graphs": {"options": {"cuda_graphs": False}},
+    "sampling": {"options": {"sampling": {"pull": 0.5}}},
+    "planner": {"options": {"planner": "sequential"}},
     "batch_size": {"batch_size": 5},
     "weight": {"weight": 0.5},
     "per_sample_mean": {"per_sample_mean": True},
@@ -182,6 +189,9 @@ def differing(rank: int, num_ranks: int, name: str) -> str:
         batch = {"x": torch.randn(script.batch_size, script.loader_columns, dtype=torch.float64)}
         try:
             trainer = spindle.Trainer([pull], optimizer=optimizer, **script.options)
+            profile = trainer.prepare({"pull": [batch]}, progress=False)
+            if name != "shapes":
+                trainer.replan(plan=on_both_ranks(profile))
             trainer.fit({"pull": [batch]}, steps=script.steps, progress=False)
         except TrainingError as error:
             return str(error)

@@ -111,7 +111,7 @@ EXPECTED = {
     "seed": (r"Trainer\(seed=\.\.\.\)", "'0'", "'5'"),
     "cuda_graphs": (r"Trainer\(cuda_graphs=\.\.\.\)", "'True'", "'False'"),
     "sampling": (r"Trainer\(sampling=\.\.\.\)", "'None'", "'{pull: 0.5}'"),
-    "planner": (r"Trainer\(planner=\.\.\.\)", "'sequential'", "'wavefront'"),
+    "planner": (r"Trainer\(planner=\.\.\.\)", "'wavefront'", "'sequential'"),
     "batch_size": ("the definition of task 'pull'", "'batch_size=4", "'batch_size=5"),
     "weight": ("the definition of task 'pull'", ".*weight=1.0", ".*weight=0.5"),
     "per_sample_mean": ("the definition of task 'pull'", ".*mean=False", ".*mean=True"),
@@ -128,7 +128,7 @@ EXPECTED = {
     "steps": (r"fit\(steps=\.\.\.\)", "'1 ", "'3 "),
     "lr": ("the optimizer's settings of parameter 'tower.stem.weight'", ".*lr: 0.1", ".*lr: 0.2"),
     "weight_decay": (
-        "the optimizer's settings of parameter 'tower.blocks.0.linear.weight'",
+        "the optimizer's settings of parameter 'tower.stem.weight'",
         r".*decay: 0\.0\}",
         r".*decay: 0\.01\}",
     ),

@@ -57,15 +57,11 @@ def compare_held(world: World, names: Sequence[str], items: Mapping[str, Any], w
     that any rank may hold, the same on all ranks."""
     if world.size == 1:
         return
-    texts = {name: canonical_text(value) for name, value in items.items()}
-    known: dict[str, int] = {}  # thousands of parameters have few different settings
-    column = torch.zeros(len(names), dtype=torch.int64)
-    for position, name in enumerate(names):
-        if name in texts:
-            text = texts[name]
-            if text not in known:
-                known[text] = int.from_bytes(_digest(text)[:7], "big") + 1  # 0 is for items that are not held
-            column[position] = known[text]
+    # Thousands of parameters share the settings of a few groups.
+    distinct = {id(value): canonical_text(value) for value in {id(one): one for one in items.values()}.values()}
+    numbers = {key: int.from_bytes(_digest(text)[:7], "big") + 1 for key, text in distinct.items()}
+    # 0 is for items that this rank does not hold.
+    column = torch.tensor([numbers[id(items[name])] if name in items else 0 for name in names], dtype=torch.int64)
     table = torch.stack(world.start_all_gather(column).wait())
     largest = table.amax(0)
     differs = ((table != 0) & (table != largest)).any(0)
@@ -76,7 +72,8 @@ def compare_held(world: World, names: Sequence[str], items: Mapping[str, Any], w
     first = next(rank for rank, digest in enumerate(holding) if digest)
     second = next(rank for rank, digest in enumerate(holding) if digest not in (0, holding[first]))
     name = names[position]
-    reference, other = (world.broadcast_object(texts.get(name), source) for source in (first, second))
+    text = distinct[id(items[name])] if name in items else None
+    reference, other = (world.broadcast_object(text, source) for source in (first, second))
     raise TrainingError(_message(f"{what} {name!r}", first, reference, second, other))
 
 
