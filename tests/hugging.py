@@ -33,6 +33,15 @@ TEXT = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# Weights are large and windows small, so that full attention in the place of sliding attention shows.
+MODERN = {
+    **TEXT,
+    "num_hidden_layers": 4,
+    "global_attn_every_n_layers": 2,
+    "local_attention": 2,
+    "initializer_range": 0.5,
+    "attn_implementation": "sdpa",
+}
 GROUPED = {**TEXT, "num_key_value_heads": 2}
 VISION = {
     "hidden_size": 32,
@@ -229,6 +238,8 @@ MODELS: dict[str, Model] = {
         lambda rows, length: {"input_ids": words(rows, length)["input_ids"]},
         5,
     ),
+    # Its forward loops over a set of strings, whose order differs from process to process.
+    "ModernBERT": Model(lambda: hf.ModernBertModel(hf.ModernBertConfig(**MODERN)), words, 6),
     "Mixtral": Model(
         lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**GROUPED, num_local_experts=4, experts_implementation="eager")),
         words,

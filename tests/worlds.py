@@ -26,6 +26,7 @@ from budgets import train_within
 from changing import change
 from combined import combine
 from courses import evaluated, follow, read_by_towers_alone, read_samples, unmeasured
+from differences import differing
 from microbatches import against_torch, run_pipeline, train_shared_in_passes
 from replay import graphs_without_cuda
 from scenes import SCENES
@@ -54,6 +55,7 @@ __all__ = [
     "batches",
     "change",
     "combine",
+    "differing",
     "evaluated",
     "everything",
     "follow",

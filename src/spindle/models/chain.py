@@ -7,18 +7,23 @@ recorded or has no blocks is one layer, and `reason` says why.
 
 A recording follows one way through the code. Arguments that are no tensors (a flag, a mask that is left out) decide
 that way, so a call that gives others has a chain of its own.
+
+Cutting gives a `ChainSource`, a value that `serialize` can send to another process; `build_chain` makes the runnable
+`Chain` of it, in the process that recorded and in every other one.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, assert_never
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from spindle.errors import WorkloadError
 from spindle.models.blocks import BlockLists, block_lists, is_plain_sequence
@@ -58,16 +63,64 @@ class ChainLayer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
-    """The layers of a module in order. The first takes the call's own arguments, the last gives the output alone.
+class WholeModule:
+    """A module that stays one layer, and why."""
 
-    `is_recorded` says that code of the module's forward is in them, `reason` why there is but one.
-    """
+    reason: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildModules:
+    """A sequence whose children are its layers, of these kinds."""
+
+    kinds: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerSource:
+    """One layer of a recorded forward: the text of its function `run`, the modules that it calls, and the tensors that
+    it reads from modules, by owner and attribute."""
+
+    text: str
+    kind: str
+    settings: str
+    modules: tuple[nn.Module, ...]
+    fetched: tuple[tuple[nn.Module, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RecordedForward:
+    """A forward as the text of its layers. `bound` has what the text names beside variables; `spec`, `inputs` and
+    `constants` are of the arguments, as in `Recording`."""
+
+    layers: tuple[LayerSource, ...]
+    bound: Mapping[str, Any]
+    spec: Any
+    inputs: tuple[str | None, ...]
+    constants: tuple[Any, ...]
+
+
+ChainSource = WholeModule | ChildModules | RecordedForward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """The layers of a module in order. The first takes the call's own arguments, the last gives the output alone."""
 
     module: nn.Module
+    source: ChainSource
     layers: tuple[ChainLayer, ...]
-    is_recorded: bool = False
-    reason: str = ""
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether code of the module's forward is in the layers."""
+        return isinstance(self.source, RecordedForward)
+
+    @property
+    def reason(self) -> str:
+        """Why there is one layer only."""
+        return self.source.reason if isinstance(self.source, WholeModule) else ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs all layers: the same as the module."""
@@ -79,7 +132,22 @@ class Chain:
 
 def whole_chain(module: nn.Module, reason: str) -> Chain:
     """A module as one layer."""
-    return Chain(module=module, layers=(_module_layer(module),), reason=reason)
+    return build_chain(module, WholeModule(reason=reason, kind=signature_of(module)))
+
+
+def build_chain(module: nn.Module, source: ChainSource) -> Chain:
+    """The runnable chain of a module, from what was recorded of it here or in another process."""
+    match source:
+        case WholeModule(kind=kind):
+            layers: tuple[ChainLayer, ...] = (_module_layer(module, kind),)
+        case ChildModules(kinds=kinds):
+            assert isinstance(module, nn.Sequential)  # in which a module may be twice
+            layers = tuple(_module_layer(one, kind) for one, kind in zip(module, kinds, strict=True))
+        case RecordedForward():
+            layers = tuple(_recorded_layer(module, source, number) for number in range(len(source.layers)))
+        case _:
+            assert_never(source)
+    return Chain(module=module, source=source, layers=layers)
 
 
 def chain_of(module: nn.Module, *args: Any, **kwargs: Any) -> Chain:
@@ -103,13 +171,13 @@ def chain_and_output(module: nn.Module, args: Any, kwargs: Any, split: bool = Tr
     if _is_hooked(module):
         return whole_chain(module, "it has hooks, which run around all of it"), run
     if is_plain_sequence(module):
-        return Chain(module=module, layers=tuple(map(_module_layer, module))), run
+        return build_chain(module, ChildModules(kinds=tuple(map(signature_of, module)))), run
     lists = block_lists(module)
     if not lists:
         return whole_chain(module, "it has no list of two or more equal blocks"), run
     try:
         recording = _recorded(module, args, kwargs, lists)
-        return _cut(module, recording, lists), lambda: recording.result
+        return build_chain(module, _cut(module, recording, lists)), lambda: recording.result
     except Exception as error:  # recording runs the user's code, which may raise anything
         return whole_chain(module, reason_of(error, module)), run
 
@@ -144,16 +212,16 @@ def _ids(modules: Iterable[nn.Module]) -> set[int]:
     return {id(one) for one in modules}
 
 
-def _module_layer(module: nn.Module) -> ChainLayer:
+def _module_layer(module: nn.Module, kind: str) -> ChainLayer:
     return ChainLayer(
-        kind=signature_of(module),
+        kind=kind,
         run=lambda *a, **k: (module(*a, **k),),
         parameters=tuple(module.parameters()),
         find_buffers=module.buffers,
     )
 
 
-def _cut(module: nn.Module, recording: Recording, lists: BlockLists) -> Chain:
+def _cut(module: nn.Module, recording: Recording, lists: BlockLists) -> RecordedForward:
     steps = _used(recording)
     calls = [place for place, step in enumerate(steps) if step.is_block]
     if len(calls) < 2:
@@ -185,10 +253,16 @@ def _cut(module: nn.Module, recording: Recording, lists: BlockLists) -> Chain:
         needed = [name for name in dict.fromkeys([*available, *made]) if name in later]
         is_last = number == len(segments) - 1
         _refuse_shared_writes(recording, segment, available, later)
-        layers.append(_layer(module, recording, segment, available, None if is_last else needed, place_of))
+        layers.append(_layer_source(recording, segment, available, None if is_last else needed, place_of))
         available = needed
-    first = _called_like(module, recording, layers[0])
-    return Chain(module=module, layers=(first, *layers[1:]), is_recorded=True)
+    words = frozenset(word for layer in layers for word in re.findall(r"\w+", layer.text))
+    return RecordedForward(
+        layers=tuple(layers),
+        bound={name: value for name, value in recording.bound.items() if name in words},
+        spec=recording.spec,
+        inputs=recording.inputs,
+        constants=recording.constants,
+    )
 
 
 def _used(recording: Recording) -> list[Step]:
@@ -214,44 +288,65 @@ def _refuse_shared_writes(
             raise Refusal("its forward changes a tensor in place of which it has used a part before a block")
 
 
-def _layer(
-    module: nn.Module,
+def _layer_source(
     recording: Recording,
     segment: list[Step],
     inputs: list[str],
     outputs: list[str] | None,
     place_of: Mapping[int, int],
-) -> ChainLayer:
+) -> LayerSource:
     """A layer from some steps; without `outputs` it gives the module's own output."""
     result = f"({recording.output},)" if outputs is None else f"({''.join(f'{name}, ' for name in outputs)})"
-    source = _source(recording, segment, inputs, result)
-    scope = {**recording.bound, "_other_way": other_way, "_module": module}
-    exec(compile(source, f"<layer of {type(module).__name__}>", "exec"), scope)
-    modules = [step.module for step in segment if step.module is not None]
+    text = _source(recording, segment, inputs, result)
+    modules = tuple(step.module for step in segment if step.module is not None)
     fetched = [place for step in segment for place in step.fetched]
     fetched += recording.output_fetched if outputs is None else ()
-    tensors = [getattr(owner, name) for owner, name in fetched]
-    parameters = [parameter for one in modules for parameter in one.parameters()]
-    parameters += [one for one in tensors if isinstance(one, nn.Parameter)]
-
-    def find_buffers() -> list[torch.Tensor]:
-        own = [getattr(owner, name) for owner, name in fetched]
-        return [
-            *(buffer for one in modules for buffer in one.buffers()),
-            *(one for one in own if not isinstance(one, nn.Parameter)),
-        ]
-
     does = [step for step in segment if step.kind not in ("pick", "size", "check")]
     settings = ""
     if outputs is not None and does and not fetched and all(step.module is not None for step in does):
-        settings = f"{_renamed(source)} {[_settings(one, place_of.get(id(one))) for one in modules]}"
-    return ChainLayer(
+        described = f"{_renamed(text)} {[_settings(one, place_of.get(id(one))) for one in modules]}"
+        settings = hashlib.blake2b(described.encode(errors="replace"), digest_size=16).hexdigest()
+    return LayerSource(
+        text=text,
         kind=";".join(step.kind for step in does),
-        run=scope["run"],
+        settings=settings,
+        modules=modules,
+        fetched=tuple(fetched),
+    )
+
+
+def _recorded_layer(module: nn.Module, source: RecordedForward, number: int) -> ChainLayer:
+    layer = source.layers[number]
+    scope = {**_ALWAYS_BOUND, **source.bound, "_module": module}
+    exec(compile(layer.text, f"<layer of {type(module).__name__}>", "exec"), scope)
+    parameters = [parameter for one in layer.modules for parameter in one.parameters()]
+    tensors = (getattr(owner, name) for owner, name in layer.fetched)
+    parameters += [one for one in tensors if isinstance(one, nn.Parameter)]
+
+    def find_buffers() -> list[torch.Tensor]:
+        own = [getattr(owner, name) for owner, name in layer.fetched]
+        return [
+            *(buffer for one in layer.modules for buffer in one.buffers()),
+            *(one for one in own if not isinstance(one, nn.Parameter)),
+        ]
+
+    return ChainLayer(
+        kind=layer.kind,
+        run=_called_like(module, source, scope["run"]) if number == 0 else scope["run"],
         parameters=tuple(dict.fromkeys(parameters)),
         find_buffers=find_buffers,
-        settings=settings,
+        settings=layer.settings,
     )
+
+
+# What the text of every layer may name.
+_ALWAYS_BOUND: Mapping[str, Any] = {
+    "math": math,
+    "torch": torch,
+    "_leaves": tree_leaves,
+    "_unflatten": tree_unflatten,
+    "_other_way": other_way,
+}
 
 
 def _source(recording: Recording, segment: Sequence[Step], inputs: Sequence[str], result: str) -> str:
@@ -314,19 +409,21 @@ def _settings(module: nn.Module, place: int | None) -> str:
 _TENSORS = ("_parameters", "_buffers", "_modules")
 
 
-def _called_like(module: nn.Module, recording: Recording, layer: ChainLayer) -> ChainLayer:
-    """A module's first layer, which takes the arguments of its forward."""
-    inner, normalised = layer.run, normaliser(module)
+def _called_like(
+    module: nn.Module, source: RecordedForward, inner: Callable[..., tuple[Any, ...]]
+) -> Callable[..., tuple[Any, ...]]:
+    """A module's first layer as a function of the arguments of its forward."""
+    normalised = normaliser(module)
 
     def run(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         leaves, spec = tree_flatten(normalised(args, kwargs))
-        if spec != recording.spec:
+        if spec != source.spec:
             raise WorkloadError(
-                f"{type(module).__name__} was recorded with other arguments than these; expected {recording.spec}, got "
+                f"{type(module).__name__} was recorded with other arguments than these; expected {source.spec}, got "
                 f"{spec}"
             )
         given = []
-        for leaf, name, constant in zip(leaves, recording.inputs, recording.constants, strict=True):
+        for leaf, name, constant in zip(leaves, source.inputs, source.constants, strict=True):
             if name is not None:
                 given.append(leaf)
             elif leaf is not constant and leaf != constant:
@@ -336,4 +433,4 @@ def _called_like(module: nn.Module, recording: Recording, layer: ChainLayer) -> 
                 )
         return inner(*given)
 
-    return replace(layer, run=run)
+    return run

@@ -71,7 +71,8 @@ class Step:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
     """A forward as steps over `inputs`, the variables of the arguments' leaves; None stands for one that is no tensor
-    and no number, which must be as it was. `bound` has what the text names beside variables."""
+    and no number, which must be as it was. `bound` has what the text names beside variables, `math`, `torch`, and
+    pytree's `_leaves` and `_unflatten`."""
 
     steps: tuple[Step, ...]
     spec: Any  # of the arguments
@@ -169,12 +170,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._mode.cache_enabled = False  # no two operations are alike where sizes are symbols
         self._plain = FakeTensorMode(allow_non_fake_inputs=True)
         self._steps: list[Step] = []
-        self._bound: dict[str, Any] = {
-            "math": math,
-            "torch": torch,
-            "_leaves": tree_leaves,
-            "_unflatten": tree_unflatten,
-        }
+        self._bound: dict[str, Any] = {}
         self._bound_names: dict[int, str] = {}
         self._known: dict[int, _Known] = {}
         self._twins: dict[int, torch.Tensor] = {}
@@ -283,7 +279,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         module = target if isinstance(target, nn.Module) else None
         where = f"it gives {self._inside[id(module)]!r}" if module is not None else f"it gives {target.__name__}"
         phrase = _Phrase()
-        callee = self._name_of(target if module is not None else target.apply, "m" if module is not None else "c")
+        callee = self._name_of(target, "m") if module is not None else f"{self._name_of(target, 'c')}.apply"
         given = [self._text(arg, phrase, where) for arg in args]
         given += [f"{name}={self._text(arg, phrase, where)}" for name, arg in kwargs.items()]
         twins = tree_map(self._twin, (tuple(args), dict(kwargs)))

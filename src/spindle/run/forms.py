@@ -1,5 +1,6 @@
-"""What will cross cuts between layers, for batches of given shapes? Every rank works it out by itself, on tensors
-without values, so that ranks need not tell each other. Layers that were seen with such an input are not run again.
+"""What will cross cuts between layers, for batches of given shapes? Every rank infers it by itself, on tensors without
+values, so no shapes are sent; the loop compares digests of what ranks inferred. Layers that were seen with such an
+input are not run again.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from spindle.models import ChainLayer, Styled, split_dims
 from spindle.run.code import LayerCode, LayersCode, LossCode, OpCode
 from spindle.run.rows import Axes
 from spindle.train.probe import Facts
-from spindle.train.record import cut_all, handles_of, kept_whole, parameter_names, record_all
+from spindle.train.record import RecordedTask, cut_all, handles_of, kept_whole, parameter_names, record_all
 from spindle.train.task import ModuleHandle, TaskDefinition
 from spindle.train.tensor import Sharing, parts_of, styles_in
 from spindle.train.trace import TracedLayer, TracedTask, trace
@@ -50,10 +50,15 @@ def trace_all(
     """Records tasks, cuts their modules into layers and traces these; `examples` has one batch for each. Modules are
     moved to the device first."""
     recorded = record_all(definitions, examples)
-    for handle in handles_of(recorded).values():
-        if device is not None:
+    if device is not None:
+        for handle in handles_of(recorded).values():
             handle.module.to(device)
-    recorded = cut_all(recorded, examples)
+    return trace_recorded(recorded, examples)
+
+
+def trace_recorded(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -> list[TracedTask]:
+    """Cuts the modules of recorded tasks into layers and traces these."""
+    recorded = cut_all(tasks, examples)
     while True:
         try:
             return [trace(one, examples[one.definition.name]) for one in recorded]

@@ -21,6 +21,7 @@ from spindle.measure import Kind
 from spindle.train.bind import Bound
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_MOST_VALUES = 64  # of a tensor, in a text
 
 
 def kinds_of(bound: Bound, graph: MetaGraph) -> list[Kind]:
@@ -31,9 +32,9 @@ def kinds_of(bound: Bound, graph: MetaGraph) -> list[Kind]:
         recorded = bound.tasks[op.task].recorded
         call = next((call for call in recorded.calls if call.name == op.call), None)
         if call is None:
-            kinds.append(Kind(layer="loss", glue=_graph_text(recorded.loss)))
+            kinds.append(Kind(layer="loss", glue=graph_text(recorded.loss)))
             continue
-        called_with, only_picks = _graph_text(call.arguments), _only_picks(call.arguments)
+        called_with, only_picks = graph_text(call.arguments), _only_picks(call.arguments)
         layer = (
             f"layer {op.first_layer} of {len(call.chain.layers)}, {modules[call.handle.name]}, "
             f"called with {_constants(call.arguments)}: {_plain(call.chain.layers[op.first_layer].kind)}"
@@ -81,8 +82,9 @@ def _nodes(function: Any) -> tuple[fx.GraphModule, list[fx.Node]]:
     return runner, list(runner.graph.nodes)
 
 
-def _graph_text(function: Any) -> str:
-    """Recorded code, with numbers for names: these depend on what else was recorded."""
+def graph_text(function: Any, *, values: bool = False) -> str:
+    """Recorded code, with numbers for names: these depend on what else was recorded. Of constant tensors it has the
+    shapes, or the `values` too."""
     runner, nodes = _nodes(function)
     number = {node: f"%{place}" for place, node in enumerate(nodes)}
     lines = []
@@ -91,12 +93,25 @@ def _graph_text(function: Any) -> str:
         if node.op == "placeholder":
             target = "input"
         elif node.op == "get_attr":  # a constant of the script
-            target = _setting(operator.attrgetter(str(target))(runner))
+            constant = operator.attrgetter(str(target))(runner)
+            target = tensor_text(constant) if values and isinstance(constant, torch.Tensor) else _setting(constant)
         elif callable(target):
             target = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
         arguments = fx.node.map_arg((node.args, node.kwargs), lambda one: number[one])
         lines.append(f"{number[node]} {node.op} {target} {arguments}")
     return _plain("\n".join(lines))
+
+
+def tensor_text(tensor: torch.Tensor) -> str:
+    """A tensor with its values, or a digest of them where there are many."""
+    shape = f"{tensor.dtype} {tuple(tensor.shape)}"
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return shape
+    flat = tensor.detach().cpu().reshape(-1)
+    if flat.numel() <= _MOST_VALUES:
+        return f"{shape} {flat.tolist()}"
+    data = flat.contiguous().view(torch.uint8).numpy().tobytes()
+    return f"{shape} {hashlib.blake2b(data, digest_size=8).hexdigest()}"
 
 
 def _only_picks(function: Any) -> bool:

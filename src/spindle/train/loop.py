@@ -22,10 +22,12 @@ from spindle.profile import Profile
 from spindle.program import Program
 from spindle.run import Losses, Turn, Watch, World
 from spindle.run.budget import Budget, limit_gpu_memory
+from spindle.run.forms import Cuts
 from spindle.run.recorded import timeline_of
 from spindle.run.rows import on_device
 from spindle.run.world import copied_to
 from spindle.simulate import simulate
+from spindle.train.agreement import compare, option_items, shape_items
 from spindle.train.feed import Batch, Feed
 from spindle.train.header import Agreed, Table, agreed, header, idle_in, losses_in
 from spindle.train.microbatches import Key, task_of, way_of, without_values
@@ -92,6 +94,7 @@ class Loop:
 
     def run(self, first: int, steps: int) -> FitResult:
         world, shown = self._world, self._shown
+        compare(world, {"fit(steps=...)": f"{steps} steps from step {first} on"})
         self._readiness.send_out(self._prepared)
         self._count_what_is_there()
         if world.device.type == "cuda":
@@ -169,6 +172,8 @@ class Loop:
         assert self._change is not None
         (tasks, loaders), self._change = self._change, None
         begin_s = time.perf_counter()
+        coming = option_items(replace(self._options, tasks=tuple(tasks)))
+        compare(self._world, {**coming, "the tasks with new loaders": sorted(loaders)})
         names = {one.name for one in tasks}
         ended = {name for name in self._feeds if name not in names or name in loaders}
         for name in ended:
@@ -414,9 +419,14 @@ class Loop:
         if len(self._shapes) > _MOST_SHAPES:  # on all ranks at once
             self._shapes.clear()
         shapes = {}
+        new_cuts: dict[str, Cuts] = {}
         for name, (task, turn) in places.items():
             shapes[name] = self._shapes_of(task, told[turn][task], turns[turn])
-            microbatches.meet(way_of(name), told[turn][task].signature, shapes[name])
+            cuts = microbatches.meet(way_of(name), told[turn][task].signature, shapes[name])
+            if cuts is not None:
+                new_cuts[name] = cuts
+        if new_cuts:
+            compare(self._world, shape_items(new_cuts))
         return shapes
 
     def _shapes_of(self, task: str, told: Agreed, batches: Mapping[str, Batch]) -> Any:

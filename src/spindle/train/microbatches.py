@@ -26,6 +26,7 @@ from spindle.planners.pipeline.worker import Job
 from spindle.profile import Curve, Profile
 from spindle.program import Program
 from spindle.run import Forms, LossCode, OpCode
+from spindle.run.forms import Cuts
 from spindle.run.rows import LeafForm
 from spindle.train.planning import Planning
 from spindle.workload import LayerCost
@@ -161,7 +162,10 @@ class Microbatches:
     ) -> None:
         self.profile, self.layout, self._code = profile, layout, code
         self.forms, self._seed, self._is_first = forms, seed, is_first
-        self._measured = {way: self._sizes(way, without_values(one)) for way, one in examples.items()}
+        self._measured = {
+            way: self._sizes(way, forms.of(profile.graph, code, {way: without_values(one)}))
+            for way, one in examples.items()
+        }
         self._scales: dict[tuple[str, int], dict[int, float]] = {}
         self.holders: dict[int, tuple[int, ...]] = {}
         self._planning: Planning | None = None
@@ -169,18 +173,20 @@ class Microbatches:
         self._kept: dict[Key, tuple[Program, bool]] = {}
         self._count = 0
 
-    def meet(self, way: str, signature: int, nest: Any) -> None:
-        """A batch of a shape that may be new, without values."""
-        if (way, signature) not in self._scales:
-            measured, sizes = self._measured[way], self._sizes(way, nest)
-            self._scales[way, signature] = {
-                op: size / measured[op] for op, size in sizes.items() if measured.get(op) and size
-            }
+    def meet(self, way: str, signature: int, nest: Any) -> Cuts | None:
+        """A batch, without values; what crosses cuts between layers is returned if its shape is new."""
+        if (way, signature) in self._scales:
+            return None
+        cuts = self.forms.of(self.profile.graph, self._code, {way: nest})
+        measured, sizes = self._measured[way], self._sizes(way, cuts)
+        self._scales[way, signature] = {
+            op: size / measured[op] for op, size in sizes.items() if measured.get(op) and size
+        }
+        return cuts
 
-    def _sizes(self, way: str, nest: Any) -> dict[int, int]:
+    def _sizes(self, way: str, cuts: Cuts) -> dict[int, int]:
         """By op of a way: how many elements its first layer gives; a loss is as large as what it reads."""
         graph = self.profile.graph
-        cuts = self.forms.of(graph, self._code, {way: nest})
         sizes = {
             op: sum(math.prod(leaf.shape) for leaf in form.leaves if isinstance(leaf, LeafForm))
             for (op, layers), form in cuts.items()

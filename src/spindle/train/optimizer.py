@@ -162,6 +162,17 @@ class Update:
             if parameter in states and (every_copy or id(parameter) in counted)
         }
 
+    def group_settings(self) -> dict[str, dict[str, Any]]:
+        """The optimizer's class and what groups say of the parameters that this rank trains, by name."""
+        names = {id(parameter): name for name, parameter in self._named}
+        groups = self.optimizer.param_groups if self.optimizer is not None else ()
+        settings: dict[str, dict[str, Any]] = {}
+        for group in groups:
+            shared = {key: value for key, value in group.items() if key != "params"}
+            shared["optimizer"] = type(self.optimizer)
+            settings |= {names[id(parameter)]: shared for parameter in group["params"]}
+        return settings
+
     def _settings(self) -> dict[str, dict[str, Any]]:
         """What groups say of the parameters that this rank counts."""
         names = {id(parameter): name for name, parameter in self._named}

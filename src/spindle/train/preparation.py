@@ -1,13 +1,14 @@
 """What comes before the first step: tasks recorded and measured, a plan made, and this rank's part of it made ready.
 
-Rank 0 tries the tasks out, measures their layers and plans; all ranks lower the same plan.
+Rank 0 cuts modules into layers, traces and probes them, and plans; all ranks lower the same plan. What ranks derive by
+themselves, they compare (`agreement`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,18 +30,21 @@ from spindle.run import Executor, Forms, OpCode, World
 from spindle.run.rows import on_device
 from spindle.run.shards import Shards
 from spindle.run.weights import Weights
-from spindle.train.bind import Bound, bind, code_of, trace_all
+from spindle.train.agreement import compare, compare_held, task_items
+from spindle.train.bind import Bound, bind, code_of
 from spindle.train.kinds import kinds_of
 from spindle.train.microbatches import Key, Microbatches, StepGraph, on_one_device, way_of
 from spindle.train.optimizer import MakeOptimizer, MakeScheduler, Named, Update, UpdateState
 from spindle.train.parts import Part
 from spindle.train.probe import Facts, facts_without_values, probe
 from spindle.train.progress import Progress
+from spindle.train.record import handles_of, record_all
 from spindle.train.samples import Needs, needs_of
 from spindle.train.sampling import Share
 from spindle.train.task import TaskDefinition
 from spindle.train.tensor import Sharing, find_sharing
 from spindle.train.trace import unchanged
+from spindle.train.trace_broadcast import trace_on_rank_0
 from spindle.train.trial import why_not_sharded
 from spindle.train.ways import Ways
 from spindle.workload import WorkloadRequest, workload_request, write_workload
@@ -107,6 +111,9 @@ class Prepared:
         self.bound, self.graph, self.code, self.profile = known.bound, known.graph, known.code, known.profile
         self.plan, self._options, self._world = plan, options, world
         self.program = lower(plan, known.profile, holders=holders)
+        compare(
+            world, {"the workload": known.bound.workload, "the profile": known.profile, **_program_items(self.program)}
+        )
         verify(self.program, known.profile)
         parameters = [known.bound.parameters[one.name] for one in known.graph.parameters]
         split = split_dims(known.bound.styled)
@@ -126,6 +133,7 @@ class Prepared:
         key = tuple(rows.get(name, planned) for name, planned in self._planned.items())
         if key not in self._executors:
             program = lower(self.plan, self.profile, dict(zip(self._planned, key, strict=True)))
+            compare(self._world, _program_items(program))
             verify(program, self.profile)
             self._executors[key] = self._executor(program, captures=False)
         return self._executors[key]
@@ -206,6 +214,12 @@ class Prepared:
             world=self._world,
             state=state_for(parts),
         )
+        compare_held(
+            self._world,
+            [one.name for one in self.graph.parameters],
+            self.update.group_settings(),
+            "the optimizer's settings of parameter",
+        )
         return self.update
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -245,6 +259,11 @@ class Prepared:
         )
 
 
+def _program_items(program: Program) -> dict[str, Any]:
+    rest = {one.name: getattr(program, one.name) for one in fields(program) if one.name != "plan"}
+    return {"the plan": program.plan, "the program": rest}
+
+
 def find_out(
     options: Options,
     ways: Ways,
@@ -259,8 +278,13 @@ def find_out(
     casting = nullcontext() if options.autocast is None else torch.autocast(world.device.type, dtype=options.autocast)
     wanted = workload_request()
     with casting:
-        # Modules without weights cannot be moved, and need not be.
-        traced = trace_all([way.definition for way in ways], examples, world.device if wanted is None else None)
+        recorded = record_all([way.definition for way in ways], examples)
+        handles = handles_of(recorded)
+        compare(world, task_items(recorded, examples))
+        if wanted is None:  # modules without weights cannot be moved, and need not be
+            for handle in handles.values():
+                handle.module.to(world.device)
+        traced = trace_on_rank_0(recorded, examples, world, notify)
     if wanted is not None:
         with casting:
             sharing = find_sharing(traced, examples, has_values=False)
@@ -282,12 +306,13 @@ def find_out(
     request = profile_request()
     if options.profile is not None and request is None:
         return Known(bound, graph, code, _fitting_profile(options.profile, graph, world), mode_of(bound))
+    kinds = world.broadcast_object(kinds_of(bound, graph) if world.rank == 0 else None)
     modules = [handle.module for handle in bound.handles.values()]
     with shown.bar("measuring layers") as tell, unchanged(modules), casting:
         profile = local_profile(
             graph,
             code,
-            kinds_of(bound, graph),
+            kinds,
             examples,
             bound.batch_axes,
             world,

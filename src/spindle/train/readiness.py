@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from spindle.run import World
+from spindle.train.agreement import compare, module_items, option_items, version_items
 from spindle.train.buffers import buffers_home, share_buffers
 from spindle.train.feed import Batch, Feed
 from spindle.train.optimizer import UpdateState
@@ -50,6 +51,10 @@ class Readiness:
 
     def find_out(self, feeds: Mapping[str, Feed], shown: Progress) -> Known:
         """What is known of the tasks, found out where it is not, or no longer so."""
+        items = version_items() | option_items(self.options)
+        if self._all_known is not None:
+            items |= module_items(self._all_known.bound.handles)
+        compare(self.world, items)
         if self._is_switched():
             self._start_anew("modules were frozen, thawed or switched since", shown)
         if self.known is None:

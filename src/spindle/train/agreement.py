@@ -1,0 +1,262 @@
+"""Do all ranks have the same? What each rank derives by itself is compared by digest before it is used.
+
+One all-gather of two integers per comparison; texts travel only when digests differ, from rank 0 and from the first
+rank that differs, for the error that every rank then raises. Texts must be equal where ranks do the same: no addresses,
+no order of sets, nothing of the rank itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from spindle import __version__
+from spindle.errors import TrainingError
+from spindle.run import World
+from spindle.run.forms import Cuts
+from spindle.train.kinds import graph_text, tensor_text
+from spindle.train.record import RecordedTask, handles_of, parameter_names
+from spindle.train.task import ModuleHandle, TaskDefinition
+
+if TYPE_CHECKING:
+    from spindle.train.preparation import Options
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_LARGEST_SHOWN = 4096  # elements of an array; of a larger one, the text has the digest
+_EXCERPT = 60  # characters on either side of the first difference
+_ADVICE = "all ranks must run the same script with the same options, data and versions"
+
+
+def compare(world: World, items: Mapping[str, Any]) -> None:
+    """Raises a TrainingError on all ranks, with the rank, the item and both values, unless all ranks have the same
+    items. All ranks must call it."""
+    if world.size == 1:
+        return
+    texts = {name: canonical_text(value) for name, value in items.items()}
+    digests = {name: _digest(text) for name, text in texts.items()}
+    whole = np.frombuffer(_digest(repr(list(digests.items()))), dtype=np.int64)
+    table = world.start_all_gather(torch.from_numpy(whole.copy())).wait()
+    if all(torch.equal(table[0], other) for other in table[1:]):
+        return
+    every: list[dict[str, bytes]] = world.broadcast_object(world.gather_objects(digests))
+    name, rank = _first_difference(every)
+    reference, other = (world.broadcast_object(texts.get(name), source) for source in (0, rank))
+    raise TrainingError(_message(name, 0, reference, rank, other))
+
+
+def compare_held(world: World, names: Sequence[str], items: Mapping[str, Any], what: str) -> None:
+    """The same for items of which each rank holds some: those that several ranks hold must be equal. `names` are those
+    that any rank may hold, the same on all ranks."""
+    if world.size == 1:
+        return
+    # Thousands of parameters share the settings of a few groups.
+    distinct = {id(value): canonical_text(value) for value in {id(one): one for one in items.values()}.values()}
+    numbers = {key: int.from_bytes(_digest(text)[:7], "big") + 1 for key, text in distinct.items()}
+    # 0 is for items that this rank does not hold.
+    column = torch.tensor([numbers[id(items[name])] if name in items else 0 for name in names], dtype=torch.int64)
+    table = torch.stack(world.start_all_gather(column).wait())
+    largest = table.amax(0)
+    differs = ((table != 0) & (table != largest)).any(0)
+    if not differs.any():
+        return
+    position = int(differs.nonzero()[0])
+    holding = table[:, position].tolist()
+    first = next(rank for rank, digest in enumerate(holding) if digest)
+    second = next(rank for rank, digest in enumerate(holding) if digest not in (0, holding[first]))
+    name = names[position]
+    text = distinct[id(items[name])] if name in items else None
+    reference, other = (world.broadcast_object(text, source) for source in (first, second))
+    raise TrainingError(_message(f"{what} {name!r}", first, reference, second, other))
+
+
+def _first_difference(every: Sequence[Mapping[str, bytes]]) -> tuple[str, int]:
+    """The first item, in the order of rank 0, that a rank has otherwise, and the first such rank."""
+    names = dict.fromkeys(name for digests in every for name in digests)
+    for name in names:
+        for rank, digests in enumerate(every):
+            if digests.get(name) != every[0].get(name):
+                return name, rank
+    rank = next(rank for rank, digests in enumerate(every) if list(digests) != list(every[0]))
+    raise TrainingError(f"rank {rank} lists what is compared in another order than rank 0: {list(every[rank])}")
+
+
+def _message(name: str, first: int, reference: str | None, rank: int, other: str | None) -> str:
+    ours, theirs = _excerpts(reference, other)
+    return (
+        f"rank {rank} differs from rank {first} in {name}: rank {first} has {ours}, rank {rank} has {theirs}; {_ADVICE}"
+    )
+
+
+def _excerpts(first: str | None, second: str | None) -> tuple[str, str]:
+    """Both texts around their first difference."""
+    one, two = first or "", second or ""
+    place = next((place for place, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]), None)
+    if place is None:
+        place = min(len(one), len(two))
+    # Whole words on the left.
+    begin = max(0, one.rfind(" ", 0, max(0, place - _EXCERPT)) + 1) if place > _EXCERPT else 0
+
+    def excerpt(text: str | None) -> str:
+        if text is None:
+            return "nothing"
+        end = place + _EXCERPT
+        shown = f"{'…' if begin else ''}{text[begin:end]}{'…' if end < len(text) else ''}"
+        return repr(shown.replace("\n", " | "))
+
+    return excerpt(first), excerpt(second)
+
+
+def _digest(text: str | bytes) -> bytes:
+    data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def canonical_text(value: Any) -> str:
+    """A value as text, the same in every process that has the same value."""
+    if isinstance(value, str):
+        return value
+    parts: list[str] = []
+    _write(value, parts)
+    return "".join(parts)
+
+
+def _write(value: Any, parts: list[str]) -> None:
+    match value:
+        case enum.Enum():
+            parts.append(str(value))
+        case None | bool() | int() | float() | complex() | str() | bytes():
+            parts.append(repr(value))
+        case torch.Tensor():
+            parts.append(tensor_text(value))
+        case np.ndarray():
+            shown = str(value.tolist()) if value.size <= _LARGEST_SHOWN else _digest(value.tobytes()).hex()
+            parts.append(f"{value.dtype} {value.shape} {shown}")
+        case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = [field.name for field in dataclasses.fields(value) if field.init]
+            parts.append(type(value).__name__)
+            _write_all([(f"{name}=", getattr(value, name)) for name in fields], "()", parts)
+        case Mapping():
+            entries = sorted((canonical_text(key), key) for key in value)
+            _write_all([(f"{text}: ", value[key]) for text, key in entries], "{}", parts)
+        case Set():
+            _write_all([("", text) for text in sorted(map(canonical_text, value))], "{}", parts)
+        case tuple() | list():
+            _write_all([("", one) for one in value], "()", parts)
+        case _ if hasattr(value, "__qualname__"):
+            parts.append(f"{value.__module__}.{value.__qualname__}")
+        case _:
+            parts.append(_ADDRESS.sub("", repr(value)))
+
+
+def _write_all(entries: Iterable[tuple[str, Any]], brackets: str, parts: list[str]) -> None:
+    parts.append(brackets[0])
+    for number, (name, value) in enumerate(entries):
+        parts.append(f", {name}" if number else name)
+        _write(value, parts)
+    parts.append(brackets[1])
+
+
+# What is compared.
+
+
+def version_items() -> dict[str, str]:
+    return {
+        "the version of Python": ".".join(map(str, sys.version_info[:2])),
+        "the version of torch": torch.__version__,
+        "the version of Spindle": __version__,
+    }
+
+
+_GIVEN = {"plan": "plan", "profile": "profile", "scheduler": "make_scheduler"}  # arguments with their fields
+
+
+def option_items(options: Options) -> dict[str, Any]:
+    """The Trainer's arguments, and the tasks. Of a plan and a profile, rank 0's is used; what an optimizer and its
+    scheduler do is compared by the optimizer's groups."""
+    items = {
+        f"Trainer({field.name}=...)": getattr(options, field.name)
+        for field in dataclasses.fields(options)
+        if field.name not in ("tasks", "make_optimizer", *_GIVEN.values())
+    }
+    for name, field_name in _GIVEN.items():
+        items[f"Trainer({name}=...)"] = "not given" if getattr(options, field_name) is None else "given"
+    items["the names of the tasks"] = options.names
+    return items | {f"the definition of task {one.name!r}": definition_text(one) for one in options.tasks}
+
+
+def definition_text(definition: TaskDefinition) -> str:
+    return (
+        f"batch_size={definition.batch_size}, weight={canonical_text(definition.weight)}, "
+        f"per_sample_mean={definition.per_sample_mean}"
+    )
+
+
+def module_items(handles: Mapping[str, ModuleHandle]) -> dict[str, str]:
+    """Names, classes, shapes and modes of all that belongs to modules; values are rank 0's after the start."""
+    names = parameter_names(handles)
+    items: dict[str, str] = {}
+    for name, handle in handles.items():
+        parameters = [
+            f"{path} {tuple(one.shape)} {one.dtype} requires_grad={one.requires_grad}"
+            + (f", tied to {names[id(one)]}" if names[id(one)] != f"{name}.{path}" else "")
+            for path, one in handle.module.named_parameters(remove_duplicate=False)
+        ]
+        buffers = [f"{path} {tuple(one.shape)} {one.dtype}" for path, one in handle.module.named_buffers()]
+        parts = [
+            f"{path} {type(one).__qualname__}{'' if one.training else ' in evaluation mode'}"
+            for path, one in handle.module.named_modules()
+        ]
+        registered = (handle.whole_batch, handle.checkpoint, handle.split, handle.tensor_parallel)
+        items[f"the parameters of module {name!r}"] = "\n".join(parameters)
+        items[f"the buffers of module {name!r}"] = "\n".join(buffers)
+        items[f"the submodules of module {name!r}"] = "\n".join(parts)
+        items[f"spindle.module({name!r}, ...)"] = canonical_text(
+            dict(zip(("whole_batch", "checkpoint", "split", "tensor_parallel"), registered, strict=True))
+        )
+    return items
+
+
+def task_items(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -> dict[str, str]:
+    """What was recorded of the tasks' own functions, on which batches, and all that belongs to their modules."""
+    items = module_items(handles_of(tasks))
+    for task in tasks:
+        name = task.definition.name
+        items[f"the definition of task {name!r}"] = definition_text(task.definition)
+        items[f"the first batch of task {name!r}"] = form_text(examples[name])
+        lines = [f"{call.name} of {call.sources}: {graph_text(call.arguments, values=True)}" for call in task.calls]
+        lines.append(f"loss of {task.loss_sources}: {graph_text(task.loss, values=True)}")
+        lines.append(f"is_mean={task.is_mean}, branches {task.decisions}")
+        items[f"the recorded graph of task {name!r}"] = "\n".join(lines)
+    return items
+
+
+def form_text(nest: Any) -> str:
+    """The structure, shapes and types of a nest of tensors."""
+    match nest:
+        case torch.Tensor():
+            return f"{nest.dtype} {tuple(nest.shape)}"
+        case Mapping():
+            return f"{{{', '.join(f'{key!r}: {form_text(value)}' for key, value in nest.items())}}}"
+        case tuple() | list():
+            return f"{type(nest).__name__}({', '.join(map(form_text, nest))})"
+        case _:
+            return canonical_text(nest)
+
+
+def shape_items(cuts: Mapping[str, Cuts]) -> dict[str, str]:
+    """Shapes that cross cuts between layers, by microbatch."""
+    return {
+        f"the shapes between the layers of {name}": "\n".join(
+            f"op {op} layer {layer}: {canonical_text(form.leaves)} of {_ADDRESS.sub('', str(form.spec))}"
+            for (op, layer), form in forms.items()
+        )
+        for name, forms in cuts.items()
+    }
