@@ -39,14 +39,23 @@ def unsplit(model):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", hugging.MODELS)
+@pytest.mark.parametrize("name", hugging.ALL_MODELS)
 def test_a_model_is_cut_and_has_the_numbers_of_the_unsplit_model(name):
-    model = hugging.made(name)
+    expected_layers, expected_reason = hugging.ALL_MODELS[name].num_layers, hugging.ALL_MODELS[name].reason
+    try:
+        model = hugging.made(name)
+    except AttributeError as error:
+        if "module transformers has no attribute" not in str(error):
+            raise
+        pytest.skip(f"transformers {hf.__version__}: {error}")
     names = list(model.state_dict())
     chain = chain_of(model, **hugging.batch_of(name, ROWS, LENGTH))
-    assert chain.reason == ""
-    assert len(chain.layers) == hugging.MODELS[name].num_layers
-    for rows, length in ELSEWHERE:
+    assert len(chain.layers) == expected_layers, chain.reason
+    assert bool(chain.reason) == bool(expected_reason)
+    assert expected_reason in chain.reason
+    if chain.reason:
+        return
+    for rows, length in ELSEWHERE if name in hugging.MODELS else ELSEWHERE[:1]:
         batch = hugging.batch_of(name, rows, length)
         loss, gradients, output = loss_and_gradients(chain, model, batch)
         expected, theirs, plain = loss_and_gradients(unsplit(model), model, batch)
