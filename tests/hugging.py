@@ -240,6 +240,14 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
+def without_cache(model: nn.Module) -> nn.Module:
+    """The model itself, without the cache that decoders make for generation."""
+    for part in model.modules():
+        if getattr(getattr(part, "config", None), "use_cache", False):
+            part.config.use_cache = False
+    return model
+
+
 def batch_of(name: str, rows: int, length: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
     torch.manual_seed(rows * 100 + length)
     return {
