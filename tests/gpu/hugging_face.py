@@ -4,10 +4,10 @@
     PYTHONPATH=src python tests/gpu/hugging_face.py -o FILE.json --table
 
 Every model of `hugging` is trained for a few steps in one process, without and with CUDA graphs, and compared with a
-loop over the unsplit model: losses, and the change of each parameter. With dropout, the run with graphs is compared with
-the run without. Models that FILE.json has are skipped, unless --again. An exception is recorded, and the next model is
-tried. --table writes benchmarks/results/hugging_face.md. Exit code 1 says that a model failed or is off by more than
-`LIMIT`.
+loop over the unsplit model: losses, and the change of each parameter. With dropout, the run with graphs is compared
+with the run without. Models that FILE.json has are skipped, unless --again. An exception is recorded, and the next
+model is tried. --table writes benchmarks/results/hugging_face.md. Exit code 1 says that a model failed or that an error
+is above `LIMIT`. --device cpu tries the script itself, without graphs.
 
 Layers are not measured: plans come from a roofline.
 """
@@ -365,8 +365,8 @@ def page_of(path: Path) -> str:
     sections = [
         (
             "plain",
-            f"Without dropout, in float32, SGD with momentum, {STEPS} steps. An error is the largest relative error of a "
-            "loss or of a parameter's change, against a plain PyTorch loop over the unsplit model on the same device.",
+            f"Without dropout, in float32, SGD with momentum, {STEPS} steps. An error is the largest relative error of "
+            "a loss or of a parameter's change, against a plain PyTorch loop over the unsplit model on this device.",
         ),
         ("dropout", "With dropout, the run with CUDA graphs against the run without them."),
         ("bfloat16", "Three contrastive tasks under bfloat16 autocast, with CUDA graphs."),
