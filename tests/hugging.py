@@ -1,121 +1,43 @@
 """Hugging Face models of small sizes with random weights, batches for them, and workloads made of them.
 
 Nothing is downloaded. `MODELS` has for each model how it is made, `batch(rows, length)`, and how many layers it is to
-be cut into. Dropout is off.
+be cut into; `ALL_MODELS` has those of `hugging_families`, too. Dropout is off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 
+from hugging_configs import (
+    BOTH,
+    GROUPED,
+    IMAGE,
+    IMAGE_TOKEN,
+    MODERN,
+    STAGES,
+    T5,
+    TEXT,
+    VISION,
+    VOCABULARY,
+    WAVES,
+    WHISPER,
+    Model,
+    images,
+    images_in_words,
+    speech,
+    two_texts,
+    waves,
+    words,
+)
+from hugging_families import FAMILIES
 from spindle.train import mean, module, task
 from zoo import Workload
-
-hf.logging.set_verbosity_error()
-VOCABULARY = 61
-IMAGE_TOKEN = 60
-IMAGE = 32
-
-TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-# Weights are large and windows small, so that full attention in the place of sliding attention shows.
-MODERN = {
-    **TEXT,
-    "num_hidden_layers": 4,
-    "global_attn_every_n_layers": 2,
-    "local_attention": 2,
-    "initializer_range": 0.5,
-    "attn_implementation": "sdpa",
-}
-GROUPED = {**TEXT, "num_key_value_heads": 2}
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "image_size": IMAGE,
-    "patch_size": 8,
-}
-BOTH = {
-    "vocab_size": VOCABULARY,
-    "d_model": 32,
-    "encoder_layers": 3,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-}
-T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4}
-WAVES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "conv_dim": (8, 8),
-    "conv_stride": (5, 2),
-    "conv_kernel": (10, 3),
-    "num_conv_pos_embeddings": 8,
-    "num_conv_pos_embedding_groups": 2,
-    "apply_spec_augment": False,
-    "layerdrop": 0.0,
-}
-WHISPER = {**BOTH, "max_source_positions": 20, "num_mel_bins": 16}
-STAGES = {"depths": [2, 2], "drop_path_rate": 0.0, "image_size": IMAGE}
-
-
-def words(rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Tokens, padded at their ends."""
-    lengths = length - torch.arange(rows) % 3
-    kept = (torch.arange(length) < lengths.unsqueeze(1)).long()
-    return {"input_ids": torch.randint(3, IMAGE_TOKEN, (rows, length)) * kept, "attention_mask": kept}
-
-
-def images(rows: int, length: int) -> dict[str, torch.Tensor]:
-    return {"pixel_values": torch.randn(rows, 3, IMAGE, IMAGE)}
-
-
-def waves(rows: int, length: int) -> dict[str, torch.Tensor]:
-    return {"input_values": torch.randn(rows, 100 + 20 * length)}
-
-
-def two_texts(rows: int, length: int) -> dict[str, torch.Tensor]:
-    return {**words(rows, length), "decoder_input_ids": words(rows, length - 2)["input_ids"]}
-
-
-def speech(rows: int, length: int) -> dict[str, torch.Tensor]:
-    return {"input_features": torch.randn(rows, 16, 40)}
-
-
-def images_in_words(rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Sixteen image tokens behind the first two of a text."""
-    text = words(rows, length)
-    ids, kept = text["input_ids"], text["attention_mask"]
-    places = torch.full((rows, 16), IMAGE_TOKEN)
-    return {
-        **images(rows, length),
-        "input_ids": torch.cat([ids[:, :2], places, ids[:, 2:]], dim=1),
-        "attention_mask": torch.cat([kept[:, :2], torch.ones_like(places), kept[:, 2:]], dim=1),
-    }
 
 
 def llava() -> nn.Module:
@@ -144,12 +66,6 @@ def sam() -> nn.Module:
     prompt = {"hidden_size": 16, "image_size": IMAGE, "patch_size": 8, "image_embedding_size": 4}
     masks = {"hidden_size": 16, "num_attention_heads": 2, "mlp_dim": 16, "iou_head_hidden_dim": 16}
     return hf.SamModel(hf.SamConfig(vision_config=vision, prompt_encoder_config=prompt, mask_decoder_config=masks))
-
-
-class Model(NamedTuple):
-    make: Callable[[], nn.Module]
-    batch: Callable[[int, int], dict[str, torch.Tensor]]
-    num_layers: int
 
 
 MODELS: dict[str, Model] = {
@@ -308,10 +224,13 @@ MODELS: dict[str, Model] = {
 }
 
 
+ALL_MODELS = {**MODELS, **FAMILIES}
+
+
 def made(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     """A model in training mode, without dropout."""
     torch.manual_seed(0)
-    return without_dropout(MODELS[name].make().to(dtype).train())
+    return without_dropout(ALL_MODELS[name].make().to(dtype).train())
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
@@ -324,11 +243,19 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
+def without_cache(model: nn.Module) -> nn.Module:
+    """The model itself, without the cache that decoders make for generation."""
+    for part in model.modules():
+        if getattr(getattr(part, "config", None), "use_cache", False):
+            part.config.use_cache = False
+    return model
+
+
 def batch_of(name: str, rows: int, length: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
     torch.manual_seed(rows * 100 + length)
     return {
         key: value.to(dtype) if value.is_floating_point() else value
-        for key, value in MODELS[name].batch(rows, length).items()
+        for key, value in ALL_MODELS[name].batch(rows, length).items()
     }
 
 

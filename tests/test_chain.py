@@ -65,6 +65,20 @@ def test_a_forward_that_draws_between_its_blocks_is_not_traced_once_for_all():
     assert "draws random numbers of Python or numpy" in chain_of(Forward(dropping).double(), X).reason
 
 
+def test_a_forward_that_makes_tensors_and_takes_remainders_of_sizes_between_its_blocks_is_cut():
+    def shuffled(self, x, flag):
+        for block in self.blocks:
+            if x.shape[1] % 0.5 != 0:
+                raise ValueError("sizes must be divisible by 0.5")
+            x = block(x * torch.tensor([2.0], dtype=x.dtype, device=x.device))
+        return x
+
+    whole = Forward(shuffled).double()
+    chain = chain_of(whole, X)
+    assert chain.reason == ""
+    assert torch.equal(chain(X), whole(X))
+
+
 def test_a_forward_that_switches_autocast_and_gradients_is_cut():
     def halved(self, x, flag):
         with torch.autocast("cpu", dtype=torch.bfloat16):

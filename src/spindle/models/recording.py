@@ -27,14 +27,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
+import sympy
 import torch
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._sympy.functions import Mod, PythonMod
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -121,10 +123,23 @@ def _context() -> Context:
 
 
 class _Sizes(ShapeEnv):
-    """Does not note from which line of code a symbol came: for that, torch would import its compiler."""
+    """Does not note from which line of code a symbol came: for that, torch would import its compiler. `values` has the
+    value of each symbol."""
+
+    def __init__(self) -> None:
+        super().__init__(duck_shape=False)
+        self.values: dict[sympy.Symbol, int] = {}
 
     def _get_user_frame(self) -> None:
         return None
+
+    def evaluate_expr(self, orig_expr: Any, hint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """torch cannot decide about remainders of floats (`height % 0.5`): the sizes in them are fixed instead."""
+        if hint is None or all(remainder.args[1].is_integer for remainder in orig_expr.atoms(Mod, PythonMod)):
+            return super().evaluate_expr(orig_expr, hint, *args, **kwargs)
+        for symbol in orig_expr.free_symbols & self.values.keys():
+            super().evaluate_expr(sympy.Eq(symbol, self.values[symbol]))
+        return sympy.sympify(hint)
 
 
 @dataclass(slots=True)
@@ -165,7 +180,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._opened = {id(one) for one in inner if any(id(each) in self._blocks for each in one.modules())}
         self._opened -= self._blocks
         self._inside = {id(one): path for path, one in module.named_modules()}
-        self._sizes = _Sizes(duck_shape=False)
+        self._sizes = _Sizes()
         self._mode = FakeTensorMode(shape_env=self._sizes, allow_non_fake_inputs=True)
         self._mode.cache_enabled = False  # no two operations are alike where sizes are symbols
         self._plain = FakeTensorMode(allow_non_fake_inputs=True)
@@ -323,13 +338,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with enable_python_dispatcher():  # code that finds shapes from symbols needs it
             result = func(*args, **kwargs)
         self._note_guards()
-        if func is aten.detach_.default:  # a new variable: others keep theirs
-            func = aten.detach.default
-            self._known.pop(id(result), None)
         phrase = _Phrase()
         where = f"it gives {func}"
         given = [self._text(arg, phrase, where) for arg in args]
         given += [f"{name}={self._text(arg, phrase, where)}" for name, arg in kwargs.items()]
+        if func is aten.detach_.default:  # a new variable: others keep theirs
+            func = aten.detach.default
+            self._known.pop(id(result), None)
         writes = tuple(
             self._known[id(arg)].text
             for schema, arg in zip(func._schema.arguments, args, strict=False)
@@ -446,6 +461,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return value
         origin = ConstantSource(f"{source}_{len(self._steps)}")
         symbol = self._sizes.create_symbol(value, origin, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+        self._sizes.values[symbol] = value
         self._add(_size(str(symbol), text, source))
         return self._sizes.create_symintnode(symbol, hint=value, source=origin)
 
@@ -661,7 +677,7 @@ def reason_of(error: BaseException, module: nn.Module) -> str:
         return str(error)
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not _is_ours(one.filename)]
     line = f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
-    if isinstance(error, GuardOnDataDependentSymNode):
+    if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException):
         return (
             f"its forward decides by values of tensors between its blocks{line}; leave out what it decides about "
             "(labels), or let a module inside it decide"

@@ -88,8 +88,9 @@ def agreed(table: Table, names: Sequence[str], num_turns: int, step: int) -> lis
                 if other[alike] != reference[alike]:
                     raise TrainingError(
                         f"step {step}: the loader of task {name!r} gave rank {rank} another batch than rank "
-                        f"{reader}; every rank must read the same batches: seed what shuffles them alike, and "
-                        "do not shard the dataset, Spindle gives each rank its rows"
+                        f"{reader}; every rank must read the same batches. Where they are generated or shuffled at "
+                        "random, call torch.manual_seed with the same seed on every rank before that (at the top of "
+                        "the script). Do not shard the dataset: Spindle gives each rank its rows"
                     )
             if reference[_ROWS]:
                 found[name] = Agreed(
