@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-LIMIT_S = float(os.environ.get("SPINDLE_TEST_LIMIT_S", "120"))  # for one request
+LIMIT_S = 120.0  # for one request, unless SPINDLE_TEST_LIMIT_S says otherwise
 _TIMEOUT = timedelta(seconds=60)  # of one operation inside it
 _HEAVY = ["spindle.measure", "spindle.train"]
 _LEAVE = ""  # instead of a function: destroy the process group
@@ -37,8 +37,14 @@ def forking() -> Any:
     return context
 
 
-def serve(rank: int, port: int, requests: Any, answers: Any, traces: str) -> None:
-    """One process of the pool. Writes the tracebacks of all its threads to the file `traces` on SIGUSR1."""
+def serve(rank: int, port: int, requests: Any, answers: Any, traces: str, environment: dict[str, str]) -> None:
+    """One process of the pool. Writes the tracebacks of all its threads to the file `traces` on SIGUSR1.
+
+    The process that it is a copy of may have been started in another environment.
+    """
+    os.environ.clear()
+    os.environ |= environment
+
     import backends
 
     with open(traces, "w") as file:
@@ -97,7 +103,7 @@ class Pool:
         self._processes: list[Any] = []
         self._requests: list[Any] = []
         self._answers = self._context.Queue()
-        self._traces = tempfile.TemporaryDirectory(prefix="spindle-pool-")
+        self._traces: tempfile.TemporaryDirectory[str] | None = None
         self._max_ranks = backends.max_ranks()
         self.log: list[Request] = []
 
@@ -112,7 +118,8 @@ class Pool:
             self._group_size = num_ranks if num_ranks > 1 else 0
         self._send(num_ranks, function, *arguments)
         answers: dict[int, Any] = {}
-        limit = time.monotonic() + LIMIT_S
+        limit_s = float(os.environ.get("SPINDLE_TEST_LIMIT_S", LIMIT_S))
+        limit = time.monotonic() + limit_s
         while len(answers) < num_ranks:
             try:
                 number, rank, answer, trouble = self._answers.get(timeout=1)
@@ -124,7 +131,7 @@ class Pool:
                 stacks = self._stacks(missing)
                 self.close()
                 raise AssertionError(
-                    f"ranks {missing} did not answer within {LIMIT_S:g} s; ended: {dead or 'none'}\n{stacks}"
+                    f"ranks {missing} did not answer within {limit_s:g} s; ended: {dead or 'none'}\n{stacks}"
                 ) from None
             if trouble:
                 self.close()
@@ -143,11 +150,14 @@ class Pool:
         """Has so many processes."""
         for rank in range(len(self._processes), num_ranks):
             self._requests.append(self._context.Queue())
-            arguments = (rank, self._store.port, self._requests[rank], self._answers, str(self._trace_path(rank)))
+            queues = self._requests[rank], self._answers
+            arguments = (rank, self._store.port, *queues, str(self._trace_path(rank)), dict(os.environ))
             self._processes.append(self._context.Process(target=serve, args=arguments, daemon=True))
             self._processes[-1].start()
 
     def _trace_path(self, rank: int) -> Path:
+        if self._traces is None:
+            self._traces = tempfile.TemporaryDirectory(prefix="spindle-pool-")
         return Path(self._traces.name) / f"rank-{rank}"
 
     def _stacks(self, ranks: list[int]) -> str:
@@ -166,6 +176,9 @@ class Pool:
             process.join(timeout=20)  # one that is stuck in the kernel ends when it comes back
         self._processes, self._requests, self._answers = [], [], self._context.Queue()
         self._group_size = 0
+        if self._traces is not None:
+            self._traces.cleanup()
+            self._traces = None
 
 
 def largest_error(answer: Any) -> float | None:
