@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-import gpu.all as harness  # noqa: E402
-from gpu import results  # noqa: E402
-from gpu.results import FAILED, PASSED, Result  # noqa: E402
-from pool import largest_error  # noqa: E402
+import gpu.all as harness
+from gpu import results
+from gpu.results import FAILED, PASSED, Result
+from pool import largest_error
 
 RESULT = Result(
     test="test_run.py::test_a",
