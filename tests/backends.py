@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from replay import graphs_without_cuda
 from spindle.launch.mps import VIRTUAL_VARIABLE
-from spindle.run import ipc
+from spindle.run import heartbeat, ipc
 
 BACKEND_VARIABLE = "SPINDLE_TEST_BACKEND"
 GRAPHS_VARIABLE = "SPINDLE_TEST_GRAPHS"  # "off": no CUDA graphs, even on a GPU
@@ -69,7 +69,7 @@ def on_cpu(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 def prepare_rank(rank: int) -> None:
     """Sets the environment of a rank and its device. Must come before anything starts CUDA in this process."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", heartbeat.LIMIT_VARIABLE: "0"}
     if not on_gpu():
         return
     os.environ |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "0"}
