@@ -30,7 +30,7 @@ TESTS, ROOT = HERE.parent, HERE.parent.parent
 for folder in (TESTS, ROOT / "src"):
     sys.path.insert(0, str(folder))
 
-from gpu import results  # noqa: E402
+from gpu import failures, results  # noqa: E402
 from gpu.results import FAILED, PASSED, SKIPPED, Result  # noqa: E402
 
 LIMIT_S = 60  # of one request to the pool; then tracebacks of all ranks are dumped and the pool starts anew
@@ -192,6 +192,32 @@ def run_tests(parts: Sequence[str], graphs: str, harness: Harness) -> int:
     return int(pytest.main([*options, *files], plugins=[harness]))
 
 
+def run_failures(
+    about: Result, done: set[results.Key], file: Path, end_s: float, match: str
+) -> tuple[list[Result], int]:
+    """Runs the jobs that must fail; the results, and how many are left."""
+    recorded: list[Result] = []
+    waiting = []
+    for case in failures.cases(about.backend):
+        result = replace(about, test=f"failures::{case.name}", part=FAILURES, ranks=str(failures.NUM_RANKS))
+        if result.key not in done and re.search(match, result.test):
+            waiting.append((case, result))
+    while waiting and time.monotonic() < end_s:
+        case, result = waiting.pop(0)
+        begin_s, verdict, message = time.monotonic(), PASSED, ""
+        try:
+            message = f"ended {failures.run_case(case, about.backend):.1f} s after the fault"
+        except AssertionError as error:
+            verdict, message = FAILED, str(error)[-6000:]
+        result = replace(result, verdict=verdict, time_s=round(time.monotonic() - begin_s, 2), message=message)
+        recorded.append(result)
+        results.append(file, result)
+        say(f"{' '.join(results.row_of(result))} {message if verdict == PASSED else ''}")
+        if verdict == FAILED:
+            say(message)
+    return recorded, len(waiting)
+
+
 def device_name(backend: str) -> str:
     """What the tests run on. Asks nvidia-smi: this process must not start CUDA."""
     if backend == "gloo":
@@ -243,15 +269,21 @@ def main() -> int:
             device=device_name(backend),
         )
         done = results.passed_keys(results.read(files), sources)
-        with environment(backend, options.ranks):
-            for graphs in ("on", "off"):
-                parts = [name for name in PARTS if name in options.only and PARTS[name].graphs == graphs]
-                if (backend == "gloo" and graphs == "off") or parts in ([], [FAILURES]) or time.monotonic() > end_s:
-                    continue
+        for graphs in ("on", "off"):
+            parts = [name for name in PARTS if name in options.only and PARTS[name].graphs == graphs]
+            if (backend == "gloo" and graphs == "off") or parts in ([], [FAILURES]) or time.monotonic() > end_s:
+                continue
+            with environment(backend, options.ranks):
                 harness = Harness(parts, replace(about, graphs=graphs), done, options.results, end_s, options.match)
                 run_tests(parts, graphs, harness)
                 recorded += harness.recorded
                 num_left += harness.num_left
+        if FAILURES in options.only:
+            # Under virtual devices, each launch starts an MPS daemon of its own.
+            with environment(backend, options.ranks) if backend == "nccl" else nullcontext():
+                failed, left = run_failures(about, done, options.results, end_s, options.match)
+            recorded += failed
+            num_left += left
     say("")
     say(results.text_table(recorded))
     for line in results.summary_lines(recorded):
