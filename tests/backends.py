@@ -82,6 +82,7 @@ def prepare_rank(rank: int) -> None:
         os.environ.setdefault("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", str(100 // max_ranks()))
         ipc.register()
     torch.cuda.set_device(rank_device())
+    torch.backends.cudnn.allow_tf32 = False  # references are in full precision
 
 
 def init_process_group(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> None:

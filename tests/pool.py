@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 LIMIT_S = 120.0  # for one request, unless SPINDLE_TEST_LIMIT_S says otherwise
+START_S = 60.0  # more, for one that new processes serve
 _TIMEOUT = timedelta(seconds=60)  # of one operation inside it
 _HEAVY = ["spindle.measure", "spindle.train"]
 _LEAVE = ""  # instead of a function: destroy the process group
@@ -111,6 +112,8 @@ class Pool:
         """What `worlds.<function>(rank, num_ranks, *arguments)` gives on each rank."""
         num_ranks = min(num_ranks, self._max_ranks)
         self.log.append(Request(num_ranks=num_ranks, error=None))
+        limit_s = float(os.environ.get("SPINDLE_TEST_LIMIT_S", LIMIT_S))
+        limit = time.monotonic() + limit_s + (START_S if len(self._processes) < num_ranks else 0.0)
         self._start(num_ranks)
         self._number += 1
         if self._group_size != num_ranks:
@@ -118,8 +121,6 @@ class Pool:
             self._group_size = num_ranks if num_ranks > 1 else 0
         self._send(num_ranks, function, *arguments)
         answers: dict[int, Any] = {}
-        limit_s = float(os.environ.get("SPINDLE_TEST_LIMIT_S", LIMIT_S))
-        limit = time.monotonic() + limit_s
         while len(answers) < num_ranks:
             try:
                 number, rank, answer, trouble = self._answers.get(timeout=1)

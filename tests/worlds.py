@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import runpy
 import sys
@@ -30,7 +31,7 @@ from microbatches import against_torch, run_pipeline, train_shared_in_passes
 from scenes import SCENES
 from spindle.cluster import Link, cluster_named
 from spindle.graph import MetaGraph, metagraph_of
-from spindle.measure import beside
+from spindle.measure import beside, machine
 from spindle.measure.hand_over import measure_hand_over
 from spindle.measure.timing import Work
 from spindle.measure.together import Together
@@ -597,6 +598,13 @@ def sums_beside_compute(rank: int, num_ranks: int, failing: int | None = None) -
     link = Link(bytes_per_s=1e12, latency_s=1e-5, collective_s=1e-4)
     with mock.patch.multiple(beside, _SMALL=1 << 12, _LARGE=1 << 18):
         return beside.measure_beside(work, Together(world, together=True), world, link, torch.float32)
+
+
+def islands_of_nodes(rank: int, num_ranks: int, nodes: tuple[int, ...]) -> list[int]:
+    """Devices of the islands that are found, on ranks of these nodes of torchrun."""
+    world = World(rank, num_ranks, rank_device())
+    with mock.patch.dict(os.environ, {"GROUP_RANK": str(nodes[rank])}):
+        return [island.num_devices for island in machine._cluster(world, torch.float32).islands]
 
 
 def hand_over_beside_compute(rank: int, num_ranks: int, failing: int | None = None, runs: int = 0) -> float | None:

@@ -122,7 +122,7 @@ if __name__ == "__main__":
     everywhere = ",".join(map(str, ranks))
     plan = f"fit/encoder#0[0:4]*4@{everywhere}\nfit/loss[0:1]*1@{everywhere}"
     if PHASE == "transfer":
-        plan = f"fit/encoder#0[0:4]*2@0\nfit/encoder#0[0:4]*2@1\nfit/loss[0:1]*1@{ranks[-1]}"
+        plan = f"fit/encoder#0[0:4]*2@1\nfit/encoder#0[0:4]*2@0\nfit/loss[0:1]*1@{ranks[-1]}"
     trainer = spindle.Trainer(
         [fit],
         optimizer=lambda named: FailingSGD([parameter for _, parameter in named] or [torch.zeros(1)], lr=1e-4),

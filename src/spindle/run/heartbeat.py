@@ -47,9 +47,14 @@ def start_heartbeat() -> None:
     limit_s = float(os.environ.get(LIMIT_VARIABLE, LIMIT_S))
     if FOLDER_VARIABLE in os.environ or limit_s <= 0 or dist.get_world_size() == 1:
         return
-    group, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
-    running = _running()
+    group, running = dist.group.WORLD, _running()
     if running and running[0].group is group:
+        return
+    try:
+        # A client of its own: while one waits for an answer, nobody else can use it.
+        default: Any = dist.distributed_c10d._get_default_store()
+        store = default.clone()
+    except (AttributeError, RuntimeError):  # a group without a store, or with one that cannot be cloned
         return
     for old in running:
         old.leave()
@@ -69,7 +74,7 @@ class Heartbeat:
     def __init__(
         self,
         group: object,
-        store: Any,  # of the group, one that can be cloned
+        store: Any,  # of the group; nobody else may use this object
         rank: int,
         size: int,
         limit_s: float = LIMIT_S,
@@ -77,8 +82,7 @@ class Heartbeat:
         interval_s: float = INTERVAL_S,
         end: Callable[[PeerLostError], object] = end_by_error,
     ) -> None:
-        # A client of its own: while one waits for an answer, nobody else can use it.
-        self.group, self._store = group, dist.distributed_c10d.PrefixStore("spindle heartbeat", store.clone())
+        self.group, self._store = group, dist.distributed_c10d.PrefixStore("spindle heartbeat", store)
         self._rank, self._peers = rank, [(rank + step) % size for step in range(1, size)]
         self._limit, self._interval_s, self._end = round(limit_s / interval_s), interval_s, end
         self._leaving = threading.Event()
