@@ -90,6 +90,7 @@ def test_torchrun_ends_a_job_too(fault, tmp_path):
         assert "another rank is gone" not in done.stderr[:first]
 
 
-def test_a_rank_that_is_stopped_is_noticed_by_its_heartbeat_under_torchrun(tmp_path):
+def test_a_rank_that_is_stopped_is_noticed_by_its_heartbeat_under_torchrun(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPINDLE_HEARTBEAT_S", "8")  # instead of 12
     done = run_job(torchrun(2), "stop-forward", tmp_path / "mark")
-    assert "rank 0 stopped: rank 1 has not answered for 12 s" in done.stderr, done.stderr
+    assert "rank 0 stopped: rank 1 has not answered for 8 s" in done.stderr, done.stderr
