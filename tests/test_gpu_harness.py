@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 import gpu.all as harness
 from gpu import results
 from gpu.results import FAILED, PASSED, Result
-from pool import largest_error
+from pool import Pool, largest_error
 
 RESULT = Result(
     test="test_run.py::test_a",
@@ -97,3 +97,17 @@ def test_the_largest_error_of_an_answer_is_found_in_its_fields_or_its_nest():
     assert largest_error(({"a": 1e-9}, {"b": 4e-9}, [True, False])) == 4e-9
     assert math.isnan(largest_error([Answer(loss=math.nan, gradient=1.0)]))
     assert largest_error(["printed", None]) is None
+
+
+def test_a_request_that_hangs_ends_with_the_tracebacks_of_all_ranks_and_a_new_pool(monkeypatch):
+    pool = Pool()
+    try:
+        pool.run(2, "hang_on_rank", None)
+        monkeypatch.setenv("SPINDLE_TEST_LIMIT_S", "2")
+        with pytest.raises(AssertionError, match=r"ranks \[0, 1\] did not answer within 2 s") as caught:
+            pool.run(2, "hang_on_rank", 1)
+        assert "rank 0:" in str(caught.value)
+        assert str(caught.value).count("in hang_on_rank") == 2
+        pool.run(2, "hang_on_rank", None)
+    finally:
+        pool.close()

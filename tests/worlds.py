@@ -6,6 +6,7 @@ import os
 import random
 import runpy
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
@@ -275,6 +276,13 @@ def fail_on_rank(rank: int, num_ranks: int, failing: int | None) -> None:
     """All ranks meet, but for one that raises."""
     if rank == failing:
         raise ValueError(f"what rank {rank} says")
+    dist.barrier()
+
+
+def hang_on_rank(rank: int, num_ranks: int, hanging: int | None) -> None:
+    """Runs a barrier on all ranks, but for one that sleeps."""
+    if rank == hanging:
+        time.sleep(600)
     dist.barrier()
 
 
