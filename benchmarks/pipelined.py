@@ -37,6 +37,7 @@ from spindle.run.rows import signature_of
 from spindle.workload import Call, Layer, LayerCost, Module, Parameter, Task, Workload
 
 PAIRS, STEPS_OF_A_PAIR, WARM_UP = 30, 5, 3
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +60,16 @@ class Setup:
     def blocks_per_stage(self) -> int:
         return self.num_blocks // self.num_stages
 
-    def blocks(self, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
+    def blocks(self, dtype: torch.dtype = torch.float32, device: torch.device = _CPU) -> list[nn.Module]:
         torch.manual_seed(0)
-        return [Block(self.width).to(dtype) for _ in range(self.num_blocks)]
+        return [Block(self.width).to(device, dtype) for _ in range(self.num_blocks)]
 
-    def data(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    def data(
+        self, dtype: torch.dtype = torch.float32, device: torch.device = _CPU
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (self.rows * self.num_microbatches, self.length, self.width)
         generator = torch.Generator().manual_seed(1)
-        x, y = (torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2))
+        x, y = (torch.randn(shape, generator=generator, dtype=dtype).to(device) for _ in range(2))
         return x, y
 
 
@@ -80,13 +83,17 @@ _KINDS = {"FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD}  # torch's words
 Run = Callable[[], list[float]]  # one step: the losses of microbatches, on the last rank
 
 
+def _device_of(blocks: list[nn.Module]) -> torch.device:
+    return next(blocks[0].parameters()).device
+
+
 def torch_schedule(setup: Setup, blocks: list[nn.Module], rank: int) -> Any:
     stages = [
         PipelineStage(
             nn.Sequential(*blocks[number * setup.blocks_per_stage : (number + 1) * setup.blocks_per_stage]),
             number,
             setup.num_stages,
-            torch.device("cpu"),
+            _device_of(blocks),
         )
         for number in range(rank, setup.num_stages, setup.num_ranks)
     ]
@@ -96,7 +103,7 @@ def torch_schedule(setup: Setup, blocks: list[nn.Module], rank: int) -> Any:
 
 
 def by_torch(setup: Setup, blocks: list[nn.Module], rank: int, dtype: torch.dtype = torch.float32) -> Run:
-    schedule, (x, y) = torch_schedule(setup, blocks, rank), setup.data(dtype)
+    schedule, (x, y) = torch_schedule(setup, blocks, rank), setup.data(dtype, _device_of(blocks))
     parameters = [one for block in blocks for one in block.parameters()]
 
     def run() -> list[float]:
@@ -179,7 +186,7 @@ def by_spindle(
     program = lower(plan, profile)
     verify(program, profile)
     executor = Executor(program, graph, code, parameters, dict.fromkeys(tasks, (None, None)), world)
-    x, y = setup.data(dtype)
+    x, y = setup.data(dtype, _device_of(blocks))
     batches = {
         task: {"x": part, "y": target}
         for task, part, target in zip(tasks, x.split(setup.rows), y.split(setup.rows), strict=True)

@@ -63,7 +63,7 @@ def train_within(rank: int, num_ranks: int, memory_bytes: int | None, steps: int
 
     def contrast(one, other):
         scores = F.normalize(one, dim=-1) @ F.normalize(other, dim=-1).T
-        return F.cross_entropy(scores * 4, torch.arange(ROWS))
+        return F.cross_entropy(scores * 4, torch.arange(ROWS, device=scores.device))
 
     @spindle.task(batch_size=ROWS)
     def pictures(batch):

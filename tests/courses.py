@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, WeightedRandomSampler, default_collate
 
 import spindle
-from replay import graphs_without_cuda
+from backends import graphs_on_any_device, on_cpu, on_gpu, rank_device, to_device
 from spindle.cluster import cluster_named
 from spindle.profile import roofline_profile
 from spindle.run import Executor
@@ -84,11 +85,8 @@ def follow(rank: int, num_ranks: int, name: str, plan: str, shards: bool | None 
         ranks = int(pipeline_ranks) if pipeline_ranks else None
         course = replace(course, options={**course.options, "planner": planner, "pipeline_ranks": ranks})
     course = replace(course, options={**course.options, "shard_optimizer": shards})
-    with unmeasured():
-        if not course.captures:
-            return _follow(course, num_ranks, plan)
-        with graphs_without_cuda(), mock.patch.object(preparation, "Executor", Capturing):
-            return _follow(course, num_ranks, plan)
+    with unmeasured(), capturing() if course.captures else nullcontext():
+        return _follow(course, num_ranks, plan)
 
 
 def unmeasured() -> Any:
@@ -98,6 +96,16 @@ def unmeasured() -> Any:
         return replace(roofline_profile(graph, cluster_named(f"cpux{world.size}")), gradients_stay=False)
 
     return mock.patch.object(preparation, "local_profile", guess)
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Inside, a Trainer captures slots, with or without a GPU."""
+    if on_gpu():
+        yield
+        return
+    with graphs_on_any_device(), mock.patch.object(preparation, "Executor", Capturing):
+        yield
 
 
 class Capturing(Executor):
@@ -144,14 +152,17 @@ def _follow(course: Course, num_ranks: int, plan: str) -> Followed:
         for losses in result.losses:
             for task in asked if "sampling" not in course.options else losses:
                 asked[task] += turns
+    # In bfloat16 the CPU rounds otherwise than a GPU.
+    device = rank_device() if "autocast" in course.options else torch.device("cpu")
     plain = course.modules()
-    expected = train_plainly(course, plain, [set(losses) for losses in history])
+    nn.ModuleDict(plain).to(device)
+    expected = train_plainly(course, plain, [set(losses) for losses in history], device)
     loss = max(
         abs(ours[task] - value) / max(abs(value), 1e-3)
         for ours, theirs in zip(history, expected, strict=True)
         for task, value in theirs.items()
     )
-    mine, theirs = (dict(nn.ModuleDict(one).named_parameters()) for one in (modules, plain))
+    mine, theirs = (dict(nn.ModuleDict(on_cpu(one)).named_parameters()) for one in (modules, plain))
     errors = {
         path: float((mine[path] - one).detach().norm() / max(float(one.detach().norm()), 1e-3))
         for path, one in theirs.items()
@@ -185,7 +196,9 @@ def value_of(result: Any) -> torch.Tensor:
     return result.total / result.count if isinstance(result, Mean) else result
 
 
-def train_plainly(course: Course, modules: Modules, tasks_of_steps: list[set[str]]) -> list[dict[str, float]]:
+def train_plainly(
+    course: Course, modules: Modules, tasks_of_steps: list[set[str]], device: torch.device
+) -> list[dict[str, float]]:
     """What a person would write for one process."""
     tasks = course.tasks(modules)
     names = [one.name for one in tasks]
@@ -207,12 +220,12 @@ def train_plainly(course: Course, modules: Modules, tasks_of_steps: list[set[str
                 for one in tasks:
                     if one.name not in on:
                         continue
-                    batch = course.batch(one.name, asked[one.name])
+                    batch = to_device(course.batch(one.name, asked[one.name]), device)
                     asked[one.name] += 1
                     if batch is None:
                         continue
                     dtype = options.get("autocast")
-                    with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
+                    with torch.autocast(device.type, dtype=dtype) if dtype else nullcontext():
                         loss = value_of(one(batch))
                     losses.setdefault(one.name, []).append(loss.item())
                     weight = one.weight(step) if callable(one.weight) else one.weight
@@ -249,7 +262,7 @@ def pairs_and_answers(**options: Any) -> Callable[[Mapping[str, Any]], list[Any]
         @spindle.task(batch_size=5, **options)
         def pair(batch):
             scores = F.normalize(vision(batch["x"]), dim=-1) @ F.normalize(text(batch["y"]), dim=-1).T
-            return F.cross_entropy(scores * 4, torch.arange(scores.shape[0]))
+            return F.cross_entropy(scores * 4, torch.arange(scores.shape[0], device=scores.device))
 
         @spindle.task(batch_size=7, weight=0.5)
         def answer(batch):
@@ -754,30 +767,31 @@ def evaluated(rank: int, num_ranks: int) -> tuple[dict[str, float], dict[str, fl
         batches["answer"].append({key: leaf[:3] for key, leaf in batches["answer"][0].items()})
         trainer = spindle.Trainer(tasks, optimizer=lambda named: torch.optim.SGD([one for _, one in named], lr=0.1))
         found = [trainer.evaluate(batches)]
-        plain = [_evaluated_plainly(tasks, batches, modules)]
+        plain = [_evaluated_plainly(batches, modules)]
         trainer.fit({name: some[:5] for name, some in batches.items()}, steps=3, progress=False)
         found.append(trainer.evaluate(batches, steps=4))
-        plain.append(_evaluated_plainly(tasks, {name: some[:4] for name, some in batches.items()}, modules))
+        plain.append(_evaluated_plainly({name: some[:4] for name, some in batches.items()}, modules))
         errors = [
             {name: abs(ours[name] - value) / abs(value) for name, value in theirs.items()}
             for ours, theirs in zip(found, plain, strict=True)
         ]
         assert all(abs(found[0][name] - found[1][name]) > 1e-6 for name in found[0])
-        return errors[0], errors[1], [one.training for module in modules.values() for one in module.modules()]
+        # Before training, the weights of other ranks than 0 do not count.
+        return (
+            errors[0] if rank == 0 else {},
+            errors[1],
+            [one.training for module in modules.values() for one in module.modules()],
+        )
 
 
-def _evaluated_plainly(tasks: list[Any], batches: Mapping[str, list[Any]], modules: Modules) -> dict[str, float]:
-    modes = [(one, one.training) for module in modules.values() for one in module.modules()]
-    for module in modules.values():
-        module.eval()
+def _evaluated_plainly(batches: Mapping[str, list[Any]], modules: Modules) -> dict[str, float]:
+    copies = {name: deepcopy(module).cpu().eval() for name, module in modules.items()}
     losses = {}
     with torch.no_grad():
-        for one in tasks:
+        for one in pairs_and_answers()(copies):
             parts = [one(batch) for batch in batches[one.name]]
             if isinstance(parts[0], Mean):
                 losses[one.name] = float(sum(part.total for part in parts) / sum(part.count for part in parts))
             else:
                 losses[one.name] = float(sum(parts) / len(parts))
-    for one, mode in modes:
-        one.training = mode
     return losses

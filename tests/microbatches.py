@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tensors
+from backends import rank_device, to_device
 from spindle.cluster import Cluster, cluster_named
 from spindle.graph import MetaGraph, metagraph_of
 from spindle.plan import (
@@ -89,7 +90,7 @@ class Read(nn.Module):
     def forward(self, tokens, seen):
         x = self.embedding(tokens)
         x = x if seen is None else torch.cat([seen, x])
-        return x, torch.arange(len(x)), {"behind": len(x) - len(tokens)}
+        return x, torch.arange(len(x), device=x.device), {"behind": len(x) - len(tokens)}
 
 
 class Say(nn.Module):
@@ -381,10 +382,10 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
     """Some steps, each with other microbatches and a program of its own. What this rank does not hold is no number."""
     from worlds import error_of, floor_of
 
-    ours, theirs = model(case.seed), model(case.seed)
-    forms = Forms([ours], torch.device("cpu"))
+    ours, theirs = model(case.seed).to(rank_device()), model(case.seed)
+    forms = Forms([ours], rank_device())
     places = places_of(ours, case)
-    world = World(rank, num_ranks, torch.device("cpu"))
+    world = World(rank, num_ranks, rank_device())
     optimizer = torch.optim.SGD(theirs.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     own: torch.optim.Optimizer | None = None
     shards: Shards | None = None
@@ -427,9 +428,10 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
                 trained = [one for number, one in enumerate(made.parameters) if number in executor.held - set(owned)]
                 trained += [entry[1] for entry in owned.values() if entry is not None]
             own = torch.optim.SGD([{"params": trained}], lr=LEARNING_RATE, momentum=MOMENTUM)
-        cuts = forms.of(made.graph, made.code, batches) if case.forms else None
-        mine = {task: batch for task, batch in batches.items() if task in executor.reads}
-        signatures = {task: signature_of(batch) for task, batch in batches.items()}
+        given = to_device(batches)
+        cuts = forms.of(made.graph, made.code, given) if case.forms else None
+        mine = {task: batch for task, batch in given.items() if task in executor.reads}
+        signatures = {task: signature_of(batch) for task, batch in given.items()}
         losses, _ = executor.step(step, mine, signatures, own if case.shards else None, forms=cuts)
         offloaded_bytes += executor.offloaded_bytes
         parts = torch.tensor(losses.tolist(), dtype=torch.float64)
@@ -450,7 +452,7 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
             assert (parameter.grad is None) == (expected is None), f"{name} in step {step}"
             if expected is not None:
                 compared.add(name)
-                note("gradient", error_of(parameter.grad, expected, floor), f"{name} in step {step}")
+                note("gradient", error_of(parameter.grad.cpu(), expected, floor), f"{name} in step {step}")
         optimizer.step()
         if shards is None:
             own.step()
@@ -458,7 +460,7 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
             shards.settle()
         floor = floor_of([one.detach() for one in named.values()])
         for name, parameter in held.items():
-            note("parameter", error_of(parameter.detach(), named[name].detach(), floor), f"{name} in step {step}")
+            note("parameter", error_of(parameter.detach().cpu(), named[name].detach(), floor), f"{name} in step {step}")
     return Difference(
         loss=worst["loss"][0],
         gradient=worst["gradient"][0],
@@ -512,9 +514,9 @@ def against_torch(rank: int, num_ranks: int, stages_per_rank: int) -> tuple[floa
         num_ranks=num_ranks,
         stages_per_rank=stages_per_rank,
     )
-    ours, theirs = setup.blocks(torch.float64), setup.blocks(torch.float64)
+    ours, theirs = (setup.blocks(torch.float64, rank_device()) for _ in range(2))
     order = order_of(setup, torch_schedule(setup, theirs, rank))
-    losses = by_spindle(setup, ours, World(rank, num_ranks, torch.device("cpu")), order, torch.float64)()
+    losses = by_spindle(setup, ours, World(rank, num_ranks, rank_device()), order, torch.float64)()
     expected_losses = by_torch(setup, theirs, rank, torch.float64)()
     mine = [number for number in range(setup.num_blocks) if number // setup.blocks_per_stage % num_ranks == rank]
     expected = [one.grad for number in mine for one in theirs[number].parameters()]

@@ -1,22 +1,34 @@
-"""Processes that wait for work: each request joins some of them to a gloo world, runs one function of `worlds` on every
-rank, and leaves it again."""
+"""Processes that wait for work: each request runs one function of `worlds` on every rank of a process group.
+
+The process group stays for the next request when that has as many ranks: under NCCL it takes a second or two to make.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import gc
+import math
 import os
 import queue
+import signal
+import tempfile
 import time
 import traceback
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-LIMIT_S = 120  # for one request
-_MEETING = timedelta(seconds=60)  # for one operation inside it
+LIMIT_S = 120.0  # for one request, unless SPINDLE_TEST_LIMIT_S says otherwise
+START_S = 60.0  # more, for one that new processes serve
+_TIMEOUT = timedelta(seconds=60)  # of one operation inside it
 _HEAVY = ["spindle.measure", "spindle.train"]
+_LEAVE = ""  # instead of a function: destroy the process group
+_ERROR_FIELDS = ("loss", "gradient", "parameter", "buffer")
 
 
 def forking() -> Any:
@@ -26,31 +38,56 @@ def forking() -> Any:
     return context
 
 
-def serve(rank: int, port: int, requests: Any, answers: Any) -> None:
-    """One process of the pool."""
+def serve(rank: int, port: int, requests: Any, answers: Any, traces: str, environment: dict[str, str]) -> None:
+    """One process of the pool. Writes the tracebacks of all its threads to the file `traces` on SIGUSR1.
+
+    The process that it is a copy of may have been started in another environment.
+    """
+    os.environ.clear()
+    os.environ |= environment
+
+    import backends
+
+    with open(traces, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        torch.set_num_threads(1)
+        backends.prepare_rank(rank)
+        _serve(rank, port, requests, answers)
+
+
+def _serve(rank: int, port: int, requests: Any, answers: Any) -> None:
+    import backends
     import worlds
 
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     for number, num_ranks, function, arguments in iter(requests.get, None):
         try:
-            if num_ranks > 1:  # one process alone needs no process group, as in `python train.py`
-                store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_MEETING)
-                dist.init_process_group(
-                    "gloo",
-                    store=dist.PrefixStore(f"request {number}", store),
-                    rank=rank,
-                    world_size=num_ranks,
-                    timeout=_MEETING,
-                )
-            answer = getattr(worlds, function)(rank, num_ranks, *arguments)
-            if num_ranks > 1:
-                dist.barrier()
+            if function == _LEAVE:
                 dist.destroy_process_group()
+                continue
+            if num_ranks > 1 and not dist.is_initialized():  # one process alone needs no process group
+                store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT)
+                store = dist.PrefixStore(f"request {number}", store)
+                backends.init_process_group(store, rank, num_ranks, _TIMEOUT)
+            answer = getattr(worlds, function)(rank, num_ranks, *arguments)
+            gc.collect()  # what holds a process group, or memory of the GPU
+            if backends.on_gpu():
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            if num_ranks > 1:
+                dist.all_reduce(torch.zeros(1))  # on the host, whatever the backend
+                backends.leave_subgroups()
             answers.put((number, rank, answer, ""))
         except BaseException as error:
             answers.put((number, rank, None, "".join(traceback.format_exception(error))))
             return  # the pool starts anew
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One call of `Pool.run`: its ranks, and the largest error that its answers report, if they report any."""
+
+    num_ranks: int
+    error: float | None
 
 
 class Pool:
@@ -58,48 +95,103 @@ class Pool:
     would wait long."""
 
     def __init__(self) -> None:
+        import backends
+
         self._context = forking()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._number = 0
+        self._group_size = 0  # ranks of the process group that the last request left
         self._processes: list[Any] = []
         self._requests: list[Any] = []
         self._answers = self._context.Queue()
+        self._traces: tempfile.TemporaryDirectory[str] | None = None
+        self._max_ranks = backends.max_ranks()
+        self.log: list[Request] = []
 
     def run(self, num_ranks: int, function: str, *arguments: Any) -> list[Any]:
         """What `worlds.<function>(rank, num_ranks, *arguments)` gives on each rank."""
+        num_ranks = min(num_ranks, self._max_ranks)
+        self.log.append(Request(num_ranks=num_ranks, error=None))
+        limit_s = float(os.environ.get("SPINDLE_TEST_LIMIT_S", LIMIT_S))
+        limit = time.monotonic() + limit_s + (START_S if len(self._processes) < num_ranks else 0.0)
         self._start(num_ranks)
         self._number += 1
-        for requests in self._requests[:num_ranks]:
-            requests.put((self._number, num_ranks, function, arguments))
+        if self._group_size != num_ranks:
+            self._send(self._group_size, _LEAVE)
+            self._group_size = num_ranks if num_ranks > 1 else 0
+        self._send(num_ranks, function, *arguments)
         answers: dict[int, Any] = {}
-        limit = time.monotonic() + LIMIT_S
         while len(answers) < num_ranks:
             try:
-                _, rank, answer, trouble = self._answers.get(timeout=1)
+                number, rank, answer, trouble = self._answers.get(timeout=1)
             except queue.Empty:
-                dead = [rank for rank, one in enumerate(self._processes) if not one.is_alive()]
+                dead = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
                 if not dead and time.monotonic() < limit:
                     continue
                 missing = sorted(set(range(num_ranks)) - set(answers))
+                stacks = self._stacks(missing)
                 self.close()
-                raise AssertionError(f"ranks {missing} did not answer; ended: {dead or 'none'}") from None
+                raise AssertionError(
+                    f"ranks {missing} did not answer within {limit_s:g} s; ended: {dead or 'none'}\n{stacks}"
+                ) from None
             if trouble:
                 self.close()
                 raise AssertionError(f"rank {rank} of {num_ranks}, {function}{arguments}:\n{trouble}")
-            answers[rank] = answer
-        return [answers[rank] for rank in range(num_ranks)]
+            if number == self._number:
+                answers[rank] = answer
+        in_order = [answers[rank] for rank in range(num_ranks)]
+        self.log[-1] = Request(num_ranks=num_ranks, error=largest_error(in_order))
+        return in_order
+
+    def _send(self, num_ranks: int, function: str, *arguments: Any) -> None:
+        for requests in self._requests[:num_ranks]:
+            requests.put((self._number, num_ranks, function, arguments))
 
     def _start(self, num_ranks: int) -> None:
         """Has so many processes."""
         for rank in range(len(self._processes), num_ranks):
             self._requests.append(self._context.Queue())
-            arguments = (rank, self._store.port, self._requests[rank], self._answers)
+            queues = self._requests[rank], self._answers
+            arguments = (rank, self._store.port, *queues, str(self._trace_path(rank)), dict(os.environ))
             self._processes.append(self._context.Process(target=serve, args=arguments, daemon=True))
             self._processes[-1].start()
+
+    def _trace_path(self, rank: int) -> Path:
+        if self._traces is None:
+            self._traces = tempfile.TemporaryDirectory(prefix="spindle-pool-")
+        return Path(self._traces.name) / f"rank-{rank}"
+
+    def _stacks(self, ranks: list[int]) -> str:
+        """Where these ranks are."""
+        for rank in ranks:
+            if self._processes[rank].is_alive():
+                os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(1)
+        texts = {rank: self._trace_path(rank) for rank in ranks if self._trace_path(rank).exists()}
+        return "\n".join(f"rank {rank}:\n{path.read_text(errors='replace')}" for rank, path in texts.items())
 
     def close(self) -> None:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.join()
+            process.join(timeout=20)  # one that is stuck in the kernel ends when it comes back
         self._processes, self._requests, self._answers = [], [], self._context.Queue()
+        self._group_size = 0
+        if self._traces is not None:
+            self._traces.cleanup()
+            self._traces = None
+
+
+def largest_error(answer: Any) -> float | None:
+    """The largest error in an answer: in the fields of a dataclass that hold errors, or any number of a nest."""
+    if isinstance(answer, float):
+        return answer
+    if is_dataclass(answer):
+        names = {field.name for field in fields(answer)}
+        parts: Any = [getattr(answer, name) for name in _ERROR_FIELDS if name in names]
+    elif isinstance(answer, dict):
+        parts = answer.values()
+    else:
+        parts = answer if isinstance(answer, list | tuple) else ()
+    errors = [error for error in map(largest_error, parts) if error is not None]
+    return max(errors, key=lambda error: (math.isnan(error), error), default=None)

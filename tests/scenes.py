@@ -81,7 +81,9 @@ class Contrast(nn.Module):
 
     def forward(self, a, b):
         others = torch.cat([F.normalize(b, dim=-1), self.queue])
-        return F.cross_entropy(F.normalize(a, dim=-1) @ others.T * self.scale.exp(), torch.arange(a.shape[0]))
+        return F.cross_entropy(
+            F.normalize(a, dim=-1) @ others.T * self.scale.exp(), torch.arange(a.shape[0], device=a.device)
+        )
 
 
 def multimodal() -> Workload:
@@ -89,7 +91,6 @@ def multimodal() -> Workload:
     torch.manual_seed(1)
     vision, text = module("vision", Vision().double()), module("text", Text().double())
     fusion, contrast = module("fusion", Fusion().double()), module("contrast", Contrast().double(), whole_batch=True)
-    importance = torch.linspace(0.5, 1.5, WORDS, dtype=torch.float64)
 
     @task(batch_size=6)
     def pairs(batch):
@@ -102,6 +103,7 @@ def multimodal() -> Workload:
         scores = fusion(read["last"], seen)[:, :-1]
         kept = batch["attention_mask"][:, 1:].to(scores.dtype)
         target = batch["input_ids"][:, 1:]
+        importance = torch.linspace(0.5, 1.5, WORDS, dtype=torch.float64, device=scores.device)
         losses = F.cross_entropy(scores.transpose(1, 2), target, weight=importance, reduction="none")
         return mean((losses * kept).sum(), kept.sum())
 
@@ -116,8 +118,8 @@ def multimodal() -> Workload:
         """What the encoder gives is not row after row, but view after view."""
         rows = batch["pixels"].shape[0]
         z = F.normalize(vision(torch.cat([batch["pixels"], batch["pixels"].flip(-1)])).mean(1), dim=-1)
-        scores = (z @ z.T / 0.5).masked_fill(torch.eye(2 * rows, dtype=torch.bool), -1e9)
-        return F.cross_entropy(scores, (torch.arange(2 * rows) + rows) % (2 * rows))
+        scores = (z @ z.T / 0.5).masked_fill(torch.eye(2 * rows, dtype=torch.bool, device=z.device), -1e9)
+        return F.cross_entropy(scores, (torch.arange(2 * rows, device=z.device) + rows) % (2 * rows))
 
     tasks = [pairs, captions, questions, views]
 

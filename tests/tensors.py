@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +16,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import spindle
-from courses import Capturing, unmeasured
-from replay import graphs_without_cuda
+from courses import capturing, unmeasured
 from spindle.errors import SpindleError
 from spindle.models import plan_inside
 from spindle.profile import Profile
-from spindle.train import mean, module, preparation, task
+from spindle.train import mean, module, task
 from zoo import Tower
 
 WIDTH, HEAD, WORDS, ROWS, LENGTH = 16, 4, 24, 5, 6
@@ -217,8 +215,7 @@ def train_shared(rank: int, num_ranks: int, training: Training) -> Difference:
 
     with unmeasured(), ExitStack() as stack:
         if training.captures:
-            stack.enter_context(graphs_without_cuda())
-            stack.enter_context(mock.patch.object(preparation, "Executor", Capturing))
+            stack.enter_context(capturing())
         modules = _modules(tasks, batches(0))
         dims = {f"{name}.{path}": one.dim() for name, each in modules.items() for path, one in each.named_parameters()}
         trainer = spindle.Trainer(tasks, optimizer=make, **training.options)
@@ -252,10 +249,11 @@ def difference(losses, expected, state, modules: Mapping[str, nn.Module], optimi
     worst, largest = "", 0.0
     for name, one in modules.items():
         for path, value in one.state_dict().items():
-            error = float((state[f"{name}.{path}"] - value).norm() / max(float(value.norm()), 1e-3))
+            ours = state[f"{name}.{path}"].cpu()
+            error = float((ours - value).norm() / max(float(value.norm()), 1e-3))
             if optimizer == "adamw":
                 # Adam makes steps of gradients that are zero in exact arithmetic (a key's bias).
-                error = min(error, 1e-9 * float((state[f"{name}.{path}"] - value).abs().max()) / (1e-6 * LEARNING_RATE))
+                error = min(error, 1e-9 * float((ours - value).abs().max()) / (1e-6 * LEARNING_RATE))
             if not error <= largest:
                 worst, largest = f"{name}.{path}", error
     return loss, largest, worst

@@ -60,9 +60,13 @@ def processes_with(text: str) -> list[int]:
         ("short", 2, r"error: rank 1 failed: .*its loader gave a batch of 6 samples, expected 7"),
         ("nan", 2, r"error: .*task 'fit': its loss is nan in step \d"),
         ("other", 3, r"error: .*the loader of task 'fit' gave rank 1 another batch than rank 0.*torch\.manual_seed"),
+        ("memory-forward", 2, r"error: rank 1 failed: .*OutOfMemoryError: "),
         ("kill-forward", 3, r"error: rank 1 was killed by SIGKILL"),
+        ("kill-transfer", 3, r"error: rank 1 was killed by SIGKILL"),
         ("kill-backward", 3, r"error: rank 1 was killed by SIGKILL"),
         ("kill-sync", 3, r"error: rank 1 was killed by SIGKILL"),
+        ("kill-optimizer", 2, r"error: rank 1 was killed by SIGKILL"),
+        ("stop-backward", 2, r"error: rank 1 was stopped \(SIGSTOP\) for 8 s\n"),
     ],
 )
 def test_a_fault_on_one_rank_ends_the_job_with_its_cause_on_top(fault, num_ranks, first_line, tmp_path):
@@ -71,16 +75,22 @@ def test_a_fault_on_one_rank_ends_the_job_with_its_cause_on_top(fault, num_ranks
 
 
 def test_an_error_says_in_which_step_task_and_layers_it_was(tmp_path):
-    done = run_job(launch(3), "layer", tmp_path / "mark")
+    done = run_job(launch(3), "raise-forward", tmp_path / "mark")
     assert done.stderr.startswith("error: rank 1 failed: ArithmeticError: this layer is broken"), done.stderr
     assert re.search(r"in step \d on rank 1, forward of fit/encoder#0\[0:4\]", done.stderr), done.stderr
     assert "Traceback" in done.stderr
     assert "raise ArithmeticError" in done.stderr
 
 
-@pytest.mark.parametrize("fault", ["layer", "kill-backward"])
+@pytest.mark.parametrize("fault", ["raise-forward", "kill-backward"])
 def test_torchrun_ends_a_job_too(fault, tmp_path):
-    done = run_job(torchrun(3 if fault == "layer" else 2), fault, tmp_path / "mark")
-    if fault == "layer":
+    done = run_job(torchrun(3 if fault == "raise-forward" else 2), fault, tmp_path / "mark")
+    if fault == "raise-forward":
         first = done.stderr.index("ArithmeticError: this layer is broken")
         assert "another rank is gone" not in done.stderr[:first]
+
+
+def test_a_rank_that_is_stopped_is_noticed_by_its_heartbeat_under_torchrun(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPINDLE_HEARTBEAT_S", "8")  # instead of 12
+    done = run_job(torchrun(2), "stop-forward", tmp_path / "mark")
+    assert "rank 0 stopped: rank 1 has not answered for 8 s" in done.stderr, done.stderr

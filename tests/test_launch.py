@@ -530,3 +530,28 @@ def test_a_rank_that_was_told_to_end_is_no_cause():
         "log of 1",
         "rank 0 stopped because of it",
     ]
+
+
+def test_a_rank_that_was_stopped_is_the_cause_before_what_came_of_it():
+    stopped = Ending(rank=1, code=-9, time_ns=10**9, told=False, stopped_s=8.2)
+    found = verdict([*ends(1, time_ns=9 * 10**9), stopped], [own(0, 9 * 10**9)], lambda rank: f"log of {rank}")
+    assert found.code == 1
+    assert found.text.splitlines() == [
+        "error: rank 1 was stopped (SIGSTOP) for 8 s",
+        "the end of its output:",
+        "log of 1",
+        "then rank 0 failed: ValueError: boom",
+    ]
+
+
+def test_a_rank_that_is_stopped_and_soon_continued_goes_on(script):
+    path = script(
+        """
+import signal
+if rank == 1:
+    subprocess.Popen(["sh", "-c", f"sleep 1.2; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    )
+    done = launched(path)
+    assert done.returncode == 0, done.stderr

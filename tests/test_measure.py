@@ -341,6 +341,11 @@ def test_where_one_rank_cannot_compute_nothing_is_said_of_hand_overs(pool, runs)
     assert pool.run(2, "hand_over_beside_compute", 1, runs) == [None, None]
 
 
+@pytest.mark.parametrize(("nodes", "sizes"), [((0, 0, 0), [3]), ((0, 0, 1), [2, 1])])
+def test_the_ranks_of_each_node_are_an_island(pool, nodes, sizes):
+    assert pool.run(3, "islands_of_nodes", nodes) == [sizes] * 3
+
+
 def test_a_hand_over_is_half_of_what_a_round_takes_beside_the_work_of_both():
     first = [9.0, 9.0, 1.0, 2.0, 3.0, 1.0], [5.0, 5.0, 4.5, 6.5, 5.5, 0.0]
     second = [1.0, 1.0, 4.0, 5.0, 4.0, 9.0], [9.0] * 6

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import runpy
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -19,20 +21,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._pytree import tree_map
 
 import spindle
+from backends import graphs_enabled, graphs_on_any_device, on_gpu, rank_device, to_device
 from budgets import train_within
 from changing import change
 from combined import combine
 from courses import evaluated, follow, read_by_towers_alone, read_samples, unmeasured
 from differences import differing
 from microbatches import against_torch, run_pipeline, train_shared_in_passes
-from replay import graphs_without_cuda
 from scenes import SCENES
 from spindle.cluster import Link, cluster_named
 from spindle.graph import MetaGraph, metagraph_of
-from spindle.measure import beside
+from spindle.measure import beside, machine
 from spindle.measure.hand_over import measure_hand_over
 from spindle.measure.timing import Work
 from spindle.measure.together import Together
@@ -198,14 +199,10 @@ class Ready:
         return roofline_profile(self.graph, cluster_named(f"cpux{num_ranks}"))
 
 
-def on_device(nest: Any, device: str) -> Any:
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, nest)
-
-
 @cache
 def ready(name: str, device: str = "cpu") -> Ready:
     workload = workload_named(name)
-    examples = on_device(workload.batches(0), device)
+    examples = to_device(workload.batches(0), device)
     traced = trace_all(workload.tasks, examples, torch.device(device))
     bound = bind(name, traced, probe(traced, examples))
     graph = metagraph_of(bound.workload)
@@ -284,6 +281,13 @@ def fail_on_rank(rank: int, num_ranks: int, failing: int | None) -> None:
     dist.barrier()
 
 
+def hang_on_rank(rank: int, num_ranks: int, hanging: int | None) -> None:
+    """Runs a barrier on all ranks, but for one that sleeps."""
+    if rank == hanging:
+        time.sleep(600)
+    dist.barrier()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
     """How far a rank is from the reference, at most; which gradients it compared, of which there are; how many layers
@@ -297,6 +301,9 @@ class Errors:
     compared: frozenset[str]
     expected: frozenset[str]
     most_layers: int
+
+
+STEPS_WITH_REPLAY = 6  # one that checks losses, two launched one by one, one captured, two replayed
 
 
 @contextmanager
@@ -323,7 +330,7 @@ def steps_alike(workload: Workload, count: int) -> list[int]:
 
 def compare_replayed(rank: int, num_ranks: int, name: str, planner: str, steps: int, chunk_bytes: float) -> Errors:
     """Runs steps of a plan as on a GPU: launched one by one, then captured, then replayed."""
-    with graphs_without_cuda():
+    with graphs_on_any_device():
         return compare_steps(rank, num_ranks, name, planner, steps, chunk_bytes, captures=True)
 
 
@@ -334,13 +341,17 @@ def compare_steps(
     planner: str,
     steps: int,
     chunk_bytes: float = 64e6,
-    device: str = "cpu",
+    device: str | None = None,
     captures: bool = False,
 ) -> Errors:
     """Runs steps of a plan. What this rank does not hold is not a number, so that it cannot help.
 
-    Steps to capture have batches of the same shapes.
+    Steps to capture have batches of the same shapes. On a GPU all steps are, unless graphs are off.
     """
+    device = str(rank_device()) if device is None else device
+    if device != "cpu":
+        captures = graphs_enabled()
+        steps = max(steps, STEPS_WITH_REPLAY) if captures else steps
     one = ready(name, device)
     plan, profile = plan_of(name, planner, num_ranks, device)
     check(plan, profile)
@@ -362,7 +373,6 @@ def compare_steps(
             for task_name, paths in reached.items()
         },
     )
-    captures |= device != "cpu"
     executor._captures = captures
     held = {names[number] for number in executor.held}
     for path, parameter in one.bound.parameters.items():
@@ -370,7 +380,7 @@ def compare_steps(
         parameter.grad = None
     loss_error, gradient_error, worst = 0.0, 0.0, ""
     for number in steps_alike(one.workload, steps) if captures else range(steps):
-        step_batches = on_device(one.workload.batches(number), device)
+        step_batches = to_device(one.workload.batches(number), device)
         signatures = {task_name: signature_of(batch) for task_name, batch in step_batches.items()}
         losses, _ = executor.step(number, step_batches, signatures, check_losses=number == 0)
         parts = torch.tensor(losses.tolist(), dtype=torch.float64)
@@ -474,7 +484,15 @@ def train_plainly(
 
 
 def train(rank: int, num_ranks: int, training: Training, planner: str) -> Trained:
-    """Trains through the public interface, and compares with plain PyTorch."""
+    """Trains through the public interface, and compares with plain PyTorch.
+
+    On a GPU, where measuring takes seconds of a lease, a profile is measured only where the plan depends on it.
+    """
+    with unmeasured() if on_gpu() and planner.startswith("plan ") else nullcontext():
+        return _train(rank, num_ranks, training, planner)
+
+
+def _train(rank: int, num_ranks: int, training: Training, planner: str) -> Trained:
     ours = workload_named(training.name, training.dtype, 100 + rank if training.own_weights and rank else None)
     recorded = record_all(ours.tasks, ours.batches(0))
     handles = handles_of(recorded)
@@ -578,23 +596,30 @@ def printed_by(rank: int, num_ranks: int, script: str, *arguments: str) -> str:
 
 def sums_beside_compute(rank: int, num_ranks: int, failing: int | None = None) -> beside.Beside:
     """What is found about sums beside compute; on a rank that fails, the work does not run."""
-    layer, x = torch.nn.Linear(64, 64), torch.randn(32, 64)
+    layer, x = torch.nn.Linear(64, 64, device=rank_device()), torch.randn(32, 64, device=rank_device())
 
     def run() -> torch.Tensor:
         if rank == failing:
             raise ValueError("not here")
         return layer(x)
 
-    world = World(rank, num_ranks, torch.device("cpu"))
+    world = World(rank, num_ranks, rank_device())
     work = Work(run=run, leaves=(), parameters=tuple(layer.parameters()), device=world.device)
     link = Link(bytes_per_s=1e12, latency_s=1e-5, collective_s=1e-4)
     with mock.patch.multiple(beside, _SMALL=1 << 12, _LARGE=1 << 18):
         return beside.measure_beside(work, Together(world, together=True), world, link, torch.float32)
 
 
+def islands_of_nodes(rank: int, num_ranks: int, nodes: tuple[int, ...]) -> list[int]:
+    """Devices of the islands that are found, on ranks of these nodes of torchrun."""
+    world = World(rank, num_ranks, rank_device())
+    with mock.patch.dict(os.environ, {"GROUP_RANK": str(nodes[rank])}):
+        return [island.num_devices for island in machine._cluster(world, torch.float32).islands]
+
+
 def hand_over_beside_compute(rank: int, num_ranks: int, failing: int | None = None, runs: int = 0) -> float | None:
     """What is found about hand-overs; on a rank that fails, the work does not run more often than so."""
-    layer, x = torch.nn.Linear(64, 64), torch.randn(32, 64)
+    layer, x = torch.nn.Linear(64, 64, device=rank_device()), torch.randn(32, 64, device=rank_device())
     ran = 0
 
     def run() -> torch.Tensor:
@@ -604,7 +629,7 @@ def hand_over_beside_compute(rank: int, num_ranks: int, failing: int | None = No
             raise ValueError("not here")
         return layer(x)
 
-    world = World(rank, num_ranks, torch.device("cpu"))
+    world = World(rank, num_ranks, rank_device())
     work = Work(run=run, leaves=(), parameters=tuple(layer.parameters()), device=world.device)
     return measure_hand_over(work, world)
 

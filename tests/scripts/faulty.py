@@ -1,4 +1,8 @@
-"""A training script that goes wrong on one rank, in a way that its arguments name. Run by test_failures.py."""
+"""A training script that goes wrong on one rank, in a way that its arguments name. Run by test_failures.py.
+
+faulty.py FAULT MARK      FAULT is "kill", "stop", "raise" or "memory" with a phase of a step ("kill-backward"), or
+                          something that goes wrong with data ("loader"). MARK is written when it happens.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,10 @@ import sys
 import time
 from pathlib import Path
 
+if os.environ.get("SPINDLE_TEST_BACKEND") == "nccl":  # several ranks on one GPU: see tests/backends.py
+    os.environ |= {"NCCL_HOSTID": f"host{os.environ['RANK']}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "0"}
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,41 +23,60 @@ from torch import nn
 import spindle
 
 FAULT, MARK = sys.argv[1], Path(sys.argv[2])
+WAY, _, PHASE = FAULT.partition("-")
 RANK, FAULTY_RANK, FAULTY_STEP = int(os.environ["RANK"]), 1, 3
 steps_read = 0
+has_gone_wrong = False
 
 
 def goes_wrong(fault: str) -> bool:
     """Whether this is the moment; notes when it was."""
-    if fault != FAULT or RANK != FAULTY_RANK or steps_read <= FAULTY_STEP:
+    global has_gone_wrong
+    if fault != FAULT or RANK != FAULTY_RANK or steps_read <= FAULTY_STEP or has_gone_wrong:
         return False
+    has_gone_wrong = WAY == "stop"  # once it is continued, it goes on
     MARK.write_text(str(time.time()))
     return True
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def fail_in(phase: str) -> None:
+    """Goes wrong here, if this is the phase."""
+    if phase != PHASE or not goes_wrong(FAULT):
+        return
+    match WAY:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "raise":
+            raise ArithmeticError("this layer is broken")
+        case "memory":
+            if torch.cuda.is_available():
+                torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+            raise torch.OutOfMemoryError("tried to allocate 1 PiB")
 
 
-class KilledInBackward(torch.autograd.Function):
+class FailingInBackward(torch.autograd.Function):
     @staticmethod
     def forward(context, x):
         return x * 1.0
 
     @staticmethod
     def backward(context, gradient):
-        if goes_wrong("kill-backward"):
-            die()
+        fail_in("backward")
         return gradient
 
 
 class Layer(nn.Linear):
     def forward(self, x):
-        if goes_wrong("layer"):
-            raise ArithmeticError("this layer is broken")
-        if goes_wrong("kill-forward"):
-            die()
-        return KilledInBackward.apply(super().forward(x))
+        fail_in("forward")
+        return FailingInBackward.apply(super().forward(x))
+
+
+class FailingSGD(torch.optim.SGD):
+    def step(self, closure=None):
+        fail_in("optimizer")
+        return super().step(closure)
 
 
 encoder = spindle.module("encoder", nn.Sequential(*(Layer(8, 8) for _ in range(4))))
@@ -78,19 +105,33 @@ def loader():
         yield {"x": torch.full((rows, 8), value + number)}
 
 
-def all_reduce(*arguments, **named):
-    if FAULT == "kill-sync" and goes_wrong("kill-sync"):
-        die()
-    return really_all_reduce(*arguments, **named)
+def failing(function, phase):
+    def call(*arguments, **named):
+        fail_in(phase)
+        return function(*arguments, **named)
+
+    return call
 
 
-really_all_reduce, dist.all_reduce = dist.all_reduce, all_reduce
+dist.all_reduce = failing(dist.all_reduce, "sync")
+for name in ("isend", "irecv", "batch_isend_irecv"):
+    setattr(dist, name, failing(getattr(dist, name), "transfer"))
 
 if __name__ == "__main__":
-    everywhere = ",".join(map(str, range(int(os.environ["WORLD_SIZE"]))))
+    ranks = range(int(os.environ["WORLD_SIZE"]))
+    everywhere = ",".join(map(str, ranks))
+    plan = f"fit/encoder#0[0:4]*4@{everywhere}\nfit/loss[0:1]*1@{everywhere}"
+    if PHASE == "transfer":
+        plan = f"fit/encoder#0[0:4]*2@1\nfit/encoder#0[0:4]*2@0\nfit/loss[0:1]*1@{ranks[-1]}"
     trainer = spindle.Trainer(
         [fit],
-        optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=1e-4),
-        plan=f"fit/encoder#0[0:4]*4@{everywhere}\nfit/loss[0:1]*1@{everywhere}",
+        optimizer=lambda named: FailingSGD([parameter for _, parameter in named] or [torch.zeros(1)], lr=1e-4),
+        plan=plan,
+        cuda_graphs=PHASE == "replay",  # a replay runs no Python in which something could go wrong
     )
-    trainer.fit({"fit": loader()}, steps=1000, progress=False)
+    trainer.fit(
+        {"fit": loader()},
+        steps=1000,
+        progress=False,
+        on_step=lambda step, losses: fail_in("replay") if step > 8 else None,
+    )

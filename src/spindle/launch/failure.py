@@ -100,6 +100,15 @@ def end_by_exit(ended: SystemExit) -> NoReturn:
         _end_at_once(code if isinstance(code, int) and 1 <= code <= 255 else 1)
 
 
+def end_by_error(error: BaseException) -> NoReturn:
+    """Reports an error and ends this process at once, from any thread: the main one may be in a call that waits."""
+    try:
+        if not _report(error):
+            _tell(error)
+    finally:
+        _end_at_once(1)
+
+
 def _end_by_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     code = 1
     try:

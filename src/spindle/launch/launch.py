@@ -2,6 +2,7 @@
 
     start ──▶ watch ──▶ all ended with 0                                        ──▶ 0
                    ├──▶ one failed: 2 s for the others, SIGTERM, 3 s, SIGKILL   ──▶ its code, or 1, and the verdict
+                   ├──▶ one is stopped (SIGSTOP) for 8 s: SIGKILL, then as above ──▶ 1, and the verdict
                    └──▶ Ctrl-C, SIGTERM, SIGHUP: passed on, then as above       ──▶ 130, 143, 129
 
 Every rank leads a session and a process group of its own, so that a signal reaches what the rank has started, too.
@@ -30,6 +31,8 @@ from spindle.launch.worker import LAUNCHER_VARIABLE
 
 POLL_S = 0.02
 LAST_WORDS_S = 0.2
+STOPPED_LIMIT_S = 8.0  # a rank that is stopped for longer has failed: the others would wait for it without end
+STOPPED_POLL_S = 0.5
 REAP_S = 5.0
 LOG_END_LINES = 20
 LOG_END_BYTES = 1 << 16
@@ -80,6 +83,7 @@ def launch(
             job.start(rank, command, common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, log)
 
         while job.running() and not job.failed() and not signals:
+            job.kill_stopped()
             time.sleep(POLL_S)
         if signals:
             asked = signal.Signals(signals[0])
@@ -103,6 +107,9 @@ class _Job:
     def __init__(self) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._endings: dict[int, Ending] = {}
+        self._stopped_since_ns: dict[int, int] = {}
+        self._killed_after_s: dict[int, float] = {}  # how long ranks that we killed for it had been stopped
+        self._looked_ns = 0
         self._told = False
 
     def start(self, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> None:
@@ -128,8 +135,29 @@ class _Job:
         """Whether any rank has not ended yet, as of now."""
         for rank, process in self._processes.items():
             if rank not in self._endings and (code := _exit_code(process)) is not None:
-                self._endings[rank] = Ending(rank=rank, code=code, time_ns=time.monotonic_ns(), told=self._told)
+                stopped_s = self._killed_after_s.get(rank)
+                time_ns = time.monotonic_ns() if stopped_s is None else self._stopped_since_ns[rank]
+                told = self._told and stopped_s is None
+                self._endings[rank] = Ending(rank=rank, code=code, time_ns=time_ns, told=told, stopped_s=stopped_s)
         return len(self._endings) < len(self._processes)
+
+    def kill_stopped(self) -> None:
+        """Kills ranks that have been stopped for too long, by SIGSTOP or a terminal; not those in a debugger.
+
+        By SIGKILL, the only signal that ends a stopped process.
+        """
+        now_ns = time.monotonic_ns()
+        if now_ns - self._looked_ns < STOPPED_POLL_S * 1e9:
+            return
+        self._looked_ns = now_ns
+        for rank, process in self._processes.items():
+            if rank in self._endings or not _is_stopped(process.pid):
+                self._stopped_since_ns.pop(rank, None)
+                continue
+            stopped_s = (now_ns - self._stopped_since_ns.setdefault(rank, now_ns)) / 1e9
+            if stopped_s > STOPPED_LIMIT_S and rank not in self._killed_after_s:
+                self._killed_after_s[rank] = stopped_s
+                _signal_group(process, signal.SIGKILL)
 
     def failed(self) -> bool:
         return any(ending.code != 0 for ending in self._endings.values())
@@ -179,6 +207,15 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
     if ended is None:
         return None
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped (T), not traced (t). Only Linux says."""
+    try:
+        # The name, in parentheses, may hold anything; after it comes the state.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -24,6 +24,7 @@ class Ending:
     code: int  # as subprocess gives it: below 0 for a signal
     time_ns: int  # time.monotonic_ns
     told: bool  # whether the launcher had already told it to end
+    stopped_s: float | None = None  # how long it had been stopped (SIGSTOP) when the launcher killed it for that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +88,13 @@ def _reported(failure: Failure) -> _Mishap:
 
 
 def _died(ending: Ending) -> _Mishap:
-    return _Mishap(rank=ending.rank, time_ns=ending.time_ns - SEEN_LATE_NS, happened=_death(ending.code), text=None)
+    return _Mishap(rank=ending.rank, time_ns=ending.time_ns - SEEN_LATE_NS, happened=_death(ending), text=None)
 
 
-def _death(code: int) -> str:
+def _death(ending: Ending) -> str:
+    code = ending.code
+    if ending.stopped_s is not None:
+        return f"was stopped (SIGSTOP) for {ending.stopped_s:.0f} s"
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -108,7 +112,7 @@ def _about_others(first: _Mishap, others: Iterable[_Mishap]) -> list[str]:
     same = ranks.pop(first.happened, [])
     lines = [f"{_ranks(same)} failed the same way"] if same else []
     for happened, those in ranks.items():
-        plural = happened.replace("was killed", "were killed", 1) if len(those) > 1 else happened
+        plural = happened.replace("was ", "were ", 1) if len(those) > 1 else happened
         lines.append(f"then {_ranks(those)} {plural}")
     return lines
 

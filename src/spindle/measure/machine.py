@@ -128,7 +128,7 @@ def _place(world: World) -> str:
 
 def _cluster(world: World, summed: torch.dtype) -> Cluster:
     """One island for each host, in the order of ranks."""
-    hosts = world.broadcast_object(world.gather_objects(socket.gethostname()))
+    hosts = world.broadcast_object(world.gather_objects(_host()))
     sizes = [len(list(ranks)) for _, ranks in groupby(hosts)]
     island = cluster_named("cpux1").islands[0]
     link = island.link
@@ -145,6 +145,11 @@ def _cluster(world: World, summed: torch.dtype) -> Cluster:
     )
     where = f"{len(sizes)} hosts" if len(sizes) > 1 else "this machine"
     return Cluster(name=f"{world.size} processes on {where}", islands=islands)
+
+
+def _host() -> str:
+    """What ranks of one host have in common. Containers may all have one name; torchrun numbers its nodes."""
+    return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
 
 
 def _adjusted(

@@ -25,6 +25,7 @@ from spindle.errors import InputError, PeerLostError
 from spindle.launch.failure import install_hook
 from spindle.launch.mps import VIRTUAL_VARIABLE
 from spindle.run import ipc
+from spindle.run.heartbeat import start_heartbeat
 from spindle.run.rows import on_device
 
 _SHARED_MEMORY = 0.92  # of a GPU is for its ranks; contexts and what they exchange tensors through take the rest
@@ -252,6 +253,7 @@ def join_world() -> World:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_initialized():
         install_hook()
+        start_heartbeat()
         on_host = dist.get_backend() == "gloo"  # which cannot send a GPU's tensors
         return World(dist.get_rank(), dist.get_world_size(), torch.device("cpu") if on_host else _device())
     if size == 1:
@@ -264,6 +266,7 @@ def join_world() -> World:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     atexit.register(_leave)
     install_hook()  # after torch, whose own hook would swallow what ours says before it ends the process
+    start_heartbeat()
     return World(dist.get_rank(), dist.get_world_size(), device)
 
 
