@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import spindle
+from backends import rank_device, to_device
 from courses import capturing, unmeasured
 from spindle.errors import SpindleError
 from spindle.models import plan_inside
@@ -281,17 +282,19 @@ def _modules(tasks, examples) -> dict[str, nn.Module]:
 def train_plainly(tasks, modules, batches, training: Training) -> list[dict[str, float]]:
     from worlds import plain_losses
 
+    together = nn.ModuleDict(modules).to(rank_device())
     named = {id(one): ("", one) for each in modules.values() for one in each.parameters()}
     optimizer = make_optimizer(training.optimizer, list(named.values()))
     history = []
     for step in range(len(training.fits) * training.steps):
         optimizer.zero_grad()
-        losses, total = plain_losses(tasks, batches(step))
+        losses, total = plain_losses(tasks, to_device(batches(step)))
         total.backward()
         if training.options.get("clip_norm"):
             nn.utils.clip_grad_norm_([one for _, one in named.values()], training.options["clip_norm"])
         optimizer.step()
         history.append({name: loss.item() for name, loss in losses.items()})
+    together.cpu()
     return history
 
 

@@ -173,12 +173,14 @@ class Reference:
 @cache
 def reference(name: str, step: int) -> Reference:
     workload = workload_named(name)
-    losses, total = plain_losses(workload.tasks, workload.batches(step))
+    handles = handles_in(workload)
+    nn.ModuleList([one.module for one in handles.values()]).to(rank_device())
+    losses, total = plain_losses(workload.tasks, to_device(workload.batches(step)))
     total.backward()
-    parameters = unique_parameters(handles_in(workload))
+    gradients = {path: parameter.grad for path, parameter in unique_parameters(handles).items()}
     return Reference(
         losses={task_name: loss.item() for task_name, loss in losses.items()},
-        gradients={path: parameter.grad for path, parameter in parameters.items()},
+        gradients={path: None if one is None else one.cpu() for path, one in gradients.items()},
     )
 
 
@@ -476,7 +478,7 @@ def train_plainly(
     for step in range(steps):
         optimizer.zero_grad()
         step_batches = {name: loader[step % len(loader)] for name, loader in loaders.items()}
-        losses, total = plain_losses(workload.tasks, step_batches)
+        losses, total = plain_losses(workload.tasks, to_device(step_batches))
         total.backward()
         optimizer.step()
         history.append({name: loss.item() for name, loss in losses.items()})
@@ -513,8 +515,9 @@ def _train(rank: int, num_ranks: int, training: Training, planner: str) -> Train
         return optimizer
 
     chosen: dict[str, Any] = {"planner": planner}
-    if planner.startswith("plan ") and rank == 0:  # rank 0's plan counts
-        chosen = {"plan": random_plan_text(ready(training.name).profile(num_ranks), planner)}
+    if planner.startswith("plan "):
+        text = of_rank_0(num_ranks, lambda: random_plan_text(ready(training.name).profile(num_ranks), planner))
+        chosen = {"plan": text}
     trainer = spindle.Trainer(ours.tasks, optimizer=make, shard_optimizer=training.shards or None, **chosen)
     history: list[dict[str, float]] = []
     for number, steps in enumerate(training.fits):
@@ -526,7 +529,10 @@ def _train(rank: int, num_ranks: int, training: Training, planner: str) -> Train
     theirs = workload_named(training.name, training.dtype)
     their_handles = handles_in(theirs)
     trained = unique_parameters(their_handles)
+    # On the same device: Hugging Face models compute positions in float32, in which devices differ.
+    their_modules = nn.ModuleList([one.module for one in their_handles.values()]).to(rank_device())
     expected = train_plainly(theirs, trained, training)
+    their_modules.cpu()
     loss = max(
         abs(mine[name] - value) / max(abs(value), 1e-3)
         for mine, yours in zip(history, expected, strict=True)

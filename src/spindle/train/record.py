@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from spindle.errors import WorkloadError
 from spindle.models import Chain, as_when_compiling, stand_in, whole_chain
-from spindle.run.rows import form_of
+from spindle.run.rows import form_of, on_device
 from spindle.train.task import Mean, ModuleHandle, TaskDefinition, called_module, recording
 from spindle.train.tracer import GradientTracer
 
@@ -110,7 +110,7 @@ class _TaskTracer(GradientTracer):
         self._looking = True
         try:
             with self._mode, torch.no_grad(), as_when_compiling():
-                answers = [self._value_of(obj.node, sample) for sample in self._samples]
+                answers = self._answers(obj.node)
         finally:
             self._looking = False
         if not answers or any(isinstance(answer, torch.Tensor) for answer in answers):
@@ -125,6 +125,16 @@ class _TaskTracer(GradientTracer):
             )
         self.decisions.append(bool(answers[0]))
         return bool(answers[0])
+
+    def _answers(self, node: fx.Node) -> list[Any]:
+        """What a node gives on each sample. Modules may be on a GPU already, where batches only get later."""
+        try:
+            return [self._value_of(node, sample) for sample in self._samples]
+        except Exception:
+            if not torch.cuda.is_available():
+                raise
+        device = torch.device("cuda", torch.cuda.current_device())
+        return [self._value_of(node, on_device(sample, device)) for sample in self._samples]
 
     def _value_of(self, node: fx.Node, batch: Any) -> Any:
         """What a node gives on a batch, from all that was recorded before it."""
