@@ -89,7 +89,7 @@ SCRIPTS: dict[str, dict[str, Any]] = {  # what rank 1's script has otherwise
     "seed": {"options": {"seed": 5}},
     "cuda_graphs": {"options": {"cuda_graphs": False}},
     "sampling": {"options": {"sampling": {"pull": 0.5}}},
-    "planner": {"options": {"planner": "sequential"}},
+    "planner": {"options": {"planner": "pipeline"}},
     "batch_size": {"batch_size": 5},
     "weight": {"weight": 0.5},
     "per_sample_mean": {"per_sample_mean": True},
