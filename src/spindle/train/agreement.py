@@ -13,12 +13,12 @@ import hashlib
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from spindle import __version__
 from spindle.errors import TrainingError
 from spindle.run import World
 from spindle.run.forms import Cuts
@@ -171,7 +171,7 @@ def version_items() -> dict[str, str]:
     return {
         "the version of Python": ".".join(map(str, sys.version_info[:2])),
         "the version of torch": torch.__version__,
-        "the version of Spindle": __version__,
+        "the version of Spindle": import_module("spindle").__version__,
     }
 
 
