@@ -89,7 +89,7 @@ SCRIPTS: dict[str, dict[str, Any]] = {  # what rank 1's script has otherwise
     "seed": {"options": {"seed": 5}},
     "cuda_graphs": {"options": {"cuda_graphs": False}},
     "sampling": {"options": {"sampling": {"pull": 0.5}}},
-    "planner": {"options": {"planner": "sequential"}},
+    "planner": {"options": {"planner": "pipeline"}},
     "batch_size": {"batch_size": 5},
     "weight": {"weight": 0.5},
     "per_sample_mean": {"per_sample_mean": True},
@@ -111,7 +111,7 @@ SCRIPTS: dict[str, dict[str, Any]] = {  # what rank 1's script has otherwise
 PATCHES: dict[str, Callable[[], Any]] = {  # what Spindle makes of it otherwise on rank 1
     "Python": lambda: mock.patch("spindle.train.agreement.sys", SimpleNamespace(version_info=(3, 99))),
     "torch": lambda: mock.patch.object(torch, "__version__", "2.99.0"),
-    "Spindle": lambda: mock.patch("spindle.train.agreement.__version__", "9.9"),
+    "Spindle": lambda: mock.patch.object(spindle, "__version__", "9.9"),
     "workload": lambda: patched("bind", with_other_name),
     "profile": lambda: patched("local_profile", lambda profile: replace(profile, overlap=3.0)),
     "plan": lambda: patched("lower", with_other_plan),

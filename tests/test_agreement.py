@@ -111,7 +111,7 @@ EXPECTED = {
     "seed": (r"Trainer\(seed=\.\.\.\)", "'0'", "'5'"),
     "cuda_graphs": (r"Trainer\(cuda_graphs=\.\.\.\)", "'True'", "'False'"),
     "sampling": (r"Trainer\(sampling=\.\.\.\)", "'None'", "'{pull: 0.5}'"),
-    "planner": (r"Trainer\(planner=\.\.\.\)", "'wavefront'", "'sequential'"),
+    "planner": (r"Trainer\(planner=\.\.\.\)", "'no pipeline'", "'a pipeline'"),
     "batch_size": ("the definition of task 'pull'", "'batch_size=4", "'batch_size=5"),
     "weight": ("the definition of task 'pull'", ".*weight=1.0", ".*weight=0.5"),
     "per_sample_mean": ("the definition of task 'pull'", ".*mean=False", ".*mean=True"),

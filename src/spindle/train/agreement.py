@@ -171,25 +171,31 @@ def version_items() -> dict[str, str]:
     return {
         "the version of Python": ".".join(map(str, sys.version_info[:2])),
         "the version of torch": torch.__version__,
-        "the version of Spindle": import_module("spindle").__version__,  # whose own names are imported from this room
+        "the version of Spindle": import_module("spindle").__version__,
     }
 
 
-_GIVEN = {"plan": "plan", "profile": "profile", "scheduler": "make_scheduler"}  # arguments with their fields
+_ONLY_RANK_0 = ("planner", "plan", "shard_optimizer", "pipeline_ranks")
+_FUNCTIONS = ("make_optimizer", "make_scheduler")
 
 
 def option_items(options: Options) -> dict[str, Any]:
-    """The Trainer's arguments, and the tasks. Of a plan and a profile, rank 0's is used; what an optimizer and its
+    """The Trainer's arguments, and the tasks. Rank 0 alone looks at those about planning; what an optimizer and its
     scheduler do is compared by the optimizer's groups."""
     items = {
         f"Trainer({field.name}=...)": getattr(options, field.name)
         for field in dataclasses.fields(options)
-        if field.name not in ("tasks", "make_optimizer", *_GIVEN.values())
+        if field.name not in ("tasks", "profile", *_FUNCTIONS, *_ONLY_RANK_0)
     }
-    for name, field_name in _GIVEN.items():
-        items[f"Trainer({name}=...)"] = "not given" if getattr(options, field_name) is None else "given"
+    items["Trainer(profile=...)"] = _given(options.profile)
+    items["Trainer(scheduler=...)"] = _given(options.make_scheduler)
+    items["Trainer(planner=...)"] = "a pipeline" if options.is_pipelined else "no pipeline"
     items["the names of the tasks"] = options.names
     return items | {f"the definition of task {one.name!r}": definition_text(one) for one in options.tasks}
+
+
+def _given(value: object) -> str:
+    return "not given" if value is None else "given"
 
 
 def definition_text(definition: TaskDefinition) -> str:
