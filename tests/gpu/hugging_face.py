@@ -1,4 +1,4 @@
-"""Hugging Face models trained with Spindle and by plain PyTorch loops on one GPU, and what they differ by:
+"""Compares Hugging Face models trained with Spindle with plain PyTorch loops on the same GPU:
 
     PYTHONPATH=src python tests/gpu/hugging_face.py -o FILE.json [--only NAME,...] [--budget SECONDS] [--again]
     PYTHONPATH=src python tests/gpu/hugging_face.py -o FILE.json --table
@@ -18,6 +18,7 @@ import argparse
 import copy
 import gc
 import json
+import math
 import os
 import platform
 import signal
@@ -48,7 +49,7 @@ import spindle  # noqa: E402
 from courses import unmeasured  # noqa: E402
 from hugging_configs import VISION  # noqa: E402
 
-STEPS = 8  # two before a step is captured, the first one apart; the last four replay it
+STEPS = 8  # the first checks losses, two are warm-up, the fourth is captured, and four replay it
 ROWS, LENGTH = 4, 9
 LIMIT = 1e-5
 CASE_LIMIT_S = 60
@@ -107,7 +108,7 @@ def trained_output(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """Batches with targets for one output of a model, and a step size at which parameters move, and stay finite."""
+    """Batches with targets for one output of a model, and a learning rate that changes parameters by some percent."""
 
     batches: list[dict[str, torch.Tensor]]  # on the CPU
     output: str
@@ -124,13 +125,12 @@ def prepare_training(model: nn.Module, batches: list[dict[str, torch.Tensor]], d
     generator = torch.Generator().manual_seed(0)
     targets = [torch.randn(value.shape, generator=generator) for _ in batches]
     F.mse_loss(value, targets[0].to(device)).backward()
-    gradients = [one.grad for one in model.parameters() if one.grad is not None]
-    sizes = [one.detach() for one in model.parameters() if one.grad is not None]
-    model.zero_grad()
+    reached = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    relative_gradient = norm_of([parameter.grad for parameter in reached]) / norm_of(list(map(torch.detach, reached)))
     return Training(
         batches=[{**batch, "target": target} for batch, target in zip(batches, targets, strict=True)],
         output=name,
-        learning_rate=0.003 * float(norm_of(sizes) / norm_of(gradients)),
+        learning_rate=0.003 / float(relative_gradient),
     )
 
 
@@ -184,17 +184,17 @@ def note_run(record: Record, trainer: spindle.Trainer, result: Any) -> None:
 
 
 def errors_of(
-    ours: tuple[Losses, Parameters], theirs: tuple[Losses, Parameters], before: Parameters
+    actual: tuple[Losses, Parameters], expected: tuple[Losses, Parameters], before: Parameters
 ) -> tuple[float, str]:
     """The largest error, and where it is. A parameter's error is that of its change, relative to that change, or to a
     thousandth of the root mean square change of all parameters where it changed less."""
-    pairs = list(zip(ours[0], theirs[0], strict=True))
-    errors = {"loss": max(abs(mine - other) / max(abs(other), 1e-3) for mine, other in pairs)}
-    changes = {name: after - before[name] for name, after in theirs[1].items()}
+    losses = list(zip(actual[0], expected[0], strict=True))
+    errors = {"loss": max(abs(loss - reference) / max(abs(reference), 1e-3) for loss, reference in losses)}
+    changes = {name: after - before[name] for name, after in expected[1].items()}
     floor = 1e-3 * float(norm_of(list(changes.values()))) / len(changes) ** 0.5
     for name, change in changes.items():
-        errors[name] = float((ours[1][name] - theirs[1][name]).norm()) / max(float(change.norm()), floor)
-    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
+        errors[name] = float((actual[1][name] - expected[1][name]).norm()) / max(float(change.norm()), floor)
+    worst = max(errors, key=lambda name: float("inf") if math.isnan(errors[name]) else errors[name])
     return errors[worst], worst
 
 
@@ -209,11 +209,11 @@ def compare_with_plain_loop(record: Record, device: torch.device) -> None:
     batches = [first, {name: value.flip(0) for name, value in first.items()}]  # of the same shapes
     training = prepare_training(copy.deepcopy(initial).to(device), batches, device)
     expected = train_plainly(copy.deepcopy(initial), training, device)
-    ours = train_with_spindle(copy.deepcopy(initial), training, record, cuda_graphs=False)
-    record.error_eager, record.worst = errors_of(ours, expected, before)
+    eager = train_with_spindle(copy.deepcopy(initial), training, record, cuda_graphs=False)
+    record.error_eager, record.worst = errors_of(eager, expected, before)
     if device.type == "cuda":
-        ours = train_with_spindle(copy.deepcopy(initial), training, record, cuda_graphs=True)
-        record.error_graphs, worst = errors_of(ours, expected, before)
+        graphed = train_with_spindle(copy.deepcopy(initial), training, record, cuda_graphs=True)
+        record.error_graphs, worst = errors_of(graphed, expected, before)
         record.worst = worst if record.error_graphs > record.error_eager else record.worst
     if not record.is_good:  # how far kernels are from themselves
         repeated = train_plainly(copy.deepcopy(initial), training, device)
@@ -289,6 +289,7 @@ def run_case(kind: str, name: str, device: torch.device) -> Record:
     """A model's record; whatever goes wrong stands in it."""
     record = Record(name=name, kind=kind)
     begin_s = time.monotonic()
+    torch.use_deterministic_algorithms(kind != "bfloat16", warn_only=True)  # nothing is compared there
     try:
         with unmeasured(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -298,6 +299,7 @@ def run_case(kind: str, name: str, device: torch.device) -> Record:
     except Exception as error:
         record.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     record.seconds = round(time.monotonic() - begin_s, 2)
+    torch.use_deterministic_algorithms(False)
     gc.collect()
     return record
 
@@ -334,7 +336,7 @@ def read_records(path: Path) -> dict[str, Record]:
 
 
 def write_records(path: Path, records: Mapping[str, Record], about: Mapping[str, str]) -> None:
-    data = {"about": about, "steps": STEPS, "limit": LIMIT, "records": [asdict(one) for one in records.values()]}
+    data = {"about": about, "steps": STEPS, "limit": LIMIT, "records": [asdict(record) for record in records.values()]}
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
@@ -406,7 +408,6 @@ def main() -> int:
     device = torch.device(options.device)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = False
-    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     if device.type == "cpu":
         torch.set_num_threads(1)
