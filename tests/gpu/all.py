@@ -250,6 +250,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
+    # The processes of the pool must not find an installed spindle instead of this one.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     end_s = time.monotonic() + options.budget
     files, sources = [*options.resume, options.results], results.sources_digest()
     recorded: list[Result] = []
