@@ -200,7 +200,7 @@ def fit(
             else:
                 if what != "replan":
                     freezing.requires_grad_(what == "thaw")
-                    behind = loop._LOSSES_BEHIND[next(freezing.parameters()).device.type]
+                    behind = loop._LOSSES_BEHIND[trainer.world.device.type]
                     frozen_at[step + 1 + behind] = what == "freeze"  # a step is told of when others are through
                 trainer.replan()
 

@@ -18,7 +18,7 @@ from changing import CLIP, fit, halving, train_plainly
 from courses import unmeasured
 from spindle.plan import parse_plan
 from spindle.profile import Profile
-from spindle.train import preparation, task
+from spindle.train import loop, preparation, task
 from tensors import PLAN, SEQUENCE_PLAN, difference, make_optimizer, own_modules, shared_plan_text, tasks_of
 
 # With or without a task that is new, and has to be tried and measured.
@@ -26,7 +26,7 @@ COURSES = {
     True: {0: ("-guess",), 2: ("+look",), 5: ("freeze",), 7: ("thaw", "+guess"), 9: ("replan",)},
     False: {0: ("-guess",), 2: ("freeze",), 4: ("replan",), 6: ("+guess",), 8: ("thaw",)},
 }
-BEGIN, STEPS, NUM_PLANS = ("describe", "guess"), 12, 6
+BEGIN, STEPS, NUM_PLANS = ("describe", "guess"), 11, 6  # and the steps by which a change comes later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +95,9 @@ def combine(rank: int, num_ranks: int, combination: Combination) -> Combined:
     make = partial(make_optimizer, combination.optimizer)
     trainer = spindle.Trainer([tasks[one] for one in BEGIN], optimizer=make, scheduler=halving, clip_norm=CLIP)
     with unmeasured(), mock.patch.object(preparation, "_wanted_plan", next_plan):
+        steps = STEPS + loop._LOSSES_BEHIND[trainer.world.device.type]
         result, frozen_at = fit(
-            trainer, tasks, BEGIN, batch_of, modules["language"].blocks[1], COURSES[combination.joins], STEPS
+            trainer, tasks, BEGIN, batch_of, modules["language"].blocks[1], COURSES[combination.joins], steps
         )
     plain_tasks, plain, _ = workload(combination.cuts)
     optimizer = make(list(nn.ModuleDict(plain).named_parameters()))

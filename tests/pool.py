@@ -45,41 +45,36 @@ def serve(rank: int, port: int, requests: Any, answers: Any, traces: str, enviro
     """
     os.environ.clear()
     os.environ |= environment
+    number = 0
+    try:
+        import backends
+        import worlds
 
-    import backends
-
-    with open(traces, "w") as file:
-        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        torch.set_num_threads(1)
-        backends.prepare_rank(rank)
-        _serve(rank, port, requests, answers)
-
-
-def _serve(rank: int, port: int, requests: Any, answers: Any) -> None:
-    import backends
-    import worlds
-
-    for number, num_ranks, function, arguments in iter(requests.get, None):
-        try:
-            if function == _LEAVE:
-                dist.destroy_process_group()
-                continue
-            if num_ranks > 1 and not dist.is_initialized():  # one process alone needs no process group
-                store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT)
-                store = dist.PrefixStore(f"request {number}", store)
-                backends.init_process_group(store, rank, num_ranks, _TIMEOUT)
-            answer = getattr(worlds, function)(rank, num_ranks, *arguments)
-            gc.collect()  # what holds a process group, or memory of the GPU
-            if backends.on_gpu():
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
-            if num_ranks > 1:
-                dist.all_reduce(torch.zeros(1))  # on the host, whatever the backend
-                backends.leave_subgroups()
-            answers.put((number, rank, answer, ""))
-        except BaseException as error:
-            answers.put((number, rank, None, "".join(traceback.format_exception(error))))
-            return  # the pool starts anew
+        with open(traces, "w") as file:
+            faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+            torch.set_num_threads(1)
+            backends.prepare_rank(rank)
+            for number, num_ranks, function, arguments in iter(requests.get, None):
+                if function == _LEAVE:
+                    dist.destroy_process_group()
+                    continue
+                if num_ranks > 1 and not dist.is_initialized():  # one process alone needs no process group
+                    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT)
+                    store = dist.PrefixStore(f"request {number}", store)
+                    backends.init_process_group(store, rank, num_ranks, _TIMEOUT)
+                answer = getattr(worlds, function)(rank, num_ranks, *arguments)
+                gc.collect()  # what holds a process group, or memory of the GPU
+                if backends.on_gpu():
+                    torch.cuda.synchronize()
+                    torch.cuda.empty_cache()
+                if num_ranks > 1:
+                    dist.all_reduce(torch.zeros(1))  # on the host, whatever the backend
+                    backends.leave_subgroups()
+                answers.put((number, rank, answer, ""))
+                del answer
+    except BaseException as error:
+        # The pool starts anew.
+        answers.put((number, rank, None, "".join(traceback.format_exception(error))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

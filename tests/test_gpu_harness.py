@@ -67,7 +67,7 @@ def test_tests_of_the_pool_are_selected_by_part_and_ordered_by_ranks(tmp_path):
         item("test_e", "test_tensor.py"),
     ]
     plugin.pytest_collection_modifyitems(items)
-    assert [one.name for one in items] == ["test_d", "test_c", "test_b"]
+    assert [chosen.name for chosen in items] == ["test_d", "test_c", "test_b"]
 
 
 def test_every_part_names_test_files_that_exist():

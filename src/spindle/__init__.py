@@ -11,7 +11,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spindle.train import Trainer, mean, module, task
+    from spindle.train.task import mean, module, task
+    from spindle.train.trainer import Trainer
 
 __all__ = ["Trainer", "__version__", "mean", "module", "task"]
 __version__ = "0.1.0"

@@ -250,6 +250,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
+    # The processes of the pool must not find an installed spindle instead of this one.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     end_s = time.monotonic() + options.budget
     files, sources = [*options.resume, options.results], results.sources_digest()
     recorded: list[Result] = []
@@ -291,8 +293,8 @@ def main() -> int:
     if num_left:
         say(f"{num_left} tests are left; run again with the same results to go on")
     if options.table:
-        everything = [one for one in results.latest(results.read(files)).values() if one.sources == sources]
-        options.table.write_text(results.markdown(everything, EXCLUDED), encoding="utf-8")
+        chosen = [result for result in results.latest(results.read(files)).values() if result.sources == sources]
+        options.table.write_text(results.markdown(chosen, EXCLUDED), encoding="utf-8")
     return 1 if any(result.verdict == FAILED for result in recorded) else 0
 
 

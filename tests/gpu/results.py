@@ -122,15 +122,17 @@ def summary_lines(results: Sequence[Result]) -> list[str]:
         }
         errors = [result.error for result in members if result.error is not None]
         worst = f", largest error {max(errors):.1e}" if errors else ""
-        told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+        counted = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
         time_s = sum(result.time_s for result in members)
-        lines.append(f"{part} on {backend}{'' if graphs == 'on' else ', no graphs'}: {told}{worst}, {time_s:.0f} s")
+        lines.append(f"{part} on {backend}{'' if graphs == 'on' else ', no graphs'}: {counted}{worst}, {time_s:.0f} s")
     return lines
 
 
 def markdown(results: Sequence[Result], excluded: Mapping[str, str]) -> str:
     """The table that is checked in."""
-    where = sorted({f"{one.device}, commit {one.commit or 'unknown'}, sources {one.sources}" for one in results})
+    where = sorted(
+        {f"{result.device}, commit {result.commit or 'unknown'}, sources {result.sources}" for result in results}
+    )
     lines = ["# Equality tests on one GPU", "", "Written by `python tests/gpu/all.py --table`.", ""]
     lines += [f"- {line}" for line in where] + [""] + [f"- {line}" for line in summary_lines(results)]
     lines += ["", _markdown_row(HEADER), _markdown_row(["---"] * len(HEADER))]

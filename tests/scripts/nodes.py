@@ -63,7 +63,9 @@ def train_plainly() -> list[dict[str, float]]:
 if __name__ == "__main__":
     vision, text = modules()
     chosen = tasks(spindle.module("vision", vision), spindle.module("text", text))
-    trainer = spindle.Trainer(chosen, optimizer=lambda named: torch.optim.SGD([one for _, one in named], lr=0.1))
+    trainer = spindle.Trainer(
+        chosen, optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
+    )
     loaders = {task.name: [batch(task.name, step) for step in range(STEPS)] for task in chosen}
     result = trainer.fit(loaders, steps=STEPS, progress=False)
     error = max(
