@@ -1,6 +1,6 @@
 """The equality tests of the gloo suite on one GPU, under NCCL and under virtual devices, then failures:
 
-    python tests/gpu/all.py [--backend nccl,ipc] [--only PART,...] [--ranks 4] [--budget SECONDS]
+    python tests/gpu/all.py [--backend nccl,ipc] [--only PART,...] [--ranks 4] [--budget SECONDS] [--jobs 4]
                             [--resume FILE ...] [--results FILE] [--table FILE.md]
 
 Every test that goes through the pool runs as it is; SPINDLE_TEST_BACKEND tells the pool which backend to use. Results
@@ -78,8 +78,16 @@ class Harness:
     """A pytest plugin: selects and orders tests, skips those that have passed, and records each as it ends."""
 
     def __init__(
-        self, parts: Sequence[str], about: Result, done: set[results.Key], file: Path, end_s: float, match: str = ""
+        self,
+        parts: Sequence[str],
+        about: Result,
+        done: set[results.Key],
+        file: Path,
+        end_s: float,
+        match: str = "",
+        shard: tuple[int, int] = (0, 1),
     ) -> None:
+        self._shard = shard
         self._parts, self._about, self._done, self._file = parts, about, done, file
         self._end_s, self._match = end_s, match
         self._reports: list[Any] = []
@@ -99,7 +107,9 @@ class Harness:
                 parameters = item.callspec.params if hasattr(item, "callspec") else {}
                 chosen.append((self._parts.index(part), parameters.get("num_ranks", 0), item))
         # Tests with as many ranks one after the other share a process group.
-        items[:] = [item for _, _, item in sorted(chosen, key=lambda entry: entry[:2])]
+        items[:] = [item for _, _, item in sorted(chosen, key=lambda entry: entry[:2])][
+            self._shard[0] :: self._shard[1]
+        ]
         self.num_left = len(items)
 
     @pytest.hookimpl(wrapper=True)
@@ -172,7 +182,9 @@ def environment(backend: str, ranks: int) -> Iterator[None]:
     before = dict(os.environ)
     os.environ |= {BACKEND_VARIABLE: backend, MAX_RANKS_VARIABLE: str(ranks), "SPINDLE_TEST_LIMIT_S": str(LIMIT_S)}
     try:
-        with shared_gpu(ranks) if backend != "gloo" else nullcontext({}) as shared:
+        # One MPS daemon serves all jobs.
+        is_served = backend == "gloo" or "CUDA_MPS_PIPE_DIRECTORY" in os.environ
+        with nullcontext({}) if is_served else shared_gpu(ranks) as shared:
             os.environ |= shared
             if backend == "nccl":  # MPS, but no virtual devices
                 os.environ.pop(VIRTUAL_VARIABLE, None)
@@ -235,17 +247,50 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--match", default="", help="a regular expression that names of tests must contain")
     parser.add_argument("--ranks", type=int, default=4, help="the most; tests that ask for more get this many")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no test starts")
+    parser.add_argument("--jobs", type=int, default=1, help="so many tests at a time, but for failures")
+    parser.add_argument("--shard", default="0/1", help="of the tests, every N-th from number K on: K/N")
     parser.add_argument("--results", type=Path, default=HERE / "results" / "all.jsonl")
     parser.add_argument("--resume", type=Path, action="append", default=[], help="results of earlier runs")
     parser.add_argument("--table", type=Path, help="write all results as Markdown")
     parser.add_argument("--no-run", action="store_true", help="only write the table")
     options = parser.parse_args()
     options.backend, options.only = options.backend.split(","), options.only.split(",")
+    options.shard = tuple(map(int, options.shard.split("/")))
     if unknown := set(options.only) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))} (parts: {', '.join(PARTS)})")
     if unknown := set(options.backend) - {"nccl", "ipc", "gloo"}:
         parser.error(f"no such backend: {', '.join(sorted(unknown))}")
     return options
+
+
+def run_jobs(options: argparse.Namespace, backend: str) -> None:
+    """Runs the tests in several processes, each with a pool of its own and its share of them."""
+    parts = ",".join(name for name in options.only if name != FAILURES)
+    files = [options.results.with_suffix(f".{number}.jsonl") for number in range(options.jobs)]
+    with environment(backend, options.ranks):
+        jobs = []
+        for number, file in enumerate(files):
+            command = [sys.executable, __file__, "--backend", backend, "--only", parts, "--results", str(file)]
+            command += [
+                "--shard",
+                f"{number}/{options.jobs}",
+                "--budget",
+                str(options.budget),
+                "--match",
+                options.match,
+            ]
+            command += ["--ranks", str(options.ranks)]
+            for earlier in (*options.resume, options.results):
+                command += ["--resume", str(earlier)]
+            jobs.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        for job in jobs:
+            out, _ = job.communicate()
+            say(out)
+    for file in files:
+        if file.exists():
+            with options.results.open("a", encoding="utf-8") as together:
+                together.write(file.read_text(encoding="utf-8"))
+            file.unlink()
 
 
 def main() -> int:
@@ -271,12 +316,18 @@ def main() -> int:
             device=device_name(backend),
         )
         done = results.passed_keys(results.read(files), sources)
-        for graphs in ("on", "off"):
+        if options.jobs > 1:
+            before = len(results.read([options.results]))
+            run_jobs(options, backend)
+            recorded += results.read([options.results])[before:]
+        for graphs in ("on", "off") if options.jobs == 1 else ():
             parts = [name for name in PARTS if name in options.only and PARTS[name].graphs == graphs]
             if (backend == "gloo" and graphs == "off") or parts in ([], [FAILURES]) or time.monotonic() > end_s:
                 continue
             with environment(backend, options.ranks):
-                harness = Harness(parts, replace(about, graphs=graphs), done, options.results, end_s, options.match)
+                harness = Harness(
+                    parts, replace(about, graphs=graphs), done, options.results, end_s, options.match, options.shard
+                )
                 run_tests(parts, graphs, harness)
                 recorded += harness.recorded
                 num_left += harness.num_left
