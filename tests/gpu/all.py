@@ -267,7 +267,7 @@ def run_jobs(options: argparse.Namespace, backend: str) -> None:
     """Runs the tests in several processes, each with a pool of its own and its share of them."""
     parts = ",".join(name for name in options.only if name != FAILURES)
     files = [options.results.with_suffix(f".{number}.jsonl") for number in range(options.jobs)]
-    with environment(backend, options.ranks):
+    with environment(backend, options.ranks * options.jobs):  # who share the GPU's queues
         jobs = []
         for number, file in enumerate(files):
             command = [sys.executable, __file__, "--backend", backend, "--only", parts, "--results", str(file)]

@@ -18,7 +18,7 @@ from spindle.artifact import read_artifact, write_artifact
 from spindle.errors import InputError, ProfileError
 
 FOLDER_VARIABLE = "SPINDLE_CACHE"
-_FORMAT = 1  # of what is measured and how; another one is another key
+_FORMAT = 2  # of what is measured and how; another one is another key
 _KIND = "layer-time"
 
 Key = tuple[tuple[str, str], ...]

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,7 +40,7 @@ from spindle.run.side import held_parameters, side_of, tensor_groups
 from spindle.run.step import Losses, Pace, Step, Turn, Watch
 from spindle.run.syncs import Syncs, Updates
 from spindle.run.transfers import Transfers
-from spindle.run.world import World, compute_stream
+from spindle.run.world import World, on_compute_stream
 
 _STEPS_BEFORE_CAPTURE = 2  # in which libraries choose their kernels
 _MOST_GRAPHS = 64  # sets of them, one for each choice of tasks and shapes of their batches
@@ -92,10 +91,9 @@ class Executor:
             instruction = program.instructions[position]
             if isinstance(instruction, Backward):
                 self._chunks_of.setdefault(self._side.slots[instruction.slot].task, set()).add(position)
-        self._stream = compute_stream() if world.device.type == "cuda" else None
         # A program whose passes have an order of their own is for one step, or a few.
         self._launched_before = self._order_launches()
-        self._captures = cuda_graphs and self._stream is not None and not program.plan.passes
+        self._captures = cuda_graphs and world.device.type == "cuda" and not program.plan.passes
         # By the shapes they are for; those that were used last stand last.
         self._graphs: dict[frozenset[tuple[str, int]], Graphs] = {}
         self._graph_memory = GraphMemory()
@@ -148,7 +146,7 @@ class Executor:
         for task, chunks in self._chunks_of.items():
             if task not in signatures:
                 step.done_chunks |= chunks
-        with _on(self._stream):
+        with on_compute_stream(self.world.device):
             watch = Watch(self.world.device, timed)
             self._use_graphs(step)
             num_graphs = len(self._graphs)
@@ -380,18 +378,3 @@ class Executor:
             task = self._side.slots[slot].task
             values[task] = values[task] + loss.detach()
         return Losses(torch.stack(list(values.values())))
-
-
-@contextmanager
-def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """On a stream of its own, between what comes before and after."""
-    if stream is None:
-        yield
-        return
-    here = torch.cuda.current_stream()
-    stream.wait_stream(here)
-    try:
-        with torch.cuda.stream(stream):
-            yield
-    finally:
-        here.wait_stream(stream)

@@ -191,6 +191,25 @@ def compute_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def on_compute_stream(device: torch.device) -> Iterator[None]:
+    """Inside, a GPU works on the stream of compute, between what comes before and after on the current one.
+
+    Whatever takes a gradient should run here: autograd remembers the stream on which a parameter was first used, and a
+    capture must not wait for another.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    here, stream = torch.cuda.current_stream(), compute_stream()
+    stream.wait_stream(here)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        here.wait_stream(stream)
+
+
 @cache
 def _copy_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]

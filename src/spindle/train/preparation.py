@@ -30,6 +30,7 @@ from spindle.run import Executor, Forms, OpCode, World
 from spindle.run.rows import on_device
 from spindle.run.shards import Shards
 from spindle.run.weights import Weights
+from spindle.run.world import on_compute_stream
 from spindle.train.agreement import compare, compare_held, task_items
 from spindle.train.bind import Bound, bind, code_of
 from spindle.train.kinds import kinds_of
@@ -272,6 +273,11 @@ def find_out(
     notify: Callable[[str], None],
 ) -> Known:
     """Records the ways through the tasks and measures their layers."""
+    with on_compute_stream(world.device):
+        return _find_out(options, ways, world, shown, notify)
+
+
+def _find_out(options: Options, ways: Ways, world: World, shown: Progress, notify: Callable[[str], None]) -> Known:
     # Copies, because what is tried out may write over its input.
     examples = {way.name: on_device(tree_map(_copied, way.example), world.device) for way in ways}
     shown.stage("recording tasks")
@@ -321,7 +327,7 @@ def find_out(
             ),
             progress=tell,
             notify=notify,
-            graphs=options.cuda_graphs,
+            graphs=options.cuda_graphs and not options.is_pipelined,  # whose programs live for a step
             request=request,
         )
     if request is not None:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from spindle.errors import WorkloadError
-from spindle.models import Chain, as_when_compiling, stand_in, whole_chain
+from spindle.models import Chain, as_when_compiling, device_of, stand_in, whole_chain
 from spindle.run.rows import form_of, on_device
 from spindle.train.task import Mean, ModuleHandle, TaskDefinition, called_module, recording
 from spindle.train.tracer import GradientTracer
@@ -110,7 +110,7 @@ class _TaskTracer(GradientTracer):
         self._looking = True
         try:
             with self._mode, torch.no_grad(), as_when_compiling():
-                answers = self._answers(obj.node)
+                answers = [self._value_of(obj.node, sample) for sample in self._samples]
         finally:
             self._looking = False
         if not answers or any(isinstance(answer, torch.Tensor) for answer in answers):
@@ -126,16 +126,6 @@ class _TaskTracer(GradientTracer):
         self.decisions.append(bool(answers[0]))
         return bool(answers[0])
 
-    def _answers(self, node: fx.Node) -> list[Any]:
-        """What a node gives on each sample. Modules may be on a GPU already, where batches only get later."""
-        try:
-            return [self._value_of(node, sample) for sample in self._samples]
-        except Exception:
-            if not torch.cuda.is_available():
-                raise
-        device = torch.device("cuda", torch.cuda.current_device())
-        return [self._value_of(node, on_device(sample, device)) for sample in self._samples]
-
     def _value_of(self, node: fx.Node, batch: Any) -> Any:
         """What a node gives on a batch, from all that was recorded before it."""
         known: dict[fx.Node, Any] = {}
@@ -146,6 +136,11 @@ class _TaskTracer(GradientTracer):
                     known[one] = batch
                 case "get_attr":  # a constant of the script
                     known[one] = getattr(self.root, one.target)
+                case "call_function" if one.target is called_module:
+                    # A module may be on its device already, where batches get later.
+                    there = next((tensor.device for tensor in args[0].module.parameters()), device_of(batch))
+                    args, kwargs = on_device((args, kwargs), there)
+                    known[one] = on_device(called_module(*args, **kwargs), device_of(batch))
                 case "call_function":
                     known[one] = one.target(*args, **kwargs)
                 case "call_method":
