@@ -217,8 +217,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             with self._swapped, without_caches(self._module), self._watching(), ExitStack() as stack:
                 stack.enter_context(as_when_compiling())
-                # The profiler of scripted functions asks for sizes.
-                stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
                 stack.enter_context(self._mode)
                 stack.enter_context(self)
                 stack.enter_context(torch._C._AutoDispatchBelowAutograd())

@@ -107,11 +107,13 @@ def _zeros(leaf: Any) -> Any:
 @contextmanager
 def as_when_compiling() -> Iterator[None]:
     """Models that keep tensors in caches outside of themselves, or look at values to save work, leave that when they
-    are compiled. They must here, too: what they see has no values."""
+    are compiled. They must here, too: what they see has no values. Nor may scripted functions be fused: a fused kernel
+    would read the memory that tensors without values do not have."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
-        yield
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+            yield
     finally:
         torch.compiler._is_compiling_flag = before
 
