@@ -57,6 +57,8 @@ NOT_RUN = {
     "pip install '.[hf]'": INSTALLS,
     "pytest": "these are the tests",
     "spindle launch -n 4 examples/four_tasks.py": "takes a minute; .ci/run runs it",
+    "torchrun --nproc-per-node 8 train.py": NEEDS_GPU,
+    "python tests/gpu/all.py --jobs 3": NEEDS_GPU,
     "spindle launch --virtual-devices 8 train.py": NEEDS_GPU,
     "spindle profile --virtual-devices 8 -o profile.json train.py": NEEDS_GPU,
     "spindle compare vlm-s": QUICK_SEARCH,

@@ -23,17 +23,17 @@ _TELLING = 0.25  # of a large sum's time, at least, is for its bytes
 _REPEATS, _REPEATS_ON_GPU = 5, 25
 
 
-def measure_link(world: World, *, summed: torch.dtype | None = None) -> Link:
-    """The link between two ranks of a host, the same on every rank, all of which must ask.
+def measure_link(world: World, pair: tuple[int, int] = (0, 1), *, summed: torch.dtype | None = None) -> Link:
+    """The link between two ranks, the same on every rank, all of which must ask.
 
     With `summed`, the type of gradients, its rate is that of their all-reduce.
     """
     link = None
     _ = world.everyone  # a group is made by all ranks, whoever uses it
-    if world.rank < 2:
-        small_s, large_s = (_round_trip_s(world, size) / 2 for size in (_SMALL, _LARGE))
+    if world.rank in pair:
+        small_s, large_s = (_round_trip_s(world, pair, size) / 2 for size in (_SMALL, _LARGE))
         link = Link(bytes_per_s=4 * (_LARGE - _SMALL) / max(large_s - small_s, 1e-6), latency_s=small_s)
-    shared: Link = world.broadcast_object(link)
+    shared: Link = world.broadcast_object(link, pair[0])
     if summed is None:
         return shared
     small_s, large_s = (_all_reduce_s(world, size, summed) for size in (_SMALL_SUM, _LARGE_SUM))
@@ -56,12 +56,12 @@ def _all_reduce_s(world: World, num_bytes: int, dtype: torch.dtype) -> float:
         return median_s(to_the_end, _REPEATS_ON_GPU, world.device)
 
 
-def _round_trip_s(world: World, size: int) -> float:
+def _round_trip_s(world: World, pair: tuple[int, int], size: int) -> float:
     buffer = torch.zeros(size, device=world.device)
 
     def there_and_back() -> None:
-        message = Message(buffer, 1 - world.rank)
-        if world.rank == 0:
+        message = Message(buffer, pair[world.rank == pair[0]])
+        if world.rank == pair[0]:
             world.exchange([message], [])
             world.exchange([], [message])
         else:

@@ -127,19 +127,25 @@ def _place(world: World) -> str:
 
 
 def _cluster(world: World, summed: torch.dtype) -> Cluster:
-    """One island for each host, in the order of ranks."""
+    """One island for each host, in the order of ranks; its link is measured between two ranks of a host, its uplink
+    between two hosts."""
     hosts = world.broadcast_object(world.gather_objects(_host()))
     sizes = [len(list(ranks)) for _, ranks in groupby(hosts)]
     island = cluster_named("cpux1").islands[0]
-    link = island.link
-    if world.size > 1:
-        link = measure_link(world, summed=summed if world.device.type == "cuda" and len(sizes) == 1 else None)
+    link, uplink = island.link, island.uplink
+    if len(sizes) > 1:
+        link = uplink = measure_link(world, (0, sizes[0]))
+        if max(sizes) > 1:
+            first = sum(sizes[: sizes.index(max(sizes))])
+            link = measure_link(world, (first, first + 1))
+    elif world.size > 1:
+        link = measure_link(world, summed=summed if world.device.type == "cuda" else None)
     islands = tuple(
         Island(
             kind=_kind(world, island.kind, most=max(sizes)),
             num_devices=size,
             link=link,
-            uplink=replace(island.uplink, latency_s=link.latency_s) if len(sizes) > 1 else island.uplink,
+            uplink=uplink,
         )
         for size in sizes
     )
@@ -167,7 +173,7 @@ def _adjusted(
             replace(
                 one,
                 link=replace(one.link, latency_s=latency_s),
-                uplink=replace(one.uplink, latency_s=latency_s),
+                uplink=replace(one.uplink, latency_s=max(latency_s, one.uplink.latency_s)),
             )
             for one in islands
         )
