@@ -11,10 +11,11 @@ import pytest
 from spindle.cluster import cluster_named
 from spindle.errors import ProgramError
 from spindle.graph import metagraph_of
-from spindle.planners import make_plan
+from spindle.planners import Effort, make_plan
 from spindle.profile import roofline_profile
 from spindle.program import Program, launch_order, launches_collectives, lower, verify
-from spindle.program.instructions import SYNC, TRANSFER
+from spindle.program.instances import needed_pairs
+from spindle.program.instructions import COMPUTE, SYNC, TRANSFER
 from spindle.program.program import Lane
 from spindle.recipes import RECIPES
 
@@ -34,19 +35,58 @@ def test_the_order_holds_every_rank_s_lanes_and_what_data_needs():
             assert (np.diff(place[lane.of_rank(rank)]) > 0).all()
 
 
-def test_ranks_that_share_two_groups_launch_them_in_the_same_order():
-    program, _ = clip_program()
+def runs_one_at_a_time(program: Program) -> bool:
+    """Whether all ranks get to the end if each runs its communication strictly one operation after the other, in the
+    common order, and each operation waits for all its ranks."""
     place = launch_order(program)
-    launches = [
-        sorted(
-            {*program.lanes[TRANSFER].of_rank(rank).tolist(), *program.lanes[SYNC].of_rank(rank).tolist()},
-            key=lambda number: place[number],
+    num_ranks = program.num_ranks
+    compute = [program.lanes[COMPUTE].of_rank(rank).tolist() for rank in range(num_ranks)]
+    launches = []
+    for rank in range(num_ranks):
+        inside = [number for number in compute[rank] if launches_collectives(program, program.instructions[number])]
+        lanes = (program.lanes[lane].of_rank(rank).tolist() for lane in (TRANSFER, SYNC))
+        launches.append(sorted((number for lane in (*lanes, inside) for number in lane), key=lambda one: place[one]))
+    has = [set(some) | set(more) for some, more in zip(compute, launches, strict=True)]
+    ranks_of = {number: [r for r in range(num_ranks) if number in has[r]] for one in has for number in one}
+    needs: dict[int, list[int]] = {}
+    for made, needed in needed_pairs(program).tolist():
+        needs.setdefault(needed, []).append(made)
+    done: list[set[int]] = [set() for _ in range(num_ranks)]
+
+    def can_run(number: int, rank: int) -> bool:
+        is_next = all(
+            next((one for one in lists[rank] if one not in done[rank]), None) == number
+            for lists in (compute, launches)
+            if number in lists[rank]
         )
-        for rank in range(program.num_ranks)
-    ]
-    for one in launches:
-        for other in launches:
-            assert [number for number in one if number in other] == [number for number in other if number in one]
+        return is_next and all(one in done[rank] for one in needs.get(number, ()) if one in has[rank])
+
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for number, ranks in ranks_of.items():
+            meets = any(number in launches[rank] for rank in ranks)
+            able = [rank for rank in ranks if number not in done[rank] and can_run(number, rank)]
+            for rank in able if not meets or len(able) == len(ranks) else ():
+                done[rank].add(number)
+                is_moving = True
+    return done == has
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "planner", "shards"),
+    [
+        ("clip-4", "a800x8", "wavefront", False),
+        ("clip-10", "a800x8", "paper", True),
+        ("qwen-val-3", "a800x8", "sequential", None),  # tensor parallel
+        ("ofasys-4", "a800x8", "task-level", False),
+    ],
+)
+def test_communication_may_run_one_operation_at_a_time(name, cluster, planner, shards):
+    recipe = RECIPES[name]
+    profile = roofline_profile(metagraph_of(recipe.workload()), cluster_named(cluster), recipe.roofline)
+    plan = make_plan(profile, planner, Effort(evaluations=200), shard_optimizer=shards)
+    assert runs_one_at_a_time(lower(plan, profile))
 
 
 def test_two_ranks_that_sum_in_different_orders_are_refused():

@@ -43,7 +43,7 @@ from spindle.profile import Profile, roofline_profile
 from spindle.program import lower, verify
 from spindle.run import Executor, OpCode, World, held_parameters
 from spindle.run.rows import signature_of
-from spindle.train import Bound, FitResult, bind, code_of, mean, module, probe, task, trace_all
+from spindle.train import Bound, FitResult, bind, code_of, mean, module, probe, task, trace_all, trace_broadcast
 from spindle.train.record import handles_of, parameter_names, record_all
 from spindle.train.task import ModuleHandle
 from tensors import refusal_of, train_shared
@@ -201,12 +201,43 @@ class Ready:
         return roofline_profile(self.graph, cluster_named(f"cpux{num_ranks}"))
 
 
-@cache
+_READY: dict[tuple[str, str], Ready] = {}  # what this process has seen
+
+
 def ready(name: str, device: str = "cpu") -> Ready:
-    workload = workload_named(name)
-    examples = to_device(workload.batches(0), device)
-    traced = trace_all(workload.tasks, examples, torch.device(device))
-    bound = bind(name, traced, probe(traced, examples))
+    if (name, device) not in _READY:
+        workload = workload_named(name)
+        examples = to_device(workload.batches(0), device)
+        traced = trace_all(workload.tasks, examples, torch.device(device))
+        _READY[name, device] = _bound(name, workload, traced, probe(traced, examples))
+    return _READY[name, device]
+
+
+def ready_on_all(rank: int, num_ranks: int, name: str, device: str) -> Ready:
+    """The same on all ranks: what rank 0 has traced, as the Trainer hands it to the others."""
+    if num_ranks > 1:
+        known = [False] * num_ranks
+        dist.all_gather_object(known, (name, device) in _READY)
+        if not all(known):
+            box: list[Any] = [None]
+            if rank == 0:
+                found = ready(name, device).bound
+                box = [(trace_broadcast._message_of(list(found.tasks.values())), found.facts)]
+            dist.broadcast_object_list(box, src=0)
+            if not known[rank] and rank:
+                (chains, messages), facts = box[0]
+                workload = workload_named(name)
+                examples = to_device(workload.batches(0), device)
+                recorded = record_all(workload.tasks, examples)
+                nn.ModuleList([one.module for one in handles_of(recorded).values()]).to(device)
+                world = World(rank, num_ranks, torch.device(device))
+                traced = trace_broadcast._rebuild(recorded, examples, chains, messages, world)
+                _READY[name, device] = _bound(name, workload, traced, facts)
+    return ready(name, device)
+
+
+def _bound(name: str, workload: Workload, traced: Sequence[Any], facts: Any) -> Ready:
+    bound = bind(name, traced, facts)
     graph = metagraph_of(bound.workload)
     return Ready(
         workload=workload,
@@ -257,9 +288,9 @@ def random_plan_text(profile: Profile, planner: str) -> str:
     return "\n".join(lines)
 
 
-def plan_of(name: str, planner: str, num_ranks: int, device: str) -> tuple[Plan, Profile]:
+def plan_of(one: Ready, planner: str, num_ranks: int) -> tuple[Plan, Profile]:
     """The plan of a planner, or a random one. Rank 0's, on all ranks."""
-    profile = ready(name, device).profile(num_ranks)
+    profile = one.profile(num_ranks)
     if planner.startswith("plan "):
         return parse_plan(random_plan_text(profile, planner), profile), profile
     return of_rank_0(num_ranks, lambda: make_plan(profile, planner, Effort(evaluations=1_000))), profile
@@ -354,8 +385,8 @@ def compare_steps(
     if device != "cpu":
         captures = graphs_enabled()
         steps = max(steps, STEPS_WITH_REPLAY) if captures else steps
-    one = ready(name, device)
-    plan, profile = plan_of(name, planner, num_ranks, device)
+    one = ready_on_all(rank, num_ranks, name, device)
+    plan, profile = plan_of(one, planner, num_ranks)
     check(plan, profile)
     with chunks_of(chunk_bytes):
         program = lower(plan, profile)

@@ -93,6 +93,7 @@ class Harness:
         self._reports: list[Any] = []
         self._requests: list[Any] = []
         self.num_left = 0
+        self.broken: list[str] = []  # what could not even be collected
         self.recorded: list[Result] = []
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
@@ -121,6 +122,10 @@ class Harness:
         if time.monotonic() > self._end_s:
             item.session.shouldstop = "the budget is used"
         return answer
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.broken.append(str(report.longrepr))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self._reports.append(report)
@@ -263,8 +268,9 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def run_jobs(options: argparse.Namespace, backend: str) -> None:
-    """Runs the tests in several processes, each with a pool of its own and its share of them."""
+def run_jobs(options: argparse.Namespace, backend: str) -> int:
+    """Runs the tests in several processes, each with a pool of its own and its share of them; how many are left."""
+    num_left = 0
     parts = ",".join(name for name in options.only if name != FAILURES)
     files = [options.results.with_suffix(f".{number}.jsonl") for number in range(options.jobs)]
     with environment(backend, options.ranks * options.jobs):  # who share the GPU's queues
@@ -286,11 +292,15 @@ def run_jobs(options: argparse.Namespace, backend: str) -> None:
         for job in jobs:
             out, _ = job.communicate()
             say(out)
+            if job.returncode not in (0, 1):
+                raise RuntimeError(f"a job ended with exit code {job.returncode}")
+            num_left += sum(int(number) for number in re.findall(r"^(\d+) tests are left", out, flags=re.MULTILINE))
     for file in files:
         if file.exists():
             with options.results.open("a", encoding="utf-8") as together:
                 together.write(file.read_text(encoding="utf-8"))
             file.unlink()
+    return num_left
 
 
 def main() -> int:
@@ -318,7 +328,7 @@ def main() -> int:
         done = results.passed_keys(results.read(files), sources)
         if options.jobs > 1:
             before = len(results.read([options.results]))
-            run_jobs(options, backend)
+            num_left += run_jobs(options, backend)
             recorded += results.read([options.results])[before:]
         for graphs in ("on", "off") if options.jobs == 1 else ():
             parts = [name for name in PARTS if name in options.only and PARTS[name].graphs == graphs]
@@ -328,7 +338,10 @@ def main() -> int:
                 harness = Harness(
                     parts, replace(about, graphs=graphs), done, options.results, end_s, options.match, options.shard
                 )
-                run_tests(parts, graphs, harness)
+                code = run_tests(parts, graphs, harness)
+                # All passed, some failed, the budget was used, no test was left.
+                if code not in (0, 1, 2, 5) or harness.broken:
+                    raise RuntimeError("\n".join([f"pytest ended with exit code {code}", *harness.broken]))
                 recorded += harness.recorded
                 num_left += harness.num_left
         if FAILURES in options.only:

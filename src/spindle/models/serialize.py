@@ -187,6 +187,12 @@ def source_text(chain: Chain) -> str:
             return f"device {value.type}"
         if callable(value) and hasattr(value, "__qualname__"):
             return f"{value.__module__}.{value.__qualname__}"
+        if isinstance(value, set | frozenset):  # whose order differs from process to process
+            return f"{{{', '.join(sorted(map(name_of, value)))}}}"
+        if type(value) in (tuple, list):
+            return f"({', '.join(map(name_of, value))})"
+        if type(value) is dict:
+            return f"{{{', '.join(f'{name_of(key)}: {name_of(one)}' for key, one in value.items())}}}"
         return _ADDRESS.sub("", repr(value))
 
     lines = []

@@ -45,6 +45,8 @@ from spindle.run.world import World, on_compute_stream
 _STEPS_BEFORE_CAPTURE = 2  # in which libraries choose their kernels
 _MOST_GRAPHS = 64  # sets of them, one for each choice of tasks and shapes of their batches
 _MOST_SHAPES = 10_000  # whose steps are counted
+_STEPS_OF_USE, _MOST_WASTED = 8, 8  # steps that make up for capturing, and sets for which they did not
+Shapes = frozenset[tuple[str, int]]  # signatures of batches, by task
 
 
 class Executor:
@@ -95,10 +97,11 @@ class Executor:
         self._launched_before = self._order_launches()
         self._captures = cuda_graphs and world.device.type == "cuda" and not program.plan.passes
         # By the shapes they are for; those that were used last stand last.
-        self._graphs: dict[frozenset[tuple[str, int]], Graphs] = {}
+        self._graphs: dict[Shapes, Graphs] = {}
         self._graph_memory = GraphMemory()
         self._most_graphs = _MOST_GRAPHS  # that memory allows, as far as is known
-        self._steps_on: Counter[frozenset[tuple[str, int]]] = Counter()
+        self._steps_on: Counter[Shapes] = Counter()
+        self._num_wasted = 0  # sets of graphs that went before they were of use
         self._refused: dict[str, str] = {}
         self._places: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # of parameters and buffers, by slot
         if world.size > 1:
@@ -155,8 +158,8 @@ class Executor:
             if step.graphs is not None and not step.graphs.is_complete:
                 step.graphs.finish()
                 if step.graphs.ran_out_of_memory:
-                    self._most_graphs = num_graphs - 1
-                if step.graphs.is_spoiled:
+                    self._ran_out_of_memory(num_graphs - 1)
+                elif step.graphs.is_spoiled:
                     self._drop_graphs()
             return self._losses(step), watch
 
@@ -222,19 +225,40 @@ class Executor:
         self._watch_places()
         if shapes in self._graphs:
             self._graphs[shapes] = self._graphs.pop(shapes)
+            self._graphs[shapes].num_steps += 1
         else:
             if len(self._steps_on) > _MOST_SHAPES:
                 self._steps_on.clear()
             self._steps_on[shapes] += 1
             if self._steps_on[shapes] > _STEPS_BEFORE_CAPTURE and self._most_graphs > 0:
-                while len(self._graphs) >= self._most_graphs:
-                    del self._graphs[next(iter(self._graphs))]
-                self._graphs[shapes] = Graphs(
-                    self._syncs.gradients, step.batches, self._refused, self._graph_memory, partial(self._evict, shapes)
-                )
+                self._capture(step, shapes)
         step.graphs = self._graphs.get(shapes)
         if step.graphs is not None:
             step.batches = step.graphs.batches(step.batches)
+
+    def _capture(self, step: Step, shapes: Shapes) -> None:
+        """Makes room for a new set of graphs and begins it. Where sets go before they were of use, there are more
+        shapes than room, and those that are there stay."""
+        while len(self._graphs) >= self._most_graphs:
+            oldest = next(iter(self._graphs))
+            self._num_wasted += self._graphs[oldest].num_steps < _STEPS_OF_USE
+            if self._num_wasted > _MOST_WASTED:
+                return
+            del self._graphs[oldest]
+            self._steps_on.pop(oldest, None)
+        try:
+            self._graphs[shapes] = Graphs(
+                self._syncs.gradients, step.batches, self._refused, self._graph_memory, partial(self._evict, shapes)
+            )
+        except torch.OutOfMemoryError:
+            self._ran_out_of_memory(len(self._graphs))
+
+    def _ran_out_of_memory(self, num_graphs: int) -> None:
+        """From now on there are no more sets of graphs than these."""
+        self._most_graphs = num_graphs
+        self._drop_graphs()
+        if num_graphs == 0:
+            self._refused["every slot"] = "memory ran out while steps were captured"
 
     def _watch_places(self) -> None:
         """Graphs know where parameters and buffers were. Moved ones need new graphs; a slot whose buffers are others
@@ -263,9 +287,9 @@ class Executor:
             step.graphs is not None and step.graphs.is_complete and all(one.name not in self._refused for one in layers)
         )
 
-    def _evict(self, shapes: frozenset[tuple[str, int]]) -> None:
+    def _evict(self, shapes: Shapes) -> None:
         """Gives up all graphs but those for batches of these shapes."""
-        self._graphs = {shapes: self._graphs[shapes]}
+        self._graphs = {key: graphs for key, graphs in self._graphs.items() if key == shapes}
         gc.collect()
         torch.cuda.empty_cache()
 

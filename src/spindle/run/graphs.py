@@ -40,6 +40,7 @@ from spindle.run.step import Piece
 
 Nests = dict[str, Any]
 RANDOM_LAYERS = True  # are captured
+_ROUNDING = 0.05  # of a tensor's norm, at most, in bfloat16
 
 
 @dataclass(slots=True)
@@ -104,7 +105,7 @@ class GraphMemory:
     def renew(self) -> None:
         """A capture that failed does not give its pool back."""
         torch.cuda.synchronize()
-        self._handle = torch.cuda.graph_pool_handle()
+        self._handle, self._reserve = torch.cuda.graph_pool_handle(), None
 
     def release(self) -> None:
         """When no graph is left."""
@@ -126,6 +127,7 @@ class Graphs:
         self.gradients = gradients
         self.refused = refused  # why slots run without a graph, by name
         self.is_spoiled = False  # must not be replayed
+        self.num_steps = 0  # that replayed them
         self.ran_out_of_memory = False
         self._memory, self._evict = memory, evict
         self._generators: dict[int, torch.Generator] | None = None  # of the slot that is being captured
@@ -194,16 +196,24 @@ class Graphs:
             captured.forward.replay()
             return captured.nests, captured.made
         graph = torch.cuda.CUDAGraph()
-        generators = {layer: torch.Generator(device="cuda") for layer in seeds}
-        for generator in generators.values():
-            graph.register_generator_state(generator)
-        self._generators, on_host = generators, _host_generators()
+        generators: dict[int, torch.Generator] = {}
+        on_host = _host_generators()
         failed = False
         try:
+            for layer in seeds:
+                generators[layer] = torch.Generator(device="cuda")
+                graph.register_generator_state(generators[layer])
+            self._generators = generators
             with capturing(graph, self._memory.handle):
                 made = compute(nests)
                 if _host_generators() != on_host:
                     raise TrainingError("it draws random numbers on the host")
+            self._generators = None
+            for layer, seed in seeds.items():
+                generators[layer].manual_seed(seed)
+            graph.replay()
+            if seeds and not _draws_alike(slot, made, lambda: compute(nests)):
+                raise TrainingError("it draws other random numbers in a graph")
         except Exception as error:
             self._refuse(slot, error)
             failed = True
@@ -212,9 +222,6 @@ class Graphs:
         if failed:
             gc.collect()  # torch 2.11's checkpoint leaves its hooks on until its frames go, which the error held
             return nests, compute(nests)
-        for layer, seed in seeds.items():
-            generators[layer].manual_seed(seed)
-        graph.replay()
         self._slots[slot.number] = _Slot(graph, compute, nests, made, generators)
         return nests, Made(made.pieces, tree_map(_cut_off, made.outputs))
 
@@ -242,7 +249,8 @@ class Graphs:
                 # Trying has used up what backward needs. What others captured may count on what this would have left.
                 self.is_spoiled = True
                 assert captured.compute is not None
-                captured.made.pieces[:] = captured.compute(captured.nests).pieces
+                with _buffers_kept(slot):
+                    captured.made.pieces[:] = captured.compute(captured.nests).pieces
                 del self._slots[slot.number]
                 return False
             if is_last:
@@ -281,9 +289,9 @@ class Graphs:
         wanted = [*inputs, *parameters]
         if not (pairs and wanted):
             return _Backward(None, [], [])
-        places = [self.gradients.place(parameter) for parameter in parameters]
         written = []
         try:
+            places = [self.gradients.place(parameter) for parameter in parameters]
             with capturing(graph, self._memory.handle):
                 found = torch.autograd.grad(
                     [leaf for leaf, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True
@@ -313,6 +321,9 @@ class Graphs:
         self.is_complete = True
 
     def _refuse(self, slot: SlotSide, error: Exception) -> None:
+        # What was captured before is in another pool than what comes. Where there is no room for two, a later step with
+        # these shapes starts anew, and leaves this slot out.
+        self.is_spoiled |= _has_no_room_for_two()
         self._memory.renew()
         cause = error.__context__ or error  # the end of a capture that has failed fails, too
         if isinstance(error, torch.OutOfMemoryError) or isinstance(cause, torch.OutOfMemoryError):
@@ -358,6 +369,40 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any, draws_from: torch.Generato
         generator.graphsafe_set_state(state)
         if collects:
             gc.enable()
+
+
+def _draws_alike(slot: SlotSide, made: Made, compute: Callable[[], Made]) -> bool:
+    """Whether a slot gives without a graph what its graph gave. Random numbers that differ change it far more than
+    rounding does. What it keeps (running statistics) is as the graph left it afterwards."""
+    with torch.no_grad(), _buffers_kept(slot):
+        again = compute().outputs
+        return all(
+            float((one - other).norm()) <= _ROUNDING * max(float(other.norm()), 1e-6)
+            for one, other in zip(tree_leaves(made.outputs), tree_leaves(again), strict=True)
+            if isinstance(one, torch.Tensor) and one.is_floating_point()
+        )
+
+
+def _has_no_room_for_two() -> bool:
+    """Whether this process has taken more than half of the memory that it may take."""
+    if not torch.cuda.is_available():
+        return False
+    device = torch.cuda.current_device()
+    limit = torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction(device)
+    return torch.cuda.memory_reserved(device) > 0.5 * limit
+
+
+@contextmanager
+def _buffers_kept(slot: SlotSide) -> Iterator[None]:
+    """What a slot writes to its buffers inside does not count: it has run before."""
+    code = slot.code
+    buffers = [] if isinstance(code, LossCode) else [buffer for layer in code.layers for buffer in layer.buffers()]
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.data.copy_(value)  # unseen by autograd
 
 
 def _put(place: Any, value: Any) -> Any:

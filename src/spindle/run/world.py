@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from spindle.run import ipc
 from spindle.run.heartbeat import start_heartbeat
 from spindle.run.rows import on_device
 
+_LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _SHARED_MEMORY = 0.92  # of a GPU is for its ranks; contexts and what they exchange tensors through take the rest
 
 
@@ -50,8 +52,8 @@ class World:
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
         if self.uses_nccl:
             # Kernels of several communicators then start on every GPU in the order in which the host launches them,
-            # which is the same on all ranks (`program.launch_order`). Read when a communicator is made.
-            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+            # which is the same on all ranks (`program.launch_order`). Read with NCCL's first operation.
+            os.environ.setdefault(_LAUNCH_ORDER, "1")
 
     def group(self, purpose: str, ranks: tuple[int, ...]) -> Any:
         """The group of these ranks. Every rank must ask for every group, in one order, before any rank uses it.
@@ -253,6 +255,8 @@ def peers(doing: str) -> Iterator[None]:
     """What torch raises inside when another process is gone becomes a PeerLostError."""
     try:
         yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError):  # this rank's own
+        raise
     except RuntimeError as error:
         raise lost(doing, error) from error
 
@@ -269,12 +273,19 @@ def lost(doing: str, error: BaseException) -> PeerLostError:
 
 def join_world() -> World:
     """The world that the environment describes."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size, is_ordered = int(os.environ.get("WORLD_SIZE", "1")), _LAUNCH_ORDER in os.environ
     if dist.is_initialized():
         install_hook()
         start_heartbeat()
         on_host = dist.get_backend() == "gloo"  # which cannot send a GPU's tensors
-        return World(dist.get_rank(), dist.get_world_size(), torch.device("cpu") if on_host else _device())
+        world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu") if on_host else _device())
+        if world.uses_nccl and not is_ordered:
+            warnings.warn(
+                f"the process group was made before spindle.Trainer: set {_LAUNCH_ORDER}=1 in the environment, so that "
+                "kernels of several NCCL communicators start in the order in which they are launched",
+                stacklevel=3,
+            )
+        return world
     if size == 1:
         return World(0, 1, _device())
     device = _device()
@@ -298,7 +309,9 @@ def _device() -> torch.device:
                 "driver supports (python -c 'import torch; torch.cuda.init()' says what is wrong)"
             )
         return torch.device("cpu")
-    place, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    # A script that made its process group without torchrun has chosen its GPU.
+    chosen = torch.cuda.current_device() if dist.is_initialized() else 0
+    place, num_gpus = int(os.environ.get("LOCAL_RANK", chosen)), torch.cuda.device_count()
     if place >= num_gpus and not sharers:
         raise InputError(
             f"rank {place} of this host has no GPU of its own: there are {num_gpus}. Start as many processes as GPUs, "

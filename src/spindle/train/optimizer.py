@@ -168,7 +168,7 @@ class Update:
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
         settings: dict[str, dict[str, Any]] = {}
         for group in groups:
-            shared = {key: value for key, value in group.items() if key != "params"}
+            shared = _settings_of(group)
             shared["optimizer"] = type(self.optimizer)
             settings |= {names[id(parameter)]: shared for parameter in group["params"]}
         return settings
@@ -178,11 +178,16 @@ class Update:
         names = {id(parameter): name for name, parameter in self._named}
         counted = {id(parameter) for parameter in self._counted}
         return {
-            names[id(parameter)]: {key: value for key, value in group.items() if key != "params"}
+            names[id(parameter)]: _settings_of(group)
             for group in (self.optimizer.param_groups if self.optimizer is not None else ())
             for parameter in group["params"]
             if id(parameter) in counted
         }
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group says of all its parameters; which ones these are differs from rank to rank."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def optimizer_of(make: MakeOptimizer, named: Sequence[Named]) -> torch.optim.Optimizer | None:
