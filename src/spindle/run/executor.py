@@ -104,8 +104,9 @@ class Executor:
         self._num_wasted = 0  # sets of graphs that went before they were of use
         self._refused: dict[str, str] = {}
         self._places: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # of parameters and buffers, by slot
+        if world.uses_nccl:
+            _ = world.control, world.everyone  # a group is made by all ranks, whoever uses it
         if world.size > 1:
-            _ = world.everyone
             for bucket in program.buckets:
                 world.group("sync", tuple(bucket.ranks.tolist()))
             for shape in program.slots:
