@@ -65,7 +65,6 @@ def processes_with(text: str) -> list[int]:
         ("memory-forward", 2, r"error: rank 1 failed: .*OutOfMemoryError: "),
         ("kill-transfer", 3, r"error: rank 1 was killed by SIGKILL"),
         ("kill-backward", 2, r"error: rank 1 was killed by SIGKILL"),
-        ("kill-sync", 2, r"error: rank 1 was killed by SIGKILL"),
         ("stop-backward", 2, r"error: rank 1 was stopped \(SIGSTOP\) for 8 s\n"),
     ],
 )
