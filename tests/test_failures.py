@@ -4,14 +4,14 @@ A choice of faults; `python tests/gpu/all.py --backend gloo --only failures` has
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from gpu.failures import command, processes_with
 
 pytest.importorskip("torch")
 
@@ -21,17 +21,17 @@ START_S = 150  # to import torch three times on two busy cores
 
 
 def launch(num_ranks: int) -> list[str]:
-    return [sys.executable, "-m", "spindle.cli", "launch", "-n", str(num_ranks)]
+    return command("launch", "gloo", num_ranks)
 
 
 def torchrun(num_ranks: int) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    return command("torchrun", "gloo", num_ranks)
 
 
-def run_job(command: list[str], fault: str, mark: Path) -> subprocess.CompletedProcess[str]:
+def run_job(launcher: list[str], fault: str, mark: Path) -> subprocess.CompletedProcess[str]:
     """Runs a job that must fail, soon after its fault, and leave nobody behind."""
     done = subprocess.run(
-        [*command, str(SCRIPT), fault, str(mark)], capture_output=True, text=True, timeout=START_S, check=False
+        [*launcher, str(SCRIPT), fault, str(mark)], capture_output=True, text=True, timeout=START_S, check=False
     )
     ended = time.time()
     assert mark.exists(), done.stderr
@@ -39,19 +39,6 @@ def run_job(command: list[str], fault: str, mark: Path) -> subprocess.CompletedP
     assert done.returncode != 0
     assert processes_with(str(mark)) == []
     return done
-
-
-def processes_with(text: str) -> list[int]:
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and int(folder.name) != os.getpid():
-            try:
-                words = (folder / "cmdline").read_bytes().decode(errors="replace")
-            except OSError:
-                continue
-            if text in words:
-                found.append(int(folder.name))
-    return found
 
 
 @pytest.mark.parametrize(
