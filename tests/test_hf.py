@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 import hugging  # noqa: E402
 from gpu import hugging_face  # noqa: E402
 from spindle import Trainer, module, task  # noqa: E402
-from spindle.models import chain_of  # noqa: E402
+from spindle.models import as_when_compiling, chain_of  # noqa: E402
 from spindle.train import trace_all  # noqa: E402
 
 torch.set_num_threads(1)  # several do nothing for tensors as small as these
@@ -172,3 +172,11 @@ def test_two_processes_give_the_numbers_of_one(pool, workload):
     worst = max(answers, key=lambda one: one.gradient)
     assert worst.gradient < 1e-9, worst.worst
     assert frozenset().union(*(one.compared for one in answers)) == answers[0].expected
+
+
+def test_no_attention_mask_is_made_where_the_caller_gives_none():
+    masking_utils = pytest.importorskip("transformers.masking_utils")
+    with as_when_compiling():
+        assert not masking_utils.is_tracing(None)
+        assert masking_utils.is_tracing(torch.ones(2, 3))
+    assert not masking_utils.is_tracing(torch.ones(2, 3))

@@ -4,6 +4,7 @@ right, nothing is computed, and no weights need to be in memory. Code that looks
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -112,10 +113,26 @@ def as_when_compiling() -> Iterator[None]:
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
-        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+        with torch.jit.optimized_execution(False), _without_needless_masks():  # type: ignore[attr-defined]
             yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+@contextmanager
+def _without_needless_masks() -> Iterator[None]:
+    """While compiling, transformers before 5.18 makes an attention mask even where the caller gave none. Attention with
+    a mask runs without flash kernels, at up to twice the time, so a mask that is not there is not looked at."""
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    is_tracing = getattr(masking, "is_tracing", None)
+    if is_tracing is None:
+        yield
+        return
+    masking.is_tracing = lambda tensor=None: tensor is not None and is_tracing(tensor)
+    try:
+        yield
+    finally:
+        masking.is_tracing = is_tracing
 
 
 @contextmanager

@@ -73,6 +73,15 @@ class Gradients:
             self._places[id(parameter)] = part if part is not None and is_fit else torch.zeros_like(parameter)
         return self._places[id(parameter)]
 
+    def is_free(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter's gradient may stay where backward makes it: it is not synchronised, and has no place."""
+        return id(parameter) not in self._places and id(parameter) not in self._bucket_of
+
+    def take(self, parameter: nn.Parameter, place: torch.Tensor | None) -> None:
+        """From now on a parameter's gradient is here, unless it has a place."""
+        if place is not None:
+            self._places.setdefault(id(parameter), place)
+
     def keep(self, parameters: Iterable[nn.Parameter]) -> None:
         """Moves gradients to where they are synchronised, so that none stands twice for long. One that falls into
         several parts has to wait until it is complete."""

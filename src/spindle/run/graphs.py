@@ -21,7 +21,8 @@ import gc
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -195,6 +196,7 @@ class Graphs:
                 captured.generators[layer].manual_seed(seed)
             captured.forward.replay()
             return captured.nests, captured.made
+        nests = {source: tree_map(_writable, nest) for source, nest in nests.items()}
         graph = torch.cuda.CUDAGraph()
         generators: dict[int, torch.Generator] = {}
         on_host = _host_generators()
@@ -244,6 +246,7 @@ class Graphs:
             return False
         known = captured.backward.get(first)
         if known is None:
+            gradients = [_writable(gradient) for gradient in gradients]
             known = self._capture_backward(slot, gradients, chunk())
             if known is None:
                 # Trying has used up what backward needs. What others captured may count on what this would have left.
@@ -290,17 +293,27 @@ class Graphs:
         if not (pairs and wanted):
             return _Backward(None, [], [])
         written = []
+        places: dict[int, Any] = {}  # None where the gradient may stay where it is
         try:
-            places = [self.gradients.place(parameter) for parameter in parameters]
+            for parameter in parameters:
+                can_stay = self.gradients.is_free(parameter) and id(parameter) not in self._written
+                places[id(parameter)] = None if can_stay else self.gradients.place(parameter)
             with capturing(graph, self._memory.handle):
-                found = torch.autograd.grad(
+                found: Sequence[torch.Tensor | None] = torch.autograd.grad(
                     [leaf for leaf, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True
                 )
-                for parameter, place, gradient in zip(parameters, places, found[len(inputs) :], strict=True):
-                    if gradient is not None:
-                        is_first = id(parameter) not in self._written
+                storages = Counter(_storage(one) for one in [*found, *(gradient for _, gradient in pairs)])
+                for parameter, gradient in zip(parameters, found[len(inputs) :], strict=True):
+                    if gradient is None:
+                        continue
+                    is_first, place = id(parameter) not in self._written, places[id(parameter)]
+                    if place is None and storages[_storage(gradient)] == 1 and _is_shaped_like(gradient, parameter):
+                        places[id(parameter)] = gradient
+                    elif place is None:
+                        places[id(parameter)] = torch.empty_like(parameter).copy_(gradient)
+                    else:
                         place.copy_(gradient) if is_first else place.add_(gradient)
-                        written.append((parameter, is_first))
+                    written.append((parameter, is_first))
         except Exception as error:
             self._refuse(slot, error)
             failed = True
@@ -309,6 +322,8 @@ class Graphs:
         if failed:
             gc.collect()  # as above
             return None
+        for parameter, _ in written:
+            self.gradients.take(parameter, places[id(parameter)])
         self._written.update(id(parameter) for parameter, _ in written)
         for leaf, gradient in zip(inputs, found, strict=False):
             leaf.grad = gradient
@@ -412,6 +427,23 @@ def _put(place: Any, value: Any) -> Any:
             if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                 old.detach().copy_(new, non_blocking=True)
     return place
+
+
+def _writable(leaf: Any) -> Any:
+    """A leaf, or a copy of one whose elements share memory, which cannot be written to."""
+    if not isinstance(leaf, torch.Tensor) or 0 not in leaf.stride():
+        return leaf
+    return leaf.detach().clone(memory_format=torch.contiguous_format).requires_grad_(leaf.requires_grad)
+
+
+def _storage(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.untyped_storage().data_ptr()
+
+
+def _is_shaped_like(gradient: torch.Tensor, parameter: nn.Parameter) -> bool:
+    """Whether a gradient may be a parameter's `grad` as it is: all of its memory, in the parameter's order."""
+    num_bytes = gradient.numel() * gradient.element_size()
+    return gradient.stride() == parameter.stride() and gradient.untyped_storage().nbytes() == num_bytes
 
 
 def _copied(leaf: Any) -> Any:

@@ -9,7 +9,7 @@ dropout does not look like coupling. What a module gives in layers is compared w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from spindle.errors import WorkloadError
-from spindle.models import without_caches
+from spindle.models import device_of, without_caches
 from spindle.run.rows import Axes, cut, cut_leaf
+from spindle.train.index_checks import IndexChecks
 from spindle.train.record import RecordedCall, handles_of, parameter_names
 from spindle.train.trace import TracedTask, Visit, unchanged, walk
 
@@ -43,7 +44,9 @@ def probe(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> Facts:
     reached: dict[str, frozenset[str]] | None = {}
     handles = handles_of([task.recorded for task in tasks])
     names = parameter_names(handles)
-    with unchanged([handle.module for handle in handles.values()]):
+    on_gpu = device_of(list(batches.values())).type == "cuda"
+    checks: AbstractContextManager[Any] = IndexChecks() if on_gpu else nullcontext()  # type: ignore[no-untyped-call]
+    with unchanged([handle.module for handle in handles.values()]), checks:
         for task in tasks:
             coupled.update(_coupled_by_shape(task))
             found = _probe_task(task, batches[task.name], coupled, random_layers, random_losses)
