@@ -108,15 +108,33 @@ def _zeros(leaf: Any) -> Any:
 @contextmanager
 def as_when_compiling() -> Iterator[None]:
     """Models that keep tensors in caches outside of themselves, or look at values to save work, leave that when they
-    are compiled. They must here, too: what they see has no values. Nor may scripted functions be fused: a fused kernel
-    would read the memory that tensors without values do not have."""
+    are compiled. They must here, too: what they see has no values."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
-        with torch.jit.optimized_execution(False), _without_needless_masks():  # type: ignore[attr-defined]
+        with _scripted_functions_in_python(), _without_needless_masks():
             yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+@contextmanager
+def _scripted_functions_in_python() -> Iterator[None]:
+    """Functions under `torch.jit.script` run as the Python code that they were made from, as `torch.compile` runs them:
+    their fused kernels would read the memory that tensors without values do not have."""
+    scripted = torch.jit.ScriptFunction
+    call = scripted.__call__
+
+    def call_in_python(function: Any, *args: Any, **kwargs: Any) -> Any:
+        python = getattr(function, "_torchdynamo_inline", None)
+        return call(function, *args, **kwargs) if python is None else python(*args, **kwargs)
+
+    scripted.__call__ = call_in_python
+    try:
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+            yield
+    finally:
+        scripted.__call__ = call
 
 
 @contextmanager
