@@ -16,6 +16,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -179,7 +180,7 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def environment(backend: str, ranks: int) -> Iterator[None]:
+def environment(backend: str, ranks: int, *, with_mps: bool = True) -> Iterator[None]:
     """Inside, the environment has what ranks of this backend need, and on a GPU MPS runs."""
     from backends import BACKEND_VARIABLE, MAX_RANKS_VARIABLE
     from spindle.launch.mps import VIRTUAL_VARIABLE, shared_gpu
@@ -188,7 +189,7 @@ def environment(backend: str, ranks: int) -> Iterator[None]:
     os.environ |= {BACKEND_VARIABLE: backend, MAX_RANKS_VARIABLE: str(ranks), "SPINDLE_TEST_LIMIT_S": str(LIMIT_S)}
     try:
         # One MPS daemon serves all jobs.
-        is_served = backend == "gloo" or "CUDA_MPS_PIPE_DIRECTORY" in os.environ
+        is_served = backend == "gloo" or not with_mps or "CUDA_MPS_PIPE_DIRECTORY" in os.environ
         with nullcontext({}) if is_served else shared_gpu(ranks) as shared:
             os.environ |= shared
             if backend == "nccl":  # MPS, but no virtual devices
@@ -210,28 +211,38 @@ def run_tests(parts: Sequence[str], graphs: str, harness: Harness) -> int:
 
 
 def run_failures(
-    about: Result, done: set[results.Key], file: Path, end_s: float, match: str
+    about: Result, done: set[results.Key], file: Path, end_s: float, match: str, jobs: int
 ) -> tuple[list[Result], int]:
-    """Runs the jobs that must fail; the results, and how many are left."""
+    """Runs the jobs that must fail, so many at a time; the results, and how many are left."""
     recorded: list[Result] = []
     waiting = []
+    shared_before = set(os.listdir(failures.SHARED_MEMORY))
     for case in failures.cases(about.backend):
         result = replace(about, test=f"failures::{case.name}", part=FAILURES, ranks=str(failures.NUM_RANKS))
         if result.key not in done and re.search(match, result.test):
             waiting.append((case, result))
-    while waiting and time.monotonic() < end_s:
-        case, result = waiting.pop(0)
-        begin_s, verdict, message = time.monotonic(), PASSED, ""
-        try:
-            message = f"ended {failures.run_case(case, about.backend):.1f} s after the fault"
-        except AssertionError as error:
-            verdict, message = FAILED, str(error)[-6000:]
-        result = replace(result, verdict=verdict, time_s=round(time.monotonic() - begin_s, 2), message=message)
-        recorded.append(result)
-        results.append(file, result)
-        say(f"{' '.join(results.row_of(result))} {message if verdict == PASSED else ''}")
-        if verdict == FAILED:
-            say(message)
+
+    def run_waiting() -> None:
+        while waiting and time.monotonic() < end_s:
+            case, result = waiting.pop(0)
+            begin_s, verdict, message = time.monotonic(), PASSED, ""
+            try:
+                took_s = failures.run_case(case, about.backend, is_alone=jobs == 1)
+                message = f"ended {took_s:.1f} s after the fault"
+            except AssertionError as error:
+                verdict, message = FAILED, str(error)[-6000:]
+            result = replace(result, verdict=verdict, time_s=round(time.monotonic() - begin_s, 2), message=message)
+            recorded.append(result)
+            results.append(file, result)
+            say(f"{' '.join(results.row_of(result))} {message}")
+
+    threads = [threading.Thread(target=run_waiting) for _ in range(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if jobs > 1 and (left := set(os.listdir(failures.SHARED_MEMORY)) - shared_before):
+        raise RuntimeError(f"left in /dev/shm: {sorted(left)}")
     return recorded, len(waiting)
 
 
@@ -252,7 +263,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--match", default="", help="a regular expression that names of tests must contain")
     parser.add_argument("--ranks", type=int, default=4, help="the most; tests that ask for more get this many")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no test starts")
-    parser.add_argument("--jobs", type=int, default=1, help="so many tests at a time, but for failures")
+    parser.add_argument("--jobs", type=int, default=1, help="so many tests at a time")
     parser.add_argument("--shard", default="0/1", help="of the tests, every N-th from number K on: K/N")
     parser.add_argument("--results", type=Path, default=HERE / "results" / "all.jsonl")
     parser.add_argument("--resume", type=Path, action="append", default=[], help="results of earlier runs")
@@ -326,7 +337,7 @@ def main() -> int:
             device=device_name(backend),
         )
         done = results.passed_keys(results.read(files), sources)
-        if options.jobs > 1:
+        if options.jobs > 1 and options.only != [FAILURES]:
             before = len(results.read([options.results]))
             num_left += run_jobs(options, backend)
             recorded += results.read([options.results])[before:]
@@ -345,9 +356,11 @@ def main() -> int:
                 recorded += harness.recorded
                 num_left += harness.num_left
         if FAILURES in options.only:
-            # Under virtual devices, each launch starts an MPS daemon of its own.
-            with environment(backend, options.ranks) if backend == "nccl" else nullcontext():
-                failed, left = run_failures(about, done, options.results, end_s, options.match)
+            # Without MPS, which would end other ranks with one that is killed. Under virtual devices, each launch
+            # starts an MPS daemon of its own, and the GPU has room for one.
+            with environment(backend, options.ranks, with_mps=False):
+                jobs = options.jobs if backend == "nccl" else 1
+                failed, left = run_failures(about, done, options.results, end_s, options.match, jobs)
             recorded += failed
             num_left += left
     say("")

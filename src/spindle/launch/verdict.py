@@ -14,6 +14,10 @@ from spindle.launch.failure import Failure
 # How much later than it happened an end may be seen. A rank that is killed says nothing, while its neighbours can
 # report their lost connections before the launcher looks again; without this they would stand as the cause.
 SEEN_LATE_NS = 100_000_000
+# A process that is killed takes those down that share its GPU through MPS, and the driver holds it back before its end
+# can be seen.
+KILLED_LATE_NS = 5_000_000_000
+_CUDA_ERROR = "CUDA error: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +60,15 @@ def verdict(endings: Sequence[Ending], failures: Sequence[Failure], log_end: Cal
     for failure in sorted(failures, key=lambda failure: failure.time_ns):
         if failure.rank in failed:
             reports.setdefault(failure.rank, failure)
-    causes = [_reported(report) for report in reports.values() if report.kind == "own"]
-    causes += [_died(one) for one in failed.values() if one.rank not in reports and not one.told]
-    followers = [_reported(report) for report in reports.values() if report.kind == "follows"]
+    died = [one for one in failed.values() if one.rank not in reports and not one.told]
+    killed_ns = [one.time_ns for one in died if one.code == -signal.SIGKILL]
+    is_own = {
+        rank: report.kind == "own"
+        and not (_CUDA_ERROR in report.summary and any(0 < ns - report.time_ns < KILLED_LATE_NS for ns in killed_ns))
+        for rank, report in reports.items()
+    }
+    causes = [_reported(report) for rank, report in reports.items() if is_own[rank]] + list(map(_died, died))
+    followers = [_reported(report) for rank, report in reports.items() if not is_own[rank]]
     first = min(causes or followers, key=_in_order)
     others = sorted((mishap for mishap in causes if mishap is not first), key=_in_order)
     ended_well = [ending.rank for ending in endings if ending.code == 0 and not ending.told]

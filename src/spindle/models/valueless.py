@@ -122,7 +122,7 @@ def as_when_compiling() -> Iterator[None]:
 def _scripted_functions_in_python() -> Iterator[None]:
     """Functions under `torch.jit.script` run as the Python code that they were made from, as `torch.compile` runs them:
     their fused kernels would read the memory that tensors without values do not have."""
-    scripted = torch.jit.ScriptFunction
+    scripted: Any = torch.jit.ScriptFunction
     call = scripted.__call__
 
     def call_in_python(function: Any, *args: Any, **kwargs: Any) -> Any:

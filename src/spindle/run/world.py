@@ -30,6 +30,13 @@ from spindle.run.heartbeat import start_heartbeat
 from spindle.run.rows import on_device
 
 _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+_NCCL_DEFAULTS = {
+    # Kernels of several communicators then start on every GPU in the order in which the host launches them, which is
+    # the same on all ranks (`program.launch_order`). Read with NCCL's first operation.
+    _LAUNCH_ORDER: "1",
+    # Else ranks that lose a peer fill the terminal with advice about collectives before the first cause is told.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 _SHARED_MEMORY = 0.92  # of a GPU is for its ranks; contexts and what they exchange tensors through take the rest
 
 
@@ -51,9 +58,7 @@ class World:
         self.uses_nccl = size > 1 and device.type == "cuda" and not self.shares_gpu
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
         if self.uses_nccl:
-            # Kernels of several communicators then start on every GPU in the order in which the host launches them,
-            # which is the same on all ranks (`program.launch_order`). Read with NCCL's first operation.
-            os.environ.setdefault(_LAUNCH_ORDER, "1")
+            os.environ.update(_NCCL_DEFAULTS | os.environ)
 
     def group(self, purpose: str, ranks: tuple[int, ...]) -> Any:
         """The group of these ranks. Every rank must ask for every group, in one order, before any rank uses it.
@@ -293,6 +298,7 @@ def join_world() -> World:
         ipc.register()
         dist.init_process_group(ipc.BACKEND)
     else:
+        os.environ.update(_NCCL_DEFAULTS | os.environ)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     atexit.register(_leave)
     install_hook()  # after torch, whose own hook would swallow what ours says before it ends the process
