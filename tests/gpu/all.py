@@ -268,7 +268,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=HERE / "results" / "all.jsonl")
     parser.add_argument("--resume", type=Path, action="append", default=[], help="results of earlier runs")
     parser.add_argument("--table", type=Path, help="write all results as Markdown")
-    parser.add_argument("--no-run", action="store_true", help="only write the table")
+    parser.add_argument("--no-run", action="store_true", help="only write the table, of all results in the files")
     options = parser.parse_args()
     options.backend, options.only = options.backend.split(","), options.only.split(",")
     options.shard = tuple(map(int, options.shard.split("/")))
@@ -370,7 +370,8 @@ def main() -> int:
     if num_left:
         say(f"{num_left} tests are left; run again with the same results to go on")
     if options.table:
-        chosen = [result for result in results.latest(results.read(files)).values() if result.sources == sources]
+        latest = results.latest(results.read(files)).values()
+        chosen = [result for result in latest if options.no_run or result.sources == sources]
         options.table.write_text(results.markdown(chosen, EXCLUDED), encoding="utf-8")
     return 1 if any(result.verdict == FAILED for result in recorded) else 0
 

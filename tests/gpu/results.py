@@ -124,19 +124,25 @@ def summary_lines(results: Sequence[Result]) -> list[str]:
         worst = f", largest error {max(errors):.1e}" if errors else ""
         counted = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
         time_s = sum(result.time_s for result in members)
-        lines.append(f"{part} on {backend}{'' if graphs == 'on' else ', no graphs'}: {counted}{worst}, {time_s:.0f} s")
+        took = f", {time_s:.0f} s" if time_s else ""
+        lines.append(f"{part} on {backend}{'' if graphs == 'on' else ', no graphs'}: {counted}{worst}{took}")
     return lines
 
 
 def markdown(results: Sequence[Result], excluded: Mapping[str, str]) -> str:
     """The table that is checked in."""
-    where = sorted(
-        {f"{result.device}, commit {result.commit or 'unknown'}, sources {result.sources}" for result in results}
-    )
-    lines = ["# Equality tests on one GPU", "", "Written by `python tests/gpu/all.py --table`.", ""]
-    lines += [f"- {line}" for line in where] + [""] + [f"- {line}" for line in summary_lines(results)]
-    lines += ["", _markdown_row(HEADER), _markdown_row(["---"] * len(HEADER))]
-    lines += [_markdown_row(row_of(result)) for result in results]
+    devices = ", ".join(sorted({result.device for result in results}))
+    lines = [
+        "# Equality tests on one GPU",
+        "",
+        f"{devices}: several NCCL ranks on one GPU over loopback sockets (nccl), or virtual devices (ipc). The error is "
+        "the largest of a comparison with one process on the same GPU. Written by `python tests/gpu/all.py --table`.",
+        "",
+    ]
+    lines += [f"- {line}" for line in summary_lines(results)]
+    header = (*HEADER, "commit")
+    lines += ["", _markdown_row(header), _markdown_row(["---"] * len(header))]
+    lines += [_markdown_row((*row_of(result), result.commit or "unknown")) for result in results]
     lines += ["", "Not run here:", ""] + [f"- `{pattern}`: {reason}" for pattern, reason in excluded.items()]
     failed = [result for result in results if result.verdict == FAILED]
     if failed:

@@ -18,10 +18,7 @@ class _Place:
 
     pieces: list[Piece]
     stretches: list[torch.Tensor]
-
-    @property
-    def whole(self) -> torch.Tensor | None:
-        return self.stretches[0] if len(self.stretches) == 1 else None
+    whole: torch.Tensor | None  # the stretch, if there is one
 
 
 class Gradients:
@@ -87,14 +84,16 @@ class Gradients:
         several parts has to wait until it is complete."""
         moves: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter in parameters if self._bucket_of else ():
-            if parameter.grad is None or id(parameter) not in self._bucket_of:
+            gradient, bucket = parameter.grad, self._bucket_of.get(id(parameter))
+            if gradient is None or bucket is None:
                 continue
-            self._flat(self._bucket_of[id(parameter)])
+            if bucket not in self._flats:
+                self._flat(bucket)
             whole = self._standing[id(parameter)].whole
-            if whole is None:
+            if whole is None or gradient is whole:
                 continue
-            if parameter.grad.data_ptr() != whole.data_ptr():
-                moves.append((whole, parameter.grad))
+            if gradient.data_ptr() != whole.data_ptr():
+                moves.append((whole, gradient))
             if whole.dtype == parameter.dtype:
                 parameter.grad = whole
         _copy(moves)
@@ -185,7 +184,7 @@ class Gradients:
                 stretches = [parts[one.part, one.begin : one.begin + one.last - one.first] for one in some]
                 if len(stretches) == 1:
                     stretches = [stretches[0].view_as(parameter)]
-                self._standing[id(parameter)] = _Place(some, stretches)
+                self._standing[id(parameter)] = _Place(some, stretches, stretches[0] if len(stretches) == 1 else None)
             self._flats[bucket] = flat
         return self._flats[bucket]
 
