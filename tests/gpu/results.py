@@ -135,8 +135,8 @@ def markdown(results: Sequence[Result], excluded: Mapping[str, str]) -> str:
     lines = [
         "# Equality tests on one GPU",
         "",
-        f"{devices}: several NCCL ranks on one GPU over loopback sockets (nccl), or virtual devices (ipc). The error is "
-        "the largest of a comparison with one process on the same GPU. Written by `python tests/gpu/all.py --table`.",
+        f"{devices}: several NCCL ranks on one GPU over loopback sockets (nccl), or virtual devices (ipc). Errors "
+        "are those of a comparison with one process on the same GPU. Written by `python tests/gpu/all.py --table`.",
         "",
     ]
     lines += [f"- {line}" for line in summary_lines(results)]

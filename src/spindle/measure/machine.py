@@ -22,6 +22,7 @@ from spindle.launch.mps import VIRTUAL_VARIABLE
 from spindle.measure.beside import Beside, measure_beside
 from spindle.measure.cache import Cache
 from spindle.measure.hand_over import measure_hand_over
+from spindle.measure.host import measure_host_overhead
 from spindle.measure.layers import Kind, LayerMeter, measure_layers
 from spindle.measure.links import measure_link
 from spindle.measure.rates import measure_rates
@@ -79,6 +80,7 @@ def local_profile(
         found = [rate for (rate,) in together.tell(update_bytes_per_s() or math.nan) if not math.isnan(rate)]
         update = statistics.median(found) if found else None
     latency_s = measure_hand_over(longest, world)
+    host = measure_host_overhead(world)
     profile: Profile | None = None
     if world.rank == 0:
         profile = replace(
@@ -86,6 +88,7 @@ def local_profile(
             overlap=beside.overlap,
             exchange_overlap=beside.exchange_overlap,
             gradients_stay=world.device.type == "cuda",
+            host=host,
             measured_on=_place(world),
         )
     shared: Profile = world.broadcast_object(profile)

@@ -5,6 +5,7 @@ from spindle.profile.communication import all_reduce_s, collective_latency_s, ri
 from spindle.profile.curve import Curve
 from spindle.profile.efficiency import AttentionTable, Efficiencies, GemmColumn, MemoryTable
 from spindle.profile.file import ProfileRequest, fitting, profile_request, read_profile, write_profile
+from spindle.profile.host import HostOverhead
 from spindle.profile.memory import backward_bytes, bytes_text, saved_bytes, state_bytes
 from spindle.profile.operators import Attention, Collective, Gemm, LayerOperators, MemoryBound, Operator
 from spindle.profile.profile import Profile, Setting
@@ -21,6 +22,7 @@ __all__ = [
     "Efficiencies",
     "Gemm",
     "GemmColumn",
+    "HostOverhead",
     "LayerOperators",
     "LayerSamples",
     "LayerShape",

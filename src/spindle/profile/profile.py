@@ -9,6 +9,7 @@ from spindle.cluster import Cluster
 from spindle.errors import ProfileError
 from spindle.graph import MetaGraph
 from spindle.profile.curve import Curve
+from spindle.profile.host import HostOverhead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +34,9 @@ class Profile:
     because nothing is known of how they share it. `host_rates[k - 1]` is the rate of each of k busy devices of one
     island; empty means that neighbours do not matter. `overlap` is how many times longer compute takes on a device that
     exchanges gradients meanwhile, `exchange_overlap` how many times longer that exchange takes. `gradients_stay` says
-    that gradients keep their memory from step to step, as captured graphs have it. `leaves_out` is what this model
-    knows it does not know; `measured_on` says where and when it was measured, if it was.
+    that gradients keep their memory from step to step, as captured graphs have it. `host` is what hosts take to give
+    their GPUs work, where that may hold them up. `leaves_out` is what this model knows it does not know; `measured_on`
+    says where and when it was measured, if it was.
     """
 
     graph: MetaGraph
@@ -45,6 +47,7 @@ class Profile:
     overlap: float = 1.0
     exchange_overlap: float = 1.0
     gradients_stay: bool = True
+    host: HostOverhead | None = None
     leaves_out: tuple[str, ...] = ()
     measured_on: str = ""
     families: tuple[frozenset[str], ...] = field(init=False, repr=False, compare=False)  # modules that share weights

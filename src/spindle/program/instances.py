@@ -90,11 +90,11 @@ def instances_of(program: Program) -> Instances:
     sources.append(following)
     targets.append(following + 1)
     source, target = np.concatenate(sources), np.concatenate(targets)
-    follower_starts, followers = _cut_by(source, target, len(instruction))
+    follower_starts, followers = cut_by(source, target, len(instruction))
 
     owners, member_starts, members = _meetings(program, where)
     meeting_of_member = np.repeat(np.arange(len(owners)), np.diff(member_starts))
-    meeting_starts, meetings = _cut_by(members, meeting_of_member, len(instruction))
+    meeting_starts, meetings = cut_by(members, meeting_of_member, len(instruction))
     return Instances(
         instruction=instruction,
         rank=rank,
@@ -113,7 +113,8 @@ def instances_of(program: Program) -> Instances:
 _LANE_NAMES = {COMPUTE: "compute", TRANSFER: "transfer", SYNC: "sync"}
 
 
-def _cut_by(key: Column, value: Column, num_keys: int) -> tuple[Column, Column]:
+def cut_by(key: Column, value: Column, num_keys: int) -> tuple[Column, Column]:
+    """Values in the order of their keys, and where those of each key start."""
     starts = np.zeros(num_keys + 1, dtype=np.int64)
     np.cumsum(np.bincount(key, minlength=num_keys), out=starts[1:])
     return starts, value[np.argsort(key, kind="stable")]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from spindle.run.graphs import Graphs
     from spindle.run.world import World
 
-_AHEAD = 3  # instructions
+AHEAD = 3  # instructions
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ class Pace:
         """To be called before each instruction."""
         if not self._is_needed:
             return
-        if len(self._launched) == _AHEAD:
+        if len(self._launched) == AHEAD:
             self._launched.popleft().synchronize()
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record()

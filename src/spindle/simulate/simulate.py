@@ -10,6 +10,7 @@ from spindle.program import Program, instances_of
 from spindle.program.verify import describe_deadlock
 from spindle.simulate.costs import costs_of
 from spindle.simulate.engine import run
+from spindle.simulate.host import with_hosts
 from spindle.timeline import Timeline
 
 
@@ -17,7 +18,10 @@ def simulate(program: Program, profile: Profile) -> Timeline:
     """The timeline of one step. Raises a ProgramError when the program deadlocks."""
     instances = instances_of(program)
     costs = costs_of(program, instances, profile)
-    posted, began, ended = run(*instances.arrays, *costs.arrays)
+    timed, times = instances, costs
+    if profile.host is not None:
+        timed, times = with_hosts(program, instances, costs, profile.host, profile.graph)
+    posted, began, ended = (column[: instances.num_instances] for column in run(*timed.arrays, *times.arrays))
     if (ended < 0).any():
         raise ProgramError(describe_deadlock(program, instances, np.flatnonzero(ended < 0)))
     return Timeline(

@@ -1,0 +1,58 @@
+"""How long does a host take to give its GPU work?
+
+A step's passes, messages and collectives each take some Python on the host, whatever they compute. Measured is what one
+kernel takes to launch while all ranks launch; how many times longer the parts of a step take was found with timers in
+the executor (experiments/LOG.md, "Host overhead").
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from spindle.measure.together import Together
+from spindle.profile import HostOverhead
+from spindle.run.step import AHEAD
+from spindle.run.world import World, on_compute_stream
+
+_KERNELS, _ROUNDS = 200, 15
+
+
+def measure_host_overhead(world: World) -> HostOverhead | None:
+    """The same on every rank, all of which must ask. None where ranks do not share a GPU: a host then runs ahead of its
+    GPU, and is in nobody's way unless passes are very short."""
+    if not world.shares_gpu:
+        return None
+    launches_s = Together(world, together=True).tell(_launch_s(world.device))
+    return overhead_from(statistics.median(seconds for (seconds,) in launches_s))
+
+
+def overhead_from(launch_s: float) -> HostOverhead:
+    """The overhead on a machine where a kernel takes so long to launch."""
+    return HostOverhead(
+        step_s=80 * launch_s,
+        task_s=55 * launch_s,
+        pass_s=30 * launch_s,
+        send_s=30 * launch_s,
+        receive_s=10 * launch_s,
+        collective_s=80 * launch_s,
+        collected_s=15 * launch_s,
+        optimizer_s=70 * launch_s,
+        ahead=AHEAD,
+    )
+
+
+def _launch_s(device: torch.device) -> float:
+    """Seconds of the host for one small kernel. The queue of a GPU has room for many."""
+    with on_compute_stream(device):
+        value = torch.zeros(1, device=device)
+        rounds_s = []
+        for _ in range(_ROUNDS):
+            begin_s = time.perf_counter()
+            for _ in range(_KERNELS):
+                value.add_(1.0)
+            rounds_s.append((time.perf_counter() - begin_s) / _KERNELS)
+            torch.cuda.synchronize(device)
+    return statistics.median(rounds_s)
