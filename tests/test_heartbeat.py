@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import queue
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -11,69 +14,70 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
-from spindle.run.heartbeat import Heartbeat, _this_process  # noqa: E402
+from spindle.run.heartbeat import Heartbeat, _state_and_start, _this_process  # noqa: E402
 
-INTERVAL_S, LIMIT_S = 0.02, 1.0
+INTERVAL_S, LIMIT_S = 0.02, 0.4
+SILENT_S = 5 * LIMIT_S  # for a host with one rank
 
 
 class Ranks:
     """Heartbeats of several ranks in this process, on one store; and what they say when a rank is lost."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, hosts: str) -> None:
+        """`hosts` has a letter for the host of each rank."""
         self.master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.port = self.master.port
         self.said: queue.Queue[str] = queue.Queue()
-        self.beats = [self._heartbeat(rank, size) for rank in range(size)]
+        self.beats = [self._heartbeat(rank, hosts) for rank in range(len(hosts))]
 
-    def _heartbeat(self, rank: int, size: int) -> Heartbeat:
-        client = dist.TCPStore("127.0.0.1", self.port, is_master=False)
+    def _heartbeat(self, rank: int, hosts: str) -> Heartbeat:
+        _, pid, started = _this_process().split()
         return Heartbeat(
             None,
-            client,
+            dist.TCPStore("127.0.0.1", self.master.port, is_master=False),
             rank,
-            size,
+            len(hosts),
             LIMIT_S,
             interval_s=INTERVAL_S,
             end=lambda error: self.said.put(f"{rank}: {error}"),
+            process=f"{hosts[rank]} {pid} {started}",
         )
 
-    def freeze(self, rank: int) -> None:
-        """Ends a rank's threads without a goodbye."""
-        self.beats[rank]._leaving.set()
-
-    def leave(self) -> None:
+    def start(self) -> None:
         for beat in self.beats:
-            beat._leaving.set()
+            beat.start()
+        time.sleep(5 * INTERVAL_S)
+
+    def freeze(self, *ranks: int) -> None:
+        """Ends the threads of ranks without a goodbye."""
+        for rank in ranks:
+            self.beats[rank]._leaving.set()
 
 
 @pytest.fixture
 def ranks():
-    made = Ranks(3)
+    made = Ranks("ABC")
     yield made
-    made.leave()
+    made.freeze(0, 1, 2)
 
 
-def test_a_rank_whose_counter_stands_still_is_lost_to_the_one_before_it(ranks):
-    for beat in ranks.beats:
-        beat.start()
-    time.sleep(5 * INTERVAL_S)
+def test_a_host_that_is_silent_is_lost_to_the_one_before_it(ranks):
+    ranks.start()
     ranks.freeze(2)
-    assert ranks.said.get(timeout=10) == "1: rank 2 has not answered for 1 s"
+    assert ranks.said.get(timeout=10) == "1: rank 2 has not answered for 2 s"
 
 
 def test_nobody_is_lost_while_all_beat_and_when_they_leave(ranks):
-    for beat in ranks.beats:
-        beat.start()
-    time.sleep(2 * LIMIT_S)
-    for rank in (2, 1, 0):
-        ranks.beats[rank].leave()
-        time.sleep(LIMIT_S)
+    ranks.start()
+    time.sleep(1.2 * SILENT_S)
+    ranks.beats[2].leave()
+    ranks.beats[1].leave()
+    time.sleep(1.2 * SILENT_S)
+    ranks.beats[0].leave()
     assert ranks.said.empty()
 
 
-def test_behind_a_rank_that_left_the_next_one_is_watched(ranks):
-    for beat in ranks.beats:
-        beat.start()
+def test_behind_a_host_that_left_the_next_one_is_watched(ranks):
+    ranks.start()
     ranks.beats[1].leave()
     time.sleep(5 * INTERVAL_S)
     ranks.freeze(2)
@@ -82,26 +86,76 @@ def test_behind_a_rank_that_left_the_next_one_is_watched(ranks):
 
 def test_a_rank_that_has_not_begun_is_waited_for(ranks):
     ranks.beats[0].start()
-    time.sleep(2 * LIMIT_S)
+    time.sleep(1.2 * SILENT_S)
     assert ranks.said.empty()
 
 
+def test_a_host_beats_as_long_as_one_of_its_ranks_does():
+    ranks = Ranks("ABB")
+    ranks.start()
+    ranks.freeze(2)
+    time.sleep(1.2 * SILENT_S)
+    assert ranks.said.empty()
+    ranks.freeze(1)
+    assert ranks.said.get(timeout=10) == "0: ranks 1, 2 (all of a host) have not answered for 0 s"
+    ranks.freeze(0)
+
+
 def test_a_store_that_is_gone_ends_the_others_but_not_after_rank_0_said_goodbye():
-    ranks = Ranks(2)
+    ranks = Ranks("AB")
     ranks.beats[1].start()
     time.sleep(5 * INTERVAL_S)
     del ranks.master
     assert "the store of the process group, on rank 0's host, is gone" in ranks.said.get(timeout=10)
-    ranks.leave()
-    ranks = Ranks(2)
-    for beat in ranks.beats:
-        beat.start()
+    ranks.freeze(0, 1)
+    ranks = Ranks("AB")
+    ranks.start()
     ranks.beats[0].leave()
     time.sleep(5 * INTERVAL_S)
     del ranks.master
     time.sleep(LIMIT_S)
     assert ranks.said.empty()
-    ranks.leave()
+    ranks.freeze(0, 1)
+
+
+HOLDING = """
+import ctypes, sys, time
+import torch.distributed as dist
+from spindle.run.heartbeat import Heartbeat
+
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
+Heartbeat(None, store, 1, 2, interval_s=0.02).start()
+print("begun", flush=True)
+sys.stdin.readline()
+ctypes.PyDLL(None).sleep(int(sys.argv[2]))  # which keeps Python's lock
+print("free", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_rank_that_holds_pythons_lock_is_not_lost_and_one_that_is_stopped_is():
+    master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", master.port, is_master=False)
+    said: queue.Queue[str] = queue.Queue()
+    heartbeat = Heartbeat(None, client, 0, 2, LIMIT_S, interval_s=INTERVAL_S, end=lambda error: said.put(str(error)))
+    command = [sys.executable, "-c", HOLDING, str(master.port), "2"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        try:
+            assert other.stdout.readline() == "begun\n"
+            heartbeat.start()
+            other.stdin.write("\n")
+            other.stdin.flush()
+            assert other.stdout.readline() == "free\n"
+            assert said.empty()
+            other.send_signal(signal.SIGSTOP)
+            assert said.get(timeout=10) == "rank 1 has not answered for 0 s"
+            time.sleep(5 * INTERVAL_S)
+            assert _state_and_start(other.pid)[0] != "T"  # continued, so that it can be ended
+        finally:
+            heartbeat._leaving.set()
+            other.kill()
 
 
 def test_a_process_is_told_from_others_by_its_host_its_number_and_its_start():

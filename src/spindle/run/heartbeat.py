@@ -1,15 +1,22 @@
 """A heartbeat between ranks that no launcher of ours watches: under torchrun, Slurm or mpirun.
 
-    every second, each rank:  add 1 to its own counter in the store ──▶ read the counter of the next rank
-                              that counter stood still for 12 of our seconds ──▶ PeerLostError, and this process ends
+    every second, each rank:  add 1 to the counter of its host in the store
+                              look at the process of the next rank of this host (/proc)
+                              read the counter of the next host
+    stopped, gone, or a counter that stood still, for 12 of our seconds ──▶ PeerLostError, and this process ends
 
 A rank that is stopped, or whose host is gone, closes no connection: the others would wait for it until a timeout of
-minutes. Each rank watches the next one, in a ring, so the store has a few requests per rank and second; when one rank
-ends, torchrun ends the rest. A rank that leaves adds a goodbye to its counter, and its watcher goes on to the next.
+minutes. Each rank watches the next one of its host, and each host the next host, in rings, so the store has a few
+requests per rank and second; when one rank ends, torchrun ends the rest. A rank that leaves says so, and its watcher
+goes on to the next.
+
+A rank that holds Python's lock (it pickles gigabytes) cannot beat, but it is no less alive: its process is not stopped,
+which the ranks of its host can see, and these beat for the host meanwhile. A host with one rank has nobody to do so: it
+may be silent five times as long. Without /proc, each rank counts as a host.
 
 Time is counted in turns of our own loop, not by a clock, so that a job that is stopped and continued as a whole (a
 container that is paused) goes on. A second thread watches the first, which waits without end where the store's own
-process is stopped. Left out: a rank whose threads run while its main thread waits for something that never comes.
+process is stopped. Left out: a rank whose process runs while its main thread waits for something that never comes.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -32,9 +39,10 @@ from spindle.errors import PeerLostError
 from spindle.launch.failure import FOLDER_VARIABLE, end_by_error
 
 LIMIT_VARIABLE = "SPINDLE_HEARTBEAT_S"  # 0: no heartbeat
-LIMIT_S = 12.0  # a rank may hold Python's lock for seconds
+LIMIT_S = 12.0
 INTERVAL_S = 1.0
-_GOODBYE = 1 << 40  # in a counter: its rank has left
+_ALONE = 5  # times the limit: a host with one rank, which may hold Python's lock
+_GOODBYE = 1 << 40  # in the counter of a host: one of its ranks has left
 _UNKNOWN = "unknown"
 _LEAVE_S = 2 * INTERVAL_S  # in which ranks learn that the one with the store leaves
 
@@ -69,7 +77,7 @@ def _running() -> list[Heartbeat]:
 
 
 class Heartbeat:
-    """One rank's counter, and the watch over the next rank's."""
+    """One rank's beats, and its watch over the next rank of its host and over the next host."""
 
     def __init__(
         self,
@@ -81,17 +89,24 @@ class Heartbeat:
         *,
         interval_s: float = INTERVAL_S,
         end: Callable[[PeerLostError], object] = end_by_error,
+        process: str | None = None,  # instead of this one
     ) -> None:
-        self.group, self._store = group, dist.distributed_c10d.PrefixStore("spindle heartbeat", store)
+        self.group, self._store = group, cast(Any, dist.distributed_c10d.PrefixStore("spindle heartbeat", store))
         self._rank, self._peers = rank, [(rank + step) % size for step in range(1, size)]
         self._limit, self._interval_s, self._end = round(limit_s / interval_s), interval_s, end
+        self._process = _this_process() if process is None else process
+        self._host = _host_of(self._process)
+        self._processes: dict[int, str] = {}  # of the peers, once all of them have begun
+        self._next_ranks: list[int] = []  # of this host, that have not left
+        self._next_hosts: list[tuple[str, list[int]]] = []  # with their ranks
         self._leaving = threading.Event()
         self._beats = 0  # of this rank, that the store has answered
-        self._last, self._silent = 0, 0  # of the rank that is watched: its counter, and turns without a change
-        self._host_left = rank == 0
+        self._stopped = 0  # turns in which the rank that is watched was stopped or gone
+        self._last, self._silent = 0, 0  # of the host that is watched: its counter, and turns without a change
+        self._store_left = rank == 0
 
     def start(self) -> None:
-        self._store.set(f"process {self._rank}", _this_process())
+        self._store.set(f"process {self._rank}", self._process)
         for run in (self._beat, self._watch):
             threading.Thread(target=run, name="heartbeat", daemon=True).start()
         atexit.register(self.leave)
@@ -103,46 +118,82 @@ class Heartbeat:
         self._leaving.set()
         atexit.unregister(self.leave)
         with suppress(RuntimeError):  # the store is gone, and with it everyone who would read this
-            self._store.add(str(self._rank), _GOODBYE)
+            self._store.add(f"left {self._rank}", 1)
+            self._store.add(f"beats of {self._host}", _GOODBYE)
             if self._rank == 0:  # whose process may hold the store
                 end_s = time.monotonic() + _LEAVE_S
-                while not self._all_left() and time.monotonic() < end_s:
+                while not all(map(self._has_left, self._peers)) and time.monotonic() < end_s:
                     time.sleep(0.02)
 
-    def _all_left(self) -> bool:
-        return all(self._store.add(str(peer), 0) >= _GOODBYE for peer in self._peers)
+    def _has_left(self, rank: int) -> bool:
+        return bool(self._store.add(f"left {rank}", 0))
 
     def _beat(self) -> None:
         while not self._leaving.wait(self._interval_s):
             try:
-                self._store.add(str(self._rank), 1)
-                self._look()
+                self._store.add(f"beats of {self._host}", 1)
+                if not self._store_left:
+                    self._store_left = self._has_left(0)
+                if self._processes or self._meet_peers():
+                    self._look_at_next_rank()
+                    self._look_at_next_host()
             except RuntimeError as error:
-                if not (self._leaving.is_set() or self._host_left):
+                if not (self._leaving.is_set() or self._store_left):
                     first_line = str(error).splitlines()[0]
                     self._end(PeerLostError(f"the store of the process group, on rank 0's host, is gone: {first_line}"))
                 return
             self._beats += 1
 
-    def _look(self) -> None:
-        """Reads the counter of the rank that is watched, and whether rank 0 has left."""
-        if not self._host_left:
-            self._host_left = self._store.add("0", 0) >= _GOODBYE
-        if not self._peers:
+    def _meet_peers(self) -> bool:
+        """Whether all ranks have begun: then this one knows whom it watches."""
+        keys = [f"process {peer}" for peer in self._peers]
+        if not self._store.check(keys):
+            return False
+        # A store of files gives one value at a time.
+        texts = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
+        self._processes = {peer: text.decode() for peer, text in zip(self._peers, texts, strict=True)}
+        hosts: dict[str, list[int]] = {}
+        for peer, text in self._processes.items():
+            hosts.setdefault(_host_of(text), []).append(peer)
+        self._next_ranks = hosts.pop(self._host, [])
+        # All ranks of a host watch the same one: whose lowest rank comes next in the ring.
+        first = min([self._rank, *self._next_ranks])
+        self._next_hosts = sorted(hosts.items(), key=lambda host: (min(host[1]) < first, min(host[1])))
+        return True
+
+    def _look_at_next_rank(self) -> None:
+        if not self._next_ranks:
             return
-        peer = self._peers[0]
-        count = self._store.add(str(peer), 0)
-        if count >= _GOODBYE:
-            del self._peers[0]
+        peer = self._next_ranks[0]
+        if self._has_left(peer):
+            del self._next_ranks[0]
+            self._stopped = 0
+            return
+        self._stopped = self._stopped + 1 if _is_stopped(self._processes[peer]) else 0
+        if self._stopped >= self._limit:
+            with suppress(OSError):
+                _continue_process(self._processes[peer])
+            self._lose(f"rank {peer} has", self._limit)
+
+    def _look_at_next_host(self) -> None:
+        if not self._next_hosts:
+            return
+        host, ranks = self._next_hosts[0]
+        count = self._store.add(f"beats of {host}", 0)
+        limit = self._limit if len(ranks) > 1 else _ALONE * self._limit
+        if count >= len(ranks) * _GOODBYE:
+            del self._next_hosts[0]
             self._last = self._silent = 0
         elif count != self._last:
             self._last, self._silent = count, 0
-        elif count:  # else it has not begun
+        else:
             self._silent += 1
-            if self._silent >= self._limit:
-                with suppress(RuntimeError, ValueError, OSError):
-                    _continue_process(self._store.get(f"process {peer}").decode())
-                self._end(PeerLostError(f"rank {peer} has not answered for {self._limit * self._interval_s:.0f} s"))
+            if self._silent >= limit:
+                several = f"ranks {', '.join(map(str, sorted(ranks)))} (all of a host) have"
+                self._lose(several if len(ranks) > 1 else f"rank {ranks[0]} has", limit)
+
+    def _lose(self, who: str, turns: int) -> None:
+        self._end(PeerLostError(f"{who} not answered for {turns * self._interval_s:.0f} s"))
 
     def _watch(self) -> None:
         """Ends this process when the store does not answer."""
@@ -150,7 +201,7 @@ class Heartbeat:
         while not self._leaving.wait(self._interval_s):
             silent = silent + 1 if self._beats == last else 0
             last = self._beats
-            if silent >= self._limit and not self._host_left:
+            if silent >= self._limit and not self._store_left:
                 where = "the store of the process group, on rank 0's host,"
                 self._end(PeerLostError(f"{where} has not answered for {self._limit * self._interval_s:.0f} s"))
                 return
@@ -159,28 +210,40 @@ class Heartbeat:
 def _this_process() -> str:
     """What tells this process from all others: its host since when it runs, its number, and its start."""
     pid = os.getpid()
-    return f"{_host()} {pid} {_started(pid)}"
+    started = _state_and_start(pid)[1]
+    host = socket.gethostname()
+    with suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")  # containers of one host number their processes each for itself
+        host = f"{host}-{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{namespace}"
+    # Nobody can look at a process whose start is not told: it is a host of its own.
+    return f"{host if started != _UNKNOWN else f'{host}-{pid}'} {pid} {started}"
 
 
-def _continue_process(text: str) -> None:
+def _host_of(process: str) -> str:
+    return process.split()[0]
+
+
+def _is_stopped(process: str) -> bool:
+    """Whether a process of this host is stopped (T), not traced (t); or has ended."""
+    _, pid, started = process.split()
+    state, now = _state_and_start(int(pid))
+    return state in "TZX" or now != started
+
+
+def _continue_process(process: str) -> None:
     """Continues a stopped process of this host (SIGCONT), so that the SIGTERM by which torchrun ends it reaches it.
 
     Otherwise torchrun waits 30 s before it kills it.
     """
-    host, pid, started = text.split()
-    if host == _host() and started == _started(int(pid)) != _UNKNOWN:
+    _, pid, started = process.split()
+    if started == _state_and_start(int(pid))[1]:
         os.kill(int(pid), signal.SIGCONT)
 
 
-def _host() -> str:
-    with suppress(OSError):
-        namespace = os.readlink("/proc/self/ns/pid")  # containers of one host number their processes each for itself
-        return f"{socket.gethostname()}-{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{namespace}"
-    return socket.gethostname()
-
-
-def _started(pid: int) -> str:
-    """When a process was started, in ticks since its host was."""
+def _state_and_start(pid: int) -> tuple[str, str]:
+    """The state of a process, and when it was started, in ticks since its host was."""
     with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return _UNKNOWN
+        # The name, in parentheses, may hold anything; after it comes the state.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], fields[19]
+    return _UNKNOWN, _UNKNOWN
