@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import spindle
+from courses import unmeasured
 from spindle.errors import TrainingError
 from spindle.profile import Profile
 from spindle.run.forms import Forms
@@ -193,6 +194,43 @@ def differing(rank: int, num_ranks: int, name: str) -> str:
             if name != "shapes":
                 trainer.replan(plan=on_both_ranks(profile))
             trainer.fit({"pull": [batch]}, steps=script.steps, progress=False)
+        except TrainingError as error:
+            return str(error)
+    return ""
+
+
+def changing_alone(rank: int, num_ranks: int, when: str) -> str:
+    """The error of a training in which rank 1 changes something that rank 0 does not, at the time that is named."""
+    torch.manual_seed(0)
+    tower = Tower(WIDTH, WIDTH, 2)
+    handle = spindle.module("tower", tower)
+    tasks = [
+        spindle.task(batch_size=ROWS, name=name)(lambda batch: handle(batch).square().mean())
+        for name in ("pull", "push")
+    ]
+    loaders = {name: [torch.ones(ROWS, WIDTH)] for name in ("pull", "push")}
+
+    def on_step(step: int, losses: Any) -> None:
+        if rank == 1 and when == "in a fit" and step == 2:  # before a step that is not timed, which starts at once
+            trainer.remove_task("push")
+        if rank == 1 and when == "in the last step" and step == 5:
+            trainer.replan()
+        if when == "which task" and step == 1:
+            trainer.remove_task(["pull", "push"][rank])
+        if when == "frozen" and step == 1:
+            tower.norm.requires_grad_(rank == 0)
+            trainer.replan()
+
+    with unmeasured():
+        trainer = spindle.Trainer(tasks, optimizer=lambda named: torch.optim.SGD([one for _, one in named], lr=0.1))
+        try:
+            profile = trainer.prepare(loaders, progress=False)
+            # On rank 0 alone, so that it does not wait for rank 1 in the midst of a step.
+            trainer.replan(plan="\n".join(f"{op.name}*{op.num_layers}@0" for op in profile.graph.metaops))
+            trainer.fit(loaders, steps=6, progress=False, on_step=on_step)
+            if rank == 1 and when == "between fits":
+                trainer.remove_task("push")
+            trainer.fit(loaders, steps=1, progress=False)
         except TrainingError as error:
             return str(error)
     return ""

@@ -149,6 +149,28 @@ def test_a_difference_names_the_rank_the_item_and_both_values_on_all_ranks(pool,
     assert messages[0] == messages[1]
 
 
+CALLED = "rank 1 differs from rank 0 in what was called in the midst of the fit: rank 0 has "
+ALONE = {  # what ranks say
+    "in a fit": (
+        r"step \d: rank 1 called remove_task, add_task or replan in the midst of the fit, and rank 0 did not",
+        r"step \d: rank 1 called remove_task\('push'\) in the midst of the fit, and rank 0 did not",
+    ),
+    "in the last step": (CALLED + r"'nothing', rank 1 has 'replan'",),
+    "which task": (CALLED + r""""remove_task\('pull'\)", rank 1 has "remove_task\('push'\)"; all""",),
+    "between fits": (
+        r"rank 1 differs .* the Trainer's method .*: rank 0 has 'fit', rank 1 has .remove_task\('push'\)",
+    ),
+    "frozen": (r"rank 1 differs from rank 0 in the parameters of module 'tower': .*=True.*=False",),
+}
+
+
+@pytest.mark.parametrize("when", ALONE)
+def test_a_change_on_one_rank_alone_ends_with_an_error_that_names_it(pool, when):
+    messages = pool.run(2, "changing_alone", when)
+    for rank, message in enumerate(messages):
+        assert re.match(ALONE[when][rank % len(ALONE[when])], message), messages
+
+
 def test_texts_do_not_follow_addresses_or_the_order_of_sets_and_dicts():
     assert canonical_text(object()) == canonical_text(object())
     words = [f"word {number}" for number in range(20)]

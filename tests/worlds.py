@@ -28,7 +28,7 @@ from budgets import train_within
 from changing import change
 from combined import combine
 from courses import evaluated, follow, read_by_towers_alone, read_samples, unmeasured
-from differences import differing
+from differences import changing_alone, differing
 from microbatches import against_torch, run_pipeline, train_shared_in_passes
 from scenes import SCENES
 from spindle.cluster import Link, cluster_named
@@ -55,6 +55,7 @@ __all__ = [
     "against_torch",
     "batches",
     "change",
+    "changing_alone",
     "combine",
     "differing",
     "evaluated",

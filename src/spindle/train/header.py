@@ -1,7 +1,9 @@
 """What ranks tell each other a step ahead: a row of numbers for each turn and task, the same columns on every rank.
 
 Signature, tokens, rows, fingerprint and way of the task's next batch, where the rank reads it; and behind these, its
-parts of the losses of a step that is over, and which share of its last timed step it computed.
+parts of the losses of a step that is over, how many changes of tasks and plan it has asked for, and which share of its
+last timed step it computed. All headers of a plan have the same size, so that ranks of which only some have asked for a
+change still exchange headers, and find that out.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class Agreed:
     tokens: int
 
 
-def header(names: Sequence[str], turns: Turns, losses: Sequence[float] | None, busy: float) -> torch.Tensor:
+def header(
+    names: Sequence[str], turns: Turns, losses: Sequence[float] | None, num_changes: int, busy: float
+) -> torch.Tensor:
     """What this rank has to tell."""
     told: list[float] = []
     for batches in turns:
@@ -53,12 +57,12 @@ def header(names: Sequence[str], turns: Turns, losses: Sequence[float] | None, b
                 ]
             )
     told += [0.0] * len(names) if losses is None else losses
-    return torch.tensor([*told, busy], dtype=torch.float64)
+    return torch.tensor([*told, num_changes, busy], dtype=torch.float64)
 
 
 def losses_in(table: Table, names: Sequence[str]) -> dict[str, float]:
     """The tasks' losses: what all ranks have of them."""
-    behind = len(names) + 1
+    behind = len(names) + 2
     return {name: sum(record[task - behind] for record in table) for task, name in enumerate(names)}
 
 
@@ -66,6 +70,19 @@ def idle_in(table: Table) -> float | None:
     """Which share of the last timed step ranks did not compute, on average; None before there is one."""
     known = [record[-1] for record in table if not math.isnan(record[-1])]
     return 1 - sum(known) / len(known) if known else None
+
+
+def check_changes(table: Table, calls: Sequence[str], step: int) -> None:
+    """Refuses changes of tasks and plan that not all ranks have asked for; `calls` are those of this rank, which the
+    message has where it is one that asked."""
+    counts = [int(record[-2]) for record in table]
+    least, most = min(counts), max(counts)
+    if least != most:
+        called = ", ".join(calls[least:most]) or "remove_task, add_task or replan"
+        raise TrainingError(
+            f"step {step}: rank {counts.index(most)} called {called} in the midst of the fit, and rank "
+            f"{counts.index(least)} did not; change tasks and plans on all ranks, in the same on_step"
+        )
 
 
 def agreed(table: Table, names: Sequence[str], num_turns: int, step: int) -> list[dict[str, Agreed]]:

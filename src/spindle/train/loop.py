@@ -25,11 +25,11 @@ from spindle.run.budget import Budget, limit_gpu_memory
 from spindle.run.forms import Cuts
 from spindle.run.recorded import timeline_of
 from spindle.run.rows import on_device
-from spindle.run.world import copied_to
+from spindle.run.world import Gathering, copied_to
 from spindle.simulate import simulate
-from spindle.train.agreement import compare, option_items, shape_items
+from spindle.train.agreement import compare, module_items, option_items, shape_items
 from spindle.train.feed import Batch, Feed
-from spindle.train.header import Agreed, Table, agreed, header, idle_in, losses_in
+from spindle.train.header import Agreed, Table, Turns, agreed, check_changes, header, idle_in, losses_in
 from spindle.train.microbatches import Key, task_of, way_of, without_values
 from spindle.train.preparation import Prepared
 from spindle.train.progress import Progress
@@ -65,6 +65,8 @@ class Loop:
         self._make_feed = make_feed
         self._options, self._world = readiness.options, readiness.world
         self._change: tuple[list[TaskDefinition], dict[str, Any]] | None = None
+        self._calls: list[str] = []  # which asked for changes
+        self._num_applied = 0  # of these
         self._prepared = readiness.plan(readiness.find_out(feeds, shown), shown)
         self._history: list[dict[str, float]] = []
         self._tasks_of: deque[frozenset[str]] = deque()  # of the steps whose losses are not told yet
@@ -87,8 +89,10 @@ class Loop:
         """The tasks of the next step."""
         return list(self._options.tasks) if self._change is None else self._change[0]
 
-    def change(self, tasks: Sequence[TaskDefinition], loaders: Mapping[str, Any] | None = None) -> None:
-        """The next step has these tasks, those of them that join with loaders of theirs, and there is a new plan."""
+    def change(self, call: str, tasks: Sequence[TaskDefinition], loaders: Mapping[str, Any] | None = None) -> None:
+        """The next step has these tasks, those of them that join with loaders of theirs, and a new plan: this call asks
+        for it."""
+        self._calls.append(call)
         joining = {} if self._change is None else self._change[1]
         self._change = list(tasks), {**joining, **(loaders or {})}
 
@@ -104,13 +108,13 @@ class Loop:
         sampled = _sampled(steps)
         step_s: list[float] = []
         turns = self._read(first)
-        gathering = world.start_all_gather(header(self._names, turns, None, self._busy))
+        gathering = self._start_header(turns, None)
         unsent: deque[ReadLosses] = deque()  # of the last steps, which a GPU may still be at
         carries_losses = False  # the header that is on its way
         shown.training(steps)
         for number in range(steps):
             begin = time.perf_counter()
-            table = [one.tolist() for one in gathering.wait()]
+            table = self._table(gathering, first + number)
             if carries_losses:
                 self._note(table, first)
             told = agreed(table, self._names, self._options.accumulate, first + number)
@@ -126,9 +130,11 @@ class Loop:
                 turns = self._read(first + number + 1)
                 carries_losses = len(unsent) >= _LOSSES_BEHIND[world.device.type]
                 losses = unsent.popleft()() if carries_losses else None
-                gathering = world.start_all_gather(header(self._names, turns, losses, self._busy))
+                gathering = self._start_header(turns, losses)
                 if self._prepared.microbatches is not None:
-                    self._plan_ahead(gathering.wait(), turns, first + number + 1, step_s)
+                    self._plan_ahead(self._table(gathering, first + number), turns, first + number + 1, step_s)
+            else:  # of no batches: a rank that was just asked for a change waits for the others' headers
+                gathering = self._start_header(self._no_turns, None)
             step = self._step if self._prepared.microbatches is None else self._pipelined_step
             unsent.append(step(first + number, told, current, is_sampled=number in sampled))
             step_s.append(time.perf_counter() - begin)
@@ -140,6 +146,7 @@ class Loop:
                 tokens=sum(one.tokens for one in batches),
                 idle=idle_in(table),
             )
+        self._table(gathering, first + steps)
         self._tell_last(unsent, first)
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
@@ -149,6 +156,7 @@ class Loop:
         peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else 0
         if self._budget is not None:
             peak = self._budget.peak_bytes
+        compare(world, self._call_items())
         self._readiness.bring_home(self._prepared)
         self._readiness.given.update(self._asked)
         if self._change is not None:  # asked for when the last losses were told
@@ -164,16 +172,35 @@ class Loop:
         """The losses of steps that have no header to travel with."""
         while unsent:
             losses = unsent.popleft()()
-            told = self._world.start_all_gather(header(self._names, (), losses, self._busy)).wait()
-            self._note([one.tolist() for one in told], first)
+            gathering = self._start_header(self._no_turns, losses)
+            self._note(self._table(gathering, first + len(self._history)), first)
+
+    @property
+    def _no_turns(self) -> Turns:
+        return [{}] * self._options.accumulate
+
+    def _start_header(self, turns: Turns, losses: Sequence[float] | None) -> Gathering:
+        return self._world.start_all_gather(header(self._names, turns, losses, len(self._calls), self._busy))
+
+    def _table(self, gathering: Gathering, step: int) -> Table:
+        """The headers of all ranks."""
+        table = [one.tolist() for one in gathering.wait()]
+        check_changes(table, self._calls, step)
+        return table
+
+    def _call_items(self) -> dict[str, Any]:
+        return {"what was called in the midst of the fit": ", ".join(self._calls[self._num_applied :]) or "nothing"}
 
     def _apply(self, told: list[dict[str, Agreed]], turns: list[dict[str, Batch]]) -> None:
         """Tasks end and join before a step whose batches are read: one that joins has none yet."""
         assert self._change is not None
         (tasks, loaders), self._change = self._change, None
         begin_s = time.perf_counter()
-        coming = option_items(replace(self._options, tasks=tuple(tasks)))
-        compare(self._world, {**coming, "the tasks with new loaders": sorted(loaders)})
+        items = self._call_items() | option_items(replace(self._options, tasks=tuple(tasks)))
+        with self._prepared.weights.in_shape():
+            items |= module_items(self._readiness.handles)  # which may have been frozen or switched
+        compare(self._world, {**items, "the tasks with new loaders": sorted(loaders)})
+        self._num_applied = len(self._calls)
         names = {one.name for one in tasks}
         ended = {name for name in self._feeds if name not in names or name in loaders}
         for name in ended:
@@ -327,11 +354,9 @@ class Loop:
 
         return read
 
-    def _plan_ahead(
-        self, gathered: Sequence[torch.Tensor], turns: list[dict[str, Batch]], step: int, step_s: list[float]
-    ) -> None:
+    def _plan_ahead(self, table: Table, turns: list[dict[str, Batch]], step: int, step_s: list[float]) -> None:
         """The next step of a pipeline is planned while this one runs, unless it needs another plan altogether."""
-        told = agreed([one.tolist() for one in gathered], self._names, self._options.accumulate, step)
+        told = agreed(table, self._names, self._options.accumulate, step)
         if self._change is not None or any(
             self._readiness.ways.get(task, one.way) is None for batches in told for task, one in batches.items()
         ):

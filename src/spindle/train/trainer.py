@@ -14,6 +14,7 @@ from spindle.errors import TrainingError, WorkloadError
 from spindle.plan import Plan
 from spindle.profile import Profile
 from spindle.run import World, join_world
+from spindle.train.agreement import compare
 from spindle.train.evaluation import evaluate
 from spindle.train.feed import Feed, draw, random_state
 from spindle.train.loop import Loop, OnStep
@@ -181,6 +182,7 @@ class Trainer:
         """
         if steps < 1:
             raise TrainingError(f"fit(steps={steps}): must be at least 1")
+        self._compare_call("fit")
         self._refuse_spread_weights()
         shown = Progress(enabled=progress and self.world.rank == 0)
         feeds: dict[str, Feed] = {}
@@ -204,6 +206,7 @@ class Trainer:
 
         The first batch of each loader is looked at.
         """
+        self._compare_call("prepare")
         shown = Progress(enabled=progress and self.world.rank == 0)
         try:
             return self._readiness.find_out(self._feeds(loaders, True, shown), shown).profile
@@ -224,6 +227,8 @@ class Trainer:
         In the midst of a fit (in its `on_step`, on all ranks) the next step has a new plan: this is how modules are
         frozen and thawed there.
         """
+        if self._loop is None:
+            self._compare_call("replan")
         if planner is not None:
             self._options.planner = planner
         if tensor_degrees is not None:
@@ -234,11 +239,13 @@ class Trainer:
         elif not keep_optimizer:
             raise TrainingError("replan(keep_optimizer=False): in the midst of a fit the optimizer goes on")
         else:
-            self._loop.change(self._loop.coming_tasks)
+            self._loop.change("replan", self._loop.coming_tasks)
 
     def remove_task(self, name: str) -> None:
         """A task ends: from the next step on, if this is called in a fit (in its `on_step`, on all ranks), else from
         the next fit on. The others are planned anew. What no task uses any more stays as it is."""
+        if self._loop is None:
+            self._compare_call(f"remove_task({name!r})")
         tasks = self._tasks_now()
         left = [one for one in tasks if one.name != name]
         if len(left) == len(tasks):
@@ -248,7 +255,7 @@ class Trainer:
             raise TrainingError(f"remove_task({name!r}): it is the last one")
         if self._options.sampling is not None:
             self._options.sampling = {one: share for one, share in self._options.sampling.items() if one != name}
-        self._take_tasks(left, {})
+        self._take_tasks(f"remove_task({name!r})", left, {})
 
     def add_task(self, task: TaskDefinition, loader: Any = None, *, share: Share | None = None) -> None:
         """A task joins, or comes back: from the next fit on, or, in a fit (in its `on_step`, on all ranks), in which it
@@ -256,9 +263,11 @@ class Trainer:
 
         One that this Trainer has trained before is planned at once; another one is measured first.
         """
-        tasks = self._tasks_now()
         if not isinstance(task, TaskDefinition):
             raise WorkloadError(f"add_task({task!r}): expected a task; write @spindle.task(batch_size=...) above it")
+        if self._loop is None:
+            self._compare_call(f"add_task({task.name!r})")
+        tasks = self._tasks_now()
         if task.name in [one.name for one in tasks]:
             raise WorkloadError(f"add_task: there is a task {task.name!r} already; give it another name")
         if self._loop is not None and loader is None:
@@ -268,7 +277,7 @@ class Trainer:
         if self._options.sampling is not None and share is not None:
             self._options.sampling = {**self._options.sampling, task.name: share}
         self._has_new_modules = True
-        self._take_tasks([*tasks, task], {task.name: loader})
+        self._take_tasks(f"add_task({task.name!r})", [*tasks, task], {task.name: loader})
 
     def _refuse_spread_weights(self) -> None:
         if self.world.size > 1 and self._readiness.is_away:
@@ -280,11 +289,15 @@ class Trainer:
     def _tasks_now(self) -> list[TaskDefinition]:
         return list(self._options.tasks) if self._loop is None else self._loop.coming_tasks
 
-    def _take_tasks(self, tasks: list[TaskDefinition], loaders: dict[str, Any]) -> None:
+    def _take_tasks(self, call: str, tasks: list[TaskDefinition], loaders: dict[str, Any]) -> None:
         if self._loop is None:
             self._readiness.set_tasks(tasks, Progress(enabled=False))
         else:
-            self._loop.change(tasks, loaders)
+            self._loop.change(call, tasks, loaders)
+
+    def _compare_call(self, call: str) -> None:
+        """All ranks call the same method of the Trainer, before anything in it communicates."""
+        compare(self.world, {"the Trainer's method that is called": call})
 
     def evaluate(self, loaders: Mapping[str, Any], *, steps: int | None = None) -> dict[str, float]:
         """The mean loss of each task that has a loader here, over one epoch of it or so many of its batches.
@@ -294,6 +307,7 @@ class Trainer:
         """
         if workload_request() is not None:  # nobody trains here, and modules have no weights
             return dict.fromkeys(loaders, math.nan)
+        self._compare_call("evaluate")
         self._refuse_spread_weights()
         return evaluate(
             self._options,
