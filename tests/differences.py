@@ -38,15 +38,17 @@ class Script:
     constant: float = 1.0
     loader_columns: int = WIDTH
     steps: int = 1
+    gamma: float = 0.9
+    place: Callable[[int], str] = lambda number: "0-1"  # ranks of the op of this number
     prepare: Callable[[nn.Module], Any] = lambda module: None
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def on_both_ranks(profile: Profile) -> str:
-    """A plan that runs every layer on both ranks, as far as it can be split."""
+def plan_text(profile: Profile, place: Callable[[int], str]) -> str:
+    """A plan that runs every op on ranks that are given for its number, as far as it can be split."""
     counts = [curves[0].num_devices[-1] for curves in profile.curves]
-    ops = zip(profile.graph.metaops, counts, strict=True)
-    return "\n".join(f"{op.name}*{op.num_layers}@{'0-1' if count > 1 else '0'}" for op, count in ops)
+    ops = enumerate(zip(profile.graph.metaops, counts, strict=True))
+    return "\n".join(f"{op.name}*{op.num_layers}@{place(number) if count > 1 else '0'}" for number, (op, count) in ops)
 
 
 def changed(function: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -83,6 +85,7 @@ def untied(tower: nn.Module) -> None:
 
 
 PIPELINE = {"planner": "pipeline", "accumulate": 2}
+APART = {"place": lambda number: str(min(number, 1))}  # no parameter is on both ranks
 SCRIPTS: dict[str, dict[str, Any]] = {  # what rank 1's script has otherwise
     "clip_norm": {"options": {"clip_norm": 2.0}},
     "accumulate": {"options": {"accumulate": 3}},
@@ -108,6 +111,10 @@ SCRIPTS: dict[str, dict[str, Any]] = {  # what rank 1's script has otherwise
     "lr": {"rate": 0.2},
     "weight_decay": {"decay": 0.01},
     "recorded apart": {},
+    "apart": {**APART},
+    "lr apart": {"rate": 0.2, **APART},
+    "weight_decay apart": {"decay": 0.01, **APART},
+    "scheduler": {"gamma": 0.8, **APART},
 }
 PATCHES: dict[str, Callable[[], Any]] = {  # what Spindle makes of it otherwise on rank 1
     "Python": lambda: mock.patch("spindle.train.agreement.sys", SimpleNamespace(version_info=(3, 99))),
@@ -128,6 +135,7 @@ def changed_method(method: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def difference(name: str, rank: int) -> Iterator[Script]:
     common: dict[str, Any] = {"options": PIPELINE} if name == "shapes" else {}
+    common |= APART if SCRIPTS.get(name, {}).keys() & APART.keys() else {}
     script = Script(**common) if rank == 0 or name in PATCHES else Script(**SCRIPTS[name])
     if rank == 1 and name in PATCHES:
         with PATCHES[name]():
@@ -189,10 +197,15 @@ def differing(rank: int, num_ranks: int, name: str) -> str:
 
         batch = {"x": torch.randn(script.batch_size, script.loader_columns, dtype=torch.float64)}
         try:
-            trainer = spindle.Trainer([pull], optimizer=optimizer, **script.options)
+            trainer = spindle.Trainer(
+                [pull],
+                optimizer=optimizer,
+                scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda step: script.gamma**step),
+                **script.options,
+            )
             profile = trainer.prepare({"pull": [batch]}, progress=False)
             if name != "shapes":
-                trainer.replan(plan=on_both_ranks(profile))
+                trainer.replan(plan=plan_text(profile, script.place))
             trainer.fit({"pull": [batch]}, steps=script.steps, progress=False)
         except TrainingError as error:
             return str(error)

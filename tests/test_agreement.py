@@ -132,12 +132,15 @@ EXPECTED = {
         r".*decay: 0\.0\}",
         r".*decay: 0\.01\}",
     ),
+    "lr apart": ("the optimizer's settings of parameter 'tower.stem.weight'", ".*lr: 0.1", ".*lr: 0.2"),
+    "weight_decay apart": ("the optimizer's settings of parameter 'tower.stem.weight'", ".*: 0.0", ".*: 0.01"),
+    "scheduler": ("the optimizer's settings of parameter 'tower.stem.weight'", ".*lr: 0.07", ".*lr: 0.05"),
     "recorded apart": ("the layers of tower#0 in task 'pull'", r".*o2_\(t2, 1\)", r".*o2_\(t2, 2\)"),
 }
 
 
 def test_every_difference_has_its_expectation():
-    assert EXPECTED.keys() == {**PATCHES, **SCRIPTS}.keys()
+    assert EXPECTED.keys() | {"apart"} == {**PATCHES, **SCRIPTS}.keys()
 
 
 @pytest.mark.parametrize("difference", EXPECTED)
@@ -147,6 +150,10 @@ def test_a_difference_names_the_rank_the_item_and_both_values_on_all_ranks(pool,
     pattern = rf"rank 1 differs from rank 0 in {item}: rank 0 has {ours}.*, rank 1 has {theirs}.*; all ranks must"
     assert re.match(pattern, messages[0]), messages[0]
     assert messages[0] == messages[1]
+
+
+def test_ranks_that_hold_different_parameters_may_have_different_groups(pool):
+    assert pool.run(2, "differing", "apart") == ["", ""]
 
 
 CALLED = "rank 1 differs from rank 0 in what was called in the midst of the fit: rank 0 has "

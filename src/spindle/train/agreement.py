@@ -18,11 +18,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from spindle.errors import TrainingError
 from spindle.run import World
 from spindle.run.forms import Cuts
 from spindle.train.kinds import graph_text, tensor_text
+from spindle.train.optimizer import (
+    MakeOptimizer,
+    MakeScheduler,
+    Named,
+    group_settings,
+    optimizer_of,
+    scheduler_of,
+    settings_of,
+)
 from spindle.train.record import RecordedTask, handles_of, parameter_names
 from spindle.train.task import ModuleHandle, TaskDefinition
 
@@ -175,13 +185,15 @@ def version_items() -> dict[str, str]:
     }
 
 
+_TRIED_STEPS = 3  # of a scheduler, whose rule may be a function
+_RATES = ("_lr", "_lrs", "lambdas")
 _ONLY_RANK_0 = ("planner", "plan", "shard_optimizer", "pipeline_ranks")
 _FUNCTIONS = ("make_optimizer", "make_scheduler")
 
 
 def option_items(options: Options) -> dict[str, Any]:
     """The Trainer's arguments, and the tasks. Rank 0 alone looks at those about planning; what an optimizer and its
-    scheduler do is compared by the optimizer's groups."""
+    scheduler do is compared when they are made."""
     items = {
         f"Trainer({field.name}=...)": getattr(options, field.name)
         for field in dataclasses.fields(options)
@@ -203,6 +215,51 @@ def definition_text(definition: TaskDefinition) -> str:
         f"batch_size={definition.batch_size}, weight={canonical_text(definition.weight)}, "
         f"per_sample_mean={definition.per_sample_mean}"
     )
+
+
+def optimizer_items(
+    make: MakeOptimizer,
+    make_scheduler: MakeScheduler | None,
+    parameters: Iterable[tuple[str, nn.Parameter, torch.Size]],
+) -> dict[str, str]:
+    """What the user's functions give for all parameters that are trained, by name and with their whole shapes.
+
+    Each rank makes its optimizer of the parameters that it holds, so groups may differ from rank to rank; what must not
+    is the rule by which they are made. It is asked here for parameters without memory. What it does with values of
+    parameters is not found out, nor with parameters that it cannot take: the same error on all ranks is no difference.
+    """
+    named: list[Named] = []
+    for name, parameter, shape in parameters:
+        stand_in = nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"))
+        stand_in.__dict__.update(parameter.__dict__)  # by which groups may be chosen
+        named.append((name, stand_in))
+    items: dict[str, str] = {}
+    try:
+        optimizer = optimizer_of(make, named)
+        if optimizer is None:
+            return {}
+        if make_scheduler is not None:
+            scheduler = scheduler_of(make_scheduler, optimizer, _TRIED_STEPS)
+            items["the scheduler"] = canonical_text((type(scheduler), _without_rates(scheduler.state_dict())))
+        settings = group_settings(optimizer, named)
+    except Exception as error:  # the user's code may raise anything; if it is a mistake, the real ones raise it again
+        return {"the optimizer of parameters without values": type(error).__name__}
+    texts = {id(one): canonical_text(one) for one in settings.values()}
+    by_name = {f"the optimizer's settings of parameter {name!r}": texts[id(one)] for name, one in settings.items()}
+    # Groups that have no parameter here, too: which ones are in them may not be told by the name.
+    groups = [canonical_text(settings_of(group)) for group in optimizer.param_groups]
+    return by_name | items | {"the settings of the optimizer's groups": "\n".join(sorted(groups))}
+
+
+def _without_rates(state: Any) -> Any:
+    """A scheduler's state without what it has for each group: the order of groups may differ."""
+    match state:
+        case Mapping():
+            return {key: _without_rates(one) for key, one in state.items() if not str(key).endswith(_RATES)}
+        case tuple() | list():
+            return [_without_rates(one) for one in state]
+        case _:
+            return state
 
 
 def module_items(handles: Mapping[str, ModuleHandle]) -> dict[str, str]:

@@ -65,7 +65,7 @@ class Update:
         self.scheduler = None
         self._num_steps = state.num_steps
         if self.optimizer is not None and make_scheduler is not None:
-            self.scheduler = _scheduler_of(make_scheduler, self.optimizer, state.num_steps)
+            self.scheduler = scheduler_of(make_scheduler, self.optimizer, state.num_steps)
         if self.optimizer is not None and (state.settings or state.old_settings):
             self._take(self.optimizer, state)
         # What is trained is the optimizers' matter from here on.
@@ -164,30 +164,34 @@ class Update:
 
     def group_settings(self) -> dict[str, dict[str, Any]]:
         """The optimizer's class and what groups say of the parameters that this rank trains, by name."""
-        names = {id(parameter): name for name, parameter in self._named}
-        groups = self.optimizer.param_groups if self.optimizer is not None else ()
-        settings: dict[str, dict[str, Any]] = {}
-        for group in groups:
-            shared = _settings_of(group)
-            shared["optimizer"] = type(self.optimizer)
-            settings |= {names[id(parameter)]: shared for parameter in group["params"]}
-        return settings
+        return {} if self.optimizer is None else group_settings(self.optimizer, self._named)
 
     def _settings(self) -> dict[str, dict[str, Any]]:
         """What groups say of the parameters that this rank counts."""
         names = {id(parameter): name for name, parameter in self._named}
         counted = {id(parameter) for parameter in self._counted}
         return {
-            names[id(parameter)]: _settings_of(group)
+            names[id(parameter)]: settings_of(group)
             for group in (self.optimizer.param_groups if self.optimizer is not None else ())
             for parameter in group["params"]
             if id(parameter) in counted
         }
 
 
-def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """What a group says of all its parameters; which ones these are differs from rank to rank."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def group_settings(optimizer: torch.optim.Optimizer, named: Sequence[Named]) -> dict[str, dict[str, Any]]:
+    """The class of an optimizer and what its groups say, by the names of their parameters; those of a group share one
+    dict."""
+    names = {id(parameter): name for name, parameter in named}
+    settings: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        shared = {**settings_of(group), "optimizer": type(optimizer)}
+        settings |= {names[id(parameter)]: shared for parameter in group["params"]}
+    return settings
 
 
 def optimizer_of(make: MakeOptimizer, named: Sequence[Named]) -> torch.optim.Optimizer | None:
@@ -214,9 +218,10 @@ def optimizer_of(make: MakeOptimizer, named: Sequence[Named]) -> torch.optim.Opt
     return optimizer
 
 
-def _scheduler_of(
+def scheduler_of(
     make: MakeScheduler, optimizer: torch.optim.Optimizer, num_steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
+    """The user's scheduler of an optimizer, after so many steps."""
     scheduler = make(optimizer)
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(scheduler, "step"):
         raise TrainingError(

@@ -31,7 +31,7 @@ from spindle.run.rows import on_device
 from spindle.run.shards import Shards
 from spindle.run.weights import Weights
 from spindle.run.world import on_compute_stream
-from spindle.train.agreement import compare, compare_held, task_items
+from spindle.train.agreement import compare, compare_held, optimizer_items, task_items
 from spindle.train.bind import Bound, bind, code_of
 from spindle.train.kinds import kinds_of
 from spindle.train.microbatches import Key, Microbatches, StepGraph, on_one_device, way_of
@@ -199,6 +199,14 @@ class Prepared:
             if counts:
                 counted.append(parameter)
         ranks = sorted({rank for shape in self.program.slots for rank in shape.ranks.tolist()})
+        trained = {
+            number: one.name
+            for number, one in enumerate(self.graph.parameters)
+            if one.trainable and weights.holders[number]
+        }
+        if self._world.size > 1:  # before the real one is made: whoever keeps the last optimizer keeps that
+            every = [(name, weights.parameters[number], weights.shapes[number]) for number, name in trained.items()]
+            compare(self._world, optimizer_items(options.make_optimizer, options.make_scheduler, every))
         self.update = Update(
             options.make_optimizer,
             options.make_scheduler,
@@ -206,11 +214,7 @@ class Prepared:
             named=named,
             counted=counted,
             parts=parts,
-            trained={
-                one.name
-                for one, holders in zip(self.graph.parameters, weights.holders, strict=True)
-                if one.trainable and holders
-            },
+            trained=frozenset(trained.values()),
             ranks=tuple(ranks),
             world=self._world,
             state=state_for(parts),
