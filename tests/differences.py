@@ -110,6 +110,7 @@ SCRIPTS: dict[str, dict[str, Any]] = {  # what rank 1's script has otherwise
     "steps": {"steps": 3},
     "lr": {"rate": 0.2},
     "weight_decay": {"decay": 0.01},
+    "attribute": {"prepare": lambda tower: setattr(tower.blocks[1].linear, "scale", 2.0)},
     "recorded apart": {},
     "apart": {**APART},
     "lr apart": {"rate": 0.2, **APART},
@@ -172,12 +173,23 @@ class Given(nn.Module):
         return self.inner(function(x))
 
 
+def mark(tower: nn.Module, rank: int) -> None:
+    """Attributes that may be others on other ranks."""
+    tower.rank, tower.place, tower.is_main = rank, f"cuda:{rank}", rank == 0
+    tower._num_calls = 3 * rank
+    tower.origin = f"/home/{'abc'[rank]}/weights"
+    if rank == 0:
+        tower.longest = 7
+
+
 def differing(rank: int, num_ranks: int, name: str) -> str:
     """The error of a training whose ranks differ in what the name says; nothing if there is none."""
     torch.manual_seed(0)
     with difference(name, rank) as script:
         tower = Tower(WIDTH, script.width, 2).double()
         tower.blocks[1].linear.weight = tower.blocks[0].linear.weight
+        tower.blocks[1].linear.scale = 1.0
+        mark(tower, rank)
         script.prepare(tower)
         handle = spindle.module("tower", Calls(rank).double() if name == "recorded apart" else tower)
         constant = torch.full((1,), script.constant, dtype=torch.float64)

@@ -140,7 +140,13 @@ EXPECTED = {
 
 
 def test_every_difference_has_its_expectation():
-    assert EXPECTED.keys() | {"apart"} == {**PATCHES, **SCRIPTS}.keys()
+    assert EXPECTED.keys() | {"apart", "attribute"} == {**PATCHES, **SCRIPTS}.keys()
+
+
+def test_an_attribute_that_forward_may_use_must_not_differ(pool):
+    differs = "rank 1 differs from rank 0 in attribute 'scale' of module 'tower.blocks.1.linear'"
+    for message in pool.run(2, "differing", "attribute"):
+        assert message.startswith(f"{differs}: rank 0 has 1.0, rank 1 has 2.0; set it alike"), message
 
 
 @pytest.mark.parametrize("difference", EXPECTED)
@@ -152,7 +158,7 @@ def test_a_difference_names_the_rank_the_item_and_both_values_on_all_ranks(pool,
     assert messages[0] == messages[1]
 
 
-def test_ranks_that_hold_different_parameters_may_have_different_groups(pool):
+def test_ranks_may_have_different_parameters_groups_and_attributes_that_say_which_rank_it_is(pool):
     assert pool.run(2, "differing", "apart") == ["", ""]
 
 

@@ -138,7 +138,7 @@ def test_a_rank_that_holds_pythons_lock_is_not_lost_and_one_that_is_stopped_is()
     client = dist.TCPStore("127.0.0.1", master.port, is_master=False)
     said: queue.Queue[str] = queue.Queue()
     heartbeat = Heartbeat(None, client, 0, 2, LIMIT_S, interval_s=INTERVAL_S, end=lambda error: said.put(str(error)))
-    command = [sys.executable, "-c", HOLDING, str(master.port), "2"]
+    command = [sys.executable, "-c", HOLDING, str(master.port), "1"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdin is not None
         assert other.stdout is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _LARGEST_SHOWN = 4096  # elements of an array; of a larger one, the text has the digest
+_PLAIN_TYPES = frozenset({bool, int, float, str, type(None)})
+_FIRST_RANK = re.compile(r"rank|main|master|primary|verbose|debug|log|print|progress")
 _EXCERPT = 60  # characters on either side of the first difference
 _ADVICE = "all ranks must run the same script with the same options, data and versions"
 
@@ -52,14 +55,19 @@ def compare(world: World, items: Mapping[str, Any]) -> None:
         return
     texts = {name: canonical_text(value) for name, value in items.items()}
     digests = {name: _digest(text) for name, text in texts.items()}
-    whole = np.frombuffer(_digest(repr(list(digests.items()))), dtype=np.int64)
-    table = world.start_all_gather(torch.from_numpy(whole.copy())).wait()
-    if all(torch.equal(table[0], other) for other in table[1:]):
+    if _are_alike(world, repr(list(digests.items()))):
         return
     every: list[dict[str, bytes]] = world.broadcast_object(world.gather_objects(digests))
     name, rank = _first_difference(every)
     reference, other = (world.broadcast_object(texts.get(name), source) for source in (0, rank))
     raise TrainingError(_message(name, 0, reference, rank, other))
+
+
+def _are_alike(world: World, text: str) -> bool:
+    """Whether all ranks have this text."""
+    digest = np.frombuffer(_digest(text), dtype=np.int64)
+    table = world.start_all_gather(torch.from_numpy(digest.copy())).wait()
+    return all(torch.equal(table[0], other) for other in table[1:])
 
 
 def compare_held(world: World, names: Sequence[str], items: Mapping[str, Any], what: str) -> None:
@@ -85,6 +93,80 @@ def compare_held(world: World, names: Sequence[str], items: Mapping[str, Any], w
     text = distinct[id(items[name])] if name in items else None
     reference, other = (world.broadcast_object(text, source) for source in (first, second))
     raise TrainingError(_message(f"{what} {name!r}", first, reference, second, other))
+
+
+def compare_attributes(world: World, handles: Mapping[str, ModuleHandle]) -> None:
+    """Refuses plain attributes of modules (numbers, texts, flags and tuples of these) that ranks have otherwise: layers
+    call the rank's own blocks, whose forward may use them.
+
+    Once for each module, before it is trained: later, ranks that run a layer may count or cache something in it, and
+    others not. Left out: attributes whose names begin with an underscore, which are a module's own business; those
+    that not all ranks have, which forward must set by itself; paths; and those that say which rank it is. Other kinds
+    of attributes (functions, lists, configurations) are not compared.
+    """
+    new = {name: handle for name, handle in handles.items() if not handle.has_compared_attributes}
+    if world.size == 1 or not new:
+        return
+    for handle in new.values():
+        handle.has_compared_attributes = True
+    mine = _attributes(new)
+    if _are_alike(world, repr(mine)):
+        return
+    reference = world.broadcast_object(mine)
+    differing = {
+        place: mine[place] for place in reference if place in mine and not _equal(mine[place], reference[place])
+    }
+    absent = reference.keys() - mine.keys()
+    local_rank = int(os.environ.get("LOCAL_RANK", world.rank))
+    table = world.broadcast_object(world.gather_objects((local_rank, differing, absent)))
+    for place in dict.fromkeys(place for _, others, _ in table for place in others):
+        module, name = place
+        if any(place in without for _, _, without in table):
+            continue
+        values = [others.get(place, reference[place]) for _, others, _ in table]
+        local_ranks = [local_rank for local_rank, _, _ in table]
+        if _tells_rank(name, values, range(world.size)) or _tells_rank(name, values, local_ranks):
+            continue
+        rank = next(rank for rank, value in enumerate(values) if not _equal(value, values[0]))
+        raise TrainingError(
+            f"rank {rank} differs from rank 0 in attribute {name!r} of module {module!r}: rank 0 has {values[0]!r}, "
+            f"rank {rank} has {values[rank]!r}; set it alike on all ranks, or, if what the module computes does not "
+            "depend on it, begin its name with an underscore"
+        )
+
+
+def _attributes(handles: Mapping[str, ModuleHandle]) -> dict[tuple[str, str], Any]:
+    """Plain attributes of all modules inside these, by the module's path and the attribute's name."""
+    return {
+        (".".join(filter(None, (module, path))), name): value
+        for module, handle in handles.items()
+        for path, one in handle.module.named_modules()
+        for name, value in vars(one).items()
+        if name[0] != "_" and name != "training" and _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value can be compared. A path cannot: each host may have its own."""
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN_TYPES and not (type(value) is str and "/" in value)
+
+
+def _equal(value: Any, other: Any) -> bool:
+    return value == other or repr(value) == repr(other)  # nan
+
+
+def _tells_rank(name: str, values: Sequence[Any], ranks: Sequence[int]) -> bool:
+    """Whether an attribute is the number of its rank, a text with it (`cuda:1`), or a flag of the first rank."""
+    kinds = {type(value) for value in values}
+    if kinds == {int}:
+        return all(value == rank for value, rank in zip(values, ranks, strict=True))
+    if kinds == {str}:
+        texts = [re.sub(rf"(?<!\d){rank}(?!\d)", "#", value) for value, rank in zip(values, ranks, strict=True)]
+        return len(set(texts)) == 1
+    is_first = all(value is (rank == 0) for value, rank in zip(values, ranks, strict=True))
+    return is_first and _FIRST_RANK.search(name) is not None
 
 
 def _first_difference(every: Sequence[Mapping[str, bytes]]) -> tuple[str, int]:

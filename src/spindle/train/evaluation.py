@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from spindle.errors import TrainingError
 from spindle.run import World
 from spindle.run.rows import on_device, plain
+from spindle.train.agreement import compare_attributes
 from spindle.train.feed import RandomState, form_of_batch, is_empty, random_state, set_random_state
 from spindle.train.preparation import Options
 from spindle.train.record import handles_of, record
@@ -75,6 +76,7 @@ def _sums(
                 forms.add(form)
                 for name, handle in handles_of([record(task, nest)]).items():
                     if name not in seen:
+                        compare_attributes(world, {name: handle})
                         seen[name] = handle.module.to(world.device)
                         after.callback(_restored(handle.module))
                         handle.module.eval()

@@ -31,7 +31,7 @@ from spindle.run.rows import on_device
 from spindle.run.shards import Shards
 from spindle.run.weights import Weights
 from spindle.run.world import on_compute_stream
-from spindle.train.agreement import compare, compare_held, optimizer_items, task_items
+from spindle.train.agreement import compare, compare_attributes, compare_held, optimizer_items, task_items
 from spindle.train.bind import Bound, bind, code_of
 from spindle.train.kinds import kinds_of
 from spindle.train.microbatches import Key, Microbatches, StepGraph, on_one_device, way_of
@@ -291,6 +291,7 @@ def _find_out(options: Options, ways: Ways, world: World, shown: Progress, notif
         recorded = record_all([way.definition for way in ways], examples)
         handles = handles_of(recorded)
         compare(world, task_items(recorded, examples))
+        compare_attributes(world, handles)
         if wanted is None:  # modules without weights cannot be moved, and need not be
             for handle in handles.values():
                 handle.module.to(world.device)

@@ -34,6 +34,7 @@ class ModuleHandle:
     ) -> None:
         self.name, self.module, self.whole_batch = name, user_module, whole_batch
         self.checkpoint, self.split, self.tensor_parallel = checkpoint, split, tensor_parallel
+        self.has_compared_attributes = False  # with other ranks
         self.chain: Chain = whole_chain(user_module, "it was not called yet")
 
     def cut(self, args: Any, kwargs: Any) -> tuple[Chain, Callable[[], Any]]:
