@@ -54,6 +54,7 @@ def serve(rank: int, port: int, requests: Any, answers: Any, traces: str, enviro
             faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
             torch.set_num_threads(1)
             backends.prepare_rank(rank)
+            gc.freeze()
             for number, num_ranks, function, arguments in iter(requests.get, None):
                 if function == _LEAVE:
                     dist.destroy_process_group()
@@ -72,6 +73,7 @@ def serve(rank: int, port: int, requests: Any, answers: Any, traces: str, enviro
                     backends.leave_subgroups()
                 answers.put((number, rank, answer, ""))
                 del answer
+                gc.freeze()  # modules and caches: a later collection would traverse them again, for 0.25 s
     except BaseException as error:
         # The pool starts anew.
         answers.put((number, rank, None, "".join(traceback.format_exception(error))))
