@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,8 @@ from courses import capturing, unmeasured
 from spindle.errors import SpindleError
 from spindle.models import plan_inside
 from spindle.profile import Profile
-from spindle.train import mean, module, task
+from spindle.train import mean, module, preparation, task
+from spindle.train.tensor import Sharing, find_sharing
 from zoo import Tower
 
 WIDTH, HEAD, WORDS, ROWS, LENGTH = 16, 4, 24, 5, 6
@@ -205,6 +207,20 @@ def make_optimizer(kind: str, named: list[tuple[str, nn.Parameter]]) -> torch.op
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.3)
 
 
+_SHARING: dict[str, Sharing] = {}  # of the workloads that this process has seen
+
+
+def sharing_known(name: str) -> Any:
+    """Inside, how the modules of a workload can be shared is found out once: trying their layers takes seconds."""
+
+    def find(*args: Any, **named: Any) -> Sharing:
+        if name not in _SHARING:
+            _SHARING[name] = find_sharing(*args, **named)
+        return _SHARING[name]
+
+    return mock.patch.object(preparation, "find_sharing", find)
+
+
 def train_shared(rank: int, num_ranks: int, training: Training) -> Difference:
     tasks, batches = workload(training.name, seed=rank)  # rank 0's weights count
     elements: list[int] = []
@@ -214,7 +230,7 @@ def train_shared(rank: int, num_ranks: int, training: Training) -> Difference:
         assert all(parameter.dim() == dims[name] for name, parameter in named)
         return make_optimizer(training.optimizer, named)
 
-    with unmeasured(), ExitStack() as stack:
+    with unmeasured(), sharing_known(training.name), ExitStack() as stack:
         if training.captures:
             stack.enter_context(capturing())
         modules = _modules(tasks, batches(0))
@@ -264,7 +280,7 @@ def refusal_of(rank: int, num_ranks: int, degrees: Mapping[str, int], optimizer:
     """What a Trainer says to these degrees, or this optimizer."""
     tasks, batches = own()
     make = partial(make_optimizer, optimizer)
-    with unmeasured():
+    with unmeasured(), sharing_known("own"):
         trainer = spindle.Trainer(tasks, optimizer=make, tensor_degrees=degrees)
         try:
             trainer.fit({one.name: [batches(0)[one.name]] for one in tasks}, steps=1, progress=False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -18,6 +16,7 @@ from gpu import hugging_face  # noqa: E402
 from spindle import Trainer, module, task  # noqa: E402
 from spindle.models import as_when_compiling, chain_of  # noqa: E402
 from spindle.train import trace_all  # noqa: E402
+from sweeps import spread  # noqa: E402
 
 torch.set_num_threads(1)  # several do nothing for tensors as small as these
 ROWS, LENGTH = 4, 9
@@ -33,9 +32,9 @@ def loss_and_gradients(run, model, batch):
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}, output
 
 
-# CI has all of the first ones and a third of the families; SPINDLE_ALL_MODELS=1 has all.
+# CI has all of the first ones and a third of the families.
 FAMILIES = [name for name in hugging.ALL_MODELS if name not in hugging.MODELS]
-CHOSEN = [*hugging.MODELS, *(FAMILIES if "SPINDLE_ALL_MODELS" in os.environ else FAMILIES[::3])]
+CHOSEN = [*hugging.MODELS, *spread(FAMILIES, 3)]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import spindle
-from backends import graphs_enabled, graphs_on_any_device, on_gpu, rank_device, to_device
+from backends import graphs_enabled, graphs_on_any_device, rank_device, to_device
 from budgets import train_within
 from changing import change
 from combined import combine
@@ -520,13 +520,13 @@ def train_plainly(
 def train(rank: int, num_ranks: int, training: Training, planner: str) -> Trained:
     """Trains through the public interface, and compares with plain PyTorch.
 
-    On a GPU, where measuring takes seconds of a lease, a profile is measured only where the plan depends on it.
+    A profile is measured only where the plan depends on it.
     """
-    with unmeasured() if on_gpu() and planner.startswith("plan ") else nullcontext():
-        return _train(rank, num_ranks, training, planner)
+    with unmeasured() if planner.startswith("plan ") else nullcontext():
+        return train_measured(rank, num_ranks, training, planner)
 
 
-def _train(rank: int, num_ranks: int, training: Training, planner: str) -> Trained:
+def train_measured(rank: int, num_ranks: int, training: Training, planner: str) -> Trained:
     ours = workload_named(training.name, training.dtype, 100 + rank if training.own_weights and rank else None)
     recorded = record_all(ours.tasks, ours.batches(0))
     handles = handles_of(recorded)

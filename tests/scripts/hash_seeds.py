@@ -20,12 +20,14 @@ from spindle.models import build_chain, chain_of, dump_chain, load_source, sourc
 from spindle.run.world import join_world
 from spindle.train.record import record_all
 from spindle.train.trace_broadcast import trace_on_rank_0
+from sweeps import spread
 from worlds import random_plan_text
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 WORLD = join_world()
 ROWS, LENGTH = 4, 9
+MODELS = {"ModernBERT", *spread(hugging.MODELS, 4)}  # in ModernBERT, a set decides which layers come first
 
 
 def digest_of(nest) -> str:
@@ -138,7 +140,7 @@ def unserialisable() -> dict:
 
 answers = {
     "order": list({"full_attention", "sliding_attention"}),
-    "models": {name: model_as_sent(name) for name in hugging.MODELS},
+    "models": {name: model_as_sent(name) for name in sorted(MODELS)},
     "kinds": {kind: kind_as_sent(kind) for kind in zoo.KINDS | zoo.ALONE},
     "training": {planner: trained(planner) for planner in ("plan 2", "pipeline")},
     "unserialisable": unserialisable(),
