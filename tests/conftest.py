@@ -7,6 +7,23 @@ settings.register_profile("spindle", deadline=None, derandomize=True, max_exampl
 settings.load_profile("spindle")
 
 
+# Workers take whole files, in this order: the last ones to end must be short. The others follow in theirs.
+SLOWEST = (
+    "test_run.py",
+    "test_failures.py",
+    "test_hf.py",
+    "test_sharded.py",
+    "test_tensor.py",
+    "test_plan_script.py",
+    "test_agreement.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(SLOWEST)))
+
+
 @pytest.fixture(scope="session")
 def pool():
     """Processes that tests share, with what they know about the workloads they have seen."""
