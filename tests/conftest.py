@@ -3,7 +3,9 @@
 import pytest
 from hypothesis import settings
 
-settings.register_profile("spindle", deadline=None, derandomize=True, max_examples=40)
+from sweeps import RUNS_ALL
+
+settings.register_profile("spindle", deadline=None, derandomize=True, max_examples=40 if RUNS_ALL else 20)
 settings.load_profile("spindle")
 
 
