@@ -14,10 +14,13 @@ SLOWEST = (
     "test_run.py",
     "test_failures.py",
     "test_hf.py",
-    "test_sharded.py",
     "test_tensor.py",
     "test_plan_script.py",
     "test_agreement.py",
+    "test_sharded.py",
+    "test_changing.py",
+    "test_readme.py",
+    "test_pipeline_training.py",
 )
 
 
