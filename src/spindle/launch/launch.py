@@ -270,6 +270,8 @@ def _common_environment(num_processes: int, failures: Path) -> dict[str, str]:
     defaults = {
         "GLOO_SOCKET_IFNAME": loopback,  # else gloo asks for the host's name, which may lead anywhere
         "OMP_NUM_THREADS": str(max(1, _num_usable_cores() // num_processes)),
+        # A rank whose peer has gone says so in pages of C++ frames, before we can tell the first cause.
+        "TORCH_CPP_LOG_LEVEL": "FATAL",
     }
     return (
         defaults
