@@ -136,8 +136,8 @@ def markdown(results: Sequence[Result], excluded: Mapping[str, str]) -> str:
         "# Equality tests on one GPU",
         "",
         f"{devices}: several NCCL ranks on one GPU over loopback sockets (nccl), or virtual devices (ipc). Errors "
-        "are those of a comparison with one process on the same GPU; tests in float32 (1e-7) and bfloat16 (1e-2) have limits "
-        "of their own. Written by `python tests/gpu/all.py --table`.",
+        "are those of a comparison with one process on the same GPU; tests in float32 (1e-7) and bfloat16 (1e-2) have "
+        "limits of their own. Written by `python tests/gpu/all.py --table`.",
         "",
     ]
     lines += [f"- {line}" for line in summary_lines(results)]
