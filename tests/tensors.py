@@ -226,7 +226,8 @@ def train_shared(rank: int, num_ranks: int, training: Training) -> Difference:
     elements: list[int] = []
 
     def make(named):
-        elements.append(sum(parameter.numel() for _, parameter in named))
+        if not any(parameter.is_meta for _, parameter in named):  # else ranks compare what it gives for all of them
+            elements.append(sum(parameter.numel() for _, parameter in named))
         assert all(parameter.dim() == dims[name] for name, parameter in named)
         return make_optimizer(training.optimizer, named)
 
