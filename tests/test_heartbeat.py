@@ -97,7 +97,7 @@ def test_a_host_beats_as_long_as_one_of_its_ranks_does():
     time.sleep(1.2 * SILENT_S)
     assert ranks.said.empty()
     ranks.freeze(1)
-    assert ranks.said.get(timeout=10) == "0: ranks 1, 2 (all of a host) have not answered for 0 s"
+    assert ranks.said.get(timeout=10) == "0: the host of ranks 1, 2 has not answered for 0 s"
     ranks.freeze(0)
 
 

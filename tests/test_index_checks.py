@@ -20,6 +20,8 @@ values = torch.arange(12.0).view(3, 4)
         ("scatter", lambda index: values.clone().scatter_(0, index.view(1, 1), 1.0), 2, 3),
         ("scatter_add", lambda index: values.scatter_add(1, index.view(1, 1), torch.ones(1, 1)), 3, -1),
         ("index_select", lambda index: values.index_select(0, index.view(1)), 2, 3),
+        ("index_fill", lambda index: values.index_fill(0, index.view(1), 0.0), -3, -4),
+        ("embedding, renormed", lambda index: F.embedding(index, values.clone(), max_norm=1.0), 2, 3),
         ("index_add", lambda index: values.index_add(0, index.view(1), torch.ones(1, 4)), 2, 3),
         ("embedding", lambda index: F.embedding(index, values), 2, 3),
         ("embedding", lambda index: F.embedding(index, values), 0, -1),
@@ -41,6 +43,12 @@ def test_so_does_a_mask_with_more_places_than_values():
         values.masked_scatter(mask, torch.ones(6))
         with pytest.raises(IndexError, match="6 places for 5 values"):
             values.masked_scatter(mask, torch.ones(5))
+
+
+def test_higher_order_operators_pass():
+    with IndexChecks():
+        result = torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (values,))
+    assert torch.equal(result, values + 1)
 
 
 def test_gradients_pass():

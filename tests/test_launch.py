@@ -513,8 +513,9 @@ def test_a_death_long_after_a_report_is_not_the_cause():
 @pytest.mark.parametrize(("code", "cause"), [(-9, 1), (-6, 0)])
 def test_a_rank_that_was_killed_is_the_cause_of_errors_on_a_shared_gpu(code, cause):
     error = own(0, 10**9 - 10 * SEEN_LATE_NS + 1, "AcceleratorError: CUDA error: an illegal memory access")
-    found = verdict(ends(1, code), [error], lambda _: "")
-    assert found.text.startswith(f"error: rank {cause} ")
+    found = verdict(ends(1, code), [error], lambda _: "").text
+    assert found.startswith(f"error: rank {cause} ")
+    assert f"then rank {1 - cause} " in found
 
 
 def test_ranks_that_only_lost_one_that_ended_well_say_so():

@@ -400,7 +400,8 @@ def page_of(path: Path) -> str:
             parts += [text, table_of(chosen)]
     good = sum(record.is_good for record in records)
     parts.append(
-        f"{good} of {len(records)} run, with errors of at most {LIMIT:.0e}, or {LIMIT_FLOAT64:.0e} in float64. "
+        f"{good} of {len(records)} run, with errors of at most {LIMIT:.0e}; those above it in float32 have at most "
+        f"{LIMIT_FLOAT64:.0e} in float64. "
         "`python tests/gpu/hugging_face.py`; "
         f"{about['device']}, torch {about['torch']}, transformers {about['transformers']}, Python {about['python']}, "
         f"commit {about['commit']}."

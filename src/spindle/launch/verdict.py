@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spindle.launch.failure import Failure
 
@@ -60,15 +60,11 @@ def verdict(endings: Sequence[Ending], failures: Sequence[Failure], log_end: Cal
     for failure in sorted(failures, key=lambda failure: failure.time_ns):
         if failure.rank in failed:
             reports.setdefault(failure.rank, failure)
-    died = [one for one in failed.values() if one.rank not in reports and not one.told]
-    killed_ns = [one.time_ns for one in died if one.code == -signal.SIGKILL]
-    is_own = {
-        rank: report.kind == "own"
-        and not (_CUDA_ERROR in report.summary and any(0 < ns - report.time_ns < KILLED_LATE_NS for ns in killed_ns))
-        for rank, report in reports.items()
-    }
-    causes = [_reported(report) for rank, report in reports.items() if is_own[rank]] + list(map(_died, died))
-    followers = [_reported(report) for rank, report in reports.items() if not is_own[rank]]
+    died = [ending for ending in failed.values() if ending.rank not in reports and not ending.told]
+    killed_ns = [ending.time_ns for ending in died if ending.code == -signal.SIGKILL]
+    own = [_behind_kill(report, killed_ns) for report in reports.values() if report.kind == "own"]
+    causes = [*map(_reported, own), *map(_died, died)]
+    followers = [_reported(report) for report in reports.values() if report.kind == "follows"]
     first = min(causes or followers, key=_in_order)
     others = sorted((mishap for mishap in causes if mishap is not first), key=_in_order)
     ended_well = [ending.rank for ending in endings if ending.code == 0 and not ending.told]
@@ -86,6 +82,12 @@ def verdict(endings: Sequence[Ending], failures: Sequence[Failure], log_end: Cal
         lines.append(f"{_ranks(ended_well)} had already ended without an error")
     code = failed[first.rank].code
     return Verdict(text="\n".join(lines), code=code if code > 0 else 1)
+
+
+def _behind_kill(report: Failure, killed_ns: Iterable[int]) -> Failure:
+    """A CUDA error as if it came when the end of a killed rank was seen, if that was soon afterwards."""
+    kills_ns = [time_ns for time_ns in killed_ns if 0 < time_ns - report.time_ns < KILLED_LATE_NS]
+    return replace(report, time_ns=min(kills_ns)) if kills_ns and _CUDA_ERROR in report.summary else report
 
 
 def _in_order(mishap: _Mishap) -> tuple[int, int]:

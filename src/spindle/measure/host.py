@@ -40,7 +40,7 @@ def overhead_from(launch_s: float) -> HostOverhead:
         collective_s=85 * launch_s,
         collected_s=15 * launch_s,
         optimizer_s=70 * launch_s,
-        ahead=AHEAD,
+        ahead=AHEAD + 1,  # a host waits for the end of what comes before the event that it waits for
     )
 
 

@@ -296,6 +296,7 @@ class Executor:
 
     def _drop_graphs(self) -> None:
         self._graphs.clear()
+        self._syncs.gradients.forget_taken()
         self._graph_memory.release()
         self._steps_on.clear()
 

@@ -42,6 +42,7 @@ class Gradients:
         self._flats: dict[int, torch.Tensor] = {}
         self._standing: dict[int, _Place] = {}
         self._places: dict[int, torch.Tensor] = {}
+        self._taken: set[int] = set()  # parameters whose place is memory of graphs
         self._flags: dict[int, tuple[list[bool], torch.Tensor]] = {}
         if before is not None:
             self._take_over(before)
@@ -75,9 +76,16 @@ class Gradients:
         return id(parameter) not in self._places and id(parameter) not in self._bucket_of
 
     def take(self, parameter: nn.Parameter, place: torch.Tensor | None) -> None:
-        """From now on a parameter's gradient is here, unless it has a place."""
-        if place is not None:
-            self._places.setdefault(id(parameter), place)
+        """From now on a parameter's gradient is here, in memory of graphs, unless it has a place."""
+        if place is not None and id(parameter) not in self._places:
+            self._places[id(parameter)] = place
+            self._taken.add(id(parameter))
+
+    def forget_taken(self) -> None:
+        """Gives memory of graphs back, when there are no graphs any more: one gradient would hold all of their pool."""
+        for parameter in self._taken:
+            del self._places[parameter]
+        self._taken.clear()
 
     def keep(self, parameters: Iterable[nn.Parameter]) -> None:
         """Moves gradients to where they are synchronised, so that none stands twice for long. One that falls into

@@ -246,7 +246,8 @@ class Graphs:
             return False
         known = captured.backward.get(first)
         if known is None:
-            gradients = [_writable(gradient) for gradient in gradients]
+            if is_last:  # else they are what the chunk behind this one writes when it is replayed
+                gradients = [_writable(gradient) for gradient in gradients]
             known = self._capture_backward(slot, gradients, chunk())
             if known is None:
                 # Trying has used up what backward needs. What others captured may count on what this would have left.

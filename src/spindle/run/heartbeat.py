@@ -180,7 +180,8 @@ class Heartbeat:
             return
         host, ranks = self._next_hosts[0]
         count = self._store.add(f"beats of {host}", 0)
-        limit = self._limit if len(ranks) > 1 else _ALONE * self._limit
+        # Which of them have left is not known, only how many.
+        limit = self._limit if len(ranks) - count // _GOODBYE > 1 else _ALONE * self._limit
         if count >= len(ranks) * _GOODBYE:
             del self._next_hosts[0]
             self._last = self._silent = 0
@@ -189,7 +190,7 @@ class Heartbeat:
         else:
             self._silent += 1
             if self._silent >= limit:
-                several = f"ranks {', '.join(map(str, sorted(ranks)))} (all of a host) have"
+                several = f"the host of ranks {', '.join(map(str, sorted(ranks)))} has"
                 self._lose(several if len(ranks) > 1 else f"rank {ranks[0]} has", limit)
 
     def _lose(self, who: str, turns: int) -> None:

@@ -58,7 +58,7 @@ class World:
         self.uses_nccl = size > 1 and device.type == "cuda" and not self.shares_gpu
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
         if self.uses_nccl:
-            os.environ.update(_NCCL_DEFAULTS | os.environ)
+            _set_nccl_defaults()
 
     def group(self, purpose: str, ranks: tuple[int, ...]) -> Any:
         """The group of these ranks. Every rank must ask for every group, in one order, before any rank uses it.
@@ -298,12 +298,17 @@ def join_world() -> World:
         ipc.register()
         dist.init_process_group(ipc.BACKEND)
     else:
-        os.environ.update(_NCCL_DEFAULTS | os.environ)
+        _set_nccl_defaults()
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     atexit.register(_leave)
     install_hook()  # after torch, whose own hook would swallow what ours says before it ends the process
     start_heartbeat()
     return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def _set_nccl_defaults() -> None:
+    for name, value in _NCCL_DEFAULTS.items():
+        os.environ.setdefault(name, value)
 
 
 def _device() -> torch.device:

@@ -38,7 +38,7 @@ def with_hosts(
     place[computes] = np.arange(count)
     sources, targets = [source, hosts, source[received]], [target, computes, hosts[place[target[received]]]]
     for distance, makers in ((1, hosts), (overhead.ahead, computes)):
-        on_one_rank = np.flatnonzero(rank[distance:] == rank[: count - distance])
+        on_one_rank = np.flatnonzero(rank[distance:] == rank[: max(count - distance, 0)])
         sources.append(makers[on_one_rank])
         targets.append(hosts[on_one_rank + distance])
     all_sources, all_targets = np.concatenate(sources), np.concatenate(targets)

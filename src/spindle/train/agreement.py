@@ -43,7 +43,13 @@ if TYPE_CHECKING:
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _LARGEST_SHOWN = 4096  # elements of an array; of a larger one, the text has the digest
 _PLAIN_TYPES = frozenset({bool, int, float, str, type(None)})
-_FIRST_RANK = re.compile(r"rank|main|master|primary|verbose|debug|log|print|progress")
+# Words in the names of attributes that may differ: flags of the first rank, numbers of ranks, and what says nothing of
+# what a module computes.
+_FIRST_RANK = re.compile(
+    r"(^|_)(rank0|rank|main|master|primary|verbose|debug|log|logs|logging|print|prints|progress)(_|$)"
+)
+_RANK_NUMBER = re.compile(r"(^|_)(rank|device|gpu|index|id|worker|process|node)(_|$)")
+_INDIFFERENT = re.compile(r"(^|_)(time|date|start|started|host|hostname|pid|port|calls|counter)(_|$)")
 _EXCERPT = 60  # characters on either side of the first difference
 _ADVICE = "all ranks must run the same script with the same options, data and versions"
 
@@ -101,8 +107,9 @@ def compare_attributes(world: World, handles: Mapping[str, ModuleHandle]) -> Non
 
     Once for each module, before it is trained: later, ranks that run a layer may count or cache something in it, and
     others not. Left out: attributes whose names begin with an underscore, which are a module's own business; those
-    that not all ranks have, which forward must set by itself; paths; and those that say which rank it is. Other kinds
-    of attributes (functions, lists, configurations) are not compared.
+    that not all ranks have, which forward must set by itself; paths; those that say which rank it is; and those whose
+    names speak of times, hosts or counters. Other kinds of attributes (functions, lists, configurations) are not
+    compared.
     """
     new = {name: handle for name, handle in handles.items() if not handle.has_compared_attributes}
     if world.size == 1 or not new:
@@ -142,7 +149,7 @@ def _attributes(handles: Mapping[str, ModuleHandle]) -> dict[tuple[str, str], An
         for module, handle in handles.items()
         for path, one in handle.module.named_modules()
         for name, value in vars(one).items()
-        if name[0] != "_" and name != "training" and _is_plain(value)
+        if name[0] != "_" and name != "training" and not _INDIFFERENT.search(name) and _is_plain(value)
     }
 
 
@@ -161,10 +168,10 @@ def _tells_rank(name: str, values: Sequence[Any], ranks: Sequence[int]) -> bool:
     """Whether an attribute is the number of its rank, a text with it (`cuda:1`), or a flag of the first rank."""
     kinds = {type(value) for value in values}
     if kinds == {int}:
-        return all(value == rank for value, rank in zip(values, ranks, strict=True))
+        is_rank = all(value == rank for value, rank in zip(values, ranks, strict=True))
+        return is_rank and _RANK_NUMBER.search(name) is not None
     if kinds == {str}:
-        texts = [re.sub(rf"(?<!\d){rank}(?!\d)", "#", value) for value, rank in zip(values, ranks, strict=True)]
-        return len(set(texts)) == 1
+        return all(re.fullmatch(rf"\w+:{rank}", value) for value, rank in zip(values, ranks, strict=True))
     is_first = all(value is (rank == 0) for value, rank in zip(values, ranks, strict=True))
     return is_first and _FIRST_RANK.search(name) is not None
 

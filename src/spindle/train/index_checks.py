@@ -1,7 +1,7 @@
 """Indices are checked before a GPU uses them.
 
-On a CPU an index that is out of range raises an error that can be caught. On a GPU a kernel asserts, and then nothing
-works any more in this process. Code that is tried on a part of its batch may well have such indices.
+On a CPU an index that is out of range raises an error that can be caught. On a GPU a kernel asserts, and the CUDA
+context is unusable afterwards. Code that is tried on a part of its batch may well have such indices.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ _Check = Callable[..., None]
 class IndexChecks(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, an index that is out of range raises an IndexError. Each check waits for the GPU."""
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        check = _CHECKS.get(func.overloadpacket.__name__.removesuffix("_"))
+        operator = getattr(func, "overloadpacket", func)  # flex_attention and its like have no overloads
+        check = _CHECKS.get(operator.__name__.removesuffix("_"))
         if check is not None:
             check(*args)
         return func(*args, **(kwargs or {}))
@@ -50,6 +53,11 @@ def _check_along(values: torch.Tensor, dimension: int, index: torch.Tensor, *_: 
     _check(index, 0, values.shape[dimension] if values.dim() else 1)
 
 
+def _check_along_from_end(values: torch.Tensor, dimension: int, index: torch.Tensor, *_: Any) -> None:
+    size = values.shape[dimension] if values.dim() else 1
+    _check(index, -size, size)
+
+
 def _check_rows(weight: torch.Tensor, index: torch.Tensor, *_: Any) -> None:
     _check(index, 0, weight.shape[0])
 
@@ -74,8 +82,9 @@ def _check_places(values: torch.Tensor, mask: torch.Tensor, source: torch.Tensor
 _CHECKS: dict[str, _Check] = {
     **dict.fromkeys(("index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put"), _check_each),
     **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), _check_along),
-    **dict.fromkeys(("index_select", "index_add", "index_copy", "index_fill", "index_reduce"), _check_along),
-    **dict.fromkeys(("embedding", "_embedding_bag", "_embedding_bag_forward_only"), _check_rows),
+    **dict.fromkeys(("index_select", "index_add", "index_copy", "index_reduce"), _check_along),
+    "index_fill": _check_along_from_end,
+    **dict.fromkeys(("embedding", "embedding_renorm", "_embedding_bag", "_embedding_bag_forward_only"), _check_rows),
     **dict.fromkeys(("take", "put"), _check_flat),
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _check_classes),
     "masked_scatter": _check_places,

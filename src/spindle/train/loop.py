@@ -133,7 +133,7 @@ class Loop:
                 gathering = self._start_header(turns, losses)
                 if self._prepared.microbatches is not None:
                     self._plan_ahead(self._table(gathering, first + number), turns, first + number + 1, step_s)
-            else:  # of no batches: a rank that was just asked for a change waits for the others' headers
+            else:  # of no batches: a rank that has just asked for a change waits for the others' headers
                 gathering = self._start_header(self._no_turns, None)
             step = self._step if self._prepared.microbatches is None else self._pipelined_step
             unsent.append(step(first + number, told, current, is_sampled=number in sampled))
