@@ -35,7 +35,8 @@ class Trainer:
     """Trains several tasks in one step on all processes there are.
 
     `optimizer` is called on each rank with the names (`module.path`) and parameters that it holds, and returns a torch
-    optimizer of them, with what groups it likes; `scheduler` is called with that optimizer, and stepped after it.
+    optimizer of them, with what groups it likes; `scheduler` is called with that optimizer, and stepped after it. With
+    several ranks both are called once before that with all parameters on `meta`, to see that ranks agree.
     Gradients of `accumulate` batches of each task are averaged before a step, and clipped by their global norm to
     `clip_norm`. Layers and losses run under an `autocast` to that type (torch.bfloat16). With `sampling`, a step has
     `tasks_per_step` of the tasks, drawn by these weights, which may be functions of the step.
