@@ -116,7 +116,7 @@ def change(rank: int, num_ranks: int, name: str, seed: int, shards: str, momentu
 
     choose = random.Random(seed)
     num_found_out = whole_states = 0
-    found_out, take = preparation.find_out, preparation.Update.__init__
+    found_out, take = preparation.trace_and_profile, preparation.Update.__init__
 
     def some_plan(profile: Any, options: Any, wanted: bool | None, tell: Any) -> Any:
         plan = parse_plan(random_plan_text(profile, f"plan {choose.randrange(1000)}"), profile)
@@ -141,7 +141,7 @@ def change(rank: int, num_ranks: int, name: str, seed: int, shards: str, momentu
     with (
         unmeasured(),
         mock.patch.object(preparation, "_wanted_plan", some_plan),
-        mock.patch("spindle.train.readiness.find_out", counted),
+        mock.patch("spindle.train.session.trace_and_profile", counted),
         mock.patch.object(preparation.Update, "__init__", taken),
     ):
         result, frozen_at = fit(trainer, tasks, BEGIN, batch_of, modules["text"], COURSES[name], STEPS[name])

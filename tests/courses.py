@@ -146,7 +146,7 @@ def _follow(course: Course, num_ranks: int, plan: str) -> Followed:
             first_line = "# optimizer sharded\n" if fit.plan.endswith(" sharded") else ""
             trainer.replan(plan=first_line + random_plan_text(trainer.profile, fit.plan))
         result = trainer.fit(loaders, steps=fit.steps, progress=False)
-        captured = trainer._readiness.prepared.main.num_captured
+        captured = trainer._session.runtime.main.num_captured
         history += result.losses
         turns = course.options.get("accumulate", 1)
         for losses in result.losses:
@@ -185,7 +185,7 @@ def _follow(course: Course, num_ranks: int, plan: str) -> Followed:
 
 def _num_kept(trainer: spindle.Trainer) -> int:
     """Elements of the optimizer's state on this rank, but for single numbers."""
-    optimizer = trainer._readiness.prepared.update.optimizer
+    optimizer = trainer._session.runtime.update.optimizer
     states = optimizer.state.values() if optimizer is not None else ()
     return sum(
         value.numel() for state in states for value in state.values() if isinstance(value, torch.Tensor) and value.dim()

@@ -16,8 +16,8 @@ import spindle
 from courses import unmeasured
 from spindle.errors import TrainingError
 from spindle.profile import Profile
-from spindle.run.forms import Forms
-from spindle.run.rows import LeafForm
+from spindle.run.nests import LeafForm
+from spindle.run.shape_inference import ShapeInference
 from spindle.train import preparation
 from zoo import Tower
 
@@ -125,7 +125,7 @@ PATCHES: dict[str, Callable[[], Any]] = {  # what Spindle makes of it otherwise 
     "profile": lambda: patched("local_profile", lambda profile: replace(profile, overlap=3.0)),
     "plan": lambda: patched("lower", with_other_plan),
     "program": lambda: patched("lower", lambda program: replace(program, holders=((0, (0, 1)),))),
-    "shapes": lambda: mock.patch.object(Forms, "of", changed_method(Forms.of)),
+    "shapes": lambda: mock.patch.object(ShapeInference, "of", changed_method(ShapeInference.of)),
 }
 
 

@@ -38,8 +38,8 @@ from spindle.plan import (
 from spindle.plan.passes import pass_needs
 from spindle.profile import Curve, Profile, roofline_profile
 from spindle.program import lower, verify
-from spindle.run import Executor, Forms, LayerCode, LayersCode, LossCode, OpCode, World
-from spindle.run.rows import signature_of
+from spindle.run import Executor, LayerCode, LayersCode, LossCode, OpCode, ShapeInference, World
+from spindle.run.nests import signature_of
 from spindle.run.shards import Shards
 from spindle.workload import Call, Layer, LayerCost, Module, Parameter, Task, Workload
 
@@ -383,7 +383,7 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
     from worlds import error_of, floor_of
 
     ours, theirs = model(case.seed).to(rank_device()), model(case.seed)
-    forms = Forms([ours], rank_device())
+    forms = ShapeInference([ours], rank_device())
     places = places_of(ours, case)
     world = World(rank, num_ranks, rank_device())
     optimizer = torch.optim.SGD(theirs.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
@@ -411,7 +411,7 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
             axes = dict.fromkeys(batches, (None,) * 99)
             if case.shards:
                 shards = Shards(program, made.parameters, world)
-                shards.take_in()
+                shards.attach()
             executor = Tidy(
                 program, made.graph, made.code, made.parameters, axes, world, before=executor, shards=shards
             )

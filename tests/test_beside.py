@@ -15,8 +15,8 @@ import small
 from spindle.errors import ProgramError
 from spindle.planners import make_plan
 from spindle.program import Backward, Exchange, Forward, OptimizerStep, lower
-from spindle.report.beside import beside, beside_chart, beside_json, beside_table, draw_beside
 from spindle.report.gantt import columns_for, timeline_chart
+from spindle.report.predicted_vs_measured import beside, beside_chart, beside_json, beside_table, draw_beside
 from spindle.simulate import simulate
 
 TASKS = {"a": ["vision", "lm"], "b": ["text", "lm"]}

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from spindle.run.gradients import Gradients  # noqa: E402
-from spindle.run.sums import sum_into  # noqa: E402
+from spindle.run.ipc.sums import sum_into  # noqa: E402
 
 
 def parameters(*sizes, dtype=torch.float32):

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from gpu import checks
 from pool import forking
 from spindle.errors import PeerLostError
-from spindle.run import collectives, transport
-from spindle.run.board import Board
-from spindle.run.ipc import BACKEND, register
-from spindle.run.medium import HostMedium
+from spindle.run.ipc import collectives, transport
+from spindle.run.ipc.memory_backend import HostMemoryBackend
+from spindle.run.ipc.process_group import BACKEND, register
+from spindle.run.ipc.shm_control import Board
 from spindle.run.world import peers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes share memory in this way on Linux")
@@ -116,10 +116,10 @@ def test_on_three_ranks(check, pool):
 def one_that_reads_late(device: torch.device) -> None:
     """A rank that reads others' memory late finds it as it was."""
     rank, size = dist.get_rank(), 1 << 18  # one chunk, so that no other follows
-    places, copy_all = HostMedium.place_of, collectives._copy_all
+    places, copy_all = HostMemoryBackend.place_of, collectives._copy_all
     found = []
 
-    def noted(medium: HostMedium, tensor: torch.Tensor) -> Any:
+    def noted(medium: HostMemoryBackend, tensor: torch.Tensor) -> Any:
         found.append(places(medium, tensor))
         return found[-1]
 
@@ -127,7 +127,7 @@ def one_that_reads_late(device: torch.device) -> None:
         time.sleep(0.1 if rank == 1 else 0)
         copy_all(targets, sources)
 
-    HostMedium.place_of, collectives._copy_all = noted, late
+    HostMemoryBackend.place_of, collectives._copy_all = noted, late
     try:
         ours = torch.zeros(size).share_memory_()
         for _ in range(3):
@@ -137,25 +137,25 @@ def one_that_reads_late(device: torch.device) -> None:
             ours.fill_(-1)
             assert torch.equal(total, torch.full((size,), 6.0))
     finally:
-        HostMedium.place_of, collectives._copy_all = places, copy_all
+        HostMemoryBackend.place_of, collectives._copy_all = places, copy_all
     assert all(place is not None for place in found)
     assert len(found) == 3
 
 
 def one_that_maps_late(device: torch.device) -> None:
-    attach = HostMedium.attach
+    attach = HostMemoryBackend.attach
 
-    def late(medium: HostMedium, *arguments: Any) -> torch.Tensor:
+    def late(medium: HostMemoryBackend, *arguments: Any) -> torch.Tensor:
         time.sleep(0.3 if dist.get_rank() == 1 else 0)
         return attach(medium, *arguments)
 
-    HostMedium.attach = late
+    HostMemoryBackend.attach = late
     try:
         ours = torch.ones(1000)
         dist.all_reduce(ours)  # after which the first rank leaves
         assert ours.tolist() == [2] * 1000
     finally:
-        HostMedium.attach = attach
+        HostMemoryBackend.attach = attach
 
 
 def test_a_rank_that_leaves_waits_for_those_who_still_read_from_it(pool):
@@ -170,11 +170,11 @@ def collectives_that_wait_for_their_device(device: torch.device) -> None:
     """As on a GPU that is not yet as far as its caller is: ranks are there at different times, and one job waits
     behind another."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    before = HostMedium.is_past
+    before = HostMemoryBackend.is_past
     try:
         for late in (*range(num_ranks), None):
             until_s = time.monotonic() + (0.05 if late in (rank, None) else 0.0)
-            HostMedium.is_past = lambda self, moment, until_s=until_s: time.monotonic() > until_s
+            HostMemoryBackend.is_past = lambda self, moment, until_s=until_s: time.monotonic() > until_s
             tensors = [torch.full((1000,), float(rank + number)) for number in range(3)]
             requests = [dist.all_reduce(one, async_op=True) for one in tensors]
             if late == rank:
@@ -185,22 +185,22 @@ def collectives_that_wait_for_their_device(device: torch.device) -> None:
                 assert torch.equal(one, torch.full((1000,), float(expected)))
                 assert time.monotonic() > until_s
     finally:
-        HostMedium.is_past = before
+        HostMemoryBackend.is_past = before
 
 
 def devices_that_get_there_between_two_looks(device: torch.device) -> None:
     """Nobody sleeps for what has come true meanwhile."""
-    before, look_s = HostMedium.is_past, transport._LOOK_S
+    before, look_s = HostMemoryBackend.is_past, transport._LOOK_S
     transport._LOOK_S = 1000.0
     try:
         for number, looks in enumerate(range(1, 6)):
             answers = itertools.chain([False] * looks, itertools.repeat(True))
-            HostMedium.is_past = lambda self, moment, answers=answers: next(answers)
+            HostMemoryBackend.is_past = lambda self, moment, answers=answers: next(answers)
             ours = torch.full((1000,), float(number))
             dist.all_reduce(ours)
             assert ours.tolist() == [number * dist.get_world_size()] * 1000
     finally:
-        HostMedium.is_past, transport._LOOK_S = before, look_s
+        HostMemoryBackend.is_past, transport._LOOK_S = before, look_s
 
 
 def test_devices_get_there_between_two_looks(pool):
@@ -209,7 +209,7 @@ def test_devices_get_there_between_two_looks(pool):
 
 def threads_while_another_works(device: torch.device) -> None:
     """The thread does not look again and again while whoever waits is at it: it would take the interpreter away."""
-    is_past, signal, sleep = HostMedium.is_past, HostMedium.signal, Board.sleep
+    is_past, signal, sleep = HostMemoryBackend.is_past, HostMemoryBackend.signal, Board.sleep
     num_sleeps = 0
 
     def counted(self: Any, *arguments: Any, **named: Any) -> None:
@@ -222,14 +222,14 @@ def threads_while_another_works(device: torch.device) -> None:
         return signal(self)
 
     until_s = time.monotonic() + 0.1
-    HostMedium.is_past = lambda self, moment: time.monotonic() > until_s
-    HostMedium.signal, Board.sleep = slow, counted
+    HostMemoryBackend.is_past = lambda self, moment: time.monotonic() > until_s
+    HostMemoryBackend.signal, Board.sleep = slow, counted
     try:
         request = dist.all_reduce(torch.ones(1000), async_op=True)
         time.sleep(0.02)  # so that the thread looks after it
         request.wait()
     finally:
-        HostMedium.is_past, HostMedium.signal, Board.sleep = is_past, signal, sleep
+        HostMemoryBackend.is_past, HostMemoryBackend.signal, Board.sleep = is_past, signal, sleep
     assert num_sleeps < 100, num_sleeps
 
 
@@ -243,13 +243,15 @@ def test_collectives_wait_for_their_device_on_the_host(pool):
 
 def messages_that_wait_for_their_device(device: torch.device) -> None:
     """One that waits does not hold up another, and nothing is read or written before its time."""
-    rank, before, moment = dist.get_rank(), HostMedium.is_past, HostMedium.moment
+    rank, before, moment = dist.get_rank(), HostMemoryBackend.is_past, HostMemoryBackend.moment
     begin_s = time.monotonic()
     late_s = {"send": begin_s + 0.3, "recv": begin_s + 0.1}
     moments = iter(range(100))
-    HostMedium.moment = lambda self: next(moments)
+    HostMemoryBackend.moment = lambda self: next(moments)
     # The first call of each rank is late, the second is not.
-    HostMedium.is_past = lambda self, moment: moment > 0 or time.monotonic() > late_s["send" if rank == 0 else "recv"]
+    HostMemoryBackend.is_past = lambda self, moment: (
+        moment > 0 or time.monotonic() > late_s["send" if rank == 0 else "recv"]
+    )
     try:
         ours = [torch.full((100_000,), float(10 * rank + number)) for number in range(2)]
         call = dist.isend if rank == 0 else dist.irecv
@@ -263,7 +265,7 @@ def messages_that_wait_for_their_device(device: torch.device) -> None:
         if rank == 1:
             assert torch.equal(ours[0], torch.full((100_000,), 5.0))
     finally:
-        HostMedium.is_past, HostMedium.moment = before, moment
+        HostMemoryBackend.is_past, HostMemoryBackend.moment = before, moment
 
 
 def test_messages_wait_for_their_device_on_the_host(pool):

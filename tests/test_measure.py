@@ -17,10 +17,10 @@ import spindle  # noqa: E402
 from spindle.errors import ProfileError  # noqa: E402
 from spindle.graph import metagraph_of  # noqa: E402
 from spindle.measure import LayerMeter, measure_layers, measure_update  # noqa: E402
-from spindle.measure.hand_over import hand_over_from, measure_hand_over  # noqa: E402
 from spindle.measure.layers import shares  # noqa: E402
+from spindle.measure.p2p_latency import measure_p2p_latency, p2p_latency_from  # noqa: E402
+from spindle.measure.rank_sync import RankSync  # noqa: E402
 from spindle.measure.rates import rates_from  # noqa: E402
-from spindle.measure.together import Together  # noqa: E402
 from spindle.profile import Profile, write_profile  # noqa: E402
 from spindle.run import World  # noqa: E402
 from spindle.train.bind import bind, code_of, trace_all  # noqa: E402
@@ -64,7 +64,7 @@ def measured(tasks, num_devices=2, cache=None, batch=None):
     examples = {one.name: batch or {"x": torch.ones(one.batch_size, 3)} for one in tasks}
     bound = bind("small", trace_all(tasks, examples))
     graph = metagraph_of(bound.workload)
-    meter = LayerMeter(Together(World(0, 1, CPU), together=False), cache)
+    meter = LayerMeter(RankSync(World(0, 1, CPU), enabled=False), cache)
     code, kinds = [code_of(bound, op) for op in graph.metaops], kinds_of(bound, graph)
     samples = measure_layers(graph, code, kinds, examples, bound.batch_axes, num_devices, CPU, meter)
     return samples, meter
@@ -349,15 +349,15 @@ def test_the_ranks_of_each_node_are_an_island(pool, nodes, sizes):
 def test_a_hand_over_is_half_of_what_a_round_takes_beside_the_work_of_both():
     first = [9.0, 9.0, 1.0, 2.0, 3.0, 1.0], [5.0, 5.0, 4.5, 6.5, 5.5, 0.0]
     second = [1.0, 1.0, 4.0, 5.0, 4.0, 9.0], [9.0] * 6
-    assert hand_over_from([first, second]) == 0.75
-    assert hand_over_from([first, second, ([1.0], [2.0])]) == 0.75  # a rank without a partner
+    assert p2p_latency_from([first, second]) == 0.75
+    assert p2p_latency_from([first, second, ([1.0], [2.0])]) == 0.75  # a rank without a partner
 
 
 def test_one_process_hands_over_to_nobody():
-    assert measure_hand_over(None, World(0, 1, CPU)) is None
+    assert measure_p2p_latency(None, World(0, 1, CPU)) is None
 
 
 def test_the_latency_of_a_link_is_that_of_a_hand_over(monkeypatch):
-    monkeypatch.setattr("spindle.measure.machine.measure_hand_over", lambda work, world: 0.5)
+    monkeypatch.setattr("spindle.measure.machine.measure_p2p_latency", lambda work, world: 0.5)
     profile = trainer_with(None).prepare(loaders(), progress=False)
     assert profile.cluster.islands[0].link.latency_s == profile.cluster.islands[0].uplink.latency_s == 0.5

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 import courses  # noqa: E402
 from spindle.errors import TrainingError  # noqa: E402
-from spindle.train import ways  # noqa: E402
+from spindle.train import task_variants  # noqa: E402
 
 
 def follow(pool, num_ranks, name, plan="wavefront"):
@@ -74,6 +74,6 @@ def test_a_branch_on_shapes_may_go_either_way(pool):
 
 
 def test_too_many_ways_are_explained(monkeypatch):
-    monkeypatch.setattr(ways, "_MOST_WAYS", 2)
+    monkeypatch.setattr(task_variants, "_MOST_VARIANTS", 2)
     with pytest.raises(TrainingError, match=r"task 'caption': its batches take more than 2 different ways, the last"):
         courses.follow(0, 1, "text only", "wavefront")

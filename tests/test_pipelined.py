@@ -33,9 +33,9 @@ from microbatches import (  # noqa: E402
     random_plan,
 )
 from spindle.program import lower  # noqa: E402
-from spindle.run import Executor, Forms, LayersCode, World  # noqa: E402
-from spindle.run.apart import run_input_part  # noqa: E402
-from spindle.run.rows import LeafForm  # noqa: E402
+from spindle.run import Executor, LayersCode, ShapeInference, World  # noqa: E402
+from spindle.run.backward_split import run_input_part  # noqa: E402
+from spindle.run.nests import LeafForm  # noqa: E402
 from tensors import Training  # noqa: E402
 
 MANY = int(os.environ.get("SPINDLE_EXAMPLES", "8"))  # random schedules
@@ -133,7 +133,7 @@ def test_random_layers_draw_the_same_however_they_are_kept():
 
 def test_forms_are_worked_out_without_weights_and_once_for_layers_that_are_alike():
     modules = model(0)
-    forms = Forms([modules], torch.device("cpu"))
+    forms = ShapeInference([modules], torch.device("cpu"))
     batches = microbatches(3, 4)
     made = pipeline(modules, batches)
     for parameter in modules.parameters():
@@ -158,7 +158,7 @@ def test_what_depends_on_values_is_left_to_be_told():
     batches = microbatches(3, 1)
     made = pipeline(modules, batches)
     with mock.patch.object(Mix, "forward", lambda self, x, *others: (x[x.sum(-1) > 0], *others)):
-        cuts = Forms([modules], torch.device("cpu")).of(made.graph, made.code, batches)
+        cuts = ShapeInference([modules], torch.device("cpu")).of(made.graph, made.code, batches)
     # Each call is known up to its first layer that looks at values, and so is nothing behind it.
     first = {op.call: number for number, op in reversed(list(enumerate(made.graph.metaops)))}
     alone = {number for call, number in first.items() if call not in ("language", "loss")}

@@ -36,7 +36,7 @@ from spindle.report.trace import instruction_name  # noqa: E402
 from spindle.run.gradients import Gradients  # noqa: E402
 from spindle.run.shards import Flat, Span, pieces_of  # noqa: E402
 from spindle.simulate import simulate  # noqa: E402
-from spindle.train.parts import Part, joined_spans  # noqa: E402
+from spindle.train.optimizer_reshard import Part, joined_spans  # noqa: E402
 from spindle.train.trial import why_not_sharded  # noqa: E402
 from worlds import Training  # noqa: E402
 
@@ -173,7 +173,7 @@ def test_parts_are_equal_and_hold_every_element_once(sizes, num_parts):
 def test_a_rank_sees_the_flags_and_the_sum_of_its_part():
     bucket = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(3))]
     flat = Flat([0, 1, 2], bucket, (4, 7), 7)
-    flat.take_in()
+    flat.attach()
     shapes = [None if owned is None else tuple(owned[1].shape) for owned in flat.owned]
     assert shapes == [None, (), (3,)]
     gradients = Gradients([bucket], {0: flat})
@@ -186,14 +186,14 @@ def test_a_rank_sees_the_flags_and_the_sum_of_its_part():
     with torch.no_grad():
         flat.owned[2][1].add_(1)
     assert bucket[2].tolist() == [1, 1, 1]
-    flat.let_go()
+    flat.release()
     assert bucket[2].untyped_storage().nbytes() == 12
 
 
 def test_zeros_for_what_no_gradient_reaches_are_none_in_every_part():
     bucket = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))]
     flat = Flat([0, 1], bucket, (0, 1), 0)
-    flat.take_in()
+    flat.attach()
     gradients = Gradients([bucket], {0: flat})
     for one in bucket:
         one.grad = torch.zeros(4)
@@ -204,7 +204,7 @@ def test_zeros_for_what_no_gradient_reaches_are_none_in_every_part():
 def test_a_parameter_over_several_parts_has_a_place_of_its_own():
     parameter = nn.Parameter(torch.zeros(6))
     flat = Flat([0], [parameter], (0, 1), 1)
-    flat.take_in()
+    flat.attach()
     gradients = Gradients([[parameter]], {0: flat})
     place = gradients.place(parameter)
     assert place.shape == (6,)

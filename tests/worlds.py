@@ -33,16 +33,16 @@ from microbatches import against_torch, run_pipeline, train_shared_in_passes
 from scenes import SCENES
 from spindle.cluster import Link, cluster_named
 from spindle.graph import MetaGraph, metagraph_of
-from spindle.measure import beside, machine
-from spindle.measure.hand_over import measure_hand_over
+from spindle.measure import machine, overlap
+from spindle.measure.p2p_latency import measure_p2p_latency
+from spindle.measure.rank_sync import RankSync
 from spindle.measure.timing import Work
-from spindle.measure.together import Together
 from spindle.plan import Plan, check, parse_plan
 from spindle.planners import Effort, make_plan
 from spindle.profile import Profile, roofline_profile
 from spindle.program import lower, verify
 from spindle.run import Executor, OpCode, World, held_parameters
-from spindle.run.rows import signature_of
+from spindle.run.nests import signature_of
 from spindle.train import Bound, FitResult, bind, code_of, mean, module, probe, task, trace_all, trace_broadcast
 from spindle.train.record import handles_of, parameter_names, record_all
 from spindle.train.task import ModuleHandle
@@ -632,7 +632,7 @@ def printed_by(rank: int, num_ranks: int, script: str, *arguments: str) -> str:
     return printed.getvalue()
 
 
-def sums_beside_compute(rank: int, num_ranks: int, failing: int | None = None) -> beside.Beside:
+def sums_beside_compute(rank: int, num_ranks: int, failing: int | None = None) -> overlap.Overlap:
     """What is found about sums beside compute; on a rank that fails, the work does not run."""
     layer, x = torch.nn.Linear(64, 64, device=rank_device()), torch.randn(32, 64, device=rank_device())
 
@@ -644,8 +644,8 @@ def sums_beside_compute(rank: int, num_ranks: int, failing: int | None = None) -
     world = World(rank, num_ranks, rank_device())
     work = Work(run=run, leaves=(), parameters=tuple(layer.parameters()), device=world.device)
     link = Link(bytes_per_s=1e12, latency_s=1e-5, collective_s=1e-4)
-    with mock.patch.multiple(beside, _SMALL=1 << 12, _LARGE=1 << 18):
-        return beside.measure_beside(work, Together(world, together=True), world, link, torch.float32)
+    with mock.patch.multiple(overlap, _SMALL=1 << 12, _LARGE=1 << 18):
+        return overlap.measure_overlap(work, RankSync(world, enabled=True), world, link, torch.float32)
 
 
 def islands_of_nodes(rank: int, num_ranks: int, nodes: tuple[int, ...]) -> list[int]:
@@ -669,7 +669,7 @@ def hand_over_beside_compute(rank: int, num_ranks: int, failing: int | None = No
 
     world = World(rank, num_ranks, rank_device())
     work = Work(run=run, leaves=(), parameters=tuple(layer.parameters()), device=world.device)
-    return measure_hand_over(work, world)
+    return measure_p2p_latency(work, world)
 
 
 def launching_in_order(rank: int, num_ranks: int, function: str, *arguments: Any) -> Any:

@@ -29,7 +29,7 @@ class WorkloadError(SpindleError):
     pass
 
 
-class OtherWayError(WorkloadError):
+class GuardError(WorkloadError):
     def __init__(self, module: object, text: str) -> None:
         super().__init__(text)
         self.module = module

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from spindle.run.parts import start_all_gather, start_reduce_scatter
+from spindle.run.flat_collectives import start_all_gather, start_reduce_scatter
 from spindle.run.world import World
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -178,7 +178,7 @@ def train_with_spindle(
 
 def note_run(record: Record, trainer: spindle.Trainer, result: Any) -> None:
     """Slots and notices of a run."""
-    executor = trainer._readiness.prepared.main
+    executor = trainer._session.runtime.main
     record.num_slots, record.num_captured = len(result.plan.slots), executor.num_captured
     record.not_captured = dict(Counter(executor.without_graph.values()))
     record.notices = list(trainer.notices)

@@ -19,7 +19,7 @@ import checks
 import torch
 import torch.distributed as dist
 
-from spindle.run import collectives
+from spindle.run.ipc import collectives
 from spindle.run.world import World, join_world
 
 TOWER_STEPS = 8

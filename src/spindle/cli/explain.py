@@ -42,7 +42,16 @@ def explain(
     made = load_plan(plan_file, profile)
     explanations = explain_plan(made, profile, op)
     if as_json:
-        show_json({"workload": made.workload, "planner": made.planner, "ops": [to_json(one) for one in explanations]})
+        show_json(
+            {
+                "workload": made.workload,
+                "planner": made.planner,
+                "ops": [to_json(explanation) for explanation in explanations],
+            }
+        )
         return
-    for one in explanations:
-        show(Text(headline(one), style="bold"), *(Padding(Text(line), (0, 0, 0, 2)) for line in sentences(one)))
+    for explanation in explanations:
+        show(
+            Text(headline(explanation), style="bold"),
+            *(Padding(Text(line), (0, 0, 0, 2)) for line in sentences(explanation)),
+        )

@@ -107,7 +107,7 @@ def _measured(data: dict[str, Any], given: str, num_devices: int | None, cluster
         raise InputError(f"{given}: a profile holds for the machines it was measured on; leave {option} out")
     profile = artifact_from_json(data, given, "profile", Profile)
     names = [(f"graph.metaops[{place}].name", op.name) for place, op in enumerate(profile.graph.metaops)]
-    names += [("task", task) for task in profile.graph.tasks] + [("module", one) for one in profile.graph.modules]
+    names += [("task", task) for task in profile.graph.tasks] + [("module", module) for module in profile.graph.modules]
     texts = [("graph.name", profile.graph.name), ("cluster.name", profile.cluster.name)]
     _refuse_unprintable(given, [*names, *texts, ("measured_on", profile.measured_on)])
     return profile

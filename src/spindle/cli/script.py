@@ -31,7 +31,7 @@ def workload_of_script(script: str, *arguments: str) -> Workload:
         request = WorkloadRequest(output=Path(folder) / "workload.json")
         environment = {
             **request.environment(),
-            PRELUDE_VARIABLE: "spindle.run.weightless:leave_out_weights",
+            PRELUDE_VARIABLE: "spindle.run.meta_init:leave_out_weights",
             "CUDA_VISIBLE_DEVICES": "",  # the same everywhere, and no memory of a GPU that others use
         }
         ended = launched(Path(script), list(arguments), 1, None, environment=environment)

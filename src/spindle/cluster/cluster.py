@@ -101,7 +101,9 @@ class Cluster:
 
     def with_memory(self, memory_bytes: int) -> Cluster:
         """The same cluster, every device of which has so much memory."""
-        islands = tuple(replace(one, kind=replace(one.kind, memory_bytes=memory_bytes)) for one in self.islands)
+        islands = tuple(
+            replace(island, kind=replace(island.kind, memory_bytes=memory_bytes)) for island in self.islands
+        )
         return replace(self, islands=islands)
 
     @property

@@ -80,7 +80,7 @@ def metagraph_of(workload: Workload) -> MetaGraph:
             for position, layer in enumerate(modules[call.module].layers):
                 cost = costs[layer.kind]
                 weights = [workload.parameters[parameter_position[name]] for name in layer.parameters]
-                sizes = tuple((one.num_elements, one.trainable) for one in weights)
+                sizes = tuple((weight.num_elements, weight.trainable) for weight in weights)
                 # Layers with the same weights' sizes, batch and cost are alike; the cost stands for the input's shape.
                 operators.append(
                     Operator(

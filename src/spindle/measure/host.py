@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from spindle.measure.together import Together
+from spindle.measure.rank_sync import RankSync
 from spindle.profile import HostOverhead
 from spindle.run.step import AHEAD
 from spindle.run.world import World, on_compute_stream
@@ -25,7 +25,7 @@ def measure_host_overhead(world: World) -> HostOverhead | None:
     GPU, and is in nobody's way unless passes are very short."""
     if not world.shares_gpu:
         return None
-    launches_s = Together(world, together=True).tell(_launch_s(world.device))
+    launches_s = RankSync(world, enabled=True).all_gather(_launch_s(world.device))
     return overhead_from(statistics.median(seconds for (seconds,) in launches_s))
 
 

@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves
 from spindle.errors import PeerLostError
 from spindle.graph import MetaGraph
 from spindle.measure.cache import Cache, Times
+from spindle.measure.rank_sync import RankSync
 from spindle.measure.timing import Work, time_passes
-from spindle.measure.together import Together
 from spindle.profile import LayerSamples
-from spindle.run.code import LayerCode, LayersCode, LossCode, OpCode
-from spindle.run.rows import Axes, as_leaves, copied, cut, form_of, takes_gradient
+from spindle.run.nests import Axes, as_leaves, copied, cut, form_of, takes_gradient
+from spindle.run.op_code import LayerCode, LayersCode, LossCode, OpCode
 
 _MOST_SIZES, _MOST_SIZES_ON_GPU = 6, 8
 _MOST_LAYERS = 3  # of an op that are timed
@@ -60,18 +60,18 @@ def shares(batch_size: int, num_devices: int, most_sizes: int = _MOST_SIZES) -> 
 class LayerMeter:
     """Times points, each kind of them once, and remembers the longest."""
 
-    def __init__(self, together: Together, cache: Cache | None = None) -> None:
+    def __init__(self, rank_sync: RankSync, cache: Cache | None = None) -> None:
         self.num_timed = 0
         self.longest: Work | None = None
         self._longest_s = 0.0
-        self._together, self._cache = together, cache  # the cache is the first rank's alone
+        self._rank_sync, self._cache = rank_sync, cache  # the cache is the first rank's alone
         self._known: dict[tuple[tuple[str, str], ...], Times] = {}
 
     def times(self, points: Sequence[_Point | Exception]) -> list[Times | Exception]:
         """Forward and backward seconds of one layer at each point, or why there are none."""
         # What one rank could not even set up, none times.
-        set_up = self._together.tell(*(float(not isinstance(point, Exception)) for point in points))
-        known = self._together.decide([self._find(point) for point in points])
+        set_up = self._rank_sync.all_gather(*(float(not isinstance(point, Exception)) for point in points))
+        known = self._rank_sync.broadcast([self._find(point) for point in points])
         found: list[Times | Exception] = []
         for number, point in enumerate(points):
             if isinstance(point, Exception):
@@ -91,7 +91,7 @@ class LayerMeter:
 
     def _measure(self, point: _Point) -> Times | Exception:
         self.num_timed += 1
-        measured = time_passes(point.work, self._together)
+        measured = time_passes(point.work, self._rank_sync)
         if isinstance(measured, Exception):
             return measured
         times = measured[0] / point.num_layers, measured[1] / point.num_layers
@@ -253,7 +253,7 @@ def _point(
             seen["glue inputs"] = (batch, _outputs(code, inputs))
     except Exception as error:
         return error
-    parameters = list(dict.fromkeys(one for layer in layers for one in layer.parameters))
+    parameters = list(dict.fromkeys(parameter for layer in layers for parameter in layer.parameters))
     buffers = [buffer for layer in layers for buffer in layer.buffers()]
     is_graphed = graphs and device.type == "cuda"
     key = {name: _form(nest) for name, nest in seen.items()} | {
@@ -268,7 +268,7 @@ def _point(
     work = Work(
         run=run,
         leaves=tuple(leaf for leaf in tree_leaves(tuple(inputs.values())) if takes_gradient(leaf)),
-        parameters=tuple(one for one in parameters if one.requires_grad),
+        parameters=tuple(parameter for parameter in parameters if parameter.requires_grad),
         device=device,
         is_graphed=is_graphed,
     )

@@ -19,17 +19,17 @@ import torch
 from spindle.cluster import Cluster, DeviceKind, Island, cluster_named
 from spindle.graph import MetaGraph
 from spindle.launch.mps import VIRTUAL_VARIABLE
-from spindle.measure.beside import Beside, measure_beside
 from spindle.measure.cache import Cache
-from spindle.measure.hand_over import measure_hand_over
 from spindle.measure.host import measure_host_overhead
 from spindle.measure.layers import Kind, LayerMeter, measure_layers
 from spindle.measure.links import measure_link
+from spindle.measure.overlap import Overlap, measure_overlap
+from spindle.measure.p2p_latency import measure_p2p_latency
+from spindle.measure.rank_sync import RankSync
 from spindle.measure.rates import measure_rates
-from spindle.measure.together import Together
 from spindle.profile import LayerSamples, Profile, ProfileRequest, sampled_profile
-from spindle.run.code import OpCode
-from spindle.run.rows import Axes
+from spindle.run.nests import Axes
+from spindle.run.op_code import OpCode
 from spindle.run.world import World
 
 # Of a GPU's memory: in a step that filled the rest, 7 % lay unused between the blocks of torch's allocator.
@@ -59,34 +59,34 @@ def local_profile(
     Times of layers that were measured before are taken from the cache on a GPU, where they repeat; on a CPU, whose load
     changes, only where a profile was asked for.
     """
-    together = Together(world, together=VIRTUAL_VARIABLE in os.environ)
+    rank_sync = RankSync(world, enabled=VIRTUAL_VARIABLE in os.environ)
     summed = torch.bfloat16 if graph.numerics.gradient_bytes == 2 else torch.float32
     cluster = _cluster(world, summed)
     samples: dict[str, LayerSamples] = {}
     rates: tuple[float, ...] = ()
-    beside, update, longest = Beside(), None, None
-    if together.size > 1 or world.rank == 0:
+    overlap, update, longest = Overlap(), None, None
+    if rank_sync.size > 1 or world.rank == 0:
         cache = None
         if world.rank == 0 and (world.device.type == "cuda" or request is not None):
-            cache = Cache(_machine(world, together), notify, fresh=request is not None and request.fresh)
-        meter = LayerMeter(together, cache)
+            cache = Cache(_machine(world, rank_sync), notify, fresh=request is not None and request.fresh)
+        meter = LayerMeter(rank_sync, cache)
         samples = measure_layers(
             graph, code, kinds, batches, batch_axes, world.size, world.device, meter, graphs=graphs, progress=progress
         )
-        rates = _host_rates(world) if together.size == 1 else measure_rates(meter.longest, together)
+        rates = _host_rates(world) if rank_sync.size == 1 else measure_rates(meter.longest, rank_sync)
         if world.device.type == "cuda":
-            beside = measure_beside(meter.longest, together, world, cluster.islands[0].link, summed)
-        longest = meter.longest if together.size > 1 else None
-        found = [rate for (rate,) in together.tell(update_bytes_per_s() or math.nan) if not math.isnan(rate)]
+            overlap = measure_overlap(meter.longest, rank_sync, world, cluster.islands[0].link, summed)
+        longest = meter.longest if rank_sync.size > 1 else None
+        found = [rate for (rate,) in rank_sync.all_gather(update_bytes_per_s() or math.nan) if not math.isnan(rate)]
         update = statistics.median(found) if found else None
-    latency_s = measure_hand_over(longest, world)
+    latency_s = measure_p2p_latency(longest, world)
     host = measure_host_overhead(world)
     profile: Profile | None = None
     if world.rank == 0:
         profile = replace(
-            sampled_profile(graph, _adjusted(cluster, update, beside.collective_s, latency_s), samples, rates),
-            overlap=beside.overlap,
-            exchange_overlap=beside.exchange_overlap,
+            sampled_profile(graph, _adjusted(cluster, update, overlap.collective_s, latency_s), samples, rates),
+            overlap=overlap.overlap,
+            exchange_overlap=overlap.exchange_overlap,
             gradients_stay=world.device.type == "cuda",
             host=host,
             measured_on=_place(world),
@@ -95,7 +95,7 @@ def local_profile(
     return shared
 
 
-def _machine(world: World, together: Together) -> dict[str, str]:
+def _machine(world: World, rank_sync: RankSync) -> dict[str, str]:
     """What a measured time depends on beside the layer."""
     switches = (
         torch.backends.cudnn.benchmark,
@@ -104,7 +104,7 @@ def _machine(world: World, together: Together) -> dict[str, str]:
         torch.get_autocast_dtype(world.device.type),
         torch.get_float32_matmul_precision(),
     )
-    facts = {"torch": torch.__version__, "busy devices": str(together.size), "switches": str(switches)}
+    facts = {"torch": torch.__version__, "busy devices": str(rank_sync.size), "switches": str(switches)}
     if world.device.type == "cuda":
         properties = torch.cuda.get_device_properties(world.device)
         return facts | {"device": properties.name, "multiprocessors": str(properties.multi_processor_count)}
@@ -168,17 +168,19 @@ def _adjusted(
     message take beside their bytes while devices compute, where these were measured."""
     islands = cluster.islands
     if update_bytes_per_s is not None:
-        islands = tuple(replace(one, kind=replace(one.kind, memory_bytes_per_s=update_bytes_per_s)) for one in islands)
+        islands = tuple(
+            replace(island, kind=replace(island.kind, memory_bytes_per_s=update_bytes_per_s)) for island in islands
+        )
     if collective_s is not None:
-        islands = tuple(replace(one, link=replace(one.link, collective_s=collective_s)) for one in islands)
+        islands = tuple(replace(island, link=replace(island.link, collective_s=collective_s)) for island in islands)
     if latency_s is not None:
         islands = tuple(
             replace(
-                one,
-                link=replace(one.link, latency_s=latency_s),
-                uplink=replace(one.uplink, latency_s=max(latency_s, one.uplink.latency_s)),
+                island,
+                link=replace(island.link, latency_s=latency_s),
+                uplink=replace(island.uplink, latency_s=max(latency_s, island.uplink.latency_s)),
             )
-            for one in islands
+            for island in islands
         )
     return replace(cluster, islands=islands)
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
+from spindle.measure.rank_sync import RankSync
 from spindle.measure.timing import Work, time_passes
-from spindle.measure.together import Together
 
 
-def measure_rates(work: Work | None, together: Together) -> tuple[float, ...]:
+def measure_rates(work: Work | None, rank_sync: RankSync) -> tuple[float, ...]:
     """The rate of each of 1, 2, ... busy ranks, from one heavy piece of work; nothing where it could not be found."""
-    if work is None or together.size == 1:
+    if work is None or rank_sync.size == 1:
         return ()
-    counts = [1 << power for power in range(together.size.bit_length()) if 1 << power < together.size]
+    counts = [1 << power for power in range(rank_sync.size.bit_length()) if 1 << power < rank_sync.size]
     times_s: dict[int, float] = {}
-    for count in (*counts, together.size):
-        passes = time_passes(work, together, count)
+    for count in (*counts, rank_sync.size):
+        passes = time_passes(work, rank_sync, count)
         if isinstance(passes, Exception):
             return ()
         times_s[count] = sum(passes)

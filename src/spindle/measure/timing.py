@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from spindle.errors import PeerLostError
-from spindle.measure.together import Together
+from spindle.measure.rank_sync import RankSync
 from spindle.run.graphs import capturing
-from spindle.run.rows import takes_gradient
+from spindle.run.nests import takes_gradient
 from spindle.run.world import compute_stream
 
 _REPEATS = 3  # on a CPU
@@ -42,7 +42,7 @@ class Work:
     is_graphed: bool = False
 
 
-def time_passes(work: Work, together: Together, num_busy: int | None = None) -> tuple[float, float] | Exception:
+def time_passes(work: Work, rank_sync: RankSync, num_busy: int | None = None) -> tuple[float, float] | Exception:
     """Forward and backward seconds, the median over the ranks that measure; or why one of them could not.
 
     With `num_busy`, only so many of the ranks work while the others wait.
@@ -55,18 +55,18 @@ def time_passes(work: Work, together: Together, num_busy: int | None = None) -> 
         once_s = sum(medians(passes, 1, work.device)) if work.device.type == "cuda" else 0.0
     except Exception as error:
         failure = error
-    told = [row[0] for row in together.tell(once_s)]
-    num_busy = num_busy or together.size
-    if not any(map(math.isnan, told)) and passes is not None:
+    gathered = [row[0] for row in rank_sync.all_gather(once_s)]
+    num_busy = num_busy or rank_sync.size
+    if not any(map(math.isnan, gathered)) and passes is not None:
         try:
-            if together.rank < num_busy:
-                seconds = medians(passes, _num_repeats(max(told), work.device), work.device)
+            if rank_sync.rank < num_busy:
+                seconds = medians(passes, _num_repeats(max(gathered), work.device), work.device)
         except Exception as error:
             failure = error
     passes = None
     if work.device.type == "cuda":
         torch.cuda.empty_cache()  # a graph's memory is of no use to the next
-    found = together.tell(*seconds)[:num_busy]
+    found = rank_sync.all_gather(*seconds)[:num_busy]
     if failure is not None:
         return failure
     if any(math.isnan(forward_s) for forward_s, _ in found):
@@ -116,9 +116,9 @@ class _Eager:
     def __post_init__(self) -> None:
         self.forward()
         # Numbers as they come: a GPU that multiplies zeros draws less power and runs faster.
-        self.gradients = [torch.randn_like(one) for one in self.outputs]
+        self.gradients = [torch.randn_like(output) for output in self.outputs]
         if self.work.is_graphed:
-            self.places = [torch.empty_like(one) for one in self.work.parameters]
+            self.places = [torch.empty_like(parameter) for parameter in self.work.parameters]
         self.backward()
 
     def forward(self) -> None:

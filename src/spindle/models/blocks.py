@@ -47,16 +47,16 @@ def _items(module: nn.Module) -> list[nn.Module] | None:
 
 
 def _has_alike(items: list[nn.Module], only_composed: bool) -> bool:
-    if any(isinstance(one, nn.ModuleList | nn.ModuleDict) for one in items):  # which are not called themselves
+    if any(isinstance(item, nn.ModuleList | nn.ModuleDict) for item in items):  # which are not called themselves
         return False
     candidates = [
-        one
-        for one in items
-        if any(True for _ in one.parameters()) and (not only_composed or any(True for _ in one.children()))
+        item
+        for item in items
+        if any(True for _ in item.parameters()) and (not only_composed or any(True for _ in item.children()))
     ]
-    counts = Counter(signature_of(one) for one in candidates)
+    counts = Counter(signature_of(candidate) for candidate in candidates)
     if any(count > 1 for count in counts.values()):
         return True
     # One block that is called again and again, or a first block with something more than the second and last.
-    same_type = len(items) == len(candidates) and len({type(one) for one in items}) == 1
-    return same_type and not any(_lists(one, only_composed) for one in items)
+    same_type = len(items) == len(candidates) and len({type(item) for item in items}) == 1
+    return same_type and not any(_lists(item, only_composed) for item in items)

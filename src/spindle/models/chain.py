@@ -209,7 +209,7 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def _ids(modules: Iterable[nn.Module]) -> set[int]:
-    return {id(one) for one in modules}
+    return {id(module) for module in modules}
 
 
 def _module_layer(module: nn.Module, kind: str) -> ChainLayer:
@@ -304,7 +304,7 @@ def _layer_source(
     does = [step for step in segment if step.kind not in ("pick", "size", "check")]
     settings = ""
     if outputs is not None and does and not fetched and all(step.module is not None for step in does):
-        described = f"{_renamed(text)} {[_settings(one, place_of.get(id(one))) for one in modules]}"
+        described = f"{_renamed(text)} {[_settings(module, place_of.get(id(module))) for module in modules]}"
         settings = hashlib.blake2b(described.encode(errors="replace"), digest_size=16).hexdigest()
     return LayerSource(
         text=text,
@@ -319,17 +319,23 @@ def _recorded_layer(module: nn.Module, source: RecordedForward, number: int) -> 
     layer = source.layers[number]
     scope = {**_ALWAYS_BOUND, **source.bound, "_module": module}
     exec(compile(layer.text, f"<layer of {type(module).__name__}>", "exec"), scope)
-    parameters = [parameter for one in layer.modules for parameter in one.parameters()]
+    parameters = [parameter for module in layer.modules for parameter in module.parameters()]
     tensors = (getattr(owner, name) for owner, name in layer.fetched)
-    parameters += [one for one in tensors if isinstance(one, nn.Parameter)]
+    parameters += [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
 
-    submodules = [submodule for one in layer.modules for submodule in one.modules()]
+    submodules = [submodule for module in layer.modules for submodule in module.modules()]
 
     def find_buffers() -> list[torch.Tensor]:
         own = [getattr(owner, name) for owner, name in layer.fetched]
         # Every step asks: `Module.buffers()` takes a hundred times as long.
         return [
-            *(buffer for one in submodules if one._buffers for buffer in one._buffers.values() if buffer is not None),
+            *(
+                buffer
+                for submodule in submodules
+                if submodule._buffers
+                for buffer in submodule._buffers.values()
+                if buffer is not None
+            ),
             *(one for one in own if not isinstance(one, nn.Parameter)),
         ]
 

@@ -21,7 +21,7 @@ class Members(Protocol):
     size: int
     place: int
 
-    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all members, a new tensor."""
         ...
 
@@ -126,7 +126,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.members.add_up(gradient), None
+        return ctx.members.all_reduce(gradient), None
 
 
 class _EnterAll(torch.autograd.Function):
@@ -137,8 +137,8 @@ class _EnterAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        total = ctx.members.add_up(torch.cat([one.reshape(-1) for one in gradients]))
-        parts = torch.split(total, [one.numel() for one in gradients])
+        total = ctx.members.all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+        parts = torch.split(total, [gradient.numel() for gradient in gradients])
         return None, *(part.view(one.shape).to(one.dtype) for part, one in zip(parts, gradients, strict=True))
 
 
@@ -199,7 +199,7 @@ class _Linear(torch.autograd.Function):
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, members: Members) -> torch.Tensor:
-        return members.add_up(tensor)
+        return members.all_reduce(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

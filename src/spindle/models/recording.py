@@ -40,7 +40,7 @@ from torch.utils._sympy.functions import Mod, PythonMod
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils.checkpoint import CheckpointFunction
 
-from spindle.errors import OtherWayError
+from spindle.errors import GuardError
 from spindle.models.valueless import Swapped, as_when_compiling, device_of, run_opaque, stand_in, without_caches
 
 Context = tuple[Any, ...]  # whether gradients are noted, and how autocast stands
@@ -688,8 +688,8 @@ def _is_ours(file: str) -> bool:
     return "/torch/" in file or "/spindle/" in file
 
 
-def other_way(module: nn.Module, text: str) -> OtherWayError:
-    return OtherWayError(
+def other_way(module: nn.Module, text: str) -> GuardError:
+    return GuardError(
         module,
         f"{type(module).__name__} was recorded on sizes for which {text}, which does not hold for this batch: its "
         "forward may take another way. Pad batches alike, or register it with spindle.module(..., split=False)",

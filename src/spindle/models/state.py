@@ -20,9 +20,12 @@ class keep_state:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list({id(one): one for module in modules for one in module.modules()}.values())
-        self._before = [_state(one) for one in self._modules]
+        self._before = [_state(module) for module in self._modules]
         self._values = [
-            (buffer, buffer.clone()) for one in self._modules for buffer in one._buffers.values() if buffer is not None
+            (buffer, buffer.clone())
+            for module in self._modules
+            for buffer in module._buffers.values()
+            if buffer is not None
         ]
 
     def changed(self) -> list[nn.Module]:

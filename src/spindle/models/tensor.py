@@ -359,7 +359,7 @@ class Rehearsal:
         self._said: list[torch.Tensor] = []
         self._next = 0
 
-    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._meet(tensor, lambda parts: torch.stack(parts).sum(0), 1.0)
 
     def add_up_shard(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:

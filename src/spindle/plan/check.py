@@ -174,14 +174,14 @@ def _forward_stages(plan: Plan, profile: Profile) -> list[list[Slot]]:
     task_of = {op.name: op.task for op in profile.graph.metaops}
     stages: list[list[Slot]] = []
     last: dict[int, list[Slot] | None] = {}  # the stage that each device is in
-    for one in plan.passes:
-        slot = plan.slots[one.slot]
-        stage = last.get(slot.devices[0]) if one.kind == FORWARD else None
+    for pass_ in plan.passes:
+        slot = plan.slots[pass_.slot]
+        stage = last.get(slot.devices[0]) if pass_.kind == FORWARD else None
         if stage is not None:
             goes_on = stage[-1].devices == slot.devices and task_of[stage[-1].op] == task_of[slot.op]
             if not goes_on or any(last[device] is not stage for device in slot.devices):
                 stage = None
-        if one.kind == FORWARD and stage is None:
+        if pass_.kind == FORWARD and stage is None:
             stage = []
             stages.append(stage)
         if stage is not None:
@@ -222,36 +222,40 @@ def _passes(plan: Plan, profile: Profile) -> None:
     setting = setting_of(plan, profile)
     if plan.num_rounds > 1:
         raise PlanError("a plan with passes has no rounds: its passes say what comes after what")
-    refuse_other_slots((one.slot for one in plan.passes), len(plan.slots))
-    needs = pass_needs([(one.slot, one.kind) for one in plan.passes], slot_links(ops, profile.graph))
+    refuse_other_slots((pass_.slot for pass_ in plan.passes), len(plan.slots))
+    needs = pass_needs([(pass_.slot, pass_.kind) for pass_ in plan.passes], slot_links(ops, profile.graph))
     slack = _TOLERANCE * plan.folded_s
     ends: dict[tuple[int, str], float] = {}
     device_end: dict[int, float] = defaultdict(float)
     previous_start = 0.0
-    for one in plan.passes:
-        slot, op = plan.slots[one.slot], ops[one.slot]
-        if one.start_s < previous_start - slack:
-            raise _refuse(plan, profile, slot, f"passes must stand in start order; a {one.kind} starts too early")
-        previous_start = one.start_s
-        expected = pass_s(slot, one.kind, profile.curve(op, setting), setting.recompute[op])
-        if abs(one.end_s - one.start_s - expected) > slack:
+    for pass_ in plan.passes:
+        slot, op = plan.slots[pass_.slot], ops[pass_.slot]
+        if pass_.start_s < previous_start - slack:
+            raise _refuse(plan, profile, slot, f"passes must stand in start order; a {pass_.kind} starts too early")
+        previous_start = pass_.start_s
+        expected = pass_s(slot, pass_.kind, profile.curve(op, setting), setting.recompute[op])
+        if abs(pass_.end_s - pass_.start_s - expected) > slack:
             raise _refuse(
                 plan,
                 profile,
                 slot,
-                f"the {one.kind} of {slot.op} lasts {one.end_s - one.start_s:.6g} s, its curve says {expected:.6g} s",
+                f"the {pass_.kind} of {slot.op} lasts {pass_.end_s - pass_.start_s:.6g} s, "
+                f"its curve says {expected:.6g} s",
             )
-        for need in needs[one.slot, one.kind]:
-            if need not in ends or one.start_s < ends[need] - slack:
+        for need in needs[pass_.slot, pass_.kind]:
+            if need not in ends or pass_.start_s < ends[need] - slack:
                 raise _refuse(
-                    plan, profile, slot, f"the {one.kind} starts before the {need[1]} of {plan.slots[need[0]].op} ends"
+                    plan,
+                    profile,
+                    slot,
+                    f"the {pass_.kind} starts before the {need[1]} of {plan.slots[need[0]].op} ends",
                 )
         for device in slot.devices:
-            if one.start_s < device_end[device] - slack:
-                raise _refuse(plan, profile, slot, f"device {device} is still busy when the {one.kind} starts")
-            device_end[device] = one.end_s
-        ends[one.slot, one.kind] = one.end_s
-        if one.kind == FORWARD and max(abs(one.start_s - slot.start_s), abs(one.end_s - slot.end_s)) > slack:
+            if pass_.start_s < device_end[device] - slack:
+                raise _refuse(plan, profile, slot, f"device {device} is still busy when the {pass_.kind} starts")
+            device_end[device] = pass_.end_s
+        ends[pass_.slot, pass_.kind] = pass_.end_s
+        if pass_.kind == FORWARD and max(abs(pass_.start_s - slot.start_s), abs(pass_.end_s - slot.end_s)) > slack:
             raise _refuse(plan, profile, slot, "its times are not those of its forward pass")
     if abs(plan.folded_s - max(ends.values())) > slack:
         raise PlanError(f"folded_s is {plan.folded_s:.6g} s, the last pass ends at {max(ends.values()):.6g} s")

@@ -126,4 +126,4 @@ def assemble_passes(
     timed.sort(key=lambda one: one.start_s)
     plan = plan_of(profile, setting, planner, ordered, seed)
     passes = tuple(replace(one, slot=place[one.slot]) for one in timed)
-    return replace(plan, passes=passes, folded_s=max(one.end_s for one in passes))
+    return replace(plan, passes=passes, folded_s=max(pass_.end_s for pass_ in passes))

@@ -65,7 +65,7 @@ def format_plan(plan: Plan, profile: Profile, mark: int | None = None) -> str:
         line.append(f">>> {text} <<<" if number == mark else text)
     lines.append(" ".join(line))
     if plan.passes:
-        lines.append(" ".join([">", *(f"{PASS_LETTERS[one.kind]}{one.slot}" for one in plan.passes)]))
+        lines.append(" ".join([">", *(f"{PASS_LETTERS[pass_.kind]}{pass_.slot}" for pass_ in plan.passes)]))
     return "\n".join(lines) + "\n"
 
 

@@ -25,7 +25,7 @@ class Allocation:
 
 def allocate(choices: Sequence[Choices], num_layers: Sequence[int], num_devices: int) -> tuple[float, list[Allocation]]:
     """C* in seconds and the allocation of each op (Alg. 2, eq. 8-10)."""
-    hulls = [_speedup_hull(one) for one in choices]
+    hulls = [_speedup_hull(choice) for choice in choices]
     work = [float(one.layer_s[0]) * layers for one, layers in zip(choices, num_layers, strict=True)]
 
     def devices_at(end_s: float) -> list[float]:

@@ -97,7 +97,9 @@ def _schedule(
     problem: Problem, choices: list[Choices], allocations: dict[int, Allocation], optimum_s: float
 ) -> list[Wave]:
     pool = [
-        one for op, allocation in allocations.items() for one in _whole_tuples(op, problem.num_layers[op], allocation)
+        whole_tuple_
+        for op, allocation in allocations.items()
+        for whole_tuple_ in _whole_tuples(op, problem.num_layers[op], allocation)
     ]
     waves: list[Wave] = []
     while pool:

@@ -132,7 +132,7 @@ class Profile:
                     * (len(self.family_of(module)) > 1)
                 )
         curves = tuple(
-            tuple(one for one in curves if one.tensor_degree == wanted.get(op.module or "", one.tensor_degree))
+            tuple(curve for curve in curves if curve.tensor_degree == wanted.get(op.module or "", curve.tensor_degree))
             for op, curves in zip(self.graph.metaops, self.curves, strict=True)
         )
         return replace(self, curves=curves)

@@ -106,5 +106,5 @@ def sampled_profile(
             curve = tensor_curve(measured, op.cost, op.batch_size, cluster, degree)
             found += [] if curve is None else [curve]
         curves.append(tuple(found))
-    leaves_out = LEAVES_OUT + (TENSOR_LEAVES_OUT if any(len(one) > 1 for one in curves) else ())
+    leaves_out = LEAVES_OUT + (TENSOR_LEAVES_OUT if any(len(curve) > 1 for curve in curves) else ())
     return Profile(graph=graph, cluster=cluster, curves=tuple(curves), host_rates=host_rates, leaves_out=leaves_out)

@@ -62,7 +62,7 @@ def lower(
         chunks = [[(slot.first, slot.last)] for slot in plan.slots]
     else:
         chunks = [_chunks(profile, setting, slot, op, chunk_bytes) for slot, op in zip(plan.slots, ops, strict=True)]
-    split = {one.slot for one in plan.passes if one.kind == WEIGHT}
+    split = {pass_.slot for pass_ in plan.passes if pass_.kind == WEIGHT}
 
     instructions: list[Instruction] = [Forward(slot=number) for number in range(len(plan.slots))]
     backward_numbers: list[list[int]] = []
@@ -209,9 +209,9 @@ def _ready(
     """When each backward instruction is over: its round, and a time in it, mirrored or that of its pass."""
     if plan.passes:
         return {
-            backward_numbers[one.slot][-1 if one.kind == WEIGHT else 0]: (0, one.end_s)
-            for one in plan.passes
-            if one.kind != FORWARD
+            backward_numbers[pass_.slot][-1 if pass_.kind == WEIGHT else 0]: (0, pass_.end_s)
+            for pass_ in plan.passes
+            if pass_.kind != FORWARD
         }
     ready: dict[int, tuple[int, float]] = {}
     for number, slot in enumerate(plan.slots):
@@ -291,9 +291,11 @@ def _compute_order(plan: Plan, shapes: tuple[SlotShape, ...], backward_numbers: 
 
 def _compute_order_of_passes(plan: Plan, shapes: tuple[SlotShape, ...], backward_numbers: list[list[int]]) -> Order:
     order: Order = []
-    for one in plan.passes:
-        number = one.slot if one.kind == FORWARD else backward_numbers[one.slot][-1 if one.kind == WEIGHT else 0]
-        order.append((number, shapes[one.slot].ranks))
+    for pass_ in plan.passes:
+        number = (
+            pass_.slot if pass_.kind == FORWARD else backward_numbers[pass_.slot][-1 if pass_.kind == WEIGHT else 0]
+        )
+        order.append((number, shapes[pass_.slot].ranks))
     return order
 
 

@@ -85,7 +85,9 @@ class Memory:
         at_start, at_end = self.changes(instances)
         mine = np.flatnonzero(instances.lane == COMPUTE)
         rank, instruction = instances.rank[mine], instances.instruction[mine]
-        slot_of = np.array([one.slot if isinstance(one, Forward) else -1 for one in self.program.instructions])
+        slot_of = np.array(
+            [instruction.slot if isinstance(instruction, Forward) else -1 for instruction in self.program.instructions]
+        )
         slot = slot_of[instruction]
         arrives = np.where(slot >= 0, self.received[slot, rank], 0)
         live = np.cumsum(np.stack([at_start[mine] + arrives, at_end[mine]], axis=1).ravel())

@@ -59,7 +59,7 @@ def moves_between(before: Holders, after: Holders, graph: MetaGraph, cluster: Cl
     the same shard: its bytes then count as from one of those that have a part.
     """
     island, num_sent = cluster.island_of, [0] * cluster.num_devices
-    parameters, numerics = {one.name: one for one in graph.parameters}, graph.numerics
+    parameters, numerics = {parameter.name: parameter for parameter in graph.parameters}, graph.numerics
     moves = []
     for name, held in after.items():
         had = before.get(name, {})

@@ -50,7 +50,7 @@ def parse_program(text: str, profile: Profile) -> Program:
         for part in ranks.split(","):
             first, _, last = part.partition("-")
             for rank in range(int(first), int(last or first) + 1):
-                pairs[name] += [(number_of[one], rank) for one in codes]
+                pairs[name] += [(number_of[code], rank) for code in codes]
     lanes = []
     for name in LANES:
         columns = np.array(pairs[name], dtype=np.int64).reshape(-1, 2)

@@ -82,7 +82,7 @@ def _every_flow_has_its_link(program: Program, profile: Profile) -> None:
     for producer, consumer in sorted(expected.symmetric_difference(found)):
         word = "no" if (producer, consumer) in expected else "a needless"
         raise ProgramError(f"there is {word} link from slot {producer} to slot {consumer}")
-    exchanges = Counter(one for one in program.instructions if isinstance(one, Exchange))
+    exchanges = Counter(instruction for instruction in program.instructions if isinstance(instruction, Exchange))
     for number in range(len(program.links)):
         for backward in (False, True):
             if exchanges[Exchange(link=number, backward=backward)] != 1:

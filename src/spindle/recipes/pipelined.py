@@ -19,7 +19,7 @@ from spindle.planners import Effort, Progress
 from spindle.planners.pipeline import (
     Found,
     Layout,
-    Ways,
+    TaskVariants,
     baseline_ways,
     pipeline_layout,
     plan_baseline,
@@ -62,7 +62,7 @@ class Pipelined:
     semu: Semu = field(init=False)
     splits: dict[str, int] = field(init=False, default_factory=dict)
     layout: Layout | None = field(init=False, default=None)
-    _ways: dict[str, Ways] = field(init=False, default_factory=dict)
+    _ways: dict[str, TaskVariants] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         rank = self.model.tensor_degree * self.model.num_stages
@@ -93,7 +93,7 @@ class Pipelined:
         """The size of sub-microbatches of each module that has several instances (DIP §4.1)."""
         found = {}
         for chain in self.model.chains:
-            lengths = [count for one in microbatches for count in one.tokens_of(chain.name)]
+            lengths = [count for microbatch in microbatches for count in microbatch.tokens_of(chain.name)]
             if chain.name in _MOST_INSTANCES and lengths:
                 sizes = range(1, 1 + _MOST_INSTANCES[chain.name])
                 typical = int(np.mean(lengths))

@@ -64,9 +64,9 @@ def plan_chart(plan: Plan, graph: MetaGraph, num_columns: int) -> Chart:
         plan.num_devices,
         num_columns,
         np.concatenate(devices),
-        np.repeat([slot.start_s * scale for slot in plan.slots], [len(one) for one in devices]),
-        np.repeat([slot.end_s * scale for slot in plan.slots], [len(one) for one in devices]),
-        np.repeat([position[slot.op] for slot in plan.slots], [len(one) for one in devices]),
+        np.repeat([slot.start_s * scale for slot in plan.slots], [len(device) for device in devices]),
+        np.repeat([slot.end_s * scale for slot in plan.slots], [len(device) for device in devices]),
+        np.repeat([position[slot.op] for slot in plan.slots], [len(device) for device in devices]),
         len(graph.metaops),
     )
     marks = _op_marks(palette)
@@ -77,14 +77,14 @@ def _passes_chart(plan: Plan, graph: MetaGraph, num_columns: int) -> Chart:
     marks, num_ops = _op_marks(palette_of(graph)), len(graph.metaops)
     position = {op.name: number for number, op in enumerate(graph.metaops)}
     scale = num_columns / plan.folded_s
-    counts = [len(plan.slots[one.slot].devices) for one in plan.passes]
-    codes = [position[plan.slots[one.slot].op] + (0 if one.kind == FORWARD else num_ops) for one in plan.passes]
+    counts = [len(plan.slots[pass_.slot].devices) for pass_ in plan.passes]
+    codes = [position[plan.slots[pass_.slot].op] + (0 if pass_.kind == FORWARD else num_ops) for pass_ in plan.passes]
     cells = _paint(
         plan.num_devices,
         num_columns,
-        np.concatenate([np.asarray(plan.slots[one.slot].devices, dtype=np.int64) for one in plan.passes]),
-        np.repeat([one.start_s * scale for one in plan.passes], counts),
-        np.repeat([one.end_s * scale for one in plan.passes], counts),
+        np.concatenate([np.asarray(plan.slots[pass_.slot].devices, dtype=np.int64) for pass_ in plan.passes]),
+        np.repeat([pass_.start_s * scale for pass_ in plan.passes], counts),
+        np.repeat([pass_.end_s * scale for pass_ in plan.passes], counts),
         np.repeat(codes, counts),
         0,  # a box of many that is too short for a cell need not show
     )

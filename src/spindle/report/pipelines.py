@@ -115,17 +115,17 @@ def _panel(plan: Plan, graph: MetaGraph, groups: list[tuple[int, ...]], top: flo
     yield f"<rect x='{_LEFT}' y='{top}' width='{width:.2f}' height='{_ROW * len(groups)}' fill='{IDLE}'/>"
     for row, _ in enumerate(groups):
         yield text(_LEFT - 8, top + (row + 0.5) * _ROW + 4, f"{row}", size=11, more="text-anchor='end'")
-    for one in plan.passes:
-        slot = plan.slots[one.slot]
+    for pass_ in plan.passes:
+        slot = plan.slots[pass_.slot]
         op = graph.metaops[position[slot.op]]
         colour = palette.colours[position[slot.op]]
-        fill = colour if one.kind == FORWARD else darker(colour, 0.2 if one.kind == WEIGHT else 0.4)
-        x, y = _LEFT + one.start_s * scale, top + row_of[slot.devices] * _ROW
-        wide = (one.end_s - one.start_s) * scale
-        edge = "#fde68a" if one.kind == WEIGHT else "#ffffff"
+        fill = colour if pass_.kind == FORWARD else darker(colour, 0.2 if pass_.kind == WEIGHT else 0.4)
+        x, y = _LEFT + pass_.start_s * scale, top + row_of[slot.devices] * _ROW
+        wide = (pass_.end_s - pass_.start_s) * scale
+        edge = "#fde68a" if pass_.kind == WEIGHT else "#ffffff"
         again = f", {slot.recomputed} of {slot.num_layers} layers recomputed" if slot.recomputed else ""
         away = f", {slot.offloaded} offloaded" if slot.offloaded else ""
-        kind = {INPUT: "gradients of inputs", WEIGHT: "gradients of weights"}.get(one.kind, one.kind)
+        kind = {INPUT: "gradients of inputs", WEIGHT: "gradients of weights"}.get(pass_.kind, pass_.kind)
         yield (
             f"<rect x='{x:.2f}' y='{y:.2f}' width='{max(wide, 0.2):.2f}' height='{_ROW}' fill='{fill}' "
             f"stroke='{edge}' stroke-width='{0.8 if wide >= _LEAST_EDGED else 0}'>"

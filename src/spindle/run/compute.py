@@ -14,16 +14,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from spindle.errors import TrainingError
 from spindle.models import styles_on, with_styles
 from spindle.program import Backward
-from spindle.run.apart import run_input_part
-from spindle.run.code import LayerCode, LayersCode, LossCode
+from spindle.run.backward_split import run_input_part
 from spindle.run.graphs import Chunk, Made
-from spindle.run.keeping import Host, Run, again, buffers_of, recomputed
 from spindle.run.losses import loss_part
-from spindle.run.members import RankMembers
-from spindle.run.rows import Axes, LeafForm, as_leaves, copied, cut, cut_leaf, joined, leaves_of, takes_gradient
-from spindle.run.side import LinkEnd, Side, SlotSide
+from spindle.run.nests import Axes, LeafForm, as_leaves, copied, cut, cut_leaf, joined, leaves_of, takes_gradient
+from spindle.run.op_code import LayerCode, LayersCode, LossCode
+from spindle.run.rank_program import LinkEnd, RankProgram, RankSlot
+from spindle.run.recompute_offload import Host, Run, again, buffers_of, recomputed
 from spindle.run.step import Piece, Step, Watch
 from spindle.run.syncs import Syncs
+from spindle.run.tensor_parallel import TensorParallelGroup
 from spindle.run.transfers import Transfers
 from spindle.run.world import World
 
@@ -33,7 +33,7 @@ class Compute:
 
     def __init__(
         self,
-        side: Side,
+        rank_program: RankProgram,
         transfers: Transfers,
         syncs: Syncs,
         world: World,
@@ -41,12 +41,12 @@ class Compute:
         seed: int,
         autocast: torch.dtype | None,
     ) -> None:
-        self._side, self._transfers, self._syncs, self._world = side, transfers, syncs, world
+        self._rank_program, self._transfers, self._syncs, self._world = rank_program, transfers, syncs, world
         self._batch_axes, self._seed_of_all, self._autocast = batch_axes, seed, autocast
         self.captures = False  # slots are, or will be, CUDA graphs
         self.host = Host()
 
-    def forward(self, step: Step, slot: SlotSide, watch: Watch, position: int) -> None:
+    def forward(self, step: Step, slot: RankSlot, watch: Watch, position: int) -> None:
         nests = {link.source: self._input(step, link, watch) for link in slot.inputs} if slot.rows else {}
         watch.start[position] = watch.now()
         if slot.rows == 0 and not isinstance(slot.code, LossCode):
@@ -68,7 +68,7 @@ class Compute:
         else:
             step.outputs[slot.number] = made.outputs
 
-    def _compute(self, step: Step, slot: SlotSide, nests: dict[str, Any], watch: Watch) -> Made:
+    def _compute(self, step: Step, slot: RankSlot, nests: dict[str, Any], watch: Watch) -> Made:
         """A slot's forward pass on its inputs."""
         with self._casting():
             return self._compute_as_is(step, slot, nests, watch)
@@ -79,7 +79,7 @@ class Compute:
         # A graph must not count on weights that were cast before it was captured.
         return torch.autocast(self._world.device.type, dtype=self._autocast, cache_enabled=not self.captures)
 
-    def _compute_as_is(self, step: Step, slot: SlotSide, nests: dict[str, Any], watch: Watch) -> Made:
+    def _compute_as_is(self, step: Step, slot: RankSlot, nests: dict[str, Any], watch: Watch) -> Made:
         if isinstance(slot.code, LayersCode):
             return self._run_layers(step, slot, slot.code, nests, watch)
         if slot.code.is_random:
@@ -89,10 +89,10 @@ class Compute:
         loss = loss_part(slot.code, slot, batch, nests, self._world, check_with=whole)
         return Made([Piece(inputs=(), outputs=loss)], loss)
 
-    def _run_layers(self, step: Step, slot: SlotSide, code: LayersCode, nests: dict[str, Any], watch: Watch) -> Made:
+    def _run_layers(self, step: Step, slot: RankSlot, code: LayersCode, nests: dict[str, Any], watch: Watch) -> Made:
         pieces = []
         values: Any = None
-        members = RankMembers(self._world, slot.group) if len(slot.group) > 1 else None
+        members = TensorParallelGroup(self._world, slot.group) if len(slot.group) > 1 else None
         for first, last in slot.chunks:
             self._syncs.wait_for_parameters(slot.number, first, watch)
             inputs: Any = ()
@@ -133,7 +133,7 @@ class Compute:
         return Made(pieces, values)
 
     def _rerun(
-        self, step: Step, slot: SlotSide, number: int, layer: LayerCode, run: Run, args: Any
+        self, step: Step, slot: RankSlot, number: int, layer: LayerCode, run: Run, args: Any
     ) -> Callable[[], Any]:
         before = buffers_of(layer)
 
@@ -145,16 +145,16 @@ class Compute:
 
         return rerun
 
-    def _seed(self, step: Step, slot: SlotSide, layer: int) -> None:
+    def _seed(self, step: Step, slot: RankSlot, layer: int) -> None:
         """Random layers draw the same numbers whenever the same rows of the same step pass through them."""
         if step.graphs is None or not step.graphs.draw_from(layer):
             torch.manual_seed(self._seed_at(step, slot, layer))
 
-    def _seed_at(self, step: Step, slot: SlotSide, layer: int) -> int:
-        when = step.number if step.turn.is_first else (step.number, step.turn.number)
+    def _seed_at(self, step: Step, slot: RankSlot, layer: int) -> int:
+        when = step.number if step.micro_step.is_first else (step.number, step.micro_step.number)
         return seed_of(self._seed_of_all, when, slot.task, slot.call, layer, slot.begin, slot.end)
 
-    def _seeds(self, step: Step, slot: SlotSide) -> dict[int, int]:
+    def _seeds(self, step: Step, slot: RankSlot) -> dict[int, int]:
         """The seeds of a slot's random layers, by layer."""
         match slot.code:
             case LossCode(is_random=is_random):
@@ -164,7 +164,7 @@ class Compute:
                 layers = [slot.first_layer + number for number in span if all_layers[number].is_random]
         return {layer: self._seed_at(step, slot, layer) for layer in layers}
 
-    def _batch(self, step: Step, slot: SlotSide) -> Any:
+    def _batch(self, step: Step, slot: RankSlot) -> Any:
         nest, axes = step.batches[slot.task], self._batch_axes[slot.task]
         if slot.task not in step.held:
             return cut(nest, axes, slot.num_rows, slot.begin, slot.end)
@@ -182,7 +182,7 @@ class Compute:
         """A slot's input over one link: rows that are here and rows that came, joined, as leaves of a new graph."""
         if link.is_whole:
             return as_leaves(step.outputs[link.producer])
-        slot = self._side.slots[link.consumer]
+        slot = self._rank_program.slots[link.consumer]
         arrivals = self._transfers.arrived(step, link, False, watch)
         if link.local is None:
             form = self._transfers.form_of(step, link)
@@ -190,7 +190,7 @@ class Compute:
             kept: list[Any] = list(form.leaves)
             spec, maker_rows = form.spec, form.num_rows
         else:
-            producer = self._side.slots[link.producer]
+            producer = self._rank_program.slots[link.producer]
             here, spec = tree_flatten(step.outputs[link.producer])
             kept, maker_rows = here, producer.rows
             first, last = link.local[0] - producer.begin, link.local[1] - producer.begin
@@ -222,7 +222,7 @@ class Compute:
             leaves.append(whole.detach().requires_grad_(leaf.requires_grad))
         return tree_unflatten(leaves, spec)
 
-    def backward(self, step: Step, slot: SlotSide, instruction: Backward, watch: Watch, position: int) -> None:
+    def backward(self, step: Step, slot: RankSlot, instruction: Backward, watch: Watch, position: int) -> None:
         first, last = instruction.first, instruction.last
         number = slot.chunks.index((first, last))
         if slot.rows == 0 and not isinstance(slot.code, LossCode):
@@ -241,7 +241,7 @@ class Compute:
         if isinstance(slot.code, LossCode):
             # The weight comes in here, and not into the loss, because a captured loss would keep it for good.
             weight = slot.code.weight(step.number) if callable(slot.code.weight) else slot.code.weight
-            gradients = [torch.full_like(step.losses[slot.number], weight / step.turn.count)]
+            gradients = [torch.full_like(step.losses[slot.number], weight / step.micro_step.count)]
         elif is_last:
             gradients = self._output_gradients(step, slot, leaves_of(step.outputs[slot.number]), watch)
         else:
@@ -269,7 +269,7 @@ class Compute:
                 if not link.sends[True]:
                     step.inputs.pop(link.number, None)
 
-    def _run_input_parts(self, step: Step, slot: SlotSide, gradients: list[torch.Tensor | None]) -> None:
+    def _run_input_parts(self, step: Step, slot: RankSlot, gradients: list[torch.Tensor | None]) -> None:
         """The gradients of a slot's inputs, piece by piece; those of its weights are left for later."""
         later = step.later[slot.number] = []
         pieces = step.pieces[slot.number]
@@ -284,14 +284,14 @@ class Compute:
                 gradients = _gradients_of(inputs)
             piece.outputs = piece.again = None
 
-    def _styles(self, slot: SlotSide, first: int, last: int) -> Any:
+    def _styles(self, slot: RankSlot, first: int, last: int) -> Any:
         """Inside, layers of a slot run as a member of its tensor group runs them."""
         if len(slot.group) == 1 or not isinstance(slot.code, LayersCode):
             return nullcontext()
         styled = {id(one.module): one for layer in slot.code.layers[first:last] for one in layer.styled}
-        return styles_on(styled.values(), RankMembers(self._world, slot.group))
+        return styles_on(styled.values(), TensorParallelGroup(self._world, slot.group))
 
-    def _chunk(self, step: Step, slot: SlotSide, number: int) -> Chunk:
+    def _chunk(self, step: Step, slot: RankSlot, number: int) -> Chunk:
         """A chunk of a slot with all that its gradients are for."""
         pieces = step.pieces[slot.number]
         inputs: list[Any] = [leaf for link in slot.inputs for leaf in step.inputs[link.number]]
@@ -304,7 +304,7 @@ class Compute:
         )
 
     def _output_gradients(
-        self, step: Step, slot: SlotSide, outputs: list[Any], watch: Watch
+        self, step: Step, slot: RankSlot, outputs: list[Any], watch: Watch
     ) -> list[torch.Tensor | None]:
         """The gradient of a slot's output: what its consumers, here and elsewhere, say of its rows."""
         if len(slot.outputs) == 1 and slot.outputs[0].is_whole:
@@ -318,7 +318,7 @@ class Compute:
                 for arrival in self._transfers.arrived(step, link, True, watch)
             ]
             if link.local is not None:
-                consumer = self._side.slots[link.consumer]
+                consumer = self._rank_program.slots[link.consumer]
                 first, last = link.local
                 gradients = [
                     None
@@ -350,12 +350,12 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "big")
 
 
-def _parameters_of(slot: SlotSide, number: int) -> list[nn.Parameter]:
+def _parameters_of(slot: RankSlot, number: int) -> list[nn.Parameter]:
     """What a chunk of a slot trains."""
     return list({id(one): one for one in _used_by(slot, number) if one.requires_grad}.values())
 
 
-def _used_by(slot: SlotSide, number: int) -> Iterator[nn.Parameter]:
+def _used_by(slot: RankSlot, number: int) -> Iterator[nn.Parameter]:
     first, last = slot.chunks[number]
     for layer in slot.code.layers[first:last] if isinstance(slot.code, LayersCode) else ():
         yield from layer.parameters

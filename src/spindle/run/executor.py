@@ -30,15 +30,15 @@ from spindle.program import (
     Program,
     SyncGradients,
 )
-from spindle.run.code import LayersCode, LossCode, OpCode
 from spindle.run.compute import Compute
 from spindle.run.graphs import GraphMemory, Graphs
-from spindle.run.members import TENSOR
-from spindle.run.rows import Axes, Form
+from spindle.run.nests import Axes, Form
+from spindle.run.op_code import LayersCode, LossCode, OpCode
+from spindle.run.rank_program import held_parameters, rank_program_of, tensor_groups
 from spindle.run.shards import Shards
-from spindle.run.side import held_parameters, side_of, tensor_groups
-from spindle.run.step import Losses, Pace, Step, Turn, Watch
+from spindle.run.step import Losses, MicroStep, Pace, Step, Watch
 from spindle.run.syncs import Syncs, Updates
+from spindle.run.tensor_parallel import TENSOR
 from spindle.run.transfers import Transfers
 from spindle.run.world import World, on_compute_stream
 
@@ -79,20 +79,26 @@ class Executor:
         before: Executor | None = None,
     ) -> None:
         self.program, self.graph, self.world = program, graph, world
-        self._side = side_of(program, graph, code, world.rank, in_order=world.launches_in_order)
-        self._lanes = (self._side.launches,) if world.launches_in_order else (self._side.transfer, self._side.sync)
-        self._transfers = Transfers(program, self._side, world)
-        self.reads, self.uses = self._side.reads, self._side.uses
+        self._rank_program = rank_program_of(program, graph, code, world.rank, in_order=world.launches_in_order)
+        self._lanes = (
+            (self._rank_program.launches,)
+            if world.launches_in_order
+            else (self._rank_program.transfer, self._rank_program.sync)
+        )
+        self._transfers = Transfers(program, self._rank_program, world)
+        self.reads, self.uses = self._rank_program.reads, self._rank_program.uses
         self.held = held_parameters(program, graph, world.rank)
         trainable = {number for number in self.held if graph.parameters[number].trainable}
         last = before._syncs if before is not None else None
-        self._syncs: Syncs = Syncs(program, graph, self._side, world, parameters, trainable, reached, shards, last)
-        self._compute = Compute(self._side, self._transfers, self._syncs, world, batch_axes, seed, autocast)
+        self._syncs: Syncs = Syncs(
+            program, graph, self._rank_program, world, parameters, trainable, reached, shards, last
+        )
+        self._compute = Compute(self._rank_program, self._transfers, self._syncs, world, batch_axes, seed, autocast)
         self._chunks_of: dict[str, set[int]] = {}  # backward instructions by task
-        for position in self._side.compute:
+        for position in self._rank_program.compute:
             instruction = program.instructions[position]
             if isinstance(instruction, Backward):
-                self._chunks_of.setdefault(self._side.slots[instruction.slot].task, set()).add(position)
+                self._chunks_of.setdefault(self._rank_program.slots[instruction.slot].task, set()).add(position)
         # A program whose passes have an order of their own is for one step, or a few.
         self._launched_before = self._order_launches()
         self._captures = cuda_graphs and world.device.type == "cuda" and not program.plan.passes
@@ -122,7 +128,7 @@ class Executor:
         signatures: Mapping[str, int],
         optimizer: Updates | None = None,
         *,
-        turn: Turn | None = None,
+        micro_step: MicroStep | None = None,
         held: Mapping[str, tuple[tuple[int, int], ...]] | None = None,
         forms: Mapping[tuple[int, int], Form] | None = None,
         check_losses: bool = False,
@@ -144,7 +150,7 @@ class Executor:
             held=held or {},
             forms=forms or {},
             new=self._transfers.new(signatures),
-            turn=turn or Turn(tasks=frozenset(signatures)),
+            micro_step=micro_step or MicroStep(tasks=frozenset(signatures)),
             next_in=[0] * len(self._lanes),
         )
         for task, chunks in self._chunks_of.items():
@@ -169,7 +175,7 @@ class Executor:
         self._syncs.begin(step, watch)
         self._advance(step, watch)
         pace = Pace(self.world)
-        for position in self._side.compute:
+        for position in self._rank_program.compute:
             instruction = self.program.instructions[position]
             if not self._is_on(step, instruction):
                 continue
@@ -179,11 +185,11 @@ class Executor:
             try:
                 match instruction:
                     case Forward(slot=slot):
-                        self._compute.forward(step, self._side.slots[slot], watch, position)
+                        self._compute.forward(step, self._rank_program.slots[slot], watch, position)
                         step.forwarded.add(slot)
-                        self._transfers.send_forms(step, self._side.slots[slot])
+                        self._transfers.send_forms(step, self._rank_program.slots[slot])
                     case Backward(slot=slot, first=first):
-                        self._compute.backward(step, self._side.slots[slot], instruction, watch, position)
+                        self._compute.backward(step, self._rank_program.slots[slot], instruction, watch, position)
                         step.done_chunks.add(position)
                         if instruction.makes_inputs and first == self.program.plan.slots[slot].first:
                             step.returned.add(slot)
@@ -207,21 +213,21 @@ class Executor:
         """Whether an instruction belongs to this step."""
         match instruction:
             case Forward(slot=slot) | Backward(slot=slot):
-                return self._side.slots[slot].task in step.signatures
+                return self._rank_program.slots[slot].task in step.signatures
             case Exchange(link=link):
-                return self._side.links[link].task in step.signatures
+                return self._rank_program.links[link].task in step.signatures
             case SyncGradients(bucket=bucket):
                 return self._syncs.is_on(step, bucket)
             case GatherParameters():
-                return step.turn.is_first
+                return step.micro_step.is_first
             case OptimizerStep():
-                return step.turn.is_last
+                return step.micro_step.is_last
 
     def _use_graphs(self, step: Step) -> None:
         """After a few steps on batches of the same shapes, the next is captured and later ones replay it."""
         if not self._captures or step.check_losses:
             return
-        tasks = {slot.task for slot in self._side.slots.values() if slot.task in step.signatures}
+        tasks = {slot.task for slot in self._rank_program.slots.values() if slot.task in step.signatures}
         shapes = frozenset((task, step.signatures[task]) for task in tasks)
         self._watch_places()
         if shapes in self._graphs:
@@ -264,12 +270,12 @@ class Executor:
     def _watch_places(self) -> None:
         """Graphs know where parameters and buffers were. Moved ones need new graphs; a slot whose buffers are others
         after every step can have none."""
-        for slot in self._side.slots.values():
+        for slot in self._rank_program.slots.values():
             if not isinstance(slot.code, LayersCode):
                 continue
             layers = slot.code.layers[slot.chunks[0][0] : slot.chunks[-1][1]]
-            weights = tuple(one.data_ptr() for layer in layers for one in layer.parameters)
-            buffers = tuple(one.data_ptr() for layer in layers for one in layer.buffers())
+            weights = tuple(parameter.data_ptr() for layer in layers for parameter in layer.parameters)
+            buffers = tuple(buffer.data_ptr() for layer in layers for buffer in layer.buffers())
             before = self._places.get(slot.number)
             self._places[slot.number] = (weights, buffers)
             if before is None or before == (weights, buffers) or slot.name in self._refused:
@@ -281,11 +287,13 @@ class Executor:
     def _replays_all_layers(self, step: Step) -> bool:
         layers = (
             slot
-            for slot in self._side.slots.values()
+            for slot in self._rank_program.slots.values()
             if isinstance(slot.code, LayersCode) and slot.task in step.signatures
         )
         return (
-            step.graphs is not None and step.graphs.is_complete and all(one.name not in self._refused for one in layers)
+            step.graphs is not None
+            and step.graphs.is_complete
+            and all(layer.name not in self._refused for layer in layers)
         )
 
     def _evict(self, shapes: Shapes) -> None:
@@ -321,7 +329,7 @@ class Executor:
     @property
     def num_captured(self) -> int:
         """How many slots run as CUDA graphs."""
-        return max((one.num_slots for one in self._graphs.values()), default=0)
+        return max((graph.num_slots for graph in self._graphs.values()), default=0)
 
     @property
     def without_graph(self) -> dict[str, str]:
@@ -332,7 +340,7 @@ class Executor:
         match instruction:
             case Forward(slot=slot) | Backward(slot=slot):
                 what = "forward" if isinstance(instruction, Forward) else "backward"
-                return f"{what} of {self._side.slots[slot].name}"
+                return f"{what} of {self._rank_program.slots[slot].name}"
             case _:
                 return type(instruction).__name__
 
@@ -355,20 +363,24 @@ class Executor:
     def _order_launches(self) -> dict[int, int]:
         """How much of the common launch order comes before each instruction of the compute lane: the exchanges that it
         waits for, and whatever other ranks launch before the collectives inside of it."""
-        place = {position: number for number, position in enumerate(self._side.launches)}
+        place = {position: number for number, position in enumerate(self._rank_program.launches)}
         exchanges = {
             (one.link, one.backward): place[position]
             for position, one in enumerate(self.program.instructions)
             if isinstance(one, Exchange) and position in place
         }
         before = {}
-        for position in self._side.compute if place else ():
+        for position in self._rank_program.compute if place else ():
             ends = [place.get(position, 0)]
             match self.program.instructions[position]:
                 case Forward(slot=slot):
-                    ends += [exchanges.get((link.number, False), -1) + 1 for link in self._side.slots[slot].inputs]
+                    ends += [
+                        exchanges.get((link.number, False), -1) + 1 for link in self._rank_program.slots[slot].inputs
+                    ]
                 case Backward(slot=slot):
-                    ends += [exchanges.get((link.number, True), -1) + 1 for link in self._side.slots[slot].outputs]
+                    ends += [
+                        exchanges.get((link.number, True), -1) + 1 for link in self._rank_program.slots[slot].outputs
+                    ]
                 case _:
                     ends.append(len(place))
             before[position] = max(ends)
@@ -382,10 +394,10 @@ class Executor:
         launched = watch.now()
         match instruction:
             case Exchange(link=link, backward=backward):
-                end = self._side.links[link]
+                end = self._rank_program.links[link]
                 is_launched = self._transfers.post(step, end, backward, wait_for_forms=wait_for_forms)
             case SyncGradients(bucket=bucket):
-                if not step.turn.is_last:
+                if not step.micro_step.is_last:
                     return True
                 is_launched = self._syncs.post(step, bucket, position)
             case GatherParameters():
@@ -401,6 +413,6 @@ class Executor:
         nothing = torch.zeros((), dtype=torch.float64, device=self.world.device)
         values = dict.fromkeys(self.graph.tasks, nothing)
         for slot, loss in step.losses.items():
-            task = self._side.slots[slot].task
+            task = self._rank_program.slots[slot].task
             values[task] = values[task] + loss.detach()
         return Losses(torch.stack(list(values.values())))

@@ -33,10 +33,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spindle.errors import TrainingError
-from spindle.run.code import LossCode
 from spindle.run.gradients import Gradients
-from spindle.run.rows import takes_gradient
-from spindle.run.side import SlotSide
+from spindle.run.nests import takes_gradient
+from spindle.run.op_code import LossCode
+from spindle.run.rank_program import RankSlot
 from spindle.run.step import Piece
 
 Nests = dict[str, Any]
@@ -147,11 +147,11 @@ class Graphs:
     def num_slots(self) -> int:
         return len(self._slots)
 
-    def has(self, slot: SlotSide) -> bool:
+    def has(self, slot: RankSlot) -> bool:
         """Whether a slot runs as a graph, or is to be captured now."""
         return slot.number in self._slots or (not self.is_complete and self._can_try(slot))
 
-    def _can_try(self, slot: SlotSide) -> bool:
+    def _can_try(self, slot: RankSlot) -> bool:
         reason = None
         match slot.code:
             case LossCode() as code:
@@ -181,7 +181,7 @@ class Graphs:
 
     def forward(
         self,
-        slot: SlotSide,
+        slot: RankSlot,
         nests: Nests,
         compute: Callable[[Nests], Made],
         seeds: Mapping[int, int],
@@ -229,7 +229,7 @@ class Graphs:
 
     def backward(
         self,
-        slot: SlotSide,
+        slot: RankSlot,
         first: int,
         gradients: list[torch.Tensor | None],
         chunk: Callable[[], Chunk],
@@ -279,7 +279,7 @@ class Graphs:
 
     def _capture_backward(
         self,
-        slot: SlotSide,
+        slot: RankSlot,
         gradients: list[torch.Tensor | None],
         chunk: Chunk,
     ) -> _Backward | None:
@@ -336,7 +336,7 @@ class Graphs:
             slot.made, slot.compute = Made([], tree_map(_cut_off, slot.made.outputs)), None
         self.is_complete = True
 
-    def _refuse(self, slot: SlotSide, error: Exception) -> None:
+    def _refuse(self, slot: RankSlot, error: Exception) -> None:
         # What was captured before is in another pool than what comes. Where there is no room for two, a later step with
         # these shapes starts anew, and leaves this slot out.
         self.is_spoiled |= _has_no_room_for_two()
@@ -387,7 +387,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any, draws_from: torch.Generato
             gc.enable()
 
 
-def _draws_alike(slot: SlotSide, made: Made, compute: Callable[[], Made]) -> bool:
+def _draws_alike(slot: RankSlot, made: Made, compute: Callable[[], Made]) -> bool:
     """Whether a slot gives without a graph what its graph gave. Random numbers that differ change it far more than
     rounding does. What it keeps (running statistics) is as the graph left it afterwards."""
     with torch.no_grad(), _buffers_kept(slot):
@@ -409,7 +409,7 @@ def _has_no_room_for_two() -> bool:
 
 
 @contextmanager
-def _buffers_kept(slot: SlotSide) -> Iterator[None]:
+def _buffers_kept(slot: RankSlot) -> Iterator[None]:
     """What a slot writes to its buffers inside does not count: it has run before."""
     code = slot.code
     buffers = [] if isinstance(code, LossCode) else [buffer for layer in code.layers for buffer in layer.buffers()]

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from spindle.errors import TrainingError
-from spindle.run.code import LossCode
-from spindle.run.rows import detached, on_device
-from spindle.run.side import SlotSide
+from spindle.run.nests import detached, on_device
+from spindle.run.op_code import LossCode
+from spindle.run.rank_program import RankSlot
 from spindle.run.world import World, peers
 
 
 def loss_part(
-    code: LossCode, slot: SlotSide, batch: Any, nests: dict[str, Any], world: World, check_with: Any = None
+    code: LossCode, slot: RankSlot, batch: Any, nests: dict[str, Any], world: World, check_with: Any = None
 ) -> torch.Tensor:
     """A rank's part of the task's loss on its rows; the parts of all its ranks add up to it.
 
@@ -47,7 +47,7 @@ def loss_part(
 
 
 def _check_split(
-    code: LossCode, slot: SlotSide, batch: Any, outputs: list[Any], part: torch.Tensor, world: World
+    code: LossCode, slot: RankSlot, batch: Any, outputs: list[Any], part: torch.Tensor, world: World
 ) -> None:
     """Compares a loss put together from parts with the loss of the whole batch, on the first of its ranks."""
     boxes: list[Any] = [None] * len(slot.ranks)
@@ -57,9 +57,9 @@ def _check_split(
         dist.all_gather_object(boxes, box, group=world.group("loss", slot.ranks))
     if world.rank != slot.ranks[0]:
         return
-    parts = sorted((one for one in boxes if one[1]), key=lambda one: one[0])
+    parts = sorted((box for box in boxes if box[1]), key=lambda one: one[0])
     axes = [link.axes for source in code.sources for link in slot.inputs if link.source == source]
-    flat = [tree_flatten(on_device(one[1], world.device)) for one in parts]
+    flat = [tree_flatten(on_device(part[1], world.device)) for part in parts]
     leaves = [
         leaf[0] if axis is None else torch.cat(leaf, dim=axis) if isinstance(leaf[0], torch.Tensor) else sum(leaf)
         for leaf, axis in zip(
@@ -69,7 +69,7 @@ def _check_split(
     with torch.no_grad():
         whole = code.loss(batch, *tree_unflatten(leaves, flat[0][1]))
     whole = float(whole[0] / whole[1] if code.is_mean else whole)
-    together = sum(one[2] for one in boxes)
+    together = sum(box[2] for box in boxes)
     tolerance = {torch.float64: 1e-7, torch.float32: 1e-3}.get(part.dtype, 5e-2)
     if torch.is_autocast_enabled(world.device.type):
         tolerance = 5e-2

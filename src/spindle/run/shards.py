@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from spindle.program import Program
-from spindle.run.parts import Request, start_all_gather
+from spindle.run.flat_collectives import Request, start_all_gather
 from spindle.run.world import World, wait
 
 
@@ -72,7 +72,7 @@ class Flat:
         assert self._memory is not None
         return self._memory
 
-    def take_in(self) -> None:
+    def attach(self) -> None:
         """Moves parameters here; those that are here stay."""
         sizes = [parameter.numel() for parameter in self.parameters]
         one = self.parameters[0]
@@ -93,7 +93,7 @@ class Flat:
                 place.view_as(parameter).copy_(parameter.data)
                 parameter.data = place.view_as(parameter)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Parameters get memory of their own again."""
         for parameter in self.parameters if self._memory is not None else ():
             parameter.data = parameter.data.clone()
@@ -120,14 +120,14 @@ class Shards:
     def __iter__(self) -> Iterator[Flat]:
         return (flat for flats in self.flats for flat in flats)
 
-    def take_in(self) -> None:
+    def attach(self) -> None:
         for flat in self:
-            flat.take_in()
+            flat.attach()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.settle()
         for flat in self:
-            flat.let_go()
+            flat.release()
 
     @property
     def owned(self) -> dict[int, tuple[Span, nn.Parameter] | None]:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spindle.run.apart import WeightPart
-from spindle.run.rows import Form
-from spindle.run.side import Flow
+from spindle.run.backward_split import WeightPart
+from spindle.run.nests import Form
+from spindle.run.rank_program import Flow
 
 if TYPE_CHECKING:
     from spindle.run.graphs import Graphs
@@ -40,7 +40,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class MicroStep:
     """One of several passes whose gradients add up before the optimizer's step, each with batches of its own.
 
     `tasks` are those that had a part in this pass or one before it.
@@ -69,7 +69,7 @@ class Step:
     check_losses: bool
     held: Mapping[str, tuple[tuple[int, int], ...]]  # by task: the rows of each leaf of a batch that is not all here
     new: frozenset[str]  # tasks whose batch has a shape not seen before
-    turn: Turn
+    micro_step: MicroStep
     forms: Mapping[tuple[int, int], Form] = field(default_factory=dict)  # of what crosses cuts, where it is known
     graphs: Graphs | None = None
     pieces: dict[int, list[Piece]] = field(default_factory=dict)  # by slot, in forward order

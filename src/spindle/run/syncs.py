@@ -14,10 +14,10 @@ from torch import nn
 from spindle.errors import ProgramError
 from spindle.graph import MetaGraph
 from spindle.program import Backward, GatherParameters, Program
+from spindle.run.flat_collectives import start_reduce_scatter
 from spindle.run.gradients import Gradients
-from spindle.run.parts import start_reduce_scatter
+from spindle.run.rank_program import RankProgram
 from spindle.run.shards import Shards
-from spindle.run.side import Side
 from spindle.run.step import Step, Watch
 from spindle.run.world import World, peers, wait
 
@@ -35,7 +35,7 @@ class Syncs:
         self,
         program: Program,
         graph: MetaGraph,
-        side: Side,
+        rank_program: RankProgram,
         world: World,
         parameters: Sequence[nn.Parameter],
         trainable: set[int],
@@ -43,11 +43,11 @@ class Syncs:
         shards: Shards | None,
         before: Syncs | None,
     ) -> None:
-        self._program, self._world, self._side, self._shards = program, world, side, shards
+        self._program, self._world, self._rank_program, self._shards = program, world, rank_program, shards
         self.trained: list[nn.Parameter] = [parameters[number] for number in sorted(trainable)]
         mine = {id(one) for one in self.trained}
         self._left = [one for one in before.trained if id(one) not in mine] if before is not None else []
-        compute = set(side.compute)
+        compute = set(rank_program.compute)
         self._after = [compute.intersection(bucket.after) for bucket in program.buckets]
         task_of = [graph.metaops[shape.op].task for shape in program.slots]
         self._users = [
@@ -59,7 +59,7 @@ class Syncs:
         self._sums_of: list[list[int]] = []  # by bucket
         for number, bucket in enumerate(program.buckets):
             # Other shards than this rank's are other ranks' matter.
-            sums = [[parameters[one] for one in bucket.parameters] if world.rank in bucket.ranks else []]
+            sums = [[parameters[parameter] for parameter in bucket.parameters] if world.rank in bucket.ranks else []]
             if shards is not None:
                 sums = [list(flat.parameters) for flat in shards.flats[number]]
             self._sums_of.append(list(range(len(summed), len(summed) + len(sums))))
@@ -69,7 +69,7 @@ class Syncs:
         # By slot and the first layer of a chunk: positions of the gathers that it waits for.
         self._needed_by: dict[tuple[int, int], list[int]] = {}
         self._gathers: list[tuple[int, int]] = []  # in the order of the lane, with the bucket
-        for position in side.sync:
+        for position in rank_program.sync:
             instruction = program.instructions[position]
             if isinstance(instruction, GatherParameters):
                 self._gathers.append((position, instruction.bucket))
@@ -94,20 +94,20 @@ class Syncs:
         for parameter in self._left:
             parameter.grad = None
         self._left = []
-        if self._shards is not None and step.turn.is_first:
+        if self._shards is not None and step.micro_step.is_first:
             self._shards.drop_gradients()
             for position, bucket in self._gathers:
                 if self._shards.is_gathering(bucket):
                     watch.posted[position] = watch.now()  # they go on since the last update
         for parameter in self.trained:
-            if step.turn.is_first:
+            if step.micro_step.is_first:
                 parameter.grad = None
             elif step.graphs is not None and parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()  # graphs write over the place where it may be, and then add it
 
     def is_on(self, step: Step, bucket: int) -> bool:
         """Whether a bucket is summed in this step."""
-        return not self._users[bucket].isdisjoint(step.turn.tasks)
+        return not self._users[bucket].isdisjoint(step.micro_step.tasks)
 
     def post(self, step: Step, bucket: int, position: int) -> bool:
         """Starts the sum of a bucket, or says that its gradients are not there yet."""
@@ -118,7 +118,7 @@ class Syncs:
 
     def _start(self, step: Step, bucket: int, position: int) -> None:
         ranks = tuple(self._program.buckets[bucket].ranks.tolist())
-        unreached = {id(parameter) for parameter in self._unreached(step.turn.tasks)}
+        unreached = {id(parameter) for parameter in self._unreached(step.micro_step.tasks)}
         for one in self._sums_of[bucket]:
             flat = self.gradients.gathered(one, unreached)
             request: Any
@@ -138,7 +138,7 @@ class Syncs:
             is_certain = is_replayed and self.gradients.has_all(one)
             self.gradients.spread(one, self.gradients.holders(one) if not is_certain else None)
         step.syncs.clear()
-        for parameter in self._unreached(step.turn.tasks) if step.turn.is_last else ():
+        for parameter in self._unreached(step.micro_step.tasks) if step.micro_step.is_last else ():
             # Zeros from another rank are no gradient: one process would have none.
             if parameter.grad is not None and not parameter.grad.any():
                 parameter.grad = None

@@ -13,7 +13,7 @@ import torch
 
 from spindle.errors import TrainingError
 from spindle.program import Exchange, Program
-from spindle.run.rows import (
+from spindle.run.nests import (
     Form,
     LeafForm,
     cut_leaf,
@@ -25,7 +25,7 @@ from spindle.run.rows import (
     shape_for,
     takes_gradient,
 )
-from spindle.run.side import Flow, LinkEnd, Side, SlotSide
+from spindle.run.rank_program import Flow, LinkEnd, RankProgram, RankSlot
 from spindle.run.step import Arrival, Step, Watch
 from spindle.run.world import Message, World, wait
 
@@ -37,8 +37,8 @@ _LENGTH, _FORM, _VALUES = 0, 1, 2  # tags inside a flow: two for the form, then 
 class Transfers:
     """The exchanges of one rank. Forms are by link and signature of the task's batch; all ranks have seen the same."""
 
-    def __init__(self, program: Program, side: Side, world: World) -> None:
-        self._side, self._world = side, world
+    def __init__(self, program: Program, rank_program: RankProgram, world: World) -> None:
+        self._rank_program, self._world = rank_program, world
         self._received: dict[tuple[int, int], Form] = {}
         self._sent: dict[tuple[int, int], Form] = {}
         self._seen: set[tuple[str, int]] = set()
@@ -67,7 +67,7 @@ class Transfers:
         """Whether a form goes ahead of what it is the form of."""
         return link.task in step.new and link.cut not in step.forms
 
-    def send_forms(self, step: Step, slot: SlotSide) -> None:
+    def send_forms(self, step: Step, slot: RankSlot) -> None:
         """Sends the forms of what a slot has just made to ranks that do not know them yet, ahead of the values."""
         if slot.rows == 0:
             return
@@ -121,7 +121,7 @@ class Transfers:
         return True
 
     def _values_to(self, step: Step, link: LinkEnd, flow: Flow) -> Iterator[Message]:
-        producer = self._side.slots[link.producer]
+        producer = self._rank_program.slots[link.producer]
         nest = step.outputs[link.producer]
         form = form_of(nest, producer.rows)
         if len(form.leaves) > _MAX_LEAVES:
@@ -144,7 +144,7 @@ class Transfers:
                 yield from self._message(part, flow.peer, link, False, number)
 
     def _gradients_to(self, step: Step, link: LinkEnd, flow: Flow) -> Iterator[Message]:
-        consumer = self._side.slots[link.consumer]
+        consumer = self._rank_program.slots[link.consumer]
         for number, (leaf, axis) in enumerate(zip(step.inputs[link.number], link.axes, strict=True)):
             if leaf is not None and (axis is not None or flow.with_rowless):
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
@@ -173,7 +173,7 @@ class Transfers:
         ]
 
     def _places_of_gradients(self, step: Step, link: LinkEnd, flow: Flow) -> list[torch.Tensor | None]:
-        producer = self._side.slots[link.producer]
+        producer = self._rank_program.slots[link.producer]
         places: list[torch.Tensor | None] = []
         for leaf, axis in zip(leaves_of(step.outputs[link.producer]), link.axes, strict=True):
             place = None

@@ -1,4 +1,4 @@
-"""Parameters on their way from rank 0 to the ranks that hold them, from there to where another plan has them, and back.
+"""Parameters scattered from rank 0 to the ranks that hold them, resharded for another plan, and gathered again.
 
 Of a parameter that a tensor group splits, each rank has a shard: rank 0 cuts it, and whoever needs the whole joins it.
 """
@@ -72,7 +72,7 @@ class Weights:
             {rank: Shard((dims or {}).get(number, 0), size, place) for rank, (place, size) in sorted(held.items())}
             for number, held in enumerate(held_by(program, graph))
         ]
-        self.holders = [tuple(one) for one in self._shards]
+        self.holders = [tuple(shard) for shard in self._shards]
         self._part_shapes = [
             _Away(parameter, parameter.shape, shards).part_shape
             for parameter, shards in zip(parameters, self._shards, strict=True)
@@ -92,7 +92,7 @@ class Weights:
         """The first rank that holds each shard, by its place."""
         return _owners_of(self._shards[number])
 
-    def send_out(self) -> None:
+    def scatter_parameters(self) -> None:
         """Every parameter takes rank 0's value on the ranks that hold it; elsewhere its memory is freed."""
         self._bring({})
 
@@ -177,7 +177,7 @@ class Weights:
         return [
             [
                 part.view(shape)
-                for part, shape in zip(torch.split(flat, [one.numel() for one in shapes]), shapes, strict=True)
+                for part, shape in zip(torch.split(flat, [shape.numel() for shape in shapes]), shapes, strict=True)
             ]
             for flat in flats
         ]
@@ -207,7 +207,7 @@ class Weights:
             for parameter, _, data in away:
                 parameter.data = data
 
-    def bring_home(self) -> None:
+    def gather_parameters(self) -> None:
         """Every rank gets every parameter's value back, as each had it before: to evaluate, or to train on."""
         self._bring_parked_home()
         for numbers in self._flats():
@@ -287,7 +287,7 @@ class Weights:
     def _parts(self, numbers: list[int], flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         shapes = [self._part_shapes[number] for number in numbers]
         for number, shape, part in zip(
-            numbers, shapes, torch.split(flat, [one.numel() for one in shapes]), strict=True
+            numbers, shapes, torch.split(flat, [shape.numel() for shape in shapes]), strict=True
         ):
             yield number, part.view(shape)
 

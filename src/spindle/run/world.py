@@ -27,14 +27,14 @@ from spindle.launch.failure import install_hook
 from spindle.launch.mps import VIRTUAL_VARIABLE
 from spindle.run import ipc
 from spindle.run.heartbeat import start_heartbeat
-from spindle.run.rows import on_device
+from spindle.run.nests import on_device
 
 _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _NCCL_DEFAULTS = {
     # Kernels of several communicators then start on every GPU in the order in which the host launches them, which is
     # the same on all ranks (`program.launch_order`). Read with NCCL's first operation.
     _LAUNCH_ORDER: "1",
-    # Else ranks that lose a peer fill the terminal with advice about collectives before the first cause is told.
+    # Else ranks that lose a peer fill the terminal with advice about collectives before the first cause is reported.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 _SHARED_MEMORY = 0.92  # of a GPU is for its ranks; contexts and what they exchange tensors through take the rest
@@ -113,9 +113,9 @@ class World:
         """
         with peers("exchanging tensors"):
             if not self.uses_nccl:
-                incoming = [dist.irecv(one.tensor, one.peer, tag=one.tag) for one in receives]
-                return [dist.isend(one.tensor, one.peer, tag=one.tag) for one in sends], incoming
-            calls = [(dist.isend, one) for one in sends] + [(dist.irecv, one) for one in receives]
+                incoming = [dist.irecv(receive.tensor, receive.peer, tag=receive.tag) for receive in receives]
+                return [dist.isend(send.tensor, send.peer, tag=send.tag) for send in sends], incoming
+            calls = [(dist.isend, send) for send in sends] + [(dist.irecv, receive) for receive in receives]
             if not calls:
                 return [], []
             # As bytes: NCCL does not know all types.
@@ -161,7 +161,7 @@ class World:
             dist.broadcast_object_list(box, src=source, group=self.control)
         return box[0]
 
-    def add_up(self, value: torch.Tensor, purpose: str, ranks: tuple[int, ...]) -> None:
+    def all_reduce(self, value: torch.Tensor, purpose: str, ranks: tuple[int, ...]) -> None:
         """The sum over these ranks, of which this is one, in the tensor's place. Its group must have been made."""
         if len(ranks) > 1:
             with peers("adding up"):
@@ -243,7 +243,7 @@ def copied_to(device: torch.device, nest: Any) -> Any:
 
 
 class Gathering:
-    """Records on their way."""
+    """Records in flight."""
 
     def __init__(self, request: Any, table: list[torch.Tensor]) -> None:
         self._request, self._table = request, table
@@ -267,7 +267,7 @@ def peers(doing: str) -> Iterator[None]:
 
 
 def wait(request: Any) -> None:
-    """Waits for something on its way to or from other ranks."""
+    """Wait for a transfer in flight."""
     with peers("waiting for it"):
         request.wait()
 

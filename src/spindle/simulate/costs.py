@@ -108,11 +108,13 @@ def _topology(profile: Profile) -> _Topology:
         cluster.num_devices,
         len(islands),
         island,
-        np.array([one.link.bytes_per_s for one in islands])[island],
-        np.array([one.link.latency_s for one in islands])[island],
-        np.array([np.nan if one.link.collective_s is None else one.link.collective_s for one in islands])[island],
-        np.array([one.uplink.bytes_per_s for one in islands]),
-        np.array([one.uplink.latency_s for one in islands]),
+        np.array([island.link.bytes_per_s for island in islands])[island],
+        np.array([island.link.latency_s for island in islands])[island],
+        np.array([np.nan if island.link.collective_s is None else island.link.collective_s for island in islands])[
+            island
+        ],
+        np.array([island.uplink.bytes_per_s for island in islands]),
+        np.array([island.uplink.latency_s for island in islands]),
     )
 
 
@@ -228,7 +230,11 @@ def _time_flows(
     meetings = _meetings_of(program, instances, Exchange)
     if not len(meetings):
         return
-    flows = [(program.links[one.link], one.backward) for one in program.instructions if isinstance(one, Exchange)]
+    flows = [
+        (program.links[instruction.link], instruction.backward)
+        for instruction in program.instructions
+        if isinstance(instruction, Exchange)
+    ]
     columns = [(link.backward if backward else link.forward, link.bytes_per_row) for link, backward in flows]
     source = np.concatenate([one.source for one, _ in columns])
     destination = np.concatenate([one.destination for one, _ in columns])
@@ -265,7 +271,7 @@ def _time_collectives(
     """
     if not program.buckets:
         return
-    summed = [float(one.num_bytes) for one in program.buckets]
+    summed = [float(bucket.num_bytes) for bucket in program.buckets]
     if not program.plan.shard_optimizer:
         _time_rings(
             program, profile, topology, _meetings_of(program, instances, SyncGradients), summed, delay_ns, entries
@@ -288,10 +294,10 @@ def _time_rings(
     entries: _Entries,
 ) -> None:
     """One collective for each bucket, with the bytes of an all-reduce."""
-    sizes = np.array([len(one.ranks) for one in program.buckets])
+    sizes = np.array([len(bucket.ranks) for bucket in program.buckets])
     carried = np.array([ring_bytes(*one) * NS for one in zip(num_bytes, sizes.tolist(), strict=True)])
     bucket = np.repeat(np.arange(len(sizes)), sizes)
-    ranks = np.concatenate([one.ranks for one in program.buckets])
+    ranks = np.concatenate([bucket.ranks for bucket in program.buckets])
     alone_ns = carried[bucket] / topology.link_bytes_per_s[ranks]
     for port in (topology.port_out, topology.port_in):
         entries.add(by_bucket[bucket], port(ranks), alone_ns)
@@ -309,7 +315,7 @@ def _time_rings(
         entries.add(by_bucket[bucket], uplink(island), carried[bucket] / topology.uplink_bytes_per_s[island])
     np.maximum.at(latency, bucket, topology.uplink_latency_s[island])
     delay_s = np.array([collective_latency_s(*one) for one in zip(sizes.tolist(), latency.tolist(), strict=True)])
-    measured_s = np.array([topology.link_collective_s[one.ranks].max() for one in program.buckets])
+    measured_s = np.array([topology.link_collective_s[bucket.ranks].max() for bucket in program.buckets])
     measured_s[bucket] = np.nan
     delay_ns[by_bucket] = np.round(np.where(np.isnan(measured_s), delay_s, measured_s) * NS)
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from spindle.errors import TrainingError
 from spindle.run import World
-from spindle.run.forms import Cuts
+from spindle.run.shape_inference import Cuts
 from spindle.train.kinds import graph_text, tensor_text
 from spindle.train.optimizer import (
     MakeOptimizer,
@@ -82,7 +82,7 @@ def compare_held(world: World, names: Sequence[str], items: Mapping[str, Any], w
     if world.size == 1:
         return
     # Thousands of parameters share the settings of a few groups.
-    distinct = {id(value): canonical_text(value) for value in {id(one): one for one in items.values()}.values()}
+    distinct = {id(value): canonical_text(value) for value in {id(item): item for item in items.values()}.values()}
     numbers = {key: int.from_bytes(_digest(text)[:7], "big") + 1 for key, text in distinct.items()}
     # 0 is for items that this rank does not hold.
     column = torch.tensor([numbers[id(items[name])] if name in items else 0 for name in names], dtype=torch.int64)
@@ -292,7 +292,7 @@ def option_items(options: Options) -> dict[str, Any]:
     items["Trainer(scheduler=...)"] = _given(options.make_scheduler)
     items["Trainer(planner=...)"] = "a pipeline" if options.is_pipelined else "no pipeline"
     items["the names of the tasks"] = options.names
-    return items | {f"the definition of task {one.name!r}": definition_text(one) for one in options.tasks}
+    return items | {f"the definition of task {task.name!r}": definition_text(task) for task in options.tasks}
 
 
 def _given(value: object) -> str:
@@ -333,7 +333,7 @@ def optimizer_items(
         settings = group_settings(optimizer, named)
     except Exception as error:  # the user's code may raise anything; if it is a mistake, the real ones raise it again
         return {"the optimizer of parameters without values": type(error).__name__}
-    texts = {id(one): canonical_text(one) for one in settings.values()}
+    texts = {id(setting): canonical_text(setting) for setting in settings.values()}
     by_name = {f"the optimizer's settings of parameter {name!r}": texts[id(one)] for name, one in settings.items()}
     # Groups that have no parameter here, too: which ones are in them may not be told by the name.
     groups = [canonical_text(settings_of(group)) for group in optimizer.param_groups]

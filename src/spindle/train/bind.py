@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from spindle.errors import OtherWayError
+from spindle.errors import GuardError
 from spindle.graph import MetaOp
 from spindle.models import ChainLayer, Styled, split_dims
-from spindle.run.code import LayerCode, LayersCode, LossCode, OpCode
-from spindle.run.rows import Axes
+from spindle.run.nests import Axes
+from spindle.run.op_code import LayerCode, LayersCode, LossCode, OpCode
 from spindle.train.probe import Facts
 from spindle.train.record import RecordedTask, cut_all, handles_of, kept_whole, parameter_names, record_all
 from spindle.train.task import ModuleHandle, TaskDefinition
@@ -62,14 +62,14 @@ def trace_recorded(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -
     while True:
         try:
             return [trace(one, examples[one.definition.name]) for one in recorded]
-        except OtherWayError as error:
+        except GuardError as error:
             reason = "its code between the blocks depends on how many samples there are (len(x) for x.shape[0]?)"
             recorded = kept_whole(recorded, error.module, reason)
 
 
 def bind(name: str, tasks: Sequence[TracedTask], facts: Facts = _NO_FACTS, sharing: Sharing = _NO_SHARING) -> Bound:
     """The workload of traced tasks."""
-    handles = handles_of([one.recorded for one in tasks])
+    handles = handles_of([task.recorded for task in tasks])
     names = parameter_names(handles)
     styled = tuple(styles_in(handles)) if sharing.most else ()
     split = split_dims(styled)
@@ -78,7 +78,7 @@ def bind(name: str, tasks: Sequence[TracedTask], facts: Facts = _NO_FACTS, shari
         for parameter in handle.module.parameters():
             first.setdefault(names[id(parameter)], parameter)
     modules = [_module(handle, names) for handle in handles.values()]
-    modules += [Module(name=f"{LOSS}.{one.name}", layers=(Layer(kind=LOSS),)) for one in tasks]
+    modules += [Module(name=f"{LOSS}.{task.name}", layers=(Layer(kind=LOSS),)) for task in tasks]
     element_bytes = max((parameter.element_size() for parameter in first.values()), default=4)
     workload = Workload(
         name=name,
@@ -92,7 +92,7 @@ def bind(name: str, tasks: Sequence[TracedTask], facts: Facts = _NO_FACTS, shari
             )
             for path, parameter in first.items()
         ),
-        tasks=tuple(_task(one, facts, sharing) for one in tasks),
+        tasks=tuple(_task(task, facts, sharing) for task in tasks),
         # Adam's two moments beside each weight; a step reads weight, gradient and moments and writes all but one.
         numerics=Numerics(
             parameter_bytes=element_bytes,
@@ -103,7 +103,7 @@ def bind(name: str, tasks: Sequence[TracedTask], facts: Facts = _NO_FACTS, shari
     )
     return Bound(
         workload=workload,
-        tasks={one.name: one for one in tasks},
+        tasks={task.name: task for task in tasks},
         parameters=first,
         handles=handles,
         facts=facts,
@@ -176,7 +176,7 @@ def _cost(layer: TracedLayer, rows: int, whole_batch: bool) -> LayerCost:
 
 def likeness_of(layer: ChainLayer) -> Any:
     """Equal for layers that do the same; None where that cannot be told."""
-    return (layer.settings, *(one.requires_grad for one in layer.parameters)) if layer.settings else None
+    return (layer.settings, *(parameter.requires_grad for parameter in layer.parameters)) if layer.settings else None
 
 
 def code_of(bound: Bound, op: MetaOp) -> OpCode:

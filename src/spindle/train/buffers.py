@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spindle.run import World
 from spindle.train.bind import Bound
-from spindle.train.preparation import Prepared
+from spindle.train.preparation import RankRuntime
 
 
 def share_buffers(bound: Bound, world: World) -> None:
@@ -17,15 +17,15 @@ def share_buffers(bound: Bound, world: World) -> None:
         buffer.copy_(value)
 
 
-def buffers_home(prepared: Prepared, world: World) -> None:
+def gather_buffers(runtime: RankRuntime, world: World) -> None:
     """Rank 0 takes each layer's buffers from the first rank that ran it in its last call."""
     if world.size == 1:
         return
-    handles = prepared.bound.handles
+    handles = runtime.bound.handles
     owner: dict[int, int] = {}
-    slots = sorted(zip(prepared.program.slots, prepared.plan.slots, strict=True), key=lambda pair: pair[0].op)
+    slots = sorted(zip(runtime.program.slots, runtime.plan.slots, strict=True), key=lambda pair: pair[0].op)
     for shape, slot in slots:
-        op = prepared.graph.metaops[shape.op]
+        op = runtime.graph.metaops[shape.op]
         if op.module is not None and op.module in handles:
             layers = handles[op.module].chain.layers[op.first_layer + slot.first : op.first_layer + slot.last]
             owner.update((id(buffer), slot.devices[0]) for layer in layers for buffer in layer.buffers)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from spindle.errors import TrainingError
 from spindle.run import World
-from spindle.run.rows import on_device, plain
+from spindle.run.nests import on_device, plain
 from spindle.train.agreement import compare_attributes
 from spindle.train.feed import RandomState, form_of_batch, is_empty, random_state, set_random_state
 from spindle.train.preparation import Options
@@ -37,7 +37,7 @@ def evaluate(
     share_weights: bool,
 ) -> dict[str, float]:
     """The mean loss of each task over the batches of its loader, or over the first of them."""
-    tasks = {one.name: one for one in options.tasks}
+    tasks = {task.name: task for task in options.tasks}
     sums = torch.zeros(len(loaders), 2, dtype=torch.float64)
     for place, (name, loader) in enumerate(loaders.items()):
         if name not in tasks:
@@ -129,6 +129,6 @@ def _restored(module: nn.Module) -> Any:
 def _share(module: nn.Module, world: World) -> None:
     """Before the first fit, rank 0's weights count."""
     tensors = [*module.parameters(), *module.buffers()]
-    values = world.broadcast_object([one.detach().cpu() for one in tensors] if world.rank == 0 else None)
+    values = world.broadcast_object([tensor.detach().cpu() for tensor in tensors] if world.rank == 0 else None)
     for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(value)

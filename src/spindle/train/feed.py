@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves
 
 from spindle.errors import TrainingError
-from spindle.run.rows import Axes, fingerprint_of, plain, signature_of
+from spindle.run.nests import Axes, fingerprint_of, plain, signature_of
 from spindle.train.task import TaskDefinition
 from spindle.train.trace import batch_axes, describe_batch
 
@@ -29,7 +29,7 @@ Held = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A batch as it was read: its rows, its shapes in short, its values in short, and the way it takes.
+    """A batch as it was read: its rows, its shapes in short, its values in short, and the task variant it takes.
 
     Of one that is not all here, `held` has the rows `[first, last)` of each leaf.
     """
@@ -38,7 +38,7 @@ class Batch:
     num_rows: int
     signature: int
     fingerprint: int
-    way: int = 0
+    variant: int = 0
     tokens: int = 0
     held: Held | None = None
 

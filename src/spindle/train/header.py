@@ -1,9 +1,9 @@
-"""What ranks tell each other a step ahead: a row of numbers for each turn and task, the same columns on every rank.
+"""Batch headers, exchanged a step ahead: a row of numbers for each micro-step and task, the same columns on every rank.
 
-Signature, tokens, rows, fingerprint and way of the task's next batch, where the rank reads it; and behind these, its
-parts of the losses of a step that is over, how many changes of tasks and plan it has asked for, and which share of its
-last timed step it computed. All headers of a plan have the same size, so that ranks of which only some have asked for a
-change still exchange headers, and find that out.
+Signature, tokens, rows, fingerprint and variant of the task's next batch, where the rank reads it; then its parts of
+the losses of an earlier step, how many changes of tasks and plan it has asked for, and which share of its last timed
+step it computed. All headers of a plan have the same size, so that ranks still exchange headers, and detect it, when
+only some of them have asked for a change.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from dataclasses import dataclass
 import torch
 
 from spindle.errors import TrainingError
-from spindle.run.rows import digest
+from spindle.run.nests import digest
 from spindle.train.feed import Batch
 
 _READ, _PARTIAL, _SIGNATURE, _TOKENS, _ROWS, _FINGERPRINT, _WAY = range(7)
 _COLUMNS = 7
-Turns = Sequence[Mapping[str, Batch]]  # by turn and task
+MicroSteps = Sequence[Mapping[str, Batch]]  # by micro-step and task
 Table = list[list[float]]  # of all ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class BatchHeader:
     """A task's batch, as all ranks that read it say, and the first of these."""
 
     reader: int
     num_rows: int
     signature: int
-    way: int
+    variant: int
     tokens: int
 
 
 def header(
-    names: Sequence[str], turns: Turns, losses: Sequence[float] | None, num_changes: int, busy: float
+    names: Sequence[str], micro_steps: MicroSteps, losses: Sequence[float] | None, num_changes: int, busy: float
 ) -> torch.Tensor:
     """What this rank has to tell."""
     told: list[float] = []
-    for batches in turns:
+    for batches in micro_steps:
         for name in names:
             batch = batches.get(name)
             told += (
@@ -53,7 +53,7 @@ def header(
                     batch.tokens,
                     batch.num_rows,
                     batch.fingerprint,
-                    batch.way,
+                    batch.variant,
                 ]
             )
     told += [0.0] * len(names) if losses is None else losses
@@ -85,13 +85,15 @@ def check_changes(table: Table, calls: Sequence[str], step: int) -> None:
         )
 
 
-def agreed(table: Table, names: Sequence[str], num_turns: int, step: int) -> list[dict[str, Agreed]]:
-    """The batches of each turn, on which all ranks that read them must agree. A task without rows has no part in it."""
-    turns = []
-    for turn in range(num_turns):
-        found: dict[str, Agreed] = {}
+def read_batch_headers(
+    table: Table, names: Sequence[str], num_micro_steps: int, step: int
+) -> list[dict[str, BatchHeader]]:
+    """The batches of each micro-step, on which all ranks that read them must agree. Tasks without rows are left out."""
+    micro_steps = []
+    for micro_step in range(num_micro_steps):
+        found: dict[str, BatchHeader] = {}
         for position, name in enumerate(names):
-            begin = (turn * len(names) + position) * _COLUMNS
+            begin = (micro_step * len(names) + position) * _COLUMNS
             told = [(rank, record[begin : begin + _COLUMNS]) for rank, record in enumerate(table)]
             told = [(rank, one) for rank, one in told if one[_READ]]
             if not told:
@@ -110,12 +112,12 @@ def agreed(table: Table, names: Sequence[str], num_turns: int, step: int) -> lis
                         "the script). Do not shard the dataset: Spindle gives each rank its rows"
                     )
             if reference[_ROWS]:
-                found[name] = Agreed(
+                found[name] = BatchHeader(
                     reader=reader,
                     num_rows=int(reference[_ROWS]),
                     signature=signature,
-                    way=int(reference[_WAY]),
+                    variant=int(reference[_WAY]),
                     tokens=int(reference[_TOKENS]),
                 )
-        turns.append(found)
-    return turns
+        micro_steps.append(found)
+    return micro_steps

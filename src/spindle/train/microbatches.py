@@ -2,10 +2,10 @@
 
 What gradients are accumulated over becomes a pipeline's microbatches: they run in one program, interleaved, instead of
 one after another. Where layers stand is chosen once; the order of a step's passes follows from what its batches hold,
-and is searched while the step before runs. The numbers are those of turns one after another.
+and is searched while the step before runs. The numbers are those of micro-steps one after another.
 
-Layers were measured on the first batch of each way. For one of another shape their times grow with the elements they
-give; that attention grows faster, and that small kernels do not shrink as fast, is left out.
+Layers were measured on the first batch of each variant. For one of another shape their times grow with the elements
+they give; that attention grows faster, and that small kernels do not shrink as fast, is left out.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from spindle.planners.pipeline import Layout
 from spindle.planners.pipeline.worker import Job
 from spindle.profile import Curve, Profile
 from spindle.program import Program
-from spindle.run import Forms, LossCode, OpCode
-from spindle.run.forms import Cuts
-from spindle.run.rows import LeafForm
+from spindle.run import LossCode, OpCode, ShapeInference
+from spindle.run.nests import LeafForm
+from spindle.run.shape_inference import Cuts
 from spindle.train.planning import Planning
 from spindle.workload import LayerCost
 
 EVALUATIONS = 2000
 _MOST_KEPT = 32  # programs of steps with the same batches
 
-Part = tuple[str, int, int]  # of a step: a way, its rows, and the signature of its batch
-Key = tuple[tuple[Part, ...], ...]  # by turn
+Part = tuple[str, int, int]  # of a step: a variant, its rows, and the signature of its batch
+Key = tuple[tuple[Part, ...], ...]  # by micro-step
 
 
-def task_of(way: str, turn: int) -> str:
+def task_of(variant: str, micro_step: int) -> str:
     """The name of a microbatch."""
-    return f"{way}@{turn}"
+    return f"{variant}@{micro_step}"
 
 
-def way_of(task: str) -> str:
-    """The way of a microbatch."""
+def variant_of(task: str) -> str:
+    """The task variant of a microbatch."""
     return task.rpartition("@")[0]
 
 
@@ -55,7 +55,9 @@ def on_one_device(profile: Profile) -> Profile:
 
 def _single(curves: Sequence[Curve]) -> Curve:
     """The time of a layer on one device; where that was not measured, what fewest devices do together."""
-    curve = min((one for one in curves if one.tensor_degree == 1), key=lambda one: one.num_devices[0], default=None)
+    curve = min(
+        (curve for curve in curves if curve.tensor_degree == 1), key=lambda one: one.num_devices[0], default=None
+    )
     if curve is None:
         raise PlanError("a pipeline runs layers on one device each, and a module has tensor groups alone")
     count = curve.num_devices[0]
@@ -93,8 +95,9 @@ def step_graph(
     reached: Mapping[str, frozenset[int]] | None,
     counts: Mapping[str, int],
 ) -> StepGraph:
-    """The ops of each way as often as turns take it. `counts` has in how many turns the task of a way has a part, which
-    its losses are averaged over; `scales` how much longer than measured ops take, by way and signature."""
+    """The ops of each variant, once for each micro-step that takes it. `counts` has the micro-steps of the variant's
+    task, over which its losses are averaged; `scales` how much longer than measured ops take, by variant and signature.
+    """
     metaops: list[MetaOp] = []
     curves: list[tuple[Curve, ...]] = []
     codes: list[OpCode] = []
@@ -103,24 +106,24 @@ def step_graph(
     for position, op in enumerate(profile.graph.metaops):
         by_way.setdefault(op.task, []).append(position)
     reached_by: dict[str, frozenset[int]] = {}
-    for turn, parts in enumerate(key):
-        for way, rows, signature in parts:
+    for micro_step, parts in enumerate(key):
+        for variant, rows, signature in parts:
             place: dict[int, int] = {}
-            task = task_of(way, turn)
-            for position in by_way[way]:
+            task = task_of(variant, micro_step)
+            for position in by_way[variant]:
                 op, curve = profile.graph.metaops[position], profile.curves[position][0]
-                scale = scales[way, signature].get(position, 1.0)
+                scale = scales[variant, signature].get(position, 1.0)
                 place[position] = len(metaops)
                 assert op.cost is not None
                 cost = _scaled(op.cost, scale * (op.batch_size or 1) / rows)
-                name = task + op.name.removeprefix(way)
+                name = task + op.name.removeprefix(variant)
                 metaops.append(replace(op, name=name, task=task, batch_size=rows, cost=cost))
                 times = (scale * curve.forward_s[0],), (scale * curve.backward_s[0],)
                 curves.append((Curve(num_devices=(1,), forward_s=times[0], backward_s=times[1]),))
-                codes.append(_averaged(code[position], counts[way]))
+                codes.append(_averaged(code[position], counts[variant]))
             edges += [(place[one], place[other]) for one, other in profile.graph.edges if one in place]
             if reached is not None:
-                reached_by[task] = reached[way]
+                reached_by[task] = reached[variant]
     graph = MetaGraph(
         name=profile.graph.name,
         metaops=tuple(metaops),
@@ -155,7 +158,7 @@ class Microbatches:
         layout: Layout,
         code: Sequence[OpCode],
         examples: Mapping[str, Any],
-        forms: Forms,
+        forms: ShapeInference,
         *,
         is_first: bool,
         seed: int,
@@ -163,8 +166,8 @@ class Microbatches:
         self.profile, self.layout, self._code = profile, layout, code
         self.forms, self._seed, self._is_first = forms, seed, is_first
         self._measured = {
-            way: self._sizes(way, forms.of(profile.graph, code, {way: without_values(one)}))
-            for way, one in examples.items()
+            variant: self._sizes(variant, forms.of(profile.graph, code, {variant: without_values(one)}))
+            for variant, one in examples.items()
         }
         self._scales: dict[tuple[str, int], dict[int, float]] = {}
         self.holders: dict[int, tuple[int, ...]] = {}
@@ -173,19 +176,19 @@ class Microbatches:
         self._kept: dict[Key, tuple[Program, bool]] = {}
         self._count = 0
 
-    def meet(self, way: str, signature: int, nest: Any) -> Cuts | None:
+    def meet(self, variant: str, signature: int, nest: Any) -> Cuts | None:
         """A batch, without values; what crosses cuts between layers is returned if its shape is new."""
-        if (way, signature) in self._scales:
+        if (variant, signature) in self._scales:
             return None
-        cuts = self.forms.of(self.profile.graph, self._code, {way: nest})
-        measured, sizes = self._measured[way], self._sizes(way, cuts)
-        self._scales[way, signature] = {
+        cuts = self.forms.of(self.profile.graph, self._code, {variant: nest})
+        measured, sizes = self._measured[variant], self._sizes(variant, cuts)
+        self._scales[variant, signature] = {
             op: size / measured[op] for op, size in sizes.items() if measured.get(op) and size
         }
         return cuts
 
-    def _sizes(self, way: str, cuts: Cuts) -> dict[int, int]:
-        """By op of a way: how many elements its first layer gives; a loss is as large as what it reads."""
+    def _sizes(self, variant: str, cuts: Cuts) -> dict[int, int]:
+        """By op of a variant: how many elements its first layer gives; a loss is as large as what it reads."""
         graph = self.profile.graph
         sizes = {
             op: sum(math.prod(leaf.shape) for leaf in form.leaves if isinstance(leaf, LeafForm))
@@ -193,7 +196,7 @@ class Microbatches:
             if layers == 1
         }
         for op in graph.order:
-            if isinstance(self._code[op], LossCode) and graph.metaops[op].task == way:
+            if isinstance(self._code[op], LossCode) and graph.metaops[op].task == variant:
                 sizes[op] = sum(sizes.get(source, 0) for source in graph.predecessors[op])
         return sizes
 

@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from spindle.errors import TrainingError
 from spindle.run import World
-from spindle.train.parts import Described, Part, exchanged, joined, on_host, sizes_of
+from spindle.train.optimizer_reshard import Described, Part, exchanged, joined, on_host, sizes_of
 
 Named = tuple[str, nn.Parameter]
 MakeOptimizer = Callable[[list[Named]], torch.optim.Optimizer]
@@ -87,7 +87,7 @@ class Update:
         """As `torch.nn.utils.clip_grad_norm_` in one process: every parameter counts once, whoever holds it."""
         gradients = [parameter.grad for parameter in self._counted if parameter.grad is not None]
         square = get_total_norm(gradients).to(self._world.device, torch.float64).square().reshape(1)
-        self._world.add_up(square, "norm", self._ranks)
+        self._world.all_reduce(square, "norm", self._ranks)
         clip_grads_with_norm_([parameter for _, parameter in self._named], limit, square.sqrt().reshape(()))
 
     def _take(self, optimizer: torch.optim.Optimizer, state: UpdateState) -> None:
@@ -134,7 +134,7 @@ class Update:
         offers, wishes = [one[0] for one in table], [one[1] for one in table]
         asked = frozenset[str]().union(*wishes)
         # Where tensor groups have another size now, parts do not fit each other: the whole is put together first.
-        held, meant = [{name: part for name, (part, _) in one.items()} for one in offers], wishes
+        held, meant = [{name: part for name, (part, _) in offer.items()} for offer in offers], wishes
         others = {name for name in asked if (sizes := sizes_of(held, name)) and sizes_of(meant, name) - sizes}
         counted = self._owned()
         whole = {name: (part, on_host(state)) for name, (part, state) in counted.items() if name in others}

@@ -26,28 +26,28 @@ from spindle.planners import Effort, make_plan
 from spindle.planners.pipeline import Layout, holders_in, pipeline_layout, plan_pipeline
 from spindle.profile import Profile, ProfileRequest, fitting, profile_request, read_profile, write_profile
 from spindle.program import Program, lower, verify
-from spindle.run import Executor, Forms, OpCode, World
-from spindle.run.rows import on_device
+from spindle.run import Executor, OpCode, ShapeInference, World
+from spindle.run.nests import on_device
 from spindle.run.shards import Shards
 from spindle.run.weights import Weights
 from spindle.run.world import on_compute_stream
 from spindle.train.agreement import compare, compare_attributes, compare_held, optimizer_items, task_items
 from spindle.train.bind import Bound, bind, code_of
 from spindle.train.kinds import kinds_of
-from spindle.train.microbatches import Key, Microbatches, StepGraph, on_one_device, way_of
+from spindle.train.microbatches import Key, Microbatches, StepGraph, on_one_device, variant_of
 from spindle.train.optimizer import MakeOptimizer, MakeScheduler, Named, Update, UpdateState
-from spindle.train.parts import Part
+from spindle.train.optimizer_reshard import Part
 from spindle.train.probe import Facts, facts_without_values, probe
 from spindle.train.progress import Progress
 from spindle.train.record import handles_of, record_all
 from spindle.train.samples import Needs, needs_of
 from spindle.train.sampling import Share
 from spindle.train.task import TaskDefinition
+from spindle.train.task_variants import TaskVariants
 from spindle.train.tensor import Sharing, find_sharing
 from spindle.train.trace import unchanged
 from spindle.train.trace_broadcast import trace_on_rank_0
 from spindle.train.trial import why_not_sharded
-from spindle.train.ways import Ways
 from spindle.workload import WorkloadRequest, workload_request, write_workload
 
 PIPELINE = "pipeline"
@@ -83,11 +83,11 @@ class Options:
 
     @property
     def names(self) -> list[str]:
-        return [one.name for one in self.tasks]
+        return [task.name for task in self.tasks]
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class ProfiledWorkload:
     """What was found out about the tasks on this machine."""
 
     bound: Bound
@@ -98,12 +98,12 @@ class Known:
     ended_modules: frozenset[str] = frozenset()  # of tasks that have ended
 
 
-class Prepared:
+class RankRuntime:
     """The plan, and what this rank has of it."""
 
     def __init__(
         self,
-        known: Known,
+        known: ProfiledWorkload,
         plan: Plan,
         options: Options,
         world: World,
@@ -116,7 +116,7 @@ class Prepared:
             world, {"the workload": known.bound.workload, "the profile": known.profile, **_program_items(self.program)}
         )
         verify(self.program, known.profile)
-        parameters = [known.bound.parameters[one.name] for one in known.graph.parameters]
+        parameters = [known.bound.parameters[parameter.name] for parameter in known.graph.parameters]
         split = split_dims(known.bound.styled)
         dims = {number: split[id(one)] for number, one in enumerate(parameters) if id(one) in split}
         self.weights = Weights(self.program, known.graph, parameters, world, dims)
@@ -146,7 +146,7 @@ class Prepared:
 
     def executor_of(self, graph: StepGraph, program: Program) -> Executor:
         """The executor of a step of a pipeline; that of the step before must not run again."""
-        axes = {op.task: self.bound.batch_axes[way_of(op.task)] for op in graph.profile.graph.metaops}
+        axes = {op.task: self.bound.batch_axes[variant_of(op.task)] for op in graph.profile.graph.metaops}
         self._last = Executor(
             program,
             graph.profile.graph,
@@ -167,12 +167,12 @@ class Prepared:
         if self.microbatches is not None:
             self.microbatches.close()
 
-    def needs(self, way: str) -> Needs:
+    def needs(self, variant: str) -> Needs:
         """What this rank's slots look at, of a batch as large as planned."""
-        if way not in self._needs:
-            uses = [(code, first, last) for task, code, first, last in self.main.uses if task == way]
-            self._needs[way] = needs_of(uses)
-        return self._needs[way]
+        if variant not in self._needs:
+            uses = [(code, first, last) for task, code, first, last in self.main.uses if task == variant]
+            self._needs[variant] = needs_of(uses)
+        return self._needs[variant]
 
     def make_update(self, state_for: Callable[[Mapping[str, Part]], UpdateState]) -> Update:
         """The optimizer over what this rank holds, which must be here, with the state that is given for these parts."""
@@ -221,7 +221,7 @@ class Prepared:
         )
         compare_held(
             self._world,
-            [one.name for one in self.graph.parameters],
+            [parameter.name for parameter in self.graph.parameters],
             self.update.group_settings(),
             "the optimizer's settings of parameter",
         )
@@ -240,7 +240,7 @@ class Prepared:
 
     @property
     def _reached(self) -> dict[str, frozenset[int]] | None:
-        """By way: the parameters that gradients reach."""
+        """By task variant: the parameters that gradients reach."""
         if self.bound.facts.reached is None:
             return None
         return {
@@ -265,30 +265,32 @@ class Prepared:
 
 
 def _program_items(program: Program) -> dict[str, Any]:
-    rest = {one.name: getattr(program, one.name) for one in fields(program) if one.name != "plan"}
+    rest = {field.name: getattr(program, field.name) for field in fields(program) if field.name != "plan"}
     return {"the plan": program.plan, "the program": rest}
 
 
-def find_out(
+def trace_and_profile(
     options: Options,
-    ways: Ways,
+    variants: TaskVariants,
     world: World,
     shown: Progress,
     notify: Callable[[str], None],
-) -> Known:
-    """Records the ways through the tasks and measures their layers."""
+) -> ProfiledWorkload:
+    """Trace all task variants and profile their layers."""
     with on_compute_stream(world.device):
-        return _find_out(options, ways, world, shown, notify)
+        return _trace_and_profile(options, variants, world, shown, notify)
 
 
-def _find_out(options: Options, ways: Ways, world: World, shown: Progress, notify: Callable[[str], None]) -> Known:
+def _trace_and_profile(
+    options: Options, variants: TaskVariants, world: World, shown: Progress, notify: Callable[[str], None]
+) -> ProfiledWorkload:
     # Copies, because what is tried out may write over its input.
-    examples = {way.name: on_device(tree_map(_copied, way.example), world.device) for way in ways}
+    examples = {variant.name: on_device(tree_map(_copied, variant.example), world.device) for variant in variants}
     shown.stage("recording tasks")
     casting = nullcontext() if options.autocast is None else torch.autocast(world.device.type, dtype=options.autocast)
     wanted = workload_request()
     with casting:
-        recorded = record_all([way.definition for way in ways], examples)
+        recorded = record_all([variant.definition for variant in variants], examples)
         handles = handles_of(recorded)
         compare(world, task_items(recorded, examples))
         compare_attributes(world, handles)
@@ -316,7 +318,7 @@ def _find_out(options: Options, ways: Ways, world: World, shown: Progress, notif
     code = [code_of(bound, op) for op in graph.metaops]
     request = profile_request()
     if options.profile is not None and request is None:
-        return Known(bound, graph, code, _fitting_profile(options.profile, graph, world), mode_of(bound))
+        return ProfiledWorkload(bound, graph, code, _fitting_profile(options.profile, graph, world), mode_of(bound))
     kinds = world.broadcast_object(kinds_of(bound, graph) if world.rank == 0 else None)
     modules = [handle.module for handle in bound.handles.values()]
     with shown.bar("measuring layers") as tell, unchanged(modules), casting:
@@ -337,18 +339,18 @@ def _find_out(options: Options, ways: Ways, world: World, shown: Progress, notif
         )
     if request is not None:
         _hand_over(profile, request, world)
-    return Known(bound, graph, code, profile, mode_of(bound))
+    return ProfiledWorkload(bound, graph, code, profile, mode_of(bound))
 
 
-def without(known: Known, tasks: Collection[str], name: str) -> Known:
-    """What is known of some of the tasks, by the names of their ways. Nothing is tried or measured again."""
+def without(known: ProfiledWorkload, tasks: Collection[str], name: str) -> ProfiledWorkload:
+    """What is known of some of the tasks, by the names of their variants. Nothing is probed or measured again."""
     bound = known.bound
     kept = [one for task, one in bound.tasks.items() if task not in tasks]
     facts = bound.facts
     facts = replace(
         facts,
         coupled={key: reason for key, reason in facts.coupled.items() if key[0] not in tasks},
-        random_layers=frozenset(one for one in facts.random_layers if one[0] not in tasks),
+        random_layers=frozenset(random_layer for random_layer in facts.random_layers if random_layer[0] not in tasks),
         random_losses=facts.random_losses - frozenset(tasks),
         reached=None
         if facts.reached is None
@@ -358,18 +360,18 @@ def without(known: Known, tasks: Collection[str], name: str) -> Known:
     graph = metagraph_of(left.workload)
     code = [code_of(left, op) for op in graph.metaops]
     ended = frozenset(known.graph.modules) - frozenset(graph.modules)
-    return Known(left, graph, code, known.profile.restricted(graph), mode_of(left), ended)
+    return ProfiledWorkload(left, graph, code, known.profile.restricted(graph), mode_of(left), ended)
 
 
 def prepare(
-    known: Known,
+    known: ProfiledWorkload,
     options: Options,
     world: World,
     shown: Progress,
     notify: Callable[[str], None],
     examples: Mapping[str, Any],
-) -> Prepared:
-    """Plans, and gets ready to run the plan; `examples` has the batch on which each way was measured."""
+) -> RankRuntime:
+    """Plans, and gets ready to run the plan; `examples` has the batch on which each variant was measured."""
     if options.memory_bytes is not None:
         cluster = known.profile.cluster.with_memory(int(_PLANNED * options.memory_bytes))
         known = replace(known, profile=replace(known.profile, cluster=cluster))
@@ -380,13 +382,13 @@ def prepare(
         return _prepare_pipeline(known, options, world, shown, examples)
     with shown.bar("planning") as tell:
         plan = _plan(known, options, world, tell, notify)
-    return Prepared(known, plan, options, world)
+    return RankRuntime(known, plan, options, world)
 
 
 def _prepare_pipeline(
-    known: Known, options: Options, world: World, shown: Progress, examples: Mapping[str, Any]
-) -> Prepared:
-    """Chunks are placed, on one microbatch of each way; steps are planned as their batches become known."""
+    known: ProfiledWorkload, options: Options, world: World, shown: Progress, examples: Mapping[str, Any]
+) -> RankRuntime:
+    """Chunks are placed, on one microbatch of each variant; steps are planned as their batches become known."""
     known = replace(known, profile=on_one_device(known.profile))
     found: tuple[Layout, Plan] | None = None
     with shown.bar("planning"):
@@ -395,23 +397,23 @@ def _prepare_pipeline(
             found = layout, plan_pipeline(known.profile, layout, Effort(seed=options.seed, evaluations=1))
         layout, plan = world.broadcast_object(found)
     holders = holders_in(known.graph, layout)
-    prepared = Prepared(known, plan, options, world, holders)
+    runtime = RankRuntime(known, plan, options, world, holders)
     modules = [handle.module for handle in known.bound.handles.values()]
     microbatches = Microbatches(
         known.profile,
         layout,
         known.code,
         examples,
-        Forms(modules, world.device, options.autocast),
+        ShapeInference(modules, world.device, options.autocast),
         is_first=world.rank == 0,
         seed=options.seed,
     )
     microbatches.holders = holders
-    prepared.microbatches = microbatches
-    return prepared
+    runtime.microbatches = microbatches
+    return runtime
 
 
-def _with_degrees(known: Known, degrees: Mapping[str, int]) -> Profile:
+def _with_degrees(known: ProfiledWorkload, degrees: Mapping[str, int]) -> Profile:
     try:
         return known.profile.with_degrees(degrees)
     except ProfileError as error:
@@ -428,7 +430,7 @@ def _with_degrees(known: Known, degrees: Mapping[str, int]) -> Profile:
 def mode_of(bound: Bound) -> list[bool]:
     """What a plan depends on and a user may switch: what is trained, and which modules are in training mode."""
     trains = [parameter.requires_grad for parameter in bound.parameters.values()]
-    return trains + [one.training for handle in bound.handles.values() for one in handle.module.modules()]
+    return trains + [module.training for handle in bound.handles.values() for module in handle.module.modules()]
 
 
 def _copied(leaf: Any) -> Any:
@@ -475,7 +477,11 @@ def _explain(bound: Bound, world: World, notify: Callable[[str], None]) -> None:
             notify(f"module {name!r} has tensor degrees up to {most}: {reason}")
     calls = [call.handle.name for task in bound.tasks.values() for call in task.recorded.calls]
     for name, handle in bound.handles.items():
-        tracking = [one for one in handle.module.modules() if isinstance(one, _BatchNorm) and one.track_running_stats]
+        tracking = [
+            module
+            for module in handle.module.modules()
+            if isinstance(module, _BatchNorm) and module.track_running_stats
+        ]
         if world.size > 1 and tracking and handle.module.training and calls.count(name) > 1:
             notify(
                 f"module {name!r} is called {calls.count(name)} times in a step: the running statistics of its "
@@ -494,7 +500,11 @@ def _explain(bound: Bound, world: World, notify: Callable[[str], None]) -> None:
 
 
 def _plan(
-    known: Known, options: Options, world: World, tell: Callable[[float], None], notify: Callable[[str], None]
+    known: ProfiledWorkload,
+    options: Options,
+    world: World,
+    tell: Callable[[float], None],
+    notify: Callable[[str], None],
 ) -> Plan:
     """Rank 0's plan, on all ranks. Where ranks update parts of parameters, it is tried first whether the optimizer can:
     else it is not sharded, and tensor groups are refused."""
@@ -504,7 +514,7 @@ def _plan(
     if world.rank == 0:
         plan = _wanted_plan(profile, options, options.shard_optimizer, tell)
         if (plan.shard_optimizer or _splits(plan)) and world.size > 1:
-            trained = [one for one in known.bound.parameters.items() if one[1].requires_grad]
+            trained = [parameter for parameter in known.bound.parameters.items() if parameter[1].requires_grad]
             reason = why_not_sharded(options.make_optimizer, trained)
         if reason is not None and plan.shard_optimizer:
             plan = _wanted_plan(profile, options, False, tell)

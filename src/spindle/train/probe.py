@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from spindle.errors import WorkloadError
 from spindle.models import device_of, without_caches
-from spindle.run.rows import Axes, cut, cut_leaf
+from spindle.run.nests import Axes, cut, cut_leaf
 from spindle.train.index_checks import IndexChecks
 from spindle.train.record import RecordedCall, handles_of, parameter_names
 from spindle.train.trace import TracedTask, Visit, unchanged, walk
@@ -67,7 +67,7 @@ def facts_without_values(tasks: Sequence[TracedTask]) -> Facts:
     coupled: dict[tuple[str, str], str] = {}
     for task in tasks:
         for call in task.recorded.calls:
-            if any(isinstance(one, _BatchNorm) and one.training for one in call.handle.module.modules()):
+            if any(isinstance(module, _BatchNorm) and module.training for module in call.handle.module.modules()):
                 coupled[task.name, call.name] = "it normalises over its batch"
         coupled.update(_coupled_by_shape(task))
     return Facts(coupled=coupled)
@@ -111,7 +111,7 @@ def _probe_task(
         if drawn():
             random_losses.add(task.name)
         loss = result[0] / result[1] if task.recorded.is_mean else result
-        parameters = [one for call in task.recorded.calls for one in call.handle.module.parameters()]
+        parameters = [parameter for call in task.recorded.calls for parameter in call.handle.module.parameters()]
         found: set[int] | None = set()
         if loss.requires_grad:
             loss.backward(retain_graph=True)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from spindle.errors import WorkloadError
 from spindle.models import Chain, as_when_compiling, device_of, stand_in, whole_chain
-from spindle.run.rows import form_of, on_device
+from spindle.run.nests import form_of, on_device
 from spindle.train.task import Mean, ModuleHandle, TaskDefinition, called_module, recording
 from spindle.train.tracer import GradientTracer
 
@@ -346,8 +346,8 @@ def kept_whole(tasks: Sequence[RecordedTask], module: object, reason: str) -> li
 def handles_of(tasks: Sequence[RecordedTask]) -> dict[str, ModuleHandle]:
     """The modules of tasks by name; two under one name are refused."""
     handles: dict[str, ModuleHandle] = {}
-    for one in tasks:
-        for call in one.calls:
+    for task in tasks:
+        for call in task.calls:
             known = handles.setdefault(call.handle.name, call.handle)
             if known.module is not call.handle.module:
                 raise WorkloadError(

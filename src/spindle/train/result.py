@@ -13,8 +13,8 @@ from spindle.artifact import write_whole
 from spindle.graph import MetaGraph
 from spindle.plan import Plan
 from spindle.program import Program
-from spindle.report.beside import Beside, beside, beside_chart, beside_table, draw_beside
 from spindle.report.gantt import columns_for
+from spindle.report.predicted_vs_measured import Beside, beside, beside_chart, beside_table, draw_beside
 from spindle.report.trace import trace_of
 from spindle.timeline import Timeline
 

@@ -36,7 +36,7 @@ from spindle.models import (
     without_caches,
     without_tied,
 )
-from spindle.run.rows import as_leaves, copied, cut, takes_gradient
+from spindle.run.nests import as_leaves, copied, cut, takes_gradient
 from spindle.train.record import handles_of
 from spindle.train.task import ModuleHandle
 from spindle.train.trace import TracedTask, Visit, unchanged, walk
@@ -74,7 +74,7 @@ def styles_in(handles: Mapping[str, ModuleHandle]) -> list[Styled]:
 
 def parts_of(parameters: Sequence[nn.Parameter], styled: Sequence[Styled]) -> tuple[Styled, ...]:
     """Those of a layer with these parameters."""
-    own = {id(one) for one in parameters}
+    own = {id(parameter) for parameter in parameters}
     return tuple(one for one in styled if any(id(each) in own for each in one.module.parameters()))
 
 
@@ -195,7 +195,7 @@ class _Search:
             return
         self._tried.add(key)
         inputs = [leaf for leaf in tree_leaves(visit.inputs) if takes_gradient(leaf)]
-        trained = [one for one in visit.layer.parameters if one.requires_grad]
+        trained = [parameter for parameter in visit.layer.parameters if parameter.requires_grad]
         dims = split_dims(parts)
         values, gradients = _with_gradients(_run(visit, visit.layer.run), inputs + trained)
         rehearsal = Rehearsal(2)
@@ -231,7 +231,7 @@ class _Search:
 
 
 def _hint(parts: Sequence[Styled]) -> str:
-    if not any(one.sequence for one in parts):
+    if not any(part.sequence for part in parts):
         return ""
     return (
         "; a sequence_parallel part must take first what is to be cut, as (rows, tokens, ...), give the same first, "
@@ -241,7 +241,7 @@ def _hint(parts: Sequence[Styled]) -> str:
 
 def _related(handles: Mapping[str, ModuleHandle], styled: Sequence[Styled]) -> list[str]:
     """Modules that have a part of a plan, or share weights with one that does, through others too."""
-    weights = {name: {id(one) for one in handle.module.parameters()} for name, handle in handles.items()}
+    weights = {name: {id(parameter) for parameter in handle.module.parameters()} for name, handle in handles.items()}
     reached = {id(parameter) for one in styled for parameter in one.module.parameters()}
     found: list[str] = []
     while True:
@@ -267,11 +267,11 @@ def _shards(parts: Sequence[Styled], degree: int, place: int) -> Iterator[dict[i
     """Inside, split parameters are a member's shards; these are by the id of the whole ones."""
     shards: dict[int, nn.Parameter] = {}
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for one in parts:
-        for name, parameter, dim in one.split:
+    for part in parts:
+        for name, parameter, dim in part.split:
             if parameter.shape[dim] % degree:
-                raise _NoShare(f"{one.path!r} has {parameter.shape[dim]} columns or rows, no multiple of {degree}")
-            before.append((one.module, name, parameter))
+                raise _NoShare(f"{part.path!r} has {parameter.shape[dim]} columns or rows, no multiple of {degree}")
+            before.append((part.module, name, parameter))
             if id(parameter) not in shards:
                 shard = shard_of(parameter.detach(), dim, degree, place)
                 shards[id(parameter)] = nn.Parameter(shard, parameter.requires_grad)

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from spindle.errors import OtherWayError, WorkloadError
+from spindle.errors import GuardError, WorkloadError
 from spindle.models import ChainLayer, Swapped, as_when_compiling, device_of, keep_state
-from spindle.run.rows import Axes, axes_of, cut, form_of
+from spindle.run.nests import Axes, axes_of, cut, form_of
 from spindle.train.record import RecordedCall, RecordedTask
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -154,7 +154,7 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
     if rows > 1:
         try:
             small, _ = _layers(recorded, cut(batch, axes, rows, 0, rows - 1))
-        except OtherWayError:  # of a module in layers; whole it may well run
+        except GuardError:  # of a module in layers; whole it may well run
             raise
         except Exception as error:  # the user's code, on fewer rows than it may expect
             whole_only = f"it does not run on part of a batch ({type(error).__name__}: {_first_line(error)})"

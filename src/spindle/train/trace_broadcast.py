@@ -15,7 +15,7 @@ from typing import Any
 from spindle.errors import TrainingError
 from spindle.models import Chain, NotSerializableError, build_chain, dump_chain, load_source, source_text
 from spindle.run import World
-from spindle.run.rows import Axes
+from spindle.run.nests import Axes
 from spindle.train.agreement import compare
 from spindle.train.bind import trace_recorded
 from spindle.train.record import RecordedCall, RecordedTask, cut_all
@@ -59,9 +59,9 @@ def trace_on_rank_0(
         traced = trace_recorded(tasks, examples)
         message = _message_of(traced)
     chains, task_messages = world.broadcast_object(message)
-    for one in chains:
-        if one.data is None:
-            notify(f"module {one.module!r} is recorded by every rank: {one.reason}")
+    for chain in chains:
+        if chain.data is None:
+            notify(f"module {chain.module!r} is recorded by every rank: {chain.reason}")
     if world.rank != 0:
         traced = _rebuild(tasks, examples, chains, task_messages, world)
     calls = [(task.name, call) for task in traced for call in task.recorded.calls]
@@ -104,7 +104,7 @@ def _rebuild(
     world: World,
 ) -> list[TracedTask]:
     """The tasks as rank 0 traced them, over this rank's modules."""
-    if any(one.data is None for one in chains):
+    if any(chain.data is None for chain in chains):
         tasks = cut_all(tasks, examples)
     built: dict[int, Chain] = {}
     traced = []
@@ -132,7 +132,9 @@ def _chain(call: RecordedCall, message: _ChainMessage, world: World) -> Chain:
     module, name = call.handle.module, call.handle.name
     if message.data is None:  # recorded here; that the layers are rank 0's is compared later
         kinds = (
-            message.kinds if len(message.kinds) == len(call.chain.layers) else [one.kind for one in call.chain.layers]
+            message.kinds
+            if len(message.kinds) == len(call.chain.layers)
+            else [layer.kind for layer in call.chain.layers]
         )
         layers = [replace(layer, kind=kind) for layer, kind in zip(call.chain.layers, kinds, strict=True)]
         return replace(call.chain, layers=tuple(layers))

@@ -22,11 +22,11 @@ from spindle.train.microbatches import refuse_unfit
 from spindle.train.optimizer import MakeOptimizer, MakeScheduler
 from spindle.train.preparation import PIPELINE, Options
 from spindle.train.progress import Progress
-from spindle.train.readiness import Readiness
 from spindle.train.record import handles_of, record_all
 from spindle.train.result import FitResult
 from spindle.train.samples import sample_feed
 from spindle.train.sampling import Share, check_sampling
+from spindle.train.session import TrainSession
 from spindle.train.task import TaskDefinition
 from spindle.workload import workload_request
 
@@ -85,12 +85,13 @@ class Trainer:
     ) -> None:
         if not tasks:
             raise WorkloadError("spindle.Trainer needs at least one task")
-        for one in tasks:
-            if not isinstance(one, TaskDefinition):
+        for task in tasks:
+            if not isinstance(task, TaskDefinition):
                 raise WorkloadError(
-                    f"spindle.Trainer([...]): expected tasks, got {one!r}; write @spindle.task(batch_size=...) above it"
+                    f"spindle.Trainer([...]): expected tasks, got {task!r}; "
+                    "write @spindle.task(batch_size=...) above it"
                 )
-        names = [one.name for one in tasks]
+        names = [task.name for task in tasks]
         for task_name in names:
             if names.count(task_name) > 1:
                 raise WorkloadError(
@@ -135,7 +136,7 @@ class Trainer:
         self._options, self._steps_done = options, 0
         self._loop: Loop | None = None  # while there is a fit
         self._has_new_modules = True  # which may have other weights on each rank
-        self._readiness = Readiness(options, self.world, self.notices)
+        self._session = TrainSession(options, self.world, self.notices)
 
     @property
     def rank(self) -> int:
@@ -144,12 +145,12 @@ class Trainer:
     @property
     def plan(self) -> Plan | None:
         """The plan that is trained with, once there is one."""
-        return self._readiness.prepared.plan if self._readiness.prepared else None
+        return self._session.runtime.plan if self._session.runtime else None
 
     @property
     def profile(self) -> Profile | None:
         """What was measured, once it was."""
-        return self._readiness.known.profile if self._readiness.known else None
+        return self._session.known.profile if self._session.known else None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Weights and buffers of all modules, `module.path` by name, the same on every rank.
@@ -157,7 +158,7 @@ class Trainer:
         They load into plain PyTorch: `nn.ModuleDict({"vision": vision, ...}).load_state_dict(...)`.
         """
         self._refuse_spread_weights()
-        handles = self._readiness.handles or handles_of(record_all(self._options.tasks))
+        handles = self._session.handles or handles_of(record_all(self._options.tasks))
         return {
             f"{name}.{path}": value
             for name, handle in handles.items()
@@ -189,15 +190,15 @@ class Trainer:
         feeds: dict[str, Feed] = {}
         try:
             feeds = self._feeds(loaders, drop_last, shown)
-            self._loop = Loop(self._readiness, feeds, partial(self._feed, drop_last=drop_last), shown, on_step)
+            self._loop = Loop(self._session, feeds, partial(self._feed, drop_last=drop_last), shown, on_step)
             result = self._loop.run(self._steps_done, steps)
             self._steps_done += steps
             self._has_new_modules = False
             return result
         finally:
             self._loop = None
-            if self._readiness.prepared is not None:
-                self._readiness.prepared.close()
+            if self._session.runtime is not None:
+                self._session.runtime.close()
             for feed in feeds.values():
                 feed.close()
             shown.close()
@@ -210,7 +211,7 @@ class Trainer:
         self._compare_call("prepare")
         shown = Progress(enabled=progress and self.world.rank == 0)
         try:
-            return self._readiness.find_out(self._feeds(loaders, True, shown), shown).profile
+            return self._session.trace_and_profile(self._feeds(loaders, True, shown), shown).profile
         finally:
             shown.close()
 
@@ -236,7 +237,7 @@ class Trainer:
             self._options.tensor_degrees = tensor_degrees
         self._options.plan = plan
         if self._loop is None:
-            self._readiness.forget_plan(keep_optimizer=keep_optimizer)
+            self._session.forget_plan(keep_optimizer=keep_optimizer)
         elif not keep_optimizer:
             raise TrainingError("replan(keep_optimizer=False): in the midst of a fit the optimizer goes on")
         else:
@@ -248,9 +249,9 @@ class Trainer:
         if self._loop is None:
             self._compare_call(f"remove_task({name!r})")
         tasks = self._tasks_now()
-        left = [one for one in tasks if one.name != name]
+        left = [task for task in tasks if task.name != name]
         if len(left) == len(tasks):
-            known = ", ".join(one.name for one in tasks)
+            known = ", ".join(task.name for task in tasks)
             raise TrainingError(f"remove_task({name!r}): there is no such task (tasks: {known})")
         if not left:
             raise TrainingError(f"remove_task({name!r}): it is the last one")
@@ -269,7 +270,7 @@ class Trainer:
         if self._loop is None:
             self._compare_call(f"add_task({task.name!r})")
         tasks = self._tasks_now()
-        if task.name in [one.name for one in tasks]:
+        if task.name in [task.name for task in tasks]:
             raise WorkloadError(f"add_task: there is a task {task.name!r} already; give it another name")
         if self._loop is not None and loader is None:
             raise TrainingError(f"add_task({task.name!r}): in the midst of a fit it needs a loader")
@@ -281,7 +282,7 @@ class Trainer:
         self._take_tasks(f"add_task({task.name!r})", [*tasks, task], {task.name: loader})
 
     def _refuse_spread_weights(self) -> None:
-        if self.world.size > 1 and self._readiness.is_away:
+        if self.world.size > 1 and self._session.is_away:
             raise TrainingError(
                 "a fit of this Trainer ended by an error: its weights are spread over the ranks; make a new Trainer "
                 "of modules with weights from a file"
@@ -292,7 +293,7 @@ class Trainer:
 
     def _take_tasks(self, call: str, tasks: list[TaskDefinition], loaders: dict[str, Any]) -> None:
         if self._loop is None:
-            self._readiness.set_tasks(tasks, Progress(enabled=False))
+            self._session.set_tasks(tasks, Progress(enabled=False))
         else:
             self._loop.change(call, tasks, loaders)
 
@@ -320,7 +321,7 @@ class Trainer:
         )
 
     def _feeds(self, loaders: Mapping[str, Any], drop_last: bool, shown: Progress) -> dict[str, Feed]:
-        names = [one.name for one in self._options.tasks]
+        names = [task.name for task in self._options.tasks]
         missing, unknown = (
             [name for name in names if name not in loaders],
             [name for name in loaders if name not in names],
@@ -335,8 +336,8 @@ class Trainer:
             )
         state = self._random_state()
         return {
-            one.name: self._feed(one, loaders[one.name], shown, drop_last=drop_last, state=state)
-            for one in self._options.tasks
+            task.name: self._feed(task, loaders[task.name], shown, drop_last=drop_last, state=state)
+            for task in self._options.tasks
         }
 
     def _random_state(self) -> Any:
@@ -352,10 +353,10 @@ class Trainer:
             "definition": definition,
             "drop_last": drop_last,
             "state": self._random_state() if state is None else state,
-            "notify": self._readiness.notifier(shown),
+            "notify": self._session.notifier(shown),
             "compared": self.world.size > 1,
         }
-        given = self._readiness.given[definition.name]
+        given = self._session.given[definition.name]
         of_samples = sample_feed(loader, self._options.seed, given, **shared)
         if of_samples is None:
             return Feed(loader=loader, **shared)

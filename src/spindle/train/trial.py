@@ -11,7 +11,7 @@ from torch import nn
 
 from spindle.run.shards import Span
 from spindle.train.optimizer import MakeOptimizer, Named, optimizer_of
-from spindle.train.parts import cut, joined_spans
+from spindle.train.optimizer_reshard import cut, joined_spans
 
 _TRIED_SIZE, _TRIED_STEPS, _TRIED_ERROR = 4, 2, 1e-6
 _MOVED = "how far it moved"
@@ -35,7 +35,7 @@ def why_not_sharded(make: MakeOptimizer, named: Sequence[Named]) -> str | None:
         for half in range(2):
             spans = {name: _half(tuple(values[0].shape), half) for name, values in drawn.items()}
             halves = {
-                name: [cut(one, spans[name]) for one in values]
+                name: [cut(value, spans[name]) for value in values]
                 for name, values in drawn.items()
                 if spans[name].first < spans[name].last
             }

@@ -5,7 +5,7 @@ back into plans; the search in between (`search`, with `tree`, `moves`, `evaluat
 `gates`) and chooses what stages keep (`memory`, `retime`). `orders` and `baselines` are what others do.
 """
 
-from spindle.planners.pipeline.baselines import BASELINES, Ways, baseline_ways, plan_baseline
+from spindle.planners.pipeline.baselines import BASELINES, TaskVariants, baseline_ways, plan_baseline
 from spindle.planners.pipeline.chains import Chain, Layout
 from spindle.planners.pipeline.planner import pipeline_layout, plan_pipeline, search_pipeline
 from spindle.planners.pipeline.search import Found
@@ -16,7 +16,7 @@ __all__ = [
     "Chain",
     "Found",
     "Layout",
-    "Ways",
+    "TaskVariants",
     "baseline_ways",
     "holders_in",
     "pipeline_layout",

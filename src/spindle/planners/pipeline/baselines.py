@@ -36,10 +36,10 @@ _TURNS = (2, 3, 4)  # how often chains of vpp pass the ranks
 
 Order = Callable[[Segments, Column], Schedule]  # of segments, in the room there is on each rank
 OrderFor = Callable[[Profile, Batch], Order]
-Ways = list[tuple[Layout, OrderFor]]
+TaskVariants = list[tuple[Layout, OrderFor]]
 
 
-def plan_baseline(profile: Profile, planner: str, num_ranks: int, ways: Ways | None = None) -> Plan:
+def plan_baseline(profile: Profile, planner: str, num_ranks: int, ways: TaskVariants | None = None) -> Plan:
     """The finished plan of a baseline, the best over its own choices. The profile has whole microbatches. Layouts are
     those of `ways`, chosen on another batch, or the best for this one."""
     plans: list[Plan] = []
@@ -67,7 +67,7 @@ def plan_in_order(profile: Profile, layout: Layout, planner: str, order_for: Ord
     return fitting_plan(profile, layout, planner, batches, schedules)
 
 
-def baseline_ways(profile: Profile, planner: str, num_ranks: int) -> Ways:
+def baseline_ways(profile: Profile, planner: str, num_ranks: int) -> TaskVariants:
     """Layouts with the order of passes on each, chosen on a batch that stands for all."""
     times, elements = layer_loads(profile), layer_loads(profile, "parameters")
 

@@ -100,7 +100,9 @@ def layer_loads(profile: Profile, weight_of: str = "time") -> dict[str, Loads]:
                 loads[op.module][place] += curve.layer_s(curve.num_devices[0])
             elif (op.module, place) not in seen:
                 seen.add((op.module, place))
-                loads[op.module][place] = sum(graph.parameters[one].num_elements for one in op.parameters[layer])
+                loads[op.module][place] = sum(
+                    graph.parameters[parameter].num_elements for parameter in op.parameters[layer]
+                )
     return loads
 
 

@@ -43,7 +43,7 @@ def need_of(table, memory, is_started, is_ended, microbatch, rank):
 
 
 @njit(cache=True, nogil=True)
-def can_all_end(free, held, need, microbatch, rank, order, place, left, work):
+def is_safe_state(free, held, need, microbatch, rank, order, place, left, work):
     """Is there an order in which all microbatches that hold memory can end, after a forward of one on a rank?
 
     `order` is such an order from before that forward (its length stands in its last entry), `place` who stands where in

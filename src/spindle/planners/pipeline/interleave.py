@@ -23,8 +23,8 @@ from spindle.planners.pipeline.gates import (
     NONE,
     SAFE,
     UNLIMITED,
-    can_all_end,
     check_fits,
+    is_safe_state,
     limits_of,
     need_of,
 )
@@ -228,7 +228,7 @@ def interleave_passes(
                 need[microbatch, rank] -= memory[pair, rank]
                 if not table.has_one_end[microbatch]:
                     need[microbatch, rank] = need_of(table, memory, is_started, is_ended, microbatch, rank)
-                if not can_all_end(free, held, need, microbatch, rank, ends, place, left_scratch, work_scratch):
+                if not is_safe_state(free, held, need, microbatch, rank, ends, place, left_scratch, work_scratch):
                     is_started[pair, rank] = False
                     held[microbatch, rank] -= memory[pair, rank]
                     free[rank] += memory[pair, rank]

@@ -148,8 +148,8 @@ def _sequences(segments: Segments, together: int) -> tuple[list[Pass], list[Pass
         before = segments.predecessors[starts[pair] : starts[pair + 1]].tolist()
         depth[pair] = max((depth[one] + 1 for one in before), default=0)
     for pair in reversed(pairs):
-        for one in segments.predecessors[starts[pair] : starts[pair + 1]].tolist():
-            height[one] = max(height[one], height[pair] + 1)
+        for predecessor in segments.predecessors[starts[pair] : starts[pair + 1]].tolist():
+            height[predecessor] = max(height[predecessor], height[pair] + 1)
     part = (segments.microbatch // together).tolist()
     microbatch = segments.microbatch.tolist()
     forwards = sorted(pairs, key=lambda pair: (part[pair], depth[pair], microbatch[pair], pair))

@@ -78,7 +78,7 @@ def pipeline_layout(profile: Profile, num_ranks: int) -> Layout:
         except DoesNotFitError as error:
             refusals.append(error)
             continue
-        found.append((max(one.schedule.makespan_ns for one in results), factor, layout))
+        found.append((max(result.schedule.makespan_ns for result in results), factor, layout))
     if not found:
         raise refusals[0]
     shortest = min(makespan for makespan, _, _ in found)

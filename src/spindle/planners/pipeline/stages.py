@@ -381,9 +381,9 @@ class _Stages:
 def _worth_having(choices: Iterable[Choice]) -> tuple[Choice, ...]:
     """The leanest, the fastest, and the fastest of each of some equal ranges of memory between (DIP §4.3)."""
     falling: list[Choice] = []  # rising memory, each faster than those before
-    for one in sorted(choices, key=lambda one: (one.memory, one.backward_ns)):
-        if not falling or one.backward_ns < falling[-1].backward_ns:
-            falling.append(one)
+    for choice in sorted(choices, key=lambda one: (one.memory, one.backward_ns)):
+        if not falling or choice.backward_ns < falling[-1].backward_ns:
+            falling.append(choice)
     if len(falling) <= MOST_CHOICES:
         return tuple(falling)
     least, most = falling[0].memory, falling[-1].memory

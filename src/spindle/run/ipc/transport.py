@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-from spindle.run.board import CLOSED, DRIVERS, FAILED, FREED, LEFT, Board
-from spindle.run.collectives import Collectives, Steps
-from spindle.run.job import Job
-from spindle.run.medium import CudaMedium, HostMedium, Medium, Segments
-from spindle.run.messages import Messages
+from spindle.run.ipc.collectives import Collectives, Steps
+from spindle.run.ipc.job import Job
+from spindle.run.ipc.memory_backend import CudaMemoryBackend, HostMemoryBackend, MemoryBackend, Segments
+from spindle.run.ipc.messages import Messages
+from spindle.run.ipc.shm_control import CLOSED, DRIVERS, FAILED, FREED, LEFT, Board
 
 _LOOK_S = 0.2  # how often we look whether those we wait for are still there
 _LEAVE_S = 10.0  # how long we wait for others to let go of our memory
@@ -42,13 +42,13 @@ class Transport:
         self.messages = Messages(board, self._segments, names)
         self.collectives = Collectives(board, self._segments, names)
         self._work = threading.Lock()  # held by whoever is doing what there is to do
-        self._entered: list[tuple[Medium, Any]] = []
+        self._entered: list[tuple[MemoryBackend, Any]] = []
         self._look_s = 0.0
         self._num_started = self._num_ended = 0
         self._to_call: deque[Callable[[], None]] = deque()
         self._state = threading.Lock()  # held for a moment, for what follows
         self._submitted: deque[tuple[Job, Callable[[], None]]] = deque()
-        self._media: dict[str, Medium] = {}
+        self._media: dict[str, MemoryBackend] = {}
         self._num_drivers = 0
         self._error: RuntimeError | None = None
         self._leaving = False
@@ -110,10 +110,12 @@ class Transport:
         self._num_ended += 1
         self._to_call.extend(callbacks)
 
-    def _medium(self, device: torch.device) -> Medium:
+    def _medium(self, device: torch.device) -> MemoryBackend:
         with self._state:
             if device.type not in self._media:
-                self._media[device.type] = HostMedium() if device.type == "cpu" else CudaMedium(self._board, device)
+                self._media[device.type] = (
+                    HostMemoryBackend() if device.type == "cpu" else CudaMemoryBackend(self._board, device)
+                )
             return self._media[device.type]
 
     def _submit(self, job: Job, add: Callable[[], None]) -> None:
@@ -236,7 +238,7 @@ class Transport:
             board.words[board.row(board.rank) + FREED] += 1
         waited, computing = self._waited_for(), self._is_computing()
         if not (waited or computing):
-            self._segments.let_go()  # which waits for the stream: nothing on it may wait for a rank that is gone
+            self._segments.release()  # which waits for the stream: nothing on it may wait for a rank that is gone
             return
         # What is on a stream may wait for the mark of a rank that ended before its GPU got there.
         cut_off = set(filter(board.is_cut_off, range(board.size)))
@@ -274,11 +276,11 @@ class Transport:
         """
         board = self._board
         host, gpu = self._media.get("cpu"), self._media.get("cuda")
-        assert gpu is None or isinstance(gpu, CudaMedium)
+        assert gpu is None or isinstance(gpu, CudaMemoryBackend)
         try:
             if gpu is not None and self._error is None:
                 gpu.enter()
-                gpu.let_go()
+                gpu.release()
             self._segments.forget()
             board.words[board.row(board.rank) + CLOSED] = LEFT if self._error is None else FAILED
             board.ring_all()

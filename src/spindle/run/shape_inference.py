@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_unflatten
 
 from spindle.graph import MetaGraph
 from spindle.models import Swapped, as_when_compiling, keep_state
-from spindle.run.code import LayerCode, LayersCode, OpCode
-from spindle.run.rows import Form, LeafForm, copied, form_of
+from spindle.run.nests import Form, LeafForm, copied, form_of
+from spindle.run.op_code import LayerCode, LayersCode, OpCode
 
 Cuts = dict[tuple[int, int], Form]  # by op and how many of its layers come before
 
 
-class Forms:
+class ShapeInference:
     """Forms from program to program. To be made while modules have all their weights, of which it keeps the shapes."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device, autocast: torch.dtype | None = None) -> None:

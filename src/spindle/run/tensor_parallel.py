@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 
 from spindle.models import span_of
-from spindle.run.parts import start_sums
+from spindle.run.flat_collectives import start_sums
 from spindle.run.world import World, peers
 
 TENSOR = "tensor"  # the purpose of its groups
 
 
-class RankMembers:
+class TensorParallelGroup:
     """The members of a tensor group; its process group must have been made."""
 
     def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
@@ -21,7 +21,7 @@ class RankMembers:
         self._group = world.group(TENSOR, ranks)
         self._order = [self._ranks.index(rank) for rank in ranks]
 
-    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         total = tensor.clone(memory_format=torch.contiguous_format)
         with peers("adding up in a tensor group"):
             dist.all_reduce(total, group=self._group)

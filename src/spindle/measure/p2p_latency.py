@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from spindle.measure.rank_sync import RankSync
 from spindle.measure.timing import Passes, Work, between_s, mark, medians, warmed
-from spindle.measure.together import Together
 from spindle.run.step import Pace
 from spindle.run.world import Message, World, compute_stream, peers, wait
 
@@ -31,7 +31,7 @@ _WARM_UP = 0.25  # of them
 _STAND_IN, _STAND_IN_ON_GPU = 256, 4096  # rows and width
 
 
-def measure_hand_over(work: Work | None, world: World) -> float | None:
+def measure_p2p_latency(work: Work | None, world: World) -> float | None:
     """Seconds from the end of what one rank waits for to its own start, bytes aside; None where nobody waits for
     anybody or one cannot compute.
 
@@ -39,7 +39,7 @@ def measure_hand_over(work: Work | None, world: World) -> float | None:
     """
     if world.size == 1:
         return None
-    everybody = Together(world, together=True)
+    rank_sync = RankSync(world, enabled=True)
     passes, once_s = None, math.nan
     with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
         try:
@@ -47,21 +47,21 @@ def measure_hand_over(work: Work | None, world: World) -> float | None:
             once_s = sum(medians(passes, 1, world.device))
         except Exception:  # then it was not measured before, either
             pass
-    told = [seconds for (seconds,) in everybody.tell(once_s)]
-    if any(map(math.isnan, told)):
+    gathered = [seconds for (seconds,) in rank_sync.all_gather(once_s)]
+    if any(map(math.isnan, gathered)):
         return None
     assert passes is not None
     fewest, most = _ROUNDS_ON_GPU if world.device.type == "cuda" else _ROUNDS
-    count = max(fewest, min(most, int(_SECONDS / (2 * max(*told, 1e-6)))))
+    count = max(fewest, min(most, int(_SECONDS / (2 * max(*gathered, 1e-6)))))
     with peers("measuring hand-overs"):
         works_s, others_s = _rounds(passes, count, world)
-    rows = everybody.tell(*works_s, *others_s)
+    rows = rank_sync.all_gather(*works_s, *others_s)
     if any(math.isnan(number) for row in rows for number in row):
         return None
-    return hand_over_from([(row[:count], row[count:]) for row in rows])
+    return p2p_latency_from([(row[:count], row[count:]) for row in rows])
 
 
-def hand_over_from(rounds: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:
+def p2p_latency_from(rounds: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:
     """The median, from what `_rounds` gives on each rank: what the first of a pair waits beyond the other's work is two
     hand-overs."""
     found = [

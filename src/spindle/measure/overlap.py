@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from spindle.cluster import Link
+from spindle.measure.rank_sync import RankSync
 from spindle.measure.timing import Passes, Work, between_s, mark, medians, warmed
-from spindle.measure.together import Together
 from spindle.profile import all_reduce_s, ring_bytes
 from spindle.run.step import Pace
 from spindle.run.world import World, compute_stream, peers
@@ -31,7 +31,7 @@ _TELLING = 0.25  # of a sum's time, at least, must be for its bytes, to say how 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
+class Overlap:
     """How many times longer compute and the bytes of an exchange take beside each other, and what an all-reduce takes
     beside its bytes meanwhile."""
 
@@ -40,19 +40,19 @@ class Beside:
     collective_s: float | None = None
 
 
-def measure_beside(work: Work | None, together: Together, world: World, link: Link, summed: torch.dtype) -> Beside:
+def measure_overlap(work: Work | None, rank_sync: RankSync, world: World, link: Link, summed: torch.dtype) -> Overlap:
     """The same on every rank, all of which must ask; `work` is something heavy, `link` was measured without it."""
-    if work is None or together.size == 1:
-        return Beside(collective_s=link.collective_s)
+    if work is None or rank_sync.size == 1:
+        return Overlap(collective_s=link.collective_s)
     passes, alone_s = None, math.nan
     try:
         passes = warmed(work)
         alone_s = sum(medians(passes, _PASSES, work.device))
     except Exception:  # then it was not measured before, either
         pass
-    alone = [row[0] for row in together.tell(alone_s)]
+    alone = [row[0] for row in rank_sync.all_gather(alone_s)]
     if any(map(math.isnan, alone)):
-        return Beside(collective_s=link.collective_s)
+        return Overlap(collective_s=link.collective_s)
     assert passes is not None
     found = []
     with peers("measuring sums beside compute"):
@@ -61,15 +61,15 @@ def measure_beside(work: Work | None, together: Together, world: World, link: Li
             count = max(_FEWEST, min(_MOST, math.ceil(4 * max(alone) / expected_s)))
             buffer = torch.zeros(num_bytes // summed.itemsize, dtype=summed, device=world.device)
             found.append(_sums_beside(passes, buffer, count, world))
-    told = together.tell(*(number for pair in found for number in pair))
-    if any(math.isnan(number) for row in told for number in row):
-        return Beside(collective_s=link.collective_s)
-    small_s, _, large_s, pass_s = (statistics.median(column) for column in zip(*told, strict=True))
+    gathered = rank_sync.all_gather(*(number for pair in found for number in pair))
+    if any(math.isnan(number) for row in gathered for number in row):
+        return Overlap(collective_s=link.collective_s)
+    small_s, _, large_s, pass_s = (statistics.median(column) for column in zip(*gathered, strict=True))
     rate = ring_bytes(_LARGE - _SMALL, world.size) / max(large_s - small_s, 1e-6)
     fixed_s = max(0.0, small_s - ring_bytes(_SMALL, world.size) / rate)
     share = max(0.0, 1 - fixed_s / large_s)  # of the time in which its bytes were moving
     slowness = pass_s / statistics.median(alone)
-    return Beside(
+    return Overlap(
         overlap=max(1.0, (slowness - (1 - share)) / share if share > _TELLING else slowness),
         exchange_overlap=max(1.0, link.bytes_per_s / rate),
         collective_s=fixed_s,

@@ -1,4 +1,4 @@
-"""A program from one rank's side: its slots with their rows, its ends of the links, its lists of instructions."""
+"""The part of a program that one rank runs: its slots with their rows, its ends of links, its lists of instructions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from spindle.graph import MetaGraph
 from spindle.program import Backward, Flows, Program, SlotShape, launch_order, launches_collectives
 from spindle.program.instructions import COMPUTE, SYNC, TRANSFER
-from spindle.run.code import LayersCode, LossCode, OpCode
-from spindle.run.rows import Axes
+from spindle.run.nests import Axes
+from spindle.run.op_code import LayersCode, LossCode, OpCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class LinkEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotSide:
+class RankSlot:
     """A slot as this rank sees it: its rows of the batch, its links, its chunks of layers in forward order."""
 
     number: int
@@ -74,7 +74,7 @@ class SlotSide:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class RankProgram:
     """All that one rank does. Lanes hold instruction numbers in order.
 
     `launches` has its communication in the order that all ranks share, with the instructions of the compute lane that
@@ -82,7 +82,7 @@ class Side:
     """
 
     links: dict[int, LinkEnd]  # those of its slots
-    slots: dict[int, SlotSide]
+    slots: dict[int, RankSlot]
     compute: tuple[int, ...]
     transfer: tuple[int, ...]
     sync: tuple[int, ...]
@@ -104,8 +104,10 @@ class Side:
         return found
 
 
-def side_of(program: Program, graph: MetaGraph, code: Sequence[OpCode], rank: int, *, in_order: bool = False) -> Side:
-    """A rank's side of a program; `code` is by op. With `in_order`, it launches communication in one order."""
+def rank_program_of(
+    program: Program, graph: MetaGraph, code: Sequence[OpCode], rank: int, *, in_order: bool = False
+) -> RankProgram:
+    """A rank's part of a program; `code` is by op. With `in_order`, it launches communication in one order."""
     rows = [_rows_of(shape) for shape in program.slots]
     links = {
         number: _link_end(program, graph, code, rank, number, rows[link.producer], rows[link.consumer])
@@ -119,7 +121,7 @@ def side_of(program: Program, graph: MetaGraph, code: Sequence[OpCode], rank: in
         place = launch_order(program)
         within = [number for number in compute if launches_collectives(program, program.instructions[number])]
         launches = tuple(sorted((*transfer, *sync, *within), key=lambda number: int(place[number])))
-    return Side(links=links, slots=slots, compute=compute, transfer=transfer, sync=sync, launches=launches)
+    return RankProgram(links=links, slots=slots, compute=compute, transfer=transfer, sync=sync, launches=launches)
 
 
 Rows = dict[int, tuple[int, int]]  # by rank
@@ -173,7 +175,7 @@ def _slots(
     rank: int,
     links: Mapping[int, LinkEnd],
     rows_of: Sequence[Rows],
-) -> dict[int, SlotSide]:
+) -> dict[int, RankSlot]:
     chunks: dict[int, list[tuple[int, int]]] = {}
     split: set[int] = set()
     for instruction in program.instructions:
@@ -194,7 +196,7 @@ def _slots(
         if rows is None:
             continue
         op = graph.metaops[shape.op]
-        slots[number] = SlotSide(
+        slots[number] = RankSlot(
             number=number,
             task=op.task,
             call=op.call or "",

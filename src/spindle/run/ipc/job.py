@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from spindle.run.medium import Medium
-from spindle.run.ticker import ticker
+from spindle.run.ipc.event_poller import event_poller
+from spindle.run.ipc.memory_backend import MemoryBackend
 
 
 class Job:
@@ -20,7 +20,7 @@ class Job:
         self,
         name: str,
         tensors: list[torch.Tensor],
-        medium: Medium,
+        medium: MemoryBackend,
         timeout_s: float,
         note_end: Callable[[list[Callable[[], None]]], None],
         wake: Callable[[], None],
@@ -52,7 +52,7 @@ class Job:
             return True
         if not self._is_watched:
             self._is_watched = True
-            ticker().watch(lambda: self.medium.is_past(self._called), self._wake)
+            event_poller().watch(lambda: self.medium.is_past(self._called), self._wake)
         return False
 
     def finish(self, error: RuntimeError | None = None) -> None:

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from spindle.run.board import PLACE_WORDS, ROUND, ROUND_MEANINGS, ROUND_PLACES, ROUND_SIGNALS, Board
-from spindle.run.job import Job, flat_bytes
-from spindle.run.medium import Medium, Place, Segments
-from spindle.run.sums import HALF_PRECISIONS, SUMMED, sum_into
+from spindle.run.ipc.job import Job, flat_bytes
+from spindle.run.ipc.memory_backend import MemoryBackend, Place, Segments
+from spindle.run.ipc.shm_control import PLACE_WORDS, ROUND, ROUND_MEANINGS, ROUND_PLACES, ROUND_SIGNALS, Board
+from spindle.run.ipc.sums import HALF_PRECISIONS, SUMMED, sum_into
 
 # All stop where they must wait, and say whether that is for the caller's own device (else for other ranks).
 Steps = Generator[bool, None, None]
@@ -150,12 +150,12 @@ class Collectives:
                 mine, begin = slices[self._rank], self._rank * count
                 _combine_parts(mine, parts, begin, combine, is_mean)
                 mine_place = _further(place, begin * chunk.element_size())
-                yield from self._gather(job, flat_bytes(mine), [flat_bytes(one) for one in slices], mine_place)
+                yield from self._gather(job, flat_bytes(mine), [flat_bytes(slice_) for slice_ in slices], mine_place)
                 if parts.num_in_place:
                     yield from self._run_round(job, 0, is_marked=True)
                 rest, place = rest[chunk.numel() :], _further(place, _num_bytes(chunk))
 
-    def _known_place(self, medium: Medium, tensor: torch.Tensor) -> Place | None:
+    def _known_place(self, medium: MemoryBackend, tensor: torch.Tensor) -> Place | None:
         """Where others may read a tensor itself. What is seen for the first time may be gone the next: others would
         hold on to its memory."""
         place = medium.place_of(tensor) if _num_bytes(tensor) >= _IN_PLACE_BYTES else None

@@ -1,4 +1,4 @@
-"""Which way does a batch take through its task? One without a modality leads through other modules than one with it.
+"""Variants of a task: a batch without a modality passes through other modules than one with it.
 
 A task is recorded once for each form of its batches (which entries there are, which are None or have no rows) and each
 outcome of its branches on shapes. Each of these ways is planned like a task of its own; in a step a task takes one of
@@ -14,18 +14,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spindle.errors import TrainingError
-from spindle.run.rows import digest
+from spindle.run.nests import digest
 from spindle.train.feed import Batch, form_of_batch
 from spindle.train.record import record
 from spindle.train.task import TaskDefinition
 from spindle.train.trace import describe_batch
 
-_MOST_WAYS = 16
+_MOST_VARIANTS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way through a task: the task under a name of its own, and the first batch that took it."""
+class TaskVariant:
+    """One variant of a task: the task under a name of its own, and the first batch that took it."""
 
     task: str
     definition: TaskDefinition
@@ -36,29 +36,29 @@ class Way:
         return self.definition.name
 
 
-class Ways:
-    """All ways that were met, by task and key; the same on all ranks. A key is 48 bits."""
+class TaskVariants:
+    """All variants seen so far, by task and key; the same on all ranks. A key is 48 bits."""
 
     def __init__(self, tasks: Sequence[TaskDefinition]) -> None:
-        self._tasks = {one.name: one for one in tasks}
+        self._tasks = {task.name: task for task in tasks}
         self._seen = dict(self._tasks)  # those that were trained before, too
-        self._ways: dict[tuple[str, int], Way] = {}
+        self._variants: dict[tuple[str, int], TaskVariant] = {}
         self._keys: dict[tuple[str, int], int] = {}  # by task and signature
         self._branching: dict[tuple[str, str], bool] = {}  # by task and form
 
-    def __iter__(self) -> Iterator[Way]:
+    def __iter__(self) -> Iterator[TaskVariant]:
         """Those of the tasks that are trained now."""
-        return (way for way in self._ways.values() if way.task in self._tasks)
+        return (variant for variant in self._variants.values() if variant.task in self._tasks)
 
     def take_tasks(self, tasks: Sequence[TaskDefinition]) -> set[str]:
         """Others are trained now. Ways through one that comes back are still known, if it is the same; the names of
         those that are not."""
-        others = {one.name for one in tasks if self._seen.get(one.name, one) is not one}
-        gone = {way.name for way in self._ways.values() if way.task in others}
-        self._ways = {key: way for key, way in self._ways.items() if key[0] not in others}
+        others = {task.name for task in tasks if self._seen.get(task.name, task) is not task}
+        gone = {variant.name for variant in self._variants.values() if variant.task in others}
+        self._variants = {key: variant for key, variant in self._variants.items() if key[0] not in others}
         self._keys = {key: known for key, known in self._keys.items() if key[0] not in others}
         self._branching = {key: known for key, known in self._branching.items() if key[0] not in others}
-        self._tasks = {one.name: one for one in tasks}
+        self._tasks = {task.name: task for task in tasks}
         self._seen |= self._tasks
         return gone
 
@@ -66,20 +66,20 @@ class Ways:
     def tasks(self) -> list[str]:
         return list(self._tasks)
 
-    def get(self, task: str, key: int) -> Way | None:
-        return self._ways.get((task, key))
+    def get(self, task: str, key: int) -> TaskVariant | None:
+        return self._variants.get((task, key))
 
     def key_of(
         self, task: str, batch: Batch, recording: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> int:
-        """The key of the way that a batch takes; 0 for one without samples. Batches of one shape take one way.
+        """The key of the variant that a batch takes; 0 without samples. Batches of one shape take one variant.
 
         Where the task has to be recorded for that, it is `recording` inside.
         """
         if batch.num_rows == 0:
             return 0
-        if batch.held is not None:  # which only a task of one way has
-            return next(key for name, key in self._ways if name == task)
+        if batch.held is not None:  # which only a task with one variant has
+            return next(key for name, key in self._variants if name == task)
         known = self._keys.get((task, batch.signature))
         if known is None:
             form = form_of_batch(batch.nest)
@@ -92,25 +92,26 @@ class Ways:
         return known
 
     def add(self, task: str, key: int, batch: Batch) -> None:
-        """A way that was not met before, by the first batch that takes it."""
-        count = sum(way.task == task for way in self._ways.values())
-        if count == _MOST_WAYS:
+        """A new variant, from the first batch that takes it."""
+        count = sum(variant.task == task for variant in self._variants.values())
+        if count == _MOST_VARIANTS:
             raise TrainingError(
-                f"task {task!r}: its batches take more than {_MOST_WAYS} different ways, the last {batch_text(batch)}; "
-                "each is planned: let batches have fewer forms, pad them alike, or move branches into a module"
+                f"task {task!r}: its batches take more than {_MOST_VARIANTS} different ways, "
+                f"the last {batch_text(batch)}; each is planned: let batches have fewer forms, pad them alike, or move "
+                "branches into a module"
             )
         name = task if count == 0 else f"{task}.{count + 1}"
         definition = replace(self._tasks[task], name=name, batch_size=batch.num_rows)
-        self._ways[task, key] = Way(task, definition, batch.nest)
+        self._variants[task, key] = TaskVariant(task, definition, batch.nest)
 
-    def only(self, task: str) -> Way | None:
-        """The one way through a task, where batches of every shape take it so far as is known."""
-        ways = [way for way in self._ways.values() if way.task == task]
+    def only(self, task: str) -> TaskVariant | None:
+        """The only variant of a task, where batches of all shapes take it as far as is known."""
+        variants = [variant for variant in self._variants.values() if variant.task == task]
         branches = any(known for (name, _), known in self._branching.items() if name == task)
-        return ways[0] if len(ways) == 1 and not branches else None
+        return variants[0] if len(variants) == 1 and not branches else None
 
     def names_of(self, task: str) -> list[str]:
-        return [way.name for way in self._ways.values() if way.task == task]
+        return [variant.name for variant in self._variants.values() if variant.task == task]
 
 
 def batch_text(batch: Batch) -> str:

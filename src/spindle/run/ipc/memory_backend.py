@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
-from spindle.run.board import FREED, HANDLE_WORDS, Board, make_memory, open_memory
-from spindle.run.driver import Driver
+from spindle.run.ipc.driver import Driver
+from spindle.run.ipc.shm_control import FREED, HANDLE_WORDS, Board, make_memory, open_memory
 
 _KINDS = 4  # of segments a medium may have, for collectives and for messages
 _SWITCH_S = 1e-4
@@ -37,7 +37,7 @@ class Place:
     handle: Handle
 
 
-class Medium(Protocol):
+class MemoryBackend(Protocol):
     """What differs between kinds of memory."""
 
     number: int  # among the kinds, the same on all ranks
@@ -95,10 +95,10 @@ class Segments:
     def __init__(self, board: Board) -> None:
         self._board = board
         self._tensors: dict[tuple[int, int], torch.Tensor] = {}
-        self._placed: dict[tuple[int, int], tuple[Medium, Handle, torch.Tensor]] = {}  # by rank and number
+        self._placed: dict[tuple[int, int], tuple[MemoryBackend, Handle, torch.Tensor]] = {}  # by rank and number
         self._freed: dict[int, int] = {}  # how often ranks have freed what is placed, as far as we know
 
-    def at(self, rank: int, medium: Medium, place: Place) -> torch.Tensor:
+    def at(self, rank: int, medium: MemoryBackend, place: Place) -> torch.Tensor:
         """The bytes from a place of another rank on."""
         key = (rank, place.number)
         if key not in self._placed:
@@ -113,7 +113,7 @@ class Segments:
         medium, _, memory = self._placed.pop(key)
         medium.detach(memory)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Of all placed memory of ranks that have freed some of it; what is still there is attached again."""
         for rank in {rank for rank, _ in self._placed}:
             freed = self._board.words[self._board.row(rank) + FREED]
@@ -122,16 +122,16 @@ class Segments:
                 for key in [key for key in self._placed if key[0] == rank]:
                     self._detach(key)
 
-    def number_for_collectives(self, medium: Medium, kind: int) -> int:
+    def number_for_collectives(self, medium: MemoryBackend, kind: int) -> int:
         return medium.number * 2 * _KINDS + kind
 
-    def for_collectives(self, medium: Medium, kind: int, num_bytes: int) -> int:
+    def for_collectives(self, medium: MemoryBackend, kind: int, num_bytes: int) -> int:
         return self._ours(medium, self.number_for_collectives(medium, kind), num_bytes)
 
-    def for_messages(self, medium: Medium, kind: int, num_bytes: int) -> int:
+    def for_messages(self, medium: MemoryBackend, kind: int, num_bytes: int) -> int:
         return self._ours(medium, (medium.number * 2 + 1) * _KINDS + kind, num_bytes)
 
-    def _ours(self, medium: Medium, number: int, num_bytes: int) -> int:
+    def _ours(self, medium: MemoryBackend, number: int, num_bytes: int) -> int:
         """Makes a segment of ours if there is none yet."""
         if (self._board.rank, number) not in self._tensors:
             tensor, handle = medium.allocate(num_bytes)
@@ -142,7 +142,7 @@ class Segments:
             words[place] = num_bytes
         return number
 
-    def of(self, rank: int, medium: Medium, number: int) -> torch.Tensor:
+    def of(self, rank: int, medium: MemoryBackend, number: int) -> torch.Tensor:
         """The bytes of a segment that its rank has spoken of."""
         if (rank, number) not in self._tensors:
             place = self._board.segment(rank, number)
@@ -156,7 +156,7 @@ class Segments:
         self._placed.clear()
 
 
-class HostMedium:
+class HostMemoryBackend:
     """Shared memory of the host."""
 
     number = 0
@@ -240,7 +240,7 @@ def _bytes_of(memory: mmap.mmap) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-class CudaMedium:
+class CudaMemoryBackend:
     """Memory of a GPU that several processes use, and a stream for what is done with it."""
 
     number = 1
@@ -353,7 +353,7 @@ class CudaMedium:
     def is_busy(self) -> bool:
         return self._last is not None and not self._last.query()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Waits for what was started here, and uses no other rank's memory any more."""
         self.stream.synchronize()
         for address in self._opened:

@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from spindle.run.board import (
+from spindle.run.ipc.job import Job, flat_bytes
+from spindle.run.ipc.memory_backend import Segments
+from spindle.run.ipc.shm_control import (
     ACKNOWLEDGED,
     ACKNOWLEDGEMENTS,
     CHUNK_WORDS,
@@ -33,8 +35,6 @@ from spindle.run.board import (
     WAITING,
     Board,
 )
-from spindle.run.job import Job, flat_bytes
-from spindle.run.medium import Segments
 
 
 @dataclass(slots=True)

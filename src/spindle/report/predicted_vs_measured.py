@@ -122,7 +122,7 @@ class Beside:
 
         A module of which nothing was predicted weighs nothing; none where that is all of them.
         """
-        predicted = [one.both for one in self.modules if one.both.predicted_s > 0]
+        predicted = [module.both for module in self.modules if module.both.predicted_s > 0]
         weight_s = sum(pair.predicted_s for pair in predicted)
         return sum(abs(pair.difference_s) for pair in predicted) / weight_s if predicted else None
 
@@ -291,13 +291,13 @@ def beside_json(beside: Beside) -> dict[str, Any]:
         "step_ratio": beside.step_ratio,
         "module_error": beside.module_error,
         "totals": _row_json(beside.totals),
-        "modules": [_row_json(one) for one in beside.modules],
-        "waves": [_row_json(one) for one in beside.waves],
+        "modules": [_row_json(module) for module in beside.modules],
+        "waves": [_row_json(wave) for wave in beside.waves],
     }
 
 
 def _row_json(row: TotalsBeside | ModuleBeside | WaveBeside) -> dict[str, Any]:
-    values = {one.name: getattr(row, one.name) for one in fields(row)}
+    values = {field.name: getattr(row, field.name) for field in fields(row)}
     return {
         name: to_json(value) | {"ratio": value.ratio} if isinstance(value, Pair) else value
         for name, value in values.items()
@@ -347,7 +347,7 @@ def _totals_table(totals: TotalsBeside) -> Table:
 
 
 def _module_table(modules: Sequence[ModuleBeside]) -> Table:
-    forward, backward = [one.forward for one in modules], [one.backward for one in modules]
+    forward, backward = [module.forward for module in modules], [module.backward for module in modules]
     unit, per_second = _unit([*forward, *backward])
     table = _table(f"Modules, device-{unit} predicted → measured")
     table.add_column("module", no_wrap=True, max_width=_MAX_NAME, overflow="ellipsis")
@@ -376,7 +376,7 @@ def _wave_table(waves: Sequence[WaveBeside]) -> Table:
     cells = zip(*(_arrows(column, per_second) for column in columns), strict=True)
     for one, row in zip(shown, cells, strict=True):
         table.add_row(str(one.wave), *row, _ratio(one.both))
-    left_out = [one for one in waves if one not in shown]
+    left_out = [wave for wave in waves if wave not in shown]
     if left_out:
         most_s = max(abs(one.both.difference_s) for one in left_out)
         table.caption = f"{count_of(len(left_out), 'wave')} left out, at most {seconds(most_s)} of device time off"

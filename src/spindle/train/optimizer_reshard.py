@@ -75,7 +75,7 @@ def joined(states: Sequence[Mapping[str, tuple[Part, State]]]) -> dict[str, dict
         if first.shard is not None:
             dim = first.shard.dim
             state = {
-                key: torch.cat([one[key] for one in shards], dim=dim)
+                key: torch.cat([shard[key] for shard in shards], dim=dim)
                 if isinstance(value, torch.Tensor) and value.dim() > dim
                 else value
                 for key, value in state.items()
@@ -102,7 +102,7 @@ def on_host(state: State) -> dict[str, Any]:
 
 def sizes_of(parts: Sequence[Mapping[str, Part]], name: str) -> set[int]:
     """The sizes of the tensor groups in which a parameter has parts."""
-    return {one[name].place[1] for one in parts if name in one}
+    return {part[name].place[1] for part in parts if name in part}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def exchanged(
     """The states that this rank wishes for, from its own and from those of other ranks; all ranks have the same offers
     and wishes before them. What ranks send each other goes in one message for each type."""
     rank = world.rank
-    moves = [one for one in _moves(offers, wishes) if one.name not in left_out]
+    moves = [move for move in _moves(offers, wishes) if move.name not in left_out]
     streams: dict[tuple[int, int, torch.dtype], list[tuple[_Move, str]]] = {}
     for move in moves:
         for key, dtype in offers[move.source][move.name][1].cut:

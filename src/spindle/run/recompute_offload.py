@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from spindle.run.code import LayerCode
+from spindle.run.op_code import LayerCode
 
 Run = Callable[..., Any]
 

@@ -17,7 +17,7 @@ _TICK_S = 1e-4
 Waiting = tuple[Callable[[], bool], Callable[[], None]]  # whether it is time, and whom to tell
 
 
-class Ticker:
+class EventPoller:
     def __init__(self) -> None:
         self._new: list[Waiting] = []
         self._some = threading.Event()
@@ -56,6 +56,6 @@ def _is_time(ask: Callable[[], bool]) -> bool:
 
 
 @cache
-def ticker() -> Ticker:
+def event_poller() -> EventPoller:
     """This process's."""
-    return Ticker()
+    return EventPoller()

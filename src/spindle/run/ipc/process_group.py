@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from spindle.run.board import Board
-from spindle.run.collectives import Combine
-from spindle.run.job import Job
-from spindle.run.transport import Transport
+from spindle.run.ipc.collectives import Combine
+from spindle.run.ipc.job import Job
+from spindle.run.ipc.shm_control import Board
+from spindle.run.ipc.transport import Transport
 
 BACKEND = "spindle_ipc"
 

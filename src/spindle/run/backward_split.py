@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from spindle.run.rows import takes_gradient
+from spindle.run.nests import takes_gradient
 
 Gradient = torch.Tensor | None
 
@@ -122,7 +122,7 @@ def _tangled_weights(forks: Sequence[_Fork], roots: Sequence[GradientEdge]) -> s
         if any(counts[edge.node] > 1 for edge in fork.edges):
             tangled |= {node for node in nodes if not node.next_functions}
     sharing = [{node for node in nodes if not node.next_functions} for nodes in below] + [
-        _leaves([one]) for one in roots
+        _leaves([root]) for root in roots
     ]
     while tangled:
         more = set[Node]().union(*(leaves for leaves in sharing if not leaves.isdisjoint(tangled)))
