@@ -1,8 +1,8 @@
 """How long does a host take to give its GPU work?
 
 A step's passes, messages and collectives each take some Python on the host, whatever they compute. Measured is what one
-kernel takes to launch while all ranks launch; how many times longer the parts of a step take was found with timers in
-the executor (experiments/LOG.md, "Host overhead").
+kernel takes to launch while all ranks launch. How many times longer the parts of a step take comes from timers in the
+executor (benchmarks/virtual/host_overhead.py; experiments/LOG.md, "Host overhead").
 """
 
 from __future__ import annotations
