@@ -13,6 +13,7 @@ import spindle  # noqa: E402
 from changing import BEGIN, COURSES, STEPS  # noqa: E402
 from courses import unmeasured  # noqa: E402
 from spindle.errors import TrainingError, WorkloadError  # noqa: E402
+from sweeps import alternating, chosen  # noqa: E402
 
 
 def changed(pool, num_ranks, name, seed=0, shards="none", momentum=False):
@@ -25,7 +26,9 @@ def changed(pool, num_ranks, name, seed=0, shards="none", momentum=False):
     return answers[0]
 
 
-@pytest.mark.parametrize(("num_ranks", "shards"), [(1, "none"), (2, "none"), (2, "all"), (3, "some"), (4, "some")])
+@pytest.mark.parametrize(
+    ("num_ranks", "shards"), chosen([(1, "none"), (2, "all"), (3, "some")], (2, "none"), (4, "some"))
+)
 def test_a_task_ends(pool, num_ranks, shards):
     found = changed(pool, num_ranks, "ends", num_ranks, shards)
     assert found.tasks[0] == frozenset(BEGIN)
@@ -37,8 +40,7 @@ def test_a_task_ends(pool, num_ranks, shards):
     assert found.num_changes == 1
 
 
-@pytest.mark.parametrize("shards", ["none", "some"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(("num_ranks", "shards"), alternating([2, 3], "none", "some"))
 def test_it_comes_back_with_the_state_that_its_modules_had(pool, num_ranks, shards):
     found = changed(pool, num_ranks, "ends and comes back", 3, shards)
     assert "answer" not in found.tasks[4]
