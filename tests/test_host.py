@@ -18,7 +18,15 @@ from spindle.program import Backward, Forward, lower
 from spindle.simulate import simulate
 
 NOTHING = HostOverhead(
-    step_s=0, task_s=0, pass_s=0, send_s=0, receive_s=0, collective_s=0, collected_s=0, optimizer_s=0, ahead=10**6
+    step_s=0,
+    task_s=0,
+    pass_s=0,
+    send_s=0,
+    receive_s=0,
+    collective_start_s=0,
+    collective_finish_s=0,
+    optimizer_s=0,
+    ahead=10**6,
 )
 
 

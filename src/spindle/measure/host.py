@@ -37,8 +37,8 @@ def overhead_from(launch_s: float) -> HostOverhead:
         pass_s=30 * launch_s,
         send_s=45 * launch_s,
         receive_s=20 * launch_s,
-        collective_s=85 * launch_s,
-        collected_s=15 * launch_s,
+        collective_start_s=85 * launch_s,
+        collective_finish_s=15 * launch_s,
         optimizer_s=70 * launch_s,
         ahead=AHEAD + 1,  # a host waits for the end of what comes before the event that it waits for
     )

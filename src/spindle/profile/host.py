@@ -20,8 +20,8 @@ class HostOverhead:
     pass_s: float  # a forward or backward pass
     send_s: float  # what a pass sends to one other slot
     receive_s: float  # what a pass receives from one other slot
-    collective_s: float  # to start the synchronisation of a bucket
-    collected_s: float  # to take over its result
+    collective_start_s: float  # to start the synchronisation of a bucket
+    collective_finish_s: float  # to take over its result
     optimizer_s: float
     ahead: int
 

@@ -300,11 +300,13 @@ class Graphs:
                 can_stay = self.gradients.is_free(parameter) and id(parameter) not in self._written
                 places[id(parameter)] = None if can_stay else self.gradients.place(parameter)
             with capturing(graph, self._memory.handle):
-                found: Sequence[torch.Tensor | None] = torch.autograd.grad(
+                gradients_made: Sequence[torch.Tensor | None] = torch.autograd.grad(
                     [leaf for leaf, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True
                 )
-                storages = Counter(_storage(one) for one in [*found, *(gradient for _, gradient in pairs)])
-                for parameter, gradient in zip(parameters, found[len(inputs) :], strict=True):
+                storages = Counter(
+                    _storage(tensor) for tensor in [*gradients_made, *(gradient for _, gradient in pairs)]
+                )
+                for parameter, gradient in zip(parameters, gradients_made[len(inputs) :], strict=True):
                     if gradient is None:
                         continue
                     is_first, place = id(parameter) not in self._written, places[id(parameter)]
@@ -326,7 +328,7 @@ class Graphs:
         for parameter, _ in written:
             self.gradients.take(parameter, places[id(parameter)])
         self._written.update(id(parameter) for parameter, _ in written)
-        for leaf, gradient in zip(inputs, found, strict=False):
+        for leaf, gradient in zip(inputs, gradients_made, strict=False):
             leaf.grad = gradient
         return _Backward(graph, [], written)
 

@@ -90,7 +90,7 @@ def _overhead_s(
     time_s = np.where(updates[instances.instruction[computes]], overhead.optimizer_s, overhead.pass_s)
     for lane, launch_s, take_s in (
         (TRANSFER, overhead.send_s, overhead.receive_s),
-        (SYNC, overhead.collective_s, overhead.collected_s),
+        (SYNC, overhead.collective_start_s, overhead.collective_finish_s),
     ):
         taken = (instances.lane[source] == lane) & (instances.lane[target] == COMPUTE)
         time_s += take_s * np.bincount(place[target[taken]], minlength=count)

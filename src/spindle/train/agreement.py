@@ -147,8 +147,8 @@ def _attributes(handles: Mapping[str, ModuleHandle]) -> dict[tuple[str, str], An
     return {
         (".".join(filter(None, (module, path))), name): value
         for module, handle in handles.items()
-        for path, one in handle.module.named_modules()
-        for name, value in vars(one).items()
+        for path, submodule in handle.module.named_modules()
+        for name, value in vars(submodule).items()
         if name[0] != "_" and name != "training" and not _INDIFFERENT.search(name) and _is_plain(value)
     }
 
