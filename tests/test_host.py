@@ -98,6 +98,17 @@ def test_what_a_pass_sends_is_launched_before_the_next_one():
     assert found[3][1] == pytest.approx(without[3][1] + 1.0, abs=1e-3)
 
 
+def test_a_pass_that_is_launch_bound_delays_the_next():
+    profile = profile_of(1)
+    launched = tuple((replace(curve, launch_s=(0.5, 2.0)),) for (curve,) in profile.curves)
+    starts = [
+        start
+        for _, start, _ in passes(replace(profile, curves=launched), replace(NOTHING, pass_s=0.1), "a*1@0 \nb*1@0")
+    ]
+    # A pass starts when its first kernel is launched; the next one waits until the last is.
+    assert starts == pytest.approx([0.1, 0.7, 1.3, 3.4])
+
+
 def test_it_is_in_the_file_of_a_profile(tmp_path):
     profile = replace(small.two_towers(), host=replace(NOTHING, pass_s=0.25))
     write_profile(tmp_path / "profile.json", profile)

@@ -14,16 +14,16 @@ from dataclasses import replace
 import numpy as np
 
 from spindle.graph import MetaGraph
-from spindle.profile import HostOverhead
+from spindle.profile import HostOverhead, Profile
 from spindle.program import Instances, OptimizerStep, Program
 from spindle.program.instances import cut_by
 from spindle.program.instructions import COMPUTE, SYNC, TRANSFER
 from spindle.program.program import Column
-from spindle.simulate.costs import NS, Costs
+from spindle.simulate.costs import NS, Costs, passes_s
 
 
 def with_hosts(
-    program: Program, instances: Instances, costs: Costs, overhead: HostOverhead, graph: MetaGraph
+    program: Program, instances: Instances, costs: Costs, overhead: HostOverhead, profile: Profile
 ) -> tuple[Instances, Costs]:
     """Instances and costs with the hosts' behind them."""
     computes = np.flatnonzero(instances.lane == COMPUTE)  # rank by rank, in the order of their programs
@@ -46,7 +46,10 @@ def with_hosts(
 
     time_s = _overhead_s(program, instances, overhead, computes, place, source, target)
     begins = np.flatnonzero(np.diff(rank, prepend=-1))  # the first pass of each rank
-    time_s[begins] += overhead.step_s + overhead.task_s * _tasks_of_ranks(program, graph)[rank[begins]]
+    time_s[begins] += overhead.step_s + overhead.task_s * _tasks_of_ranks(program, profile.graph)[rank[begins]]
+    # A pass starts with the first of its kernels, and the host goes on to the next pass when it has launched the last.
+    launch_s = passes_s(program, profile, launches=True)[instances.instruction[computes]]
+    time_s[1:] += np.where(np.diff(rank) == 0, launch_s[:-1], 0.0)
     nothing = np.zeros(count, dtype=np.int64)
     widened = replace(
         instances,
@@ -87,7 +90,9 @@ def _overhead_s(
     before the next one."""
     count, rank = len(computes), instances.rank[computes]
     updates = np.array([isinstance(instruction, OptimizerStep) for instruction in program.instructions])
-    time_s = np.where(updates[instances.instruction[computes]], overhead.optimizer_s, overhead.pass_s)
+    time_s = np.where(updates[instances.instruction[computes]], overhead.optimizer_s, overhead.pass_s).astype(
+        np.float64
+    )
     for lane, launch_s, take_s in (
         (TRANSFER, overhead.send_s, overhead.receive_s),
         (SYNC, overhead.collective_start_s, overhead.collective_finish_s),
