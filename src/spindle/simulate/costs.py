@@ -219,8 +219,9 @@ def _time_compute(
     time_ns = passes_s(program, profile) * NS
     computes = np.array([isinstance(instruction, Forward | Backward) for instruction in program.instructions])
     meetings = np.flatnonzero(computes[instances.meeting_instruction])
-    if not profile.host_rates:
-        fixed_ns[:] = np.round(time_ns[instances.meeting_instruction])
+    # Idle neighbours make no launch faster.
+    fixed = passes_s(program, profile, launches=True) * NS if profile.host_rates else time_ns
+    fixed_ns[:] = np.round(fixed[instances.meeting_instruction])
     shares_device = _compute_meets_exchange(profile)
     for meeting in meetings.tolist() if profile.host_rates or shares_device else ():
         members = instances.members[instances.member_starts[meeting] : instances.member_starts[meeting + 1]]
