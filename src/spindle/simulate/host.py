@@ -49,8 +49,8 @@ def with_hosts(
     start_s[begins] += overhead.step_s + overhead.task_s * _tasks_of_ranks(program, profile.graph)[rank[begins]]
     posted, last_pass = _posted(instances, edges)
     post_s = passes_s(program, profile, launches=True)[instances.instruction[computes]]
-    for lane, time_s in ((TRANSFER, overhead.send_s), (SYNC, overhead.collective_start_s)):
-        post_s += time_s * np.bincount(last_pass[instances.lane[posted] == lane], minlength=count)
+    for lane, once_s in ((TRANSFER, overhead.send_s), (SYNC, overhead.collective_start_s)):
+        post_s += once_s * np.bincount(last_pass[instances.lane[posted] == lane], minlength=count)
 
     posting = np.flatnonzero(post_s > 0)
     hosts = first + np.arange(count)
