@@ -32,9 +32,7 @@ from spindle.cli.explain import explain
 from spindle.cli.launch import JobEnded, launch
 from spindle.cli.plan import plan
 from spindle.cli.profile import profile
-from spindle.cli.recipe import recipe
 from spindle.cli.recipes import recipes
-from spindle.cli.search import search
 from spindle.cli.simulate import simulate
 from spindle.cli.terminal import CLOSED_PIPE, leave_closed_pipe, printable, unwritable_output
 from spindle.errors import DoesNotFitError, InputError, SpindleError
@@ -49,7 +47,7 @@ _OUR_WORDS = (
     (r"Input should be a valid number.*", "expected a number"),
 )
 INTERRUPTED = 130
-VERBS = (plan, simulate, compare, search, bound, explain, recipes, recipe, launch, profile)
+VERBS = (plan, simulate, compare, bound, explain, recipes, launch, profile)
 _RUN_A_SCRIPT = (launch, profile)
 
 

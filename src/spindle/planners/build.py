@@ -1,6 +1,6 @@
 """From a schedule to a finished plan: devices, memory, program, simulated time.
 
-Every planner is a function from a Problem to timed pieces; here it is tried under the settings that memory asks for:
+A scheduler is a function from a Problem to timed pieces; here it is tried under the settings that memory asks for:
 as it is, then with the optimizer's state sharded, then with tensor parallelism or rounds or some recomputation, then
 with several of these. The first of these stages with a plan that fits decides, by simulated time, unless that plan is
 far from the bound.
@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spindle.errors import DoesNotFitError
-from spindle.plan import Plan, assemble, check
+from spindle.plan import Plan, assemble
 from spindle.planners.bounds import graph_bound_s, lp_bound
+from spindle.planners.finish import finished, scored
+from spindle.planners.options import PlanOptions, Progress
 from spindle.planners.placement import place
 from spindle.planners.problem import Problem, Timed, problem_of
 from spindle.profile import Profile, Setting, bytes_text, saved_bytes, state_bytes
-from spindle.program import counts_bytes, lower, refuse_overfull, verify
-from spindle.simulate import simulate
+from spindle.program import counts_bytes, refuse_overfull
 
 # Times the bound: a plan within it ends the search for one that saves memory in another way.
 GOOD_ENOUGH = 1.25
@@ -36,14 +37,16 @@ class Attempt:
     num_rounds: int = 1
 
 
-def build(profile: Profile, planner: str, schedule: Scheduler, shard_optimizer: bool | None = None) -> Plan:
+def plan_with(
+    planner: str, schedule: Scheduler, profile: Profile, options: PlanOptions, progress: Progress | None = None
+) -> Plan:
     """The best plan of a scheduler over the stages that memory asks for."""
 
-    def attempt(one: Attempt) -> Plan:
-        timed = in_rounds(profile, one.setting, one.num_rounds, schedule)
-        return scored(realise(profile, one.setting, planner, timed), profile)
+    def plan_for(attempt: Attempt) -> Plan:
+        timed = in_rounds(profile, attempt.setting, attempt.num_rounds, schedule)
+        return scored(realise(profile, attempt.setting, planner, timed), profile)
 
-    return best_over_stages(profile, attempt, shard_optimizer=shard_optimizer)
+    return best_over_stages(profile, plan_for, shard_optimizer=options.shard_optimizer)
 
 
 def best_over_stages(
@@ -261,17 +264,3 @@ def realise(profile: Profile, setting: Setting, planner: str, timed: Sequence[Ti
     """Places timed pieces on devices."""
     in_order = sorted(timed, key=lambda one: (one.round, one.start_s))
     return assemble(profile, setting, planner, place(profile, setting, in_order), seed)
-
-
-def scored(plan: Plan, profile: Profile) -> Plan:
-    """The plan with its simulated time; refuses one whose memory does not fit after all."""
-    timeline = simulate(lower(plan, profile), profile)
-    refuse_overfull(timeline.peak_bytes(), profile)
-    return replace(plan, makespan_s=timeline.makespan_s)
-
-
-def finished(plan: Plan, profile: Profile, bound_s: float) -> Plan:
-    """The plan with its bound, after `check` and `verify`."""
-    check(plan, profile)
-    verify(lower(plan, profile), profile)
-    return replace(plan, bound_s=bound_s)

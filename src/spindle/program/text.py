@@ -22,7 +22,7 @@ from spindle.program.program import Program, lane_from_pairs
 
 
 def format_program(program: Program, profile: Profile) -> str:
-    lines = [format_plan(program.plan, profile).rstrip(), "---"]
+    lines = [format_plan(program.plan).rstrip(), "---"]
     codes = [code(instruction) for instruction in program.instructions]
     for lane, name in zip(program.lanes, LANES, strict=True):
         ranks_with: dict[tuple[int, ...], list[int]] = {}

@@ -1,7 +1,8 @@
 """The papers' workloads as values: sizes from their §5, the rest chosen by us.
 
 `RECIPES` are the Spindle paper's, fitted to its DeepSpeed times; `MODELS` the DIP paper's, whose batches differ, timed
-by SEMU. `docs/recipes.md` tells what is the papers' and what is ours. Knows no planner.
+by SEMU. `step_of` gives the profile of a step of either. `docs/recipes.md` tells what is the papers' and what is ours.
+Knows no planner.
 """
 
 from __future__ import annotations
@@ -13,17 +14,16 @@ from spindle.recipes.data import t2v_batch, vlm_batch
 from spindle.recipes.multimodal import (
     MODELS,
     MultimodalModel,
-    batch_graph,
     batch_profile,
-    batch_shapes,
-    batch_workload,
     emulator,
     measured_efficiencies,
     model_flops,
     sub_microbatch_size,
+    sub_microbatch_sizes,
 )
 from spindle.recipes.paper import CELLS, SIMULATED, Cell, SimulatedCell
 from spindle.recipes.recipe import Fit, Fits, FittedCell, Recipe, read_fits
+from spindle.recipes.step import NUM_MICROBATCHES, BatchOptions, Step, batches, step_of
 from spindle.recipes.transformer import Tower
 
 _BATCHES = "batch sizes"
@@ -91,8 +91,10 @@ RECIPES: dict[str, Recipe] = {
 __all__ = [
     "CELLS",
     "MODELS",
+    "NUM_MICROBATCHES",
     "RECIPES",
     "SIMULATED",
+    "BatchOptions",
     "Cell",
     "Fit",
     "Fits",
@@ -100,16 +102,17 @@ __all__ = [
     "MultimodalModel",
     "Recipe",
     "SimulatedCell",
+    "Step",
     "Tower",
-    "batch_graph",
     "batch_profile",
-    "batch_shapes",
-    "batch_workload",
+    "batches",
     "emulator",
     "measured_efficiencies",
     "model_flops",
     "read_fits",
+    "step_of",
     "sub_microbatch_size",
+    "sub_microbatch_sizes",
     "t2v_batch",
     "vlm_batch",
 ]

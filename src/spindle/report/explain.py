@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from spindle.errors import InputError
-from spindle.plan import Plan, Slot, format_devices, setting_of
+from spindle.plan import Plan, Slot, Span, format_devices, forward_spans, setting_of
 from spindle.planners import lp_bound, problem_of
 from spindle.profile import Profile
 from spindle.program import Link, Program, lower
@@ -84,11 +85,11 @@ def explain(plan: Plan, profile: Profile, wanted: str | None = None) -> tuple[Op
     setting = setting_of(plan, profile)
     mixes = lp_bound(problem_of(profile, setting)).mixes
     program = lower(plan, profile)
+    timed = list(zip(plan.slots, forward_spans(plan, profile), strict=True))
     explanations = []
     for position, op in enumerate(graph.metaops):
         if wanted not in (None, op.name, op.module):
             continue
-        slots = [slot for slot in plan.slots if slot.op == op.name]
         explanations.append(
             OpExplanation(
                 op=op.name,
@@ -97,7 +98,7 @@ def explain(plan: Plan, profile: Profile, wanted: str | None = None) -> tuple[Op
                 batch_size=op.batch_size,
                 tensor_degree=setting.tensor_degrees[position],
                 recompute=setting.recompute[position],
-                slots=tuple(_story(plan, profile, slot) for slot in slots),
+                slots=tuple(_story(plan, profile, timed, *entry) for entry in timed if entry[0].op == op.name),
                 curve=_points(plan, profile, position),
                 bound_mix=mixes[position],
                 inflows=tuple(
@@ -136,44 +137,45 @@ def _points(plan: Plan, profile: Profile, op: int) -> tuple[CurvePoint, ...]:
     )
 
 
-def _story(plan: Plan, profile: Profile, slot: Slot) -> SlotStory:
+def _story(plan: Plan, profile: Profile, timed: Sequence[tuple[Slot, Span]], slot: Slot, span: Span) -> SlotStory:
     beside: dict[str, int] = {}
     slack = _SAME_TIME * plan.folded_s
-    for other in plan.slots:
-        if other.op != slot.op and other.start_s < slot.end_s - slack and other.end_s > slot.start_s + slack:
-            beside[other.op] = max(beside.get(other.op, 0), len(other.devices))
+    for neighbour, when in timed:
+        overlaps = when.start_s < span.end_s - slack and when.end_s > span.start_s + slack
+        if neighbour.op != slot.op and overlaps:
+            beside[neighbour.op] = max(beside.get(neighbour.op, 0), len(neighbour.devices))
     return SlotStory(
         first=slot.first,
         last=slot.last,
         devices=slot.devices,
-        start_s=slot.start_s,
-        end_s=slot.end_s,
+        start_s=span.start_s,
+        end_s=span.end_s,
         wave=slot.wave,
-        waited_for=_waited_for(plan, profile, slot),
+        waited_for=_waited_for(plan, profile, timed, slot, span),
         beside=tuple(beside.items()),
     )
 
 
-def _waited_for(plan: Plan, profile: Profile, slot: Slot) -> str:
+def _waited_for(plan: Plan, profile: Profile, timed: Sequence[tuple[Slot, Span]], slot: Slot, span: Span) -> str:
     """Whatever ended when this slot began: its data first, else its devices."""
     graph = profile.graph
     slack = _SAME_TIME * plan.folded_s
-    if slot.start_s <= slack:
+    if span.start_s <= slack:
         return "the start of the step"
-    ended = [other for other in plan.slots if abs(other.end_s - slot.start_s) <= slack]
+    ended = [before for before, when in timed if abs(when.end_s - span.start_s) <= slack]
     position = next(number for number, op in enumerate(graph.metaops) if op.name == slot.op)
     producers = {graph.metaops[producer].name for producer in graph.predecessors[position]}
-    for other in ended:
-        if (slot.first == 0 and other.op in producers) or (other.op == slot.op and other.last == slot.first):
-            if other.op == slot.op:
+    for before in ended:
+        if (slot.first == 0 and before.op in producers) or (before.op == slot.op and before.last == slot.first):
+            if before.op == slot.op:
                 return "its own earlier layers"
-            same = set(other.devices) == set(slot.devices)
-            where = "the same devices" if same else format_devices(sorted(other.devices))
-            return f"its input from {other.op} on {where}"
-    for other in ended:
-        common = sorted(set(other.devices) & set(slot.devices))
+            same = set(before.devices) == set(slot.devices)
+            where = "the same devices" if same else format_devices(sorted(before.devices))
+            return f"its input from {before.op} on {where}"
+    for before in ended:
+        common = sorted(set(before.devices) & set(slot.devices))
         if common:
-            return f"{other.op} to leave {'device' if len(common) == 1 else 'devices'} {format_devices(common)}"
+            return f"{before.op} to leave {'device' if len(common) == 1 else 'devices'} {format_devices(common)}"
     return "the start of its wave, though its data and devices were there before"
 
 

@@ -5,22 +5,9 @@ back into plans; the search in between (`search`, with `tree`, `moves`, `evaluat
 `gates`) and chooses what stages keep (`memory`, `retime`). `orders` and `baselines` are what others do.
 """
 
-from spindle.planners.pipeline.baselines import BASELINES, TaskVariants, baseline_ways, plan_baseline
-from spindle.planners.pipeline.chains import Chain, Layout
-from spindle.planners.pipeline.planner import pipeline_layout, plan_pipeline, search_pipeline
-from spindle.planners.pipeline.search import Found
+from spindle.planners.pipeline.baselines import baseline_layouts
+from spindle.planners.pipeline.planner import pipeline_layout, search_pipeline
+from spindle.planners.pipeline.search import SearchResult
 from spindle.planners.pipeline.stages import holders_in
 
-__all__ = [
-    "BASELINES",
-    "Chain",
-    "Found",
-    "Layout",
-    "TaskVariants",
-    "baseline_ways",
-    "holders_in",
-    "pipeline_layout",
-    "plan_baseline",
-    "plan_pipeline",
-    "search_pipeline",
-]
+__all__ = ["SearchResult", "baseline_layouts", "holders_in", "pipeline_layout", "search_pipeline"]

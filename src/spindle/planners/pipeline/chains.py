@@ -8,66 +8,21 @@ every rank; one chain through all modules is how pipelines are cut elsewhere.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spindle.errors import PlanError
 from spindle.graph import MetaGraph
+from spindle.planners.options import Chain, Layout, PlanOptions
 from spindle.profile import Profile
 
 Loads = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
-    """Modules in a row, each with so many layers, cut in front of these layers (numbered through all of them); chunks
-    may be empty."""
-
-    modules: tuple[str, ...]
-    num_layers: tuple[int, ...]
-    bounds: tuple[int, ...]
-
-    @property
-    def num_chunks(self) -> int:
-        return len(self.bounds) - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Chains over so many pipeline ranks, in as many replicas as the devices allow; a rank is a tensor group."""
-
-    num_ranks: int
-    num_replicas: int
-    tensor_degree: int
-    chains: tuple[Chain, ...]
-
-    def __post_init__(self) -> None:
-        for chain in self.chains:
-            if chain.num_chunks % self.num_ranks or any(last < first for first, last in pairwise(chain.bounds)):
-                raise PlanError(
-                    f"a chain over {self.num_ranks} ranks needs a multiple of as many chunks in order, "
-                    f"got bounds {list(chain.bounds)}"
-                )
-
-    def rounds_of(self, chain: Chain) -> int:
-        """How many times a chain passes all ranks."""
-        return chain.num_chunks // self.num_ranks
-
-    def devices(self, replica: int, rank: int) -> tuple[int, ...]:
-        first = (replica * self.num_ranks + rank) * self.tensor_degree
-        return tuple(range(first, first + self.tensor_degree))
-
-
 def layout_of(profile: Profile, num_ranks: int, chains: Sequence[Chain]) -> Layout:
-    """Chains on the devices of a profile, which has one tensor degree for all of its ops."""
-    degrees = {curve.tensor_degree for curves in profile.curves for curve in curves}
-    if len(degrees) > 1:
-        found = ", ".join(map(str, sorted(degrees)))
-        raise PlanError(f"a pipeline needs one tensor degree for all modules, got {found}")
-    (degree,) = degrees
+    """Chains on the devices of a profile."""
+    degree = tensor_degree_of(profile)
     num_replicas, rest = divmod(profile.cluster.num_devices, num_ranks * degree)
     if num_replicas < 1 or rest:
         raise PlanError(
@@ -76,12 +31,26 @@ def layout_of(profile: Profile, num_ranks: int, chains: Sequence[Chain]) -> Layo
     return Layout(num_ranks=num_ranks, num_replicas=num_replicas, tensor_degree=degree, chains=tuple(chains))
 
 
+def tensor_degree_of(profile: Profile) -> int:
+    """The one tensor degree that all ops of a pipeline have."""
+    degrees = sorted({curve.tensor_degree for curves in profile.curves for curve in curves})
+    if len(degrees) > 1:
+        raise PlanError(f"a pipeline needs one tensor degree for all modules, got {', '.join(map(str, degrees))}")
+    return degrees[0]
+
+
+def pipeline_ranks_of(profile: Profile, options: PlanOptions) -> int:
+    """As many pipeline ranks as are wanted, or as there are tensor groups."""
+    return options.pipeline_ranks or max(1, profile.cluster.num_devices // tensor_degree_of(profile))
+
+
 def layer_counts(graph: MetaGraph) -> dict[str, int]:
     """Layers of each module, in the order of the flows."""
     counts: dict[str, int] = {}
     for position in graph.order:
         op = graph.metaops[position]
-        assert op.module is not None
+        if op.module is None:
+            raise PlanError(f"a pipeline cuts modules into chunks, and op {op.name!r} is of none")
         counts[op.module] = max(counts.get(op.module, 0), op.first_layer + op.num_layers)
     return counts
 

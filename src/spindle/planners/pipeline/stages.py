@@ -16,7 +16,7 @@ import numpy as np
 from spindle.errors import DoesNotFitError, PlanError
 from spindle.graph import MetaGraph
 from spindle.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Piece, Plan, assemble_passes
-from spindle.planners.pipeline.chains import Chain, Layout
+from spindle.planners.options import Chain, Layout
 from spindle.planners.pipeline.interleave import Schedule
 from spindle.planners.pipeline.segments import Column, Segments
 from spindle.profile import Curve, Profile, backward_bytes, bytes_text, saved_bytes, state_bytes
@@ -149,10 +149,10 @@ def _runs(graph: MetaGraph, layout: Layout, tasks: Sequence[str]) -> list[_Run]:
         op = graph.metaops[position]
         if op.task in wanted:
             calls[op.task].setdefault(op.call or "", []).append(position)
-    known = {module for chain in layout.chains for module in chain.modules}
     for module in graph.modules:
-        if module not in known:
-            raise PlanError(f"chunks are placed for {', '.join(sorted(known))}; this batch has {module!r}, too")
+        if module not in layout.modules:
+            placed = ", ".join(sorted(layout.modules))
+            raise PlanError(f"chunks are placed for {placed}; this batch has {module!r}, too")
     runs: list[_Run] = []
     run_of: dict[int, int] = {}
     for task in tasks:
@@ -163,8 +163,8 @@ def _runs(graph: MetaGraph, layout: Layout, tasks: Sequence[str]) -> list[_Run]:
             for ops in together:
                 run_of.update(dict.fromkeys(ops, len(runs)))
                 metaops = [(graph.metaops[op], op) for op in ops]
-                placed = [(int(begins[one.module or ""]) + one.first_layer, op) for one, op in metaops]
-                runs.append(_Run(task, chain, sorted(placed), {}))
+                by_layer = [(int(begins[one.module or ""]) + one.first_layer, op) for one, op in metaops]
+                runs.append(_Run(task, chain, sorted(by_layer), {}))
     for producer, consumer in graph.edges:
         source, target = run_of.get(producer), run_of.get(consumer)
         if source is not None and target is not None and source != target:
