@@ -299,69 +299,92 @@ class _Stages:
         )
         key = (facts, received_bytes if pieces else 0.0)
         if key not in self._known:
-            self._known[key] = self._worked_out(pieces, facts, received_bytes)
+            self._known[key] = self._cost(pieces, facts, received_bytes)
         return self._known[key]
 
-    def _worked_out(
+    def _cost(
         self,
         pieces: Sequence[StagePiece],
         facts: Sequence[tuple[LayerCost | None, Curve, int, int | None]],
         received_bytes: float,
     ) -> Stage:
+        """The times of a stage, and its memory choices (DIP §4.3).
+
+        A choice recomputes some layers and offloads others; all counts of recomputed layers are tried, with nothing
+        offloaded and with as much as copies can hide.
+        """
         if not pieces:
             return Stage(0, 0, 0.0, 0, (Choice(0, 0, (), ()),))
+        # Data, by piece: layers, seconds of a layer forward and backward, rows, and whether the user asked for it to be
+        # recomputed as a whole, which then is no choice.
         ops = [self._profile.graph.metaops[piece.op] for piece in pieces]
-        times = [curve.times_s(self._degree) for _, curve, _, _ in facts]
-        # What the user wants to run again does so, whatever is chosen here.
-        always = [self._setting.recompute[piece.op] for piece in pieces]
-        weights = [curve.weight_time_s(self._degree) for _, curve, _, _ in facts]
         counts = [count for _, _, count, _ in facts]
+        times = [curve.times_s(self._degree) for _, curve, _, _ in facts]
+        weight_times = [curve.weight_time_s(self._degree) for _, curve, _, _ in facts]
+        rows = [op.batch_size or 1 for op in ops]
+        is_recomputed = [self._setting.recompute[piece.op] for piece in pieces]
+        # Bytes that a layer keeps from forward to backward: as it is, and if it is recomputed.
+        saved = [
+            saved_bytes(op, count, 1, self._degree, recompute)
+            for op, count, recompute in zip(ops, rows, is_recomputed, strict=True)
+        ]
+        recomputed_saved = [saved_bytes(op, count, 1, self._degree, True) for op, count in zip(ops, rows, strict=True)]
+        # Times of the stage as it is.
         forward_s = sum(count * forward for count, (forward, _) in zip(counts, times, strict=True))
         backward_s = sum(
-            count * (backward + forward * twice)
-            for count, (forward, backward), twice in zip(counts, times, always, strict=True)
+            count * (backward + forward * recompute)
+            for count, (forward, backward), recompute in zip(counts, times, is_recomputed, strict=True)
         )
         weight_s = 0.0
-        if None not in weights:
-            weight_s = sum(count * (weight or 0.0) for count, weight in zip(counts, weights, strict=True))
-        rows = [op.batch_size or 1 for op in ops]
-        kept = [
-            saved_bytes(op, count, 1, self._degree, twice) for op, count, twice in zip(ops, rows, always, strict=True)
+        if None not in weight_times:
+            weight_s = sum(count * (weight or 0.0) for count, weight in zip(counts, weight_times, strict=True))
+        # The layers that free most bytes for each second of recomputation are the first to be recomputed.
+        gains = [
+            (whole - less) / max(forward, 1e-12)
+            for whole, less, (forward, _) in zip(saved, recomputed_saved, times, strict=True)
         ]
-        again = [saved_bytes(op, count, 1, self._degree, True) for op, count in zip(ops, rows, strict=True)]
-        # The layers that free most for each second of running again are the first to do so.
-        gains = [(one - other) / max(time, 1e-12) for one, other, (time, _) in zip(kept, again, times, strict=True)]
         ranking = sorted(range(len(pieces)), key=lambda number: -gains[number])
 
         def choice(num_recomputed: int, num_offloaded: int) -> Choice:
             recomputed, offloaded = [0] * len(pieces), [0] * len(pieces)
             for number in ranking:
-                if always[number]:
+                if is_recomputed[number]:
                     continue
                 recomputed[number] = min(num_recomputed, counts[number])
                 num_recomputed -= recomputed[number]
                 offloaded[number] = min(num_offloaded, counts[number] - recomputed[number])
                 num_offloaded -= offloaded[number]
             memory = sum(
-                (count - twice - away) * one + twice * other
-                for count, twice, away, one, other in zip(counts, recomputed, offloaded, kept, again, strict=True)
+                (count - on_recompute - on_host) * whole + on_recompute * less
+                for count, on_recompute, on_host, whole, less in zip(
+                    counts, recomputed, offloaded, saved, recomputed_saved, strict=True
+                )
             )
-            extra_s = sum(twice * forward for twice, (forward, _) in zip(recomputed, times, strict=True))
+            recompute_s = sum(count * forward for count, (forward, _) in zip(recomputed, times, strict=True))
             return Choice(
-                round((backward_s + extra_s) * NS), int(memory + received_bytes), tuple(recomputed), tuple(offloaded)
+                round((backward_s + recompute_s) * NS),
+                int(memory + received_bytes),
+                tuple(recomputed),
+                tuple(offloaded),
             )
 
-        most = self._most_offloaded_bytes(forward_s)
-        smallest_first = np.cumsum(sorted(one for one, count in zip(kept, counts, strict=True) for _ in range(count)))
-        away, total = int(np.searchsorted(smallest_first, most, side="right")), sum(counts)
+        # Offloading counts in layers, smallest first, as far as their copies are hidden.
+        most_bytes = self._most_offloaded_bytes(forward_s)
+        smallest_first = np.cumsum(
+            sorted(size for size, count in zip(saved, counts, strict=True) for _ in range(count))
+        )
+        most_offloaded = int(np.searchsorted(smallest_first, most_bytes, side="right"))
         choices = [
-            one
-            for some in {0, away}
-            for one in (choice(twice, some) for twice in range(total - some + 1))
-            if sum(count * size for count, size in zip(one.offloaded, kept, strict=True)) <= most
+            candidate
+            for num_offloaded in {0, most_offloaded}
+            for candidate in (
+                choice(num_recomputed, num_offloaded) for num_recomputed in range(sum(counts) - num_offloaded + 1)
+            )
+            if sum(count * size for count, size in zip(candidate.offloaded, saved, strict=True)) <= most_bytes
         ]
-        # Waiting on the host takes no time; what has room keeps all the same.
-        choices.append(replace(choice(0, 0), backward_ns=max(0, choice(0, 0).backward_ns - 1)))
+        # Offloading is modelled as free; -1 ns makes "keep" win ties.
+        keep = choice(0, 0)
+        choices.append(replace(keep, backward_ns=max(0, keep.backward_ns - 1)))
         last = ops[-1].cost
         return Stage(
             round(forward_s * NS),
