@@ -23,8 +23,15 @@ import numpy as np
 from common import ROOT, markdown, publish, write_between
 from spindle.errors import DoesNotFitError
 from spindle.plan import Plan
-from spindle.planners import PLANNERS, Layout, PlanOptions, make_plan, planners_of
-from spindle.planners.pipeline import baseline_layouts, pipeline_layout
+from spindle.planners import (
+    PLANNERS,
+    Layout,
+    PlanOptions,
+    baseline_layouts,
+    make_plan,
+    pipeline_layout,
+    planners_of,
+)
 from spindle.planners.pipeline.baselines import LEVELS, from_level, plan_in_order
 from spindle.planners.pipeline.interleave import Schedule, interleave
 from spindle.planners.pipeline.orders import interleaved

@@ -16,8 +16,16 @@ from spindle.cluster import Cluster, DeviceKind, Island, Link
 from spindle.errors import DoesNotFitError, InputError, PlanError
 from spindle.graph import MetaGraph, MetaOp
 from spindle.plan import check, forward_spans
-from spindle.planners import PLANNERS, Chain, Layout, PlanOptions, make_plan, planners_of
-from spindle.planners.pipeline import pipeline_layout, search_pipeline
+from spindle.planners import (
+    PLANNERS,
+    Chain,
+    Layout,
+    PlanOptions,
+    make_plan,
+    pipeline_layout,
+    planners_of,
+    search_pipeline,
+)
 from spindle.planners.pipeline.chains import layer_loads, layout_of, lightest_cuts, mixed_chain, separate_chains
 from spindle.planners.pipeline.interleave import interleave
 from spindle.planners.pipeline.planner import natural_rounds

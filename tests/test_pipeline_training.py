@@ -13,8 +13,7 @@ from torch import nn  # noqa: E402
 
 import spindle  # noqa: E402
 from spindle.errors import DoesNotFitError, TrainingError  # noqa: E402
-from spindle.planners import PlanOptions  # noqa: E402
-from spindle.planners.pipeline import pipeline_layout  # noqa: E402
+from spindle.planners import PlanOptions, pipeline_layout  # noqa: E402
 from spindle.planners.pipeline.worker import Job, answers  # noqa: E402
 from spindle.train.planning import Planning  # noqa: E402
 from test_pipeline_plans import batch  # noqa: E402

@@ -127,8 +127,8 @@ def _say(text: str) -> None:
 
 def _message(error: Exception) -> str:
     text = str(error.format_message())  # type: ignore[attr-defined]
-    for theirs, ours in _OUR_WORDS:
-        text = re.sub(theirs, ours, text)
+    for pattern, words in _OUR_WORDS:
+        text = re.sub(pattern, words, text)
     return text
 
 
@@ -164,7 +164,7 @@ def _numba_home() -> Path:
 
 def _can_be_written(folder: Path) -> bool:
     """Whether a file could be made in this folder, which need not be there yet."""
-    nearest = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
 

@@ -53,7 +53,7 @@ def show_chart(chart_of: Callable[[int], Chart], num_devices: int) -> None:
 
 def printable(text: str) -> str:
     """The text with a mark for every character that a terminal would not show, or would obey; lines stay lines."""
-    return "".join(one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text)
+    return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def notice(text: str) -> None:

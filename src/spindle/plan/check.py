@@ -42,11 +42,11 @@ def _settings(plan: Plan, profile: Profile) -> None:
     for module, degree in degrees.items():
         if module not in profile.graph.modules:
             raise PlanError(f"this plan gives a tensor degree to {module!r}, which is no module of the workload")
-        for other in profile.family_of(module) if degree > 1 else ():
-            if degrees.get(other, 1) != degree:
+        for sibling in profile.family_of(module) if degree > 1 else ():
+            if degrees.get(sibling, 1) != degree:
                 raise PlanError(
-                    f"{module!r} and {other!r} share weights, so their tensor degrees must be equal, "
-                    f"got {degree} and {degrees.get(other, 1)}"
+                    f"{module!r} and {sibling!r} share weights, so their tensor degrees must be equal, "
+                    f"got {degree} and {degrees.get(sibling, 1)}"
                 )
     names = {op.name for op in profile.graph.metaops}
     for op in plan.recompute:

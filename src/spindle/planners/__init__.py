@@ -14,9 +14,10 @@ from spindle.planners.build import Scheduler, plan_with
 from spindle.planners.exhaustive import schedule_exhaustive
 from spindle.planners.options import Chain, Layout, PlanOptions, Progress
 from spindle.planners.paper import paper_waves, schedule_paper
-from spindle.planners.pipeline.baselines import BASELINES, plan_baseline
-from spindle.planners.pipeline.planner import plan_pipeline, search_pipeline
+from spindle.planners.pipeline.baselines import BASELINES, baseline_layouts, plan_baseline
+from spindle.planners.pipeline.planner import pipeline_layout, plan_pipeline, search_pipeline
 from spindle.planners.pipeline.search import SearchResult
+from spindle.planners.pipeline.stages import holders_in
 from spindle.planners.problem import Problem, Timed, problem_of
 from spindle.planners.wavefront import plan_wavefront
 from spindle.profile import Profile
@@ -32,13 +33,17 @@ __all__ = [
     "Progress",
     "SearchResult",
     "Timed",
+    "baseline_layouts",
     "graph_bound",
     "graph_bound_s",
+    "holders_in",
     "lp_bound",
     "make_plan",
     "paper_waves",
+    "pipeline_layout",
     "planners_of",
     "problem_of",
+    "search_pipeline",
     "step_bound_s",
 ]
 

@@ -82,17 +82,17 @@ def schedule_task_level(problem: Problem) -> list[Timed]:
     ]
     schedules = [
         [
-            replace(one, team=f"group {number}")
+            replace(piece, team=f"group {number}")
             for number, (group, count) in enumerate(zip(groups, counts, strict=True))
-            for one in _in_turn(problem, group, count, 0.0)
+            for piece in _in_turn(problem, group, count, 0.0)
         ]
         for counts in splits
     ]
-    return sorted(min(schedules, key=_end_s), key=lambda one: one.start_s)
+    return sorted(min(schedules, key=_end_s), key=lambda piece: piece.start_s)
 
 
 def _end_s(timed: Iterable[Timed]) -> float:
-    return max(one.end_s for one in timed)
+    return max(piece.end_s for piece in timed)
 
 
 def _task_by_task(problem: Problem, ops: Sequence[int]) -> list[int]:
@@ -127,9 +127,9 @@ def _side_by_side(problem: Problem, towers: list[list[int]], start_s: float) -> 
     steps = [np.unique(np.concatenate([problem.choices[op].num_devices for op in tower])) for tower in towers]
     counts = _shortest_longest(problem, towers, steps)
     return [
-        replace(one, team=f"tower of {problem.ops[tower[0]]}")
+        replace(piece, team=f"tower of {problem.ops[tower[0]]}")
         for tower, count in zip(towers, counts, strict=True)
-        for one in _in_turn(problem, tower, count, start_s)
+        for piece in _in_turn(problem, tower, count, start_s)
     ]
 
 

@@ -87,7 +87,7 @@ def best_over_stages(
 
 def closest_of(refusals: Sequence[DoesNotFitError]) -> DoesNotFitError:
     """The one that needs the least memory, of real plans if there are any."""
-    return min(refusals, key=lambda one: (one.is_bound, one.needed_bytes))
+    return min(refusals, key=lambda refusal: (refusal.is_bound, refusal.needed_bytes))
 
 
 def time_of(plan: Plan) -> tuple[float, float]:
@@ -163,8 +163,8 @@ def refuse_hopeless(profile: Profile, attempt: Attempt) -> None:
     state = sum(state_bytes(graph, parameter) for parameter in used)
     activations: dict[str, float] = dict.fromkeys(graph.tasks, 0.0)
     for position, op in enumerate(graph.metaops):
-        kept = saved_bytes(op, op.batch_size or 1, op.num_layers, 1, setting.recompute[position])
-        activations[op.task] += kept
+        num_bytes = saved_bytes(op, op.batch_size or 1, op.num_layers, 1, setting.recompute[position])
+        activations[op.task] += num_bytes
     rounds = balanced_tasks(profile, attempt.num_rounds)
     most = max(sum(activations[task] for task in tasks) for tasks in rounds)
     # As if every device held an even part of everything.
@@ -230,18 +230,18 @@ def in_rounds(profile: Profile, setting: Setting, num_rounds: int, schedule: Sch
     start_s = 0.0
     for number, tasks in enumerate(balanced_tasks(profile, num_rounds)):
         part = schedule(problem_of(profile, setting, tasks))
-        waves = 1 + max((one.wave or 0 for one in timed), default=-1)
+        waves = 1 + max((piece.wave or 0 for piece in timed), default=-1)
         timed += [
             replace(
-                one,
-                start_s=one.start_s + start_s,
-                end_s=one.end_s + start_s,
+                piece,
+                start_s=piece.start_s + start_s,
+                end_s=piece.end_s + start_s,
                 round=number,
-                wave=None if one.wave is None else one.wave + waves,
+                wave=None if piece.wave is None else piece.wave + waves,
             )
-            for one in part
+            for piece in part
         ]
-        start_s = max(one.end_s for one in timed)
+        start_s = max(piece.end_s for piece in timed)
     return timed
 
 
@@ -262,5 +262,5 @@ def balanced_tasks(profile: Profile, num_groups: int) -> list[frozenset[str]]:
 
 def realise(profile: Profile, setting: Setting, planner: str, timed: Sequence[Timed], seed: int = 0) -> Plan:
     """Places timed pieces on devices."""
-    in_order = sorted(timed, key=lambda one: (one.round, one.start_s))
+    in_order = sorted(timed, key=lambda piece: (piece.round, piece.start_s))
     return assemble(profile, setting, planner, place(profile, setting, in_order), seed)

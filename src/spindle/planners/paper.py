@@ -89,7 +89,9 @@ def _whole_tuples(op: int, num_layers: int, allocation: Allocation) -> list[_Tup
         return [_Tuple(op, n_high, num_layers)]
     high = min(num_layers, round(layers_high))
     return [
-        one for one in (_Tuple(op, allocation.tuples[0][0], num_layers - high), _Tuple(op, n_high, high)) if one.layers
+        candidate
+        for candidate in (_Tuple(op, allocation.tuples[0][0], num_layers - high), _Tuple(op, n_high, high))
+        if candidate.layers
     ]
 
 
@@ -109,7 +111,7 @@ def _schedule(
         content = tuple((entry.source.op, entry.num_devices, entry.layers) for entry in entries)
         for entry in entries:
             entry.source.layers -= entry.layers
-        pool = [one for one in pool if one.layers]
+        pool = [candidate for candidate in pool if candidate.layers]
         previous = waves[-1] if waves else None
         if previous and {entry[:2] for entry in previous.entries} == {entry[:2] for entry in content}:
             layers_before = {entry[0]: entry[2] for entry in previous.entries}
@@ -123,15 +125,15 @@ def _schedule(
 def _propose(choices: list[Choices], pool: list[_Tuple], num_devices: int) -> list[_Entry]:
     """Fills the cluster: most devices first, then longest; one tuple of an op at a time."""
 
-    def size(one: _Tuple) -> tuple[int, float]:
-        return (-one.num_devices, -choices[one.op].time_on(one.num_devices) * one.layers)
+    def size(candidate: _Tuple) -> tuple[int, float]:
+        return (-candidate.num_devices, -choices[candidate.op].time_on(candidate.num_devices) * candidate.layers)
 
     entries: list[_Entry] = []
     free = num_devices
-    for one in sorted(pool, key=size):
-        if one.num_devices <= free and all(entry.source.op != one.op for entry in entries):
-            entries.append(_Entry(one, one.num_devices))
-            free -= one.num_devices
+    for candidate in sorted(pool, key=size):
+        if candidate.num_devices <= free and all(entry.source.op != candidate.op for entry in entries):
+            entries.append(_Entry(candidate, candidate.num_devices))
+            free -= candidate.num_devices
     return entries
 
 
@@ -158,7 +160,7 @@ def _extend(
 
     def left_s(entry: _Entry) -> float:
         op = entry.source.op
-        layers = sum(one.layers for one in pool if one.op == op) - entry.layers
+        layers = sum(candidate.layers for candidate in pool if candidate.op == op) - entry.layers
         return layers * optimum_s / problem.num_layers[op]
 
     def grow(entry: _Entry, free: int) -> int:

@@ -67,12 +67,12 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
         tried.append(attempt)
         plans: list[Plan] = []
         annealed = _annealed(profile, attempt, limits, options.seed, evaluations, clock, progress, spent)
-        others = _everyone_elses(profile, attempt)  # made while the other threads anneal
+        known_schedules = _everyone_elses(profile, attempt)  # made while the other threads anneal
         for schedule in annealed:
             # Annealed schedules wait for nothing, so folded time is about the least that a step of theirs takes.
-            if not plans or max(one.end_s for one in schedule) < min(plans, key=time_of).makespan_s:
+            if not plans or max(piece.end_s for piece in schedule) < min(plans, key=time_of).makespan_s:
                 plans += _tried(profile, attempt, schedule, options.seed, plans, refused)
-        for schedule in others:
+        for schedule in known_schedules:
             plans += _tried(profile, attempt, schedule, options.seed, plans, refused)
         if not plans:
             raise closest_of(refused)
@@ -121,15 +121,15 @@ def _tried(
 
     The step knows no barriers, so taking them out changes folded time alone, which is all there is without bytes.
     """
-    busy_s = sum((one.end_s - one.start_s) * one.num_devices for one in schedule) / profile.cluster.num_devices
+    busy_s = sum((piece.end_s - piece.start_s) * piece.num_devices for piece in schedule) / profile.cluster.num_devices
     if plans and busy_s > min(plans, key=time_of).makespan_s:
         return []  # its devices are busy for longer than another plan takes
     try:
         plan = realise(profile, attempt.setting, "wavefront", schedule, seed)
-        found = [scored(plan, profile)]
-        if profile.gangs and any(one.wave is not None for one in schedule):
-            found.append(scored(relaxed(plan, profile, attempt.setting), profile))
-        return found
+        variants = [scored(plan, profile)]
+        if profile.gangs and any(piece.wave is not None for piece in schedule):
+            variants.append(scored(relaxed(plan, profile, attempt.setting), profile))
+        return variants
     except DoesNotFitError as error:
         refused.append(error)
         return []
@@ -166,9 +166,9 @@ def _annealed(
     def run(number: int) -> list[Timed]:
         def schedule(problem: Problem) -> list[Timed]:
             run_seed = seed * len(piece_limits) + number
-            found = search(problem, piece_limits[number], run_seed, evaluations, controls[number])
+            schedule = search(problem, piece_limits[number], run_seed, evaluations, controls[number])
             spent.append(int(controls[number][DONE]))
-            return found
+            return schedule
 
         return in_rounds(profile, attempt.setting, attempt.num_rounds, schedule)
 

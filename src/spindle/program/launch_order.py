@@ -100,5 +100,5 @@ def _describe_circle(program: Program, edges: Column, place: Column) -> str:
         path.append(number)
         number = before[number]
     circle = [*path[path.index(number) :], number]
-    text = " after ".join(code(program.instructions[one]) for one in circle)
+    text = " after ".join(code(program.instructions[number]) for number in circle)
     return f"ranks would launch communication in different orders, which can deadlock under NCCL: {text}"

@@ -44,9 +44,9 @@ def parse_program(text: str, profile: Profile) -> Program:
         word, ranks, name, *codes = line.split()
         if word != "rank" or name not in pairs:
             raise ProgramError(f"expected 'rank RANKS LANE INSTRUCTIONS', got {line!r}")
-        for one in codes:
-            if one not in number_of:
-                raise ProgramError(f"{one!r} is no instruction of this program; it has {', '.join(number_of)}")
+        for word in codes:
+            if word not in number_of:
+                raise ProgramError(f"{word!r} is no instruction of this program; it has {', '.join(number_of)}")
         for part in ranks.split(","):
             first, _, last = part.partition("-")
             for rank in range(int(first), int(last or first) + 1):

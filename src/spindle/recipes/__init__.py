@@ -31,11 +31,15 @@ _BATCHES = "batch sizes"
 
 def _clip(num_tasks: int) -> Recipe:
     name = f"clip-{num_tasks}"
-    ours = list(clip.BATCH_SIZES)[4:num_tasks]
+    chosen_tasks = list(clip.BATCH_SIZES)[4:num_tasks]
     return Recipe(
         name=name,
         description=f"{num_tasks} contrastive tasks, each over two of the six encoders of ImageBind-huge (1.19B).",
-        chosen=(_BATCHES, *([f"the tasks {', '.join(ours)}"] if ours else []), "no loss, no patch stems"),
+        chosen=(
+            _BATCHES,
+            *([f"the tasks {', '.join(chosen_tasks)}"] if chosen_tasks else []),
+            "no loss, no patch stems",
+        ),
         batch_sizes=tuple(clip.BATCH_SIZES.items())[:num_tasks],
         build=partial(clip.clip_workload, name),
         fitted_as=name,

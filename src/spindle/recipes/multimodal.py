@@ -398,12 +398,14 @@ def _parts(
             text = sum(microbatch.tokens_of(model.chains[0].name)) if chain.tower.cross_attention else 0
             seen = even_parts(text, len(instances)) if text else []
             start = 0
-            for position, some in enumerate(cut):
-                context = lengths_of(seen[start : start + len(some)])
-                start += len(some)
+            for position, instance_tokens in enumerate(cut):
+                context = lengths_of(seen[start : start + len(instance_tokens)])
+                start += len(instance_tokens)
                 is_whole = most is None and chain.before == "embedding"  # one packed sequence
                 name = chain.name if is_whole else f"{chain.name}.{position}"
-                parts.append(_Part(name=name, module=chain.name, pieces=pieces(chain, lengths_of(some), context)))
+                parts.append(
+                    _Part(name=name, module=chain.name, pieces=pieces(chain, lengths_of(instance_tokens), context))
+                )
         result.append((f"m{number:0{digits}d}", parts))
     return result
 

@@ -196,18 +196,18 @@ def _inflow(program: Program, profile: Profile, link: Link) -> Inflow:
 def _shared_weights(program: Program, profile: Profile, op: int) -> tuple[SharedWeights, ...]:
     """Weights of this op by who else uses them and how many devices hold them."""
     graph = profile.graph
-    mine = {parameter for layer in graph.metaops[op].parameters for parameter in layer}
+    parameters = {parameter for layer in graph.metaops[op].parameters for parameter in layer}
     users: dict[int, list[str]] = defaultdict(list)
-    for number, other in enumerate(graph.metaops):
-        for parameter in sorted({parameter for layer in other.parameters for parameter in layer} & mine):
+    for number, sharing_op in enumerate(graph.metaops):
+        for parameter in sorted({parameter for layer in sharing_op.parameters for parameter in layer} & parameters):
             if number != op:
-                users[parameter].append(other.name)
+                users[parameter].append(sharing_op.name)
     groups: dict[tuple[tuple[str, ...], int], int] = defaultdict(int)
     holders: dict[int, int] = defaultdict(int)
     for bucket in program.buckets:
-        for parameter in mine & set(bucket.parameters):
+        for parameter in parameters & set(bucket.parameters):
             holders[parameter] = max(holders[parameter], len(np.unique(bucket.ranks)))
-    for parameter in sorted(mine):
+    for parameter in sorted(parameters):
         size = graph.parameters[parameter].num_elements * graph.numerics.parameter_bytes
         groups[tuple(users[parameter]), holders[parameter]] += size
     return tuple(
@@ -215,37 +215,37 @@ def _shared_weights(program: Program, profile: Profile, op: int) -> tuple[Shared
     )
 
 
-def sentences(one: OpExplanation) -> list[str]:
+def sentences(explanation: OpExplanation) -> list[str]:
     """The explanation in plain words, one thought in each."""
     return [
-        *_about_slots(one),
-        _about_curve(one),
-        _about_bound(one),
-        *_about_neighbours(one),
-        *_about_data(one),
-        *_about_weights(one),
+        *_about_slots(explanation),
+        _about_curve(explanation),
+        _about_bound(explanation),
+        *_about_neighbours(explanation),
+        *_about_data(explanation),
+        *_about_weights(explanation),
     ]
 
 
-def _about_slots(one: OpExplanation) -> list[str]:
+def _about_slots(explanation: OpExplanation) -> list[str]:
     lines = []
-    for slot in one.slots:
+    for slot in explanation.slots:
         several = slot.last - slot.first > 1
         layers = f"Layers {slot.first} to {slot.last - 1} run" if several else f"Layer {slot.first} runs"
         lines.append(
             f"{layers} on {count_of(len(slot.devices), 'device')} ({format_devices(sorted(slot.devices))}) from "
             f"{seconds(slot.start_s)} to {seconds(slot.end_s)} in wave {slot.wave}, after {slot.waited_for}."
         )
-    if one.tensor_degree > 1:
-        lines.append(f"Every {one.tensor_degree} devices hold one copy of its weights (its tensor degree).")
-    if one.recompute:
+    if explanation.tensor_degree > 1:
+        lines.append(f"Every {explanation.tensor_degree} devices hold one copy of its weights (its tensor degree).")
+    if explanation.recompute:
         lines.append("Its activations are recomputed in the backward pass, because memory is short.")
     return lines
 
 
-def _about_curve(one: OpExplanation) -> str:
+def _about_curve(explanation: OpExplanation) -> str:
     parts = []
-    for number, point in enumerate(one.curve):
+    for number, point in enumerate(explanation.curve):
         unit = (" device" if point.num_devices == 1 else " devices") if number == 0 else ""
         notes = f"{100 * point.efficiency:.0f} % efficient" if number == 0 else f"{100 * point.efficiency:.0f} %"
         notes += ", chosen" if point.chosen else ""
@@ -253,9 +253,11 @@ def _about_curve(one: OpExplanation) -> str:
     return f"A layer takes {listed(parts, at_most=16)}."
 
 
-def _about_bound(one: OpExplanation) -> str:
-    parts = [f"{layers:.3g} {'layer' if layers == 1 else 'layers'} on {count}" for count, layers in one.bound_mix]
-    pieces = [(slot.last - slot.first, len(slot.devices)) for slot in one.slots]
+def _about_bound(explanation: OpExplanation) -> str:
+    parts = [
+        f"{layers:.3g} {'layer' if layers == 1 else 'layers'} on {count}" for count, layers in explanation.bound_mix
+    ]
+    pieces = [(slot.last - slot.first, len(slot.devices)) for slot in explanation.slots]
     chosen = []
     for (layers, devices), equal in itertools.groupby(pieces):
         repeats = len(list(equal))
@@ -264,9 +266,9 @@ def _about_bound(one: OpExplanation) -> str:
     return f"The LP bound would run {listed(parts)}; this plan runs {listed(chosen)}."
 
 
-def _about_neighbours(one: OpExplanation) -> list[str]:
+def _about_neighbours(explanation: OpExplanation) -> list[str]:
     beside: dict[str, int] = {}
-    for slot in one.slots:
+    for slot in explanation.slots:
         for op, count in slot.beside:
             beside[op] = max(count, beside.get(op, 0))
     if not beside:
@@ -274,14 +276,14 @@ def _about_neighbours(one: OpExplanation) -> list[str]:
     return [f"Beside it ran {listed([f'{op} (on {count})' for op, count in beside.items()])}."]
 
 
-def _about_data(one: OpExplanation) -> list[str]:
+def _about_data(explanation: OpExplanation) -> list[str]:
     """Where its data came from; what is the same of several producers is said once."""
     lines = []
-    if not any(inflow.into_layer == 0 for inflow in one.inflows):
+    if not any(inflow.into_layer == 0 for inflow in explanation.inflows):
         lines.append("It takes its input from the batch, from no other op.")
     producers: dict[tuple[int, float, float], list[str]] = {}
-    for inflow in one.inflows:
-        own = inflow.producer == one.op
+    for inflow in explanation.inflows:
+        own = inflow.producer == explanation.op
         total = inflow.moved_bytes + inflow.kept_bytes
         if own and total == 0:
             continue
@@ -301,9 +303,9 @@ def _about_data(one: OpExplanation) -> list[str]:
     return lines
 
 
-def _about_weights(one: OpExplanation) -> list[str]:
+def _about_weights(explanation: OpExplanation) -> list[str]:
     lines = []
-    for shared in one.shared_weights:
+    for shared in explanation.shared_weights:
         whom = f"It shares {num_bytes(shared.num_bytes)} of weights with {listed(shared.with_ops)}"
         if not shared.with_ops:
             whom = f"{num_bytes(shared.num_bytes)} of its weights are its own"
@@ -314,7 +316,7 @@ def _about_weights(one: OpExplanation) -> list[str]:
     return lines
 
 
-def headline(one: OpExplanation) -> str:
+def headline(explanation: OpExplanation) -> str:
     """What the op is."""
-    batch = "" if one.batch_size is None else f", batch {one.batch_size}"
-    return f"{one.op}: {count_of(one.num_layers, 'layer')}{batch}"
+    batch = "" if explanation.batch_size is None else f", batch {explanation.batch_size}"
+    return f"{explanation.op}: {count_of(explanation.num_layers, 'layer')}{batch}"

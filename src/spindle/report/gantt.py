@@ -92,7 +92,7 @@ def timeline_chart(
     num_ops = len(graph.metaops)
     forward = _op_marks(palette)
     backward = _backward_marks(forward)
-    others = (
+    communication = (
         Mark(letter=">", meaning="send or receive"),
         Mark(letter="=", meaning="synchronise gradients"),
         Mark(letter="^", meaning="optimizer"),
@@ -128,7 +128,7 @@ def timeline_chart(
     after = cells[:, math.ceil(timeline.makespan_ns * scale - 0.5) :]
     after[after < 0] = _OVER
     return Chart(
-        marks=(*forward, *backward, *others),
+        marks=(*forward, *backward, *communication),
         rows=_grouped(cells),
         end_s=end_ns * 1e-9,
         hint="capitals forward, small letters backward",
@@ -247,7 +247,7 @@ def ticks(end_s: float, at_most: int) -> tuple[list[float], str, float]:
     unit, factor = ("s", 1.0) if end_s >= 10 else ("ms", 1e3) if end_s >= 1e-3 else ("µs", 1e6)
     least = end_s * factor / max(1, at_most)
     power = 10.0 ** math.floor(math.log10(least))
-    step = next(power * one for one in (1, 2, 5, 10) if power * one >= least * (1 - 1e-9))
+    step = next(power * factor_of_ten for factor_of_ten in (1, 2, 5, 10) if power * factor_of_ten >= least * (1 - 1e-9))
     return [step * number for number in range(int(end_s * factor / step + 1e-9) + 1)], unit, factor
 
 
@@ -257,7 +257,7 @@ def _axis(end_s: float, num_columns: int) -> str:
     for number, tick in enumerate(marks):
         name = f"{tick:g}" + (f" {unit}" if number == 0 else "")
         place = round(tick / factor / end_s * num_columns)
-        if place + 1 + len(name) <= len(line) and all(one == " " for one in line[max(0, place - 1) : place]):
+        if place + 1 + len(name) <= len(line) and all(letter == " " for letter in line[max(0, place - 1) : place]):
             line[place : place + 1 + len(name)] = f"╵{name}"
     return "".join(line).rstrip()
 

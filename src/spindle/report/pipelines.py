@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from spindle.plan import FORWARD, INPUT, WEIGHT, Plan, spans
-from spindle.planners.pipeline import SearchResult
+from spindle.planners import SearchResult
 from spindle.profile import Profile
 from spindle.report.figure import step_figure
 from spindle.report.palette import darker, group_of, ink_on, palette_of
@@ -52,7 +52,7 @@ def _search_table(title: str, result: SearchResult) -> Table:
     table.add_column("", no_wrap=True)
     shown = list(result.improvements)
     if len(shown) > _MAX_IMPROVEMENTS:  # the first, the last, and some between
-        places = {round(one * (len(shown) - 1) / (_MAX_IMPROVEMENTS - 1)) for one in range(_MAX_IMPROVEMENTS)}
+        places = {round(number * (len(shown) - 1) / (_MAX_IMPROVEMENTS - 1)) for number in range(_MAX_IMPROVEMENTS)}
         shown = [shown[place] for place in sorted(places)]
     longest = max(makespan for _, makespan in shown) - result.bound_ns
     for count, makespan in shown:

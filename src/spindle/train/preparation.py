@@ -22,8 +22,7 @@ from spindle.graph import MetaGraph, metagraph_of
 from spindle.measure import local_profile, measure_update
 from spindle.models import plan_inside, split_dims
 from spindle.plan import Plan, check, parse_plan, read_plan
-from spindle.planners import Layout, PlanOptions, make_plan
-from spindle.planners.pipeline import holders_in, pipeline_layout
+from spindle.planners import Layout, PlanOptions, holders_in, make_plan, pipeline_layout
 from spindle.profile import Profile, ProfileRequest, fitting, profile_request, read_profile, write_profile
 from spindle.program import Program, lower, verify
 from spindle.run import Executor, OpCode, ShapeInference, World

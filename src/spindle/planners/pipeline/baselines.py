@@ -185,7 +185,7 @@ BASELINES: Mapping[str, Baseline] = {
 def kept_alike(segments: Segments, order: Order, room: Column) -> Schedule:
     """The order of passes with stages that keep what is best of what fits, every microbatch alike; each rank for
     itself."""
-    found: list[Schedule] = []
+    schedules: list[Schedule] = []
     least: Schedule | None = None
     for level in range(0, LEVELS + 1, 2):
         changed, choice = from_level(segments, level)
@@ -193,15 +193,15 @@ def kept_alike(segments: Segments, order: Order, room: Column) -> Schedule:
         least = least or schedule
         if (schedule.peak > room).any():
             continue
-        found.append(retime(segments, schedule.pair, schedule.kind, choice))
+        schedules.append(retime(segments, schedule.pair, schedule.kind, choice))
         # The order stands; ranks with room to spare keep more.
         mixed = choice.copy()
         for more in range(level + 1, LEVELS + 1):
-            _, kept = from_level(segments, more)
-            fits = retime(segments, schedule.pair, schedule.kind, kept).peak <= room
-            mixed[:, fits] = kept[:, fits]
-        found.append(retime(segments, schedule.pair, schedule.kind, mixed))
-    if not found:
+            _, richer = from_level(segments, more)
+            fits = retime(segments, schedule.pair, schedule.kind, richer).peak <= room
+            mixed[:, fits] = richer[:, fits]
+        schedules.append(retime(segments, schedule.pair, schedule.kind, mixed))
+    if not schedules:
         assert least is not None
         rank = int(np.argmax(least.peak - room))
         needed = int(least.peak[rank])
@@ -210,7 +210,7 @@ def kept_alike(segments: Segments, order: Order, room: Column) -> Schedule:
             "even if all is recomputed",
             needed,
         )
-    return min(found, key=lambda one: one.makespan_ns)
+    return min(schedules, key=lambda schedule: schedule.makespan_ns)
 
 
 def from_level(segments: Segments, level: int) -> tuple[Segments, Column]:

@@ -89,11 +89,11 @@ def modules_in_rows(graph: MetaGraph) -> list[tuple[str, ...]]:
     calls: dict[tuple[str, str], set[str]] = {}
     for op in graph.metaops:
         calls.setdefault((op.module or "", op.task), set()).add(op.call or "")
-    most = {module: max(len(names) for (one, _), names in calls.items() if one == module) for module in counts}
+    most = {module: max(len(names) for (name, _), names in calls.items() if name == module) for module in counts}
     rows: dict[str, tuple[str, ...]] = {}
     order = list(counts)
     for module in order:
-        before = [one for one in order if one in feeders[module]]
+        before = [feeder for feeder in order if feeder in feeders[module]]
         # Where the feeder is called several times for a microbatch, there is no one place behind it.
         if counts[module] == 1 and before and most[module] == most[before[-1]] == 1:
             head = next(first for first, row in rows.items() if before[-1] in row)
@@ -157,7 +157,9 @@ def separate_chains(
     Each chain is cut by itself first; then cuts move by a layer as long as that makes the heaviest rank lighter, or
     keeps it and makes chunks of a chain more equal.
     """
-    together = {row: np.concatenate([loads[one] for one in row]) for row in rows or [(module,) for module in loads]}
+    together = {
+        row: np.concatenate([loads[module] for module in row]) for row in rows or [(module,) for module in loads]
+    }
     chains: dict[tuple[str, ...], list[int]] = {}
     for row, load in together.items():
         num_chunks = min(rounds[row[0]], max(1, len(load) // num_ranks)) * num_ranks
@@ -182,14 +184,14 @@ def separate_chains(
                 for step in (-1, 1):
                     bounds[cut] += step
                     if bounds[cut - 1] < bounds[cut] < bounds[cut + 1]:
-                        found = weights()
-                        if found[0] < best[0] * (1 - 1e-9) or (
-                            found[0] <= best[0] * (1 + 1e-9) and found[1] < best[1] * (1 - 1e-9)
+                        moved = weights()
+                        if moved[0] < best[0] * (1 - 1e-9) or (
+                            moved[0] <= best[0] * (1 + 1e-9) and moved[1] < best[1] * (1 - 1e-9)
                         ):
-                            best, improved = found, True
+                            best, improved = moved, True
                             continue
                     bounds[cut] -= step
     return tuple(
-        Chain(modules=row, num_layers=tuple(len(loads[one]) for one in row), bounds=tuple(bounds))
+        Chain(modules=row, num_layers=tuple(len(loads[module]) for module in row), bounds=tuple(bounds))
         for row, bounds in chains.items()
     )

@@ -14,9 +14,9 @@ import numpy as np
 
 from spindle.errors import DoesNotFitError
 from spindle.plan import Plan
+from spindle.planners.bounds import bound_ns
 from spindle.planners.finish import finished, simulated
 from spindle.planners.options import Layout, PlanOptions, Progress
-from spindle.planners.pipeline.bound import bound_ns
 from spindle.planners.pipeline.chains import (
     layer_counts,
     layer_loads,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spindle.planners.pipeline.bound import bound_ns
+from spindle.planners.bounds import bound_ns
 from spindle.planners.pipeline.evaluate import (
     Load,
     bases_of,

@@ -91,10 +91,10 @@ def plan_of(
     for batch, schedule in zip(batches, schedules, strict=True):
         numbers: dict[tuple[int, int], list[int]] = {}
         for pair, ranks in enumerate(batch.pieces):
-            for rank, some in enumerate(ranks):
+            for rank, stage_pieces in enumerate(ranks):
                 taken = 0 if schedule.choice is None else int(schedule.choice[pair, rank])
                 choice = batch.stages[pair][rank].choices[taken]
-                numbers[pair, rank] = list(range(len(pieces), len(pieces) + len(some)))
+                numbers[pair, rank] = list(range(len(pieces), len(pieces) + len(stage_pieces)))
                 pieces += [
                     Piece(
                         op=piece.op,
@@ -103,7 +103,9 @@ def plan_of(
                         recomputed=recomputed,
                         offloaded=offloaded,
                     )
-                    for piece, recomputed, offloaded in zip(some, choice.recomputed, choice.offloaded, strict=True)
+                    for piece, recomputed, offloaded in zip(
+                        stage_pieces, choice.recomputed, choice.offloaded, strict=True
+                    )
                 ]
         rank_of, place = np.nonzero(schedule.pair >= 0)
         by_start = np.argsort(schedule.start_ns[rank_of, place], kind="stable")
@@ -125,8 +127,8 @@ def _shares(profile: Profile, num_replicas: int) -> list[list[str]]:
         load[op.task] += op.num_layers * curve.layer_s(curve.num_devices[0])
     total = [0.0] * num_replicas
     share_of: dict[str, int] = {}
-    for task in sorted(tasks, key=lambda one: -load[one]):
-        share_of[task] = min(range(num_replicas), key=lambda one: (total[one], one))
+    for task in sorted(tasks, key=lambda task: -load[task]):
+        share_of[task] = min(range(num_replicas), key=lambda replica: (total[replica], replica))
         total[share_of[task]] += load[task]
     return [[task for task in tasks if share_of[task] == replica] for replica in range(num_replicas)]
 
@@ -158,12 +160,14 @@ def _runs(graph: MetaGraph, layout: Layout, tasks: Sequence[str]) -> list[_Run]:
     for task in tasks:
         for chain in layout.chains:
             begins = dict(zip(chain.modules, np.cumsum([0, *chain.num_layers]), strict=False))
-            mine = [ops for ops in calls[task].values() if graph.metaops[ops[0]].module in chain.modules]
-            together = mine if len(chain.modules) == 1 else [[op for ops in mine for op in ops]] if mine else []
+            of_chain = [ops for ops in calls[task].values() if graph.metaops[ops[0]].module in chain.modules]
+            together = (
+                of_chain if len(chain.modules) == 1 else [[op for ops in of_chain for op in ops]] if of_chain else []
+            )
             for ops in together:
                 run_of.update(dict.fromkeys(ops, len(runs)))
                 metaops = [(graph.metaops[op], op) for op in ops]
-                by_layer = [(int(begins[one.module or ""]) + one.first_layer, op) for one, op in metaops]
+                by_layer = [(int(begins[metaop.module or ""]) + metaop.first_layer, op) for metaop, op in metaops]
                 runs.append(_Run(task, chain, sorted(by_layer), {}))
     for producer, consumer in graph.edges:
         source, target = run_of.get(producer), run_of.get(consumer)
@@ -188,9 +192,9 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
         cut = [_between(graph, run.ops, first, last) for first, last in pairwise(run.chain.bounds)]
         received = sum(run.feeds.values())
         chunks: list[Stage] = []
-        for some in cut:
-            chunks.append(known.stage(some, received))
-            received = chunks[-1].output_bytes if some else received
+        for stage_pieces in cut:
+            chunks.append(known.stage(stage_pieces, received))
+            received = chunks[-1].output_bytes if stage_pieces else received
         for turn in range(layout.rounds_of(run.chain)):
             here = slice(turn * num_ranks, (turn + 1) * num_ranks)
             before = [(last_pair[source], num_bytes) for source, num_bytes in sorted(run.feeds.items())]
@@ -199,7 +203,7 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
             last_pair[number] = len(pieces)
             microbatch.append(microbatch_of[run.task])
             group.append(group_of.setdefault((run.task, run.chain), len(group_of)))
-            hops = [wire.hop_ns(rank, one.output_bytes) for rank, one in enumerate(chunks[here][:-1])]
+            hops = [wire.hop_ns(rank, stage.output_bytes) for rank, stage in enumerate(chunks[here][:-1])]
             hop_ns.append(round(sum(hops) / max(1, len(hops))))
             least_hop_ns.append(min(hops, default=0))
             predecessors += [pair for pair, _ in before]
@@ -208,9 +212,9 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
             pieces.append(tuple(cut[here]))
             stages.append(tuple(chunks[here]))
     tables, row_of = _tables(stages)
-    rows = np.array([[row_of[id(one)] for one in of_pair] for of_pair in stages])
+    rows = np.array([[row_of[id(stage)] for stage in of_pair] for of_pair in stages])
     static, update_ns = _held(profile, layout)
-    working = np.array([[one.working for one in of_pair] for of_pair in stages]).max(axis=0)
+    working = np.array([[stage.working for stage in of_pair] for of_pair in stages]).max(axis=0)
     room = profile.cluster.kind.memory_bytes - static - working
     if room.min() <= 0:
         rank = int(np.argmin(room))
@@ -226,7 +230,7 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
         group=np.array(group),
         forward_ns=tables[0][rows, 0],
         backward_ns=tables[1][rows, 0],
-        weight_ns=np.array([[one.weight_ns for one in of_pair] for of_pair in stages]),
+        weight_ns=np.array([[stage.weight_ns for stage in of_pair] for of_pair in stages]),
         memory=tables[2][rows, 0],
         hop_ns=np.array(hop_ns),
         predecessor_starts=np.array(starts),
@@ -251,27 +255,27 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
 
 def _between(graph: MetaGraph, ops: Iterable[tuple[int, int]], first: int, last: int) -> tuple[StagePiece, ...]:
     """The parts of ops that lie between two cuts of a chain."""
-    found = []
+    parts = []
     for begin, op in ops:
         low, high = max(first, begin), min(last, begin + graph.metaops[op].num_layers)
         if low < high:
-            found.append(StagePiece(op, low - begin, high - begin))
-    return tuple(found)
+            parts.append(StagePiece(op, low - begin, high - begin))
+    return tuple(parts)
 
 
 def _tables(stages: Iterable[Sequence[Stage]]) -> tuple[tuple[Column, Column, Column, Column], dict[int, int]]:
     """Memory choices of the stages that differ: forward, backward, memory, how many; and the row of each stage."""
-    distinct = list({id(one): one for of_pair in stages for one in of_pair}.values())
-    most = max(len(one.choices) for one in distinct)
+    distinct = list({id(stage): stage for of_pair in stages for stage in of_pair}.values())
+    most = max(len(stage.choices) for stage in distinct)
     shape = (len(distinct), most)
     forward, backward, memory = (np.zeros(shape, dtype=np.int64) for _ in range(3))
     for row, stage in enumerate(distinct):
         padded = stage.choices + stage.choices[-1:] * (most - len(stage.choices))
         forward[row] = stage.forward_ns
-        backward[row] = [one.backward_ns for one in padded]
-        memory[row] = [one.memory for one in padded]
-    counts = np.array([len(one.choices) for one in distinct], dtype=np.int64)
-    return (forward, backward, memory, counts), {id(one): row for row, one in enumerate(distinct)}
+        backward[row] = [choice.backward_ns for choice in padded]
+        memory[row] = [choice.memory for choice in padded]
+    counts = np.array([len(stage.choices) for stage in distinct], dtype=np.int64)
+    return (forward, backward, memory, counts), {id(stage): row for row, stage in enumerate(distinct)}
 
 
 class _Stages:
@@ -404,7 +408,7 @@ class _Stages:
 def _worth_having(choices: Iterable[Choice]) -> tuple[Choice, ...]:
     """The leanest, the fastest, and the fastest of each of some equal ranges of memory between (DIP §4.3)."""
     falling: list[Choice] = []  # rising memory, each faster than those before
-    for choice in sorted(choices, key=lambda one: (one.memory, one.backward_ns)):
+    for choice in sorted(choices, key=lambda choice: (choice.memory, choice.backward_ns)):
         if not falling or choice.backward_ns < falling[-1].backward_ns:
             falling.append(choice)
     if len(falling) <= MOST_CHOICES:
@@ -412,8 +416,8 @@ def _worth_having(choices: Iterable[Choice]) -> tuple[Choice, ...]:
     least, most = falling[0].memory, falling[-1].memory
     width = (most - least) / (MOST_CHOICES - 2)
     buckets: dict[int, Choice] = {}
-    for one in falling[1:-1]:  # later ones are faster
-        buckets[min(int((one.memory - least) / width), MOST_CHOICES - 3)] = one
+    for choice in falling[1:-1]:  # later ones are faster
+        buckets[min(int((choice.memory - least) / width), MOST_CHOICES - 3)] = choice
     return (falling[0], *(buckets[key] for key in sorted(buckets)), falling[-1])
 
 
@@ -424,16 +428,16 @@ class _Wire:
         cluster, degree = profile.cluster, layout.tensor_degree
         island = [cluster.island_of[layout.devices(0, rank)[0]] for rank in range(layout.num_ranks)]
 
-        def between(one: int, other: int) -> tuple[float, float]:
+        def between(source: int, target: int) -> tuple[float, float]:
             """Seconds per byte, and before the first."""
-            inside, first = cluster.islands[island[one]], cluster.islands[island[other]]
-            if island[one] == island[other]:
+            inside, first = cluster.islands[island[source]], cluster.islands[island[target]]
+            if island[source] == island[target]:
                 return 1 / inside.link.bytes_per_s, inside.link.latency_s
             slowest = max(1 / inside.link.bytes_per_s, degree / inside.uplink.bytes_per_s)
             return max(slowest, degree / first.uplink.bytes_per_s), max(inside.uplink.latency_s, first.uplink.latency_s)
 
         ranks = range(layout.num_ranks)
-        self._hops = [between(one, other) for one, other in pairwise(ranks)]
+        self._hops = [between(source, target) for source, target in pairwise(ranks)]
         self._wrap = between(layout.num_ranks - 1, 0) if layout.num_ranks > 1 else (0.0, 0.0)
 
     def hop_ns(self, rank: int, num_bytes: float) -> int:
@@ -462,12 +466,12 @@ def held_by_ranks(graph: MetaGraph, layout: Layout) -> list[set[int]]:
 
 def holders_in(graph: MetaGraph, layout: Layout) -> dict[int, tuple[int, ...]]:
     """By parameter: the devices of its chunk, in all replicas."""
-    found: dict[int, list[int]] = {}
+    devices_of: dict[int, list[int]] = {}
     for replica in range(layout.num_replicas):
         for rank, parameters in enumerate(held_by_ranks(graph, layout)):
             for parameter in parameters:
-                found.setdefault(parameter, []).extend(layout.devices(replica, rank))
-    return {parameter: tuple(sorted(devices)) for parameter, devices in found.items()}
+                devices_of.setdefault(parameter, []).extend(layout.devices(replica, rank))
+    return {parameter: tuple(sorted(devices)) for parameter, devices in devices_of.items()}
 
 
 def _held(profile: Profile, layout: Layout) -> tuple[Column, Column]:
@@ -475,8 +479,8 @@ def _held(profile: Profile, layout: Layout) -> tuple[Column, Column]:
     graph = profile.graph
     static = np.zeros(layout.num_ranks, dtype=np.int64)
     elements = np.zeros(layout.num_ranks)
-    for rank, some in enumerate(held_by_ranks(graph, layout)):
-        for parameter in some:
+    for rank, parameters in enumerate(held_by_ranks(graph, layout)):
+        for parameter in parameters:
             static[rank] += state_bytes(graph, parameter, layout.tensor_degree)
             if graph.parameters[parameter].trainable:
                 elements[rank] += graph.parameters[parameter].elements_at(layout.tensor_degree)
