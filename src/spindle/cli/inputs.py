@@ -1,4 +1,4 @@
-"""From what stands on the command line to a profile, and to the planners that take it."""
+"""From the arguments of a verb to a profile, a plan, and the planners that take it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def load_step(
 
 
 def load_profile(given: str, num_devices: int | None, cluster_name: str | None) -> Profile:
-    """The profile of an input whose step is always the same."""
+    """The profile of an input; refuses a multimodal model, whose profile depends on the batch."""
     if given in MODELS:
         raise InputError(
             f"{given} is a multimodal model, planned batch by batch; the verbs plan, compare and simulate take it"
@@ -55,7 +55,7 @@ def load_profile(given: str, num_devices: int | None, cluster_name: str | None) 
 
 
 def refuse_planner(planner: str, given: str, step: Step) -> None:
-    """Pipelines have planners of their own."""
+    """Refuse a planner that does not exist, or does not plan this kind of step."""
     names = planners_of(step.is_pipeline)
     if planner not in PLANNERS:
         raise InputError(f"no planner is called {planner!r}; there are {', '.join(names)}")
@@ -65,7 +65,7 @@ def refuse_planner(planner: str, given: str, step: Step) -> None:
 
 
 def left_out(leaves_out: Iterable[str]) -> list[str]:
-    """What times do not know, a sentence each."""
+    """What the times of a profile leave out, a sentence each."""
     return [f"Left out: {text}." for text in leaves_out]
 
 
@@ -96,12 +96,12 @@ def _load_profile(given: str, num_devices: int | None, cluster_name: str | None)
 
 
 def planner_in(path: Path) -> str:
-    """The planner that made a plan file, which says what it was given."""
+    """The name of the planner that made a plan file."""
     return str(read_json_file(path).get("planner", ""))
 
 
 def load_plan(path: Path, profile: Profile, given: str = "") -> Plan:
-    """A plan file, or what `--json` printed of a plan, refused unless it is legal for this profile."""
+    """Read a plan file, or what `spindle plan --json` printed; refuses one that is not legal for this profile."""
     data = read_json_file(path)
     is_other = data.get("workload") == profile.graph.name and data.get("fingerprint") != profile.graph.fingerprint
     if given in MODELS and is_other:  # the batch is all that differs

@@ -1,4 +1,4 @@
-"""The program `spindle`: its verbs put together, and what its exit codes mean.
+"""The program `spindle`: its verbs and exit codes.
 
     0   done
     1   the answer is no: nothing fits, or a launched job failed (its own code, if it gave one)
@@ -57,7 +57,7 @@ def _paragraphs(text: str) -> str:
 
 
 def make_app() -> typer.Typer:
-    """The command line as typer knows it; errors come out of it as exceptions."""
+    """Build the typer app; errors come out of it as exceptions."""
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(_root)
     for verb in VERBS:
@@ -94,7 +94,7 @@ def _root(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command; returns its exit code."""
+    """Run one command; returns its exit code."""
     try:
         code = make_app()(args=list(arguments), prog_name="spindle", standalone_mode=False)
         if isinstance(code, JobEnded):
@@ -163,7 +163,7 @@ def _numba_home() -> Path:
 
 
 def _can_be_written(folder: Path) -> bool:
-    """Whether a file could be made in this folder, which need not be there yet."""
+    """Whether a file can be created in this folder, which need not exist yet."""
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
@@ -178,7 +178,7 @@ def main() -> None:
 
 
 def _run_and_flush(arguments: Sequence[str]) -> int:
-    """What is still in Python's hands when a command is done can fail to be written, too."""
+    """Run a command and flush stdout, whose last bytes may still fail to be written."""
     try:
         give_numba_a_cache()
     except InputError as error:

@@ -1,4 +1,4 @@
-"""What several verbs ask for in the same words."""
+"""Arguments and options that several verbs share."""
 
 from __future__ import annotations
 

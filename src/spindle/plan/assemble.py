@@ -13,9 +13,9 @@ from spindle.profile import Profile, Setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """The next so many layers of an op (by position) on these devices.
+    """The next `num_layers` layers of an op (by its position in the graph) on these devices.
 
-    A planner may insist on a start not before some time, and on a wave; without one, waves are labelled in start order.
+    A planner may set the earliest start, in folded time, and the wave; otherwise waves are labelled in start order.
     """
 
     op: int
@@ -30,7 +30,7 @@ class Piece:
 
 
 def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[Piece], seed: int = 0) -> Plan:
-    """A plan from pieces in an order that respects the flows.
+    """Build a mirrored plan from pieces in an order that respects the flows.
 
     Each piece starts as soon as its data and its devices are there. Neighbouring pieces of one op on the same devices
     become one slot.
@@ -84,8 +84,8 @@ def assemble_passes(
     order: Sequence[Key],
     seed: int = 0,
 ) -> Plan:
-    """A plan from pieces, each a slot of its own, and the order of their passes (numbered as the pieces are), which
-    must respect the flows. Each pass starts as soon as its data and its devices are there."""
+    """Build a plan from pieces, each a slot of its own, and the order of their passes (numbered as the pieces are),
+    which must respect the flows."""
     graph = profile.graph
     next_layer = [0] * len(graph.metaops)
     slots: list[Slot] = []
@@ -147,7 +147,8 @@ def _plan(profile: Profile, setting: Setting, planner: str, slots: Sequence[Slot
 
 
 def label_waves(profile: Profile, slots: Sequence[Slot]) -> list[Slot]:
-    """In start order, a slot without a wave opens a new one when the current one holds its devices or its data."""
+    """Label slots that have no wave, in start order: a slot opens a new wave when its devices or its data are in the
+    current one."""
     graph = profile.graph
     position = {op.name: index for index, op in enumerate(graph.metaops)}
     wave = 0
@@ -168,7 +169,7 @@ def label_waves(profile: Profile, slots: Sequence[Slot]) -> list[Slot]:
 
 
 def slots_per_op(plan: Plan) -> float:
-    """Slots of an op on average; neighbouring ones on the same devices count once."""
+    """Mean number of slots per op; consecutive slots on the same devices count once."""
     count = 0
     last: dict[str, tuple[int, ...]] = {}
     for slot in plan.slots:
@@ -179,7 +180,7 @@ def slots_per_op(plan: Plan) -> float:
 
 
 def relaxed(plan: Plan, profile: Profile, setting: Setting) -> Plan:
-    """The same slots in the same order, each as early as its data and devices allow."""
+    """The plan without barriers: the same slots in the same order, each as early as data and devices allow."""
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
     pieces = [
         Piece(op=position[slot.op], num_layers=slot.num_layers, devices=slot.devices, round=slot.round)

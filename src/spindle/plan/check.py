@@ -14,7 +14,7 @@ _TOLERANCE = 1e-9  # of the whole step: other versions may add the same times in
 
 
 def check(plan: Plan, profile: Profile) -> None:
-    """Raises a PlanError at the first rule this plan breaks for this profile's graph and cluster."""
+    """Raise a PlanError at the first rule that the plan breaks for this profile's graph and cluster."""
     if plan.fingerprint != profile.graph.fingerprint:
         raise PlanError(f"this plan was made for another workload: {plan.workload!r}, not {profile.graph.name!r}")
     if plan.num_devices > profile.cluster.num_devices:
@@ -102,8 +102,7 @@ def _allocations(plan: Plan, profile: Profile) -> None:
 
 
 def _memory(plan: Plan, profile: Profile) -> None:
-    """No more of a slot's layers are recomputed or offloaded than it has, each in one way, and only where passes say
-    what runs when."""
+    """A slot recomputes and offloads at most its own layers, none of them twice, and only in plans that list passes."""
     for slot in plan.slots:
         if min(slot.recomputed, slot.offloaded) < 0 or slot.recomputed + slot.offloaded > slot.num_layers:
             raise _refuse(
@@ -130,7 +129,7 @@ def _memory(plan: Plan, profile: Profile) -> None:
 
 
 def _host(plan: Plan, profile: Profile) -> None:
-    """What waits on the host gets there while its forward passes run, and has room there.
+    """Offloaded activations fit into host memory, and their copies are hidden behind the forward passes.
 
     Passes of one task that follow each other on the same devices are one stage, all of which hides its copies.
     Conservative: all that a device offloads in a step counts at once, though some has come back before other leaves.
@@ -213,7 +212,7 @@ def _rounds(plan: Plan, profile: Profile) -> None:
 
 
 def _order(plan: Plan, profile: Profile) -> None:
-    """Every pass stands behind what it needs, and slots stand in the order in which they start."""
+    """Every pass comes after the passes it depends on, and slots are in start order."""
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
     if plan.passes and plan.num_rounds > 1:
         raise PlanError("a plan with passes has no rounds: its passes say what comes after what")

@@ -44,7 +44,7 @@ def format_devices(devices: Sequence[int]) -> str:
 
 
 def format_plan(plan: Plan, mark: int | None = None) -> str:
-    """The text form; `mark` points at a slot, for errors."""
+    """Write the text form; `mark` is the number of a slot to mark, for errors."""
     lines = [f"# planner {plan.planner}"]
     lines += [f"# tensor {_quoted(module)} {degree}" for module, degree in plan.tensor_degrees if degree > 1]
     lines += [f"# recompute {_quoted(op)}" for op in plan.recompute]
@@ -72,13 +72,13 @@ _SAFE = "/#[]:()<>=,+!?&$'\""
 
 
 def _quoted(name: str) -> str:
-    """A name as one word; what begins with `>` would be a line of passes."""
+    """Quote a name into one word; a leading `>` would start a line of passes."""
     text = quote(name, safe=_SAFE)
     return "%3E" + text[1:] if text.startswith(">") else text
 
 
 def parse_plan(text: str, profile: Profile) -> Plan:
-    """The plan of a text form; times follow from the order, a line is a wave."""
+    """Parse the text form; every line of slots is a wave."""
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
     planner = "text"
     degrees: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What each pass of a plan waits for, and when it runs by the curves: transfers come in with the program."""
+"""Which passes a pass depends on, and when it runs by the curves. Transfers come in with the program."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def spans(plan: Plan, profile: Profile) -> tuple[Span, ...]:
 
 
 def forward_spans(plan: Plan, profile: Profile) -> tuple[Span, ...]:
-    """By slot: when it runs, folded or forward."""
+    """By slot: its span in folded time, or that of its forward pass."""
     starting = [span for span in spans(plan, profile) if span.kind in (FORWARD, FOLDED)]
     return tuple(sorted(starting, key=lambda span: span.slot))
 
@@ -63,7 +63,7 @@ def _folded_spans(slots: Sequence[Slot], ops: Sequence[int], profile: Profile, s
 def pass_spans(
     slots: Sequence[Slot], ops: Sequence[int], order: Sequence[Key], profile: Profile, setting: Setting
 ) -> tuple[Span, ...]:
-    """Passes in an order of their own; refuses one that does not respect the flows."""
+    """Times of passes that run in the given order on each device; refuses an order that does not respect the flows."""
     refuse_other_slots((number for number, _ in order), len(slots))
     needs = pass_needs(order, slot_links(ops, profile.graph))
     ends: dict[Key, float] = {}
@@ -86,7 +86,7 @@ def pass_spans(
 
 
 def pass_s(slot: Slot, kind: str, curve: Curve, recompute: bool = False) -> float:
-    """How long a pass of a slot takes by its curve; `recompute` says that all of its layers run again."""
+    """Seconds of a pass by its curve; with `recompute`, backward runs all layers forward again."""
     forward_s, backward_s = curve.times_s(len(slot.devices))
     if kind == FORWARD:
         return slot.num_layers * forward_s
@@ -100,8 +100,8 @@ def pass_s(slot: Slot, kind: str, curve: Curve, recompute: bool = False) -> floa
 
 
 def slot_links(ops: Sequence[int], graph: MetaGraph) -> list[tuple[int, int]]:
-    """Pairs of slots (numbered as `ops`, which has the op of each) of which the first hands data to the second: from
-    slot to slot of an op, and from the last of a producer to the first of its consumer."""
+    """Pairs of slots (producer, consumer): from slot to slot of an op, and from the last slot of an op to the first of
+    each op that it feeds. `ops` has the op of each slot."""
     slots_of: dict[int, list[int]] = defaultdict(list)
     for number, op in enumerate(ops):
         slots_of[op].append(number)
@@ -111,7 +111,7 @@ def slot_links(ops: Sequence[int], graph: MetaGraph) -> list[tuple[int, int]]:
 
 
 def refuse_other_slots(slots: Iterable[int], num_slots: int) -> None:
-    """The slots of passes are those of the plan: all of them, and no others."""
+    """Refuse passes of slots that do not exist, and slots without passes."""
     with_passes = set(slots)
     unknown = sorted(with_passes.difference(range(num_slots)))
     if unknown:
@@ -122,7 +122,7 @@ def refuse_other_slots(slots: Iterable[int], num_slots: int) -> None:
 
 
 def pass_needs(order: Iterable[Key], links: Sequence[tuple[int, int]]) -> dict[Key, list[Key]]:
-    """What each pass waits for by its data. Refuses passes that are missing, or there twice."""
+    """The passes whose output each pass needs. Refuses passes that are missing or listed twice."""
     kinds: dict[int, list[str]] = defaultdict(list)
     for slot, kind in order:
         kinds[slot].append(kind)

@@ -98,7 +98,7 @@ PLANNERS: Mapping[str, Planner] = {planner.name: planner for planner in _ALL}
 
 
 def planners_of(is_pipeline: bool) -> tuple[str, ...]:
-    """Names of the planners of pipelines, or of all others; the first is the default."""
+    """Names of the planners of pipelines, or of all other planners; the first is the default."""
     return tuple(name for name, planner in PLANNERS.items() if planner.is_pipeline == is_pipeline)
 
 
@@ -108,7 +108,7 @@ def make_plan(
     options: PlanOptions = PlanOptions(),  # noqa: B008
     progress: Progress | None = None,
 ) -> Plan:
-    """A finished plan of the named planner: checked, verified, simulated, beside its bound."""
+    """Make a plan with the named planner: simulated, checked and verified, with its bound."""
     if planner not in PLANNERS:
         raise InputError(f"no planner is called {planner!r}; there are {', '.join(PLANNERS)}")
     return PLANNERS[planner].plan(profile, options, progress)

@@ -40,7 +40,7 @@ class Attempt:
 def plan_with(
     planner: str, schedule: Scheduler, profile: Profile, options: PlanOptions, progress: Progress | None = None
 ) -> Plan:
-    """The best plan of a scheduler over the stages that memory asks for."""
+    """Make the best plan of a scheduler over the settings that memory asks for."""
 
     def plan_for(attempt: Attempt) -> Plan:
         timed = in_rounds(profile, attempt.setting, attempt.num_rounds, schedule)
@@ -55,7 +55,7 @@ def best_over_stages(
     most_sharded: int | None = None,
     shard_optimizer: bool | None = None,
 ) -> Plan:
-    """Goes stage by stage until a plan fits and is good; the fastest found, finished and checked.
+    """Try settings stage by stage until a plan fits and is near the bound; return the fastest, finished.
 
     A plan that fits at an early stage only because pieces were packed behind each other can be far slower than one of
     a later stage; so one that is far from the bound does not end the search once memory has refused anything.
@@ -86,19 +86,19 @@ def best_over_stages(
 
 
 def closest_of(refusals: Sequence[DoesNotFitError]) -> DoesNotFitError:
-    """The one that needs the least memory, of real plans if there are any."""
+    """The refusal that needs the least memory; refusals of real plans before those of bounds."""
     return min(refusals, key=lambda refusal: (refusal.is_bound, refusal.needed_bytes))
 
 
 def time_of(plan: Plan) -> tuple[float, float]:
-    """What plans are compared by: the step, then folded time."""
+    """Sort key of plans: the simulated step, then folded time."""
     return (plan.makespan_s, plan.folded_s)
 
 
 def stages(
     profile: Profile, most_sharded: int | None = None, shard_optimizer: bool | None = None
 ) -> Iterator[list[Attempt]]:
-    """What to try, from the fastest to the most frugal: as it is; with one means of saving memory; with several.
+    """Attempts by stage, from the fastest to the most frugal: as it is; with one way of saving memory; with several.
 
     Sharding the optimizer costs next to nothing, so it is the first of these means, and with all others where several
     are needed. `shard_optimizer` insists on it, or forbids it. `most_sharded` limits how many choices of tensor degrees
@@ -152,7 +152,7 @@ def _promise_s(profile: Profile, setting: Setting) -> float:
 
 
 def refuse_hopeless(profile: Profile, attempt: Attempt) -> None:
-    """Refuses an attempt whose bytes do not fit even spread evenly over all devices, before anything is scheduled.
+    """Refuse an attempt whose bytes would not fit even if spread evenly over all devices.
 
     That no parameter has its state twice is the least that any attempt needs, with or without sharding.
     """
@@ -175,7 +175,7 @@ def refuse_hopeless(profile: Profile, attempt: Attempt) -> None:
 
 
 def _recomputing(profile: Profile, setting: Setting, share: float) -> Setting:
-    """Recomputes the ops that free most bytes for each second, until about this share of all activations is gone."""
+    """The setting that recomputes the ops which free most bytes per second, up to this share of all activations."""
     freed: list[tuple[float, float, int]] = []
     for position, op in enumerate(profile.graph.metaops):
         if op.cost is not None and op.batch_size is not None and not setting.recompute[position]:
@@ -223,7 +223,7 @@ def _sharded_degrees(profile: Profile) -> list[dict[str, int]]:
 
 
 def in_rounds(profile: Profile, setting: Setting, num_rounds: int, schedule: Scheduler) -> list[Timed]:
-    """The schedule of all tasks at once, or of balanced groups of tasks one after another."""
+    """Schedule all tasks at once, or balanced groups of tasks one round after another."""
     if num_rounds == 1:
         return schedule(problem_of(profile, setting))
     timed: list[Timed] = []
@@ -261,6 +261,6 @@ def balanced_tasks(profile: Profile, num_groups: int) -> list[frozenset[str]]:
 
 
 def realise(profile: Profile, setting: Setting, planner: str, timed: Sequence[Timed], seed: int = 0) -> Plan:
-    """Places timed pieces on devices."""
+    """Place timed pieces on devices."""
     in_order = sorted(timed, key=lambda piece: (piece.round, piece.start_s))
     return assemble(profile, setting, planner, place(profile, setting, in_order), seed)

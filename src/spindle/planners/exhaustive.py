@@ -13,7 +13,7 @@ MAX_STATES = 2_000_000
 
 
 def schedule_exhaustive(problem: Problem) -> list[Timed]:
-    """The optimal schedule; refuses problems with too many to try."""
+    """Find the optimal schedule; refuses problems with too many schedules to try."""
     states = 1.0
     remaining = sum(problem.num_layers)
     for layers, choices in zip(problem.num_layers, problem.choices, strict=True):
@@ -39,7 +39,7 @@ class _Search:
         self._least_area = areas
 
     def extend(self, ends_s: list[float], left: list[int], placed: list[Timed], makespan_s: float) -> None:
-        """Places every possible next layer in turn; `ends_s` is when each op's last placed layer ends."""
+        """Place every possible next layer in turn; `ends_s` is when each op's last placed layer ends."""
         if makespan_s >= self.best_s - 1e-15:
             return
         if not any(left):
@@ -71,7 +71,7 @@ class _Search:
             ends_s[op], left[op] = before, left[op] + 1
 
     def _earliest(self, placed: list[Timed], ready_s: float, count: int, layer_s: float) -> float:
-        """The first time from which so many devices are free for so long."""
+        """The earliest time from which `count` devices are free for `layer_s`."""
         for start_s in sorted({ready_s, *(piece.end_s for piece in placed if piece.end_s > ready_s)}):
             moments = [start_s, *(piece.start_s for piece in placed if start_s < piece.start_s < start_s + layer_s)]
             if all(self._used(placed, moment) + count <= self.problem.num_devices for moment in moments):

@@ -83,7 +83,7 @@ def _divisor_choices(problem: Problem) -> list[Choices]:
 
 
 def _whole_tuples(op: int, num_layers: int, allocation: Allocation) -> list[_Tuple]:
-    """Rounds to whole layers; the residual goes to the tuple with fewer devices."""
+    """Round to whole layers; the residual goes to the tuple with fewer devices."""
     *_, (n_high, layers_high) = allocation.tuples
     if len(allocation.tuples) == 1:
         return [_Tuple(op, n_high, num_layers)]
@@ -123,7 +123,7 @@ def _schedule(
 
 
 def _propose(choices: list[Choices], pool: list[_Tuple], num_devices: int) -> list[_Entry]:
-    """Fills the cluster: most devices first, then longest; one tuple of an op at a time."""
+    """Fill the cluster: most devices first, then longest; one tuple of an op at a time."""
 
     def size(candidate: _Tuple) -> tuple[int, float]:
         return (-candidate.num_devices, -choices[candidate.op].time_on(candidate.num_devices) * candidate.layers)
@@ -138,7 +138,7 @@ def _propose(choices: list[Choices], pool: list[_Tuple], num_devices: int) -> li
 
 
 def _align(choices: list[Choices], entries: list[_Entry]) -> float:
-    """Cuts all to about the shortest; returns the wave's time."""
+    """Cut all entries to about the shortest; returns the wave's time."""
 
     def layer_s(entry: _Entry) -> float:
         return choices[entry.source.op].time_on(entry.num_devices)
@@ -153,7 +153,7 @@ def _align(choices: list[Choices], entries: list[_Entry]) -> float:
 def _extend(
     problem: Problem, choices: list[Choices], entries: list[_Entry], pool: list[_Tuple], wave_s: float, optimum_s: float
 ) -> float:
-    """Gives idle devices to whoever has most left after this wave, then to whoever takes longest in it."""
+    """Give idle devices to the op with most work left after this wave, then to the longest entry in it."""
 
     def layer_s(entry: _Entry, num_devices: int) -> float:
         return choices[entry.source.op].time_on(num_devices)

@@ -66,7 +66,7 @@ def place(profile: Profile, setting: Setting, timed: Sequence[Timed]) -> list[Pi
 
 
 class _Placement:
-    """What is where, while pieces are placed."""
+    """State of the placement: what each device holds, and until when it is busy."""
 
     def __init__(self, profile: Profile, setting: Setting) -> None:
         self.profile, self.setting, self.graph = profile, setting, profile.graph

@@ -14,7 +14,7 @@ from spindle.timeline import Measures, measure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedPlan:
-    """What a planner made of the workload; `speedup` is over the reference, where that has a plan.
+    """The simulated step of one planner; `speedup` is over the reference planner, where that has a plan.
 
     Shares are of all devices' time. `over_bound` is the simulated step over the plan's bound, which counts neither
     transfers nor synchronisation. `mfu` is the share of all devices' peak that the model's own FLOPs need in that time,

@@ -157,7 +157,7 @@ def _story(plan: Plan, profile: Profile, timed: Sequence[tuple[Slot, Span]], slo
 
 
 def _waited_for(plan: Plan, profile: Profile, timed: Sequence[tuple[Slot, Span]], slot: Slot, span: Span) -> str:
-    """Whatever ended when this slot began: its data first, else its devices."""
+    """What ended when this slot began: its data first, else its devices."""
     graph = profile.graph
     slack = _SAME_TIME * plan.folded_s
     if span.start_s <= slack:
@@ -216,7 +216,7 @@ def _shared_weights(program: Program, profile: Profile, op: int) -> tuple[Shared
 
 
 def sentences(explanation: OpExplanation) -> list[str]:
-    """The explanation in plain words, one thought in each."""
+    """The explanation as sentences."""
     return [
         *_about_slots(explanation),
         _about_curve(explanation),

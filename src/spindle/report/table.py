@@ -30,7 +30,7 @@ def memory(peak_bytes: int, profile: Profile) -> str:
 
 
 def plan_facts(plan: Plan, measures: Measures, profile: Profile) -> Table:
-    """What a person wants to know of a plan first."""
+    """The main facts about a plan."""
     rows = [
         ("workload", f"{plan.workload} on {plan.cluster}"),
         ("planner", _planner(plan)),
@@ -61,7 +61,7 @@ def plan_facts(plan: Plan, measures: Measures, profile: Profile) -> Table:
 
 
 def _unsaved_bytes(plan: Plan, profile: Profile) -> int:
-    """Peak memory of the fullest device if the plan did nothing to save any, but for tensor groups."""
+    """Peak memory of the fullest device without rounds, recomputation and optimizer sharding."""
     slots = tuple(replace(slot, round=0) for slot in plan.slots)
     wanted = tuple(op.name for op in profile.graph.metaops if op.cost is not None and op.cost.recompute)
     whole = replace(plan, slots=slots, recompute=wanted, shard_optimizer=False)
@@ -106,7 +106,7 @@ def _planner(plan: Plan) -> str:
 
 
 def _kept(plan: Plan) -> str:
-    """How many passes there are, and what slots do to save memory."""
+    """The number of passes, and the share of layers that are recomputed and offloaded."""
     layers = sum(slot.num_layers for slot in plan.slots)
     shares = [
         f"{percent(count / layers)} of layers {what}"
@@ -128,7 +128,7 @@ def times_bound(time_s: float, bound_s: float) -> str:
 
 
 def measure_facts(plan: Plan, measures: Measures, profile: Profile, bound_s: float) -> Table:
-    """What a simulated step came to, beside the bound on this cluster, which need not be the one planned for."""
+    """The main facts about a simulated step, with the bound on this cluster, which need not be the one planned for."""
     return facts(
         [
             ("workload", f"{plan.workload} on {profile.cluster.name}"),
