@@ -131,7 +131,10 @@ def ladder() -> dict[str, float]:
         found = batches_of(profile, layout)
 
         plans["partition"] = plan_in_order(
-            profile, layout, "partition", lambda profile, layout, batch: lambda segments, room: interleaved(segments)
+            profile,
+            layout,
+            "partition",
+            lambda profile, layout, batch: lambda segments, activation_budget: interleaved(segments),
         )
         plans["interleaving"] = plan_in_order(profile, layout, "interleaving", natural)
         plans["reordering"] = fitting_plan(profile, layout, "reordering", found, partial(reordered, found))
@@ -145,33 +148,38 @@ def ladder() -> dict[str, float]:
 def natural(profile: Profile, layout: Layout, batch: Batch) -> Callable[[Segments, Column], Schedule]:
     """Microbatches in their natural order, interleaved."""
 
-    def order(segments: Segments, room: Column) -> Schedule:
-        schedule = interleave(segments, None, room)
+    def order(segments: Segments, activation_budget: Column) -> Schedule:
+        schedule = interleave(segments, None, activation_budget)
         assert schedule is not None
         return schedule
 
     return order
 
 
-def reordered(found: Sequence[Batch], rooms: Sequence[Column], is_first: bool) -> list[Schedule]:
+def reordered(found: Sequence[Batch], activation_budgets: Sequence[Column], is_first: bool) -> list[Schedule]:
     """The best orders, without memory choices."""
     evaluations = 16 if is_first else EVALUATIONS
-    return [alike(batch.segments, room, evaluations) for batch, room in zip(found, rooms, strict=True)]
+    return [
+        alike(batch.segments, activation_budget, evaluations)
+        for batch, activation_budget in zip(found, activation_budgets, strict=True)
+    ]
 
 
-def alike(segments: Segments, room: Column, evaluations: int) -> Schedule:
+def alike(segments: Segments, activation_budget: Column, evaluations: int) -> Schedule:
     """The best order with every microbatch kept alike."""
-    fitting = [level for level in range(0, LEVELS + 1, 2) if _natural_ns(segments, level, room) is not None]
-    level = min(fitting, key=lambda one: _natural_ns(segments, one, room) or 0)
+    fitting = [
+        level for level in range(0, LEVELS + 1, 2) if _natural_ns(segments, level, activation_budget) is not None
+    ]
+    level = min(fitting, key=lambda one: _natural_ns(segments, one, activation_budget) or 0)
     changed, choice = from_level(segments, level)
     fixed = replace(changed, choice_count=np.ones_like(changed.choice_count))
-    return replace(search(fixed, room, evaluations=evaluations).schedule, choice=choice)
+    return replace(search(fixed, activation_budget, evaluations=evaluations).schedule, choice=choice)
 
 
-def _natural_ns(segments: Segments, level: int, room: Column) -> int | None:
+def _natural_ns(segments: Segments, level: int, activation_budget: Column) -> int | None:
     """How long the natural order takes with everything kept at a level; None where that does not fit."""
     try:
-        schedule = interleave(from_level(segments, level)[0], None, room)
+        schedule = interleave(from_level(segments, level)[0], None, activation_budget)
     except DoesNotFitError:
         return None
     assert schedule is not None

@@ -370,18 +370,18 @@ def anneal(table, first_pieces, first_count, seed, evaluations, control):
     """Anneals from the given list; returns the best list found, its length
     and its starts and ends."""
     ops = table.tail.shape[0]
-    room = ops * table.piece_limit
+    most_pieces = ops * table.piece_limit
     state = np.array([seed], np.uint64)
     for _ in range(10):
         random_share(state)
-    times = np.zeros(2 * room + 2)
-    used = np.zeros(2 * room + 2, np.int64)
-    start_at = np.zeros(room)
-    end_at = np.zeros(room)
+    times = np.zeros(2 * most_pieces + 2)
+    used = np.zeros(2 * most_pieces + 2, np.int64)
+    start_at = np.zeros(most_pieces)
+    end_at = np.zeros(most_pieces)
     op_end = np.zeros(ops)
     remaining = np.zeros(ops)
-    chosen = np.zeros(room, np.int64)
-    pieces = np.zeros((room, 3), np.int64)
+    chosen = np.zeros(most_pieces, np.int64)
+    pieces = np.zeros((most_pieces, 3), np.int64)
     pieces[:first_count] = first_pieces[:first_count]
     count = first_count
     pieces_of = np.zeros(ops, np.int64)

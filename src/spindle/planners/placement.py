@@ -186,7 +186,7 @@ class _Placement:
         best_first = free[np.lexsort((free, second[free], first[free]))]
         # Rank islands by what their best units offer; one that can hold the whole piece comes before any that cannot.
         num_islands = int(self.island[-1]) + 1
-        room = np.bincount(island[free], minlength=num_islands)
+        num_free = np.bincount(island[free], minlength=num_islands)
         place_in_island = np.zeros(len(units), dtype=np.int64)
         for_island = island[best_first]
         stable = np.argsort(for_island, kind="stable")
@@ -195,12 +195,12 @@ class _Placement:
         counted = best_first[place_in_island[best_first] < num_units]
         offer_first = np.bincount(island[counted], weights=first[counted], minlength=num_islands)
         offer_second = np.bincount(island[counted], weights=second[counted], minlength=num_islands)
-        too_small = room < num_units
+        too_small = num_free < num_units
         # Among islands that fit, the tightest; among those that do not, the roomiest.
-        tightness = np.where(too_small, -room, room)
+        tightness = np.where(too_small, -num_free, num_free)
         rank_keys: tuple[np.ndarray, ...]
-        if (too_small | (room == 0)).all():
-            average = np.maximum(room, 1)
+        if (too_small | (num_free == 0)).all():
+            average = np.maximum(num_free, 1)
             rank_keys = (np.arange(num_islands), offer_second / average, tightness, offer_first / average)
         else:
             rank_keys = (np.arange(num_islands), tightness, offer_second, offer_first, too_small)

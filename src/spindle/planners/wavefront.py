@@ -48,7 +48,7 @@ WITH_BYTES_PIECE_LIMITS = (2, 3, 4, 2)
 
 
 def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Plan:
-    """The best plan of all candidates.
+    """Make the best plan of all candidates.
 
     `progress` hears how much of an attempt's annealing is done, from 0 to 1.
     """
@@ -67,7 +67,7 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
         tried.append(attempt)
         plans: list[Plan] = []
         annealed = _annealed(profile, attempt, limits, options.seed, evaluations, clock, progress, spent)
-        known_schedules = _everyone_elses(profile, attempt)  # made while the other threads anneal
+        known_schedules = _known_schedules(profile, attempt)  # made while the other threads anneal
         for schedule in annealed:
             # Annealed schedules wait for nothing, so folded time is about the least that a step of theirs takes.
             if not plans or max(piece.end_s for piece in schedule) < min(plans, key=time_of).makespan_s:
@@ -88,7 +88,7 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
     if refused or refusal or tried != [Attempt(setting=plain)]:
         # Memory is short or batches are small, so others may have their best plan where we did not look.
         for attempt in [attempt for stage in stages(profile, None, options.shard_optimizer) for attempt in stage]:
-            for schedule in _everyone_elses(profile, attempt):
+            for schedule in _known_schedules(profile, attempt):
                 plans += _tried(profile, attempt, schedule, options.seed, plans, refused)
     if not plans:
         assert refusal is not None
@@ -99,7 +99,7 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
     return replace(best, seed=options.seed, evaluations=sum(spent), cut_s=clock.cut_s)
 
 
-def _everyone_elses(profile: Profile, attempt: Attempt) -> list[list[Timed]]:
+def _known_schedules(profile: Profile, attempt: Attempt) -> list[list[Timed]]:
     """The paper's and the baselines' schedules under an attempt; none where bytes cannot fit anyway."""
     try:
         refuse_hopeless(profile, attempt)
@@ -117,7 +117,7 @@ def _tried(
     plans: list[Plan],
     refused: list[DoesNotFitError],
 ) -> list[Plan]:
-    """The plans of a schedule: as it is, and where it keeps waves also without their waits. None if hopeless.
+    """The plans of a schedule: as it is, and where it has waves also without barriers. None if it cannot be better.
 
     The step knows no barriers, so taking them out changes folded time alone, which is all there is without bytes.
     """
@@ -136,7 +136,7 @@ def _tried(
 
 
 class _Clock:
-    """Says when the time limit is over, and when it was found so."""
+    """The time limit: whether it is over, and when that was noticed."""
 
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s, self._began = limit_s, time.monotonic()
@@ -160,7 +160,7 @@ def _annealed(
     progress: Progress | None,
     spent: list[int],
 ) -> Iterator[list[Timed]]:
-    """Starts annealing, two runs at a time on two cores; the schedules as they are done. `spent` counts evaluations."""
+    """Start annealing, two runs at a time; yields schedules as they are done. `spent` collects evaluations."""
     controls = [new_control() for _ in piece_limits]
 
     def run(number: int) -> list[Timed]:

@@ -43,7 +43,7 @@ def lower(
     rows: Mapping[str, int] | None = None,
     holders: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Program:
-    """The program of a legal plan; it does not check the plan again.
+    """Lower a legal plan to a program; does not check the plan again.
 
     `rows` gives the batch of a task for a step in which it is another than planned (a loader's short last one).
     `holders` gives, by parameter, devices that keep it from step to step, though no slot of this plan may use it there:
@@ -126,7 +126,7 @@ def _shape(
     rows: Mapping[str, int],
     columns: dict[tuple[tuple[int, ...], int, int], tuple[Column, Column]],
 ) -> SlotShape:
-    """How a slot lies on its ranks. Slots that lie alike have the same columns."""
+    """How the rows of a slot are spread over its ranks. Slots with equal spreads share columns."""
     degree = setting.tensor_degrees[op]
     num_replicas = len(slot.devices) // degree
     metaop = profile.graph.metaops[op]
@@ -175,7 +175,7 @@ def _links(profile: Profile, ops: list[int], shapes: tuple[SlotShape, ...]) -> l
 
 
 def _chunk_bytes(profile: Profile) -> float:
-    """The gradients of so many bytes are handed on together."""
+    """Bytes of gradients that are synchronised together."""
     numerics = profile.graph.numerics
     elements = sum(parameter.num_elements for parameter in profile.graph.parameters if parameter.trainable)
     links = [island.link for island in profile.cluster.islands]
@@ -218,7 +218,7 @@ def _clock(plan: Plan, profile: Profile) -> dict[Key, tuple[int, float, float]]:
 def _ready(
     plan: Plan, instructions: Sequence[Instruction], clock: Mapping[Key, tuple[int, float, float]]
 ) -> dict[int, tuple[int, float]]:
-    """When each backward instruction is over: a chunk that begins with a later layer is, so many layers sooner."""
+    """When each backward instruction ends; chunks of later layers end earlier, in proportion to their layers."""
     ready: dict[int, tuple[int, float]] = {}
     for number, instruction in enumerate(instructions):
         if isinstance(instruction, Backward):
@@ -238,7 +238,8 @@ def _buckets(
     ready: dict[int, tuple[int, float]],
     holders: Mapping[int, tuple[int, ...]],
 ) -> tuple[Bucket, ...]:
-    """Parameters with the same ranks and the same last word of backward, in the order in which they become ready.
+    """Parameters grouped by their ranks and by the backward instructions they depend on, in the order in which they
+    become ready.
 
     A parameter of tensor degree d is d shards; a device always holds the same one, so each shard has its own group.
     """

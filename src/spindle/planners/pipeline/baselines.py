@@ -1,8 +1,8 @@
-"""What else pipelines do, each at its best: the same batch in the orders of others, under the same memory.
+"""Baselines for pipelines, each at its best: the same batch in the orders of other systems, under the same memory.
 
 Chunks of one chain through all modules are cut by parameters, as Megatron-LM does, or by time, as nnScaler does. How
 often chains pass the ranks is tried. What stages keep is the same for every microbatch, as these systems have it: the
-most that fits, on each rank.
+most that fits on each rank.
 
 Where stages keep less than all they need for weight gradients, `zb-h1` is 1F1B: what is recomputed for the gradients of
 inputs would have to stay until then, so that nothing is saved. `optimus` is coarse, without sub-microbatches; where its
@@ -32,13 +32,13 @@ from spindle.profile import Profile
 LEVELS = 8  # of frugality, from what keeps least to what keeps all
 _VPP_ROUNDS = (2, 3, 4)  # how often chains of vpp pass the ranks
 
-Order = Callable[[Segments, Column], Schedule]  # of segments, in the room there is on each rank
+Order = Callable[[Segments, Column], Schedule]  # of segments, under the activation budget of each rank
 OrderFor = Callable[[Profile, Layout, Batch], Order]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """A system: the layouts it would try on so many pipeline ranks, and the order of passes on one of them."""
+    """A system: the layouts it tries on a number of pipeline ranks, and its order of passes on a layout."""
 
     description: str
     layouts: Callable[[Profile, int], list[Layout]]
@@ -46,7 +46,7 @@ class Baseline:
 
 
 def plan_baseline(planner: str, profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Plan:
-    """The finished plan of a baseline, the best over its layouts. The profile has whole microbatches."""
+    """Make the best plan of a baseline over its layouts. The profile has whole microbatches."""
     layouts = options.layouts or baseline_layouts(planner, profile, pipeline_ranks_of(profile, options))
     plans: list[Plan] = []
     refusals: list[DoesNotFitError] = []
@@ -69,13 +69,13 @@ def baseline_layouts(planner: str, profile: Profile, num_ranks: int) -> tuple[La
 
 
 def plan_in_order(profile: Profile, layout: Layout, planner: str, order_for: OrderFor) -> Plan:
-    """The finished plan of a layout and an order, in which all microbatches are kept alike."""
+    """Make the plan of a layout and an order in which all microbatches keep activations alike."""
     batches = batches_of(profile, layout)
 
-    def schedules(rooms: Sequence[Column], is_first: bool) -> list[Schedule]:
+    def schedules(activation_budgets: Sequence[Column], is_first: bool) -> list[Schedule]:
         return [
-            kept_alike(batch.segments, order_for(profile, layout, batch), room)
-            for batch, room in zip(batches, rooms, strict=True)
+            kept_alike(batch.segments, order_for(profile, layout, batch), activation_budget)
+            for batch, activation_budget in zip(batches, activation_budgets, strict=True)
         ]
 
     return fitting_plan(profile, layout, planner, batches, schedules)
@@ -121,11 +121,11 @@ def _refuse_without_encoders(profile: Profile, backbone: str) -> None:
 def _in_turn(profile: Profile, layout: Layout, batch: Batch) -> Order:
     """1F1B, or interleaved 1F1B where chains pass the ranks more than once."""
     is_plain = all(layout.rounds_of(chain) == 1 for chain in layout.chains)
-    return lambda segments, room: (one_forward_one_backward if is_plain else interleaved)(segments)
+    return lambda segments, activation_budget: (one_forward_one_backward if is_plain else interleaved)(segments)
 
 
 def _zero_bubble_where_kept(profile: Profile, layout: Layout, batch: Batch) -> Order:
-    def order(segments: Segments, room: Column) -> Schedule:
+    def order(segments: Segments, activation_budget: Column) -> Schedule:
         keeps_less = (segments.choice_count > 1).any()
         return one_forward_one_backward(segments) if keeps_less else zero_bubble(segments)
 
@@ -144,11 +144,11 @@ def _in_bubbles(profile: Profile, layout: Layout, batch: Batch) -> Order:
     priority = natural_priorities(batch.segments)
     priority[np.unique(batch.segments.group[is_backbone])] += priority.max()
 
-    def order(segments: Segments, room: Column) -> Schedule:
-        free = encoders_in_bubbles(segments, is_backbone, room)
-        if (free.peak <= room).all() or (least_caps(segments, SAFE) > room).any():
+    def order(segments: Segments, activation_budget: Column) -> Schedule:
+        free = encoders_in_bubbles(segments, is_backbone, activation_budget)
+        if (free.peak <= activation_budget).all() or (least_caps(segments, SAFE) > activation_budget).any():
             return free
-        gated = interleave(segments, priority, room)
+        gated = interleave(segments, priority, activation_budget)
         assert gated is not None
         return gated
 
@@ -182,32 +182,32 @@ BASELINES: Mapping[str, Baseline] = {
 }
 
 
-def kept_alike(segments: Segments, order: Order, room: Column) -> Schedule:
-    """The order of passes with stages that keep what is best of what fits, every microbatch alike; each rank for
+def kept_alike(segments: Segments, order: Order, activation_budget: Column) -> Schedule:
+    """The order of passes with the fastest memory choices that fit, the same for every microbatch; each rank by
     itself."""
     schedules: list[Schedule] = []
     least: Schedule | None = None
     for level in range(0, LEVELS + 1, 2):
         changed, choice = from_level(segments, level)
-        schedule = order(changed, room)
+        schedule = order(changed, activation_budget)
         least = least or schedule
-        if (schedule.peak > room).any():
+        if (schedule.peak > activation_budget).any():
             continue
         schedules.append(retime(segments, schedule.pair, schedule.kind, choice))
-        # The order stands; ranks with room to spare keep more.
+        # The order stands; ranks with memory to spare keep more.
         mixed = choice.copy()
         for more in range(level + 1, LEVELS + 1):
             _, richer = from_level(segments, more)
-            fits = retime(segments, schedule.pair, schedule.kind, richer).peak <= room
+            fits = retime(segments, schedule.pair, schedule.kind, richer).peak <= activation_budget
             mixed[:, fits] = richer[:, fits]
         schedules.append(retime(segments, schedule.pair, schedule.kind, mixed))
     if not schedules:
         assert least is not None
-        rank = int(np.argmax(least.peak - room))
-        needed = int(least.peak[rank])
+        rank = int(np.argmax(least.peak - activation_budget))
+        needed, budget = int(least.peak[rank]), int(activation_budget[rank])
         raise DoesNotFitError(
-            f"pipeline rank {rank} would keep {needed:,} bytes of activations, and has room for {int(room[rank]):,}, "
-            "even if all is recomputed",
+            f"pipeline rank {rank} would keep {needed:,} bytes of activations, and has a budget of {budget:,}, even if "
+            "all is recomputed",
             needed,
         )
     return min(schedules, key=lambda schedule: schedule.makespan_ns)

@@ -40,7 +40,7 @@ def tensor_degree_of(profile: Profile) -> int:
 
 
 def pipeline_ranks_of(profile: Profile, options: PlanOptions) -> int:
-    """As many pipeline ranks as are wanted, or as there are tensor groups."""
+    """The number of pipeline ranks: as given, or one for each tensor group."""
     return options.pipeline_ranks or max(1, profile.cluster.num_devices // tensor_degree_of(profile))
 
 
@@ -56,7 +56,7 @@ def layer_counts(graph: MetaGraph) -> dict[str, int]:
 
 
 def layer_loads(profile: Profile, weight_of: str = "time") -> dict[str, Loads]:
-    """How heavy each layer of each module is in all calls of a batch together: seconds, or elements of weights."""
+    """The load of each layer of each module over all calls of a batch: seconds, or number of parameters."""
     setting, graph = profile.default_setting, profile.graph
     loads = {module: np.zeros(count) for module, count in layer_counts(graph).items()}
     seen: set[tuple[str, int]] = set()
@@ -104,7 +104,7 @@ def modules_in_rows(graph: MetaGraph) -> list[tuple[str, ...]]:
 
 
 def mixed_chain(loads: Mapping[str, Loads], num_chunks: int) -> Chain:
-    """One chain through all modules, cut so that its heaviest chunk is as light as can be."""
+    """One chain through all modules, cut so that its heaviest chunk is as light as possible."""
     together = np.concatenate(list(loads.values()))
     counts = tuple(map(len, loads.values()))
     return Chain(modules=tuple(loads), num_layers=counts, bounds=lightest_cuts(together, num_chunks))

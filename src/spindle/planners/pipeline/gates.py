@@ -55,15 +55,15 @@ def is_safe_state(free, held, need, microbatch, rank, order, place, left, work):
     length = order[num_microbatches]
     is_new = place[microbatch] < 0
     beyond = length if is_new else place[microbatch]
-    room = free[rank]
+    available = free[rank]
     fits = True
     for position in range(beyond):
         holder = order[position]
-        if need[holder, rank] > room:
+        if need[holder, rank] > available:
             fits = False
             break
-        room += held[holder, rank]
-    if fits and need[microbatch, rank] <= room:
+        available += held[holder, rank]
+    if fits and need[microbatch, rank] <= available:
         if is_new:
             order[length] = microbatch
             place[microbatch] = length

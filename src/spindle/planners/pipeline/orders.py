@@ -81,9 +81,9 @@ def _filling(segments: Segments, most: Column, is_eager: bool) -> Choose:
             return 2
         start = forward if chosen == 0 else back
         assert start is not None
-        room = start - walk.last[rank]
+        gap = start - walk.last[rank]
         needed = 1 if is_eager else max(1, int(segments.weight_ns[walk.head(rank, 2)[0], rank]))
-        return 2 if room >= needed else chosen
+        return 2 if gap >= needed else chosen
 
     return choose
 

@@ -2,7 +2,7 @@
 
 Chunks stand where a layout has them, chosen before training. What the search finds becomes a plan, a program and a
 simulated step like any other; only there is counted what waits between ranks, so a plan that does not fit with it is
-made again with a little less room.
+made again with a smaller activation budget.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EVALUATIONS = 4000
 _LAYOUT_EVALUATIONS = 32
 _NEARLY = 1.01  # as short: chains of fewer chunks are searched faster
 _ATTEMPTS = 6
-_MARGIN_BYTES = 1 << 24  # taken from a rank's room beyond what was too much
+_MARGIN_BYTES = 1 << 24  # taken from an activation budget beyond the excess
 _FIRST_EVALUATIONS = 16  # of a first attempt, which finds out how much is on its way between ranks
 
 
@@ -59,7 +59,7 @@ def natural_rounds(profile: Profile) -> dict[str, int]:
 
 
 def pipeline_layout(profile: Profile, num_ranks: int) -> Layout:
-    """Where the chunks of each module stand, chosen on a batch that stands for all.
+    """Choose where the chunks of each module stand, on a representative batch.
 
     Chains that pass the ranks more often fill and drain them faster, and send more; the best of a few is taken.
     """
@@ -73,7 +73,7 @@ def pipeline_layout(profile: Profile, num_ranks: int) -> Layout:
             continue
         try:
             results = [
-                search(batch.segments, batch.room, evaluations=_LAYOUT_EVALUATIONS)
+                search(batch.segments, batch.activation_budget, evaluations=_LAYOUT_EVALUATIONS)
                 for batch in batches_of(profile, layout)
             ]
         except DoesNotFitError as error:
@@ -87,33 +87,33 @@ def pipeline_layout(profile: Profile, num_ranks: int) -> Layout:
 
 
 def plan_pipeline(profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Plan:
-    """The best plan found for a batch, finished."""
+    """Search the best plan for a batch."""
     return search_pipeline(profile, options, progress)[0]
 
 
 def search_pipeline(
     profile: Profile, options: PlanOptions, progress: Progress | None = None
 ) -> tuple[Plan, list[SearchResult]]:
-    """The best plan found for a batch, finished, and how the search of each replica came to it."""
+    """Search the best plan for a batch; returns it with the search result of each replica."""
     layout = options.layouts[0] if options.layouts else pipeline_layout(profile, pipeline_ranks_of(profile, options))
     batches = batches_of(profile, layout)
-    budget = EVALUATIONS if options.evaluations is None else options.evaluations
+    num_evaluations = EVALUATIONS if options.evaluations is None else options.evaluations
     results: list[SearchResult] = []
 
-    def schedules(rooms: Sequence[Column], is_first: bool) -> list[Schedule]:
+    def schedules(activation_budgets: Sequence[Column], is_first: bool) -> list[Schedule]:
         results.clear()
-        for number, (batch, room) in enumerate(zip(batches, rooms, strict=True)):
+        for number, (batch, activation_budget) in enumerate(zip(batches, activation_budgets, strict=True)):
 
             def tell(evaluations: int, _: int, before: int = number) -> None:
                 if progress is not None:
-                    progress((before + min(1.0, evaluations / budget)) / len(batches))
+                    progress((before + min(1.0, evaluations / num_evaluations)) / len(batches))
 
             limit_s = None if options.time_limit_s is None else options.time_limit_s / len(batches)
             results.append(
                 search(
                     batch.segments,
-                    room,
-                    evaluations=min(budget, _FIRST_EVALUATIONS) if is_first else budget,
+                    activation_budget,
+                    evaluations=min(num_evaluations, _FIRST_EVALUATIONS) if is_first else num_evaluations,
                     seed=options.seed + number,
                     time_limit_s=limit_s,
                     progress=tell,
@@ -138,22 +138,23 @@ def fitting_plan(
     batches: Sequence[Batch],
     schedules: Callable[[Sequence[Column], bool], Sequence[Schedule]],
 ) -> Plan:
-    """The finished plan of the schedules under the room there is, less what turned out to be on its way between ranks.
+    """Make a plan of schedules that fits, bytes in flight between ranks included.
 
-    `schedules` hears whether this is the first attempt, which only finds that out.
+    Only the simulated step counts what is in flight, so budgets shrink by the excess from attempt to attempt.
+    `schedules` is told whether this is the first attempt, which only finds out how much that is.
     """
     limit = profile.cluster.kind.memory_bytes
-    rooms = [batch.room for batch in batches]
+    activation_budgets = [batch.activation_budget for batch in batches]
     for attempt in range(_ATTEMPTS):
-        plan = plan_of(profile, layout, planner, batches, schedules(rooms, attempt == 0))
+        plan = plan_of(profile, layout, planner, batches, schedules(activation_budgets, attempt == 0))
         plan, peak_bytes = simulated(plan, profile)
         by_rank = peak_bytes.reshape(layout.num_replicas, layout.num_ranks, -1).max(axis=2)
         excesses = [by_rank[batch.replica] - limit for batch in batches]
         if max(excess.max() for excess in excesses) <= 0 and attempt:
             break
-        rooms = [
-            room - np.maximum(0, excess + (excess > 0) * _MARGIN_BYTES)
-            for room, excess in zip(rooms, excesses, strict=True)
+        activation_budgets = [
+            activation_budget - np.maximum(0, excess + (excess > 0) * _MARGIN_BYTES)
+            for activation_budget, excess in zip(activation_budgets, excesses, strict=True)
         ]
     refuse_overfull(peak_bytes, profile)
     return finished(plan, profile, bound_s(batches))

@@ -1,4 +1,4 @@
-"""From a profile of a batch to the columns that the search works on, and from what it found back to a plan.
+"""From a profile of a batch to the columns that the search works on, and from its schedules back to a plan.
 
 A microbatch is a task of the profile's graph. A stage is one chunk of a chain for one call (a sub-microbatch), or for
 one microbatch where the chain passes several modules; it is a few pieces of ops. Stages that are alike, in space and in
@@ -65,7 +65,7 @@ class Batch:
     segments: Segments
     pieces: tuple[tuple[tuple[StagePiece, ...], ...], ...]  # by pair and rank
     stages: tuple[tuple[Stage, ...], ...]  # by pair and rank
-    room: Column  # by rank: bytes for activations
+    activation_budget: Column  # by rank: bytes for activations
     update_ns: Column  # by rank: the optimizer's step
     least: Segments  # with transfers no longer than any is, for a bound
 
@@ -215,9 +215,9 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
     rows = np.array([[row_of[id(stage)] for stage in of_pair] for of_pair in stages])
     static, update_ns = _held(profile, layout)
     working = np.array([[stage.working for stage in of_pair] for of_pair in stages]).max(axis=0)
-    room = profile.cluster.kind.memory_bytes - static - working
-    if room.min() <= 0:
-        rank = int(np.argmin(room))
+    activation_budget = profile.cluster.kind.memory_bytes - static - working
+    if activation_budget.min() <= 0:
+        rank = int(np.argmin(activation_budget))
         raise DoesNotFitError(
             f"{graph.name} does not fit: pipeline rank {rank} would need "
             f"{bytes_text(int(static[rank] + working[rank]))} before it keeps any activations, "
@@ -247,7 +247,7 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
         segments=segments,
         pieces=tuple(pieces),
         stages=tuple(stages),
-        room=room,
+        activation_budget=activation_budget,
         update_ns=update_ns,
         least=replace(segments, hop_ns=np.array(least_hop_ns), wrap_ns=np.zeros_like(segments.wrap_ns)),
     )
@@ -399,8 +399,8 @@ class _Stages:
         )
 
     def _most_offloaded_bytes(self, forward_s: float) -> float:
-        """How much of a stage can wait on the host without anyone waiting for it: it is on its way while the stage
-        runs, and the host has room for all microbatches at once."""
+        """Bytes that a stage can offload for free: copies are hidden while the stage runs, and the host has memory for
+        all microbatches at once."""
         kind = self._profile.cluster.kind
         return min(forward_s * kind.host_bytes_per_s, kind.host_memory_bytes / self._most_stages)
 

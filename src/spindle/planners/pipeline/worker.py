@@ -30,7 +30,7 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A step to plan; `holders` are devices that keep parameters from step to step, whatever a step uses."""
+    """A step to plan; `holders` are the devices that hold each parameter in every step, used there or not."""
 
     number: int
     profile: Profile
@@ -49,7 +49,7 @@ class Answer:
 
 
 def planned(job: Job, options: PlanOptions) -> Program:
-    """The verified program of a job."""
+    """Plan a job; returns its verified program."""
     plan: Plan = plan_pipeline(job.profile, options)
     program = lower(plan, job.profile, holders=job.holders)
     verify(program, job.profile)
@@ -57,7 +57,7 @@ def planned(job: Job, options: PlanOptions) -> Program:
 
 
 def answers(job: Job, is_awaited: Callable[[], bool]) -> Iterator[Answer]:
-    """The natural order first, then the best that was found, unless others wait."""
+    """Answer with the natural order first, then with the best order, unless another job is waiting."""
     try:
         natural = planned(job, replace(job.options, evaluations=1, time_limit_s=None))
         yield Answer(number=job.number, is_final=False, program=natural)
