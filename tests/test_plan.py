@@ -53,7 +53,7 @@ def test_a_number_of_devices_that_has_no_time_is_refused():
 def test_a_length_that_does_not_follow_from_the_curves_is_refused():
     profile = small.two_towers()
     plan = small.plan(LEGAL, profile)
-    with pytest.raises(PlanError, match=r"by its curves"):
+    with pytest.raises(PlanError, match=r"by these curves it is"):
         check(replace(plan, folded_s=2 * plan.folded_s), profile)
 
 

@@ -238,7 +238,10 @@ def _order(plan: Plan, profile: Profile) -> None:
             raise _refuse(plan, slot, f"slots must stand in start order; {slot.op} starts too early")
         previous_s = span.start_s
     if abs(plan.folded_s - end_s) > _TOLERANCE * end_s:
-        raise PlanError(f"folded_s is {plan.folded_s:.6g} s, the last pass ends at {end_s:.6g} s by its curves")
+        raise PlanError(
+            f"this plan was made from other times: folded_s is {plan.folded_s:.6g} s, by these curves it is "
+            f"{end_s:.6g} s; plan again"
+        )
 
 
 def _waves(plan: Plan, profile: Profile) -> None:
