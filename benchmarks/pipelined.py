@@ -29,7 +29,7 @@ from encoder import Block
 from spindle.cluster import cluster_named
 from spindle.graph import metagraph_of
 from spindle.plan import BACKWARD, FORWARD, Piece, assemble_passes, check, slot_links
-from spindle.plan.passes import Key, pass_needs
+from spindle.plan.times import Key, pass_needs
 from spindle.profile import roofline_profile
 from spindle.program import lower, verify
 from spindle.run import Executor, LayerCode, LayersCode, LossCode, World, join_world

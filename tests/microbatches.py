@@ -35,7 +35,7 @@ from spindle.plan import (
     setting_of,
     slot_links,
 )
-from spindle.plan.passes import pass_needs
+from spindle.plan.times import pass_needs
 from spindle.profile import Curve, Profile, roofline_profile
 from spindle.program import lower, verify
 from spindle.run import Executor, LayerCode, LayersCode, LossCode, OpCode, ShapeInference, World
@@ -489,7 +489,7 @@ def train_shared_in_passes(rank: int, num_ranks: int, training: tensors.Training
                 Piece(op=position[slot.op], num_layers=slot.num_layers, devices=slot.devices, recomputed=recomputed)
             )
         order = random_order(profile.graph, pieces, split, choose)
-        return format_plan(assemble_passes(profile, setting_of(plan, profile), "random", pieces, order), profile)
+        return format_plan(assemble_passes(profile, setting_of(plan, profile), "random", pieces, order))
 
     with (
         mock.patch.object(tensors, "shared_plan_text", plan_text),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import pipelines
 from spindle.errors import DoesNotFitError
-from spindle.planners.pipeline.bound import bound_ns
+from spindle.planners.bounds import bound_ns
 from spindle.planners.pipeline.evaluate import bases_of, evaluate, load_of, scratch_of, starting_orders
 from spindle.planners.pipeline.gates import SAFE, least_caps, limits_of
 from spindle.planners.pipeline.interleave import interleave

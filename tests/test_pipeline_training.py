@@ -13,8 +13,7 @@ from torch import nn  # noqa: E402
 
 import spindle  # noqa: E402
 from spindle.errors import DoesNotFitError, TrainingError  # noqa: E402
-from spindle.planners import Effort  # noqa: E402
-from spindle.planners.pipeline import pipeline_layout  # noqa: E402
+from spindle.planners import PlanOptions, pipeline_layout  # noqa: E402
 from spindle.planners.pipeline.worker import Job, answers  # noqa: E402
 from spindle.train.planning import Planning  # noqa: E402
 from test_pipeline_plans import batch  # noqa: E402
@@ -42,7 +41,8 @@ def test_microbatches_have_the_numbers_of_turns(pool, name, num_ranks, plan):
 def job(number=0, evaluations=300, **named):
     profile = batch((24, 7, 0, 30, 12, 19), **named)
     layout = pipeline_layout(batch((24, 7, 0, 30, 12, 19)), 4)
-    return Job(number=number, profile=profile, layout=layout, holders={}, effort=Effort(evaluations=evaluations))
+    options = PlanOptions(evaluations=evaluations, layouts=(layout,))
+    return Job(number=number, profile=profile, holders={}, options=options)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from courses import Scaled, by_dimensions  # noqa: E402
 from spindle.artifact import artifact_from_json, artifact_text  # noqa: E402
 from spindle.errors import ProgramError  # noqa: E402
 from spindle.plan import Plan, format_plan, parse_plan  # noqa: E402
-from spindle.planners import make_plan  # noqa: E402
+from spindle.planners import PlanOptions, make_plan  # noqa: E402
 from spindle.profile import state_bytes  # noqa: E402
 from spindle.program import (  # noqa: E402
     Forward,
@@ -54,7 +54,7 @@ def test_plans_and_programs_say_so_in_text_and_in_files():
     profile = two_modules()
     plan = parse_plan(SHARDED + TEXT, profile)
     assert plan.shard_optimizer
-    assert parse_plan(format_plan(plan, profile), profile) == plan
+    assert parse_plan(format_plan(plan), profile) == plan
     assert not parse_plan(TEXT, profile).shard_optimizer
     program = lower(plan, profile)
     text = format_program(program, profile)
@@ -149,8 +149,10 @@ def test_the_planner_shards_when_memory_asks_for_it_and_not_otherwise(planner):
     assert plan.shard_optimizer
     assert plan.num_rounds == 1
     assert not plan.recompute
-    assert not make_plan(profile, planner, shard_optimizer=False).shard_optimizer
-    assert make_plan(small.workload_profile(tasks, num_devices=4), planner, shard_optimizer=True).shard_optimizer
+    assert not make_plan(profile, planner, PlanOptions(shard_optimizer=False)).shard_optimizer
+    assert make_plan(
+        small.workload_profile(tasks, num_devices=4), planner, PlanOptions(shard_optimizer=True)
+    ).shard_optimizer
 
 
 # Where things stand.

@@ -38,7 +38,7 @@ from spindle.measure.p2p_latency import measure_p2p_latency
 from spindle.measure.rank_sync import RankSync
 from spindle.measure.timing import Work
 from spindle.plan import Plan, check, parse_plan
-from spindle.planners import Effort, make_plan
+from spindle.planners import PlanOptions, make_plan
 from spindle.profile import Profile, roofline_profile
 from spindle.program import lower, verify
 from spindle.run import Executor, OpCode, World, held_parameters
@@ -294,7 +294,7 @@ def plan_of(one: Ready, planner: str, num_ranks: int) -> tuple[Plan, Profile]:
     profile = one.profile(num_ranks)
     if planner.startswith("plan "):
         return parse_plan(random_plan_text(profile, planner), profile), profile
-    return of_rank_0(num_ranks, lambda: make_plan(profile, planner, Effort(evaluations=1_000))), profile
+    return of_rank_0(num_ranks, lambda: make_plan(profile, planner, PlanOptions(evaluations=1_000))), profile
 
 
 def of_rank_0(num_ranks: int, make: Callable[[], Any]) -> Any:

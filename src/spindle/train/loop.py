@@ -40,7 +40,7 @@ from spindle.train.header import (
     losses_in,
     read_batch_headers,
 )
-from spindle.train.microbatches import Key, task_of, variant_of, without_values
+from spindle.train.microbatches import Key, microbatch_name, without_values
 from spindle.train.preparation import RankRuntime
 from spindle.train.progress import Progress
 from spindle.train.result import FitResult
@@ -393,11 +393,11 @@ class Loop:
 
     def _microbatches_of(
         self, batch_headers: list[dict[str, BatchHeader]]
-    ) -> tuple[Key, dict[str, int], dict[str, tuple[str, int]]]:
-        """What the micro-steps of a step hold, how many of them each variant's task takes part in, and the task and
-        micro-step of each microbatch."""
+    ) -> tuple[Key, dict[str, int], dict[str, tuple[str, str, int]]]:
+        """What the micro-steps of a step hold, how many of them each variant's task takes part in, and the task,
+        variant and micro-step of each microbatch."""
         variants = self._session.variants
-        key, counts, places = [], dict[str, int](), dict[str, tuple[str, int]]()
+        key, counts, places = [], dict[str, int](), dict[str, tuple[str, str, int]]()
         for number, batches in enumerate(batch_headers):
             parts = []
             for task, one in batches.items():
@@ -405,7 +405,7 @@ class Loop:
                 assert variant is not None
                 parts.append((variant.name, one.num_rows, one.signature))
                 counts[variant.name] = len(batch_headers)
-                places[task_of(variant.name, number)] = (task, number)
+                places[microbatch_name(variant.name, number)] = (task, variant.name, number)
             key.append(tuple(parts))
         return tuple(key), counts, places
 
@@ -431,14 +431,14 @@ class Loop:
             world.meet()
         given = {
             name: copied_to(world.device, micro_steps[micro_step][task].nest)
-            for name, (task, micro_step) in places.items()
+            for name, (task, _, micro_step) in places.items()
             if task in micro_steps[micro_step]
         }
         with self._budget or nullcontext():
             losses, watch = executor.step(
                 step,
                 given,
-                {name: batch_headers[micro_step][task].signature for name, (task, micro_step) in places.items()},
+                {name: batch_headers[micro_step][task].signature for name, (task, _, micro_step) in places.items()},
                 runtime.update,
                 forms=microbatches.forms.of(graph.profile.graph, graph.code, shapes),
                 timed=is_timed,
@@ -448,7 +448,7 @@ class Loop:
         if is_timed and is_sampled:
             self._kept.append(watch)
             self._pipelined.append((program, graph.profile))
-        self._tasks_of.append(frozenset(task for task, _ in places.values()))
+        self._tasks_of.append(frozenset(task for task, _, _ in places.values()))
         tasks = graph.profile.graph.tasks
         numbers = [sum(name in batches for batches in batch_headers) for name in self._names]
 
@@ -463,7 +463,7 @@ class Loop:
 
     def _meet_shapes(
         self,
-        places: Mapping[str, tuple[str, int]],
+        places: Mapping[str, tuple[str, str, int]],
         batch_headers: list[dict[str, BatchHeader]],
         micro_steps: list[dict[str, Batch]],
     ) -> dict[str, Any]:
@@ -474,9 +474,9 @@ class Loop:
             self._shapes.clear()
         shapes = {}
         new_cuts: dict[str, Cuts] = {}
-        for name, (task, micro_step) in places.items():
+        for name, (task, variant, micro_step) in places.items():
             shapes[name] = self._shapes_of(task, batch_headers[micro_step][task], micro_steps[micro_step])
-            cuts = microbatches.meet(variant_of(name), batch_headers[micro_step][task].signature, shapes[name])
+            cuts = microbatches.meet(variant, batch_headers[micro_step][task].signature, shapes[name])
             if cuts is not None:
                 new_cuts[name] = cuts
         if new_cuts:

@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_map
 
 from spindle.errors import PlanError, TrainingError
 from spindle.graph import MetaGraph, MetaOp
-from spindle.planners import Effort
-from spindle.planners.pipeline import Layout
+from spindle.planners import Layout, PlanOptions
 from spindle.planners.pipeline.worker import Job
 from spindle.profile import Curve, Profile
 from spindle.program import Program
@@ -38,14 +37,9 @@ Part = tuple[str, int, int]  # of a step: a variant, its rows, and the signature
 Key = tuple[tuple[Part, ...], ...]  # by micro-step
 
 
-def task_of(variant: str, micro_step: int) -> str:
-    """The name of a microbatch."""
+def microbatch_name(variant: str, micro_step: int) -> str:
+    """What a microbatch of a task variant is called in its step's graph."""
     return f"{variant}@{micro_step}"
-
-
-def variant_of(task: str) -> str:
-    """The task variant of a microbatch."""
-    return task.rpartition("@")[0]
 
 
 def on_one_device(profile: Profile) -> Profile:
@@ -85,10 +79,11 @@ def refuse_unfit(shard_optimizer: bool | None, tensor_degrees: Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """A step's own graph, times and code; by microbatch."""
+    """A step's own graph, times and code, with the task variant of each microbatch."""
 
     profile: Profile
     code: list[OpCode]
+    variants: dict[str, str]
     reached: dict[str, frozenset[int]] | None
 
 
@@ -110,24 +105,23 @@ def step_graph(
     by_way: dict[str, list[int]] = {}
     for position, op in enumerate(profile.graph.metaops):
         by_way.setdefault(op.task, []).append(position)
-    reached_by: dict[str, frozenset[int]] = {}
+    variants: dict[str, str] = {}
     for micro_step, parts in enumerate(key):
         for variant, rows, signature in parts:
             place: dict[int, int] = {}
-            task = task_of(variant, micro_step)
+            task = microbatch_name(variant, micro_step)
+            variants[task] = variant
             for position in by_way[variant]:
                 op, curve = profile.graph.metaops[position], profile.curves[position][0]
                 scale = scales[variant, signature].get(position, 1.0)
                 place[position] = len(metaops)
                 assert op.cost is not None
                 cost = _scaled(op.cost, scale * (op.batch_size or 1) / rows)
-                name = task + op.name.removeprefix(variant)
-                metaops.append(replace(op, name=name, task=task, batch_size=rows, cost=cost))
+                name = f"{task}/{op.call}[{op.first_layer}:{op.first_layer + op.num_layers}]"
+                metaops.append(replace(op, name=name, task=task, microbatch=micro_step, batch_size=rows, cost=cost))
                 curves.append((curve.scaled(scale),))
                 codes.append(_averaged(code[position], counts[variant]))
             edges += [(place[one], place[other]) for one, other in profile.graph.edges if one in place]
-            if reached is not None:
-                reached_by[task] = reached[variant]
     graph = MetaGraph(
         name=profile.graph.name,
         metaops=tuple(metaops),
@@ -136,7 +130,8 @@ def step_graph(
         numerics=profile.graph.numerics,
     )
     whole = replace(profile, graph=graph, curves=tuple(curves))
-    return StepGraph(whole, codes, None if reached is None else reached_by)
+    reached_by = None if reached is None else {task: reached[variant] for task, variant in variants.items()}
+    return StepGraph(whole, codes, variants, reached_by)
 
 
 def _scaled(cost: LayerCost, scale: float) -> LayerCost:
@@ -214,10 +209,10 @@ class Microbatches:
             return
         if self._planning is None:
             self._planning = Planning()
-        effort = Effort(seed=self._seed, evaluations=EVALUATIONS, time_limit_s=time_limit_s)
-        self._planning.ask(
-            Job(number=self._count, profile=profile, layout=self.layout, holders=self.holders, effort=effort)
+        options = PlanOptions(
+            seed=self._seed, evaluations=EVALUATIONS, time_limit_s=time_limit_s, layouts=(self.layout,)
         )
+        self._planning.ask(Job(number=self._count, profile=profile, holders=self.holders, options=options))
         self._numbers[key] = self._count
         self._count += 1
 

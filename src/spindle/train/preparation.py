@@ -22,8 +22,7 @@ from spindle.graph import MetaGraph, metagraph_of
 from spindle.measure import local_profile, measure_update
 from spindle.models import plan_inside, split_dims
 from spindle.plan import Plan, check, parse_plan, read_plan
-from spindle.planners import Effort, make_plan
-from spindle.planners.pipeline import Layout, holders_in, pipeline_layout, plan_pipeline
+from spindle.planners import Layout, PlanOptions, holders_in, make_plan, pipeline_layout
 from spindle.profile import Profile, ProfileRequest, fitting, profile_request, read_profile, write_profile
 from spindle.program import Program, lower, verify
 from spindle.run import Executor, OpCode, ShapeInference, World
@@ -34,7 +33,7 @@ from spindle.run.world import on_compute_stream
 from spindle.train.agreement import compare, compare_attributes, compare_held, optimizer_items, task_items
 from spindle.train.bind import Bound, bind, code_of
 from spindle.train.kinds import kinds_of
-from spindle.train.microbatches import Key, Microbatches, StepGraph, on_one_device, variant_of
+from spindle.train.microbatches import Key, Microbatches, StepGraph, on_one_device
 from spindle.train.optimizer import MakeOptimizer, MakeScheduler, Named, Update, UpdateState
 from spindle.train.optimizer_reshard import Part
 from spindle.train.probe import Facts, facts_without_values, probe
@@ -146,7 +145,7 @@ class RankRuntime:
 
     def executor_of(self, graph: StepGraph, program: Program) -> Executor:
         """The executor of a step of a pipeline; that of the step before must not run again."""
-        axes = {op.task: self.bound.batch_axes[variant_of(op.task)] for op in graph.profile.graph.metaops}
+        axes = {task: self.bound.batch_axes[variant] for task, variant in graph.variants.items()}
         self._last = Executor(
             program,
             graph.profile.graph,
@@ -394,7 +393,8 @@ def _prepare_pipeline(
     with shown.bar("planning"):
         if world.rank == 0:
             layout = pipeline_layout(known.profile, options.pipeline_ranks or world.size)
-            found = layout, plan_pipeline(known.profile, layout, Effort(seed=options.seed, evaluations=1))
+            plan_options = PlanOptions(seed=options.seed, evaluations=1, layouts=(layout,))
+            found = layout, make_plan(known.profile, "pipeline", plan_options)
         layout, plan = world.broadcast_object(found)
     holders = holders_in(known.graph, layout)
     runtime = RankRuntime(known, plan, options, world, holders)
@@ -546,7 +546,8 @@ def _wanted_plan(
     """The given plan, or a new one."""
     given = options.plan
     if given is None:
-        return make_plan(profile, options.planner, Effort(seed=options.seed), tell, shard_optimizer)
+        plan_options = PlanOptions(seed=options.seed, shard_optimizer=shard_optimizer)
+        return make_plan(profile, options.planner, plan_options, tell)
     if isinstance(given, Plan):
         plan = given
     elif isinstance(given, str) and "*" in given:

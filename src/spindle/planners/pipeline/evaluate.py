@@ -150,7 +150,7 @@ def bases_of(segments: Segments, caps: Column, num_levels: int = 4) -> list[tupl
     for level in range(num_levels):
         choice = _level(segments, fastest, level / max(num_levels - 1, 1))
         fits = (least_caps_of(segments, choice) <= caps).all()
-        if fits and not any((choice == other).all() for _, other in bases):
+        if fits and not any((choice == known).all() for _, known in bases):
             bases.append((SAFE, choice))
     if (least_caps(segments, ADMISSION) <= caps).all():
         bases.append((ADMISSION, lean))

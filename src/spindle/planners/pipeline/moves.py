@@ -25,9 +25,9 @@ FAR = 0.3
 def _exchange(load, order, place_of, state):
     """Two microbatches change places, group by group, as far as both have groups."""
     microbatches = load.twin.size
-    one = random_below(state, microbatches)
-    other = random_below(state, microbatches)
-    if one == other:
+    one_microbatch = random_below(state, microbatches)
+    other_microbatch = random_below(state, microbatches)
+    if one_microbatch == other_microbatch:
         return
     tokens = order.size
     for place in range(tokens):
@@ -37,9 +37,9 @@ def _exchange(load, order, place_of, state):
     first = groups - 1
     second = groups - 1
     while True:
-        while first >= 0 and load.microbatch_of[first] != one:
+        while first >= 0 and load.microbatch_of[first] != one_microbatch:
             first -= 1
-        while second >= 0 and load.microbatch_of[second] != other:
+        while second >= 0 and load.microbatch_of[second] != other_microbatch:
             second -= 1
         if first < 0 or second < 0:
             return
@@ -76,7 +76,7 @@ def _jump(order, state):
 
 
 @njit(cache=True, nogil=True)
-def anneal_order(load, scratch, bound, seed, evaluations, hot, cold, control, best_order, found):
+def anneal_order(load, scratch, bound, seed, evaluations, hot, cold, control, best_order, best):
     """Anneals from the best order known; `best_order` and `found` [makespan, base] are updated. Temperatures go from
     `hot` to `cold`, as shares of the makespan. Returns (evaluations, makespan) of every improvement."""
     state = np.array([seed * 2 + 1], np.uint64)
@@ -86,13 +86,13 @@ def anneal_order(load, scratch, bound, seed, evaluations, hot, cold, control, be
     current = best_order.copy()
     order = best_order.copy()
     place_of = np.empty(tokens, np.int64)
-    makespan = found[0]
-    base = found[1]
+    makespan = best[0]
+    base = best[1]
     num_bases = load.base_gate.size
     record = np.empty((evaluations + 1, 2), np.int64)
     num_records = 0
     done = 0
-    while done < evaluations and found[0] > bound:
+    while done < evaluations and best[0] > bound:
         temperature = hot * (cold / hot) ** (done / evaluations)
         order[:] = current
         new_base = base
@@ -105,13 +105,13 @@ def anneal_order(load, scratch, bound, seed, evaluations, hot, cold, control, be
             _jump(order, state)
         value = evaluate(load, new_base, order, scratch)
         done += 1
-        if value <= makespan - np.log(1.0 - random_share(state)) * temperature * found[0]:
+        if value <= makespan - np.log(1.0 - random_share(state)) * temperature * best[0]:
             makespan = value
             base = new_base
             current[:] = order
-        if value < found[0]:
-            found[0] = value
-            found[1] = new_base
+        if value < best[0]:
+            best[0] = value
+            best[1] = new_base
             best_order[:] = order
             record[num_records, 0] = done
             record[num_records, 1] = value

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spindle.planners.pipeline.bound import bound_ns
+from spindle.planners.bounds import bound_ns
 from spindle.planners.pipeline.evaluate import (
     Load,
     bases_of,
@@ -48,7 +48,7 @@ Progress = Callable[[int, int], None]  # evaluations done, best makespan so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SearchResult:
     """The best schedule of a search, and how it came about."""
 
     schedule: Schedule  # with its memory choices
@@ -81,7 +81,7 @@ def search(
     num_workers: int = 2,
     time_limit_s: float | None = None,
     progress: Progress | None = None,
-) -> Found:
+) -> SearchResult:
     """The best schedule found under caps on the memory of each rank."""
     began = time.monotonic()
     limits = limits_of(segments, caps)
@@ -114,7 +114,7 @@ def search(
             winner = min(workers, key=lambda worker: int(worker.found[0]))
             if winner.found[0] < best.makespan:
                 best = _Best(int(winner.found[0]), int(winner.found[1]), winner.order)
-    return Found(
+    return SearchResult(
         schedule=_schedule(segments, load, best),
         bound_ns=bound,
         natural_ns=natural,
