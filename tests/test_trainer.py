@@ -231,7 +231,7 @@ def test_a_plan_for_more_devices_than_ranks_is_refused():
     trainer.fit({"pull": rows(4)}, steps=1, progress=False)
     from dataclasses import replace
 
-    other = spindle.Trainer([task], optimizer=sgd, plan=replace(trainer.plan, num_devices=4))
+    other = spindle.Trainer([task], optimizer=sgd, planning=spindle.Planning(plan=replace(trainer.plan, num_devices=4)))
     with pytest.raises(PlanError, match="the plan is for 4 devices, but 1 ranks were started; start 4"):
         other.fit({"pull": rows(4)}, steps=1, progress=False)
 

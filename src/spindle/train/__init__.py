@@ -1,6 +1,7 @@
 """What does the user write? `module`, `task`, `mean` and the `Trainer`: tasks recorded, traced, bound and trained."""
 
 from spindle.train.bind import Bound, bind, code_of, trace_all
+from spindle.train.config import Planning
 from spindle.train.probe import Facts, probe
 from spindle.train.record import RecordedCall, RecordedTask, record
 from spindle.train.result import FitResult
@@ -13,6 +14,7 @@ __all__ = [
     "FitResult",
     "Mean",
     "ModuleHandle",
+    "Planning",
     "RecordedCall",
     "RecordedTask",
     "TaskDefinition",

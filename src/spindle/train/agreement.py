@@ -26,8 +26,8 @@ from spindle.run import World
 from spindle.run.shape_inference import Cuts
 from spindle.train.kinds import graph_text, tensor_text
 from spindle.train.optimizer import (
+    MakeLRScheduler,
     MakeOptimizer,
-    MakeScheduler,
     Named,
     group_settings,
     optimizer_of,
@@ -38,7 +38,7 @@ from spindle.train.record import RecordedTask, handles_of, parameter_names
 from spindle.train.task import ModuleHandle, TaskDefinition
 
 if TYPE_CHECKING:
-    from spindle.train.preparation import Options
+    from spindle.train.config import TrainConfig
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _LARGEST_SHOWN = 4096  # elements of an array; of a larger one, the text has the digest
@@ -276,23 +276,30 @@ def version_items() -> dict[str, str]:
 
 _TRIED_STEPS = 3  # of a scheduler, whose rule may be a function
 _RATES = ("_lr", "_lrs", "lambdas")
-_ONLY_RANK_0 = ("planner", "plan", "shard_optimizer", "pipeline_ranks")
-_FUNCTIONS = ("make_optimizer", "make_scheduler")
+_COMPARED_ARGUMENTS = (
+    "max_grad_norm",
+    "gradient_accumulation_steps",
+    "autocast",
+    "sampling_weights",
+    "tasks_per_step",
+    "seed",
+    "name",
+    "cuda_graphs",
+)
 
 
-def option_items(options: Options) -> dict[str, Any]:
-    """The Trainer's arguments, and the tasks. Rank 0 alone looks at those about planning; what an optimizer and its
-    scheduler do is compared when they are made."""
-    items = {
-        f"Trainer({field.name}=...)": getattr(options, field.name)
-        for field in dataclasses.fields(options)
-        if field.name not in ("tasks", "profile", *_FUNCTIONS, *_ONLY_RANK_0)
-    }
-    items["Trainer(profile=...)"] = _given(options.profile)
-    items["Trainer(scheduler=...)"] = _given(options.make_scheduler)
-    items["Trainer(planner=...)"] = "a pipeline" if options.is_pipelined else "no pipeline"
-    items["the names of the tasks"] = options.names
-    return items | {f"the definition of task {task.name!r}": definition_text(task) for task in options.tasks}
+def config_items(config: TrainConfig) -> dict[str, Any]:
+    """The Trainer's arguments, and the tasks. Rank 0 alone reads the planner, the plan and whether to shard; what the
+    optimizer and lr_scheduler functions do is compared when they are called."""
+    planning = config.planning
+    items = {f"Trainer({name}=...)": getattr(config, name) for name in _COMPARED_ARGUMENTS}
+    items["Trainer(lr_scheduler=...)"] = _given(config.lr_scheduler)
+    items["Planning(tensor_parallel_degrees=...)"] = planning.tensor_parallel_degrees
+    items["Planning(memory_limit_bytes=...)"] = planning.memory_limit_bytes
+    items["Planning(profile=...)"] = _given(planning.profile)
+    items["Planning(planner=...)"] = "a pipeline" if planning.is_pipelined else "no pipeline"
+    items["the names of the tasks"] = config.task_names
+    return items | {f"the definition of task {task.name!r}": definition_text(task) for task in config.tasks}
 
 
 def _given(value: object) -> str:
@@ -308,7 +315,7 @@ def definition_text(definition: TaskDefinition) -> str:
 
 def optimizer_items(
     make: MakeOptimizer,
-    make_scheduler: MakeScheduler | None,
+    make_scheduler: MakeLRScheduler | None,
     parameters: Iterable[tuple[str, nn.Parameter, torch.Size]],
 ) -> dict[str, str]:
     """What the user's functions give for all parameters that are trained, by name and with their whole shapes.
@@ -366,12 +373,12 @@ def module_items(handles: Mapping[str, ModuleHandle]) -> dict[str, str]:
             f"{path} {type(one).__qualname__}{'' if one.training else ' in evaluation mode'}"
             for path, one in handle.module.named_modules()
         ]
-        registered = (handle.whole_batch, handle.checkpoint, handle.split, handle.tensor_parallel)
+        arguments = ("whole_batch", "activation_checkpointing", "split", "tensor_parallel")
         items[f"the parameters of module {name!r}"] = "\n".join(parameters)
         items[f"the buffers of module {name!r}"] = "\n".join(buffers)
         items[f"the submodules of module {name!r}"] = "\n".join(parts)
         items[f"spindle.module({name!r}, ...)"] = canonical_text(
-            dict(zip(("whole_batch", "checkpoint", "split", "tensor_parallel"), registered, strict=True))
+            {argument: getattr(handle, argument) for argument in arguments}
         )
     return items
 

@@ -137,7 +137,7 @@ def _task(one: TracedTask, facts: Facts, sharing: Sharing) -> Task:
         costs: dict[str, LayerCost] = {}
         layers = zip(_kinds(call.handle), call.chain.layers, one.layers[call.name], strict=True)
         for kind, chained, layer in layers:
-            cost = replace(_cost(layer, rows, whole_batch), recompute=call.handle.checkpoint)
+            cost = replace(_cost(layer, rows, whole_batch), recompute=call.handle.activation_checkpointing)
             if call.handle.name in sharing.most:
                 sent, share = sharing.costs.get((one.name, call.name, chained.kind), (0.0, 0.0))
                 most = sharing.most[call.handle.name]

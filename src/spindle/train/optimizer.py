@@ -22,7 +22,7 @@ from spindle.train.optimizer_reshard import Described, Part, exchanged, joined, 
 
 Named = tuple[str, nn.Parameter]
 MakeOptimizer = Callable[[list[Named]], torch.optim.Optimizer]
-MakeScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+MakeLRScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +44,8 @@ class Update:
     def __init__(
         self,
         make: MakeOptimizer,
-        make_scheduler: MakeScheduler | None,
-        clip_norm: float | None,
+        make_scheduler: MakeLRScheduler | None,
+        max_grad_norm: float | None,
         named: Sequence[Named],
         counted: Sequence[nn.Parameter],
         parts: Mapping[str, Part],
@@ -57,9 +57,9 @@ class Update:
         """`named` are the parameters that this rank trains, `counted` those whose gradients it counts for all `ranks`
         that hold any, `parts` what it has of each; `trained` are the names of what any rank trains."""
         self._parts = parts
-        self._clip_norm, self._named, self._counted, self._world = clip_norm, list(named), counted, world
+        self._max_grad_norm, self._named, self._counted, self._world = max_grad_norm, list(named), counted, world
         self._ranks = ranks
-        if clip_norm is not None and len(ranks) > 1:
+        if max_grad_norm is not None and len(ranks) > 1:
             world.group("norm", ranks)
         self.optimizer = optimizer_of(make, named)
         self.scheduler = None
@@ -75,8 +75,8 @@ class Update:
         self._parked = UpdateState(states=left, old_settings=old_settings, kept=state.kept)
 
     def step(self) -> None:
-        if self._clip_norm is not None:
-            self._clip(self._clip_norm)
+        if self._max_grad_norm is not None:
+            self._clip(self._max_grad_norm)
         if self.optimizer is not None:
             self.optimizer.step()
         if self.scheduler is not None:
@@ -219,13 +219,13 @@ def optimizer_of(make: MakeOptimizer, named: Sequence[Named]) -> torch.optim.Opt
 
 
 def scheduler_of(
-    make: MakeScheduler, optimizer: torch.optim.Optimizer, num_steps: int
+    make: MakeLRScheduler, optimizer: torch.optim.Optimizer, num_steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
     """The user's scheduler of an optimizer, after so many steps."""
     scheduler = make(optimizer)
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(scheduler, "step"):
         raise TrainingError(
-            f"Trainer(scheduler=...) must return a scheduler that is stepped without a measure, got "
+            f"Trainer(lr_scheduler=...) must return a scheduler that is stepped without a measure, got "
             f"{type(scheduler).__name__}; set the groups' learning rates yourself in fit(on_step=...)"
         )
     with warnings.catch_warnings():

@@ -50,7 +50,7 @@ class TaskVariants:
         """Those of the tasks that are trained now."""
         return (variant for variant in self._variants.values() if variant.task in self._tasks)
 
-    def take_tasks(self, tasks: Sequence[TaskDefinition]) -> set[str]:
+    def set_tasks(self, tasks: Sequence[TaskDefinition]) -> set[str]:
         """Others are trained now. Ways through one that comes back are still known, if it is the same; the names of
         those that are not."""
         others = {task.name for task in tasks if self._seen.get(task.name, task) is not task}

@@ -16,7 +16,7 @@ from spindle.program import Program
 _LONGEST_S = 600.0  # for a first plan; a process that takes longer hangs
 
 
-class Planning:
+class BackgroundPlanner:
     """A process that plans. Whoever asks for a program gets the best that is there: it is waited for only as long as
     there is none at all."""
 
