@@ -12,7 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,7 @@ class Batch:
 
 RandomState = tuple[Any, Any, Any]
 _MOST_EMPTY = 1000  # batches one after another
+_MOST_POSITIONS = 4096  # of batches, remembered
 
 
 def random_state() -> RandomState:
@@ -72,21 +73,38 @@ def set_random_state(state: RandomState) -> None:
     np.random.set_state(state[2])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderPosition:
+    """Where a loader is read next: the random state that its epoch began with, and how many entries were read since.
+
+    `generator` is the state of the loader's own `torch.Generator` then, where it has one.
+    """
+
+    random_state: RandomState
+    num_read: int = 0
+    generator: torch.Tensor | None = None
+
+
 class Feed:
-    """Reads one task's loader."""
+    """Reads one task's loader, from a position on."""
 
     def __init__(
         self,
         definition: TaskDefinition,
         loader: Iterable[Any],
         drop_last: bool,
-        state: RandomState,
+        position: LoaderPosition,
         notify: Callable[[str], None],
         *,
         compared: bool,
     ) -> None:
         self.definition, self.loader, self.drop_last, self._notify = definition, loader, drop_last, notify
-        self._state, self._compared = state, compared  # with what other ranks read
+        self._state, self._compared = position.random_state, compared  # with what other ranks read
+        self._epoch = position  # where this epoch began; at first, where it is to go on
+        self._is_started = False
+        self._num_read = 0  # entries of the loader in this epoch
+        self._positions: deque[LoaderPosition] = deque(maxlen=_MOST_POSITIONS)  # of the last batches
+        self._num_batches = 0  # that were read
         self._draws = not isinstance(loader, list | tuple)  # whether reading may take random numbers
         self._fingerprints: dict[tuple[int, ...], int] = {}
         self._iterator: Iterator[Any] | None = None
@@ -108,7 +126,26 @@ class Feed:
         return self._kept[-1]
 
     def close(self) -> None:
-        """What works ahead ends."""
+        """End what reads ahead."""
+
+    def position(self, number: int) -> LoaderPosition:
+        """Where the batch of this number is read from. Of batches that were given, the last ones are remembered."""
+        while self._num_batches < number:
+            self._kept.append(self._read())
+        if number == self._num_batches:
+            return self._next_position()
+        return self._positions[number - self._num_batches]
+
+    def _next_position(self) -> LoaderPosition:
+        if not self._is_started:
+            return self._epoch
+        if self._iterator is not None:
+            return replace(self._epoch, num_read=self._num_read)
+        return self._epoch_start(self._state)
+
+    def _epoch_start(self, state: RandomState) -> LoaderPosition:
+        generator = _generator_of(self.loader)
+        return LoaderPosition(random_state=state, generator=None if generator is None else generator.get_state())
 
     def at(self, number: int) -> Batch:
         """The batch of this number; those before it are passed over."""
@@ -133,6 +170,8 @@ class Feed:
 
     def _read(self) -> Batch:
         name = self.definition.name
+        self._positions.append(self._next_position())
+        self._num_batches += 1
         try:
             with self._own_random_numbers():
                 return self._next_batch()
@@ -146,8 +185,8 @@ class Feed:
         name, size = self.definition.name, self.definition.batch_size
         while True:
             if self._iterator is None:
-                self._iterator, self._since_start = iter(self.loader), 0
-            nest = next(self._iterator, _END)
+                self._start_epoch()
+            nest = self._next_entry()
             if nest is _END:
                 if self._since_start == 0:
                     raise TrainingError(
@@ -165,7 +204,7 @@ class Feed:
             if rows == size:
                 self._since_start += 1
                 return self._batch(nest, rows)
-            if rows > size or next(self._iterator, _END) is not _END:
+            if rows > size or self._next_entry() is not _END:
                 raise TrainingError(
                     f"task {name!r}: its loader gave a batch of {rows} samples, expected {size}, its batch_size; got "
                     f"{describe_batch(nest)}"
@@ -181,6 +220,26 @@ class Feed:
             self._told = True
             if self._since_start == 0:
                 raise TrainingError(f"task {name!r}: its loader has {rows} samples, fewer than its batch_size {size}")
+
+    def _start_epoch(self) -> None:
+        self._since_start = self._num_read = num_passed = 0
+        if self._is_started:
+            self._epoch = self._epoch_start(random_state() if self._draws else self._state)
+        else:
+            generator = _generator_of(self.loader)
+            if generator is not None and self._epoch.generator is not None:
+                generator.set_state(self._epoch.generator)
+            num_passed, self._epoch = self._epoch.num_read, self._epoch_start(self._epoch.random_state)
+            self._is_started = True
+        self._iterator = iter(self.loader)
+        for _ in range(num_passed):
+            self._rows(plain(self._next_entry()))  # which learns where tensors have rows
+        self._since_start = num_passed
+
+    def _next_entry(self) -> Any:
+        assert self._iterator is not None
+        self._num_read += 1
+        return next(self._iterator, _END)
 
     def _rows(self, nest: Any) -> int:
         """How many samples a batch has: all tensors with rows must agree. Those of the first batch of its form tell
@@ -229,6 +288,12 @@ class Feed:
         if key not in self._fingerprints:
             self._fingerprints[key] = fingerprint_of(nest)
         return self._fingerprints[key]
+
+
+def _generator_of(loader: Any) -> torch.Generator | None:
+    """The generator that a DataLoader shuffles with, where the user gave it one."""
+    generator = getattr(loader, "generator", None)
+    return generator if isinstance(generator, torch.Generator) else None
 
 
 def is_empty(nest: Any) -> bool:

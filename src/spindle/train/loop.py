@@ -24,7 +24,7 @@ from spindle.run.nests import on_device
 from spindle.run.world import Gathering, copied_to
 from spindle.train.agreement import compare, config_items, module_items
 from spindle.train.config import TrainConfig
-from spindle.train.feed import Batch, Feed
+from spindle.train.feed import Batch, Feed, LoaderPosition
 from spindle.train.header import (
     BatchHeader,
     Table,
@@ -74,6 +74,8 @@ class Loop:
         self._history: list[dict[str, float]] = []
         self._tasks_of: deque[frozenset[str]] = deque()  # of the steps whose losses are not reported yet
         self._num_asked = dict.fromkeys(self._names, 0)  # batches of each task that any rank has asked for
+        self._num_read_ahead: dict[str, int] = {}  # of these, for the step that is about to run
+        self._next_step = 0
         self._times = StepTimes(self._world)
         limit = self._config.planning.memory_limit_bytes
         self._budget = Budget(limit) if limit is not None and self._world.device.type == "cpu" else None
@@ -90,6 +92,12 @@ class Loop:
     def next_config(self) -> TrainConfig:
         """The configuration of the next step."""
         return self._config if self._requested is None else self._requested[0]
+
+    def position(self) -> tuple[int, dict[str, int], dict[str, LoaderPosition]]:
+        """The step that is about to run when losses are reported, the batches of each task that this fit has trained
+        on, and where loaders are read for that step."""
+        trained = {name: count - self._num_read_ahead.get(name, 0) for name, count in self._num_asked.items()}
+        return self._next_step, trained, {name: self._feeds[name].position(count) for name, count in trained.items()}
 
     def change(self, call: str, config: TrainConfig, loaders: Mapping[str, Any] | None = None) -> None:
         """Train the next step by this configuration, with a new plan. `call` is the user's call that requests it;
@@ -116,7 +124,7 @@ class Loop:
         progress.training(steps)
         for number in range(steps):
             begin_s = time.perf_counter()
-            step = first + number
+            step = self._next_step = first + number
             table = self._table(gathering, step)
             if carries_losses:
                 self._report_losses(table, first)
@@ -137,6 +145,7 @@ class Loop:
                     self._plan_ahead(self._table(gathering, step), batches, step + 1)
             else:  # of no batches: a rank that has just requested a change waits for the others' headers
                 gathering = self._start_header(self._no_batches, None)
+                self._num_read_ahead = {}
             unsent.append(self._step(step, headers, current))
             step_s = self._times.end_step(time.perf_counter() - begin_s)
             trained = [each for micro_step in headers for each in micro_step.values()]
@@ -147,6 +156,7 @@ class Loop:
                 tokens=sum(each.tokens for each in trained),
                 idle=idle_in(table),
             )
+        self._next_step = first + steps
         self._table(gathering, first + steps)
         self._report_unsent(unsent, first)
         if world.device.type == "cuda":
@@ -242,6 +252,7 @@ class Loop:
                     for name, batch in batches.items()
                 }
             )
+        self._num_read_ahead = dict.fromkeys(sampled, config.gradient_accumulation_steps)
         for name in sampled:
             self._num_asked[name] += config.gradient_accumulation_steps
         return micro_steps

@@ -34,6 +34,7 @@ class UpdateState:
     states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of the parameter's group
     old_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of what nobody trains now
+    lr_scheduler: Mapping[str, Any] | None = None  # its state_dict, of the first rank that has one
     ready: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     kept: Mapping[str, tuple[Part, Mapping[str, Any]]] = field(default_factory=dict)
 
@@ -66,6 +67,9 @@ class Update:
         self._num_steps = state.num_steps
         if self.optimizer is not None and make_scheduler is not None:
             self.scheduler = scheduler_of(make_scheduler, self.optimizer, state.num_steps)
+            known = state.lr_scheduler
+            if known is not None and len(known.get("_last_lr", ())) == len(self.optimizer.param_groups):
+                self.scheduler.load_state_dict(dict(known))
         if self.optimizer is not None and (state.settings or state.old_settings):
             self._take(self.optimizer, state)
         # What is trained is the optimizers' matter from here on.
@@ -114,14 +118,17 @@ class Update:
     def gathered(self) -> UpdateState:
         """What the optimizers of all ranks keep, on all ranks, in the host's memory."""
         states = {name: (part, on_host(state)) for name, (part, state) in self._owned().items()}
-        table = self._world.broadcast_object(self._world.gather_objects((states, self._settings(), self._num_steps)))
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        mine = (states, self._settings(), self._num_steps, scheduler)
+        table = self._world.broadcast_object(self._world.gather_objects(mine))
         # What is frozen now keeps what it had, for when it is thawed.
-        every = dict(self._parked.states) | joined([more for more, _, _ in table])
+        every = dict(self._parked.states) | joined([row[0] for row in table])
         return UpdateState(
-            num_steps=max(steps for _, _, steps in table),  # a rank without a part in the plan has counted none
+            num_steps=max(row[2] for row in table),  # a rank without a part in the plan has counted none
             states=every,
-            settings={name: one for _, settings, _ in table for name, one in settings.items()},
+            settings={name: one for row in table for name, one in row[1].items()},
             old_settings=self._parked.old_settings,
+            lr_scheduler=next((row[3] for row in table if row[3] is not None), None),
         )
 
     def handed_over(self, wanted: Mapping[str, Part]) -> UpdateState:

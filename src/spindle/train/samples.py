@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from spindle.errors import TrainingError
 from spindle.run import seed_of
 from spindle.run.nests import plain, signature_of
-from spindle.train.feed import Batch, Feed, Held, is_same, random_state, set_random_state
+from spindle.train.feed import Batch, Feed, Held, LoaderPosition, is_same, random_state, set_random_state
 
 EVERYTHING = ""  # stands for all fields of a sample, where it has no names for them
 Needs = tuple[tuple[str, int, int], ...]  # rows `[first, last)` by field
@@ -119,7 +119,7 @@ class Sampled:
     """Numbers of samples in batches, as a DataLoader's own sampler has them."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self.loader = loader
+        self.loader, self.generator = loader, loader.generator
 
     def __iter__(self) -> Iterator[list[int]]:
         # As the loader does when it begins an epoch, so that its sampler draws what it would.
@@ -235,6 +235,13 @@ class SampleFeed(Feed):
     def _batch(self, nest: Any, rows: int) -> Batch:
         samples = tuple(int(one) for one in nest)
         return Batch(nest=samples, num_rows=rows, signature=0, fingerprint=seed_of(samples) % 2**48)
+
+    def position(self, number: int) -> LoaderPosition:
+        if isinstance(self.loader, Shuffled):  # which goes on by the number of batches alone
+            return LoaderPosition(random_state=self._state)
+        if number:
+            self._choose(number - 1)
+        return super().position(number)
 
     def _choose(self, number: int) -> Batch:
         while self._num_chosen <= number:

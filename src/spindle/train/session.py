@@ -25,7 +25,7 @@ from spindle.train.agreement import compare, config_items, module_items, version
 from spindle.train.analyze import AnalyzedWorkload, analyze, mode_of, without_tasks
 from spindle.train.buffers import gather_buffers, share_buffers
 from spindle.train.config import TrainConfig
-from spindle.train.feed import Batch, Feed
+from spindle.train.feed import Batch, Feed, LoaderPosition
 from spindle.train.optimizer import Update, UpdateState
 from spindle.train.plan import plan_workload
 from spindle.train.profiling import profile_workload
@@ -60,6 +60,7 @@ class TrainSession:
         self.is_scattered = False  # whether parameters are with the ranks that hold them
         self.checked: set[str] = set()  # task variants whose split loss was compared with the whole one
         self.num_batches: Counter[str] = Counter()  # of each task, in all fits
+        self.loader_positions: dict[str, LoaderPosition] = {}  # of a restored state, where loaders go on
         self._update_state = UpdateState()
 
     def notifier(self, progress: Progress) -> Callable[[str], None]:
@@ -242,6 +243,15 @@ class TrainSession:
         self.runtime = None
         gc.collect()  # what the plan held on its device
         self.world.forget_groups()
+
+    def optimizer_state(self) -> UpdateState:
+        """What the optimizers of all ranks keep, on all ranks, whatever the plan."""
+        return self._update_state if self.update is None else self.update.gathered()
+
+    def restore_optimizer_state(self, state: UpdateState) -> None:
+        """Have the next optimizer go on from this state."""
+        assert self.update is None
+        self._update_state = state
 
     def _start_anew(self, reason: str, progress: Progress) -> None:
         self.forget_plan()

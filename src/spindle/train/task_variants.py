@@ -8,7 +8,7 @@ what another does not do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,6 +43,7 @@ class TaskVariants:
         self._tasks = {task.name: task for task in tasks}
         self._seen = dict(self._tasks)  # those that were trained before, too
         self._variants: dict[tuple[str, int], TaskVariant] = {}
+        self._names: dict[tuple[str, int], str] = {}  # random layers are seeded by them
         self._keys: dict[tuple[str, int], int] = {}  # by task and signature
         self._branching: dict[tuple[str, str], bool] = {}  # by task and form
 
@@ -56,6 +57,7 @@ class TaskVariants:
         others = {task.name for task in tasks if self._seen.get(task.name, task) is not task}
         gone = {variant.name for variant in self._variants.values() if variant.task in others}
         self._variants = {key: variant for key, variant in self._variants.items() if key[0] not in others}
+        self._names = {key: name for key, name in self._names.items() if key[0] not in others}
         self._keys = {key: known for key, known in self._keys.items() if key[0] not in others}
         self._branching = {key: known for key, known in self._branching.items() if key[0] not in others}
         self._tasks = {task.name: task for task in tasks}
@@ -100,9 +102,19 @@ class TaskVariants:
                 f"the last {batch_text(batch)}; each is planned: let batches have fewer forms, pad them alike, or move "
                 "branches into a module"
             )
-        name = task if count == 0 else f"{task}.{count + 1}"
+        number = sum(name == task for name, _ in self._names)
+        name = self._names.setdefault((task, key), task if number == 0 else f"{task}.{number + 1}")
         definition = replace(self._tasks[task], name=name, batch_size=batch.num_rows)
         self._variants[task, key] = TaskVariant(task, definition, batch.nest)
+
+    @property
+    def names(self) -> dict[tuple[str, int], str]:
+        """The name of each variant, by task and key."""
+        return dict(self._names)
+
+    def restore_names(self, names: Mapping[tuple[str, int], str]) -> None:
+        """Give variants the names that they had in an earlier run, when they are added."""
+        self._names = dict(names)
 
     def only(self, task: str) -> TaskVariant | None:
         """The only variant of a task, where batches of all shapes take it as far as is known."""

@@ -19,7 +19,7 @@ from spindle.run import World, join_world
 from spindle.train.agreement import compare
 from spindle.train.config import MakePlan, Planning, TrainConfig
 from spindle.train.evaluation import evaluate
-from spindle.train.feed import Feed, RandomState, draw, random_state
+from spindle.train.feed import Feed, LoaderPosition, RandomState, draw, random_state
 from spindle.train.loop import Loop, OnStep
 from spindle.train.optimizer import MakeLRScheduler, MakeOptimizer
 from spindle.train.progress import Progress
@@ -28,6 +28,7 @@ from spindle.train.result import FitResult
 from spindle.train.samples import sample_feed
 from spindle.train.sampling import SamplingWeight, check_sampling_weights
 from spindle.train.session import TrainSession
+from spindle.train.state import TrainState, restore_state, take_state
 from spindle.train.task import TaskDefinition
 
 
@@ -113,6 +114,23 @@ class Trainer:
             for name, handle in handles.items()
             for path, value in handle.module.state_dict().items()
         }
+
+    def train_state(self) -> TrainState:
+        """The state of the training beside its weights: step, data positions, random numbers, learning-rate schedule,
+        sampling and optimizer. All ranks must call it, between fits or in a fit's `on_step`."""
+        session, loop = self._session, self._loop
+        if loop is None:
+            return take_state(session, self._steps_done, session.num_batches, {})
+        step, num_trained, loaders = loop.position()
+        num_batches = {name: session.num_batches[name] + count for name, count in num_trained.items()}
+        return take_state(session, step, {**session.num_batches, **num_batches}, loaders)
+
+    def load_train_state(self, state: TrainState) -> None:
+        """Go on from a state with the next fit, as the training would that it was taken from. Weights are loaded into
+        the modules before, on rank 0 at least. A Trainer that has trained already is refused."""
+        self._compare_call("load_train_state")
+        restore_state(self._session, state)
+        self._steps_done = state.step
 
     def fit(
         self,
@@ -285,7 +303,8 @@ class Trainer:
         problems += [f"{name!r} is no task (tasks: {', '.join(names)})" for name in loaders if name not in names]
         if problems:
             raise TrainingError(f"fit needs one loader for each task: {'; '.join(problems)}")
-        state = self._random_state()
+        is_resumed = set(names) <= self._session.loader_positions.keys()  # in the midst of a fit: nothing is drawn
+        state = None if is_resumed else self._random_state()
         return {
             task.name: self._feed(task, loaders[task.name], progress, drop_last=drop_last, state=state)
             for task in config.tasks
@@ -306,15 +325,18 @@ class Trainer:
         drop_last: bool,
         state: RandomState | None = None,
     ) -> Feed:
-        config = self._session.config
+        config, name = self._session.config, definition.name
+        position = self._session.loader_positions.pop(name, None)
+        if position is None:
+            position = LoaderPosition(random_state=self._random_state() if state is None else state)
         shared: dict[str, Any] = {
             "definition": definition,
             "drop_last": drop_last,
-            "state": self._random_state() if state is None else state,
+            "position": position,
             "notify": self._session.notifier(progress),
             "compared": self.world.size > 1,
         }
-        feed = sample_feed(loader, config.seed, self._session.num_batches[definition.name], **shared)
+        feed = sample_feed(loader, config.seed, self._session.num_batches[name], **shared)
         if feed is None:
             return Feed(loader=loader, **shared)
         feed.num_again = config.gradient_accumulation_steps
