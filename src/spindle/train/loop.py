@@ -29,7 +29,7 @@ from spindle.train.header import (
     BatchHeader,
     Table,
     check_changes,
-    header,
+    header_row,
     idle_in,
     losses_in,
     read_batch_headers,
@@ -148,12 +148,12 @@ class Loop:
                 self._num_read_ahead = {}
             unsent.append(self._step(step, headers, current))
             step_s = self._times.end_step(time.perf_counter() - begin_s)
-            trained = [each for micro_step in headers for each in micro_step.values()]
+            trained = [header for row in headers for header in row.values()]
             progress.step(
                 number + 1,
                 step_s,
-                samples=sum(each.num_rows for each in trained),
-                tokens=sum(each.tokens for each in trained),
+                samples=sum(header.num_rows for header in trained),
+                tokens=sum(header.tokens for header in trained),
                 idle=idle_in(table),
             )
         self._next_step = first + steps
@@ -198,7 +198,7 @@ class Loop:
         return [{}] * self._config.gradient_accumulation_steps
 
     def _start_header(self, batches: StepBatches, losses: Sequence[float] | None) -> Gathering:
-        row = header(self._names, batches, losses, len(self._calls), self._times.busy_share)
+        row = header_row(self._names, batches, losses, len(self._calls), self._times.busy_share)
         return self._world.start_all_gather(row)
 
     def _table(self, gathering: Gathering, step: int) -> Table:
@@ -224,15 +224,15 @@ class Loop:
         for name in ended:
             self._feeds.pop(name).close()
             # What was read for this step is not trained on; a dataset that comes back begins with it.
-            self._session.num_batches[name] += self._num_asked.pop(name) - sum(name in each for each in headers)
+            self._session.num_batches[name] += self._num_asked.pop(name) - sum(name in row for row in headers)
         for task in config.tasks:
             if task.name not in self._feeds:
                 self._feeds[task.name] = self._make_feed(task, loaders[task.name], self._progress)
                 self._num_asked[task.name] = 0
         self._runtime = self._session.change_config(config, self._feeds, self._progress)
         self._times.forget()
-        headers[:] = [{name: each for name, each in row.items() if name not in ended} for row in headers]
-        batches[:] = [{name: each for name, each in row.items() if name not in ended} for row in batches]
+        headers[:] = [{name: header for name, header in row.items() if name not in ended} for row in headers]
+        batches[:] = [{name: batch for name, batch in row.items() if name not in ended} for row in batches]
         self._share_batches(headers, batches)
         self._count_resident_tensors()
         self._times.changes_s.append(time.perf_counter() - begin_s)
@@ -278,13 +278,13 @@ class Loop:
         session = self._session
         is_new = False
         for number, row in enumerate(headers):
-            for task, each in row.items():
-                if session.variants.get(task, each.variant) is None:
+            for task, header in row.items():
+                if session.variants.get(task, header.variant) is None:
                     if not is_new:
                         session.gather_parameters(self._runtime)
                         is_new = True
-                    batch = self._broadcast_batch(batches[number].get(task), each.reader)
-                    session.take_new_variant(task, each.variant, batch, self._progress)
+                    batch = self._broadcast_batch(batches[number].get(task), header.reader)
+                    session.take_new_variant(task, header.variant, batch, self._progress)
         if is_new:
             if self._requested is not None:
                 config, loaders = self._requested
@@ -298,13 +298,13 @@ class Loop:
     def _share_batches(self, headers: StepHeaders, batches: StepBatches) -> None:
         """Ranks that read a task from now on get the batches that are already read; parts are other ones now."""
         for number, row in enumerate(headers):
-            for task, each in row.items():
+            for task, header in row.items():
                 if isinstance(self._feeds[task], SampleFeed):
                     if self._reads(task):
                         position = self._num_asked[task] - len(headers) + number
-                        batches[number][task] = replace(self._fetch(task, position), variant=each.variant)
+                        batches[number][task] = replace(self._fetch(task, position), variant=header.variant)
                 else:
-                    batch = self._broadcast_batch(batches[number].get(task), each.reader)
+                    batch = self._broadcast_batch(batches[number].get(task), header.reader)
                     batches[number].setdefault(task, batch)
 
     def _broadcast_batch(self, batch: Batch | None, source: int) -> Batch:
@@ -317,10 +317,10 @@ class Loop:
     def _microbatches_of(self, headers: StepHeaders) -> list[Microbatch]:
         microbatches = []
         for number, row in enumerate(headers):
-            for task, each in row.items():
-                variant = self._session.variants.get(task, each.variant)
+            for task, header in row.items():
+                variant = self._session.variants.get(task, header.variant)
                 assert variant is not None
-                microbatches.append(Microbatch(task, variant.name, number, each))
+                microbatches.append(Microbatch(task, variant.name, number, header))
         return microbatches
 
     def _plan_ahead(self, table: Table, batches: StepBatches, step: int) -> None:
@@ -329,7 +329,7 @@ class Loop:
         headers = read_batch_headers(table, self._names, num_micro_steps, step)
         variants = self._session.variants
         if self._requested is not None or any(
-            variants.get(task, each.variant) is None for row in headers for task, each in row.items()
+            variants.get(task, header.variant) is None for row in headers for task, header in row.items()
         ):
             return
         last_s = self._times.last_step_s
@@ -342,11 +342,11 @@ class Loop:
         parts: list[tuple[Losses, dict[int, str]]] = []  # with the task of each loss that the step had
         microbatches = self._microbatches_of(headers)
         for number, run in enumerate(self._runtime.steps.runs(microbatches, len(headers), batches)):
-            variants = {each.variant for each in run.microbatches.values()}
+            variants = {microbatch.variant for microbatch in run.microbatches.values()}
             read = {
-                name: batches[each.micro_step][each.task]
-                for name, each in run.microbatches.items()
-                if each.task in batches[each.micro_step]
+                name: batches[microbatch.micro_step][microbatch.task]
+                for name, microbatch in run.microbatches.items()
+                if microbatch.task in batches[microbatch.micro_step]
             }
             is_timed = number == 0 and run.is_as_planned and self._times.is_timed(step)
             if is_timed:
@@ -355,7 +355,7 @@ class Loop:
                 losses, watch = run.executor.step(
                     step,
                     {name: copied_to(world.device, batch.nest) for name, batch in read.items()},
-                    {name: each.header.signature for name, each in run.microbatches.items()},
+                    {name: microbatch.header.signature for name, microbatch in run.microbatches.items()},
                     self._session.update,
                     micro_step=run.micro_step,
                     held={name: batch.held for name, batch in read.items() if batch.held is not None},
@@ -368,7 +368,8 @@ class Loop:
             if is_timed:
                 self._times.keep(step, watch, run.executor.program, run.profile)
             tasks = run.profile.graph.tasks
-            parts.append((losses, {tasks.index(name): each.task for name, each in run.microbatches.items()}))
+            positions = {tasks.index(name): microbatch.task for name, microbatch in run.microbatches.items()}
+            parts.append((losses, positions))
         counts = {name: sum(name in row for row in headers) for name in self._names}
         self._tasks_of.append(frozenset(name for name, count in counts.items() if count))
 

@@ -166,9 +166,9 @@ class StaticSteps(Steps):
     def runs(self, microbatches: Sequence[Microbatch], num_micro_steps: int, batches: MicroSteps) -> Iterator[StepRun]:
         used: frozenset[str] = frozenset()
         for number in range(num_micro_steps):
-            taken = {each.variant: each for each in microbatches if each.micro_step == number}
+            taken = {microbatch.variant: microbatch for microbatch in microbatches if microbatch.micro_step == number}
             used |= frozenset(taken)
-            executor = self._executor_for({name: each.header.num_rows for name, each in taken.items()})
+            executor = self._executor_for({name: microbatch.header.num_rows for name, microbatch in taken.items()})
             yield StepRun(
                 executor=executor,
                 profile=self._planned.profile,
@@ -235,7 +235,7 @@ class PipelinedSteps(Steps):
         step = self._step_graph(key, microbatches, num_micro_steps)
         program = world.broadcast_object(self._microbatches.program(key, step.profile) if world.rank == 0 else None)
         self._last = self._make.of_step(program, step, self._last)
-        by_name = {task_of(each.variant, each.micro_step): each for each in microbatches}
+        by_name = {task_of(microbatch.variant, microbatch.micro_step): microbatch for microbatch in microbatches}
         yield StepRun(
             executor=self._last,
             profile=step.profile,
@@ -259,7 +259,7 @@ class PipelinedSteps(Steps):
             self._microbatches.ask(key, profile, time_limit_s)
 
     def _step_graph(self, key: Key, microbatches: Sequence[Microbatch], num_micro_steps: int) -> StepGraph:
-        counts = {each.variant: num_micro_steps for each in microbatches}
+        counts = {microbatch.variant: num_micro_steps for microbatch in microbatches}
         return self._microbatches.graph(key, self._workload.reached, counts)
 
     def _shapes_of(self, microbatches: Sequence[Microbatch], batches: MicroSteps) -> dict[str, Any]:
@@ -269,15 +269,15 @@ class PipelinedSteps(Steps):
             self._shapes.clear()
         shapes = {}
         new_cuts: dict[str, Cuts] = {}
-        for each in microbatches:
-            name, header = task_of(each.variant, each.micro_step), each.header
-            key = (each.task, header.variant, header.signature)
+        for microbatch in microbatches:
+            name, header = task_of(microbatch.variant, microbatch.micro_step), microbatch.header
+            key = (microbatch.task, header.variant, header.signature)
             if key not in self._shapes:
                 is_reader = self._world.rank == header.reader
-                mine = without_values(batches[each.micro_step][each.task].nest) if is_reader else None
+                mine = without_values(batches[microbatch.micro_step][microbatch.task].nest) if is_reader else None
                 self._shapes[key] = self._world.broadcast_object(mine, header.reader)
             shapes[name] = self._shapes[key]
-            cuts = self._microbatches.meet(each.variant, header.signature, shapes[name])
+            cuts = self._microbatches.meet(microbatch.variant, header.signature, shapes[name])
             if cuts is not None:
                 new_cuts[name] = cuts
         if new_cuts:
@@ -297,9 +297,9 @@ def _key_of(microbatches: Sequence[Microbatch], num_micro_steps: int) -> Key:
     """What a program depends on: by micro-step, the variants, rows and signatures of its batches."""
     return tuple(
         tuple(
-            (each.variant, each.header.num_rows, each.header.signature)
-            for each in microbatches
-            if each.micro_step == number
+            (microbatch.variant, microbatch.header.num_rows, microbatch.header.signature)
+            for microbatch in microbatches
+            if microbatch.micro_step == number
         )
         for number in range(num_micro_steps)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,13 +20,12 @@ from spindle.run import World, join_world
 from spindle.train.agreement import compare
 from spindle.train.config import MakePlan, Planning, TrainConfig
 from spindle.train.evaluation import evaluate
-from spindle.train.feed import Feed, LoaderPosition, RandomState, draw, random_state
+from spindle.train.feeds import make_feed, make_feeds, shared_random_state
 from spindle.train.loop import Loop, OnStep
 from spindle.train.optimizer import MakeLRScheduler, MakeOptimizer
 from spindle.train.progress import Progress
 from spindle.train.record import handles_of, record_all
 from spindle.train.result import FitResult
-from spindle.train.samples import sample_feed
 from spindle.train.sampling import SamplingWeight, check_sampling_weights
 from spindle.train.session import TrainSession
 from spindle.train.state import TrainState, restore_state, take_state
@@ -153,22 +153,17 @@ class Trainer:
             raise TrainingError(f"fit(steps={steps}): must be at least 1")
         self._compare_call("fit")
         self._refuse_scattered_weights()
-        display = Progress(enabled=progress and self.world.rank == 0)
-        feeds: dict[str, Feed] = {}
-        try:
-            feeds = self._feeds(loaders, drop_last, display)
-            self._loop = Loop(self._session, feeds, partial(self._feed, drop_last=drop_last), display, on_step)
+        session = self._session
+        with ExitStack() as stack:
+            display = Progress(enabled=progress and self.world.rank == 0)
+            stack.callback(display.close)
+            feeds = make_feeds(session, loaders, display, drop_last=drop_last)
+            stack.callback(self._end_fit, feeds)
+            self._loop = Loop(session, feeds, partial(make_feed, session, drop_last=drop_last), display, on_step)
             result = self._loop.run(self._steps_done, steps)
             self._steps_done += steps
             self._has_new_modules = False
             return result
-        finally:
-            self._loop = None
-            if self._session.runtime is not None:
-                self._session.runtime.steps.close()
-            for feed in feeds.values():
-                feed.close()
-            display.close()
 
     def prepare(self, loaders: Mapping[str, Any], *, progress: bool = True) -> Profile:
         """Record the tasks and measure their layers, as the first `fit` would, without training.
@@ -178,7 +173,8 @@ class Trainer:
         self._compare_call("prepare")
         display = Progress(enabled=progress and self.world.rank == 0)
         try:
-            return self._session.trace_and_profile(self._feeds(loaders, True, display), display).profile
+            feeds = make_feeds(self._session, loaders, display, drop_last=True)
+            return self._session.trace_and_profile(feeds, display).profile
         finally:
             display.close()
 
@@ -270,10 +266,17 @@ class Trainer:
             self._session.config,
             loaders,
             steps,
-            self._random_state(),
+            shared_random_state(self.world),
             self.world,
             share_weights=self.world.size > 1 and self._has_new_modules,
         )
+
+    def _end_fit(self, feeds: Mapping[str, Any]) -> None:
+        self._loop = None
+        if self._session.runtime is not None:
+            self._session.runtime.steps.close()
+        for feed in feeds.values():  # also of tasks that have joined
+            feed.close()
 
     @property
     def _next_config(self) -> TrainConfig:
@@ -295,49 +298,3 @@ class Trainer:
     def _compare_call(self, call: str) -> None:
         """Check that all ranks call the same method of the Trainer, before anything in it communicates."""
         compare(self.world, {"the Trainer's method that is called": call})
-
-    def _feeds(self, loaders: Mapping[str, Any], drop_last: bool, progress: Progress) -> dict[str, Feed]:
-        config = self._session.config
-        names = config.task_names
-        problems = [f"none for {name!r}" for name in names if name not in loaders]
-        problems += [f"{name!r} is no task (tasks: {', '.join(names)})" for name in loaders if name not in names]
-        if problems:
-            raise TrainingError(f"fit needs one loader for each task: {'; '.join(problems)}")
-        is_resumed = set(names) <= self._session.loader_positions.keys()  # in the midst of a fit: nothing is drawn
-        state = None if is_resumed else self._random_state()
-        return {
-            task.name: self._feed(task, loaders[task.name], progress, drop_last=drop_last, state=state)
-            for task in config.tasks
-        }
-
-    def _random_state(self) -> RandomState:
-        """Rank 0's, from which loaders draw their order; what comes later draws something else."""
-        state: RandomState = self.world.broadcast_object(random_state())
-        draw()
-        return state
-
-    def _feed(
-        self,
-        definition: TaskDefinition,
-        loader: Any,
-        progress: Progress,
-        *,
-        drop_last: bool,
-        state: RandomState | None = None,
-    ) -> Feed:
-        config, name = self._session.config, definition.name
-        position = self._session.loader_positions.pop(name, None)
-        if position is None:
-            position = LoaderPosition(random_state=self._random_state() if state is None else state)
-        shared: dict[str, Any] = {
-            "definition": definition,
-            "drop_last": drop_last,
-            "position": position,
-            "notify": self._session.notifier(progress),
-            "compared": self.world.size > 1,
-        }
-        feed = sample_feed(loader, config.seed, self._session.num_batches[name], **shared)
-        if feed is None:
-            return Feed(loader=loader, **shared)
-        feed.num_again = config.gradient_accumulation_steps
-        return feed
