@@ -5,10 +5,11 @@ What a training script uses:
 - `module(name, nn_module)` registers a module under a name that all tasks share.
 - `@task(batch_size=...)` makes a task of a function from a batch to its loss; `mean(total, count)` is a loss that ranks
   sum before dividing.
-- `Trainer(tasks, optimizer=...)` plans and trains them; `Planning(...)` says how. `Trainer.fit` returns a `FitResult`.
+- `Trainer(tasks, optimizer=...)` plans and trains them; `Planning(...)` says how. `Trainer.fit` returns a `FitResult`,
+  `Trainer.train_state` a `TrainState`.
 
 They need torch, which planning and simulating do not, so they are imported on first use. Errors that a user can cause
-are in `spindle.errors`. Everything else is private.
+are in `spindle.errors`. Everything else is private. `docs/interface.md` describes all of it on one page.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spindle.train.config import Planning
     from spindle.train.result import FitResult
+    from spindle.train.state import TrainState
     from spindle.train.task import mean, module, task
     from spindle.train.trainer import Trainer
 
-__all__ = ["FitResult", "Planning", "Trainer", "__version__", "mean", "module", "task"]
+__all__ = ["FitResult", "Planning", "TrainState", "Trainer", "__version__", "mean", "module", "task"]
 __version__ = "0.1.0"
 
 

@@ -5,6 +5,7 @@ from spindle.train.config import Planning
 from spindle.train.probe import Facts, probe
 from spindle.train.record import RecordedCall, RecordedTask, record
 from spindle.train.result import FitResult
+from spindle.train.state import TrainState
 from spindle.train.task import Mean, ModuleHandle, TaskDefinition, mean, module, task
 from spindle.train.trainer import Trainer
 
@@ -18,6 +19,7 @@ __all__ = [
     "RecordedCall",
     "RecordedTask",
     "TaskDefinition",
+    "TrainState",
     "Trainer",
     "bind",
     "code_of",
