@@ -61,7 +61,7 @@ def trace_recorded(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -
     recorded = cut_all(tasks, examples)
     while True:
         try:
-            return [trace(one, examples[one.definition.name]) for one in recorded]
+            return [trace(task, examples[task.definition.name]) for task in recorded]
         except GuardError as error:
             reason = "its code between the blocks depends on how many samples there are (len(x) for x.shape[0]?)"
             recorded = kept_whole(recorded, error.module, reason)

@@ -31,11 +31,11 @@ def gather_buffers(runtime: RankRuntime, world: World) -> None:
             layers = handles[op.module].chain.layers[op.first_layer + slot.first : op.first_layer + slot.last]
             owner.update((id(buffer), slot.devices[0]) for layer in layers for buffer in layer.buffers)
     buffers = [buffer for handle in handles.values() for buffer in handle.module.buffers()]
-    mine = [
+    sent = [
         (number, buffer.cpu())
         for number, buffer in enumerate(buffers)
         if owner.get(id(buffer), 0) == world.rank and world.rank
     ]
-    for given in world.gather_objects(mine):
-        for number, value in given:
+    for received in world.gather_objects(sent):
+        for number, value in received:
             buffers[number].copy_(value)

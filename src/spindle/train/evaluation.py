@@ -44,12 +44,12 @@ def evaluate(
             raise TrainingError(f"evaluate: {name!r} is no task (tasks: {', '.join(tasks)})")
         sums[place] = _sums(tasks[name], loader, steps, state, config, world, share_weights)
     totals = sum(world.start_all_gather(sums).wait())
-    found = {}
+    means = {}
     for name, (total, count) in zip(loaders, totals.tolist(), strict=True):  # type: ignore[union-attr]
         if not count:
             raise TrainingError(f"evaluate: the loader of task {name!r} gives no sample")
-        found[name] = total / count
-    return found
+        means[name] = total / count
+    return means
 
 
 def _sums(
@@ -117,11 +117,11 @@ def _batches(loader: Any, batch_size: int, state: RandomState) -> Iterator[Any]:
 
 def _restored(module: nn.Module) -> Any:
     """Puts back which of a module's parts are in training mode."""
-    modes = [(one, one.training) for one in module.modules()]
+    modes = [(part, part.training) for part in module.modules()]
 
     def restore() -> None:
-        for one, mode in modes:
-            one.training = mode
+        for part, mode in modes:
+            part.training = mode
 
     return restore
 

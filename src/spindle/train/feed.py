@@ -58,12 +58,12 @@ def draw() -> None:
     torch.rand(1), random.random(), np.random.random()
 
 
-def is_same(one: RandomState, other: RandomState) -> bool:
+def is_same(state: RandomState, reference: RandomState) -> bool:
     return (
-        torch.equal(one[0], other[0])
-        and one[1] == other[1]
-        and np.array_equal(one[2][1], other[2][1])
-        and one[2][2:] == other[2][2:]
+        torch.equal(state[0], reference[0])
+        and state[1] == reference[1]
+        and np.array_equal(state[2][1], reference[2][1])
+        and state[2][2:] == reference[2][2:]
     )
 
 
@@ -250,26 +250,26 @@ class Feed:
             return 0
         form = form_of_batch(nest)
         if form not in self._axes:
-            known = {
+            row_counts = {
                 leaf.shape[0]
                 for path, leaf in entries
                 if self._with_rows.get(path) and isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0]
             }
-            self._axes[form] = batch_axes(name, min(known, default=size), nest)
+            self._axes[form] = batch_axes(name, min(row_counts, default=size), nest)
             for (path, _), axis in zip(entries, self._axes[form], strict=True):
                 self._with_rows[path] = self._with_rows.get(path, False) or axis is not None
-        found = {
+        path_by_rows = {
             leaf.shape[0]: path
             for (path, leaf), axis in zip(entries, self._axes[form], strict=True)
             if axis is not None and isinstance(leaf, torch.Tensor) and leaf.dim()
         }
-        if len(found) != 1:
-            text = ", ".join(f"{path} {rows}" for rows, path in sorted(found.items()))
+        if len(path_by_rows) != 1:
+            text = ", ".join(f"{path} {rows}" for rows, path in sorted(path_by_rows.items()))
             raise TrainingError(
                 f"task {name!r}: its loader gave a batch whose tensors disagree about the number of samples: {text}; "
                 f"expected {size}"
             )
-        return next(iter(found))
+        return next(iter(path_by_rows))
 
     def _batch(self, nest: Any, rows: int) -> Batch:
         return Batch(
