@@ -47,7 +47,7 @@ class Bound:
 def trace_all(
     definitions: Sequence[TaskDefinition], examples: Mapping[str, Any], device: torch.device | None = None
 ) -> list[TracedTask]:
-    """Records tasks, cuts their modules into layers and traces these; `examples` has one batch for each. Modules are
+    """Record tasks, cut their modules into layers and trace these; `examples` has a batch of each task. Modules are
     moved to the device first."""
     recorded = record_all(definitions, examples)
     if device is not None:
@@ -57,7 +57,7 @@ def trace_all(
 
 
 def trace_recorded(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -> list[TracedTask]:
-    """Cuts the modules of recorded tasks into layers and traces these."""
+    """Cut the modules of recorded tasks into layers, and trace these."""
     recorded = cut_all(tasks, examples)
     while True:
         try:

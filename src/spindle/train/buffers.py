@@ -1,4 +1,4 @@
-"""What modules keep beside their weights (running statistics): the same on all ranks before a fit and after it."""
+"""Buffers of modules (running statistics): the same on all ranks before and after a fit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from spindle.train.runtime import RankRuntime
 
 
 def share_buffers(bound: Bound, world: World) -> None:
-    """Every rank takes rank 0's."""
+    """Broadcast rank 0's buffers."""
     if world.size == 1:
         return
     buffers = [buffer for handle in bound.handles.values() for buffer in handle.module.buffers()]
@@ -18,7 +18,7 @@ def share_buffers(bound: Bound, world: World) -> None:
 
 
 def gather_buffers(runtime: RankRuntime, world: World) -> None:
-    """Rank 0 takes each layer's buffers from the first rank that ran it in its last call."""
+    """Gather each layer's buffers on rank 0, from the first rank of the slot that ran it last."""
     if world.size == 1:
         return
     handles = runtime.workload.bound.handles
