@@ -279,8 +279,8 @@ class SampleFeed(Feed):
         return nest
 
     def _from_thread(self, number: int, needs: Needs | None) -> Any:
-        """What the thread fetched, if it was this batch. Waits for the thread either way: only one thread at a time reads a
-        dataset."""
+        """What the thread fetched, if it was this batch. Waits for the thread either way: a dataset is
+        read by one thread at a time."""
         if self._ahead is None:
             return None
         (*fetched, future), self._ahead = self._ahead, None
