@@ -308,8 +308,8 @@ def train_plainly(tasks, modules, batches, training: Training) -> list[dict[str,
         optimizer.zero_grad()
         losses, total = plain_losses(tasks, to_device(batches(step)))
         total.backward()
-        if training.options.get("clip_norm"):
-            nn.utils.clip_grad_norm_([one for _, one in named.values()], training.options["clip_norm"])
+        if training.options.get("max_grad_norm"):
+            nn.utils.clip_grad_norm_([one for _, one in named.values()], training.options["max_grad_norm"])
         optimizer.step()
         history.append({name: loss.item() for name, loss in losses.items()})
     together.cpu()
