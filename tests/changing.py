@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import spindle
-from courses import unmeasured
-from spindle.plan import parse_plan
-from spindle.train import loop, preparation
+from courses import guessed_profile
+from spindle.graph import MetaGraph
+from spindle.plan import Plan, parse_plan
+from spindle.profile import Profile
+from spindle.train import loop, runtime
 from zoo import Tower
 
 WIDTH, CLIP = 6, 3.0
@@ -116,16 +118,17 @@ def change(rank: int, num_ranks: int, name: str, seed: int, shards: str, momentu
 
     choose = random.Random(seed)
     num_found_out = whole_states = 0
-    found_out, take = preparation.trace_and_profile, preparation.Update.__init__
+    take = runtime.Update.__init__
 
-    def some_plan(profile: Any, options: Any, wanted: bool | None, tell: Any) -> Any:
+    def some_plan(profile: Profile) -> Plan:
         plan = parse_plan(random_plan_text(profile, f"plan {choose.randrange(1000)}"), profile)
         return replace(plan, shard_optimizer={"all": True, "none": False}.get(shards, choose.random() < 0.5))
 
-    def counted(*args: Any) -> Any:
+    def counted(graph: MetaGraph, num_devices: int) -> Profile:
+        """On rank 0, once for all tasks whenever some of them are new."""
         nonlocal num_found_out
         num_found_out += 1
-        return found_out(*args)
+        return guessed_profile(graph, num_devices)
 
     def taken(self: Any, *args: Any, state: Any, **named: Any) -> None:
         nonlocal whole_states
@@ -136,14 +139,14 @@ def change(rank: int, num_ranks: int, name: str, seed: int, shards: str, momentu
     handles = {one: spindle.module(one, each) for one, each in modules.items()}
     tasks = tasks_of(handles)
     make = make_momentum if momentum else make_adam
-    trainer = spindle.Trainer([tasks[one] for one in BEGIN], optimizer=make, scheduler=halving, clip_norm=CLIP)
-
-    with (
-        unmeasured(),
-        mock.patch.object(preparation, "_wanted_plan", some_plan),
-        mock.patch("spindle.train.session.trace_and_profile", counted),
-        mock.patch.object(preparation.Update, "__init__", taken),
-    ):
+    trainer = spindle.Trainer(
+        [tasks[one] for one in BEGIN],
+        optimizer=make,
+        lr_scheduler=halving,
+        max_grad_norm=CLIP,
+        planning=spindle.Planning(planner=some_plan, profile=counted),
+    )
+    with mock.patch.object(runtime.Update, "__init__", taken):
         result, frozen_at = fit(trainer, tasks, BEGIN, batch_of, modules["text"], COURSES[name], STEPS[name])
     history = result.losses
     nn.ModuleDict(modules).cpu()

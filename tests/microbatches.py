@@ -412,8 +412,9 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
             if case.shards:
                 shards = Shards(program, made.parameters, world)
                 shards.attach()
+            buffers = None if executor is None else executor.release_gradient_buffers()
             executor = Tidy(
-                program, made.graph, made.code, made.parameters, axes, world, before=executor, shards=shards
+                program, made.graph, made.code, made.parameters, axes, world, gradient_buffers=buffers, shards=shards
             )
             num_parts += sum(one.kind == WEIGHT for one in plan.passes)
             num_recomputed += sum(one.recomputed for one in plan.slots)

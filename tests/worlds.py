@@ -546,11 +546,11 @@ def train_measured(rank: int, num_ranks: int, training: Training, planner: str) 
             optimizer.register_step_post_hook(lambda *_: filled.append(with_memory()))
         return optimizer
 
-    chosen: dict[str, Any] = {"planner": planner}
+    planning = spindle.Planning(planner=planner, shard_optimizer=training.shards or None)
     if planner.startswith("plan "):
         text = of_rank_0(num_ranks, lambda: random_plan_text(ready(training.name).profile(num_ranks), planner))
-        chosen = {"plan": text}
-    trainer = spindle.Trainer(ours.tasks, optimizer=make, shard_optimizer=training.shards or None, **chosen)
+        planning = spindle.Planning(plan=text, shard_optimizer=training.shards or None)
+    trainer = spindle.Trainer(ours.tasks, optimizer=make, planning=planning)
     history: list[dict[str, float]] = []
     for number, steps in enumerate(training.fits):
         loaders = loaders_of(ours, training, sum(training.fits[:number]), steps)

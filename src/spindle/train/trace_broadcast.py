@@ -50,7 +50,7 @@ _Message = tuple[list[_ChainMessage], list[_TaskMessage]]
 def trace_on_rank_0(
     tasks: Sequence[RecordedTask], examples: Mapping[str, Any], world: World, notify: Callable[[str], None]
 ) -> list[TracedTask]:
-    """Traces recorded tasks, of which all ranks have the same, on rank 0, for all ranks."""
+    """Trace recorded tasks, the same on all ranks, on rank 0 for all ranks."""
     if world.size == 1:
         return trace_recorded(tasks, examples)
     traced: list[TracedTask] = []
