@@ -35,7 +35,6 @@ class Changed:
     tasks: tuple[frozenset[str], ...]
     num_found_out: int
     num_changes: int
-    whole_states: int  # parameters of which ranks were given all of the optimizer's state, by way of the host
     notices: tuple[str, ...]
 
 
@@ -115,8 +114,8 @@ def change(rank: int, num_ranks: int, name: str, seed: int, shards: str, momentu
     from worlds import random_plan_text
 
     choose = random.Random(seed)
-    num_found_out = whole_states = 0
-    found_out, take = preparation.trace_and_profile, preparation.Update.__init__
+    num_found_out = 0
+    found_out = preparation.trace_and_profile
 
     def some_plan(profile: Any, options: Any, wanted: bool | None, tell: Any) -> Any:
         plan = parse_plan(random_plan_text(profile, f"plan {choose.randrange(1000)}"), profile)
@@ -126,11 +125,6 @@ def change(rank: int, num_ranks: int, name: str, seed: int, shards: str, momentu
         nonlocal num_found_out
         num_found_out += 1
         return found_out(*args)
-
-    def taken(self: Any, *args: Any, state: Any, **named: Any) -> None:
-        nonlocal whole_states
-        whole_states += len(state.states)
-        take(self, *args, state=state, **named)
 
     modules = modules_of_all()
     handles = {one: spindle.module(one, each) for one, each in modules.items()}
@@ -142,7 +136,6 @@ def change(rank: int, num_ranks: int, name: str, seed: int, shards: str, momentu
         unmeasured(),
         mock.patch.object(preparation, "_wanted_plan", some_plan),
         mock.patch("spindle.train.session.trace_and_profile", counted),
-        mock.patch.object(preparation.Update, "__init__", taken),
     ):
         result, frozen_at = fit(trainer, tasks, BEGIN, batch_of, modules["text"], COURSES[name], STEPS[name])
     history = result.losses
@@ -168,7 +161,6 @@ def change(rank: int, num_ranks: int, name: str, seed: int, shards: str, momentu
         tasks=tuple(frozenset(losses) for losses in history),
         num_found_out=num_found_out,
         num_changes=len(result.changes_s),
-        whole_states=whole_states,
         notices=tuple(trainer.notices),
     )
 

@@ -426,7 +426,7 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
             if shards is not None:
                 owned = shards.owned
                 trained = [one for number, one in enumerate(made.parameters) if number in executor.held - set(owned)]
-                trained += [entry[1] for entry in owned.values() if entry is not None]
+                trained += [part for part in owned.values() if part is not None]
             own = torch.optim.SGD([{"params": trained}], lr=LEARNING_RATE, momentum=MOMENTUM)
         given = to_device(batches)
         cuts = forms.of(made.graph, made.code, given) if case.forms else None

@@ -9,7 +9,8 @@ from functools import reduce
 import torch
 from torch import nn
 
-from spindle.run.shards import Flat, Piece, pieces_of
+from spindle.program import Piece, flat_pieces
+from spindle.run.shards import Flat
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +159,8 @@ class Gradients:
         holders = holders if holders is not None else [1.0] * len(self._buckets[bucket])
         if bucket in self._sharded:
             flat = self._sharded[bucket]
-            for parameter, count, owned in zip(flat.parameters, holders, flat.owned, strict=True):
-                if owned is not None:
-                    _, part = owned
+            for parameter, count, part in zip(flat.parameters, holders, flat.owned, strict=True):
+                if part is not None:
                     part.grad = self._part(parameter, flat.place).view(part.shape) if count else None
             return
         for parameter, count in zip(self._buckets[bucket], holders, strict=True):
@@ -184,7 +184,7 @@ class Gradients:
     def _flat(self, bucket: int) -> torch.Tensor:
         if bucket not in self._flats:
             parameters, num_parts = self._buckets[bucket], self._num_parts(bucket)
-            part_size, pieces = pieces_of([parameter.numel() for parameter in parameters], num_parts)
+            part_size, pieces = flat_pieces([parameter.numel() for parameter in parameters], num_parts)
             dtype = reduce(torch.promote_types, [parameter.dtype for parameter in parameters])
             flat = torch.zeros(num_parts * (part_size + len(parameters)), dtype=dtype, device=parameters[0].device)
             parts = flat.view(num_parts, -1)

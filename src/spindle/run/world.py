@@ -126,10 +126,19 @@ class World:
             return [request] * len(sends), [request] * len(receives)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Sends and receives some tensors, and waits for them."""
-        for requests in self.start_exchange(sends, receives):
-            for request in requests:
-                wait(request)
+        """Send and receive some tensors, of the device or the host, and wait for them."""
+        on_device = [[one for one in some if one.tensor.device == self.device] for some in (sends, receives)]
+        requests = [request for some in self.start_exchange(*on_device) for request in some]
+        with peers("exchanging tensors"):
+            # Host tensors beside a GPU go through gloo.
+            for call, messages in ((dist.irecv, receives), (dist.isend, sends)):
+                requests += [
+                    call(message.tensor, message.peer, group=self.control)
+                    for message in messages
+                    if message.tensor.device != self.device
+                ]
+        for request in requests:
+            wait(request)
 
     def send_on_host(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         """Starts to send a tensor of the host."""

@@ -25,7 +25,7 @@ from spindle.plan import Plan, check, parse_plan, read_plan
 from spindle.planners import Effort, make_plan
 from spindle.planners.pipeline import Layout, holders_in, pipeline_layout, plan_pipeline
 from spindle.profile import Profile, ProfileRequest, fitting, profile_request, read_profile, write_profile
-from spindle.program import Program, lower, verify
+from spindle.program import Program, lower, main_replicas, optimizer_sharding, verify
 from spindle.run import Executor, OpCode, ShapeInference, World
 from spindle.run.nests import on_device
 from spindle.run.shards import Shards
@@ -35,8 +35,8 @@ from spindle.train.agreement import compare, compare_attributes, compare_held, o
 from spindle.train.bind import Bound, bind, code_of
 from spindle.train.kinds import kinds_of
 from spindle.train.microbatches import Key, Microbatches, StepGraph, on_one_device, variant_of
-from spindle.train.optimizer import MakeOptimizer, MakeScheduler, Named, Update, UpdateState
-from spindle.train.optimizer_reshard import Part
+from spindle.train.optimizer import MakeOptimizer, MakeScheduler, Named, Update
+from spindle.train.optimizer_reshard import OptimizerState
 from spindle.train.probe import Facts, facts_without_values, probe
 from spindle.train.progress import Progress
 from spindle.train.record import handles_of, record_all
@@ -174,36 +174,25 @@ class RankRuntime:
             self._needs[variant] = needs_of(uses)
         return self._needs[variant]
 
-    def make_update(self, state_for: Callable[[Mapping[str, Part]], UpdateState]) -> Update:
-        """The optimizer over what this rank holds, which must be here, with the state that is given for these parts."""
+    def make_update(self, state: OptimizerState | None) -> Update:
+        """The optimizer over what this rank holds, which must be here, with the state that an earlier plan's left."""
         options, weights, rank = self._options, self.weights, self._world.rank
-        shared = self.shards.owned if self.shards is not None else {}
+        owned = self.shards.owned if self.shards is not None else {}
+        dtypes = [parameter.dtype for parameter in weights.parameters]
+        sharding = optimizer_sharding(self.program, self.graph, weights.sharding, dtypes)
         named: list[Named] = []
         counted: list[nn.Parameter] = []
-        parts: dict[str, Part] = {}
-        for number, one in enumerate(self.graph.parameters):
-            parameter, holders = weights.parameters[number], weights.holders[number]
-            if not one.trainable or rank not in holders:
-                continue
-            shard, span, counts = weights.shard(number), None, weights.counts(number)
-            if number in shared:
-                owned = shared[number]
-                if owned is None:
-                    continue
-                span, parameter = owned
-                # Members of a tensor group that hold a parameter alike each have its parts among their like.
-                assert self.shards is not None
-                counts = shard is not None or holders[0] in self.shards.sharers(number)
-            named.append((one.name, parameter))
-            parts[one.name] = Part(tuple(parameter.shape), shard, span)
-            if counts:
-                counted.append(parameter)
+        for number, parameter in enumerate(self.graph.parameters):
+            slices = sharding.get(parameter.name, {})
+            if rank in slices:
+                updated = owned.get(number, weights.parameters[number])
+                assert updated is not None
+                assert tuple(updated.shape) == slices[rank].shape
+                named.append((parameter.name, updated))
+                if rank in main_replicas(slices):
+                    counted.append(updated)
         ranks = sorted({rank for shape in self.program.slots for rank in shape.ranks.tolist()})
-        trained = {
-            number: one.name
-            for number, one in enumerate(self.graph.parameters)
-            if one.trainable and weights.holders[number]
-        }
+        trained = {number: one.name for number, one in enumerate(self.graph.parameters) if one.name in sharding}
         if self._world.size > 1:  # before the real one is made: whoever keeps the last optimizer keeps that
             every = [(name, weights.parameters[number], weights.shapes[number]) for number, name in trained.items()]
             compare(self._world, optimizer_items(options.make_optimizer, options.make_scheduler, every))
@@ -213,11 +202,10 @@ class RankRuntime:
             options.clip_norm,
             named=named,
             counted=counted,
-            parts=parts,
-            trained=frozenset(trained.values()),
+            sharding=sharding,
             ranks=tuple(ranks),
             world=self._world,
-            state=state_for(parts),
+            state=state,
         )
         compare_held(
             self._world,

@@ -17,7 +17,7 @@ from spindle.run import World
 from spindle.train.agreement import compare, module_items, option_items, version_items
 from spindle.train.buffers import gather_buffers, share_buffers
 from spindle.train.feed import Batch, Feed
-from spindle.train.optimizer import UpdateState
+from spindle.train.optimizer_reshard import OptimizerState
 from spindle.train.preparation import (
     Options,
     ProfiledWorkload,
@@ -47,7 +47,7 @@ class TrainSession:
             set()
         )  # variants whose losses were put together from parts, and compared with the whole
         self.given: Counter[str] = Counter()  # batches of each task, in all fits
-        self._state = UpdateState()
+        self._state: OptimizerState | None = None
 
     def notifier(self, shown: Progress) -> Callable[[str], None]:
         """Tells something once."""
@@ -94,7 +94,8 @@ class TrainSession:
             runtime.shards.attach()
         share_buffers(runtime.bound, self.world)
         if runtime.update is None:
-            runtime.make_update(lambda parts: self._state)
+            runtime.make_update(self._state)
+            self._state = None
 
     def gather_parameters(self, runtime: RankRuntime) -> None:
         """Every rank has all parameters and buffers again."""
@@ -137,7 +138,7 @@ class TrainSession:
         if new.shards is not None:
             new.shards.attach()
         assert old.update is not None
-        new.make_update(old.update.handed_over)
+        new.make_update(old.update.state())
         self.runtime = new
         if self.world.device.type == "cuda":
             del old
@@ -177,12 +178,12 @@ class TrainSession:
     def forget_plan(self, *, keep_optimizer: bool = True) -> None:
         """The plan goes; the optimizer's state stays, unless it is to start anew."""
         if not keep_optimizer:
-            self._state = UpdateState()
+            self._state = None
         if self.runtime is None:
             return
         self.runtime.close()
         if keep_optimizer and self.runtime.update is not None:
-            self._state = self.runtime.update.gathered()
+            self._state = self.runtime.update.state(to_host=True)
         if self.runtime.shards is not None:
             self.runtime.shards.release()
         for parameter in self.runtime.weights.parameters:
