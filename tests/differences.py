@@ -124,7 +124,7 @@ PATCHES: dict[str, Callable[[], Any]] = {  # what Spindle makes of it otherwise 
     "workload": lambda: patched("bind", with_other_name),
     "profile": lambda: patched("local_profile", lambda profile: replace(profile, overlap=3.0)),
     "plan": lambda: patched("lower", with_other_plan),
-    "program": lambda: patched("lower", lambda program: replace(program, holders=((0, (0, 1)),))),
+    "program": lambda: patched("lower", lambda program: replace(program, owning_ranks=((0, (0, 1)),))),
     "shapes": lambda: mock.patch.object(ShapeInference, "of", changed_method(ShapeInference.of)),
 }
 

@@ -289,7 +289,7 @@ def places_of(modules: nn.ModuleDict, case: Case) -> dict[str, list[int]]:
     return places
 
 
-def holders_of(
+def owning_ranks_of(
     modules: nn.ModuleDict, made: Pipeline, places: dict[str, list[int]], case: Case
 ) -> dict[int, tuple[int, ...]]:
     """The ranks that have each parameter, in every replica, whatever a step's microbatches need."""
@@ -406,7 +406,7 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
             profile = profile_of(made.graph, num_ranks)
             plan = replace(random_plan(profile, places, case, step), shard_optimizer=case.shards)
             check(plan, profile)
-            program = lower(plan, profile, holders=holders_of(ours, made, places, case))
+            program = lower(plan, profile, owning_ranks=owning_ranks_of(ours, made, places, case))
             verify(program, profile)
             axes = dict.fromkeys(batches, (None,) * 99)
             if case.shards:

@@ -42,7 +42,7 @@ def test_microbatches_have_the_numbers_of_turns(pool, name, num_ranks, plan):
 def job(number=0, evaluations=300, **named):
     profile = batch((24, 7, 0, 30, 12, 19), **named)
     layout = pipeline_layout(batch((24, 7, 0, 30, 12, 19)), 4)
-    return Job(number=number, profile=profile, layout=layout, holders={}, effort=Effort(evaluations=evaluations))
+    return Job(number=number, profile=profile, layout=layout, owning_ranks={}, effort=Effort(evaluations=evaluations))
 
 
 @pytest.fixture

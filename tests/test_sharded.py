@@ -180,7 +180,7 @@ def test_a_rank_sees_the_flags_and_the_sum_of_its_part():
     bucket[0].grad, bucket[2].grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([5.0, 6.0, 7.0])
     assert gradients.gathered(0).tolist() == [1, 2, 3, 4, 1, 0, 1, 0, 5, 6, 7, 1, 0, 1]
     assert all(one.grad is None for one in bucket)
-    gradients.spread(0, gradients.holders(0))
+    gradients.spread(0, gradients.num_contributors(0))
     assert flat.owned[1].grad is None
     assert flat.owned[2].grad.tolist() == [5, 6, 7]
     with torch.no_grad():
@@ -198,7 +198,7 @@ def test_zeros_for_what_no_gradient_reaches_are_none_in_every_part():
     for one in bucket:
         one.grad = torch.zeros(4)
     gradients.gathered(0, {id(bucket[0])})
-    assert gradients.holders(0) == [0, 1]
+    assert gradients.num_contributors(0) == [0, 1]
 
 
 def test_a_parameter_over_several_parts_has_a_place_of_its_own():

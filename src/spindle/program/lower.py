@@ -40,13 +40,13 @@ def lower(
     plan: Plan,
     profile: Profile,
     rows: Mapping[str, int] | None = None,
-    holders: Mapping[int, tuple[int, ...]] | None = None,
+    owning_ranks: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Program:
     """The program of a legal plan; it does not check the plan again.
 
     `rows` gives the batch of a task for a step in which it is another than planned (a loader's short last one).
-    `holders` gives, by parameter, devices that keep it from step to step, though no slot of this plan may use it there:
-    they get its gradient, too.
+    `owning_ranks` gives, by parameter, devices that keep it from step to step, though no slot of this plan may use it
+    there: they get its gradient, too.
     """
     setting = setting_of(plan, profile)
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
@@ -73,8 +73,8 @@ def lower(
             Backward(slot=number, first=first, last=last, part=part) for part in parts for first, last in bounds
         ]
     ready = _ready(plan, chunks, backward_numbers)
-    holders = holders or {}
-    buckets = _buckets(plan, profile, setting, ops, instructions, ready, holders)
+    owning_ranks = owning_ranks or {}
+    buckets = _buckets(plan, profile, setting, ops, instructions, ready, owning_ranks)
     link_base = len(instructions)
     for number in range(len(links)):
         instructions += [Exchange(link=number, backward=False), Exchange(link=number, backward=True)]
@@ -112,7 +112,7 @@ def lower(
         slots=shapes,
         links=tuple(links),
         buckets=buckets,
-        holders=tuple(sorted(holders.items())),
+        owning_ranks=tuple(sorted(owning_ranks.items())),
     )
 
 
@@ -228,7 +228,7 @@ def _buckets(
     ops: list[int],
     instructions: list[Instruction],
     ready: dict[int, tuple[int, float]],
-    holders: Mapping[int, tuple[int, ...]],
+    owning_ranks: Mapping[int, tuple[int, ...]],
 ) -> tuple[Bucket, ...]:
     """Parameters with the same ranks and the same last word of backward, in the order in which they become ready.
 
@@ -249,7 +249,7 @@ def _buckets(
             after = tuple(sorted({backward for _, backward in uses}))
             degree = setting.tensor_degrees[ops[slots[0]]]
             for shard in range(degree):
-                groups[(slots, holders.get(parameter, ())), after, degree, shard].append(parameter)
+                groups[(slots, owning_ranks.get(parameter, ())), after, degree, shard].append(parameter)
 
     place = np.asarray(profile.cluster.place_in_island)
     ranks_of: dict[tuple[Users, int, int], Column] = {}

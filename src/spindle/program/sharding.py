@@ -190,7 +190,7 @@ def _tensor_places(program: Program, graph: MetaGraph) -> list[dict[int, tuple[i
             degree = shape.tensor_degree if graph.parameters[number].is_split else 1
             ranks = enumerate(shape.ranks.tolist())
             places[number].update((rank, (position % degree, degree)) for position, rank in ranks)
-    for number, owning_ranks in program.holders:
+    for number, owning_ranks in program.owning_ranks:
         degree = next((size for _, size in places[number].values()), 1)
         for position, rank in enumerate(owning_ranks):
             places[number].setdefault(rank, (position % degree, degree))

@@ -146,24 +146,24 @@ class Gradients:
         """Whether this rank had all of a bucket's gradients when they were last gathered."""
         return all(self._flags[bucket][0])
 
-    def holders(self, bucket: int) -> list[float]:
+    def num_contributors(self, bucket: int) -> list[float]:
         """How many ranks have each gradient of a bucket, once it was summed. On a GPU this waits for it."""
         parts = self._flat(bucket).view(self._num_parts(bucket), -1)
         mine = parts[self._sharded[bucket].place if bucket in self._sharded else 0]
         found: list[float] = mine[-len(self._buckets[bucket]) :].tolist()
         return found
 
-    def spread(self, bucket: int, holders: Sequence[float] | None = None) -> None:
+    def spread(self, bucket: int, num_contributors: Sequence[float] | None = None) -> None:
         """Parameters, or this rank's parts of them, take a bucket's gradients as they are now, but for those that no
         rank has, as far as that is known."""
-        holders = holders if holders is not None else [1.0] * len(self._buckets[bucket])
+        num_contributors = num_contributors if num_contributors is not None else [1.0] * len(self._buckets[bucket])
         if bucket in self._sharded:
             flat = self._sharded[bucket]
-            for parameter, count, part in zip(flat.parameters, holders, flat.owned, strict=True):
+            for parameter, count, part in zip(flat.parameters, num_contributors, flat.owned, strict=True):
                 if part is not None:
                     part.grad = self._part(parameter, flat.place).view(part.shape) if count else None
             return
-        for parameter, count in zip(self._buckets[bucket], holders, strict=True):
+        for parameter, count in zip(self._buckets[bucket], num_contributors, strict=True):
             whole = self._standing[id(parameter)].whole
             assert whole is not None
             if not count:

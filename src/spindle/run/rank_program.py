@@ -235,7 +235,7 @@ def tensor_groups(shape: SlotShape) -> list[tuple[int, ...]]:
 
 def held_parameters(program: Program, graph: MetaGraph, rank: int) -> frozenset[int]:
     """Positions of the parameters that a rank's slots use, or that it keeps from step to step."""
-    held = {number for number, ranks in program.holders if rank in ranks}
+    held = {number for number, ranks in program.owning_ranks if rank in ranks}
     for shape, slot in zip(program.slots, program.plan.slots, strict=True):
         if rank in shape.ranks.tolist():
             for layer in graph.metaops[shape.op].parameters[slot.first : slot.last]:

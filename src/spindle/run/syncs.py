@@ -136,7 +136,7 @@ class Syncs:
             watch.end[position] = watch.now()
             # Reading the flags waits for the GPU.
             is_certain = is_replayed and self.gradients.has_all(one)
-            self.gradients.spread(one, self.gradients.holders(one) if not is_certain else None)
+            self.gradients.spread(one, self.gradients.num_contributors(one) if not is_certain else None)
         step.syncs.clear()
         for parameter in self._unreached(step.micro_step.tasks) if step.micro_step.is_last else ():
             # Zeros from another rank are no gradient: one process would have none.

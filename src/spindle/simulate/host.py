@@ -27,7 +27,7 @@ def with_hosts(
 ) -> tuple[Instances, Costs]:
     """Instances and costs with the hosts' behind them."""
     computes = np.flatnonzero(instances.lane == COMPUTE)  # rank by rank, in the order of their programs
-    count, first_host, first_meeting = len(computes), instances.num_instances, instances.num_meetings
+    count, first_host, first_rendezvous = len(computes), instances.num_instances, instances.num_rendezvous
     hosts = first_host + np.arange(count)
     rank = instances.rank[computes]
     source = np.repeat(np.arange(first_host), np.diff(instances.follower_starts))
@@ -59,11 +59,11 @@ def with_hosts(
         num_needs=np.bincount(all_targets, minlength=first_host + count),
         follower_starts=follower_starts,
         followers=followers,
-        meeting_starts=_one_more_each(instances.meeting_starts, count),
-        meetings=np.concatenate([instances.meetings, first_meeting + np.arange(count)]),
+        rendezvous_starts=_one_more_each(instances.rendezvous_starts, count),
+        rendezvous_ids=np.concatenate([instances.rendezvous_ids, first_rendezvous + np.arange(count)]),
         member_starts=_one_more_each(instances.member_starts, count),
         members=np.concatenate([instances.members, hosts]),
-        meeting_instruction=np.concatenate([instances.meeting_instruction, instances.instruction[computes]]),
+        rendezvous_instruction=np.concatenate([instances.rendezvous_instruction, instances.instruction[computes]]),
     )
     return widened, replace(
         costs,

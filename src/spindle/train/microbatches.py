@@ -174,7 +174,7 @@ class Microbatches:
             for variant, one in examples.items()
         }
         self._scales: dict[tuple[str, int], dict[int, float]] = {}
-        self.holders: dict[int, tuple[int, ...]] = {}
+        self.owning_ranks: dict[int, tuple[int, ...]] = {}
         self._planning: Planning | None = None
         self._numbers: dict[Key, int] = {}  # of what is being planned
         self._kept: dict[Key, tuple[Program, bool]] = {}
@@ -216,7 +216,7 @@ class Microbatches:
             self._planning = Planning()
         effort = Effort(seed=self._seed, evaluations=EVALUATIONS, time_limit_s=time_limit_s)
         self._planning.ask(
-            Job(number=self._count, profile=profile, layout=self.layout, holders=self.holders, effort=effort)
+            Job(number=self._count, profile=profile, layout=self.layout, owning_ranks=self.owning_ranks, effort=effort)
         )
         self._numbers[key] = self._count
         self._count += 1

@@ -23,7 +23,7 @@ from spindle.measure import local_profile, measure_update
 from spindle.models import plan_inside, split_dims
 from spindle.plan import Plan, check, parse_plan, read_plan
 from spindle.planners import Effort, make_plan
-from spindle.planners.pipeline import Layout, holders_in, pipeline_layout, plan_pipeline
+from spindle.planners.pipeline import Layout, owning_ranks_in, pipeline_layout, plan_pipeline
 from spindle.profile import Profile, ProfileRequest, fitting, profile_request, read_profile, write_profile
 from spindle.program import Program, lower, main_replicas, optimizer_sharding, verify
 from spindle.run import Executor, OpCode, ShapeInference, World
@@ -107,11 +107,11 @@ class RankRuntime:
         plan: Plan,
         options: Options,
         world: World,
-        holders: Mapping[int, tuple[int, ...]] | None = None,
+        owning_ranks: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
         self.bound, self.graph, self.code, self.profile = known.bound, known.graph, known.code, known.profile
         self.plan, self._options, self._world = plan, options, world
-        self.program = lower(plan, known.profile, holders=holders)
+        self.program = lower(plan, known.profile, owning_ranks=owning_ranks)
         compare(
             world, {"the workload": known.bound.workload, "the profile": known.profile, **_program_items(self.program)}
         )
@@ -384,8 +384,8 @@ def _prepare_pipeline(
             layout = pipeline_layout(known.profile, options.pipeline_ranks or world.size)
             found = layout, plan_pipeline(known.profile, layout, Effort(seed=options.seed, evaluations=1))
         layout, plan = world.broadcast_object(found)
-    holders = holders_in(known.graph, layout)
-    runtime = RankRuntime(known, plan, options, world, holders)
+    owning_ranks = owning_ranks_in(known.graph, layout)
+    runtime = RankRuntime(known, plan, options, world, owning_ranks)
     modules = [handle.module for handle in known.bound.handles.values()]
     microbatches = Microbatches(
         known.profile,
@@ -396,7 +396,7 @@ def _prepare_pipeline(
         is_first=world.rank == 0,
         seed=options.seed,
     )
-    microbatches.holders = holders
+    microbatches.owning_ranks = owning_ranks
     runtime.microbatches = microbatches
     return runtime
 

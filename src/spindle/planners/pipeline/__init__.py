@@ -9,7 +9,7 @@ from spindle.planners.pipeline.baselines import BASELINES, TaskVariants, baselin
 from spindle.planners.pipeline.chains import Chain, Layout
 from spindle.planners.pipeline.planner import pipeline_layout, plan_pipeline, search_pipeline
 from spindle.planners.pipeline.search import Found
-from spindle.planners.pipeline.stages import holders_in
+from spindle.planners.pipeline.stages import owning_ranks_in
 
 __all__ = [
     "BASELINES",
@@ -18,7 +18,7 @@ __all__ = [
     "Layout",
     "TaskVariants",
     "baseline_ways",
-    "holders_in",
+    "owning_ranks_in",
     "pipeline_layout",
     "plan_baseline",
     "plan_pipeline",

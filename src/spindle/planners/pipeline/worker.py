@@ -31,12 +31,12 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A step to plan; `holders` are devices that keep parameters from step to step, whatever a step uses."""
+    """A step to plan; `owning_ranks` are devices that keep parameters from step to step, whatever a step uses."""
 
     number: int
     profile: Profile
     layout: Layout
-    holders: Mapping[int, tuple[int, ...]]
+    owning_ranks: Mapping[int, tuple[int, ...]]
     effort: Effort
 
 
@@ -53,7 +53,7 @@ class Answer:
 def planned(job: Job, effort: Effort) -> Program:
     """The verified program of a job."""
     plan: Plan = plan_pipeline(job.profile, job.layout, effort)
-    program = lower(plan, job.profile, holders=job.holders)
+    program = lower(plan, job.profile, owning_ranks=job.owning_ranks)
     verify(program, job.profile)
     return program
 
