@@ -373,8 +373,10 @@ class Tidy(Executor):
     """Sees to it that nothing is left of a step's activations."""
 
     def _losses(self, step: Any) -> Any:
-        assert not any((step.inputs, step.outputs, step.arrivals, step.sending, step.later))
-        assert not any(piece.outputs or piece.inputs or piece.again for one in step.pieces.values() for piece in one)
+        assert not any((step.inputs, step.outputs, step.arrivals, step.sending, step.deferred))
+        assert not any(
+            piece.outputs or piece.inputs or piece.recompute for one in step.pieces.values() for piece in one
+        )
         return super()._losses(step)
 
 

@@ -407,7 +407,7 @@ def compare_steps(
             for task_name, paths in reached.items()
         },
     )
-    executor._captures = captures
+    executor.graph_cache.is_enabled = captures
     held = {names[number] for number in executor.held}
     for path, parameter in one.bound.parameters.items():
         parameter.data.copy_(one.weights[path] if path in held else torch.tensor(torch.nan))

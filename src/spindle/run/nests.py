@@ -1,9 +1,9 @@
-"""Nests of tensors and their rows: cut, joined, described.
+"""Pytrees of tensors and their rows: sliced, concatenated, described without values.
 
-Every leaf of a nest has a row axis, found by running the code on batches of two sizes: the dimension that grows with
-the batch. A leaf without one (a position table, a temperature) belongs to every row alike and is never cut. A dimension
-may hold several entries for each row (tokens of a flattened batch). A number that grows with the batch is a number of
-rows, or of such entries: it has an axis too, and is cut like a tensor of that length.
+Every leaf has a row axis, found by running the code on batches of two sizes: the dimension that grows with the batch. A
+leaf without one (a position table, a temperature) belongs to every row alike and is never sliced. A dimension may hold
+several entries per row (tokens of a flattened batch). An integer that grows with the batch counts rows, or such
+entries: it has an axis, too, and is sliced like a tensor of that length.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ _SAMPLES = 64
 
 
 def axes_of(small: Any, small_rows: int, large: Any, large_rows: int) -> tuple[Axes, bool]:
-    """The row axis of each leaf from the same nest at two numbers of rows, and whether some leaf mixes rows: it grows
-    in two dimensions (a similarity of all pairs), or not by whole rows."""
+    """The row axis of each leaf, from the same pytree at two numbers of rows, and whether any leaf mixes rows: it grows
+    in two dimensions (a similarity of all pairs), or not in proportion to the rows."""
     axes: list[int | None] = []
     mixes = False
-    few, many = tree_leaves(small), tree_leaves(large)
-    if len(few) != len(many):
-        return (None,) * len(many), True
-    for one, other in zip(few, many, strict=True):
-        if type(one) is int and type(other) is int:
-            axes.append(None if one == other else 0)
-            mixes |= one != other and one * large_rows != other * small_rows
+    small_leaves, large_leaves = tree_leaves(small), tree_leaves(large)
+    if len(small_leaves) != len(large_leaves):
+        return (None,) * len(large_leaves), True
+    for few, many in zip(small_leaves, large_leaves, strict=True):
+        if type(few) is int and type(many) is int:
+            axes.append(None if few == many else 0)
+            mixes |= few != many and few * large_rows != many * small_rows
             continue
-        if not isinstance(other, torch.Tensor) or not isinstance(one, torch.Tensor) or one.dim() != other.dim():
+        if not isinstance(many, torch.Tensor) or not isinstance(few, torch.Tensor) or few.dim() != many.dim():
             axes.append(None)
-            mixes |= isinstance(other, torch.Tensor) or one != other
+            mixes |= isinstance(many, torch.Tensor) or few != many
             continue
-        growing = [axis for axis in range(other.dim()) if one.shape[axis] != other.shape[axis]]
+        growing = [axis for axis in range(many.dim()) if few.shape[axis] != many.shape[axis]]
         axes.append(growing[0] if growing else None)
-        whole = all(one.shape[axis] * large_rows == other.shape[axis] * small_rows for axis in growing)
+        whole = all(few.shape[axis] * large_rows == many.shape[axis] * small_rows for axis in growing)
         mixes |= len(growing) > 1 or not whole
     return tuple(axes), mixes
 
 
 def cut(nest: Any, axes: Axes, num_rows: int, first: int, last: int) -> Any:
-    """Rows `[first, last)` of a nest that holds `num_rows`."""
+    """Rows `[first, last)` of a pytree of `num_rows` rows."""
     if first == 0 and last == num_rows:
         return nest
     leaves, spec = tree_flatten(nest)
@@ -66,7 +66,7 @@ def cut_leaf(leaf: Any, axis: int | None, num_rows: int, first: int, last: int) 
 
 @dataclass(frozen=True, slots=True)
 class LeafForm:
-    """A tensor without its values."""
+    """Shape, dtype and `requires_grad` of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -75,7 +75,7 @@ class LeafForm:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A nest without its tensors' values: for each leaf a LeafForm, or the leaf itself where it is no tensor."""
+    """A pytree without values: for each leaf a LeafForm, or the leaf itself where it is no tensor."""
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
@@ -95,7 +95,7 @@ def form_of(nest: Any, num_rows: int) -> Form:
 
 
 def form_with(form: Form, axes: Axes, rows: int) -> Form:
-    """The same form with so many rows."""
+    """The same form with another number of rows."""
     if form.num_rows == rows:
         return form
     leaves = [
@@ -108,8 +108,8 @@ def form_with(form: Form, axes: Axes, rows: int) -> Form:
 
 
 def form_to_bytes(form: Form) -> bytes:
-    """A form as a message: the nest itself with a LeafForm for each tensor, because nests' own descriptions change
-    with torch's versions."""
+    """A form as a message: the pytree itself with a LeafForm for each tensor, because a TreeSpec does not pickle across
+    versions of torch."""
     return pickle.dumps((tree_unflatten(list(form.leaves), form.spec), form.num_rows))
 
 
@@ -138,13 +138,13 @@ def plain(batch: Any) -> Any:
 
 
 def signature_of(batch: Any) -> int:
-    """48 bits that tell batches of different shapes apart."""
+    """A 48-bit digest of a batch's structure, shapes and dtypes."""
     form = form_of(batch, 0)
     return digest(repr((str(form.spec), form.leaves)))
 
 
 def fingerprint_of(batch: Any) -> int:
-    """48 bits from a few values of each tensor: batches that differ in them are not the same."""
+    """A 48-bit digest of a few values of each tensor: batches that differ in it are not the same."""
     parts: list[bytes] = []
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.numel():
@@ -155,21 +155,21 @@ def fingerprint_of(batch: Any) -> int:
 
 
 def digest(text: str | bytes) -> int:
-    """48 bits, which a float64 holds."""
+    """A 48-bit digest, which a float64 holds exactly."""
     return int.from_bytes(
         hashlib.blake2b(text if isinstance(text, bytes) else text.encode(), digest_size=6).digest(), "big"
     )
 
 
 def joined(parts: Sequence[tuple[int, torch.Tensor]], axis: int) -> torch.Tensor:
-    """Parts with their first rows as one tensor."""
+    """Concatenate parts, given with their first rows, in the order of rows."""
     if len(parts) == 1:
         return parts[0][1]
     return torch.cat([part for _, part in sorted(parts, key=lambda entry: entry[0])], dim=axis)
 
 
 def leaves_of(nest: Any) -> list[Any]:
-    """The leaves of a nest; most nests between layers are a tuple of tensors, for which torch's way takes long."""
+    """The leaves of a pytree; a fast path for a tuple of tensors, which is most of what passes between layers."""
     return list(nest) if _is_plain(nest) else tree_leaves(nest)
 
 
@@ -178,7 +178,7 @@ def _is_plain(nest: Any) -> bool:
 
 
 def as_leaves(nest: Any) -> Any:
-    """The same values, cut off from the graph that made them, collecting gradients where that one did."""
+    """Detach all leaves; those that required gradients are leaves of a new autograd graph."""
     if _is_plain(nest):
         return tuple(leaf.detach().requires_grad_(leaf.requires_grad) for leaf in nest)
     return tree_map(
@@ -187,7 +187,7 @@ def as_leaves(nest: Any) -> Any:
 
 
 def copied(nest: Any) -> Any:
-    """Copies that may be written to; gradients pass through."""
+    """Clone all tensors, so that they may be written to; gradients pass through."""
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, nest)
 
 

@@ -1,6 +1,7 @@
-"""What will cross cuts between layers, for batches of given shapes? Every rank infers it by itself, on tensors without
-values, so no shapes are sent; the loop compares digests of what ranks inferred. Layers that were seen with such an
-input are not run again.
+"""Shape inference: what will cross cuts between layers, for batches of given shapes.
+
+Every rank infers it by itself, on fake tensors, so that no shapes are sent; the training loop compares digests of what
+ranks have inferred. Results are cached by layer and input shapes.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ Cuts = dict[tuple[int, int], Form]  # by op and how many of its layers come befo
 
 
 class ShapeInference:
-    """Forms from program to program. To be made while modules have all their weights, of which it keeps the shapes."""
+    """Infers forms for all programs of a training. Made while modules have all their weights, whose shapes it keeps."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device, autocast: torch.dtype | None = None) -> None:
         self._modules, self._device, self._autocast = modules, device, autocast
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._swapped = [Swapped(module, self._mode, device) for module in modules]
         self._entered: ExitStack | None = None
-        # With what the key was made of, so that nothing else gets its address.
+        # With the functions whose ids are in the key, so that no other object gets these ids.
         self._known: dict[Any, tuple[Any, Form | None]] = {}
 
     def of(self, graph: MetaGraph, code: Sequence[OpCode], batches: Mapping[str, Any]) -> Cuts:
-        """What all layers of a graph give, on batches of which only the shapes matter. What depends on values is left
-        out, on all ranks alike."""
+        """The forms of all layers' outputs, for batches of which only the shapes matter. Outputs whose shapes depend on
+        values are left out, on all ranks alike."""
         cuts: Cuts = {}
-        given_by: dict[tuple[str, str | None], Form | None] = {}  # by calls, so far
+        given_by: dict[tuple[str, str | None], Form | None] = {}  # by task and call, so far
         forms = {task: form_of(batch, 0) for task, batch in batches.items()}
         with ExitStack() as without_values:
             for number in graph.order:
@@ -49,14 +50,14 @@ class ShapeInference:
                     glue = layers.arguments
                     given = [forms[op.task], *(given_by.get((op.task, source)) for source in layers.sources)]
                 for position, layer in enumerate(layers.layers):
-                    form = self._behind(layer, glue, given, op.batch_size or 1, without_values)
+                    form = self._output_form(layer, glue, given, op.batch_size or 1, without_values)
                     glue, given = None, [form]
                     if form is not None:
                         cuts[number, position + 1] = form
                 given_by[op.task, op.call] = given[0]
         return cuts
 
-    def _behind(
+    def _output_form(
         self,
         layer: LayerCode,
         glue: Callable[..., Any] | None,
@@ -64,16 +65,16 @@ class ShapeInference:
         num_rows: int,
         without_values: ExitStack,
     ) -> Form | None:
-        """The form of what a layer gives; None where it cannot be told."""
-        known = [one for one in given if one is not None]
+        """The form of a layer's output; None where it cannot be inferred."""
+        known = [form for form in given if form is not None]
         if len(known) < len(given):
             return None
         likeness = layer.likeness if layer.likeness is not None and glue is None else id(layer.run)
-        key = (likeness, id(glue), tuple((str(one.spec), one.leaves, one.num_rows) for one in known), num_rows)
+        key = (likeness, id(glue), tuple((str(form.spec), form.leaves, form.num_rows) for form in known), num_rows)
         if key not in self._known:
             if self._entered is not without_values:
                 self._enter(without_values)
-            self._known[key] = ((layer.run, glue), self._found(layer, glue, known, num_rows))
+            self._known[key] = ((layer.run, glue), self._infer(layer, glue, known, num_rows))
         return self._known[key][1]
 
     def _enter(self, without_values: ExitStack) -> None:
@@ -87,18 +88,18 @@ class ShapeInference:
         if self._autocast is not None:
             without_values.enter_context(torch.autocast(self._device.type, dtype=self._autocast))
 
-    def _found(
+    def _infer(
         self, layer: LayerCode, glue: Callable[..., Any] | None, given: Sequence[Form], num_rows: int
     ) -> Form | None:
-        first, *others = [self._nest(form) for form in given]
+        first, *outputs = [self._nest(form) for form in given]
         try:
-            args, kwargs = (first, {}) if glue is None else glue(first, *(one[0] for one in others))
+            args, kwargs = (first, {}) if glue is None else glue(first, *(output[0] for output in outputs))
             return form_of(layer.run(*(copied(args) if layer.writes_input else args), **kwargs), num_rows)
-        except Exception:  # the user's code, which may look at values
+        except Exception:  # user code that reads values
             return None
 
     def _nest(self, form: Form) -> Any:
-        """A nest of this form, without values."""
+        """A pytree of fake tensors of this form."""
         leaves = [
             torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device).requires_grad_(leaf.requires_grad)
             if isinstance(leaf, LeafForm)

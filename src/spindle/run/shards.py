@@ -1,7 +1,7 @@
-"""Parameters of which each rank updates a part: where they stand, and how the parts come together again.
+"""ZeRO-1: parameters of which each rank updates a part, and the all-gather of updated parts.
 
-The parameters of a bucket stand side by side in one piece of memory, which is cut into as many equal parts as the
-bucket has ranks, wherever that falls. To the optimizer, a rank's part of a parameter is a parameter of its own.
+The parameters of a bucket lie end to end in one flat tensor, which is cut into as many equal parts as the bucket has
+ranks, wherever that falls. To the optimizer, a rank's part of a parameter is a parameter of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spindle.run.world import World, wait
 
 
 class Flat:
-    """Parameters of one type and one bucket, side by side. They stand so once they were taken in."""
+    """The flat tensor of a bucket's parameters of one dtype, once they are attached."""
 
     def __init__(self, numbers: Sequence[int], parameters: Sequence[nn.Parameter], ranks: tuple[int, ...], rank: int):
         self.numbers, self.parameters, self.ranks, self.place = numbers, parameters, ranks, ranks.index(rank)
@@ -30,16 +30,16 @@ class Flat:
         return self._memory
 
     def attach(self) -> None:
-        """Moves parameters here; those that are here stay."""
+        """Move parameters into the flat tensor, unless they are there already."""
         sizes = [parameter.numel() for parameter in self.parameters]
-        one = self.parameters[0]
+        first = self.parameters[0]
         if self._memory is None:
             part_size, pieces = flat_pieces(sizes, len(self.ranks))
-            self._memory = torch.zeros(part_size * len(self.ranks), dtype=one.dtype, device=one.device)
+            self._memory = torch.zeros(part_size * len(self.ranks), dtype=first.dtype, device=first.device)
             mine = self._memory[self.place * part_size :]
-            for parameter, stretches in zip(self.parameters, pieces, strict=True):
+            for parameter, own_pieces in zip(self.parameters, pieces, strict=True):
                 owned = None
-                for piece in stretches:
+                for piece in own_pieces:
                     if piece.part == self.place:
                         updated = Slice(Slice.whole(parameter.shape).box, piece.first, piece.last)
                         owned = nn.Parameter(mine[piece.begin :][: updated.num_elements].view(updated.shape))
@@ -50,7 +50,7 @@ class Flat:
                 parameter.data = place.view_as(parameter)
 
     def release(self) -> None:
-        """Parameters get memory of their own again."""
+        """Give parameters memory of their own again."""
         for parameter in self.parameters if self._memory is not None else ():
             parameter.data = parameter.data.clone()
         self._memory = None
@@ -58,7 +58,7 @@ class Flat:
 
 
 class Shards:
-    """What one rank has of all sharded buckets of a program; all its executors share it."""
+    """The sharded buckets of one rank; all executors of a plan share them."""
 
     def __init__(self, program: Program, parameters: Sequence[nn.Parameter], world: World) -> None:
         self._world = world
@@ -70,7 +70,7 @@ class Shards:
             self.flats.append(
                 [Flat(numbers, [parameters[number] for number in numbers], ranks, world.rank) for numbers in by_dtype]
             )
-        self._gathers: dict[int, list[Request]] = {}  # by bucket, until they are waited for
+        self._gathers: dict[int, list[Request]] = {}  # in flight, by bucket
 
     def __iter__(self) -> Iterator[Flat]:
         return (flat for flats in self.flats for flat in flats)
@@ -96,7 +96,7 @@ class Shards:
                     owned.grad = None
 
     def start_gather(self, bucket: int) -> None:
-        """Parts were updated: they come together while other things go on."""
+        """Start to gather the updated parts of a bucket."""
         requests = [start_all_gather(flat.memory, flat.ranks, self._world) for flat in self.flats[bucket]]
         if requests:
             self._gathers[bucket] = requests
@@ -109,6 +109,6 @@ class Shards:
             wait(request)
 
     def settle(self) -> None:
-        """All parameters are as their last update left them."""
+        """Wait for all gathers in flight: every parameter then has the values of the last update."""
         for bucket in list(self._gathers):
             self.wait(bucket)

@@ -334,7 +334,7 @@ class Loop:
             is_watched = executor is runtime.main and number == 0
             is_timed = is_watched and (is_sampled or step in _WATCHED)
             if is_timed:
-                world.meet()  # a timeline needs a common start, as the simulator has
+                world.synchronize()  # a timeline needs a common start, as the simulator has
             given = {
                 taken[task]: copied_to(world.device, batch.nest) for task, batch in batches.items() if task in taken
             }
@@ -428,7 +428,7 @@ class Loop:
         executor = runtime.executor_of(graph, program)
         is_timed = is_sampled or step in _WATCHED
         if is_timed:
-            world.meet()
+            world.synchronize()
         given = {
             name: copied_to(world.device, micro_steps[micro_step][task].nest)
             for name, (task, micro_step) in places.items()
