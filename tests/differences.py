@@ -16,7 +16,7 @@ import spindle
 from courses import unmeasured
 from spindle.errors import TrainingError
 from spindle.profile import Profile
-from spindle.run.nests import LeafForm
+from spindle.run.pytrees import TensorMeta
 from spindle.run.shape_inference import ShapeInference
 from spindle.train import preparation
 from zoo import Tower
@@ -71,7 +71,7 @@ def with_other_name(bound: Any) -> Any:
 def with_other_shapes(cuts: Any) -> Any:
     (place, form), *rest = cuts.items()
     leaf = form.leaves[0]
-    other = replace(form, leaves=(LeafForm((1, 77), leaf.dtype, leaf.requires_grad), *form.leaves[1:]))
+    other = replace(form, leaves=(TensorMeta((1, 77), leaf.dtype, leaf.requires_grad), *form.leaves[1:]))
     return {place: other, **dict(rest)}
 
 

@@ -39,7 +39,7 @@ from spindle.plan.passes import pass_needs
 from spindle.profile import Curve, Profile, roofline_profile
 from spindle.program import lower, verify
 from spindle.run import Executor, LayerCode, LayersCode, LossCode, OpCode, ShapeInference, World
-from spindle.run.nests import signature_of
+from spindle.run.pytrees import signature_of
 from spindle.run.shards import Shards
 from spindle.workload import Call, Layer, LayerCost, Module, Parameter, Task, Workload
 
@@ -434,7 +434,7 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
         cuts = forms.of(made.graph, made.code, given) if case.forms else None
         mine = {task: batch for task, batch in given.items() if task in executor.reads}
         signatures = {task: signature_of(batch) for task, batch in given.items()}
-        losses, _ = executor.step(step, mine, signatures, own if case.shards else None, forms=cuts)
+        losses, _ = executor.step(step, mine, signatures, own if case.shards else None, cuts=cuts)
         offloaded_bytes += executor.offloaded_bytes
         parts = torch.tensor(losses.tolist(), dtype=torch.float64)
         if num_ranks > 1:

@@ -27,7 +27,7 @@ from spindle.program import (
     state_sharding,
     verify,
 )
-from spindle.program.reshard import flows_between, share_bounds
+from spindle.program.row_flows import flows_between, share_bounds
 from spindle.simulate import simulate
 
 

@@ -27,7 +27,7 @@ from spindle.program.instructions import (
     SyncGradients,
 )
 from spindle.program.program import Bucket, Column, Flows, Lane, Link, Program, SlotShape, lane_from_pairs
-from spindle.program.reshard import common_scale, flows_between, same_place, share_bounds
+from spindle.program.row_flows import common_scale, flows_between, placement_key, share_bounds
 
 # Gradients are handed on while backward still runs; smaller chunks hide more and cost more messages. A small model is
 # handed on in a few of them. Where a collective was measured to take long beside its bytes, as many go at once as take
@@ -162,7 +162,7 @@ def _links(profile: Profile, ops: list[int], shapes: tuple[SlotShape, ...]) -> l
             # Groups of one size hand parts from member to member; others have to be whole in between.
             alike = giver.tensor_degree == taker.tensor_degree
             output_bytes = cost.cut_bytes_at(giver.tensor_degree) if alike else cost.output_bytes
-        key = (*same_place(giver), *same_place(taker))
+        key = (*placement_key(giver), *placement_key(taker))
         if key not in known:
             known[key] = (flows_between(giver, taker), flows_between(taker, giver))
         forward, backward = known[key]

@@ -28,7 +28,7 @@ from spindle.program.instructions import (
 from spindle.program.launch_order import launch_order
 from spindle.program.memory import Memory, refuse_overfull
 from spindle.program.program import Bucket, Column, Flows, Program, SlotShape
-from spindle.program.reshard import common_scale, same_place
+from spindle.program.row_flows import common_scale, placement_key
 from spindle.program.untimed import run_untimed
 
 
@@ -97,7 +97,7 @@ def _every_row_arrives(program: Program) -> None:
             (link.producer, link.consumer, link.forward, "activation"),
             (link.consumer, link.producer, link.backward, "gradient"),
         ):
-            key = (*same_place(program.slots[giver]), *same_place(program.slots[taker]), id(flows))
+            key = (*placement_key(program.slots[giver]), *placement_key(program.slots[taker]), id(flows))
             if key in right:
                 continue
             right.add(key)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from spindle.run.nests import takes_gradient
+from spindle.run.pytrees import takes_gradient
 
 Gradient = torch.Tensor | None
 

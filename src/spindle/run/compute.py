@@ -18,8 +18,8 @@ from spindle.run.backward_split import run_input_part
 from spindle.run.graph_cache import GraphCache
 from spindle.run.graphs import Chunk, Made
 from spindle.run.losses import loss_part
-from spindle.run.nests import Axes, LeafForm, as_leaves, copied, cut, cut_leaf, joined, leaves_of, takes_gradient
 from spindle.run.op_code import LayerCode, LayersCode, LossCode
+from spindle.run.pytrees import Axes, TensorMeta, as_leaves, copied, cut, cut_leaf, joined, leaves_of, takes_gradient
 from spindle.run.rank_program import LinkEnd, RankProgram, RankSlot
 from spindle.run.recompute_offload import HostOffload, Run, checkpointed, copy_buffers, with_buffers
 from spindle.run.step import Piece, Step, Watch
@@ -49,20 +49,20 @@ class Compute:
         self.offload = HostOffload()
 
     def forward(self, step: Step, slot: RankSlot, watch: Watch, position: int) -> None:
-        nests = {link.source: self._input(step, link, watch) for link in slot.inputs} if slot.rows else {}
+        trees = {link.source: self._input(step, link, watch) for link in slot.inputs} if slot.rows else {}
         watch.start[position] = watch.now()
         if slot.rows == 0 and not isinstance(slot.code, LossCode):
             return
         if step.graphs is not None and step.graphs.has(slot):
             for first, _ in slot.chunks:
                 self._syncs.wait_for_parameters(slot.number, first, watch)
-            nests, made = step.graphs.forward(
-                slot, nests, lambda inputs: self._compute(step, slot, inputs, watch), self._seeds(step, slot)
+            trees, made = step.graphs.forward(
+                slot, trees, lambda inputs: self._compute(step, slot, inputs, watch), self._seeds(step, slot)
             )
         else:
-            made = self._compute(step, slot, nests, watch)
+            made = self._compute(step, slot, trees, watch)
         for link in slot.inputs if slot.rows else ():
-            leaves = leaves_of(nests[link.source])
+            leaves = leaves_of(trees[link.source])
             step.inputs[link.number] = [leaf if takes_gradient(leaf) else None for leaf in leaves]
         step.pieces[slot.number] = made.pieces
         if isinstance(slot.code, LossCode):
@@ -70,10 +70,10 @@ class Compute:
         else:
             step.outputs[slot.number] = made.outputs
 
-    def _compute(self, step: Step, slot: RankSlot, nests: dict[str, Any], watch: Watch) -> Made:
+    def _compute(self, step: Step, slot: RankSlot, trees: dict[str, Any], watch: Watch) -> Made:
         """Run a slot's forward pass on its inputs."""
         with self._casting():
-            return self._compute_as_is(step, slot, nests, watch)
+            return self._compute_as_is(step, slot, trees, watch)
 
     def _casting(self) -> Any:
         if self._autocast is None:
@@ -83,17 +83,17 @@ class Compute:
             self._world.device.type, dtype=self._autocast, cache_enabled=not self._graph_cache.is_enabled
         )
 
-    def _compute_as_is(self, step: Step, slot: RankSlot, nests: dict[str, Any], watch: Watch) -> Made:
+    def _compute_as_is(self, step: Step, slot: RankSlot, trees: dict[str, Any], watch: Watch) -> Made:
         if isinstance(slot.code, LayersCode):
-            return self._run_layers(step, slot, slot.code, nests, watch)
+            return self._run_layers(step, slot, slot.code, trees, watch)
         if slot.code.is_random:
             self._seed(step, slot, slot.first_layer)
         batch = self._batch(step, slot) if slot.rows else None
         whole = step.batches[slot.task] if step.check_losses and slot.task not in step.held else None
-        loss = loss_part(slot.code, slot, batch, nests, self._world, check_with=whole)
+        loss = loss_part(slot.code, slot, batch, trees, self._world, check_with=whole)
         return Made([Piece(inputs=(), outputs=loss)], loss)
 
-    def _run_layers(self, step: Step, slot: RankSlot, code: LayersCode, nests: dict[str, Any], watch: Watch) -> Made:
+    def _run_layers(self, step: Step, slot: RankSlot, code: LayersCode, trees: dict[str, Any], watch: Watch) -> Made:
         pieces = []
         values: Any = None
         members = TensorParallelGroup(self._world, slot.group) if len(slot.group) > 1 else None
@@ -103,7 +103,7 @@ class Compute:
             if values is not None:
                 inputs = values = as_leaves(values)
             elif not (slot.begins_call and code.arguments is not None):
-                (values,) = nests.values()
+                (values,) = trees.values()
             is_open = False  # whether layers have run since the last piece
             for number, layer in enumerate(code.layers[first:last], start=first):
                 if layer.is_random:
@@ -114,7 +114,7 @@ class Compute:
                 if values is None:
                     # The glue code that makes a call's arguments is part of its first layer.
                     run = _behind(code.arguments, run)
-                    args = (self._batch(step, slot), *(nests[source][0] for source in code.sources))
+                    args = (self._batch(step, slot), *(trees[source][0] for source in code.sources))
                 is_recomputed = number - slot.first < slot.recomputed
                 if layer.writes_input and (is_recomputed or not is_open):
                     run = _on_copies(run)
@@ -169,10 +169,10 @@ class Compute:
         return {layer: self._seed_at(step, slot, layer) for layer in layers}
 
     def _batch(self, step: Step, slot: RankSlot) -> Any:
-        nest, axes = step.batches[slot.task], self._batch_axes[slot.task]
+        tree, axes = step.batches[slot.task], self._batch_axes[slot.task]
         if slot.task not in step.held:
-            return cut(nest, axes, slot.num_rows, slot.begin, slot.end)
-        leaves, spec = tree_flatten(nest)
+            return cut(tree, axes, slot.num_rows, slot.begin, slot.end)
+        leaves, spec = tree_flatten(tree)
         # Leaves that this slot does not read may be here for another slot, with other rows.
         parts = [
             cut_leaf(leaf, axis, last - first, slot.begin - first, slot.end - first)
@@ -189,10 +189,10 @@ class Compute:
         slot = self._rank_program.slots[link.consumer]
         arrivals = self._transfers.arrived(step, link, False, watch)
         if link.local is None:
-            form = self._transfers.form_of(step, link)
-            local: list[Any] = [None] * len(form.leaves)
-            leaves_to_join: list[Any] = list(form.leaves)
-            spec, producer_rows = form.spec, form.num_rows
+            meta = self._transfers.meta_of(step, link)
+            local: list[Any] = [None] * len(meta.leaves)
+            leaves_to_join: list[Any] = list(meta.leaves)
+            spec, producer_rows = meta.spec, meta.num_rows
         else:
             producer = self._rank_program.slots[link.producer]
             local, spec = tree_flatten(step.outputs[link.producer])
@@ -200,7 +200,7 @@ class Compute:
             first, last = link.local[0] - producer.begin, link.local[1] - producer.begin
         leaves: list[Any] = []
         for number, (leaf, axis) in enumerate(zip(leaves_to_join, link.axes, strict=True)):
-            if not isinstance(leaf, torch.Tensor | LeafForm):
+            if not isinstance(leaf, torch.Tensor | TensorMeta):
                 leaves.append(cut_leaf(leaf, axis, producer_rows, 0, slot.rows))
                 continue
             parts: list[tuple[int, torch.Tensor]] = []

@@ -29,8 +29,8 @@ from spindle.program import (
 )
 from spindle.run.compute import Compute
 from spindle.run.graph_cache import GraphCache
-from spindle.run.nests import Axes, Form
 from spindle.run.op_code import LossCode, OpCode
+from spindle.run.pytrees import Axes, PytreeMeta
 from spindle.run.rank_program import held_parameters, rank_program_of, tensor_groups
 from spindle.run.shards import Shards
 from spindle.run.step import Losses, MicroStep, Pace, Step, Watch
@@ -117,14 +117,14 @@ class Executor:
         *,
         micro_step: MicroStep | None = None,
         held: Mapping[str, tuple[tuple[int, int], ...]] | None = None,
-        forms: Mapping[tuple[int, int], Form] | None = None,
+        cuts: Mapping[tuple[int, int], PytreeMeta] | None = None,
         check_losses: bool = False,
         timed: bool = True,
     ) -> tuple[Losses, Watch]:
         """Run a step, or one micro-step of it, on whole batches, of which each slot takes its rows.
 
         `signatures` tell the shapes of all tasks' batches; a task without one is left out. For a batch of which this
-        rank has only some rows, `held` has the rows of each leaf. `forms` has, by op and number of layers, the shapes
+        rank has only some rows, `held` has the rows of each leaf. `cuts` has, by op and number of layers, the shapes
         that cross that cut; all ranks must give the same ones, or none, in which case senders tell receivers. The last
         micro-step synchronises gradients and runs the optimizer.
         Returns this rank's parts of the tasks' losses, which add up over ranks, and the times of a timed step.
@@ -135,7 +135,7 @@ class Executor:
             signatures=signatures,
             check_losses=check_losses,
             held=held or {},
-            forms=forms or {},
+            cuts=cuts or {},
             new=self._transfers.new(signatures),
             micro_step=micro_step or MicroStep(tasks=frozenset(signatures)),
             next_in=[0] * len(self._lanes),
@@ -169,7 +169,7 @@ class Executor:
                     case Forward(slot=slot):
                         self._compute.forward(step, self._rank_program.slots[slot], watch, position)
                         step.forwarded.add(slot)
-                        self._transfers.send_forms(step, self._rank_program.slots[slot])
+                        self._transfers.send_metadata(step, self._rank_program.slots[slot])
                     case Backward(slot=slot, first=first):
                         self._compute.backward(step, self._rank_program.slots[slot], instruction, watch, position)
                         step.done_chunks.add(position)
@@ -245,7 +245,7 @@ class Executor:
         """Launch what precedes an instruction in the common launch order, once the shapes to be received are known."""
         while step.next_in[0] < self._launched_before.get(position, 0):
             operation = self._lanes[0][step.next_in[0]]
-            is_launched = self._launch(step, watch, operation, wait_for_forms=True)
+            is_launched = self._launch(step, watch, operation, wait_for_metadata=True)
             assert is_launched, "launch_order puts what an operation needs before it"
             step.next_in[0] += 1
 
@@ -275,7 +275,7 @@ class Executor:
             before[position] = max(ends)
         return before
 
-    def _launch(self, step: Step, watch: Watch, position: int, *, wait_for_forms: bool = False) -> bool:
+    def _launch(self, step: Step, watch: Watch, position: int, *, wait_for_metadata: bool = False) -> bool:
         """Launch an operation unless this step skips it. Returns False where it cannot be launched yet."""
         instruction = self.program.instructions[position]
         if not self._is_on(step, instruction):
@@ -284,7 +284,7 @@ class Executor:
         match instruction:
             case Exchange(link=link, backward=backward):
                 end = self._rank_program.links[link]
-                is_launched = self._transfers.post(step, end, backward, wait_for_forms=wait_for_forms)
+                is_launched = self._transfers.post(step, end, backward, wait_for_metadata=wait_for_metadata)
             case SyncGradients(bucket=bucket):
                 if not step.micro_step.is_last:
                     return True

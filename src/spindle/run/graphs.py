@@ -34,12 +34,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from spindle.errors import TrainingError
 from spindle.run.gradients import Gradients
-from spindle.run.nests import takes_gradient
 from spindle.run.op_code import LossCode
+from spindle.run.pytrees import takes_gradient
 from spindle.run.rank_program import RankSlot
 from spindle.run.step import Piece
 
-Nests = dict[str, Any]
+Trees = dict[str, Any]
 RANDOM_LAYERS = True  # whether layers that draw random numbers are captured
 _ROUNDING = 0.05  # largest rounding error relative to a tensor's norm, in bfloat16
 
@@ -66,8 +66,8 @@ class _Slot:
     """A captured slot; backward graphs are by the first layer of their chunk."""
 
     forward: torch.cuda.CUDAGraph
-    compute: Callable[[Nests], Made] | None  # until its backward passes are captured
-    nests: Nests
+    compute: Callable[[Trees], Made] | None  # until its backward passes are captured
+    trees: Trees
     made: Made  # with its autograd graph until then
     generators: dict[int, torch.Generator]  # by layer that draws random numbers
     backward: dict[int, _Backward] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class Graphs:
         self.ran_out_of_memory = False
         self._memory, self._evict = memory, evict
         self._generators: dict[int, torch.Generator] | None = None  # of the slot being captured, by layer
-        self._batches = {task: tree_map(_copied, nest) for task, nest in batches.items()}
+        self._batches = {task: tree_map(_copied, tree) for task, tree in batches.items()}
         self._slots: dict[int, _Slot] = {}
         self._written: set[int] = set()
         self.is_complete = False  # whether the capturing step is finished
@@ -141,7 +141,7 @@ class Graphs:
 
     def batches(self, batches: Mapping[str, Any]) -> Mapping[str, Any]:
         """Copy batches to the memory from which the graphs read."""
-        return {task: _put(self._batches[task], nest) for task, nest in batches.items()}
+        return {task: _put(self._batches[task], tree) for task, tree in batches.items()}
 
     @property
     def num_slots(self) -> int:
@@ -182,21 +182,21 @@ class Graphs:
     def forward(
         self,
         slot: RankSlot,
-        nests: Nests,
-        compute: Callable[[Nests], Made],
+        trees: Trees,
+        compute: Callable[[Trees], Made],
         seeds: Mapping[int, int],
-    ) -> tuple[Nests, Made]:
+    ) -> tuple[Trees, Made]:
         """Run a slot's forward pass. Returns the inputs that will get gradients, and the results. `seeds` are those of
         its random layers in this step."""
         captured = self._slots.get(slot.number)
         if captured is not None:
-            for source, nest in nests.items():
-                _put(captured.nests[source], nest)
+            for source, tree in trees.items():
+                _put(captured.trees[source], tree)
             for layer, seed in seeds.items():
                 captured.generators[layer].manual_seed(seed)
             captured.forward.replay()
-            return captured.nests, captured.made
-        nests = {source: tree_map(_writable, nest) for source, nest in nests.items()}
+            return captured.trees, captured.made
+        trees = {source: tree_map(_writable, tree) for source, tree in trees.items()}
         graph = torch.cuda.CUDAGraph()
         generators: dict[int, torch.Generator] = {}
         on_host = _host_generators()
@@ -207,14 +207,14 @@ class Graphs:
                 graph.register_generator_state(generators[layer])
             self._generators = generators
             with capturing(graph, self._memory.handle):
-                made = compute(nests)
+                made = compute(trees)
                 if _host_generators() != on_host:
                     raise TrainingError("it draws random numbers on the host")
             self._generators = None
             for layer, seed in seeds.items():
                 generators[layer].manual_seed(seed)
             graph.replay()
-            if seeds and not _draws_same_numbers(slot, made, lambda: compute(nests)):
+            if seeds and not _draws_same_numbers(slot, made, lambda: compute(trees)):
                 raise TrainingError("it draws other random numbers in a graph")
         except Exception as error:
             self._refuse(slot, error)
@@ -223,9 +223,9 @@ class Graphs:
             self._generators = None
         if failed:
             gc.collect()  # torch 2.11's checkpoint keeps its hooks until its frames are freed, which the error held
-            return nests, compute(nests)
-        self._slots[slot.number] = _Slot(graph, compute, nests, made, generators)
-        return nests, Made(made.pieces, tree_map(_detached, made.outputs))
+            return trees, compute(trees)
+        self._slots[slot.number] = _Slot(graph, compute, trees, made, generators)
+        return trees, Made(made.pieces, tree_map(_detached, made.outputs))
 
     def backward(
         self,
@@ -255,7 +255,7 @@ class Graphs:
                 self.is_spoiled = True
                 assert captured.compute is not None
                 with _buffers_restored(slot):
-                    captured.made.pieces[:] = captured.compute(captured.nests).pieces
+                    captured.made.pieces[:] = captured.compute(captured.trees).pieces
                 del self._slots[slot.number]
                 return False
             if is_last:

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from spindle.errors import TrainingError
-from spindle.run.nests import detached, on_device
 from spindle.run.op_code import LossCode
+from spindle.run.pytrees import detached, on_device
 from spindle.run.rank_program import RankSlot
 from spindle.run.world import World, peers
 
 
 def loss_part(
-    code: LossCode, slot: RankSlot, batch: Any, nests: dict[str, Any], world: World, check_with: Any = None
+    code: LossCode, slot: RankSlot, batch: Any, trees: dict[str, Any], world: World, check_with: Any = None
 ) -> torch.Tensor:
     """This rank's part of a task's loss, over its rows; the parts of all ranks add up to the loss.
 
@@ -24,7 +24,7 @@ def loss_part(
     """
     result: Any = torch.zeros((), device=world.device)
     count: Any = torch.zeros((), dtype=torch.float64, device=world.device)
-    outputs = [nests[source][0] for source in code.sources] if slot.rows else []
+    outputs = [trees[source][0] for source in code.sources] if slot.rows else []
     if slot.rows:
         result = code.loss(batch, *outputs)
         if code.is_mean:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from spindle.models import Styled
-from spindle.run.nests import Axes
+from spindle.run.pytrees import Axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from typing import Any
 from spindle.graph import MetaGraph
 from spindle.program import Backward, Flows, Program, SlotShape, launch_order, launches_collectives
 from spindle.program.instructions import COMPUTE, SYNC, TRANSFER
-from spindle.run.nests import Axes
 from spindle.run.op_code import LayersCode, LossCode, OpCode
+from spindle.run.pytrees import Axes
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,15 @@ from torch.utils._pytree import tree_unflatten
 
 from spindle.graph import MetaGraph
 from spindle.models import Swapped, as_when_compiling, keep_state
-from spindle.run.nests import Form, LeafForm, copied, form_of
 from spindle.run.op_code import LayerCode, LayersCode, OpCode
+from spindle.run.pytrees import PytreeMeta, TensorMeta, copied, pytree_meta
 
-Cuts = dict[tuple[int, int], Form]  # by op and how many of its layers come before
+Cuts = dict[tuple[int, int], PytreeMeta]  # by op and how many of its layers come before
 
 
 class ShapeInference:
-    """Infers forms for all programs of a training. Made while modules have all their weights, whose shapes it keeps."""
+    """Infers shapes for all programs of a training. Made while modules have all their weights, whose shapes it
+    keeps."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device, autocast: torch.dtype | None = None) -> None:
         self._modules, self._device, self._autocast = modules, device, autocast
@@ -32,45 +33,45 @@ class ShapeInference:
         self._swapped = [Swapped(module, self._mode, device) for module in modules]
         self._entered: ExitStack | None = None
         # With the functions whose ids are in the key, so that no other object gets these ids.
-        self._known: dict[Any, tuple[Any, Form | None]] = {}
+        self._known: dict[Any, tuple[Any, PytreeMeta | None]] = {}
 
     def of(self, graph: MetaGraph, code: Sequence[OpCode], batches: Mapping[str, Any]) -> Cuts:
-        """The forms of all layers' outputs, for batches of which only the shapes matter. Outputs whose shapes depend on
-        values are left out, on all ranks alike."""
+        """The metadata of all layers' outputs, for batches of which only the shapes matter. Outputs whose shapes depend
+        on values are left out, on all ranks alike."""
         cuts: Cuts = {}
-        given_by: dict[tuple[str, str | None], Form | None] = {}  # by task and call, so far
-        forms = {task: form_of(batch, 0) for task, batch in batches.items()}
+        given_by: dict[tuple[str, str | None], PytreeMeta | None] = {}  # by task and call, so far
+        batch_metas = {task: pytree_meta(batch, 0) for task, batch in batches.items()}
         with ExitStack() as without_values:
             for number in graph.order:
                 op, layers = graph.metaops[number], code[number]
-                if not isinstance(layers, LayersCode) or op.task not in forms:
+                if not isinstance(layers, LayersCode) or op.task not in batch_metas:
                     continue
                 glue, given = None, [given_by.get((op.task, op.call))]
                 if op.first_layer == 0 and layers.arguments is not None:
                     glue = layers.arguments
-                    given = [forms[op.task], *(given_by.get((op.task, source)) for source in layers.sources)]
+                    given = [batch_metas[op.task], *(given_by.get((op.task, source)) for source in layers.sources)]
                 for position, layer in enumerate(layers.layers):
-                    form = self._output_form(layer, glue, given, op.batch_size or 1, without_values)
-                    glue, given = None, [form]
-                    if form is not None:
-                        cuts[number, position + 1] = form
+                    meta = self._output_meta(layer, glue, given, op.batch_size or 1, without_values)
+                    glue, given = None, [meta]
+                    if meta is not None:
+                        cuts[number, position + 1] = meta
                 given_by[op.task, op.call] = given[0]
         return cuts
 
-    def _output_form(
+    def _output_meta(
         self,
         layer: LayerCode,
         glue: Callable[..., Any] | None,
-        given: Sequence[Form | None],
+        given: Sequence[PytreeMeta | None],
         num_rows: int,
         without_values: ExitStack,
-    ) -> Form | None:
-        """The form of a layer's output; None where it cannot be inferred."""
-        known = [form for form in given if form is not None]
+    ) -> PytreeMeta | None:
+        """The metadata of a layer's output; None where it cannot be inferred."""
+        known = [meta for meta in given if meta is not None]
         if len(known) < len(given):
             return None
         likeness = layer.likeness if layer.likeness is not None and glue is None else id(layer.run)
-        key = (likeness, id(glue), tuple((str(form.spec), form.leaves, form.num_rows) for form in known), num_rows)
+        key = (likeness, id(glue), tuple((str(meta.spec), meta.leaves, meta.num_rows) for meta in known), num_rows)
         if key not in self._known:
             if self._entered is not without_values:
                 self._enter(without_values)
@@ -89,21 +90,21 @@ class ShapeInference:
             without_values.enter_context(torch.autocast(self._device.type, dtype=self._autocast))
 
     def _infer(
-        self, layer: LayerCode, glue: Callable[..., Any] | None, given: Sequence[Form], num_rows: int
-    ) -> Form | None:
-        first, *outputs = [self._nest(form) for form in given]
+        self, layer: LayerCode, glue: Callable[..., Any] | None, given: Sequence[PytreeMeta], num_rows: int
+    ) -> PytreeMeta | None:
+        first, *outputs = [self._fake_tree(meta) for meta in given]
         try:
             args, kwargs = (first, {}) if glue is None else glue(first, *(output[0] for output in outputs))
-            return form_of(layer.run(*(copied(args) if layer.writes_input else args), **kwargs), num_rows)
+            return pytree_meta(layer.run(*(copied(args) if layer.writes_input else args), **kwargs), num_rows)
         except Exception:  # user code that reads values
             return None
 
-    def _nest(self, form: Form) -> Any:
-        """A pytree of fake tensors of this form."""
+    def _fake_tree(self, meta: PytreeMeta) -> Any:
+        """A pytree of fake tensors with this metadata."""
         leaves = [
             torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device).requires_grad_(leaf.requires_grad)
-            if isinstance(leaf, LeafForm)
+            if isinstance(leaf, TensorMeta)
             else leaf
-            for leaf in form.leaves
+            for leaf in meta.leaves
         ]
-        return tree_unflatten(leaves, form.spec)
+        return tree_unflatten(leaves, meta.spec)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spindle.run.backward_split import WeightPart
-from spindle.run.nests import Form
+from spindle.run.pytrees import PytreeMeta
 from spindle.run.rank_program import Flow
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Step:
     ]  # by task: the rows of each leaf of a batch of which this rank has only some
     new: frozenset[str]  # tasks whose batch has a shape not seen before
     micro_step: MicroStep
-    forms: Mapping[tuple[int, int], Form] = field(default_factory=dict)  # of what crosses cuts, where it is known
+    cuts: Mapping[tuple[int, int], PytreeMeta] = field(default_factory=dict)  # of what crosses cuts, where it is known
     graphs: Graphs | None = None
     pieces: dict[int, list[Piece]] = field(default_factory=dict)  # by slot, in forward order
     deferred: dict[int, list[WeightPart]] = field(default_factory=dict)  # by slot: backward of its weights

@@ -26,7 +26,7 @@ from spindle.launch.failure import install_hook
 from spindle.launch.mps import VIRTUAL_VARIABLE
 from spindle.run import ipc
 from spindle.run.heartbeat import start_heartbeat
-from spindle.run.nests import on_device
+from spindle.run.pytrees import on_device
 
 _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _NCCL_DEFAULTS = {
@@ -235,12 +235,12 @@ def _copy_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
-def copied_to(device: torch.device, nest: Any) -> Any:
+def copied_to(device: torch.device, tree: Any) -> Any:
     """A batch on its device. Copies to a GPU run on a stream of their own, concurrently with compute; the current
     stream waits for them."""
-    leaves = tree_leaves(nest)
+    leaves = tree_leaves(tree)
     if device.type != "cuda" or all(leaf.device == device for leaf in leaves if isinstance(leaf, torch.Tensor)):
-        return on_device(nest, device)
+        return on_device(tree, device)
     copying = _copy_stream()
 
     def copied(leaf: Any) -> Any:
@@ -251,7 +251,7 @@ def copied_to(device: torch.device, nest: Any) -> Any:
         return moved
 
     with torch.cuda.stream(copying):
-        moved = tree_map(copied, nest)
+        moved = tree_map(copied, tree)
     torch.cuda.current_stream().wait_stream(copying)
     return moved
 

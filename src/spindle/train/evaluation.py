@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from spindle.errors import TrainingError
 from spindle.run import World
-from spindle.run.nests import on_device, plain
+from spindle.run.pytrees import on_device, plain
 from spindle.train.agreement import compare_attributes
 from spindle.train.feed import RandomState, form_of_batch, is_empty, random_state, set_random_state
 from spindle.train.preparation import Options

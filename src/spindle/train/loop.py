@@ -24,7 +24,7 @@ from spindle.program import Program
 from spindle.run import Losses, MicroStep, Watch, World
 from spindle.run.budget import Budget, limit_gpu_memory
 from spindle.run.measured_timeline import timeline_of
-from spindle.run.nests import on_device
+from spindle.run.pytrees import on_device
 from spindle.run.shape_inference import Cuts
 from spindle.run.world import Gathering, copied_to
 from spindle.simulate import simulate
@@ -440,7 +440,7 @@ class Loop:
                 given,
                 {name: batch_headers[micro_step][task].signature for name, (task, micro_step) in places.items()},
                 runtime.update,
-                forms=microbatches.forms.of(graph.profile.graph, graph.code, shapes),
+                cuts=microbatches.forms.of(graph.profile.graph, graph.code, shapes),
                 timed=is_timed,
             )
         if is_timed:

@@ -26,7 +26,7 @@ from spindle.planners.pipeline.worker import Job
 from spindle.profile import Curve, Profile
 from spindle.program import Program
 from spindle.run import LossCode, OpCode, ShapeInference
-from spindle.run.nests import LeafForm
+from spindle.run.pytrees import TensorMeta
 from spindle.run.shape_inference import Cuts
 from spindle.train.planning import Planning
 from spindle.workload import LayerCost
@@ -195,7 +195,7 @@ class Microbatches:
         """By op of a variant: how many elements its first layer gives; a loss is as large as what it reads."""
         graph = self.profile.graph
         sizes = {
-            op: sum(math.prod(leaf.shape) for leaf in form.leaves if isinstance(leaf, LeafForm))
+            op: sum(math.prod(leaf.shape) for leaf in form.leaves if isinstance(leaf, TensorMeta))
             for (op, layers), form in cuts.items()
             if layers == 1
         }

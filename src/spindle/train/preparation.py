@@ -27,7 +27,7 @@ from spindle.planners.pipeline import Layout, owning_ranks_in, pipeline_layout, 
 from spindle.profile import Profile, ProfileRequest, fitting, profile_request, read_profile, write_profile
 from spindle.program import Program, lower, main_replicas, optimizer_sharding, verify
 from spindle.run import Executor, OpCode, ShapeInference, World
-from spindle.run.nests import on_device
+from spindle.run.pytrees import on_device
 from spindle.run.shards import Shards
 from spindle.run.weights import Weights
 from spindle.run.world import on_compute_stream

@@ -45,11 +45,11 @@ def axes_of(small: Any, small_rows: int, large: Any, large_rows: int) -> tuple[A
     return tuple(axes), mixes
 
 
-def cut(nest: Any, axes: Axes, num_rows: int, first: int, last: int) -> Any:
+def cut(tree: Any, axes: Axes, num_rows: int, first: int, last: int) -> Any:
     """Rows `[first, last)` of a pytree of `num_rows` rows."""
     if first == 0 and last == num_rows:
-        return nest
-    leaves, spec = tree_flatten(nest)
+        return tree
+    leaves, spec = tree_flatten(tree)
     return tree_unflatten(
         [cut_leaf(leaf, axis, num_rows, first, last) for leaf, axis in zip(leaves, axes, strict=True)], spec
     )
@@ -65,7 +65,7 @@ def cut_leaf(leaf: Any, axis: int | None, num_rows: int, first: int, last: int) 
 
 
 @dataclass(frozen=True, slots=True)
-class LeafForm:
+class TensorMeta:
     """Shape, dtype and `requires_grad` of a tensor."""
 
     shape: tuple[int, ...]
@@ -74,56 +74,56 @@ class LeafForm:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """A pytree without values: for each leaf a LeafForm, or the leaf itself where it is no tensor."""
+class PytreeMeta:
+    """A pytree without values: for each leaf a TensorMeta, or the leaf itself where it is no tensor."""
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
     num_rows: int
 
 
-def form_of(nest: Any, num_rows: int) -> Form:
-    leaves, spec = tree_flatten(nest)
-    return Form(
+def pytree_meta(tree: Any, num_rows: int) -> PytreeMeta:
+    leaves, spec = tree_flatten(tree)
+    return PytreeMeta(
         spec,
         tuple(
-            LeafForm(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+            TensorMeta(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in leaves
         ),
         num_rows,
     )
 
 
-def form_with(form: Form, axes: Axes, rows: int) -> Form:
-    """The same form with another number of rows."""
-    if form.num_rows == rows:
-        return form
+def with_rows(meta: PytreeMeta, axes: Axes, rows: int) -> PytreeMeta:
+    """The same metadata with another number of rows."""
+    if meta.num_rows == rows:
+        return meta
     leaves = [
-        LeafForm(shape_for(leaf, axis, form.num_rows, rows), leaf.dtype, leaf.requires_grad)
-        if isinstance(leaf, LeafForm)
-        else cut_leaf(leaf, axis, form.num_rows, 0, rows)
-        for leaf, axis in zip(form.leaves, axes, strict=True)
+        TensorMeta(shape_for(leaf, axis, meta.num_rows, rows), leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, TensorMeta)
+        else cut_leaf(leaf, axis, meta.num_rows, 0, rows)
+        for leaf, axis in zip(meta.leaves, axes, strict=True)
     ]
-    return Form(form.spec, tuple(leaves), rows)
+    return PytreeMeta(meta.spec, tuple(leaves), rows)
 
 
-def form_to_bytes(form: Form) -> bytes:
-    """A form as a message: the pytree itself with a LeafForm for each tensor, because a TreeSpec does not pickle across
-    versions of torch."""
-    return pickle.dumps((tree_unflatten(list(form.leaves), form.spec), form.num_rows))
+def meta_to_bytes(meta: PytreeMeta) -> bytes:
+    """Metadata as a message: the pytree itself with a TensorMeta for each tensor, because a TreeSpec does not pickle
+    across versions of torch."""
+    return pickle.dumps((tree_unflatten(list(meta.leaves), meta.spec), meta.num_rows))
 
 
-def form_from_bytes(text: bytes) -> Form:
-    nest, num_rows = pickle.loads(text)
-    leaves, spec = tree_flatten(nest)
-    return Form(spec, tuple(leaves), num_rows)
+def meta_from_bytes(text: bytes) -> PytreeMeta:
+    tree, num_rows = pickle.loads(text)
+    leaves, spec = tree_flatten(tree)
+    return PytreeMeta(spec, tuple(leaves), num_rows)
 
 
-def shape_for(form: LeafForm, axis: int | None, num_rows: int, rows: int) -> tuple[int, ...]:
+def shape_for(meta: TensorMeta, axis: int | None, num_rows: int, rows: int) -> tuple[int, ...]:
     """The shape of a leaf of `num_rows` rows when it holds `rows` of them."""
     if axis is None:
-        return form.shape
-    return (*form.shape[:axis], form.shape[axis] // num_rows * rows, *form.shape[axis + 1 :])
+        return meta.shape
+    return (*meta.shape[:axis], meta.shape[axis] // num_rows * rows, *meta.shape[axis + 1 :])
 
 
 def plain(batch: Any) -> Any:
@@ -139,8 +139,8 @@ def plain(batch: Any) -> Any:
 
 def signature_of(batch: Any) -> int:
     """A 48-bit digest of a batch's structure, shapes and dtypes."""
-    form = form_of(batch, 0)
-    return digest(repr((str(form.spec), form.leaves)))
+    meta = pytree_meta(batch, 0)
+    return digest(repr((str(meta.spec), meta.leaves)))
 
 
 def fingerprint_of(batch: Any) -> int:
@@ -168,35 +168,35 @@ def joined(parts: Sequence[tuple[int, torch.Tensor]], axis: int) -> torch.Tensor
     return torch.cat([part for _, part in sorted(parts, key=lambda entry: entry[0])], dim=axis)
 
 
-def leaves_of(nest: Any) -> list[Any]:
+def leaves_of(tree: Any) -> list[Any]:
     """The leaves of a pytree; a fast path for a tuple of tensors, which is most of what passes between layers."""
-    return list(nest) if _is_plain(nest) else tree_leaves(nest)
+    return list(tree) if _is_plain(tree) else tree_leaves(tree)
 
 
-def _is_plain(nest: Any) -> bool:
-    return type(nest) is tuple and all(isinstance(leaf, torch.Tensor) for leaf in nest)
+def _is_plain(tree: Any) -> bool:
+    return type(tree) is tuple and all(isinstance(leaf, torch.Tensor) for leaf in tree)
 
 
-def as_leaves(nest: Any) -> Any:
+def as_leaves(tree: Any) -> Any:
     """Detach all leaves; those that required gradients are leaves of a new autograd graph."""
-    if _is_plain(nest):
-        return tuple(leaf.detach().requires_grad_(leaf.requires_grad) for leaf in nest)
+    if _is_plain(tree):
+        return tuple(leaf.detach().requires_grad_(leaf.requires_grad) for leaf in tree)
     return tree_map(
-        lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf, nest
+        lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf, tree
     )
 
 
-def copied(nest: Any) -> Any:
+def copied(tree: Any) -> Any:
     """Clone all tensors, so that they may be written to; gradients pass through."""
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, nest)
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
-def detached(nest: Any) -> Any:
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, nest)
+def detached(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
-def on_device(nest: Any, device: torch.device) -> Any:
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, nest)
+def on_device(tree: Any, device: torch.device) -> Any:
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def takes_gradient(leaf: Any) -> bool:
