@@ -15,6 +15,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,7 @@ def main() -> None:
     loader = microbatches(given.steps, given.microbatches, length, vocabulary, patches, dtype)
     result = trainer.fit({"caption": loader}, steps=given.steps, progress=False)
     if trainer.rank == 0:
+        assert trainer.profile is not None
         errors = [predicted / measured - 1 for predicted, measured in result.sampled_s]
         found = {
             "device": torch.cuda.get_device_name() if on_gpu else "CPU",
@@ -138,7 +140,12 @@ def main() -> None:
             "mean_error": statistics.mean(map(abs, errors)),
             "step_s": result.step_s,
             "losses": [one["caption"] for one in result.losses],
-            "host_rates": trainer.profile.host_rates if trainer.profile else (),
+            "host_rates": trainer.profile.host_rates,
+            "host": asdict(trainer.profile.host) if trainer.profile.host else None,
+            "layers": {
+                op.name: [curve.forward_s[0], curve.backward_s[0], *curve.launch_s]
+                for op, (curve, *_) in zip(trainer.profile.graph.metaops, trainer.profile.curves, strict=True)
+            },
             "notices": result.notices,
         }
         given.output.write_text(json.dumps(found, indent=1) + "\n")

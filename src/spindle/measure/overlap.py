@@ -72,7 +72,9 @@ def measure_overlap(work: Work | None, rank_sync: RankSync, world: World, link: 
     return Overlap(
         overlap=max(1.0, (slowness - (1 - share)) / share if share > _TELLING else slowness),
         exchange_overlap=max(1.0, link.bytes_per_s / rate),
-        collective_s=fixed_s,
+        # All sums are started at once, and may be carried out before the first is waited for: then all marks come at
+        # the end, and say nothing. Beside compute none is faster than without.
+        collective_s=max(fixed_s, link.collective_s or 0.0),
     )
 
 

@@ -219,8 +219,9 @@ def _time_compute(
     time_ns = passes_s(program, profile) * NS
     computes = np.array([isinstance(instruction, Forward | Backward) for instruction in program.instructions])
     rendezvous_ids = np.flatnonzero(computes[instances.rendezvous_instruction])
-    if not profile.host_rates:
-        fixed_ns[:] = np.round(time_ns[instances.rendezvous_instruction])
+    # Idle neighbours make no launch faster.
+    fixed = passes_s(program, profile, launches=True) * NS if profile.host_rates else time_ns
+    fixed_ns[:] = np.round(fixed[instances.rendezvous_instruction])
     shares_device = _compute_meets_exchange(profile)
     for rendezvous in rendezvous_ids.tolist() if profile.host_rates or shares_device else ():
         members = instances.members[instances.member_starts[rendezvous] : instances.member_starts[rendezvous + 1]]
