@@ -217,7 +217,7 @@ def test_moves_of_a_sharded_optimizer_are_predicted_too():
 torch = pytest.importorskip("torch")
 
 from spindle.run import resharding  # noqa: E402
-from spindle.run.resharding import TensorSpec, box_view, reshard, slice_of  # noqa: E402
+from spindle.run.resharding import TensorSpec, box_view, reshard, send_tensors, slice_of  # noqa: E402
 from spindle.train.optimizer_reshard import OptimizerState, reshard_state  # noqa: E402
 
 
@@ -337,3 +337,17 @@ def test_boxes_of_a_range_are_views_of_its_tensor():
     for number, (_, box) in enumerate(part.boxes()):
         box_view(tensor, part, box).fill_(number + 1)
     assert tensor.tolist() == [[1, 1, 2, 2, 2, 2, 3, 3, 3]]
+
+
+def test_tensors_are_overwritten_with_those_of_their_sources():
+    shapes, sources = [(2, 3), (), (0,), (4,)], [1, 0, 3, 3]
+
+    def run(world):
+        tensors = [torch.full(shape, float(world.rank)) for shape in shapes]
+        send_tensors(world, tensors, sources, [0, 2])
+        return [tensor.unique().tolist() for tensor in tensors]
+
+    answers, _ = on_all_ranks(run)
+    for rank, answer in enumerate(answers):
+        values = sources if rank in (0, 2) else [rank] * len(sources)
+        assert answer == [[value] if shape != (0,) else [] for shape, value in zip(shapes, values, strict=True)]

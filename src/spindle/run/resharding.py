@@ -68,6 +68,19 @@ def reshard(
             del results[name]
 
 
+def send_tensors(world: World, tensors: Sequence[torch.Tensor], sources: Sequence[int], ranks: Sequence[int]) -> None:
+    """Overwrite tensors on `ranks` with those of their `sources`. All ranks call this with tensors of the same shapes,
+    dtypes and kinds of devices, and the same sources."""
+    own = {str(number): tensor.detach() for number, tensor in enumerate(tensors)}
+    wholes = {name: Slice.whole(tensor.shape) for name, tensor in own.items()}
+    old = {str(number): {source: wholes[str(number)]} for number, source in enumerate(sources)}
+    new = {name: dict.fromkeys(ranks, whole) for name, whole in wholes.items()}
+    specs = {name: TensorSpec(tensor.dtype, tensor.device) for name, tensor in own.items()}
+    for name, value in reshard(world, old, new, own, specs):
+        if value is not None and value is not own[name]:
+            own[name].copy_(value)
+
+
 def _rounds(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
     """Transfers in order, in rounds in which no rank sends or receives many elements, unless it is in one box."""
     some: list[Transfer] = []
