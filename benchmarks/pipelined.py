@@ -33,7 +33,7 @@ from spindle.plan.times import Key, pass_needs
 from spindle.profile import roofline_profile
 from spindle.program import lower, verify
 from spindle.run import Executor, LayerCode, LayersCode, LossCode, World, join_world
-from spindle.run.nests import signature_of
+from spindle.run.pytrees import signature_of
 from spindle.workload import Call, Layer, LayerCost, Module, Parameter, Task, Workload
 
 PAIRS, STEPS_OF_A_PAIR, WARM_UP = 30, 5, 3

@@ -16,7 +16,7 @@ import spindle
 from courses import unmeasured
 from spindle.errors import TrainingError
 from spindle.profile import Profile
-from spindle.run.nests import LeafForm
+from spindle.run.pytrees import TensorMeta
 from spindle.run.shape_inference import ShapeInference
 from spindle.train import analyze, plan, profiling
 from zoo import Tower
@@ -71,7 +71,7 @@ def with_other_name(bound: Any) -> Any:
 def with_other_shapes(cuts: Any) -> Any:
     (place, form), *rest = cuts.items()
     leaf = form.leaves[0]
-    other = replace(form, leaves=(LeafForm((1, 77), leaf.dtype, leaf.requires_grad), *form.leaves[1:]))
+    other = replace(form, leaves=(TensorMeta((1, 77), leaf.dtype, leaf.requires_grad), *form.leaves[1:]))
     return {place: other, **dict(rest)}
 
 
@@ -124,7 +124,7 @@ PATCHES: dict[str, Callable[[], Any]] = {  # what Spindle makes of it otherwise 
     "workload": lambda: patched(analyze, "bind", with_other_name),
     "profile": lambda: patched(profiling, "local_profile", lambda profile: replace(profile, overlap=3.0)),
     "plan": lambda: patched(plan, "lower", with_other_plan),
-    "program": lambda: patched(plan, "lower", lambda program: replace(program, holders=((0, (0, 1)),))),
+    "program": lambda: patched(plan, "lower", lambda program: replace(program, owning_ranks=((0, (0, 1)),))),
     "shapes": lambda: mock.patch.object(ShapeInference, "of", changed_method(ShapeInference.of)),
 }
 

@@ -103,7 +103,7 @@ EXPECTED = {
     "workload": ("the workload", r".*name='training'", ".*name='elsewhere'"),
     "profile": ("the profile", r".*overlap=1\.0", r".*overlap=3\.0"),
     "plan": ("the plan", ".*evaluations=0", ".*evaluations=77"),
-    "program": ("the program", r".*holders: \(\)", r".*holders: \(\(0, \(0, 1\)\)\)"),
+    "program": ("the program", r".*owning_ranks: \(\)", r".*owning_ranks: \(\(0, \(0, 1\)\)\)"),
     "shapes": (r"the shapes between the layers of pull@0", r".*shape=\(4, 6\)", r".*shape=\(1, 77\)"),
     "max_grad_norm": (r"Trainer\(max_grad_norm=\.\.\.\)", "'None'", "'2.0'"),
     "gradient_accumulation_steps": (r"Trainer\(gradient_accumulation_steps=\.\.\.\)", "'1'", "'3'"),

@@ -41,7 +41,7 @@ def job(number=0, evaluations=300, **named):
     profile = batch((24, 7, 0, 30, 12, 19), **named)
     layout = pipeline_layout(batch((24, 7, 0, 30, 12, 19)), 4)
     options = PlanOptions(evaluations=evaluations, layouts=(layout,))
-    return Job(number=number, profile=profile, holders={}, options=options)
+    return Job(number=number, profile=profile, owning_ranks={}, options=options)
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ from spindle.planners import PlanOptions, make_plan
 from spindle.profile import Profile, roofline_profile
 from spindle.program import lower, verify
 from spindle.run import Executor, OpCode, World, held_parameters
-from spindle.run.nests import signature_of
+from spindle.run.pytrees import signature_of
 from spindle.train import Bound, FitResult, bind, code_of, mean, module, probe, task, trace_all, trace_broadcast
 from spindle.train.record import handles_of, parameter_names, record_all
 from spindle.train.task import ModuleHandle
@@ -407,7 +407,7 @@ def compare_steps(
             for task_name, paths in reached.items()
         },
     )
-    executor._captures = captures
+    executor.graph_cache.is_enabled = captures
     held = {names[number] for number in executor.held}
     for path, parameter in one.bound.parameters.items():
         parameter.data.copy_(one.weights[path] if path in held else torch.tensor(torch.nan))

@@ -17,7 +17,7 @@ from spindle.planners.paper import paper_waves, schedule_paper
 from spindle.planners.pipeline.baselines import BASELINES, baseline_layouts, plan_baseline
 from spindle.planners.pipeline.planner import pipeline_layout, plan_pipeline, search_pipeline
 from spindle.planners.pipeline.search import SearchResult
-from spindle.planners.pipeline.stages import holders_in
+from spindle.planners.pipeline.stages import owning_ranks_in
 from spindle.planners.problem import Problem, Timed, problem_of
 from spindle.planners.wavefront import plan_wavefront
 from spindle.profile import Profile
@@ -36,9 +36,9 @@ __all__ = [
     "baseline_layouts",
     "graph_bound",
     "graph_bound_s",
-    "holders_in",
     "lp_bound",
     "make_plan",
+    "owning_ranks_in",
     "paper_waves",
     "pipeline_layout",
     "planners_of",

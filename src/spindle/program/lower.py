@@ -28,7 +28,7 @@ from spindle.program.instructions import (
     SyncGradients,
 )
 from spindle.program.program import Bucket, Column, Flows, Lane, Link, Program, SlotShape, lane_from_pairs
-from spindle.program.reshard import common_scale, flows_between, same_place, share_bounds
+from spindle.program.row_flows import common_scale, flows_between, placement_key, share_bounds
 
 # Gradients are handed on while backward still runs; smaller chunks hide more and cost more messages. A small model is
 # handed on in a few of them. Where a collective was measured to take long beside its bytes, as many go at once as take
@@ -41,13 +41,13 @@ def lower(
     plan: Plan,
     profile: Profile,
     rows: Mapping[str, int] | None = None,
-    holders: Mapping[int, tuple[int, ...]] | None = None,
+    owning_ranks: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Program:
     """Lower a legal plan to a program; does not check the plan again.
 
     `rows` gives the batch of a task for a step in which it is another than planned (a loader's short last one).
-    `holders` gives, by parameter, devices that keep it from step to step, though no slot of this plan may use it there:
-    they get its gradient, too.
+    `owning_ranks` gives, by parameter, devices that keep it from step to step, though no slot of this plan may use it
+    there: they get its gradient, too.
     """
     setting = setting_of(plan, profile)
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
@@ -71,8 +71,8 @@ def lower(
             instructions += [Backward(slot=number, first=first, last=last, part=part) for first, last in bounds]
     clock = _clock(plan, profile)
     ready = _ready(plan, instructions, clock)
-    holders = holders or {}
-    buckets = _buckets(plan, profile, setting, ops, instructions, ready, holders)
+    owning_ranks = owning_ranks or {}
+    buckets = _buckets(plan, profile, setting, ops, instructions, ready, owning_ranks)
     link_base = len(instructions)
     for number in range(len(links)):
         instructions += [Exchange(link=number, backward=False), Exchange(link=number, backward=True)]
@@ -108,7 +108,7 @@ def lower(
         slots=shapes,
         links=tuple(links),
         buckets=buckets,
-        holders=tuple(sorted(holders.items())),
+        owning_ranks=tuple(sorted(owning_ranks.items())),
     )
 
 
@@ -158,7 +158,7 @@ def _links(profile: Profile, ops: list[int], shapes: tuple[SlotShape, ...]) -> l
             # Groups of one size hand parts from member to member; others have to be whole in between.
             alike = giver.tensor_degree == taker.tensor_degree
             output_bytes = cost.cut_bytes_at(giver.tensor_degree) if alike else cost.output_bytes
-        key = (*same_place(giver), *same_place(taker))
+        key = (*placement_key(giver), *placement_key(taker))
         if key not in known:
             known[key] = (flows_between(giver, taker), flows_between(taker, giver))
         forward, backward = known[key]
@@ -236,7 +236,7 @@ def _buckets(
     ops: list[int],
     instructions: list[Instruction],
     ready: dict[int, tuple[int, float]],
-    holders: Mapping[int, tuple[int, ...]],
+    owning_ranks: Mapping[int, tuple[int, ...]],
 ) -> tuple[Bucket, ...]:
     """Parameters grouped by their ranks and by the backward instructions they depend on, in the order in which they
     become ready.
@@ -258,7 +258,7 @@ def _buckets(
             after = tuple(sorted({backward for _, backward in uses}))
             degree = setting.tensor_degrees[ops[slots[0]]]
             for shard in range(degree):
-                groups[(slots, holders.get(parameter, ())), after, degree, shard].append(parameter)
+                groups[(slots, owning_ranks.get(parameter, ())), after, degree, shard].append(parameter)
 
     place = np.asarray(profile.cluster.place_in_island)
     ranks_of: dict[tuple[Users, int, int], Column] = {}

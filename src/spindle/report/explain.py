@@ -203,13 +203,13 @@ def _shared_weights(program: Program, profile: Profile, op: int) -> tuple[Shared
             if number != op:
                 users[parameter].append(sharing_op.name)
     groups: dict[tuple[tuple[str, ...], int], int] = defaultdict(int)
-    holders: dict[int, int] = defaultdict(int)
+    num_devices_of: dict[int, int] = defaultdict(int)
     for bucket in program.buckets:
         for parameter in parameters & set(bucket.parameters):
-            holders[parameter] = max(holders[parameter], len(np.unique(bucket.ranks)))
+            num_devices_of[parameter] = max(num_devices_of[parameter], len(np.unique(bucket.ranks)))
     for parameter in sorted(parameters):
         size = graph.parameters[parameter].num_elements * graph.numerics.parameter_bytes
-        groups[tuple(users[parameter]), holders[parameter]] += size
+        groups[tuple(users[parameter]), num_devices_of[parameter]] += size
     return tuple(
         SharedWeights(with_ops=ops, num_bytes=size, num_devices=holder) for (ops, holder), size in groups.items()
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spindle.run import World
+from spindle.run.resharding import send_tensors
 from spindle.train.bind import Bound
 from spindle.train.runtime import RankRuntime
 
@@ -12,9 +13,7 @@ def share_buffers(bound: Bound, world: World) -> None:
     if world.size == 1:
         return
     buffers = [buffer for handle in bound.handles.values() for buffer in handle.module.buffers()]
-    values = world.broadcast_object([buffer.cpu() for buffer in buffers] if world.rank == 0 else None)
-    for buffer, value in zip(buffers, values, strict=True):
-        buffer.copy_(value)
+    send_tensors(world, buffers, [0] * len(buffers), range(world.size))
 
 
 def gather_buffers(runtime: RankRuntime, world: World) -> None:
@@ -31,11 +30,4 @@ def gather_buffers(runtime: RankRuntime, world: World) -> None:
             layers = handles[op.module].chain.layers[op.first_layer + slot.first : op.first_layer + slot.last]
             owner.update((id(buffer), slot.devices[0]) for layer in layers for buffer in layer.buffers)
     buffers = [buffer for handle in handles.values() for buffer in handle.module.buffers()]
-    sent = [
-        (number, buffer.cpu())
-        for number, buffer in enumerate(buffers)
-        if owner.get(id(buffer), 0) == world.rank and world.rank
-    ]
-    for received in world.gather_objects(sent):
-        for number, value in received:
-            buffers[number].copy_(value)
+    send_tensors(world, buffers, [owner.get(id(buffer), 0) for buffer in buffers], [0])

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from spindle.errors import TrainingError
 from spindle.run import World
-from spindle.run.nests import on_device, plain
+from spindle.run.pytrees import on_device, plain
+from spindle.run.resharding import send_tensors
 from spindle.train.agreement import compare_attributes
 from spindle.train.config import TrainConfig
 from spindle.train.feed import RandomState, form_of_batch, is_empty, random_state, set_random_state
@@ -129,6 +130,4 @@ def _restored(module: nn.Module) -> Any:
 def _share(module: nn.Module, world: World) -> None:
     """Broadcast rank 0's weights, as the first fit would."""
     tensors = [*module.parameters(), *module.buffers()]
-    values = world.broadcast_object([tensor.detach().cpu() for tensor in tensors] if world.rank == 0 else None)
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
+    send_tensors(world, tensors, [0] * len(tensors), range(world.size))

@@ -20,7 +20,7 @@ import torch
 from spindle.errors import TrainingError
 from spindle.run import Losses
 from spindle.run.budget import Budget, limit_gpu_memory
-from spindle.run.nests import on_device
+from spindle.run.pytrees import on_device
 from spindle.run.world import Gathering, copied_to
 from spindle.train.agreement import compare, config_items, module_items
 from spindle.train.config import TrainConfig
@@ -350,7 +350,7 @@ class Loop:
             }
             is_timed = number == 0 and run.is_as_planned and self._times.is_timed(step)
             if is_timed:
-                world.meet()  # a timeline needs a common start, as the simulator has
+                world.synchronize()  # a timeline needs a common start, as the simulator has
             with self._budget or nullcontext():
                 losses, watch = run.executor.step(
                     step,
@@ -359,7 +359,7 @@ class Loop:
                     self._session.update,
                     micro_step=run.micro_step,
                     held={name: batch.held for name, batch in read.items() if batch.held is not None},
-                    forms=run.forms,
+                    cuts=run.cuts,
                     check_losses=run.checks_losses and not checked.issuperset(variants),
                     timed=is_timed,
                 )

@@ -25,7 +25,7 @@ from spindle.planners.pipeline.worker import Job
 from spindle.profile import Curve, Profile
 from spindle.program import Program
 from spindle.run import LossCode, OpCode, ShapeInference
-from spindle.run.nests import LeafForm
+from spindle.run.pytrees import TensorMeta
 from spindle.run.shape_inference import Cuts
 from spindle.train.background_planner import BackgroundPlanner
 from spindle.workload import LayerCost
@@ -155,7 +155,7 @@ class Microbatches:
             for variant, one in examples.items()
         }
         self._scales: dict[tuple[str, int], dict[int, float]] = {}
-        self.holders: dict[int, tuple[int, ...]] = {}
+        self.owning_ranks: dict[int, tuple[int, ...]] = {}
         self._planner: BackgroundPlanner | None = None
         self._numbers: dict[Key, int] = {}  # of what is being planned
         self._kept: dict[Key, tuple[Program, bool]] = {}
@@ -176,7 +176,7 @@ class Microbatches:
         """By op of a variant: how many elements its first layer gives; a loss is as large as what it reads."""
         graph = self.profile.graph
         sizes = {
-            op: sum(math.prod(leaf.shape) for leaf in form.leaves if isinstance(leaf, LeafForm))
+            op: sum(math.prod(leaf.shape) for leaf in form.leaves if isinstance(leaf, TensorMeta))
             for (op, layers), form in cuts.items()
             if layers == 1
         }
@@ -198,7 +198,7 @@ class Microbatches:
         options = PlanOptions(
             seed=self._seed, evaluations=EVALUATIONS, time_limit_s=time_limit_s, layouts=(self.layout,)
         )
-        self._planner.ask(Job(number=self._count, profile=profile, holders=self.holders, options=options))
+        self._planner.ask(Job(number=self._count, profile=profile, owning_ranks=self.owning_ranks, options=options))
         self._numbers[key] = self._count
         self._count += 1
 

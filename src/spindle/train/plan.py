@@ -13,7 +13,7 @@ from typing import Any
 from spindle.errors import PlanError, ProfileError, TrainingError
 from spindle.models import plan_inside
 from spindle.plan import Plan, check, parse_plan, read_plan
-from spindle.planners import Layout, PlanOptions, holders_in, make_plan, pipeline_layout
+from spindle.planners import Layout, PlanOptions, make_plan, owning_ranks_in, pipeline_layout
 from spindle.profile import Profile
 from spindle.program import Program, lower, verify
 from spindle.run import World
@@ -67,8 +67,8 @@ def plan_workload(
     else:
         with progress.bar("planning") as report_share:
             plan = _shared_plan(workload, profile, config, world, report_share, notify)
-    holders = None if layout is None else holders_in(workload.graph, layout)
-    program = lower(plan, profile, holders=holders)
+    owning_ranks = None if layout is None else owning_ranks_in(workload.graph, layout)
+    program = lower(plan, profile, owning_ranks=owning_ranks)
     compare(world, {"the workload": workload.bound.workload, "the profile": profile, **_program_items(program)})
     verify(program, profile)
     return PlannedWorkload(profile=profile, plan=plan, program=program, layout=layout)

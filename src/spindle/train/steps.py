@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from spindle.planners import Layout, holders_in
+from spindle.planners import Layout, owning_ranks_in
 from spindle.profile import Profile
 from spindle.program import Program
 from spindle.run import Executor, MicroStep, ShapeInference, World
-from spindle.run.nests import Form
+from spindle.run.pytrees import PytreeMeta
 from spindle.run.shape_inference import Cuts
 from spindle.run.shards import Shards
 from spindle.train.agreement import compare, shape_items
@@ -52,7 +52,7 @@ class StepRun:
     micro_step: MicroStep
     checks_losses: bool  # whether a loss that is summed from parts is compared with the whole one first
     is_as_planned: bool = True  # whether its batches have the sizes that were planned for
-    forms: Mapping[tuple[int, int], Form] = field(default_factory=dict)
+    cuts: Mapping[tuple[int, int], PytreeMeta] = field(default_factory=dict)
 
 
 class Steps:
@@ -221,7 +221,7 @@ class PipelinedSteps(Steps):
             is_first=world.rank == 0,
             seed=config.seed,
         )
-        self._microbatches.holders = holders_in(workload.graph, layout)
+        self._microbatches.owning_ranks = owning_ranks_in(workload.graph, layout)
         self._shapes: dict[tuple[str, int, int], Any] = {}  # batches without values
 
     def reads(self, variants: Iterable[str]) -> bool:
@@ -244,7 +244,7 @@ class PipelinedSteps(Steps):
             microbatches=by_name,
             micro_step=MicroStep(tasks=frozenset(by_name)),
             checks_losses=False,
-            forms=self._microbatches.forms.of(step.profile.graph, step.code, shapes),
+            cuts=self._microbatches.forms.of(step.profile.graph, step.code, shapes),
         )
 
     def plan_ahead(

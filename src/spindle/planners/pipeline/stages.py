@@ -464,7 +464,7 @@ def held_by_ranks(graph: MetaGraph, layout: Layout) -> list[set[int]]:
     return held
 
 
-def holders_in(graph: MetaGraph, layout: Layout) -> dict[int, tuple[int, ...]]:
+def owning_ranks_in(graph: MetaGraph, layout: Layout) -> dict[int, tuple[int, ...]]:
     """By parameter: the devices of its chunk, in all replicas."""
     devices_of: dict[int, list[int]] = {}
     for replica in range(layout.num_replicas):

@@ -30,11 +30,11 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A step to plan; `holders` are the devices that hold each parameter in every step, used there or not."""
+    """A step to plan; `owning_ranks` are the devices that keep each parameter in every step, used there or not."""
 
     number: int
     profile: Profile
-    holders: Mapping[int, tuple[int, ...]]
+    owning_ranks: Mapping[int, tuple[int, ...]]
     options: PlanOptions
 
 
@@ -51,7 +51,7 @@ class Answer:
 def planned(job: Job, options: PlanOptions) -> Program:
     """Plan a job; returns its verified program."""
     plan: Plan = plan_pipeline(job.profile, options)
-    program = lower(plan, job.profile, holders=job.holders)
+    program = lower(plan, job.profile, owning_ranks=job.owning_ranks)
     verify(program, job.profile)
     return program
 
