@@ -25,6 +25,14 @@ MakeOptimizer = Callable[[list[Named]], torch.optim.Optimizer]
 MakeLRScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
+@dataclass(frozen=True, slots=True)
+class LRSchedulerState:
+    """The `state_dict` of a rank's scheduler, and the parameters of the groups that it is for."""
+
+    groups: tuple[tuple[str, ...], ...]
+    state: Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateState:
     """What an optimizer keeps, by the name of the parameter: `states`, which do not depend on who holds what, or
@@ -34,7 +42,7 @@ class UpdateState:
     states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of the parameter's group
     old_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of what nobody trains now
-    lr_scheduler: Mapping[str, Any] | None = None  # its state_dict, of the first rank that has one
+    lr_scheduler: LRSchedulerState | None = None  # this rank's
     ready: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     kept: Mapping[str, tuple[Part, Mapping[str, Any]]] = field(default_factory=dict)
 
@@ -67,9 +75,9 @@ class Update:
         self._num_steps = state.num_steps
         if self.optimizer is not None and make_scheduler is not None:
             self.scheduler = scheduler_of(make_scheduler, self.optimizer, state.num_steps)
-            known = state.lr_scheduler
-            if known is not None and len(known.get("_last_lr", ())) == len(self.optimizer.param_groups):
-                self.scheduler.load_state_dict(dict(known))
+            saved = state.lr_scheduler
+            if saved is not None and saved.groups == self._groups():  # other groups have other rates
+                self.scheduler.load_state_dict(dict(saved.state))
         if self.optimizer is not None and (state.settings or state.old_settings):
             self._take(self.optimizer, state)
         # What is trained is the optimizers' matter from here on.
@@ -118,9 +126,7 @@ class Update:
     def gathered(self) -> UpdateState:
         """What the optimizers of all ranks keep, on all ranks, in the host's memory."""
         states = {name: (part, on_host(state)) for name, (part, state) in self._owned().items()}
-        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        mine = (states, self._settings(), self._num_steps, scheduler)
-        table = self._world.broadcast_object(self._world.gather_objects(mine))
+        table = self._world.broadcast_object(self._world.gather_objects((states, self._settings(), self._num_steps)))
         # What is frozen now keeps what it had, for when it is thawed.
         every = dict(self._parked.states) | joined([row[0] for row in table])
         return UpdateState(
@@ -128,8 +134,17 @@ class Update:
             states=every,
             settings={name: one for row in table for name, one in row[1].items()},
             old_settings=self._parked.old_settings,
-            lr_scheduler=next((row[3] for row in table if row[3] is not None), None),
+            lr_scheduler=self._scheduler_state(),
         )
+
+    def _scheduler_state(self) -> LRSchedulerState | None:
+        return None if self.scheduler is None else LRSchedulerState(self._groups(), self.scheduler.state_dict())
+
+    def _groups(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the parameters of each group."""
+        names = {id(parameter): name for name, parameter in self._named}
+        groups = self.optimizer.param_groups if self.optimizer is not None else ()
+        return tuple(tuple(names[id(parameter)] for parameter in group["params"]) for group in groups)
 
     def handed_over(self, wanted: Mapping[str, Part]) -> UpdateState:
         """What this rank's next optimizer, over these parts of parameters, goes on with. All ranks ask; each gets what
