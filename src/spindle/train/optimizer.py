@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from spindle.errors import TrainingError
 from spindle.program import Sharding
 from spindle.run import World
-from spindle.train.optimizer_reshard import OptimizerState, on_host, reshard_state
+from spindle.train.optimizer_reshard import LRSchedulerState, OptimizerState, on_host, reshard_state
 
 Named = tuple[str, nn.Parameter]
 MakeOptimizer = Callable[[list[Named]], torch.optim.Optimizer]
@@ -52,9 +52,9 @@ class Update:
         self._num_steps = state.num_steps
         if self.optimizer is not None and make_scheduler is not None:
             self.scheduler = scheduler_of(make_scheduler, self.optimizer, state.num_steps)
-            known = state.lr_scheduler
-            if known is not None and len(known.get("_last_lr", ())) == len(self.optimizer.param_groups):
-                self.scheduler.load_state_dict(dict(known))
+            saved = state.lr_scheduler
+            if saved is not None and saved.groups == self._groups():  # other groups have other rates
+                self.scheduler.load_state_dict(dict(saved.state))
         if self.optimizer is not None and (state.settings or state.old_settings):
             self._load(self.optimizer, state)
         # Frozen parameters keep their state for when they are trained again.
@@ -105,6 +105,7 @@ class Update:
         """This rank's share of the state, for the optimizer of another plan."""
         values = self.optimizer.state if self.optimizer is not None else {}
         states = {name: values[parameter] for name, parameter in self._named if parameter in values}
+        scheduler = self.scheduler
         return OptimizerState(
             num_steps=self._num_steps,
             sharding={**self._frozen.sharding, **self._sharding},
@@ -112,8 +113,14 @@ class Update:
             | {name: on_host(state) if to_host else state for name, state in states.items()},
             settings=self._settings(),
             old_settings=self._frozen.old_settings,
-            lr_scheduler=None if self.scheduler is None else self.scheduler.state_dict(),
+            lr_scheduler=None if scheduler is None else LRSchedulerState(self._groups(), scheduler.state_dict()),
         )
+
+    def _groups(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the parameters of each group."""
+        names = {id(parameter): name for name, parameter in self._named}
+        groups = self.optimizer.param_groups if self.optimizer is not None else ()
+        return tuple(tuple(names[id(parameter)] for parameter in group["params"]) for group in groups)
 
     def group_settings(self) -> dict[str, dict[str, Any]]:
         """The optimizer's class and what groups say of the parameters that this rank trains, by name."""

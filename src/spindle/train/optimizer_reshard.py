@@ -19,6 +19,14 @@ from spindle.run.resharding import TensorSpec, reshard
 State = Mapping[str, Any]  # of one parameter
 
 
+@dataclass(frozen=True, slots=True)
+class LRSchedulerState:
+    """The `state_dict` of a rank's scheduler, and the parameters of the groups that it is for."""
+
+    groups: tuple[tuple[str, ...], ...]
+    state: Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerState:
     """One rank's share of the optimizer's state, by name of the parameter.
@@ -32,7 +40,7 @@ class OptimizerState:
     states: Mapping[str, State] = field(default_factory=dict)
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     old_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    lr_scheduler: Mapping[str, Any] | None = None  # its state_dict, on ranks that have one
+    lr_scheduler: LRSchedulerState | None = None  # this rank's
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +94,12 @@ def reshard_state(world: World, state: OptimizerState, sharding: Sharding) -> Op
         if tensor is not None:
             states[name][key] = tensor if name in sharding else tensor.cpu()
     return OptimizerState(
-        num_steps=max(num_steps for _, _, num_steps, _ in table),  # a rank without parameters has counted none
+        num_steps=max(num_steps for _, _, num_steps in table),  # a rank without parameters has counted none
         sharding=new,
         states=states,
-        settings={name: group for _, settings, _, _ in table for name, group in settings.items()},
+        settings={name: group for _, settings, _ in table for name, group in settings.items()},
         old_settings=state.old_settings,
-        lr_scheduler=next((scheduler for *_, scheduler in table if scheduler is not None), None),
+        lr_scheduler=state.lr_scheduler,
     )
 
 
