@@ -7,7 +7,6 @@ made, and parameters are sent straight from the ranks that held them to those th
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from spindle.train.analyze import AnalyzedWorkload, analyze, mode_of, without_ta
 from spindle.train.buffers import gather_buffers, share_buffers
 from spindle.train.config import TrainConfig
 from spindle.train.feed import Batch, Feed, LoaderPosition
+from spindle.train.garbage import collect_all
 from spindle.train.optimizer import Update
 from spindle.train.optimizer_reshard import OptimizerState
 from spindle.train.plan import plan_workload
@@ -189,7 +189,7 @@ class TrainSession:
         self.runtime = new
         if self.world.device.type == "cuda":
             del old, update
-            gc.collect()  # graphs of the old plan hold memory of their device
+            collect_all()  # graphs of the old plan hold memory of their device
             torch.cuda.empty_cache()
         return new
 
@@ -243,7 +243,7 @@ class TrainSession:
         for parameter in self.runtime.weights.parameters:
             parameter.grad = None
         self.runtime = None
-        gc.collect()  # what the plan held on its device
+        collect_all()  # what the plan held on its device
         self.world.forget_groups()
 
     def optimizer_state(self) -> OptimizerState:
