@@ -56,9 +56,7 @@ def reshard_state(world: World, state: OptimizerState, sharding: Sharding) -> Op
     """This rank's share of the state under another sharding. All ranks call this; each receives what it lacks from one
     that has it. The state of parameters that are not in `sharding` stays with one rank, on the host."""
     described = {name: _describe(state.sharding[name][world.rank], values) for name, values in state.states.items()}
-    table = world.broadcast_object(
-        world.gather_objects((described, state.settings, state.num_steps, state.lr_scheduler))
-    )
+    table = world.broadcast_object(world.gather_objects((described, state.settings, state.num_steps)))
     descriptions = [row[0] for row in table]
     old = {
         name: {rank: part for rank, part in slices.items() if name in descriptions[rank]}
