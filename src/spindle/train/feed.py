@@ -291,6 +291,9 @@ class Feed:
         return self._fingerprints[key]
 
 
+MakeFeed = Callable[[TaskDefinition, Any, Any], Feed]  # of a task's loader; notices go to a progress display
+
+
 def _generator_of(loader: Any) -> torch.Generator | None:
     """The generator that a DataLoader shuffles with, where the user gave it one."""
     generator = getattr(loader, "generator", None)

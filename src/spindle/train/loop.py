@@ -24,7 +24,7 @@ from spindle.run.pytrees import on_device
 from spindle.run.world import Gathering, copied_to
 from spindle.train.agreement import compare, config_items, module_items
 from spindle.train.config import TrainConfig
-from spindle.train.feed import Batch, Feed, LoaderPosition
+from spindle.train.feed import Batch, Feed, LoaderPosition, MakeFeed
 from spindle.train.garbage import frozen_objects
 from spindle.train.header import (
     BatchHeader,
@@ -41,8 +41,7 @@ from spindle.train.runtime import resident_tensors
 from spindle.train.samples import SampleFeed
 from spindle.train.sampling import tasks_in_step
 from spindle.train.session import NEW_VARIANT, TrainSession
-from spindle.train.steps import Microbatch
-from spindle.train.task import TaskDefinition
+from spindle.train.steps import microbatches_of
 from spindle.train.timing import StepTimes
 
 OnStep = Callable[[int, dict[str, float]], None]
@@ -62,7 +61,7 @@ class Loop:
         self,
         session: TrainSession,
         feeds: dict[str, Feed],
-        make_feed: Callable[[TaskDefinition, Any, Progress], Feed],
+        make_feed: MakeFeed,
         progress: Progress,
         on_step: OnStep | None,
     ) -> None:
@@ -320,15 +319,6 @@ class Loop:
         result: Batch = self._world.broadcast_object(batch, source)
         return result
 
-    def _microbatches_of(self, headers: StepHeaders) -> list[Microbatch]:
-        microbatches = []
-        for number, row in enumerate(headers):
-            for task, header in row.items():
-                variant = self._session.variants.get(task, header.variant)
-                assert variant is not None
-                microbatches.append(Microbatch(task, variant.name, number, header))
-        return microbatches
-
     def _plan_ahead(self, table: Table, batches: StepBatches, step: int) -> None:
         """Have the next step planned while this one runs, unless it needs another plan altogether."""
         num_micro_steps = self._config.gradient_accumulation_steps
@@ -340,13 +330,15 @@ class Loop:
             return
         last_s = self._times.last_step_s
         time_limit_s = None if last_s is None else _SEARCH_SHARE * last_s
-        self._runtime.steps.plan_ahead(self._microbatches_of(headers), num_micro_steps, batches, time_limit_s)
+        self._runtime.steps.plan_ahead(
+            microbatches_of(headers, self._session.variants), num_micro_steps, batches, time_limit_s
+        )
 
     def _step(self, step: int, headers: StepHeaders, batches: StepBatches) -> ReadLosses:
         """Run a step. Returns this rank's parts of the tasks' losses, each a mean over the task's micro-steps."""
         world, checked = self._world, self._session.checked
         parts: list[tuple[Losses, dict[int, str]]] = []  # with the task of each loss that the step had
-        microbatches = self._microbatches_of(headers)
+        microbatches = microbatches_of(headers, self._session.variants)
         for number, run in enumerate(self._runtime.steps.runs(microbatches, len(headers), batches)):
             variants = {microbatch.variant for microbatch in run.microbatches.values()}
             read = {

@@ -1,21 +1,76 @@
-"""How long the ops of a workload take here: measured, or from a profile that the user gave."""
+"""From tasks to a workload with the times of its ops here: measured, or from a profile that the user gave."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_map
+
 from spindle.graph import MetaGraph
-from spindle.launch.capture import ProfileCapture
+from spindle.launch.capture import Capture, Captured, ProfileCapture, WorkloadCapture
 from spindle.measure import local_profile, measure_update
-from spindle.profile import Profile, fitting, read_profile
+from spindle.profile import Profile, fitting, read_profile, write_profile
 from spindle.run import World
-from spindle.train.analyze import AnalyzedWorkload, autocast_of
+from spindle.run.pytrees import on_device
+from spindle.run.world import on_compute_stream
+from spindle.train.analyze import AnalyzedWorkload, analyze, autocast_of, without_tasks
 from spindle.train.config import MakeProfile, TrainConfig
 from spindle.train.kinds import kinds_of
 from spindle.train.progress import Progress
+from spindle.train.task import TaskDefinition
 from spindle.train.trace import unchanged
+from spindle.workload import write_workload
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledWorkload:
+    """A workload, and how long its ops take on this machine."""
+
+    workload: AnalyzedWorkload
+    profile: Profile
+
+    def without_tasks(self, ended: Collection[str], name: str) -> ProfiledWorkload:
+        """What remains without some task variants, under another name. Nothing is traced or measured again."""
+        workload = without_tasks(self.workload, ended, name)
+        return ProfiledWorkload(workload, self.profile.restricted(workload.graph))
+
+
+def trace_and_profile(
+    definitions: Collection[TaskDefinition],
+    examples: Mapping[str, Any],
+    config: TrainConfig,
+    world: World,
+    progress: Progress,
+    notify: Callable[[str], None],
+    capture: Capture | None,
+) -> ProfiledWorkload:
+    """Analyze and profile these task variants, of which `examples` has a batch each. Under a `capture`, write what it
+    asks for instead, and end the script."""
+    with on_compute_stream(world.device):
+        # Copies, because what is tried out may write over its input.
+        copies = {name: on_device(tree_map(_cloned, batch), world.device) for name, batch in examples.items()}
+        progress.stage("recording tasks")
+        has_weights = not isinstance(capture, WorkloadCapture)
+        workload = analyze(config, definitions, copies, world, notify, has_weights=has_weights)
+        if isinstance(capture, WorkloadCapture):
+            degrees = tuple(config.planning.tensor_parallel_degrees.items())
+            write_workload(capture.output, replace(workload.bound.workload, tensor_degrees=degrees))
+            raise Captured
+        profile = profile_workload(workload, config, copies, world, progress, notify, capture)
+        if capture is not None:
+            if world.rank == 0:
+                write_profile(capture.output, profile)
+            world.barrier()
+            raise Captured
+        return ProfiledWorkload(workload, profile)
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def profile_workload(

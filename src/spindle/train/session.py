@@ -9,19 +9,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
-from spindle.launch.capture import Capture, Captured, WorkloadCapture
-from spindle.profile import Profile, write_profile
+from spindle.launch.capture import Capture
 from spindle.run import World
-from spindle.run.pytrees import on_device
-from spindle.run.world import on_compute_stream
 from spindle.train.agreement import compare, config_items, module_items, version_items
-from spindle.train.analyze import AnalyzedWorkload, analyze, mode_of, without_tasks
+from spindle.train.analyze import mode_of
 from spindle.train.buffers import gather_buffers, share_buffers
 from spindle.train.config import TrainConfig
 from spindle.train.feed import Batch, Feed, LoaderPosition
@@ -29,22 +25,13 @@ from spindle.train.garbage import collect_all
 from spindle.train.optimizer import Update
 from spindle.train.optimizer_reshard import OptimizerState
 from spindle.train.plan import plan_workload
-from spindle.train.profiling import profile_workload
+from spindle.train.profiling import ProfiledWorkload, trace_and_profile
 from spindle.train.progress import Progress
 from spindle.train.runtime import RankRuntime, make_runtime, make_update
 from spindle.train.task import ModuleHandle
 from spindle.train.task_variants import TaskVariants
-from spindle.workload import write_workload
 
 NEW_VARIANT = "a batch takes a new variant of its task"
-
-
-@dataclass(frozen=True, slots=True)
-class ProfiledWorkload:
-    """A workload, and how long its ops take on this machine."""
-
-    workload: AnalyzedWorkload
-    profile: Profile
 
 
 class TrainSession:
@@ -87,32 +74,18 @@ class TrainSession:
                 if not self.variants.names_of(task):
                     batch = feed.example()
                     self.variants.add(task, self.variants.key_of(task, batch), batch)
-            with on_compute_stream(self.world.device):
-                self.profiled = self._all_profiled = self._trace_and_profile(progress)
+            definitions = [variant.definition for variant in self.variants]
+            self.profiled = self._all_profiled = trace_and_profile(
+                definitions,
+                self._examples(),
+                self.config,
+                self.world,
+                progress,
+                self.notifier(progress),
+                self.capture,
+            )
             self.handles |= self.profiled.workload.bound.handles
         return self.profiled
-
-    def _trace_and_profile(self, progress: Progress) -> ProfiledWorkload:
-        config, world, capture, notify = self.config, self.world, self.capture, self.notifier(progress)
-        # Copies, because what is tried out may write over its input.
-        examples = {
-            name: on_device(tree_map(_cloned, example), world.device) for name, example in self._examples().items()
-        }
-        definitions = [variant.definition for variant in self.variants]
-        progress.stage("recording tasks")
-        has_weights = not isinstance(capture, WorkloadCapture)
-        workload = analyze(config, definitions, examples, world, notify, has_weights=has_weights)
-        if isinstance(capture, WorkloadCapture):
-            degrees = tuple(config.planning.tensor_parallel_degrees.items())
-            write_workload(capture.output, replace(workload.bound.workload, tensor_degrees=degrees))
-            raise Captured
-        profile = profile_workload(workload, config, examples, world, progress, notify, capture)
-        if capture is not None:
-            if world.rank == 0:
-                write_profile(capture.output, profile)
-            world.barrier()
-            raise Captured
-        return ProfiledWorkload(workload, profile)
 
     def plan(self, profiled: ProfiledWorkload, progress: Progress) -> RankRuntime:
         """The runtime of the current plan, made where there is none."""
@@ -204,10 +177,7 @@ class TrainSession:
             self.profiled = self._all_profiled = None
             return
         ended = profiled.workload.bound.tasks.keys() - {variant.name for variant in self.variants}
-        if ended:
-            workload = without_tasks(profiled.workload, ended, config.name)
-            profiled = ProfiledWorkload(workload, profiled.profile.restricted(workload.graph))
-        self.profiled = profiled
+        self.profiled = profiled.without_tasks(ended, config.name) if ended else profiled
 
     def _is_known(self) -> bool:
         """Whether all tasks that are trained now are traced and profiled."""
@@ -273,7 +243,3 @@ class TrainSession:
             self.notifier(progress)(f"the given profile is used no longer: {reason}")
             planning = replace(planning, profile=None)
         return replace(config, planning=planning)
-
-
-def _cloned(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

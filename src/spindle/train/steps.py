@@ -28,6 +28,7 @@ from spindle.train.header import BatchHeader, MicroSteps
 from spindle.train.microbatches import Key, Microbatches, StepGraph, microbatch_name, without_values
 from spindle.train.plan import PlannedWorkload, program_for_rows
 from spindle.train.samples import Needs, needs_of
+from spindle.train.task_variants import TaskVariants
 
 _MOST_SHAPES = 10_000  # of batches, remembered
 
@@ -40,6 +41,17 @@ class Microbatch:
     variant: str
     micro_step: int
     header: BatchHeader
+
+
+def microbatches_of(headers: Sequence[Mapping[str, BatchHeader]], variants: TaskVariants) -> list[Microbatch]:
+    """The microbatches of a step, by micro-step and task; their variants must be known."""
+    microbatches = []
+    for micro_step, row in enumerate(headers):
+        for task, header in row.items():
+            variant = variants.get(task, header.variant)
+            assert variant is not None
+            microbatches.append(Microbatch(task, variant.name, micro_step, header))
+    return microbatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
