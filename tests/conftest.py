@@ -34,6 +34,6 @@ def pool():
     """Processes that tests share, with what they know about the workloads they have seen."""
     from pool import Pool  # needs torch
 
-    one = Pool()
-    yield one
-    one.close()
+    processes = Pool()
+    yield processes
+    processes.close()

@@ -10,19 +10,17 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import spindle  # noqa: E402
-from changing import BEGIN, COURSES, STEPS  # noqa: E402
-from courses import unmeasured  # noqa: E402
+from internals import unmeasured  # noqa: E402
 from spindle.errors import TrainingError, WorkloadError  # noqa: E402
 from sweeps import alternating, chosen  # noqa: E402
+from training_cases import CHANGES, FIRST_TASKS, changing, slow_adamw  # noqa: E402
+from trainings import assert_trained, sgd, train  # noqa: E402
 
 
-def changed(pool, num_ranks, name, seed=0, shards="none", momentum=False):
-    answers = pool.run(num_ranks, "change", name, seed, shards, momentum)
-    for one in answers:
-        assert one.loss < 1e-9
-        assert one.parameter < 1e-9, one.worst
-        assert one.tasks == answers[0].tasks
-        assert len(one.tasks) == STEPS[name]
+def changed(pool, num_ranks, name, seed=0, shards="none", optimizer=slow_adamw):
+    answers = pool.run(num_ranks, train, changing(name, seed, shards, optimizer))
+    assert_trained(answers)
+    assert len(answers[0].tasks) == CHANGES[name].steps
     return answers[0]
 
 
@@ -30,39 +28,45 @@ def changed(pool, num_ranks, name, seed=0, shards="none", momentum=False):
     ("num_ranks", "shards"), chosen([(1, "none"), (2, "all"), (3, "some")], (2, "none"), (4, "some"))
 )
 def test_a_task_ends(pool, num_ranks, shards):
-    found = changed(pool, num_ranks, "ends", num_ranks, shards)
-    assert found.tasks[0] == frozenset(BEGIN)
+    training = changed(pool, num_ranks, "ends", num_ranks, shards)
+    assert training.tasks[0] == frozenset(FIRST_TASKS)
     end = 3  # the losses of step 1 are known after the step behind it
-    assert found.tasks[end - 1] == frozenset(BEGIN)
-    assert found.tasks[end:] == (frozenset({"answer", "sound"}),) * (STEPS["ends"] - end)
-    assert found.num_found_out == 1  # nothing is tried or measured again
-    assert found.whole_states == 0  # no rank was given what it does not need
-    assert found.num_changes == 1
+    assert training.tasks[end - 1] == frozenset(FIRST_TASKS)
+    assert training.tasks[end:] == (frozenset({"answer", "sound"}),) * (CHANGES["ends"].steps - end)
+    assert training.num_profiled == 1  # nothing is tried or measured again
+    assert training.whole_states == 0  # no rank was given what it does not need
+    assert training.num_changes == 1
 
 
 @pytest.mark.parametrize(("num_ranks", "shards"), alternating([2, 3], "none", "some"))
 def test_it_comes_back_with_the_state_that_its_modules_had(pool, num_ranks, shards):
-    found = changed(pool, num_ranks, "ends and comes back", 3, shards)
-    assert "answer" not in found.tasks[4]
-    assert "answer" in found.tasks[-1]
-    assert found.num_found_out == 1
-    assert found.whole_states == 0
+    training = changed(pool, num_ranks, "ends and comes back", 3, shards)
+    assert "answer" not in training.tasks[4]
+    assert "answer" in training.tasks[-1]
+    assert training.num_profiled == 1
+    assert training.whole_states == 0
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_new_one_joins(pool, num_ranks):
-    found = changed(pool, num_ranks, "joins", 5, "some")
-    assert found.tasks[-1] == {*BEGIN, "late"}
-    assert found.num_found_out == 2
+    training = changed(pool, num_ranks, "joins", 5, "some")
+    assert training.tasks[-1] == {*FIRST_TASKS, "late"}
+    assert training.num_profiled == 2
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "seed", "momentum", "shards"),
-    [(1, 0, False, "none"), (2, 1, True, "none"), (2, 4, False, "all"), (3, 2, False, "some"), (4, 3, False, "some")],
+    ("num_ranks", "seed", "optimizer", "shards"),
+    [
+        (1, 0, slow_adamw, "none"),
+        (2, 1, sgd, "none"),
+        (2, 4, slow_adamw, "all"),
+        (3, 2, slow_adamw, "some"),
+        (4, 3, slow_adamw, "some"),
+    ],
 )
-def test_all_of_it_in_one_fit(pool, num_ranks, seed, shards, momentum):
-    found = changed(pool, num_ranks, "all of it", seed, shards, momentum)
-    assert found.num_changes == len(COURSES["all of it"])
+def test_all_of_it_in_one_fit(pool, num_ranks, seed, shards, optimizer):
+    training = changed(pool, num_ranks, "all of it", seed, shards, optimizer)
+    assert training.num_changes == len(CHANGES["all of it"].changes)
 
 
 def trainer_of(*names, **options):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 import runpy
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -14,12 +18,19 @@ pytest.importorskip("transformers")
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN = runpy.run_path(str(ROOT / "docs" / "examples.py"))
 NAMES = SHOWN["NAMES"]
-STEPS, TWIN_STEPS = 6, 48  # scenes do not depend on how many steps there are, so the first losses are to be the same
+STEPS, TWIN_STEPS = 6, 48  # batches do not depend on how many steps there are, so the first losses are to be the same
+
+
+def printed_by(rank: int, num_ranks: int, script: str, *arguments: str) -> str:
+    """What a training script prints, run on these ranks."""
+    with redirect_stdout(StringIO()) as printed, mock.patch.object(sys, "argv", [script, *arguments]):
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
 
 
 def losses(pool, num_ranks: int, path: str, steps: int) -> list[dict[str, float]]:
     """Losses by step, as a script prints them."""
-    printed, *others = pool.run(num_ranks, "printed_by", str(ROOT / "examples" / path), "--steps", str(steps))
+    printed, *others = pool.run(num_ranks, printed_by, str(ROOT / "examples" / path), "--steps", str(steps))
     lines = re.findall(r"^step +\d+  (.*)$", printed, flags=re.MULTILINE)
     assert len(lines) == steps, printed
     assert not any(others)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -9,89 +11,128 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import spindle  # noqa: E402
-from courses import unmeasured  # noqa: E402
+from comparison import Comparison, assert_close  # noqa: E402
+from internals import unmeasured  # noqa: E402
 from spindle.errors import TrainingError  # noqa: E402
 from spindle.train.sampling import tasks_in_step  # noqa: E402
+from spindle.train.task import Mean  # noqa: E402
+from training_cases import WIDTH, normal_batch, pairs_and_answers, train_named  # noqa: E402
+from trainings import assert_trained, sgd  # noqa: E402
 
 
-def follow(pool, num_ranks, name, plan="plan 1", limit=1e-9):
-    answers = pool.run(num_ranks, "follow", name, plan)
-    for one in answers:
-        assert one.loss < limit
-        assert one.parameter < limit, one.worst
-        assert one.moved > 1e-3
+def trained(pool, num_ranks, name, plan="plan 1", limit=1e-9):
+    answers = pool.run(num_ranks, train_named, name, plan)
+    assert_trained(answers, limit)
     return answers[0]
 
 
 @pytest.mark.parametrize(("num_ranks", "plan"), [(1, "plan 0"), (2, "plan 3"), (3, "plan 5")])
 def test_groups_of_parameters_and_a_schedule_go_on_over_fits(pool, num_ranks, plan):
-    follow(pool, num_ranks, "groups and schedule", plan)
+    trained(pool, num_ranks, "groups and schedule", plan)
 
 
 @pytest.mark.parametrize(("num_ranks", "plan"), [(1, "plan 0"), (2, "plan 4"), (3, "plan 2")])
 @pytest.mark.parametrize("name", ["clipped", "clipped rarely"])
 def test_gradients_are_clipped_by_the_norm_of_all_of_them(pool, num_ranks, plan, name):
-    follow(pool, num_ranks, name, plan)
+    trained(pool, num_ranks, name, plan)
 
 
 @pytest.mark.parametrize(("num_ranks", "plan"), [(1, "plan 0"), (3, "plan 6")])
 def test_gradients_of_several_batches_add_up(pool, num_ranks, plan):
-    follow(pool, num_ranks, "accumulated", plan)
+    trained(pool, num_ranks, "accumulated", plan)
 
 
 def test_they_do_when_slots_are_replayed(pool):
     for num_ranks in (1, 2):
-        assert follow(pool, num_ranks, "accumulated, captured", "plan 3").captured
+        assert trained(pool, num_ranks, "accumulated, captured", "plan 3").captured
 
 
 @pytest.mark.parametrize(("num_ranks", "plan"), [(1, "plan 0"), (2, "plan 7")])
 def test_the_weight_of_a_loss_may_follow_the_step(pool, num_ranks, plan):
-    follow(pool, num_ranks, "weight", plan)
-    assert follow(pool, num_ranks, "weight, captured", plan).captured
+    trained(pool, num_ranks, "weight", plan)
+    assert trained(pool, num_ranks, "weight, captured", plan).captured
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_module_is_recomputed_where_the_user_says_so(pool, num_ranks):
-    recomputed = follow(pool, num_ranks, "checkpointed", "wavefront").recomputed
+    recomputed = trained(pool, num_ranks, "checkpointed", "wavefront").recomputed
     assert recomputed
     assert all("vision" in op for op in recomputed)
 
 
 @pytest.mark.parametrize(("num_ranks", "plan"), [(1, "plan 0"), (2, "plan 8"), (3, "plan 9")])
 def test_tasks_are_drawn_for_each_step(pool, num_ranks, plan):
-    tasks = follow(pool, num_ranks, "sampled", plan).tasks
+    tasks = trained(pool, num_ranks, "sampled", plan).tasks
     assert {frozenset({"pair"}), frozenset({"answer"})} == set(tasks)
 
 
 def test_their_weights_may_follow_the_step(pool):
-    tasks = follow(pool, 2, "sampled by step", "plan 3").tasks
+    tasks = trained(pool, 2, "sampled by step", "plan 3").tasks
     assert tasks == (frozenset({"pair"}),) * 3 + (frozenset({"answer"}),) * 3
 
 
 def test_tasks_are_drawn_when_gradients_add_up_and_when_slots_are_replayed(pool):
-    follow(pool, 2, "sampled, accumulated", "plan 3")
-    assert follow(pool, 2, "sampled, captured", "plan 3").captured
+    trained(pool, 2, "sampled, accumulated", "plan 3")
+    assert trained(pool, 2, "sampled, captured", "plan 3").captured
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_modules_are_frozen_and_thawed_between_fits(pool, num_ranks):
-    follow(pool, num_ranks, "frozen", "wavefront")
+    trained(pool, num_ranks, "frozen", "wavefront")
 
 
 @pytest.mark.parametrize(("num_ranks", "limit"), [(1, 1e-6), (2, 2e-2)])
 def test_layers_run_in_bfloat16(pool, num_ranks, limit):
     """On two ranks, sums of other parts are rounded otherwise."""
-    follow(pool, num_ranks, "autocast", "plan 3", limit)
-    follow(pool, num_ranks, "autocast, recomputed", "wavefront", limit)
-    assert follow(pool, num_ranks, "autocast, captured", "plan 3", limit).captured
+    trained(pool, num_ranks, "autocast", "plan 3", limit)
+    trained(pool, num_ranks, "autocast, recomputed", "wavefront", limit)
+    assert trained(pool, num_ranks, "autocast, captured", "plan 3", limit).captured
+
+
+def evaluate(rank: int, num_ranks: int) -> tuple[Comparison, list[bool]]:
+    """Losses before and after training, compared with those of a plain loop; and which parts are in training mode."""
+    torch.manual_seed(rank)  # ranks start with weights of their own: those of rank 0 count
+    modules = {
+        "vision": nn.Sequential(nn.Linear(4, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)).double(),
+        "text": nn.Sequential(nn.Linear(3, WIDTH), nn.Linear(WIDTH, WIDTH)).double(),
+        "head": nn.Linear(WIDTH, 2).double(),
+    }
+    modules["text"][1].eval()
+    tasks = pairs_and_answers()({name: spindle.module(name, module) for name, module in modules.items()})
+    batches = {task.name: [normal_batch(task.name, number) for number in range(5)] for task in tasks}
+    batches["answer"].append({key: leaf[:3] for key, leaf in batches["answer"][0].items()})
+    comparison = Comparison()
+    with unmeasured():
+        trainer = spindle.Trainer(tasks, optimizer=sgd)
+        before = trainer.evaluate(batches)
+        if rank == 0:  # other ranks take its weights, and their own are gone
+            comparison.add_losses([before], [evaluate_plainly(batches, modules)])
+        trainer.fit({name: some[:5] for name, some in batches.items()}, steps=3, progress=False)
+        after = trainer.evaluate(batches, steps=4)
+    expected = evaluate_plainly({name: some[:4] for name, some in batches.items()}, modules)
+    comparison.add_losses([after], [expected])
+    assert all(abs(before[name] - after[name]) > 1e-6 for name in before)
+    return comparison, [part.training for module in modules.values() for part in module.modules()]
+
+
+def evaluate_plainly(batches, modules) -> dict[str, float]:
+    copies = {name: deepcopy(module).cpu().eval() for name, module in modules.items()}
+    losses = {}
+    with torch.no_grad():
+        for task in pairs_and_answers()(copies):
+            parts = [task(batch) for batch in batches[task.name]]
+            if isinstance(parts[0], Mean):
+                losses[task.name] = float(sum(part.total for part in parts) / sum(part.count for part in parts))
+            else:
+                losses[task.name] = float(sum(parts) / len(parts))
+    return losses
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_evaluation_gives_the_losses_of_one_process(pool, num_ranks):
-    answers = pool.run(num_ranks, "evaluated")
-    before = answers[0][0]  # on rank 0: other ranks take its weights, and their own are gone
-    for _, after, modes in answers:
-        assert max([*before.values(), *after.values()]) < 1e-9
+    answers = pool.run(num_ranks, evaluate)
+    assert_close([comparison for comparison, _ in answers], kinds=("loss",))
+    for _, modes in answers:
         assert modes == [True, True, True, True, True, True, False, True]
 
 
@@ -105,9 +146,6 @@ def small(**options):
     @spindle.task(batch_size=4, tokens=lambda batch: batch["x"].numel())
     def pull(batch):
         return (encoder(batch["x"]) ** 2).mean()
-
-    def sgd(named):
-        return torch.optim.SGD([one for _, one in named], lr=0.1)
 
     return spindle.Trainer([pull], **{"optimizer": sgd, **options})
 

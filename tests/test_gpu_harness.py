@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,10 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch.distributed as dist
+
 import gpu.all as harness
+from comparison import Comparison
 from gpu import results
 from gpu.results import FAILED, PASSED, Result
 from pool import Pool, largest_error
@@ -87,27 +91,37 @@ def test_tables_show_errors_and_failures():
 
 @dataclass
 class Answer:
-    loss: float
-    gradient: float
+    comparison: Comparison
     moved: float = 5.0
 
 
+def answer(**errors: float) -> Answer:
+    return Answer(comparison=Comparison(largest={kind: (error, "a") for kind, error in errors.items()}))
+
+
 def test_the_largest_error_of_an_answer_is_found_in_its_fields_or_its_nest():
-    assert largest_error([Answer(loss=1e-12, gradient=3e-11), Answer(loss=2e-13, gradient=0.0)]) == 3e-11
+    assert largest_error([answer(loss=1e-12, gradient=3e-11), answer(loss=2e-13, gradient=0.0)]) == 3e-11
     assert largest_error(({"a": 1e-9}, {"b": 4e-9}, [True, False])) == 4e-9
-    assert math.isnan(largest_error([Answer(loss=math.nan, gradient=1.0)]))
+    assert math.isnan(largest_error([answer(loss=math.nan, gradient=1.0)]))
     assert largest_error(["printed", None]) is None
+
+
+def hang_on_rank(rank: int, num_ranks: int, hanging: int | None) -> None:
+    """Runs a barrier on all ranks but one, which sleeps."""
+    if rank == hanging:
+        time.sleep(600)
+    dist.barrier()
 
 
 def test_a_request_that_hangs_ends_with_the_tracebacks_of_all_ranks_and_a_new_pool(monkeypatch):
     pool = Pool()
     try:
-        pool.run(2, "hang_on_rank", None)
+        pool.run(2, hang_on_rank, None)
         monkeypatch.setenv("SPINDLE_TEST_LIMIT_S", "2")
         with pytest.raises(AssertionError, match=r"ranks \[0, 1\] did not answer within 2 s") as caught:
-            pool.run(2, "hang_on_rank", 1)
+            pool.run(2, hang_on_rank, 1)
         assert "rank 0:" in str(caught.value)
         assert str(caught.value).count("in hang_on_rank") == 2
-        pool.run(2, "hang_on_rank", None)
+        pool.run(2, hang_on_rank, None)
     finally:
         pool.close()

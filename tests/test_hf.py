@@ -12,7 +12,9 @@ import transformers as hf  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import hugging  # noqa: E402
+from comparison import assert_close  # noqa: E402
 from gpu import hugging_face  # noqa: E402
+from programs import compare_steps  # noqa: E402
 from spindle import Trainer, module, task  # noqa: E402
 from spindle.models import as_when_compiling, chain_of  # noqa: E402
 from spindle.train import trace_all  # noqa: E402
@@ -165,12 +167,9 @@ def test_the_script_for_gpus_runs_on_a_cpu():
 
 @pytest.mark.parametrize("workload", hugging.WORKLOADS)
 def test_two_processes_give_the_numbers_of_one(pool, workload):
-    answers = pool.run(2, "compare_steps", workload, "plan 2", 2, 1.0)
+    answers = pool.run(2, compare_steps, workload, "plan 2", 2, 1.0)
     assert answers[0].most_layers >= 5
-    assert max(one.loss for one in answers) < 1e-9
-    worst = max(answers, key=lambda one: one.gradient)
-    assert worst.gradient < 1e-9, worst.worst
-    assert frozenset().union(*(one.compared for one in answers)) == answers[0].expected
+    assert_close([answer.comparison for answer in answers], kinds=("loss", "gradient"))
 
 
 def test_no_attention_mask_is_made_where_the_caller_gives_none():

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,100 +17,31 @@ import torch
 import torch.distributed as dist
 
 from gpu import checks
-from pool import forking
+from pool import Pool
 from spindle.errors import PeerLostError
 from spindle.run.ipc import collectives, transport
 from spindle.run.ipc.memory_backend import HostMemoryBackend
-from spindle.run.ipc.process_group import BACKEND, register
+from spindle.run.ipc.process_group import BACKEND
 from spindle.run.ipc.shm_control import Board
 from spindle.run.world import peers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes share memory in this way on Linux")
 
-SIZE = 4
-LIMIT_S = 60
 
-
-def join(rank: int, num_ranks: int, port: int, number: int, seconds: float = 30) -> None:
-    register()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=seconds))
-    dist.init_process_group(
-        BACKEND,
-        store=dist.PrefixStore(f"world {number}", store),
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=seconds),
-    )
-
-
-def serve(rank: int, port: int, requests: Any, answers: Any) -> None:
-    """One process: joins a new world for each request, and runs a function of this module or of `checks` there."""
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    for number, num_ranks, name in iter(requests.get, None):
-        try:
-            join(rank, num_ranks, port, number)
-            (getattr(checks, name, None) or globals()[name])(torch.device("cpu"))
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            answers.put((rank, ""))
-        except BaseException as error:
-            answers.put((rank, "".join(traceback.format_exception(error))))
-            raise
-
-
-class Pool:
-    """Processes for all tests. Those that a test has ended are started anew; all of them after one that failed."""
-
-    def __init__(self) -> None:
-        self.context = forking()
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.number = 0
-        self.close()
-
-    def close(self) -> None:
-        for process in getattr(self, "processes", {}).values():
-            process.kill()
-            process.join()
-        self.processes: dict[int, Any] = {}
-        self.requests: dict[int, Any] = {}
-        self.answers = self.context.Queue()
-
-    def start(self, rank: int) -> None:
-        self.requests[rank] = self.context.Queue()
-        arguments = (rank, self.store.port, self.requests[rank], self.answers)
-        self.processes[rank] = self.context.Process(target=serve, args=arguments, daemon=True)
-        self.processes[rank].start()
-
-    def run(self, name: str, num_ranks: int, silent: tuple[int, ...] = ()) -> None:
-        """Runs a check on so many ranks, all but the silent ones of which must answer."""
-        for rank in range(SIZE):
-            if rank not in self.processes or not self.processes[rank].is_alive():
-                self.start(rank)
-        self.number += 1
-        for rank in range(num_ranks):
-            self.requests[rank].put((self.number, num_ranks, name))
-        try:
-            for _ in range(num_ranks - len(silent)):
-                rank, trouble = self.answers.get(timeout=LIMIT_S)
-                assert not trouble, f"rank {rank}:\n{trouble}"
-        except BaseException:
-            self.close()
-            raise
-        for rank in silent:
-            self.processes[rank].join()
+def on_host(rank: int, num_ranks: int, check: Callable[[torch.device], None]) -> None:
+    check(torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
 def pool():
-    pool = Pool()
+    pool = Pool(BACKEND)
     yield pool
     pool.close()
 
 
-@pytest.mark.parametrize("check", [check.__name__ for check in checks.CHECKS])
+@pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)
 def test_on_three_ranks(check, pool):
-    pool.run(check, 3)
+    pool.run(3, on_host, check)
 
 
 def one_that_reads_late(device: torch.device) -> None:
@@ -159,11 +90,11 @@ def one_that_maps_late(device: torch.device) -> None:
 
 
 def test_a_rank_that_leaves_waits_for_those_who_still_read_from_it(pool):
-    pool.run("one_that_maps_late", 2)
+    pool.run(2, on_host, one_that_maps_late)
 
 
 def test_memory_that_others_read_stays_as_it_is(pool):
-    pool.run("one_that_reads_late", 3)
+    pool.run(3, on_host, one_that_reads_late)
 
 
 def collectives_that_wait_for_their_device(device: torch.device) -> None:
@@ -204,7 +135,7 @@ def devices_that_get_there_between_two_looks(device: torch.device) -> None:
 
 
 def test_devices_get_there_between_two_looks(pool):
-    pool.run("devices_that_get_there_between_two_looks", 3)
+    pool.run(3, on_host, devices_that_get_there_between_two_looks)
 
 
 def threads_while_another_works(device: torch.device) -> None:
@@ -234,11 +165,11 @@ def threads_while_another_works(device: torch.device) -> None:
 
 
 def test_threads_sleep_while_another_works(pool):
-    pool.run("threads_while_another_works", 2)
+    pool.run(2, on_host, threads_while_another_works)
 
 
 def test_collectives_wait_for_their_device_on_the_host(pool):
-    pool.run("collectives_that_wait_for_their_device", 3)
+    pool.run(3, on_host, collectives_that_wait_for_their_device)
 
 
 def messages_that_wait_for_their_device(device: torch.device) -> None:
@@ -269,7 +200,7 @@ def messages_that_wait_for_their_device(device: torch.device) -> None:
 
 
 def test_messages_wait_for_their_device_on_the_host(pool):
-    pool.run("messages_that_wait_for_their_device", 2)
+    pool.run(2, on_host, messages_that_wait_for_their_device)
 
 
 def memory_that_is_freed(device: torch.device) -> None:
@@ -287,13 +218,13 @@ def memory_that_is_freed(device: torch.device) -> None:
 
 
 def test_memory_that_its_owner_frees_is_let_go(pool):
-    pool.run("memory_that_is_freed", 3)
+    pool.run(3, on_host, memory_that_is_freed)
 
 
-@pytest.mark.parametrize("check", ["check_all_reduce", "check_messages", "check_ddp"])
+@pytest.mark.parametrize("check", [checks.check_all_reduce, checks.check_messages, checks.check_ddp])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_on_two_and_four_ranks(check, num_ranks, pool):
-    pool.run(check, num_ranks)
+    pool.run(num_ranks, on_host, check)
 
 
 def alone(device: torch.device) -> None:
@@ -304,7 +235,7 @@ def alone(device: torch.device) -> None:
 
 
 def test_a_group_of_one(pool):
-    pool.run("alone", 1)
+    pool.run(1, on_host, alone)
 
 
 def survive_a_killed_rank(device: torch.device) -> None:
@@ -324,7 +255,7 @@ def survive_a_killed_rank(device: torch.device) -> None:
 
 
 def test_a_killed_rank_is_an_error_on_the_others_within_seconds(pool):
-    pool.run("survive_a_killed_rank", 3, silent=(2,))
+    pool.run(3, on_host, survive_a_killed_rank, silent=(2,))
 
 
 def go_on_without_one(device: torch.device) -> None:
@@ -346,7 +277,7 @@ def go_on_without_one(device: torch.device) -> None:
 
 
 def test_others_go_on_without_a_rank_that_has_left(pool):
-    pool.run("go_on_without_one", 3)
+    pool.run(3, on_host, go_on_without_one)
 
 
 def fail_in_backward(device: torch.device) -> None:
@@ -362,7 +293,7 @@ def fail_in_backward(device: torch.device) -> None:
 
 
 def test_ddp_raises_when_a_rank_is_gone(pool):
-    pool.run("fail_in_backward", 2, silent=(1,))
+    pool.run(2, on_host, fail_in_backward, silent=(1,))
 
 
 def leave_work_behind(device: torch.device) -> None:
@@ -373,7 +304,7 @@ def leave_work_behind(device: torch.device) -> None:
 
 
 def test_what_nobody_will_finish_is_an_error_after_leaving(pool):
-    pool.run("leave_work_behind", 2)
+    pool.run(2, on_host, leave_work_behind)
 
 
 def shared_files() -> set[str]:
@@ -392,7 +323,7 @@ def leave_no_file(device: torch.device) -> None:
 
 
 def test_no_memory_stays_behind(pool):
-    pool.run("leave_no_file", 2)
+    pool.run(2, on_host, leave_no_file)
 
 
 def wait_with_a_limit(device: torch.device) -> None:
@@ -410,4 +341,4 @@ def wait_with_a_limit(device: torch.device) -> None:
 
 
 def test_waiting_may_have_a_limit(pool):
-    pool.run("wait_with_a_limit", 2)
+    pool.run(2, on_host, wait_with_a_limit)

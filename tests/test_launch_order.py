@@ -3,7 +3,10 @@ numbers of one process. The runs are on gloo, which does not ask for it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -117,32 +120,41 @@ def test_collectives_inside_layers_have_their_place_in_it():
 # Runs.
 
 
+def in_launch_order(rank: int, num_ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Runs a function with communication launched as under NCCL: in one order on all ranks, each exchange whole."""
+    from spindle.run import World
+
+    with mock.patch.object(World, "launches_in_order", True):
+        return function(rank, num_ranks, *arguments)
+
+
 @pytest.mark.parametrize(
-    ("num_ranks", "function", "arguments"),
+    ("num_ranks", "arguments"),
     [
-        *((2 + seed % 3, "compare_steps", (f"random {seed}", f"plan {seed}", 3, 1.0)) for seed in range(6)),
-        (4, "compare_steps", ("everything", "plan 4", 3)),
-        (3, "compare_steps", ("everything", "paper", 3)),
+        *((2 + seed % 3, (f"random {seed}", f"plan {seed}", 3, 1.0)) for seed in range(6)),
+        (4, ("everything", "plan 4", 3)),
+        (3, ("everything", "paper", 3)),
     ],
 )
-def test_steps_launched_in_that_order_have_the_numbers_of_one_process(pool, num_ranks, function, arguments):
-    pytest.importorskip("torch")
-    for answer in pool.run(num_ranks, "launching_in_order", function, *arguments):
-        assert answer.gradient < 1e-9, answer.worst
-        assert answer.loss < 1e-9
+def test_steps_launched_in_that_order_have_the_numbers_of_one_process(pool, num_ranks, arguments):
+    from comparison import assert_close
+    from programs import compare_steps
+
+    answers = pool.run(num_ranks, in_launch_order, compare_steps, *arguments)
+    assert_close([answer.comparison for answer in answers], kinds=("loss", "gradient"))
 
 
 def test_so_do_tensor_groups_pipelines_and_sharded_optimizers(pool):
-    pytest.importorskip("torch")
-    from microbatches import Case
-    from tensors import Training
+    from comparison import assert_close
+    from microbatches import Case, run_pipeline
+    from tensor_parallel import sharing
+    from trainings import Fit, assert_trained, train
 
-    training = Training(name="own", fits=(({"language": 2}, 7), ({"language": 4}, 8)), steps=2, optimizer="sgd")
-    for answer in pool.run(4, "launching_in_order", "train_shared", training):
-        assert max(answer.loss, answer.parameter) < 1e-9, answer.worst
+    fits = [Fit(steps=2, degrees={"language": degree}, plan=f"plan {seed}") for degree, seed in ((2, 7), (4, 8))]
+    assert_trained(pool.run(4, in_launch_order, train, sharing("own", *fits)))
     for case in (
         Case(seed=6, num_ranks=3, steps=2, forms=False, split=0.5, lean=0.4),
         Case(seed=8, num_ranks=4, num_replicas=2, shares_order=True, shards=True, steps=2),
     ):
-        for answer in pool.run(case.num_ranks, "launching_in_order", "run_pipeline", case):
-            assert max(answer.loss, answer.gradient, answer.parameter) < 1e-9, answer.worst
+        answers = pool.run(case.num_ranks, in_launch_order, run_pipeline, case)
+        assert_close([answer.comparison for answer in answers], kinds=("loss", "gradient", "parameter"))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -14,13 +15,16 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import spindle  # noqa: E402
+from backends import rank_device  # noqa: E402
+from spindle.cluster import Link  # noqa: E402
 from spindle.errors import ProfileError  # noqa: E402
 from spindle.graph import metagraph_of  # noqa: E402
-from spindle.measure import LayerMeter, measure_layers, measure_update  # noqa: E402
+from spindle.measure import LayerMeter, machine, measure_layers, measure_update, overlap  # noqa: E402  # noqa: E402
 from spindle.measure.layers import shares  # noqa: E402
 from spindle.measure.p2p_latency import measure_p2p_latency, p2p_latency_from  # noqa: E402
 from spindle.measure.rank_sync import RankSync  # noqa: E402
 from spindle.measure.rates import rates_from  # noqa: E402
+from spindle.measure.timing import Work  # noqa: E402
 from spindle.profile import Profile, write_profile  # noqa: E402
 from spindle.run import World  # noqa: E402
 from spindle.train.bind import bind, code_of, trace_all  # noqa: E402
@@ -316,8 +320,48 @@ def test_a_profile_for_another_number_of_devices_is_refused(profile):
         trainer_with(replace(profile, cluster=two)).prepare(loaders(), progress=False)
 
 
+def sums_beside_compute(rank: int, num_ranks: int, failing: int | None = None) -> overlap.Overlap:
+    """What is found about sums beside compute; on a rank that fails, the work does not run."""
+    layer, x = torch.nn.Linear(64, 64, device=rank_device()), torch.randn(32, 64, device=rank_device())
+
+    def run() -> torch.Tensor:
+        if rank == failing:
+            raise ValueError("not here")
+        return layer(x)
+
+    world = World(rank, num_ranks, rank_device())
+    work = Work(run=run, leaves=(), parameters=tuple(layer.parameters()), device=world.device)
+    link = Link(bytes_per_s=1e12, latency_s=1e-5, collective_s=1e-4)
+    with mock.patch.multiple(overlap, _SMALL=1 << 12, _LARGE=1 << 18):
+        return overlap.measure_overlap(work, RankSync(world, enabled=True), world, link, torch.float32)
+
+
+def islands_of_nodes(rank: int, num_ranks: int, nodes: tuple[int, ...]) -> list[int]:
+    """Devices of the islands that are found, on ranks of these nodes of torchrun."""
+    world = World(rank, num_ranks, rank_device())
+    with mock.patch.dict(os.environ, {"GROUP_RANK": str(nodes[rank])}):
+        return [island.num_devices for island in machine._cluster(world, torch.float32).islands]
+
+
+def hand_over_beside_compute(rank: int, num_ranks: int, failing: int | None = None, runs: int = 0) -> float | None:
+    """What is found about hand-overs; on a rank that fails, the work does not run more often than so."""
+    layer, x = torch.nn.Linear(64, 64, device=rank_device()), torch.randn(32, 64, device=rank_device())
+    ran = 0
+
+    def run() -> torch.Tensor:
+        nonlocal ran
+        ran += 1
+        if rank == failing and ran > runs:
+            raise ValueError("not here")
+        return layer(x)
+
+    world = World(rank, num_ranks, rank_device())
+    work = Work(run=run, leaves=(), parameters=tuple(layer.parameters()), device=world.device)
+    return measure_p2p_latency(work, world)
+
+
 def test_all_ranks_find_the_same_about_sums_beside_compute(pool):
-    found = pool.run(2, "sums_beside_compute")
+    found = pool.run(2, sums_beside_compute)
     assert found[0] == found[1]
     assert found[0].overlap >= 1
     assert found[0].exchange_overlap > 1  # than a link of 1 TB/s
@@ -325,25 +369,25 @@ def test_all_ranks_find_the_same_about_sums_beside_compute(pool):
 
 
 def test_where_one_rank_cannot_compute_nothing_is_said_of_sums_beside_it(pool):
-    for one in pool.run(2, "sums_beside_compute", 1):
+    for one in pool.run(2, sums_beside_compute, 1):
         assert (one.overlap, one.exchange_overlap, one.collective_s) == (1, 1, 1e-4)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_all_ranks_find_the_same_about_hand_overs(pool, num_ranks):
-    found = pool.run(num_ranks, "hand_over_beside_compute")
+    found = pool.run(num_ranks, hand_over_beside_compute)
     assert len(set(found)) == 1
     assert found[0] > 0
 
 
 @pytest.mark.parametrize("runs", [0, 8])  # before any hand-over, and amid them
 def test_where_one_rank_cannot_compute_nothing_is_said_of_hand_overs(pool, runs):
-    assert pool.run(2, "hand_over_beside_compute", 1, runs) == [None, None]
+    assert pool.run(2, hand_over_beside_compute, 1, runs) == [None, None]
 
 
 @pytest.mark.parametrize(("nodes", "sizes"), [((0, 0, 0), [3]), ((0, 0, 1), [2, 1])])
 def test_the_ranks_of_each_node_are_an_island(pool, nodes, sizes):
-    assert pool.run(3, "islands_of_nodes", nodes) == [sizes] * 3
+    assert pool.run(3, islands_of_nodes, nodes) == [sizes] * 3
 
 
 def test_a_hand_over_is_half_of_what_a_round_takes_beside_the_work_of_both():

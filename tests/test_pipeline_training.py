@@ -18,6 +18,8 @@ from spindle.planners.pipeline import pipeline_layout  # noqa: E402
 from spindle.planners.pipeline.worker import Job, answers  # noqa: E402
 from spindle.train.planning import Planning  # noqa: E402
 from test_pipeline_plans import batch  # noqa: E402
+from training_cases import train_named  # noqa: E402
+from trainings import assert_trained  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -31,12 +33,9 @@ from test_pipeline_plans import batch  # noqa: E402
     ],
 )
 def test_microbatches_have_the_numbers_of_turns(pool, name, num_ranks, plan):
-    answers = pool.run(num_ranks, "follow", name, plan)
-    for one in answers:
-        assert one.loss < 1e-9
-        assert one.parameter < 1e-9, one.worst
-        assert one.moved > 1e-3
-        assert one.pipelined
+    answers = pool.run(num_ranks, train_named, name, plan)
+    assert_trained(answers)
+    assert all(answer.pipelined for answer in answers)
 
 
 def job(number=0, evaluations=300, **named):

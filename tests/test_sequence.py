@@ -10,10 +10,10 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
-import tensors  # noqa: E402
+import tensor_parallel  # noqa: E402
 from spindle.models import Rehearsal, shard_of, split_dims, styles_of, styles_on  # noqa: E402
-from tensors import PLAN, SEQUENCE_PLAN, WIDTH, Decoder, Training  # noqa: E402
-from test_tensor import check, found  # noqa: E402
+from tensor_parallel import PLAN, SEQUENCE_PLAN, WIDTH, Decoder, sharing  # noqa: E402
+from test_tensor import degrees, find, trained  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -46,7 +46,7 @@ class AfterNorm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention = nn.ModuleDict({"own": tensors.Attention(), "norm": nn.LayerNorm(WIDTH)})
+        self.attention = nn.ModuleDict({"own": tensor_parallel.Attention(), "norm": nn.LayerNorm(WIDTH)})
         self.feed = Feed()
         self.attention.forward = lambda x: self.attention["norm"](x + self.attention["own"](x))
 
@@ -144,24 +144,24 @@ def test_members_drop_different_tokens():
 
 
 def test_blocks_that_recompute_themselves_meet_in_backward_too(pool):
-    check(pool, 4, Training(name="own cut recomputing", fits=(({"language": 4}, 3),), optimizer="sgd"))
+    trained(pool, 4, sharing("own cut recomputing", *degrees((4, "plan 3"))))
 
 
 def test_a_model_of_hugging_face_needs_one_more_line(pool):
     pytest.importorskip("transformers")
-    check(pool, 2, Training(name="Llama cut", fits=(({"language": 2}, 3),), optimizer="sgd"))
+    trained(pool, 2, sharing("Llama cut", *degrees((2, "plan 3"))))
 
 
 # What is found out.
 
 
-def share_of_blocks(sharing):
-    return {cost for (task, _, kind), cost in sharing.costs.items() if task == "describe" and kind.startswith("Dec")}
+def share_of_blocks(found):
+    return {cost for (task, _, kind), cost in found.costs.items() if task == "describe" and kind.startswith("Dec")}
 
 
 def test_fewer_activations_are_kept_and_more_is_sent():
-    ((sent, share),) = share_of_blocks(found(*tensors.own())[0])
-    ((sent_cut, share_cut),) = share_of_blocks(found(*tensors.own(tensor_parallel=SEQUENCE_PLAN))[0])
+    ((sent, share),) = share_of_blocks(find(tensor_parallel.own())[0])
+    ((sent_cut, share_cut),) = share_of_blocks(find(tensor_parallel.own(tensor_parallel=SEQUENCE_PLAN))[0])
     assert share < 0.9
     assert share_cut > 0.99
     assert sent_cut == 1.25 * sent  # what crosses a cut between layers is joined
@@ -178,15 +178,15 @@ class Adding(Decoder):
     """Adds all tokens to some."""
 
     def forward(self, x):
-        return super().forward(x) + torch.ones(1, tensors.LENGTH, 1, dtype=x.dtype)
+        return super().forward(x) + torch.ones(1, tensor_parallel.LENGTH, 1, dtype=x.dtype)
 
 
 @pytest.mark.parametrize(
     ("block", "sentence"), [(Mixing, "other numbers than one"), (Adding, "2 devices cannot share one of its layers")]
 )
 def test_tokens_that_meet_where_they_are_cut_are_noticed(block, sentence):
-    sharing, _ = found(*tensors.own(block=block, tensor_parallel=SEQUENCE_PLAN))
-    assert sharing.most == {}
-    assert sentence in sharing.reasons["language"]
-    assert "let tokens meet only in parts inside it" in sharing.reasons["language"]
-    assert found(*tensors.own(block=block))[0].most == {"language": 4}
+    found, _ = find(tensor_parallel.own(block=block, tensor_parallel=SEQUENCE_PLAN))
+    assert found.most == {}
+    assert sentence in found.reasons["language"]
+    assert "let tokens meet only in parts inside it" in found.reasons["language"]
+    assert find(tensor_parallel.own(block=block))[0].most == {"language": 4}

@@ -15,7 +15,6 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import small  # noqa: E402
-from courses import Scaled, by_dimensions  # noqa: E402
 from spindle.artifact import artifact_from_json, artifact_text  # noqa: E402
 from spindle.errors import ProgramError  # noqa: E402
 from spindle.plan import Plan, format_plan, parse_plan  # noqa: E402
@@ -38,7 +37,8 @@ from spindle.run.shards import Flat, Span, pieces_of  # noqa: E402
 from spindle.simulate import simulate  # noqa: E402
 from spindle.train.optimizer_reshard import Part, joined_spans  # noqa: E402
 from spindle.train.trial import why_not_sharded  # noqa: E402
-from worlds import Training  # noqa: E402
+from training_cases import Scaled, by_dimensions, train_named  # noqa: E402
+from trainings import Fit, adamw, assert_trained, sgd, train, training_of  # noqa: E402
 
 # Planned and simulated.
 
@@ -256,36 +256,31 @@ def test_states_of_parts_become_that_of_the_whole_and_back():
 
 @pytest.mark.parametrize(
     ("seed", "num_ranks", "optimizer"),
-    [(3, 4, "adamw"), (4, 2, "sgd"), (8, 3, "sgd"), (12, 2, "adamw"), (13, 4, "sgd"), (15, 3, "adamw")],
+    [(3, 4, adamw), (4, 2, sgd), (8, 3, sgd), (12, 2, adamw), (13, 4, sgd), (15, 3, adamw)],
 )
 def test_random_plans_leave_the_weights_that_plain_pytorch_does(pool, seed, num_ranks, optimizer):
-    training = Training(name=f"random {seed}", optimizer=optimizer, shards=True)
-    assert_trained_same(pool, num_ranks, training, f"plan {seed}")
+    assert_sharded(pool, num_ranks, training_of(f"random {seed}", optimizer=optimizer), f"plan {seed}")
 
 
 @pytest.mark.parametrize("kind", ["experts", "lookup", "unused"])
 def test_so_they_do_where_gradients_are_missing_and_layers_recomputed(pool, kind):
-    training = Training(name=f"{kind} tokens", optimizer="adamw", shards=True, fits=(2, 2))
-    assert_trained_same(pool, 3, training, "plan 2 recomputed")
+    training = training_of(f"{kind} tokens", optimizer=adamw, fits=(Fit(steps=2), Fit(steps=2)))
+    assert_sharded(pool, 3, training, "plan 2 recomputed")
 
 
 def test_so_they_do_with_short_batches_and_weights_of_their_own(pool):
-    training = Training(name="random 13", shards=True, short_rows=1, own_weights=True)
-    assert_trained_same(pool, 3, training, "plan 13")
+    assert_sharded(pool, 3, training_of("random 13", short_rows=1, own_weights=True), "plan 13")
 
 
-def assert_trained_same(pool, num_ranks, training, plan):
-    for trained in pool.run(num_ranks, "train_unmeasured", training, plan):
-        assert trained.parameter < 1e-9, trained.worst
-        assert max(trained.loss, trained.buffer) < 1e-9
+def assert_sharded(pool, num_ranks, training, plan):
+    answers = pool.run(num_ranks, train, training, plan + " sharded")
+    assert_trained(answers)
+    assert all(answer.sharded for answer in answers)
 
 
-def follow(pool, num_ranks, name, plan, limit=1e-9, shards=True):
-    answers = pool.run(num_ranks, "follow", name, plan, shards)
-    for one in answers:
-        assert one.loss < limit
-        assert one.parameter < limit, one.worst
-        assert one.moved > 1e-3
+def trained(pool, num_ranks, name, plan, limit=1e-9, shards=True):
+    answers = pool.run(num_ranks, train_named, name, plan, shard_optimizer=shards)
+    assert_trained(answers, limit)
     return answers
 
 
@@ -306,25 +301,25 @@ def follow(pool, num_ranks, name, plan, limit=1e-9, shards=True):
     ],
 )
 def test_what_every_training_script_has_works(pool, name, num_ranks, plan):
-    assert all(one.sharded for one in follow(pool, num_ranks, name, plan))
+    assert all(one.sharded for one in trained(pool, num_ranks, name, plan))
 
 
 def test_layers_run_in_bfloat16(pool):
-    follow(pool, 2, "autocast", "plan 3", limit=2e-2)
+    trained(pool, 2, "autocast", "plan 3", limit=2e-2)
 
 
 def test_states_go_on_from_plan_to_plan(pool):
-    follow(pool, 3, "carried", "plan 1", shards=None)
+    trained(pool, 3, "carried", "plan 1", shards=None)
 
 
 def test_every_element_of_the_state_is_on_one_rank(pool):
-    whole = follow(pool, 1, "by dimensions", "plan 0", shards=None)[0].kept
-    kept = [one.kept for one in follow(pool, 3, "by dimensions", "wavefront")]
-    assert sum(kept) == whole
-    assert max(kept) < 0.6 * whole
+    whole = trained(pool, 1, "by dimensions", "plan 0", shards=None)[0].state_elements
+    elements = [answer.state_elements for answer in trained(pool, 3, "by dimensions", "wavefront")]
+    assert sum(elements) == whole
+    assert max(elements) < 0.6 * whole
 
 
 def test_an_optimizer_that_is_not_by_element_is_not_sharded_and_told_of(pool):
-    for one in follow(pool, 2, "not by element", "plan 3"):
+    for one in trained(pool, 2, "not by element", "plan 3"):
         assert not one.sharded
         assert any("the optimizer is not sharded: it does not update each element of" in text for text in one.notices)

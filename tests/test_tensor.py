@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,95 +12,99 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 
-import tensors  # noqa: E402
+import tensor_parallel  # noqa: E402
+from internals import sharing_found_once, unmeasured  # noqa: E402
 from spindle import Trainer, module, task  # noqa: E402
 from spindle.cluster import Cluster, cluster_named  # noqa: E402
-from spindle.errors import ProfileError, WorkloadError  # noqa: E402
+from spindle.errors import ProfileError, SpindleError, WorkloadError  # noqa: E402
 from spindle.graph import metagraph_of  # noqa: E402
 from spindle.models import plan_inside, styles_of, without_tied  # noqa: E402
 from spindle.planners import Effort, make_plan  # noqa: E402
 from spindle.profile import LayerSamples, roofline_profile, sampled_profile  # noqa: E402
 from spindle.train import bind, trace_all  # noqa: E402
 from spindle.train.tensor import find_sharing  # noqa: E402
-from tensors import HEAD, PLAN, WIDTH, Attention, Language, Training  # noqa: E402
+from tensor_parallel import HEAD, PLAN, WIDTH, Attention, Language, sharing  # noqa: E402
+from trainings import Fit, Trained, Training, adamw, assert_trained, sgd, train  # noqa: E402
+from zoo import Workload  # noqa: E402
 
 torch.set_num_threads(1)
-MOST = 1e-9
 
 
-def check(pool, num_ranks: int, training: Training) -> list[tensors.Difference]:
-    answers = pool.run(num_ranks, "train_shared", training)
-    for rank, one in enumerate(answers):
-        assert one.loss < MOST, (rank, one)
-        assert one.parameter < MOST, (rank, one)
+def trained(pool, num_ranks: int, training: Training) -> list[Trained]:
+    answers = pool.run(num_ranks, train, training)
+    assert_trained(answers)
     return answers
+
+
+def degrees(*fits: tuple[int, str | None], steps: int = 2) -> list[Fit]:
+    """Fits one after the other, each with a tensor degree of the language model and a random plan, or a planner's."""
+    return [Fit(steps=steps, degrees={"language": degree}, plan=plan) for degree, plan in fits]
 
 
 # Equal to one process.
 
 
 def test_two_ranks_share_a_language_model_beside_a_module_that_they_do_not(pool):
-    answers = check(pool, 2, Training(name="own", fits=(({"language": 2}, None),)))
-    assert all(one.elements[0] < 0.6 * one.all_elements for one in answers)
+    answers = trained(pool, 2, sharing("own", *degrees((2, None)), optimizer=adamw))
+    assert all(answer.trained_elements[0] < 0.6 * answer.all_elements for answer in answers)
 
 
 def test_a_replan_from_degree_to_degree_keeps_the_state_of_adam(pool):
-    degrees = (({"language": 1}, 3), ({"language": 2}, 4), ({"language": 4}, 5), ({"language": 2}, None))
-    check(pool, 4, Training(name="own", fits=degrees))
+    fits = degrees((1, "plan 3"), (2, "plan 4"), (4, "plan 5"), (2, None))
+    trained(pool, 4, sharing("own", *fits, optimizer=adamw))
 
 
 @pytest.mark.parametrize("seed", range(10, 13))
 def test_any_plan_has_the_numbers_of_one_process(pool, seed):
     """Groups of two and of four, side by side or not, with uneven shares, rounds and recomputation."""
-    fits = (({"language": 2}, seed), ({"language": 4}, seed))
-    check(pool, 4, Training(name="own", fits=fits, steps=2, optimizer="sgd"))
+    trained(pool, 4, sharing("own", *degrees((2, f"plan {seed}"), (4, f"plan {seed}"))))
 
 
 def test_clipping_counts_every_entry_once(pool):
-    fits = (({"language": 2}, 7), ({"language": 4}, 8))
-    check(pool, 4, Training(name="own", fits=fits, optimizer="sgd", options={"clip_norm": 0.1, "accumulate": 1}))
+    options = {"clip_norm": 0.1, "accumulate": 1}
+    trained(pool, 4, sharing("own", *degrees((2, "plan 7"), (4, "plan 8")), options=options))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_ranks_with_the_same_shard_share_the_state_of_its_optimizer(pool, optimizer):
-    fits = (({"language": 2}, 11), ({"language": 1}, 12), ({"language": 4}, 13), ({"language": 2}, 14))
+    fits = degrees((2, "plan 11"), (1, "plan 12"), (4, "plan 13"), (2, "plan 14"))
     options = {"shard_optimizer": True, "clip_norm": 0.5}
-    check(pool, 4, Training(name="own", fits=fits, steps=2, optimizer=optimizer, options=options))
+    trained(pool, 4, sharing("own", *fits, optimizer=optimizer, options=options))
 
 
 def test_blocks_that_recompute_themselves_meet_in_backward_too(pool):
-    check(pool, 2, Training(name="own recomputing", fits=(({"language": 2}, 3),), optimizer="sgd"))
+    trained(pool, 2, sharing("own recomputing", *degrees((2, "plan 3"))))
 
 
 def test_slots_of_tensor_groups_are_not_captured_and_others_are(pool):
-    fits = (({"language": 2}, 3),)
-    answers = check(pool, 2, Training(name="own", fits=fits, steps=5, optimizer="sgd", captures=True))
+    answers = trained(pool, 2, sharing("own", *degrees((2, "plan 3"), steps=5), captures=True))
     reasons = [text for text in answers[0].notices if "without a CUDA graph" in text]
     assert any("language" in text and "its tensor group meets inside it" in text for text in reasons)
     assert not any("vision" in text for text in reasons)
 
 
-@pytest.mark.parametrize(("name", "optimizer"), [("Llama", "sgd"), ("Qwen2 tied", "adamw"), ("EuroBert", "sgd")])
+@pytest.mark.parametrize(("name", "optimizer"), [("Llama", sgd), ("Qwen2 tied", adamw), ("EuroBert", sgd)])
 def test_models_of_hugging_face_bring_their_plans(pool, name, optimizer):
     pytest.importorskip("transformers")
-    fits = (({"language": 2}, None), ({"language": 1}, 2), ({"language": 2}, 3))
-    answers = check(pool, 2, Training(name=name, fits=fits, optimizer=optimizer, steps=1))
-    assert answers[0].elements[0] < 0.6 * answers[0].all_elements  # tables and logits are split, too
+    fits = degrees((2, None), (1, "plan 2"), (2, "plan 3"), steps=1)
+    answers = trained(pool, 2, sharing(name, *fits, optimizer=optimizer))
+    assert answers[0].trained_elements[0] < 0.6 * answers[0].all_elements  # tables and logits are split, too
 
 
 # What is found out, and what planners make of it.
 
 
-def found(tasks, batches, *, has_values: bool = True):
-    examples = batches(0)
-    traced = trace_all(tasks, examples)
+def find(workload: Workload, *, has_values: bool = True):
+    """How the modules of a workload can be shared, and its graph."""
+    examples = workload.batches(0)
+    traced = trace_all(workload.tasks, examples)
     sharing = find_sharing(traced, examples, has_values=has_values)
     return sharing, metagraph_of(bind("found", traced, sharing=sharing).workload)
 
 
 @pytest.fixture(scope="module")
 def own():
-    return found(*tensors.own())
+    return find(tensor_parallel.own())
 
 
 def test_degrees_are_those_that_divide_the_heads(own):
@@ -108,7 +114,7 @@ def test_degrees_are_those_that_divide_the_heads(own):
 
 
 def test_what_planners_see_does_not_depend_on_weights_in_memory(own):
-    assert own[1].fingerprint == found(*tensors.own(), has_values=False)[1].fingerprint
+    assert own[1].fingerprint == find(tensor_parallel.own(), has_values=False)[1].fingerprint
 
 
 def test_a_planner_shares_layers_where_memory_asks_for_it(own):
@@ -160,56 +166,54 @@ class CountedAttention(Attention):
 
     def forward(self, x):
         query, key, value = (
-            one(x).view(x.shape[0], -1, WIDTH // HEAD, HEAD).transpose(1, 2)
-            for one in (self.query, self.key, self.value)
+            linear(x).view(x.shape[0], -1, WIDTH // HEAD, HEAD).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
         )
         mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
         return self.out(mixed.reshape(x.shape[0], x.shape[1], -1))
 
 
-def changed(change, **options):
+def changed(change, **options) -> Workload:
     """The workload with other blocks."""
-    tasks, batches = tensors.own(**options)
-    for one in tasks[0].function.__closure__:
-        if getattr(one.cell_contents, "name", "") == "language":
-            for block in one.cell_contents.module.blocks:
-                change(block)
-    return tasks, batches
+    workload = tensor_parallel.own(**options)
+    for block in workload.modules["language"].blocks:
+        change(block)
+    return workload
 
 
 def test_heads_that_a_forward_counts_itself_are_noticed():
     def count(block):
         block.attention.__class__ = CountedAttention
 
-    sharing, _ = found(*changed(count))
+    sharing, _ = find(changed(count))
     assert sharing.most == {}
     assert "other numbers than one; a forward that counts heads" in sharing.reasons["language"]
 
 
 def test_a_weight_whose_gradient_would_be_a_part_is_noticed():
     plan = {path: style for path, style in PLAN.items() if style != "replicated_with_grad_allreduce"}
-    sharing, _ = found(*tensors.own(tensor_parallel=plan))
+    sharing, _ = find(tensor_parallel.own(tensor_parallel=plan))
     assert sharing.most == {}
     assert "other gradients than one" in sharing.reasons["language"]
 
 
 def test_half_a_plan_is_noticed():
     plan = {path: style for path, style in PLAN.items() if not path.endswith("down")}
-    sharing, _ = found(*tensors.own(tensor_parallel=plan))
+    sharing, _ = find(tensor_parallel.own(tensor_parallel=plan))
     assert sharing.most == {}
     assert "2 devices cannot share one of its layers" in sharing.reasons["language"]
 
 
 def test_no_plan_means_no_groups():
-    assert found(*tensors.own(tensor_parallel={}))[0].most == {}
+    assert find(tensor_parallel.own(tensor_parallel={}))[0].most == {}
 
 
 def test_a_table_that_is_used_otherwise_too_stays_whole():
     language = Language()
     loose = {path: style for path, style in PLAN.items() if path != "head"}
-    kept = without_tied(styles_of(language, loose), [language])
-    assert "words" not in [one.path for one in kept]
-    assert "words" in [one.path for one in without_tied(styles_of(language, PLAN), [language])]
+    untied = without_tied(styles_of(language, loose), [language])
+    assert "words" not in [style.path for style in untied]
+    assert "words" in [style.path for style in without_tied(styles_of(language, PLAN), [language])]
 
 
 def test_experts_stay_whole_and_attention_is_shared():
@@ -223,27 +227,44 @@ def test_experts_stay_whole_and_attention_is_shared():
         return mixtral(**batch).logits.square().mean()
 
     assert any(style == "moe_tp_experts" for style in plan_inside(mixtral.module).values())
-    sharing, _ = found([predict], lambda step: {"predict": hugging.batch_of("Mixtral", 4, 9)})
+    sharing, _ = find(Workload(tasks=[predict], batches=lambda step: {"predict": hugging.batch_of("Mixtral", 4, 9)}))
     assert sharing.most == {"language": 2}
 
 
+def refusal_of(rank: int, num_ranks: int, degrees: dict[str, int], optimizer: Callable[..., Any] = adamw) -> str:
+    """What a Trainer says to these degrees, or this optimizer."""
+    workload = tensor_parallel.own()
+    with unmeasured(), sharing_found_once("own"):
+        trainer = Trainer(workload.tasks, optimizer=optimizer, tensor_degrees=degrees)
+        try:
+            trainer.fit({name: [batch] for name, batch in workload.batches(0).items()}, steps=1, progress=False)
+        except SpindleError as error:
+            return str(error)
+    return ""
+
+
+def adafactor(named) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor([parameter for _, parameter in named])
+
+
 def test_degrees_that_cannot_be_are_refused(pool):
-    refused = pool.run(2, "refusal_of", {"vision": 2}, "adamw")
-    assert all("'vision' has no tensor parallel plan; give one with spindle.module('vision'" in one for one in refused)
-    refused = pool.run(2, "refusal_of", {"language": 4}, "adamw")
-    assert all("tensor degree 4 is wanted for module 'language', which may have 1, 2" in one for one in refused)
+    for message in pool.run(2, refusal_of, {"vision": 2}):
+        assert "'vision' has no tensor parallel plan; give one with spindle.module('vision'" in message
+    for message in pool.run(2, refusal_of, {"language": 4}):
+        assert "tensor degree 4 is wanted for module 'language', which may have 1, 2" in message
 
 
 def test_an_optimizer_that_needs_whole_parameters_is_refused(pool):
-    refused = pool.run(2, "refusal_of", {"language": 2}, "adafactor")
-    assert all("of which the optimizer cannot update parts: it does not update each element" in one for one in refused)
+    for message in pool.run(2, refusal_of, {"language": 2}, adafactor):
+        assert "of which the optimizer cannot update parts: it does not update each element" in message
 
 
 def test_one_process_has_no_groups():
-    tasks, batches = tensors.own()
-    trainer = Trainer(tasks, optimizer=lambda named: torch.optim.SGD([one for _, one in named], 0.1))
-    with tensors.unmeasured():
-        trainer.fit({one.name: [batches(0)[one.name]] for one in tasks}, steps=1, progress=False)
+    workload = tensor_parallel.own()
+    trainer = Trainer(workload.tasks, optimizer=sgd)
+    loaders = {name: [batch] for name, batch in workload.batches(0).items()}
+    with unmeasured():
+        trainer.fit(loaders, steps=1, progress=False)
         trainer.replan(tensor_degrees={"language": 2})
         with pytest.raises(ProfileError, match=r"'language', which may have 1"):
-            trainer.fit({one.name: [batches(0)[one.name]] for one in tasks}, steps=1, progress=False)
+            trainer.fit(loaders, steps=1, progress=False)

@@ -8,11 +8,12 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-import worlds  # noqa: E402
+import zoo  # noqa: E402
 from spindle.errors import WorkloadError  # noqa: E402
 from spindle.models import chain_of  # noqa: E402
 from spindle.train import bind, mean, module, record, task, trace_all  # noqa: E402
 from spindle.train.record import cut_all  # noqa: E402
+from workloads import everything  # noqa: E402
 
 
 class Masked(nn.Module):
@@ -22,7 +23,7 @@ class Masked(nn.Module):
         super().__init__()
         self.stem, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
         self.table = nn.Parameter(torch.randn(8))
-        self.blocks = nn.ModuleList(worlds.Block(8) for _ in range(3))
+        self.blocks = nn.ModuleList(zoo.Block(8) for _ in range(3))
 
     def forward(self, x, mask):
         x = self.stem(x) + self.table
@@ -43,7 +44,7 @@ def test_a_module_with_blocks_is_cut_before_between_and_behind_them():
 
 
 def test_what_a_module_returns_from_its_middle_reaches_the_output():
-    class Early(worlds.Tower):
+    class Early(zoo.Tower):
         def forward(self, x):
             x = early = self.blocks[0](self.stem(x))
             for block in list(self.blocks)[1:]:
@@ -84,9 +85,10 @@ def test_a_module_that_cannot_be_cut_is_one_layer_and_says_why():
 
 
 def test_a_recorded_task_computes_what_the_function_does():
-    for one in worlds.everything():
-        (recorded,) = cut_all([record(one)], worlds.batches(0))
-        batch = worlds.batches(3)[one.name]
+    workload = everything()
+    for one in workload.tasks:
+        (recorded,) = cut_all([record(one)], workload.batches(0))
+        batch = workload.batches(3)[one.name]
         outputs = {}
         for call in recorded.calls:
             args, kwargs = call.arguments(batch, *(outputs[source] for source in call.sources))
@@ -99,8 +101,8 @@ def test_a_recorded_task_computes_what_the_function_does():
 
 
 def test_a_workload_of_tasks_names_calls_flows_and_tied_parameters():
-    tasks = worlds.everything()
-    bound = bind("everything", trace_all(tasks, worlds.batches(0)))
+    workload = everything()
+    bound = bind("everything", trace_all(workload.tasks, workload.batches(0)))
     plain = next(one for one in bound.workload.tasks if one.name == "plain")
     assert [call.name for call in plain.calls] == ["lm#0", "lm#1", "loss"]
     assert plain.flows == (("lm#0", "lm#1"), ("lm#1", "loss"))

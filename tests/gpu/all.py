@@ -139,17 +139,18 @@ class Harness:
             log.clear()
 
     def _record(self, item: Any) -> None:
+        from pool import largest_error
+
         failed = next((report for report in self._reports if report.failed), None)
         skipped = next((report for report in self._reports if report.skipped), None)
         message = str((failed or skipped).longrepr) if failed or skipped else ""
-        errors = [request.error for request in self._requests if request.error is not None]
         sizes = sorted({request.num_ranks for request in self._requests})
         result = replace(
             self._about,
             test=name_of(item),
             part=self._part_of(item) or "",
             ranks="-".join(map(str, dict.fromkeys(sizes[:1] + sizes[-1:]))),
-            error=max(errors, default=None),
+            error=largest_error([request.error for request in self._requests]),
             verdict=FAILED if failed else SKIPPED if skipped else PASSED,
             time_s=round(sum(report.duration for report in self._reports), 2),
             message=message[-6000:] if failed else message[-300:],

@@ -16,12 +16,14 @@ from torch.utils._pytree import tree_leaves
 import hugging
 import spindle
 import zoo
+from comparison import Comparison
+from programs import plan_text_named
 from spindle.models import build_chain, chain_of, dump_chain, load_source, source_text
 from spindle.run.world import join_world
 from spindle.train.record import record_all
 from spindle.train.trace_broadcast import trace_on_rank_0
 from sweeps import spread
-from worlds import random_plan_text
+from trainings import sgd, train_plainly
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
@@ -67,8 +69,12 @@ def kind_as_sent(kind: str) -> dict:
     return {"text": "\n".join(texts), "traced": layers, "output": digest_of(outputs), "notices": notices}
 
 
-def optimizer(named):
-    return torch.optim.SGD([parameter for _, parameter in named], lr=0.05, momentum=0.9)
+def task_over(text):
+    @spindle.task(batch_size=ROWS)
+    def pull(batch):
+        return text(**batch).last_hidden_state.square().mean()
+
+    return pull
 
 
 def trained(planner: str) -> dict:
@@ -76,31 +82,23 @@ def trained(planner: str) -> dict:
     model = hugging.made("ModernBERT")
     plain = copy.deepcopy(model)
     handle = spindle.module("text", model)
-
-    @spindle.task(batch_size=ROWS)
-    def pull(batch):
-        return handle(**batch).last_hidden_state.square().mean()
-
     batches = [hugging.batch_of("ModernBERT", ROWS, length) for length in (9, 9, 13, 9)]
     options = {"planner": "pipeline", "accumulate": 2} if planner == "pipeline" else {}
-    trainer = spindle.Trainer([pull], optimizer=optimizer, **options)
+    trainer = spindle.Trainer([task_over(handle)], optimizer=sgd, **options)
     turns = options.get("accumulate", 1)
     steps = len(batches) // turns
     if planner.startswith("plan"):
         profile = trainer.prepare({"pull": batches}, progress=False)
-        trainer.replan(plan=random_plan_text(profile, planner))
+        trainer.replan(plan=plan_text_named(profile, planner))
     result = trainer.fit({"pull": batches}, steps=steps, progress=False)
-    update, losses = optimizer(list(plain.named_parameters())), []
-    for step in range(steps):
-        update.zero_grad()
-        total = [plain(**batch).last_hidden_state.square().mean() for batch in batches[step * turns :][:turns]]
-        (sum(total) / turns).backward()
-        update.step()
-        losses.append(float(sum(total)) / turns)
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    handle_of_plain = spindle.module("text", plain)
+    microbatches = [[{"pull": batch} for batch in batches[step * turns :][:turns]] for step in range(steps)]
+    expected = train_plainly([task_over(handle_of_plain)], sgd(plain.named_parameters()), microbatches)
+    comparison = Comparison()
+    comparison.add_losses(result.losses, expected)
+    comparison.add_tensors("parameter", dict(model.named_parameters()), dict(plain.named_parameters()))
     return {
-        "loss": max(abs(ours["pull"] - theirs) for ours, theirs in zip(result.losses, losses, strict=True)),
-        "weights": max(float((ours - theirs).detach().abs().max()) for ours, theirs in pairs),
+        "errors": {kind: error for kind, (error, _) in comparison.largest.items()},
         "layers": len(handle.chain.layers),
         "ranks": sorted({device for slot in result.plan.slots for device in slot.devices}),
         "notices": list(result.notices),

@@ -1,16 +1,21 @@
-"""Workloads as people write them: images and text, nests, views of one sample, hard negatives.
+"""Small torch workloads by name: tasks as people write them, around every kind of module, or random.
 
 B rows, L tokens, C channels, H and W pixels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib import import_module
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from spindle.train import mean, module, task
-from zoo import Workload
+from spindle.train.record import handles_of, parameter_names, record_all
+from spindle.train.task import ModuleHandle
+from zoo import Tower, Workload, one_kind, random_workload
 
 WIDTH = 8
 WORDS = 11
@@ -80,9 +85,9 @@ class Contrast(nn.Module):
         self.register_buffer("queue", torch.randn(4, WIDTH))
 
     def forward(self, a, b):
-        others = torch.cat([F.normalize(b, dim=-1), self.queue])
+        candidates = torch.cat([F.normalize(b, dim=-1), self.queue])
         return F.cross_entropy(
-            F.normalize(a, dim=-1) @ others.T * self.scale.exp(), torch.arange(a.shape[0], device=a.device)
+            F.normalize(a, dim=-1) @ candidates.T * self.scale.exp(), torch.arange(a.shape[0], device=a.device)
         )
 
 
@@ -101,11 +106,11 @@ def multimodal() -> Workload:
     def captions(batch):
         seen, read = vision(batch["pixels"]), text(batch["input_ids"], batch["attention_mask"])
         scores = fusion(read["last"], seen)[:, :-1]
-        kept = batch["attention_mask"][:, 1:].to(scores.dtype)
+        mask = batch["attention_mask"][:, 1:].to(scores.dtype)
         target = batch["input_ids"][:, 1:]
         importance = torch.linspace(0.5, 1.5, WORDS, dtype=torch.float64, device=scores.device)
         losses = F.cross_entropy(scores.transpose(1, 2), target, weight=importance, reduction="none")
-        return mean((losses * kept).sum(), kept.sum())
+        return mean((losses * mask).sum(), mask.sum())
 
     @task(batch_size=7, per_sample_mean=True)
     def questions(batch):
@@ -125,14 +130,14 @@ def multimodal() -> Workload:
 
     def batches(step: int) -> dict:
         result = {}
-        for number, one in enumerate(tasks):
-            seed, tokens = 100 * step + number, 4 + step % 3
-            kept = (torch.rand(one.batch_size, tokens, generator=torch.Generator().manual_seed(seed)) > 0.3).long()
-            kept[:, :2] = 1
-            result[one.name] = {
-                "pixels": normal(seed, one.batch_size, 3, 4 + 2 * (step % 2), 4),
-                "input_ids": words(seed, one.batch_size, tokens),
-                "attention_mask": kept,
+        for number, definition in enumerate(tasks):
+            rows, seed, tokens = definition.batch_size, 100 * step + number, 4 + step % 3
+            mask = (torch.rand(rows, tokens, generator=torch.Generator().manual_seed(seed)) > 0.3).long()
+            mask[:, :2] = 1
+            result[definition.name] = {
+                "pixels": normal(seed, rows, 3, 4 + 2 * (step % 2), 4),
+                "input_ids": words(seed, rows, tokens),
+                "attention_mask": mask,
             }
         return result
 
@@ -143,21 +148,21 @@ def tuples() -> Workload:
     """Batches that are lists and tuples; a layer that two modules share, a module under two names, unused calls."""
     torch.manual_seed(2)
     shared = nn.Linear(WIDTH, WIDTH)
-    one = module("one", nn.Sequential(shared, nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double())
-    again = module("again", one.module)
-    two = module("two", nn.Sequential(shared, nn.GELU()).double())
+    first = module("one", nn.Sequential(shared, nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double())
+    again = module("again", first.module)
+    second = module("two", nn.Sequential(shared, nn.GELU()).double())
 
     @task(batch_size=5)
     def lists(batch):
         x, (y, factor) = batch
-        return (one(x) - two(y)).square().mean() + again(x).square().mean() * factor
+        return (first(x) - second(y)).square().mean() + again(x).square().mean() * factor
 
     @task(batch_size=3)
     def deep(batch):
         x = batch["input"]["deep"]
-        seen = one(x)
-        two(seen)
-        return mean((two(seen.detach()) * seen).sum(), x.shape[0])
+        seen = first(x)
+        second(seen)
+        return mean((second(seen.detach()) * seen).sum(), x.shape[0])
 
     def batches(step: int) -> dict:
         return {
@@ -214,7 +219,10 @@ def nests() -> Workload:
         return (z * out["prototypes"].sum(0)).mean()
 
     def batches(step: int) -> dict:
-        return {one.name: {"x": normal(step + 10 * number, one.batch_size, WIDTH)} for number, one in enumerate(tasks)}
+        return {
+            definition.name: {"x": normal(step + 10 * number, definition.batch_size, WIDTH)}
+            for number, definition in enumerate(tasks)
+        }
 
     tasks = [whole, parts, samples]
     return Workload(tasks=tasks, batches=batches)
@@ -280,10 +288,79 @@ def counters() -> Workload:
     return Workload(tasks=[counted], batches=lambda step: {"counted": {"x": normal(step, 4, WIDTH)}})
 
 
-SCENES = {
+def everything() -> Workload:
+    """Shared, frozen, tied and twice-called modules; branching flows; whole-batch, token-mean, per-sample losses."""
+    torch.manual_seed(0)
+    vision, text = module("vision", Tower(4, WIDTH, 3).double()), module("text", Tower(3, WIDTH, 2).double())
+    language = module("lm", Tower(WIDTH, WIDTH, 3).double())
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
+    layers[0].weight = language.module.blocks[0].linear.weight  # tied
+    head = module("head", layers)
+    frozen = module("frozen", Tower(WIDTH, WIDTH, 2).double().requires_grad_(False))
+
+    @task(batch_size=7)
+    def contrast(batch):
+        a = F.normalize(vision(batch["x"]), dim=-1)
+        b = F.normalize(text(batch["y"]), dim=-1)
+        return F.cross_entropy(a @ b.T * 5, torch.arange(a.shape[0], device=a.device))
+
+    @task(batch_size=5, weight=0.5)
+    def question(batch):
+        seen = vision(batch["x"])
+        answer = head(language(seen + text(batch["y"]))) + frozen(seen)
+        loss = ((answer - batch["z"]) ** 2).mean(-1)
+        return mean((loss * batch["mask"]).sum(), batch["mask"].sum())
+
+    @task(batch_size=4, per_sample_mean=True)
+    def plain(batch):
+        return (language(language(batch["z"])) ** 2).mean()
+
+    def batches(step: int) -> dict:
+        generator = torch.Generator().manual_seed(step)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        mask = (torch.rand(5, generator=generator) > 0.4).double()
+        mask[0] = 1.0
+        return {
+            "contrast": {"x": normal(7, 4), "y": normal(7, 3)},
+            "question": {"x": normal(5, 4), "y": normal(5, 3), "z": normal(5, WIDTH), "mask": mask},
+            "plain": {"z": normal(4, WIDTH)},
+        }
+
+    return Workload(tasks=[contrast, question, plain], batches=batches)
+
+
+WORKLOADS = {
+    "everything": everything,
     "multimodal": multimodal,
     "tuples": tuples,
     "nests": nests,
     "hard negatives": hard_negatives,
     "counters": counters,
 }
+
+
+def workload_named(name: str, dtype: torch.dtype = torch.float64, seed: int | None = None) -> Workload:
+    """One of `WORKLOADS`, `hf T5`, `random 12`, or `in-place tokens`: a module of one kind under one loss. `seed` is
+    that of a random workload's weights."""
+    if name in WORKLOADS:
+        return WORKLOADS[name]()
+    if name.startswith("hf "):
+        return import_module("hugging").WORKLOADS[name]()  # which takes a while to import
+    kind, _, last = name.rpartition(" ")
+    if kind == "random":
+        return random_workload(int(last), dtype, seed)
+    return one_kind(kind, last, dtype=dtype)
+
+
+def handles_in(workload: Workload) -> dict[str, ModuleHandle]:
+    """The modules that the workload's tasks call, by name."""
+    return handles_of(record_all(workload.tasks, workload.batches(0)))
+
+
+def unique_parameters(handles: Mapping[str, ModuleHandle]) -> dict[str, nn.Parameter]:
+    """Every parameter of modules once, under its first name."""
+    names = parameter_names(handles)
+    return {names[id(weight)]: weight for handle in handles.values() for weight in handle.module.parameters()}

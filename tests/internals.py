@@ -1,0 +1,100 @@
+"""The places where tests reach behind Spindle's public interface, all in one file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import spindle
+from backends import graphs_on_any_device, on_gpu
+from spindle.cluster import cluster_named
+from spindle.plan import Plan
+from spindle.profile import Profile, roofline_profile
+from spindle.run import Executor
+from spindle.train import loop, preparation
+from spindle.train.tensor import Sharing, find_sharing
+
+
+@contextmanager
+def unmeasured() -> Iterator[list[Profile]]:
+    """Inside, plans are made from a roofline: quick, and the same each time. Yields the profiles as they are made."""
+    profiles: list[Profile] = []
+
+    def guess(graph: Any, code: Any, kinds: Any, examples: Any, axes: Any, world: Any, **options: Any) -> Profile:
+        profile = roofline_profile(graph, cluster_named(f"cpux{world.size}"))
+        profiles.append(replace(profile, gradients_stay=False))
+        return profiles[-1]
+
+    with mock.patch.object(preparation, "local_profile", guess):
+        yield profiles
+
+
+class CapturingExecutor(Executor):
+    """Captures slots though there is no GPU."""
+
+    def __init__(self, *args: Any, cuda_graphs: bool, **options: Any) -> None:
+        super().__init__(*args, cuda_graphs=cuda_graphs, **options)
+        self._captures = cuda_graphs
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Inside, a Trainer captures slots, with or without a GPU."""
+    if on_gpu():
+        yield
+        return
+    with graphs_on_any_device(), mock.patch.object(preparation, "Executor", CapturingExecutor):
+        yield
+
+
+def num_captured(trainer: spindle.Trainer) -> int:
+    """Slots of this rank that are CUDA graphs."""
+    runtime = trainer._session.runtime
+    return 0 if runtime is None else runtime.main.num_captured
+
+
+_SHARING: dict[str, Sharing] = {}  # a process of the pool serves many tests
+
+
+def sharing_found_once(workload: str) -> Any:
+    """Inside, the tensor degrees of a workload's modules are found once per process: trying layers takes seconds."""
+
+    def find(*args: Any, **options: Any) -> Sharing:
+        if workload not in _SHARING:
+            _SHARING[workload] = find_sharing(*args, **options)
+        return _SHARING[workload]
+
+    return mock.patch.object(preparation, "find_sharing", find)
+
+
+def plans_from(make_plan: Callable[[Profile], Plan]) -> Any:
+    """Inside, a Trainer's plans come from this function instead of a planner, also where tasks change in a fit."""
+    return mock.patch.object(preparation, "_wanted_plan", lambda profile, *_: make_plan(profile))
+
+
+@contextmanager
+def counting_whole_states() -> Iterator[list[int]]:
+    """Yields how many parameters' whole optimizer state, gathered on the host, each new optimizer starts from."""
+    counts: list[int] = []
+    start = preparation.Update.__init__
+
+    def counted(self: Any, *args: Any, state: Any, **options: Any) -> None:
+        counts.append(len(state.states))
+        start(self, *args, state=state, **options)
+
+    with mock.patch.object(preparation.Update, "__init__", counted):
+        yield counts
+
+
+def losses_behind(trainer: spindle.Trainer) -> int:
+    """Steps by which losses reach `on_step` late, inside `one_step_behind`."""
+    return loop._LOSSES_BEHIND[trainer.world.device.type]
+
+
+def one_step_behind() -> Any:
+    """Inside, losses reach `on_step` one step late on a GPU too. Further behind, several would arrive at once when
+    tasks change, and so would the changes that they trigger."""
+    return mock.patch.dict(loop._LOSSES_BEHIND, {"cuda": 1})
