@@ -13,29 +13,44 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from spindle.artifact import read_artifact, write_artifact
 from spindle.errors import InputError, ProfileError
 
 FOLDER_VARIABLE = "SPINDLE_CACHE"
-_FORMAT = 2  # of what is measured and how; another one is another key
+_FORMAT = 3  # of what is measured and how; another one is another key
 _KIND = "layer-time"
 
 Key = tuple[tuple[str, str], ...]
-Times = tuple[float, float]
+
+
+class Times(NamedTuple):
+    """Seconds of one layer on the device, and of the host to launch its kernels (zero for CUDA graphs and on CPUs)."""
+
+    forward_s: float
+    backward_s: float
+    forward_launch_s: float = 0.0
+    backward_launch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTime:
-    """Forward and backward seconds of one layer, under the key that says of what and where."""
+    """The times of one layer, under the key that says of what and where."""
 
     key: Key
     forward_s: float
     backward_s: float
+    forward_launch_s: float = 0.0
+    backward_launch_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.forward_s < 0 or self.backward_s < 0:
-            raise ProfileError(f"times must not be negative, got {self.forward_s} and {self.backward_s}")
+        if min(self.times) < 0:
+            raise ProfileError(f"times must not be negative, got {self.times}")
+
+    @property
+    def times(self) -> Times:
+        return Times(self.forward_s, self.backward_s, self.forward_launch_s, self.backward_launch_s)
 
 
 def cache_folder() -> Path:
@@ -67,7 +82,7 @@ class Cache:
         except (InputError, OSError) as error:
             self._notify(f"{error}; it is measured again")
             return None
-        return found.forward_s, found.backward_s
+        return found.times
 
     def store(self, point: Mapping[str, str], times: Times) -> None:
         if not self._writes:
@@ -75,7 +90,7 @@ class Cache:
         path, key = self._place(point)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_artifact(path, _KIND, LayerTime(key=key, forward_s=times[0], backward_s=times[1]))
+            write_artifact(path, _KIND, LayerTime(key=key, **times._asdict()))
         except (InputError, OSError) as error:
             self._writes = False
             self._notify(f"measured times are not kept: {error}")

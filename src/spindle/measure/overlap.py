@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import threading
+from collections import deque
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -85,11 +86,17 @@ def _sums_beside(passes: Passes, buffer: torch.Tensor, count: int, world: World)
     busy = threading.Thread(target=_compute, args=(passes, world, stop, spans), daemon=True)
     busy.start()
     try:
-        ends = []
-        for one in [dist.all_reduce(buffer, group=group, async_op=True) for _ in range(count)]:
-            assert one is not None
-            one.wait()
-            ends.append(mark(device))
+        ends, pending = [], deque[dist.Work]()
+        for _ in range(count):
+            # Two are in flight: with more, the thread that waits for the first may carry out all the others before it
+            # returns, and all marks come at the end.
+            started = dist.all_reduce(buffer, group=group, async_op=True)
+            assert started is not None
+            pending.append(started)
+            if len(pending) == 2:
+                pending.popleft().wait()
+                ends.append(mark(device))
+        pending.pop().wait()
     finally:
         stop.set()
         busy.join()
