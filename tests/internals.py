@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -56,16 +56,18 @@ def num_captured(trainer: spindle.Trainer) -> int:
     return 0 if runtime is None else runtime.main.num_captured
 
 
-_SHARING: dict[str, Sharing] = {}  # a process of the pool serves many tests
+_SHARING: dict[tuple[str, ...], Sharing] = {}  # a process of the pool serves many tests
 
 
 def sharing_found_once(workload: str) -> Any:
-    """Inside, the tensor degrees of a workload's modules are found once per process: trying layers takes seconds."""
+    """Inside, the tensor degrees that the modules of some tasks can have are found once per process: trying layers takes
+    seconds."""
 
-    def find(*args: Any, **options: Any) -> Sharing:
-        if workload not in _SHARING:
-            _SHARING[workload] = find_sharing(*args, **options)
-        return _SHARING[workload]
+    def find(tasks: Sequence[Any], *args: Any, **options: Any) -> Sharing:
+        key = (workload, *(task.name for task in tasks))
+        if key not in _SHARING:
+            _SHARING[key] = find_sharing(tasks, *args, **options)
+        return _SHARING[key]
 
     return mock.patch.object(preparation, "find_sharing", find)
 

@@ -107,6 +107,7 @@ def combination(number: int) -> tuple[int, bool, Training]:
             fits=(Fit(steps=STEPS, changes=CHANGES[joins]),),
             tasks=("describe", "guess"),
             freezes="language.blocks.1",
+            sharing="combined cut" if number % 3 != 2 else "combined",
             make_plans=partial(plans_of, own, number),
         ),
     )

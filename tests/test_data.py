@@ -20,7 +20,9 @@ import spindle  # noqa: E402
 from internals import unmeasured  # noqa: E402
 from programs import plan_text_named  # noqa: E402
 from spindle.train.samples import Shuffled  # noqa: E402
+from sweeps import chosen  # noqa: E402
 from training_cases import WIDTH, two_towers  # noqa: E402
+from trainings import sgd  # noqa: E402
 
 
 class Notes(torch.utils.data.Dataset):
@@ -130,7 +132,7 @@ def read_samples(
         product = vision(batch["x"]) * text(batch["y"])
         return (product - batch["z"] if loss_reads else product).square().mean()
 
-    def sgd(named):
+    def slow_sgd(named):
         return torch.optim.SGD([parameter for _, parameter in named] or [torch.zeros(1)], lr=0.01)
 
     dataset = (NotesByField if by_field else Notes)(is_random=is_random)
@@ -139,7 +141,7 @@ def read_samples(
     np.random.seed(3)
     losses: list[float] = []
     with unmeasured():
-        trainer = spindle.Trainer([match], optimizer=sgd)
+        trainer = spindle.Trainer([match], optimizer=slow_sgd)
         trainer.prepare({"match": [Notes.batch_of(range(6))]}, progress=False)
         trainer.replan(plan=plan_text(trainer.profile, plan))
         for steps in fits:
@@ -167,7 +169,7 @@ def losses_of(answers):
 def test_the_samples_of_a_step_do_not_depend_on_the_plan(pool, kind, is_random):
     one = losses_of(pool.run(1, read_samples, kind, "rows apart", (5,), False, is_random))
     assert len(set(one)) == 5
-    for num_ranks, plan, by_field in ((2, "towers apart", True), (3, "rows apart", False), (3, "plan 4", True)):
+    for num_ranks, plan, by_field in chosen([(2, "towers apart", True), (3, "plan 4", True)], (3, "rows apart", False)):
         some = losses_of(pool.run(num_ranks, read_samples, kind, plan, (5,), by_field, is_random))
         assert some == pytest.approx(one, rel=1e-9)
 
@@ -271,11 +273,12 @@ def seen_by(loader, steps):
     def look(batch):
         return watched(batch["x"]).sum()
 
-    trainer = spindle.Trainer([look], optimizer=lambda named: torch.optim.SGD([one for _, one in named], lr=0.1))
-    trainer.prepare({"look": [Notes.batch_of(range(6))]}, progress=False)
-    seen.clear()
-    torch.manual_seed(3)
-    trainer.fit({"look": loader}, steps=steps, progress=False)
+    with unmeasured():
+        trainer = spindle.Trainer([look], optimizer=sgd)
+        trainer.prepare({"look": [Notes.batch_of(range(6))]}, progress=False)
+        seen.clear()
+        torch.manual_seed(3)
+        trainer.fit({"look": loader}, steps=steps, progress=False)
     return seen[-steps:]
 
 

@@ -16,6 +16,7 @@ from internals import unmeasured  # noqa: E402
 from spindle.errors import TrainingError  # noqa: E402
 from spindle.train.sampling import tasks_in_step  # noqa: E402
 from spindle.train.task import Mean  # noqa: E402
+from sweeps import chosen  # noqa: E402
 from training_cases import WIDTH, normal_batch, pairs_and_answers, train_named  # noqa: E402
 from trainings import assert_trained, sgd  # noqa: E402
 
@@ -26,41 +27,46 @@ def trained(pool, num_ranks, name, plan="plan 1", limit=1e-9):
     return answers[0]
 
 
-@pytest.mark.parametrize(("num_ranks", "plan"), [(1, "plan 0"), (2, "plan 3"), (3, "plan 5")])
+@pytest.mark.parametrize(("num_ranks", "plan"), chosen([(1, "plan 0"), (3, "plan 5")], (2, "plan 3")))
 def test_groups_of_parameters_and_a_schedule_go_on_over_fits(pool, num_ranks, plan):
     trained(pool, num_ranks, "groups and schedule", plan)
 
 
-@pytest.mark.parametrize(("num_ranks", "plan"), [(1, "plan 0"), (2, "plan 4"), (3, "plan 2")])
-@pytest.mark.parametrize("name", ["clipped", "clipped rarely"])
+@pytest.mark.parametrize(
+    ("num_ranks", "plan", "name"),
+    chosen(
+        [(1, "plan 0", "clipped"), (2, "plan 4", "clipped rarely"), (3, "plan 2", "clipped")],
+        *[(1, "plan 0", "clipped rarely"), (2, "plan 4", "clipped"), (3, "plan 2", "clipped rarely")],
+    ),
+)
 def test_gradients_are_clipped_by_the_norm_of_all_of_them(pool, num_ranks, plan, name):
     trained(pool, num_ranks, name, plan)
 
 
-@pytest.mark.parametrize(("num_ranks", "plan"), [(1, "plan 0"), (3, "plan 6")])
+@pytest.mark.parametrize(("num_ranks", "plan"), chosen([(3, "plan 6")], (1, "plan 0")))
 def test_gradients_of_several_batches_add_up(pool, num_ranks, plan):
     trained(pool, num_ranks, "accumulated", plan)
 
 
 def test_they_do_when_slots_are_replayed(pool):
-    for num_ranks in (1, 2):
+    for num_ranks in chosen([2], 1):
         assert trained(pool, num_ranks, "accumulated, captured", "plan 3").captured
 
 
-@pytest.mark.parametrize(("num_ranks", "plan"), [(1, "plan 0"), (2, "plan 7")])
+@pytest.mark.parametrize(("num_ranks", "plan"), chosen([(2, "plan 7")], (1, "plan 0")))
 def test_the_weight_of_a_loss_may_follow_the_step(pool, num_ranks, plan):
     trained(pool, num_ranks, "weight", plan)
     assert trained(pool, num_ranks, "weight, captured", plan).captured
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", chosen([3], 1))
 def test_a_module_is_recomputed_where_the_user_says_so(pool, num_ranks):
     recomputed = trained(pool, num_ranks, "checkpointed", "wavefront").recomputed
     assert recomputed
     assert all("vision" in op for op in recomputed)
 
 
-@pytest.mark.parametrize(("num_ranks", "plan"), [(1, "plan 0"), (2, "plan 8"), (3, "plan 9")])
+@pytest.mark.parametrize(("num_ranks", "plan"), chosen([(3, "plan 9")], (1, "plan 0"), (2, "plan 8")))
 def test_tasks_are_drawn_for_each_step(pool, num_ranks, plan):
     tasks = trained(pool, num_ranks, "sampled", plan).tasks
     assert {frozenset({"pair"}), frozenset({"answer"})} == set(tasks)
@@ -76,7 +82,7 @@ def test_tasks_are_drawn_when_gradients_add_up_and_when_slots_are_replayed(pool)
     assert trained(pool, 2, "sampled, captured", "plan 3").captured
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", chosen([3], 1))
 def test_modules_are_frozen_and_thawed_between_fits(pool, num_ranks):
     trained(pool, num_ranks, "frozen", "wavefront")
 

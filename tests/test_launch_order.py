@@ -21,6 +21,7 @@ from spindle.program.instances import needed_pairs
 from spindle.program.instructions import COMPUTE, SYNC, TRANSFER
 from spindle.program.program import Lane
 from spindle.recipes import RECIPES
+from sweeps import spread
 
 
 def clip_program() -> tuple[Program, object]:
@@ -131,7 +132,7 @@ def in_launch_order(rank: int, num_ranks: int, function: Callable[..., Any], *ar
 @pytest.mark.parametrize(
     ("num_ranks", "arguments"),
     [
-        *((2 + seed % 3, (f"random {seed}", f"plan {seed}", 3, 1.0)) for seed in range(6)),
+        *((2 + seed % 3, (f"random {seed}", f"plan {seed}", 3, 1.0)) for seed in spread(range(6), 3)),
         (4, ("everything", "plan 4", 3)),
         (3, ("everything", "paper", 3)),
     ],

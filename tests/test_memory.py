@@ -16,6 +16,7 @@ import spindle  # noqa: E402
 from internals import unmeasured  # noqa: E402
 from spindle.errors import OverBudgetError  # noqa: E402
 from spindle.run.budget import Budget  # noqa: E402
+from sweeps import chosen  # noqa: E402
 
 PLENTY = 500_000_000
 WIDTH, ROWS = 96, 16
@@ -139,7 +140,7 @@ def test_a_count_beyond_the_limit_is_an_error():
         torch.zeros(300)
 
 
-@pytest.mark.parametrize("share", [1.06, 0.85, 0.7, 0.6])
+@pytest.mark.parametrize("share", chosen([1.06, 0.7, 0.6], 0.85))
 def test_a_training_keeps_to_its_limit_with_the_same_losses(pool, whole, share):
     limit = int(share * max(whole.predicted))
     found = pool.run(2, train_within, limit)[0]
@@ -153,7 +154,7 @@ def test_a_training_keeps_to_its_limit_with_the_same_losses(pool, whole, share):
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", chosen([3], 1))
 def test_it_does_on_other_numbers_of_ranks(pool, num_ranks):
     plenty = pool.run(num_ranks, train_within, PLENTY)[0]
     found = pool.run(num_ranks, train_within, int(0.7 * max(plenty.predicted)))[0]
