@@ -60,8 +60,7 @@ _SHARING: dict[tuple[str, ...], Sharing] = {}  # a process of the pool serves ma
 
 
 def sharing_found_once(workload: str) -> Any:
-    """Inside, the tensor degrees that the modules of some tasks can have are found once per process: trying layers takes
-    seconds."""
+    """Inside, which tensor degrees the modules of tasks can have is found once per process: trying layers is slow."""
 
     def find(tasks: Sequence[Any], *args: Any, **options: Any) -> Sharing:
         key = (workload, *(task.name for task in tasks))
