@@ -33,10 +33,10 @@ def test_groups_of_parameters_and_a_schedule_go_on_over_fits(pool, num_ranks, pl
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "plan", "name"),
+    ("name", "num_ranks", "plan"),
     chosen(
-        [(1, "plan 0", "clipped"), (2, "plan 4", "clipped rarely"), (3, "plan 2", "clipped")],
-        *[(1, "plan 0", "clipped rarely"), (2, "plan 4", "clipped"), (3, "plan 2", "clipped rarely")],
+        [("clipped", 1, "plan 0"), ("clipped rarely", 2, "plan 4"), ("clipped", 3, "plan 2")],
+        *[("clipped rarely", 1, "plan 0"), ("clipped", 2, "plan 4"), ("clipped rarely", 3, "plan 2")],
     ),
 )
 def test_gradients_are_clipped_by_the_norm_of_all_of_them(pool, num_ranks, plan, name):

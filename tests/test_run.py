@@ -74,7 +74,9 @@ def test_the_random_workloads_have_all_there_is_between_them():
         assert len({one.batches(step)["task0"]["x"].shape for step in range(6)}) > 1
 
 
-@pytest.mark.parametrize(("planner", "num_ranks"), alternating(PLANNERS, 3, 6))
+@pytest.mark.parametrize(
+    ("planner", "num_ranks"), chosen(alternating(PLANNERS, 3, 6), *[(planner, 2) for planner in PLANNERS])
+)
 def test_every_planners_plan_gives_the_numbers_of_one_process(pool, planner, num_ranks):
     assert_same(pool.run(num_ranks, compare_steps, "everything", planner, STEPS))
 
