@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import statistics
 import threading
-from collections import deque
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -73,7 +72,9 @@ def measure_overlap(work: Work | None, rank_sync: RankSync, world: World, link: 
     return Overlap(
         overlap=max(1.0, (slowness - (1 - share)) / share if share > _TELLING else slowness),
         exchange_overlap=max(1.0, link.bytes_per_s / rate),
-        collective_s=fixed_s,
+        # All sums are started at once, and may be carried out before the first is waited for: then all marks come at
+        # the end, and say nothing. Beside compute none is faster than without.
+        collective_s=max(fixed_s, link.collective_s or 0.0),
     )
 
 
@@ -86,17 +87,11 @@ def _sums_beside(passes: Passes, buffer: torch.Tensor, count: int, world: World)
     busy = threading.Thread(target=_compute, args=(passes, world, stop, spans), daemon=True)
     busy.start()
     try:
-        ends, pending = [], deque[dist.Work]()
-        for _ in range(count):
-            # Two are in flight: with more, the thread that waits for the first may carry out all the others before it
-            # returns, and all marks come at the end.
-            started = dist.all_reduce(buffer, group=group, async_op=True)
-            assert started is not None
-            pending.append(started)
-            if len(pending) == 2:
-                pending.popleft().wait()
-                ends.append(mark(device))
-        pending.pop().wait()
+        ends = []
+        for one in [dist.all_reduce(buffer, group=group, async_op=True) for _ in range(count)]:
+            assert one is not None
+            one.wait()
+            ends.append(mark(device))
     finally:
         stop.set()
         busy.join()
