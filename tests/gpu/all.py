@@ -28,6 +28,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 TESTS, ROOT = HERE.parent, HERE.parent.parent
+RUN_TESTS = TESTS / "run"
 for folder in (TESTS, ROOT / "src"):
     sys.path.insert(0, str(folder))
 
@@ -206,7 +207,7 @@ def run_tests(parts: Sequence[str], graphs: str, harness: Harness) -> int:
     from backends import GRAPHS_VARIABLE
 
     os.environ[GRAPHS_VARIABLE] = graphs
-    files = dict.fromkeys(str(TESTS / file) for name in parts for file in PARTS[name].files)
+    files = dict.fromkeys(str(RUN_TESTS / file) for name in parts for file in PARTS[name].files)
     options = ["-o", "addopts=", "-p", "no:terminal", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
     return int(pytest.main([*options, *files], plugins=[harness]))
 

@@ -73,11 +73,15 @@ def sources_digest(root: Path = ROOT) -> str:
     The machine with the GPU gets a copy of the working tree without its history, so this stands for the commit.
     """
     digest = hashlib.sha256()
-    paths = [*root.glob("src/**/*.py"), *root.glob("benchmarks/pipelined.py"), *root.glob("tests/*.py")]
+    paths = [
+        *root.glob("src/**/*.py"),
+        *root.glob("benchmarks/pipelined.py"),
+        *root.glob("tests/*.py"),
+        *root.glob("tests/run/*.py"),
+    ]
     paths += [*root.glob("tests/scripts/*.py"), *root.glob("tests/*.json")]
     for path in sorted(paths):
-        if path.name != "test_gpu_harness.py":
-            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 

@@ -427,7 +427,7 @@ def test_importing_spindle_needs_no_torch():
 
 
 def test_the_example_trains_on_two_processes():
-    script = Path(__file__).resolve().parents[1] / "examples" / "four_tasks.py"
+    script = Path(__file__).resolve().parents[2] / "examples" / "four_tasks.py"
     done = subprocess.run(
         [sys.executable, "-m", "spindle.cli", "launch", "-n", "2", str(script), "--steps", "4"],
         capture_output=True,

@@ -38,7 +38,7 @@ from sweeps import spread  # noqa: E402
 from trainings import sgd  # noqa: E402
 from zoo import Tower  # noqa: E402
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).resolve().parents[1]
 HASH_SEEDS = ("0", "1")  # under which {"full_attention", "sliding_attention"} has different orders
 LIMIT_S = 400  # for two processes on busy cores
 

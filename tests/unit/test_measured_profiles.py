@@ -11,7 +11,7 @@ from spindle.profile.file import read_profile
 from spindle.program import lower, verify
 from spindle.simulate import simulate
 
-FOLDER = Path(__file__).resolve().parent.parent / "benchmarks" / "profiles"
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "profiles"
 
 
 @pytest.fixture(scope="module", params=sorted(path.name for path in FOLDER.glob("*.json")))

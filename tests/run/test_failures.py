@@ -17,7 +17,7 @@ from sweeps import chosen
 
 pytest.importorskip("torch")
 
-SCRIPT = Path(__file__).parent / "scripts" / "faulty.py"
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "faulty.py"
 LIMIT_S = 20  # from the fault to the end of the job
 START_S = 150  # to import torch three times on two busy cores
 

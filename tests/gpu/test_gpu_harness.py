@@ -76,7 +76,7 @@ def test_tests_of_the_pool_are_selected_by_part_and_ordered_by_ranks(tmp_path):
 
 def test_every_part_names_test_files_that_exist():
     files = [file for part in harness.PARTS.values() for file in part.files]
-    assert all((harness.TESTS / file).is_file() for file in files)
+    assert all((harness.RUN_TESTS / file).is_file() for file in files)
 
 
 def test_tables_show_errors_and_failures():

@@ -50,7 +50,7 @@ from spindle.run.nests import LeafForm  # noqa: E402
 from tensor_parallel import sharing  # noqa: E402
 from trainings import Fit, Trained, Training, assert_trained, train  # noqa: E402
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 MANY = int(os.environ.get("SPINDLE_EXAMPLES", "5"))  # random schedules
 
 

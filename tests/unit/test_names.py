@@ -6,7 +6,7 @@ import ast
 from collections import Counter
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parent.parent / "src"
+SOURCE = Path(__file__).resolve().parents[2] / "src"
 PRONOUNS = frozenset(
     {"one", "ones", "other", "others", "found", "told", "kept", "these", "those", "them", "all_of_them"}
 )

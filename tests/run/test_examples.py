@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SHOWN = runpy.run_path(str(ROOT / "docs" / "examples.py"))
 NAMES = SHOWN["NAMES"]
 STEPS, TWIN_STEPS = 6, 48  # batches do not depend on how many steps there are, so the first losses are to be the same

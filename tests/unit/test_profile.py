@@ -28,7 +28,7 @@ from spindle.profile import (
 )
 from spindle.workload import Parameter
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
+SHARED = Path(__file__).resolve().parents[3] / "shared"
 
 
 def test_a_smaller_batch_takes_no_less_than_its_launch():

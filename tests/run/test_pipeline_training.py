@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from test_pipeline_plans import batch  # noqa: E402
 from torch import nn  # noqa: E402
 
 import spindle  # noqa: E402
@@ -17,7 +18,6 @@ from spindle.planners import Effort  # noqa: E402
 from spindle.planners.pipeline import pipeline_layout  # noqa: E402
 from spindle.planners.pipeline.worker import Job, answers  # noqa: E402
 from spindle.train.planning import Planning  # noqa: E402
-from test_pipeline_plans import batch  # noqa: E402
 from training_cases import train_named  # noqa: E402
 from trainings import assert_trained  # noqa: E402
 

@@ -39,10 +39,10 @@ from spindle.recipes.multimodal import (
 )
 from spindle.workload import LANGUAGE, VISION
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from semu_layers import CASES, AsRun
 
-RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 H800 = PRESETS["h800"]
 FLAT = Efficiencies(
