@@ -66,7 +66,7 @@ def test_tests_of_the_pool_are_selected_by_part_and_ordered_by_ranks(tmp_path):
         item("test_b", num_ranks=4),
         item("test_c", num_ranks=2),
         item("test_without_ranks", fixtures=()),
-        item("test_a_rank_that_fails_is_heard_at_once"),
+        item("test_a_rank_that_fails_is_reported_at_once"),
         item("test_d", "test_sharded.py"),
         item("test_e", "test_tensor.py"),
     ]

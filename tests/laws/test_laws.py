@@ -180,7 +180,7 @@ def test_a_time_limit_cuts_the_search_and_the_plan_says_so():
     assert make_plan(profile, "wavefront", QUICK).cut_s is None
 
 
-def test_progress_is_told_and_never_falls_within_an_attempt():
+def test_progress_is_reported_and_never_falls_within_an_attempt():
     heard: list[float] = []
     make_plan(small.linear_profile(small.CASE_C, num_devices=8), "wavefront", Effort(evaluations=400_000), heard.append)
     assert heard

@@ -39,7 +39,7 @@ def test_a_task_ends(pool, num_ranks, shards):
 
 
 @pytest.mark.parametrize(("num_ranks", "shards"), alternating([2, 3], "none", "some"))
-def test_it_comes_back_with_the_state_that_its_modules_had(pool, num_ranks, shards):
+def test_a_task_that_comes_back_finds_the_optimizer_state_of_its_modules(pool, num_ranks, shards):
     training = changed(pool, num_ranks, "ends and comes back", 3, shards)
     assert "answer" not in training.tasks[4]
     assert "answer" in training.tasks[-1]
@@ -48,7 +48,7 @@ def test_it_comes_back_with_the_state_that_its_modules_had(pool, num_ranks, shar
 
 
 @pytest.mark.parametrize("num_ranks", chosen([3], 1))
-def test_a_new_one_joins(pool, num_ranks):
+def test_a_new_task_joins(pool, num_ranks):
     training = changed(pool, num_ranks, "joins", 5, "some")
     assert training.tasks[-1] == {*FIRST_TASKS, "late"}
     assert training.num_profiled == 2
@@ -61,7 +61,7 @@ def test_a_new_one_joins(pool, num_ranks):
         *[(2, 4, slow_adamw, "all"), (4, 3, slow_adamw, "some")],
     ),
 )
-def test_all_of_it_in_one_fit(pool, num_ranks, seed, shards, optimizer):
+def test_tasks_end_join_and_come_back_and_modules_are_frozen_in_one_fit(pool, num_ranks, seed, shards, optimizer):
     training = changed(pool, num_ranks, "all of it", seed, shards, optimizer)
     assert training.num_changes == len(CHANGES["all of it"].changes)
 
@@ -135,7 +135,7 @@ def test_weights_of_sampling_change_with_them():
     assert [set(one) for one in result.losses] == [{"b"}, {"b"}]
 
 
-def test_what_cannot_change_is_told():
+def test_changes_that_cannot_be_made_are_refused():
     trainer, tasks = trainer_of("a")
     with pytest.raises(TrainingError, match=r"no such task \(tasks: a\)"):
         trainer.remove_task("b")

@@ -236,7 +236,7 @@ def test_an_error_in_a_dataset_names_the_task_and_stays_itself():
 
 
 @pytest.mark.parametrize("is_random", [False, True])
-def test_a_second_fit_goes_on_in_the_order_of_the_first(pool, is_random):
+def test_a_second_fit_continues_in_the_order_of_the_first(pool, is_random):
     whole = losses_of(pool.run(2, read_samples, "dataset", "plan 1", (5,), False, is_random))
     parts = losses_of(pool.run(2, read_samples, "dataset", "plan 1", (2, 3), False, is_random))
     assert parts == pytest.approx(whole, rel=1e-9)

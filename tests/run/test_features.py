@@ -28,7 +28,7 @@ def trained(pool, num_ranks, name, plan="plan 1", limit=1e-9):
 
 
 @pytest.mark.parametrize(("num_ranks", "plan"), chosen([(1, "plan 0"), (3, "plan 5")], (2, "plan 3")))
-def test_groups_of_parameters_and_a_schedule_go_on_over_fits(pool, num_ranks, plan):
+def test_parameter_groups_and_a_schedule_continue_over_fits(pool, num_ranks, plan):
     trained(pool, num_ranks, "groups and schedule", plan)
 
 
@@ -48,13 +48,13 @@ def test_gradients_of_several_batches_add_up(pool, num_ranks, plan):
     trained(pool, num_ranks, "accumulated", plan)
 
 
-def test_they_do_when_slots_are_replayed(pool):
+def test_gradients_of_several_batches_add_up_when_slots_are_replayed(pool):
     for num_ranks in chosen([2], 1):
         assert trained(pool, num_ranks, "accumulated, captured", "plan 3").captured
 
 
 @pytest.mark.parametrize(("num_ranks", "plan"), chosen([(2, "plan 7")], (1, "plan 0")))
-def test_the_weight_of_a_loss_may_follow_the_step(pool, num_ranks, plan):
+def test_the_weight_of_a_loss_may_depend_on_the_step(pool, num_ranks, plan):
     trained(pool, num_ranks, "weight", plan)
     assert trained(pool, num_ranks, "weight, captured", plan).captured
 
@@ -72,7 +72,7 @@ def test_tasks_are_drawn_for_each_step(pool, num_ranks, plan):
     assert {frozenset({"pair"}), frozenset({"answer"})} == set(tasks)
 
 
-def test_their_weights_may_follow_the_step(pool):
+def test_sampling_weights_may_depend_on_the_step(pool):
     tasks = trained(pool, 2, "sampled by step", "plan 3").tasks
     assert tasks == (frozenset({"pair"}),) * 3 + (frozenset({"answer"}),) * 3
 

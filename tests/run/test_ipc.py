@@ -276,7 +276,7 @@ def go_on_without_one(device: torch.device) -> None:
         dist.barrier()
 
 
-def test_others_go_on_without_a_rank_that_has_left(pool):
+def test_ranks_continue_without_one_that_has_left(pool):
     pool.run(3, on_host, go_on_without_one)
 
 
@@ -303,7 +303,7 @@ def leave_work_behind(device: torch.device) -> None:
         work.wait()
 
 
-def test_what_nobody_will_finish_is_an_error_after_leaving(pool):
+def test_an_operation_that_no_rank_will_finish_is_an_error_after_leaving(pool):
     pool.run(2, on_host, leave_work_behind)
 
 

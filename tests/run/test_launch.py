@@ -263,7 +263,7 @@ note("later", "")
     assert (tmp_path / "later").exists()
 
 
-def test_ranks_that_fail_alike_are_told_of_once(script):
+def test_ranks_that_fail_alike_are_reported_once(script):
     done = launched(script("raise ValueError('boom')"), ranks=3)
     assert done.stderr.count("Traceback") == 1
     assert re.search(r"^ranks \d and \d failed the same way$", done.stderr, re.MULTILINE)
@@ -462,7 +462,7 @@ raise ValueError("boom")
     assert said.endswith("ValueError: boom\n")
 
 
-def test_a_report_that_cannot_be_written_is_told_instead():
+def test_a_report_that_cannot_be_written_is_printed_instead():
     code, said = alone("import os; os.environ['SPINDLE_FAILURES'] = '/nowhere'\nraise ValueError('boom')")
     assert code == 1
     assert said.endswith("ValueError: boom\n")

@@ -145,7 +145,7 @@ def test_steps_launched_in_that_order_have_the_numbers_of_one_process(pool, num_
     assert_close([answer.comparison for answer in answers], kinds=("loss", "gradient"))
 
 
-def test_so_do_tensor_groups_pipelines_and_sharded_optimizers(pool):
+def test_tensor_groups_pipelines_and_sharded_optimizers_match_when_launched_in_that_order(pool):
     from comparison import assert_close
     from microbatches import Case, run_pipeline
     from tensor_parallel import sharing

@@ -96,7 +96,7 @@ def test_a_task_with_rows_of_its_own_is_timed_on_these():
     assert [samples[f"t{size}/tower#0[0:1]"].rows for size in (4, 8)] == [(2, 4), (4, 8)]
 
 
-def test_what_is_told_apart_by_a_setting_alone_is_timed_twice():
+def test_layers_that_differ_in_a_setting_alone_are_timed_twice():
     towers = [spindle.module(f"tower{times}", Tower(times=times)) for times in (1, 2)]
     tasks = [task(one.name, 4, lambda batch, one=one: one(batch["x"]).mean()) for one in towers]
     _, meter = measured(tasks)
@@ -128,7 +128,7 @@ def test_three_layers_stand_for_a_long_run():
     assert set(counts[3:]) == {1}  # the one pass over the whole batch
 
 
-def test_glue_is_timed_with_the_first_layer_and_told_apart():
+def test_glue_is_timed_with_the_first_layer_and_listed_separately():
     tower = spindle.module("tower", Tower())
     tasks = [
         task("plain", 4, lambda batch: tower(batch["x"]).mean()),

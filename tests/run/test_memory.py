@@ -155,7 +155,7 @@ def test_a_training_keeps_to_its_limit_with_the_same_losses(pool, whole, share):
 
 
 @pytest.mark.parametrize("num_ranks", chosen([3], 1))
-def test_it_does_on_other_numbers_of_ranks(pool, num_ranks):
+def test_a_training_keeps_to_its_limit_on_other_numbers_of_ranks(pool, num_ranks):
     plenty = pool.run(num_ranks, train_within, PLENTY)[0]
     found = pool.run(num_ranks, train_within, int(0.7 * max(plenty.predicted)))[0]
     for one in (plenty, found):
@@ -164,7 +164,7 @@ def test_it_does_on_other_numbers_of_ranks(pool, num_ranks):
     assert max(found.counted) <= 0.7 * max(plenty.predicted)
 
 
-def test_what_fits_in_no_way_is_told_with_what_would():
+def test_what_cannot_fit_is_refused_with_what_would():
     found = train_within(0, 1, 1_000_000)
     assert "bytes too many" in found.error
     assert "closest of all that were tried" in found.error

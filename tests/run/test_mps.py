@@ -238,7 +238,7 @@ def test_what_cannot_work_here_is_refused_with_what_to_do(stage, capsys, monkeyp
     assert "not both" in refusal(capsys, "--virtual-devices", "2", "-n", "2")
 
 
-def test_a_daemon_that_does_not_start_is_told_of_in_one_line(stage):
+def test_a_daemon_that_does_not_start_is_reported_in_one_line(stage):
     code, said = stage.finish("", STAND_IN_MODE="broken")
     assert code == 2
     assert said == (

@@ -32,7 +32,7 @@ from trainings import assert_trained  # noqa: E402
         ("tied", 2, "pipeline"),
     ],
 )
-def test_microbatches_have_the_numbers_of_turns(pool, name, num_ranks, plan):
+def test_microbatches_of_a_pipeline_give_the_numbers_of_accumulated_batches(pool, name, num_ranks, plan):
     answers = pool.run(num_ranks, train_named, name, plan)
     assert_trained(answers)
     assert all(answer.pipelined for answer in answers)
@@ -81,14 +81,14 @@ def test_a_step_that_comes_is_planned_before_another_is_searched():
     assert [one.is_final for one in alone] == [False, True]
 
 
-def test_that_the_process_has_ended_is_told(planning):
+def test_the_end_of_the_planning_process_is_an_error(planning):
     planning._process.kill()
     planning._process.wait()
     with pytest.raises(TrainingError, match="the process that plans has ended"):
         planning.best(2)
 
 
-def test_what_does_not_fit_is_told_by_the_process_that_found_out(planning):
+def test_what_does_not_fit_is_reported_by_the_planning_process(planning):
     planning.ask(job(saved_bytes=1e9, memory_bytes=1000))
     with pytest.raises(DoesNotFitError):
         planning.best(0)

@@ -75,23 +75,23 @@ def test_random_legal_schedules_give_the_numbers_of_one_process(pool, case):
     assert_same(pool.run(case.num_ranks, run_pipeline, case))
 
 
-def test_so_do_replicas_each_with_a_schedule_of_its_own(pool):
+def test_replicas_with_schedules_of_their_own_give_the_numbers_of_one_process(pool):
     case = Case(seed=5, num_ranks=4, num_replicas=2, num_microbatches=5, steps=3)
     answers = pool.run(4, run_pipeline, case)
     assert_same(answers)
     assert all(answer.num_split and answer.num_recomputed for answer in answers)
 
 
-def test_so_does_a_program_that_runs_again(pool):
+def test_a_program_that_runs_again_gives_the_numbers_of_one_process(pool):
     assert_same(pool.run(3, run_pipeline, Case(seed=6, num_ranks=3, shares_order=True, steps=3, forms=False)))
 
 
-def test_so_does_a_sharded_optimizer(pool):
+def test_a_sharded_optimizer_gives_the_numbers_of_one_process(pool):
     case = Case(seed=8, num_ranks=4, num_replicas=2, shares_order=True, shards=True, steps=3)
     assert_same(pool.run(4, run_pipeline, case))
 
 
-def test_what_waits_on_the_host_is_counted(pool):
+def test_offloaded_bytes_are_counted(pool):
     assert_same(answers := pool.run(2, run_pipeline, Case(seed=7, num_ranks=2, lean=1.0)))
     assert sum(answer.offloaded_bytes for answer in answers) > 0
     answers = pool.run(2, run_pipeline, Case(seed=7, num_ranks=2, lean=0.0))
@@ -193,7 +193,7 @@ def test_random_layers_draw_the_same_however_they_are_kept():
 # What crosses cuts.
 
 
-def test_forms_are_worked_out_without_weights_and_once_for_layers_that_are_alike():
+def test_shapes_are_inferred_without_weights_and_once_for_equal_layers():
     modules = model(0)
     forms = ShapeInference([modules], torch.device("cpu"))
     batches = microbatches(3, 4)
@@ -215,7 +215,7 @@ def test_forms_are_worked_out_without_weights_and_once_for_layers_that_are_alike
     assert leaf == LeafForm((len(batches["m03"]["tokens"]), NUM_TOKENS), torch.float64, True)
 
 
-def test_what_depends_on_values_is_left_to_be_told():
+def test_shapes_that_depend_on_values_are_not_inferred():
     modules = model(0)
     batches = microbatches(3, 1)
     made = pipeline(modules, batches)

@@ -125,7 +125,7 @@ def test_a_script_is_planned_for_machines_one_does_not_have(write, capfd):
     assert "it trains" not in told
 
 
-def test_it_is_the_workload_that_the_script_trains(script, write, monkeypatch):
+def test_the_planned_workload_is_the_one_that_the_script_trains(script, write, monkeypatch):
     asked = workload_of_script(script)
     monkeypatch.setattr("sys.argv", ["train.py"])
     found = runpy.run_path(write(SCRIPT, DEVICE=False))

@@ -41,7 +41,7 @@ def test_every_kind_of_module_gives_the_numbers_of_one_process(pool, kind):
 
 
 @pytest.mark.parametrize("kind", ["in-place", "written", "normals", "unused", "shaped"])
-def test_what_is_recomputed_gives_them_too(pool, kind):
+def test_recomputed_layers_give_the_numbers_of_one_process(pool, kind):
     for plan in spread((1, 2), 2):
         assert_same(pool.run(3, compare_steps, f"{kind} tokens", f"plan {plan} recomputed", STEPS))
 
@@ -82,7 +82,7 @@ def test_every_planners_plan_gives_the_numbers_of_one_process(pool, planner, num
 
 
 @pytest.mark.parametrize(("planner", "workload"), alternating(PLANNERS, (3, 6), (5, 3)))
-def test_every_planners_plan_of_a_random_workload_does(pool, planner, workload):
+def test_every_planners_plan_of_a_random_workload_gives_the_numbers_of_one_process(pool, planner, workload):
     seed, num_ranks = workload
     assert_same(pool.run(num_ranks, compare_steps, f"random {seed}", planner, STEPS))
 
@@ -112,7 +112,7 @@ def test_every_kind_of_module_gives_the_same_when_replayed(pool, kind):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 5, 7])  # 6 has hardly two batches of the same shapes
-def test_random_workloads_under_random_plans_do_too(pool, seed):
+def test_random_workloads_give_the_same_when_replayed(pool, seed):
     chunk_bytes = SMALL_CHUNKS if seed % 2 else 64e6
     assert_replayed(
         pool.run(
@@ -121,13 +121,13 @@ def test_random_workloads_under_random_plans_do_too(pool, seed):
     )
 
 
-def test_what_is_recomputed_and_replayed_does(pool):
+def test_recomputed_layers_give_the_same_when_replayed(pool):
     assert_replayed(
         pool.run(2, compare_steps, "tower tokens", "plan 3 recomputed", REPLAYED_STEPS, SMALL_CHUNKS, captures=True)
     )
 
 
-def test_what_is_recomputed_and_cannot_be_captured_does(pool):
+def test_recomputed_layers_that_cannot_be_captured_give_the_same(pool):
     answers = pool.run(
         2, compare_steps, "experts tokens", "plan 3 recomputed", REPLAYED_STEPS, SMALL_CHUNKS, captures=True
     )
@@ -135,7 +135,7 @@ def test_what_is_recomputed_and_cannot_be_captured_does(pool):
     assert any("middle" in slot for answer in answers for slot in answer.without_graph)
 
 
-def test_a_module_that_replaces_its_buffers_keeps_nobody_else_from_being_captured(pool):
+def test_a_module_that_replaces_its_buffers_does_not_keep_others_from_being_captured(pool):
     answers = pool.run(1, compare_steps, "counters", "plan 1", 9, captures=True)
     assert_replayed(answers, allowed=("replaces its buffers",))
     assert all("counting" in slot for slot in answers[0].without_graph)
@@ -158,12 +158,12 @@ def test_a_trainer_alone_leaves_the_weights_that_plain_pytorch_does(pool):
 
 
 @pytest.mark.parametrize(("seed", "num_ranks"), chosen([(8, 3), (9, 2)], (3, 4)))
-def test_a_trainer_does_so_in_single_precision(pool, seed, num_ranks):
+def test_a_trainer_matches_plain_pytorch_in_single_precision(pool, seed, num_ranks):
     training = training_of(f"random {seed}", dtype=torch.float32)
     assert_trained(pool.run(num_ranks, train, training, f"plan {seed}"), limit=1e-5)
 
 
-def test_a_trainer_does_so_with_a_plan_made_from_what_it_measures(pool):
+def test_a_trainer_matches_plain_pytorch_with_a_plan_from_a_measured_profile(pool):
     assert_trained(pool.run(4, train, training_of("everything", optimizer=adamw, measures=True)))
 
 
@@ -203,7 +203,7 @@ def fail_on_rank(rank: int, num_ranks: int, failing: int | None) -> None:
     dist.barrier()
 
 
-def test_a_rank_that_fails_is_heard_at_once(pool):
+def test_a_rank_that_fails_is_reported_at_once(pool):
     """Last, because the pool has to start anew after it."""
     pool.run(2, fail_on_rank, None)
     begin = time.monotonic()

@@ -236,7 +236,7 @@ def test_optimizers_that_update_each_element_by_itself_are_sharded(make):
 @pytest.mark.parametrize(
     "make", [Scaled, lambda some: torch.optim.Adafactor([one for _, one in some]), lambda some: torch.optim.SGD([])]
 )
-def test_others_are_not(make):
+def test_optimizers_that_couple_elements_are_not_sharded(make):
     assert why_not_sharded(make, named((30, 20), (7,))) is not None
 
 
@@ -264,12 +264,12 @@ def test_random_plans_leave_the_weights_that_plain_pytorch_does(pool, seed, num_
 
 
 @pytest.mark.parametrize("kind", ["experts", "lookup", "unused"])
-def test_so_they_do_where_gradients_are_missing_and_layers_recomputed(pool, kind):
+def test_sharded_trainings_match_where_gradients_are_missing_and_layers_recomputed(pool, kind):
     training = training_of(f"{kind} tokens", optimizer=adamw, fits=(Fit(steps=2), Fit(steps=2)))
     assert_sharded(pool, 3, training, "plan 2 recomputed")
 
 
-def test_so_they_do_with_short_batches_and_weights_of_their_own(pool):
+def test_sharded_trainings_match_with_short_batches_and_weights_of_their_own(pool):
     assert_sharded(pool, 3, training_of("random 13", short_rows=1, own_weights=True), "plan 13")
 
 
@@ -303,7 +303,7 @@ def trained(pool, num_ranks, name, plan, limit=1e-9, shards=True):
         ("sampled, captured", 2, "plan 3"),
     ),
 )
-def test_what_every_training_script_has_works(pool, name, num_ranks, plan):
+def test_features_of_training_scripts_work_with_a_sharded_optimizer(pool, name, num_ranks, plan):
     assert all(one.sharded for one in trained(pool, num_ranks, name, plan))
 
 
@@ -311,7 +311,7 @@ def test_layers_run_in_bfloat16(pool):
     trained(pool, 2, "autocast", "plan 3", limit=2e-2)
 
 
-def test_states_go_on_from_plan_to_plan(pool):
+def test_optimizer_state_is_carried_from_plan_to_plan(pool):
     trained(pool, 3, "carried", "plan 1", shards=None)
 
 
@@ -322,7 +322,7 @@ def test_every_element_of_the_state_is_on_one_rank(pool):
     assert max(elements) < 0.6 * whole
 
 
-def test_an_optimizer_that_is_not_by_element_is_not_sharded_and_told_of(pool):
+def test_an_optimizer_that_couples_elements_is_not_sharded_and_a_notice_says_so(pool):
     for one in trained(pool, 2, "not by element", "plan 3"):
         assert not one.sharded
         assert any("the optimizer is not sharded: it does not update each element of" in text for text in one.notices)

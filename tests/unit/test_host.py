@@ -116,7 +116,7 @@ def test_a_pass_that_is_launch_bound_delays_the_next():
     assert starts == pytest.approx([0.1, 0.7, 1.3, 3.4])
 
 
-def test_it_is_in_the_file_of_a_profile(tmp_path):
+def test_host_overheads_are_in_the_file_of_a_profile(tmp_path):
     profile = replace(small.two_towers(), host=replace(NOTHING, pass_s=0.25))
     write_profile(tmp_path / "profile.json", profile)
     assert read_profile(tmp_path / "profile.json").host == profile.host

@@ -37,7 +37,7 @@ def test_an_index_out_of_range_raises(name, run, legal, illegal):
             run(torch.tensor(illegal))
 
 
-def test_so_does_a_mask_with_more_places_than_values():
+def test_a_mask_with_more_places_than_values_is_refused_too():
     mask = torch.tensor([True, True, False, False])
     with IndexChecks():
         values.masked_scatter(mask, torch.ones(6))

@@ -19,7 +19,7 @@ def profile(request):
     return read_profile(FOLDER / request.param)
 
 
-def test_it_says_where_it_was_measured(profile):
+def test_a_measured_profile_says_where_it_was_measured(profile):
     assert "H200" in profile.measured_on
     assert profile.cluster.num_devices == 8
     assert profile.host_rates[-1] == 1.0  # its curves are those of busy neighbours

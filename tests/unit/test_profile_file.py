@@ -200,7 +200,7 @@ def test_what_is_asked_for_reaches_the_script(tmp_path, monkeypatch, fresh):
     assert profile_request() == asked
 
 
-def test_a_script_that_never_fits_is_told(tmp_path):
+def test_a_script_that_never_calls_fit_is_an_error(tmp_path):
     done = profiled(tmp_path, "train.py", script="print('nothing to do')")
     assert done.returncode == 2
     assert "error: train.py: it ended without a call of spindle.Trainer.fit, so nothing was measured" in done.stderr

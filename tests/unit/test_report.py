@@ -304,7 +304,7 @@ def test_equal_pieces_of_an_op_are_counted_not_repeated():
     assert any("this plan runs 2 × 3 layers on 3 devices and 6 layers on 2 devices." in text for text in sentences(one))
 
 
-def test_inputs_that_are_alike_are_told_in_one_line():
+def test_inputs_that_are_alike_are_shown_in_one_line():
     profile = small.two_towers(4)
     (one,) = explain(small.plan("vision*12@0-2 text*6@3\nhead*1@0-3", profile), profile, "head")
     lines = [text for text in sentences(one) if "takes its input" in text]
@@ -312,7 +312,7 @@ def test_inputs_that_are_alike_are_told_in_one_line():
     assert re.fullmatch(r"Layer 0 takes its input from (vision and text|text and vision); .*", lines[0])
 
 
-def test_a_bound_of_one_level_is_told_once():
+def test_a_bound_of_one_level_is_shown_once():
     one = {"ops": [{"name": "a", "layers": 2, "time_s": {"1": 0.1, "2": 0.06}}]}
     assert "120.0 ms, of its only level" in shown(bound_facts(bound_report(abstract_profile(one, small.devices(2)))))
     report = bound_report(small.two_towers(4))

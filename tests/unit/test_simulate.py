@@ -43,7 +43,7 @@ def test_folded_time_and_the_simulated_step_agree_when_every_op_has_the_same_rat
     assert plan.makespan_s == pytest.approx(plan.folded_s, rel=1e-6)
 
 
-def test_they_differ_when_the_ratios_differ():
+def test_folded_time_and_step_differ_when_the_ratios_differ():
     times = {"forward_s": {"1": 0.9}, "backward_s": {"1": 0.1}}, {"forward_s": {"1": 0.1}, "backward_s": {"1": 0.9}}
     from spindle.profile import abstract_profile
 

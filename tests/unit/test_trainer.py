@@ -402,7 +402,7 @@ def test_a_module_that_stays_whole_is_named_with_the_reason():
     assert result.notices == ("module 'single' runs as one layer: it has no list of two or more equal blocks",)
 
 
-def test_losses_are_told_as_they_become_known():
+def test_losses_are_reported_as_they_become_known():
     told = []
     _, task = small()
     _, result = fit(task, rows(4), steps=4, on_step=lambda step, losses: told.append((step, losses["pull"])))
@@ -442,7 +442,7 @@ def test_the_example_trains_on_two_processes():
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
-def test_losses_are_all_told_in_order_however_far_behind_they_travel(monkeypatch, steps):
+def test_losses_are_all_reported_in_order_however_late_they_arrive(monkeypatch, steps):
     """On a GPU they travel later than here."""
 
     def losses(behind):
@@ -457,7 +457,7 @@ def test_losses_are_all_told_in_order_however_far_behind_they_travel(monkeypatch
     assert len(losses(2)) == steps
 
 
-def test_another_plan_goes_on_from_the_weights_of_the_last():
+def test_another_plan_continues_from_the_weights_of_the_last():
     _, pull = small()
     trainer = spindle.Trainer([pull], optimizer=sgd)
     profile = trainer.prepare({"pull": rows(4)}, progress=False)
@@ -474,7 +474,7 @@ def test_another_plan_goes_on_from_the_weights_of_the_last():
     assert [*first.losses, *second.losses] == list(whole.losses)
 
 
-def test_another_plan_goes_on_with_the_optimizer_unless_it_is_to_start_anew():
+def test_another_plan_continues_with_the_optimizer_unless_it_is_to_start_anew():
     def losses(**options):
         _, pull = small()
         trainer = spindle.Trainer(
