@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -240,6 +241,31 @@ def test_a_second_fit_continues_in_the_order_of_the_first(pool, is_random):
     whole = losses_of(pool.run(2, read_samples, "dataset", "plan 1", (5,), False, is_random))
     parts = losses_of(pool.run(2, read_samples, "dataset", "plan 1", (2, 3), False, is_random))
     assert parts == pytest.approx(whole, rel=1e-9)
+
+
+def read_other_batches(rank: int, num_ranks: int) -> str:
+    """The error of a training in which the loader of rank 1 gives another fourth batch."""
+    vision = spindle.module("vision", two_towers()["vision"])
+
+    @spindle.task(batch_size=6, per_sample_mean=True)
+    def pull(batch):
+        return vision(batch).square().mean()
+
+    batches = [torch.full((6, 4), float(9 if rank and number == 3 else 1), dtype=torch.float64) for number in range(6)]
+    with unmeasured():
+        trainer = spindle.Trainer([pull], optimizer=sgd)
+        trainer.prepare({"pull": batches}, progress=False)
+        trainer.replan(plan=plan_text(trainer.profile, "rows apart"))
+        try:
+            trainer.fit({"pull": batches}, steps=6, progress=False)
+        except spindle.errors.TrainingError as error:
+            return str(error)
+    return ""
+
+
+def test_loaders_that_give_ranks_different_batches_are_an_error(pool):
+    for message in pool.run(2, read_other_batches):
+        assert re.search("the loader of task 'pull' gave rank 1 another batch than rank 0.*torch.manual_seed", message)
 
 
 def test_every_epoch_has_every_sample_once_in_another_order():

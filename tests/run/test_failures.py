@@ -47,16 +47,17 @@ def run_job(launcher: list[str], fault: str, mark: Path) -> subprocess.Completed
     ("fault", "num_ranks", "first_line"),
     chosen(
         [
-            ("loader", 2, r"error: rank 1 failed: OSError: this file is broken"),
-            ("nan", 2, r"error: .*task 'fit': its loss is nan in step \d"),
-            (
-                "other",
-                2,
-                r"error: .*the loader of task 'fit' gave rank 1 another batch than rank 0.*torch\.manual_seed",
-            ),
             ("kill-transfer", 3, r"error: rank 1 was killed by SIGKILL"),
             ("stop-backward", 2, r"error: rank 1 was stopped \(SIGSTOP\) for 8 s\n"),
         ],
+        # In CI, other tests have these errors in one process or on processes that import torch once.
+        ("loader", 2, r"error: rank 1 failed: OSError: this file is broken"),
+        ("nan", 2, r"error: .*task 'fit': its loss is nan in step \d"),
+        (
+            "other",
+            2,
+            r"error: .*the loader of task 'fit' gave rank 1 another batch than rank 0.*torch\.manual_seed",
+        ),
         ("loss", 2, r"error: rank 1 failed: ArithmeticError: this loss is broken"),
         ("short", 2, r"error: rank 1 failed: .*its loader gave a batch of 6 samples, expected 7"),
         ("memory-forward", 2, r"error: rank 1 failed: .*OutOfMemoryError: "),
@@ -69,14 +70,14 @@ def test_a_fault_on_one_rank_ends_the_job_with_its_cause_on_top(fault, num_ranks
 
 
 def test_an_error_says_in_which_step_task_and_layers_it_was(tmp_path):
-    done = run_job(launch(3), "raise-forward", tmp_path / "mark")
+    done = run_job(launch(2), "raise-forward", tmp_path / "mark")
     assert done.stderr.startswith("error: rank 1 failed: ArithmeticError: this layer is broken"), done.stderr
     assert re.search(r"in step \d on rank 1, forward of fit/encoder#0\[0:4\]", done.stderr), done.stderr
     assert "Traceback" in done.stderr
     assert "raise ArithmeticError" in done.stderr
 
 
-@pytest.mark.parametrize("fault", ["raise-forward", "kill-backward"])
+@pytest.mark.parametrize("fault", chosen(["raise-forward"], "kill-backward"))
 def test_torchrun_ends_a_job_too(fault, tmp_path):
     done = run_job(torchrun(2), fault, tmp_path / "mark")
     if fault == "raise-forward":
