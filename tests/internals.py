@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,25 +11,25 @@ from unittest import mock
 import spindle
 from backends import graphs_on_any_device, on_gpu
 from spindle.cluster import cluster_named
-from spindle.plan import Plan
+from spindle.graph import MetaGraph
 from spindle.profile import Profile, roofline_profile
 from spindle.run import Executor
-from spindle.train import loop, preparation
+from spindle.train import analyze, loop, profiling, runtime, steps
 from spindle.train.tensor import Sharing, find_sharing
 
 
-@contextmanager
-def unmeasured() -> Iterator[list[Profile]]:
-    """Inside, plans are made from a roofline: quick, and the same each time. Yields the profiles as they are made."""
-    profiles: list[Profile] = []
+def guessed_profile(graph: MetaGraph, num_devices: int) -> Profile:
+    """A profile from a roofline: quick, and the same each time."""
+    return replace(roofline_profile(graph, cluster_named(f"cpux{num_devices}")), gradients_stay=False)
+
+
+def unmeasured() -> Any:
+    """Inside, a Trainer plans from a guessed profile, without `Planning(profile=...)`."""
 
     def guess(graph: Any, code: Any, kinds: Any, examples: Any, axes: Any, world: Any, **options: Any) -> Profile:
-        profile = roofline_profile(graph, cluster_named(f"cpux{world.size}"))
-        profiles.append(replace(profile, gradients_stay=False))
-        return profiles[-1]
+        return guessed_profile(graph, world.size)
 
-    with mock.patch.object(preparation, "local_profile", guess):
-        yield profiles
+    return mock.patch.object(profiling, "local_profile", guess)
 
 
 class CapturingExecutor(Executor):
@@ -46,14 +46,8 @@ def capturing() -> Iterator[None]:
     if on_gpu():
         yield
         return
-    with graphs_on_any_device(), mock.patch.object(preparation, "Executor", CapturingExecutor):
+    with graphs_on_any_device(), mock.patch.object(steps, "Executor", CapturingExecutor):
         yield
-
-
-def num_captured(trainer: spindle.Trainer) -> int:
-    """Slots of this rank that are CUDA graphs."""
-    runtime = trainer._session.runtime
-    return 0 if runtime is None else runtime.main.num_captured
 
 
 _SHARING: dict[tuple[str, ...], Sharing] = {}  # a process of the pool serves many tests
@@ -68,25 +62,20 @@ def sharing_found_once(workload: str) -> Any:
             _SHARING[key] = find_sharing(tasks, *args, **options)
         return _SHARING[key]
 
-    return mock.patch.object(preparation, "find_sharing", find)
-
-
-def plans_from(make_plan: Callable[[Profile], Plan]) -> Any:
-    """Inside, a Trainer's plans come from this function instead of a planner, also where tasks change in a fit."""
-    return mock.patch.object(preparation, "_wanted_plan", lambda profile, *_: make_plan(profile))
+    return mock.patch.object(analyze, "find_sharing", find)
 
 
 @contextmanager
 def counting_whole_states() -> Iterator[list[int]]:
     """Yields how many parameters' whole optimizer state, gathered on the host, each new optimizer starts from."""
     counts: list[int] = []
-    start = preparation.Update.__init__
+    start = runtime.Update.__init__
 
     def counted(self: Any, *args: Any, state: Any, **options: Any) -> None:
         counts.append(len(state.states))
         start(self, *args, state=state, **options)
 
-    with mock.patch.object(preparation.Update, "__init__", counted):
+    with mock.patch.object(runtime.Update, "__init__", counted):
         yield counts
 
 

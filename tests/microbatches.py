@@ -396,8 +396,9 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> PipelineRun:
             if case.shards:
                 shards = Shards(program, made.parameters, world)
                 shards.attach()
+            buffers = None if executor is None else executor.release_gradient_buffers()
             executor = Tidy(
-                program, made.graph, made.code, made.parameters, axes, world, before=executor, shards=shards
+                program, made.graph, made.code, made.parameters, axes, world, gradient_buffers=buffers, shards=shards
             )
             num_split += sum(plan_pass.kind == WEIGHT for plan_pass in plan.passes)
             num_recomputed += sum(slot.recomputed for slot in plan.slots)

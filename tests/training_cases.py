@@ -318,7 +318,7 @@ TRAININGS: dict[str, Callable[[], Training]] = {
     "no batch": lambda: mixed("i-n-"),
     "no batch first": lambda: mixed("-ni"),
     "mixed, clipped and accumulated": lambda: mixed(
-        "inai-n", options={"accumulate": 2, "clip_norm": 0.2}, optimizer=grouped
+        "inai-n", options={"gradient_accumulation_steps": 2, "max_grad_norm": 0.2}, optimizer=grouped
     ),
     "mixed, captured": lambda: mixed("in", steps=14, captures=True),
     "any number of images": lambda: two_tasks(
@@ -327,9 +327,11 @@ TRAININGS: dict[str, Callable[[], Training]] = {
     "by length": lambda: two_tasks(tasks=by_length, batch=long_or_short, fits=(Fit(steps=5),)),
     "few samples": lambda: two_tasks(tasks=one_sample, batch=few_samples),
     "groups and schedule": lambda: two_tasks(
-        optimizer=grouped, options={"scheduler": warming}, fits=(Fit(steps=3), Fit(steps=3))
+        optimizer=grouped, options={"lr_scheduler": warming}, fits=(Fit(steps=3), Fit(steps=3))
     ),
-    "by dimensions": lambda: two_tasks(optimizer=by_dimensions, options={"scheduler": warming, "clip_norm": 0.3}),
+    "by dimensions": lambda: two_tasks(
+        optimizer=by_dimensions, options={"lr_scheduler": warming, "max_grad_norm": 0.3}
+    ),
     "not by element": lambda: two_tasks(optimizer=Scaled),
     "tied": lambda: two_tasks(modules=tied_towers, optimizer=by_dimensions),
     "carried": lambda: two_tasks(
@@ -344,25 +346,30 @@ TRAININGS: dict[str, Callable[[], Training]] = {
             Fit(steps=2, plan="plan 5 sharded"),
         ),
     ),
-    "clipped": lambda: two_tasks(options={"clip_norm": 0.05}),
-    "clipped rarely": lambda: two_tasks(options={"clip_norm": 1e3}),
-    "accumulated": lambda: two_tasks(options={"accumulate": 3, "clip_norm": 0.3}, fits=(Fit(steps=3),)),
-    "accumulated, captured": lambda: two_tasks(options={"accumulate": 2}, fits=(Fit(steps=5),), captures=True),
+    "clipped": lambda: two_tasks(options={"max_grad_norm": 0.05}),
+    "clipped rarely": lambda: two_tasks(options={"max_grad_norm": 1e3}),
+    "accumulated": lambda: two_tasks(
+        options={"gradient_accumulation_steps": 3, "max_grad_norm": 0.3}, fits=(Fit(steps=3),)
+    ),
+    "accumulated, captured": lambda: two_tasks(
+        options={"gradient_accumulation_steps": 2}, fits=(Fit(steps=5),), captures=True
+    ),
     "weight": lambda: two_tasks(tasks=pairs_and_answers(weight=lambda step: 0.3 + 0.5 * step)),
     "weight, captured": lambda: two_tasks(
         tasks=pairs_and_answers(weight=lambda step: 0.3 + 0.5 * step), fits=(Fit(steps=7),), captures=True
     ),
-    "checkpointed": lambda: two_tasks(module_options={"vision": {"checkpoint": True}}),
-    "sampled": lambda: two_tasks(options={"sampling": {"pair": 2.0, "answer": 1.0}}, fits=(Fit(steps=8),)),
+    "checkpointed": lambda: two_tasks(module_options={"vision": {"activation_checkpointing": True}}),
+    "sampled": lambda: two_tasks(options={"sampling_weights": {"pair": 2.0, "answer": 1.0}}, fits=(Fit(steps=8),)),
     "sampled by step": lambda: two_tasks(
-        options={"sampling": {"pair": lambda step: float(step < 3), "answer": lambda step: float(step >= 3)}},
+        options={"sampling_weights": {"pair": lambda step: float(step < 3), "answer": lambda step: float(step >= 3)}},
         fits=(Fit(steps=6),),
     ),
     "sampled, accumulated": lambda: two_tasks(
-        options={"sampling": {"pair": 1.0, "answer": 1.0}, "accumulate": 2, "seed": 1}, fits=(Fit(steps=6),)
+        options={"sampling_weights": {"pair": 1.0, "answer": 1.0}, "gradient_accumulation_steps": 2, "seed": 1},
+        fits=(Fit(steps=6),),
     ),
     "sampled, captured": lambda: two_tasks(
-        options={"sampling": {"pair": 1.0, "answer": 1.0}}, fits=(Fit(steps=16),), captures=True
+        options={"sampling_weights": {"pair": 1.0, "answer": 1.0}}, fits=(Fit(steps=16),), captures=True
     ),
     "frozen": lambda: two_tasks(
         fits=(
@@ -373,7 +380,7 @@ TRAININGS: dict[str, Callable[[], Training]] = {
     ),
     "autocast": lambda: in_bfloat16(),
     "autocast, captured": lambda: in_bfloat16(fits=(Fit(steps=6),), captures=True),
-    "autocast, recomputed": lambda: in_bfloat16(module_options={"vision": {"checkpoint": True}}),
+    "autocast, recomputed": lambda: in_bfloat16(module_options={"vision": {"activation_checkpointing": True}}),
 }
 
 
@@ -449,7 +456,7 @@ def changing(name: str, seed: int, shards: str, optimizer: Any = slow_adamw) -> 
     return Training(
         workload=partial(build, five_modules, four_tasks, batch_of_four, {}),
         optimizer=optimizer,
-        options={"scheduler": halving, "clip_norm": CLIP},
+        options={"lr_scheduler": halving, "max_grad_norm": CLIP},
         fits=(CHANGES[name],),
         tasks=FIRST_TASKS,
         freezes="text",

@@ -17,6 +17,7 @@ import spindle
 from backends import rank_device, to_device
 from comparison import Comparison, assert_close
 from programs import loss_value, plan_text_named, random_plan_text
+from spindle.graph import MetaGraph
 from spindle.plan import Plan, parse_plan
 from spindle.profile import Profile
 from spindle.run import held_parameters
@@ -63,7 +64,7 @@ class Training:
 
     workload: Callable[..., Workload]
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the Trainer
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the Trainer, but for its planning
     fits: tuple[Fit, ...] = (Fit(steps=3),)
     measures: bool = False  # the profile; else it is guessed
     captures: bool = False
@@ -109,7 +110,7 @@ class Trained:
     trained_elements: list[int]  # of each optimizer that was made
     all_elements: int
     state_elements: int  # of the optimizer on this rank, but for single numbers
-    num_profiled: int  # how often tasks were traced and profiled
+    num_profiled: int  # how often tasks were traced and profiled, on rank 0
     whole_states: int  # parameters whose whole optimizer state went through the host when plans changed
     num_changes: int
 
@@ -122,28 +123,35 @@ def assert_trained(answers: Sequence[Trained], limit: float = 1e-9) -> None:
         assert answer.tasks == answers[0].tasks
 
 
-def train(rank: int, num_ranks: int, training: Training, plan: str = "wavefront", **options: Any) -> Trained:
+def train(rank: int, num_ranks: int, training: Training, plan: str = "wavefront", **planning: Any) -> Trained:
     """Trains with a Trainer and then plainly. `plan` is a planner's name, a random plan (`plan 3 recomputed`), or
-    `pipeline 2`: over so many ranks. Options are the Trainer's."""
-    options = {**training.options, **options}
-    planner, _, pipeline_ranks = plan.partition(" ")
+    `pipeline 2`: over so many ranks. Further options are those of `Planning`."""
+    planner, _, degree = plan.partition(" ")
+    num_profiled = 0
+
+    def guess(graph: MetaGraph, num_devices: int) -> Profile:
+        nonlocal num_profiled
+        num_profiled += 1
+        return internals.guessed_profile(graph, num_devices)
+
     if planner == "pipeline":
-        options |= {"planner": planner, "pipeline_ranks": int(pipeline_ranks) if pipeline_ranks else None}
+        planning |= {"planner": planner, "pipeline_parallel_degree": int(degree) if degree else None}
+    elif training.make_plans is not None:
+        planning["planner"] = training.make_plans()
     elif planner != "plan":
-        options["planner"] = planner
-    training = replace(training, options=options)
+        planning["planner"] = planner
+    if not training.measures:
+        planning["profile"] = guess
+    training = replace(training, options={**training.options, "planning": spindle.Planning(**planning)})
     with ExitStack() as stack:
-        profiles = [] if training.measures else stack.enter_context(internals.unmeasured())
         whole_states = stack.enter_context(internals.counting_whole_states())
         stack.enter_context(internals.one_step_behind())
         if training.captures:
             stack.enter_context(internals.capturing())
         if training.sharing:
             stack.enter_context(internals.sharing_found_once(training.sharing))
-        if training.make_plans is not None:
-            stack.enter_context(internals.plans_from(training.make_plans()))
         trained = _train(training, rank, num_ranks, plan if planner == "plan" else "")
-    return replace(trained, num_profiled=len(profiles), whole_states=sum(whole_states))
+    return replace(trained, num_profiled=num_profiled, whole_states=sum(whole_states))
 
 
 def _train(training: Training, rank: int, num_ranks: int, first_plan: str) -> Trained:
@@ -181,7 +189,7 @@ def _train(training: Training, rank: int, num_ranks: int, first_plan: str) -> Tr
         if wanted or fit.degrees is not None:
             profile = trainer.prepare(loaders, progress=False)
             text = training.plan_text(profile, wanted, fit.degrees) if wanted else None
-            trainer.replan(plan=text, **({} if fit.degrees is None else {"tensor_degrees": fit.degrees}))
+            trainer.replan(plan=text, **({} if fit.degrees is None else {"tensor_parallel_degrees": fit.degrees}))
         result = trainer.fit(
             loaders,
             steps=fit.steps,
@@ -190,8 +198,8 @@ def _train(training: Training, rank: int, num_ranks: int, first_plan: str) -> Tr
             on_step=_changer(training, fit, trainer, workload, modules, before_steps) if fit.changes else None,
         )
         for losses in result.losses:
-            for name in losses if "sampling" in training.options else tasks:
-                positions[name] += training.options.get("accumulate", 1)
+            for name in losses if "sampling_weights" in training.options else tasks:
+                positions[name] += training.options.get("gradient_accumulation_steps", 1)
         history += result.losses
         num_changes += len(result.changes_s)
         if training.checks_memory:
@@ -203,7 +211,7 @@ def _train(training: Training, rank: int, num_ranks: int, first_plan: str) -> Tr
         moved=max(float((ended[path].detach() - tensor).norm()) for path, tensor in begin.items()),
         tasks=tuple(frozenset(losses) for losses in history),
         notices=tuple(trainer.notices),
-        captured=internals.num_captured(trainer),
+        captured=result.num_captured_slots,
         recomputed=trainer.plan.recompute,
         sharded=trainer.plan.shard_optimizer,
         pipelined=bool(result.plan.passes),
@@ -233,8 +241,8 @@ def _compare(
         reference.tasks,
         training.optimizer(list(nn.ModuleDict(reference_modules).named_parameters())),
         batches_of_steps(training, reference, history),
-        scheduler=training.options.get("scheduler"),
-        max_grad_norm=training.options.get("clip_norm"),
+        scheduler=training.options.get("lr_scheduler"),
+        max_grad_norm=training.options.get("max_grad_norm"),
         autocast=training.options.get("autocast"),
         before_step=lambda step: before_steps.get(step, keep_modules)(reference_modules),
     )
@@ -344,14 +352,14 @@ def batches_of_steps(
 ) -> Iterator[list[dict[str, Any]]]:
     """The batches of each step's micro-steps by task, as a Trainer that reported these losses has read them."""
     names = [task.name for task in workload.tasks]
-    varies = "sampling" in training.options or any(fit.changes for fit in training.fits)
+    varies = "sampling_weights" in training.options or any(fit.changes for fit in training.fits)
     positions = dict.fromkeys(names, 0)
     for step, losses in enumerate(history):
         microbatches = []
         for name in losses:
             if step and name not in history[step - 1] and any(fit.changes for fit in training.fits):
                 positions[name] = FIRST_OF_JOINED
-        for _ in range(training.options.get("accumulate", 1)):
+        for _ in range(training.options.get("gradient_accumulation_steps", 1)):
             batches = {}
             for name in losses if varies else names:
                 if training.short_rows is None:

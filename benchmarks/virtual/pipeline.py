@@ -123,8 +123,8 @@ def main() -> None:
     trainer = spindle.Trainer(
         [caption],
         optimizer=lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-4, fused=on_gpu),
-        planner="pipeline",
-        accumulate=given.microbatches,
+        gradient_accumulation_steps=given.microbatches,
+        planning=spindle.Planning(planner="pipeline"),
         cuda_graphs=False,
     )
     loader = microbatches(given.steps, given.microbatches, length, vocabulary, patches, dtype)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -32,7 +32,7 @@ from spindle.models.chain import RecordedForward  # noqa: E402
 from spindle.profile import Profile  # noqa: E402
 from spindle.run.nests import LeafForm  # noqa: E402
 from spindle.run.shape_inference import ShapeInference  # noqa: E402
-from spindle.train import preparation  # noqa: E402
+from spindle.train import analyze, plan, profiling  # noqa: E402
 from spindle.train.agreement import canonical_text  # noqa: E402
 from sweeps import spread  # noqa: E402
 from trainings import sgd  # noqa: E402
@@ -146,9 +146,9 @@ def changed(function: Callable[..., Any], change: Callable[[Any], Any]) -> Calla
     return lambda *args, **kwargs: change(function(*args, **kwargs))
 
 
-def patched(name: str, change: Callable[[Any], Any]) -> Any:
-    """A function of `preparation` whose result is another."""
-    return mock.patch.object(preparation, name, changed(getattr(preparation, name), change))
+def patched(module: ModuleType, name: str, change: Callable[[Any], Any]) -> Any:
+    """A function that a module calls, whose result is another."""
+    return mock.patch.object(module, name, changed(getattr(module, name), change))
 
 
 def with_other_plan(program: Any) -> Any:
@@ -175,16 +175,16 @@ def untied(tower: nn.Module) -> None:
     tower.blocks[1].linear.weight = nn.Parameter(tower.blocks[1].linear.weight.detach().clone())
 
 
-PIPELINE = {"planner": "pipeline", "accumulate": 2}
+PIPELINE = {"planning": spindle.Planning(planner="pipeline"), "gradient_accumulation_steps": 2}
 APART = {"place": lambda number: str(min(number, 1))}  # no parameter is on both ranks
 SCRIPTS: dict[str, dict[str, Any]] = {  # what rank 1's script has otherwise
-    "clip_norm": {"options": {"clip_norm": 2.0}},
-    "accumulate": {"options": {"accumulate": 3}},
+    "max_grad_norm": {"options": {"max_grad_norm": 2.0}},
+    "gradient_accumulation_steps": {"options": {"gradient_accumulation_steps": 3}},
     "autocast": {"options": {"autocast": torch.bfloat16}},
     "seed": {"options": {"seed": 5}},
     "cuda_graphs": {"options": {"cuda_graphs": False}},
-    "sampling": {"options": {"sampling": {"pull": 0.5}}},
-    "planner": {"options": {"planner": "pipeline"}},
+    "sampling_weights": {"options": {"sampling_weights": {"pull": 0.5}}},
+    "planner": {"options": {"planning": spindle.Planning(planner="pipeline")}},
     "batch_size": {"batch_size": 5},
     "weight": {"weight": 0.5},
     "per_sample_mean": {"per_sample_mean": True},
@@ -212,10 +212,10 @@ PATCHES: dict[str, Callable[[], Any]] = {  # what Spindle makes of it otherwise 
     "Python": lambda: mock.patch("spindle.train.agreement.sys", SimpleNamespace(version_info=(3, 99))),
     "torch": lambda: mock.patch.object(torch, "__version__", "2.99.0"),
     "Spindle": lambda: mock.patch.object(spindle, "__version__", "9.9"),
-    "workload": lambda: patched("bind", with_other_name),
-    "profile": lambda: patched("local_profile", lambda profile: replace(profile, overlap=3.0)),
-    "plan": lambda: patched("lower", with_other_plan),
-    "program": lambda: patched("lower", lambda program: replace(program, holders=((0, (0, 1)),))),
+    "workload": lambda: patched(analyze, "bind", with_other_name),
+    "profile": lambda: patched(profiling, "local_profile", lambda profile: replace(profile, overlap=3.0)),
+    "plan": lambda: patched(plan, "lower", with_other_plan),
+    "program": lambda: patched(plan, "lower", lambda program: replace(program, holders=((0, (0, 1)),))),
     "shapes": lambda: mock.patch.object(ShapeInference, "of", changed_method(ShapeInference.of)),
 }
 
@@ -303,7 +303,7 @@ def differing(rank: int, num_ranks: int, name: str) -> str:
             trainer = spindle.Trainer(
                 [pull],
                 optimizer=optimizer,
-                scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda step: script.gamma**step),
+                lr_scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda step: script.gamma**step),
                 **script.options,
             )
             profile = trainer.prepare({"pull": [batch]}, progress=False)
@@ -362,13 +362,13 @@ EXPECTED = {
     "plan": ("the plan", ".*evaluations=0", ".*evaluations=77"),
     "program": ("the program", r".*holders: \(\)", r".*holders: \(\(0, \(0, 1\)\)\)"),
     "shapes": (r"the shapes between the layers of pull@0", r".*shape=\(4, 6\)", r".*shape=\(1, 77\)"),
-    "clip_norm": (r"Trainer\(clip_norm=\.\.\.\)", "'None'", "'2.0'"),
-    "accumulate": (r"Trainer\(accumulate=\.\.\.\)", "'1'", "'3'"),
+    "max_grad_norm": (r"Trainer\(max_grad_norm=\.\.\.\)", "'None'", "'2.0'"),
+    "gradient_accumulation_steps": (r"Trainer\(gradient_accumulation_steps=\.\.\.\)", "'1'", "'3'"),
     "autocast": (r"Trainer\(autocast=\.\.\.\)", "'None'", "'torch.bfloat16'"),
     "seed": (r"Trainer\(seed=\.\.\.\)", "'0'", "'5'"),
     "cuda_graphs": (r"Trainer\(cuda_graphs=\.\.\.\)", "'True'", "'False'"),
-    "sampling": (r"Trainer\(sampling=\.\.\.\)", "'None'", "'{pull: 0.5}'"),
-    "planner": (r"Trainer\(planner=\.\.\.\)", "'no pipeline'", "'a pipeline'"),
+    "sampling_weights": (r"Trainer\(sampling_weights=\.\.\.\)", "'None'", "'{pull: 0.5}'"),
+    "planner": (r"Planning\(planner=\.\.\.\)", "'no pipeline'", "'a pipeline'"),
     "batch_size": ("the definition of task 'pull'", "'batch_size=4", "'batch_size=5"),
     "weight": ("the definition of task 'pull'", ".*weight=1.0", ".*weight=0.5"),
     "per_sample_mean": ("the definition of task 'pull'", ".*mean=False", ".*mean=True"),

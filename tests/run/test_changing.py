@@ -126,11 +126,11 @@ def test_a_task_of_the_same_name_is_another_one():
 def test_weights_of_sampling_change_with_them():
     batches = [torch.ones(2, 2)] * 4
     with unmeasured():
-        trainer, tasks = trainer_of("a", "b", sampling={"a": 1.0, "b": 1.0})
+        trainer, tasks = trainer_of("a", "b", sampling_weights={"a": 1.0, "b": 1.0})
         trainer.remove_task("a")
-        with pytest.raises(TrainingError, match="share= goes with"):
+        with pytest.raises(TrainingError, match="sampling_weight= goes with"):
             trainer.add_task(tasks["c"])
-        trainer.add_task(tasks["c"], share=0.0)
+        trainer.add_task(tasks["c"], sampling_weight=0.0)
         result = trainer.fit({"b": batches, "c": batches}, steps=2, progress=False)
     assert [set(one) for one in result.losses] == [{"b"}, {"b"}]
 

@@ -103,7 +103,7 @@ def combination(number: int) -> tuple[int, bool, Training]:
         Training(
             workload=partial(three_tasks, cuts=number % 3 != 2),
             optimizer=adamw if number % 3 == 1 else sgd,
-            options={"scheduler": halving, "clip_norm": CLIP},
+            options={"lr_scheduler": halving, "max_grad_norm": CLIP},
             fits=(Fit(steps=STEPS, changes=CHANGES[joins]),),
             tasks=("describe", "guess"),
             freezes="language.blocks.1",

@@ -9,9 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_measure import Tower, measured, one_task  # noqa: E402
-
 from spindle.measure.cache import Cache, cache_folder  # noqa: E402
+from test_measure import Tower, measured, one_task  # noqa: E402
 
 MACHINE = {"device": "abacus", "torch": "2.13", "busy devices": "1"}
 NUM_POINTS = 6  # of `one_task`: stem, blocks and loss on 2 and 4 rows

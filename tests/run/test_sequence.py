@@ -8,12 +8,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from test_tensor import degrees, find, trained  # noqa: E402
 from torch import nn  # noqa: E402
 
 import tensor_parallel  # noqa: E402
 from spindle.models import Rehearsal, shard_of, split_dims, styles_of, styles_on  # noqa: E402
 from tensor_parallel import PLAN, SEQUENCE_PLAN, WIDTH, Decoder, sharing  # noqa: E402
+from test_tensor import degrees, find, trained  # noqa: E402
 
 torch.set_num_threads(1)
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: E402
 
 import tensor_parallel  # noqa: E402
 from internals import sharing_found_once, unmeasured  # noqa: E402
-from spindle import Trainer, module, task  # noqa: E402
+from spindle import Planning, Trainer, module, task  # noqa: E402
 from spindle.cluster import Cluster, cluster_named  # noqa: E402
 from spindle.errors import ProfileError, SpindleError, WorkloadError  # noqa: E402
 from spindle.graph import metagraph_of  # noqa: E402
@@ -62,15 +62,14 @@ def test_any_plan_has_the_numbers_of_one_process(pool, seed):
 
 
 def test_clipping_counts_every_entry_once(pool):
-    options = {"clip_norm": 0.1, "accumulate": 1}
-    trained(pool, 4, sharing("own", *degrees((2, "plan 7"), (4, "plan 8")), options=options))
+    trained(pool, 4, sharing("own", *degrees((2, "plan 7"), (4, "plan 8")), options={"max_grad_norm": 0.1}))
 
 
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_ranks_with_the_same_shard_share_the_state_of_its_optimizer(pool, optimizer):
     fits = degrees((2, "plan 11"), (1, "plan 12"), (4, "plan 13"), (2, "plan 14"))
-    options = {"shard_optimizer": True, "clip_norm": 0.5}
-    trained(pool, 4, sharing("own", *fits, optimizer=optimizer, options=options))
+    training = sharing("own", *fits, optimizer=optimizer, options={"max_grad_norm": 0.5})
+    assert_trained(pool.run(4, train, training, shard_optimizer=True))
 
 
 def test_blocks_that_recompute_themselves_meet_in_backward_too(pool):
@@ -236,7 +235,8 @@ def refusal_of(rank: int, num_ranks: int, degrees: dict[str, int], optimizer: Ca
     """What a Trainer says to these degrees, or this optimizer."""
     workload = tensor_parallel.own()
     with unmeasured(), sharing_found_once("own"):
-        trainer = Trainer(workload.tasks, optimizer=optimizer, tensor_degrees=degrees)
+        planning = Planning(tensor_parallel_degrees=degrees)
+        trainer = Trainer(workload.tasks, optimizer=optimizer, planning=planning)
         try:
             trainer.fit({name: [batch] for name, batch in workload.batches(0).items()}, steps=1, progress=False)
         except SpindleError as error:
@@ -266,6 +266,6 @@ def test_one_process_has_no_groups():
     loaders = {name: [batch] for name, batch in workload.batches(0).items()}
     with unmeasured():
         trainer.fit(loaders, steps=1, progress=False)
-        trainer.replan(tensor_degrees={"language": 2})
+        trainer.replan(tensor_parallel_degrees={"language": 2})
         with pytest.raises(ProfileError, match=r"'language', which may have 1"):
             trainer.fit(loaders, steps=1, progress=False)

@@ -85,17 +85,21 @@ def trained(planner: str) -> dict:
     plain = copy.deepcopy(model)
     handle = spindle.module("text", model)
     batches = [hugging.batch_of("ModernBERT", ROWS, length) for length in (9, 9, 13, 9)]
-    options = {"planner": "pipeline", "accumulate": 2} if planner == "pipeline" else {}
-    turns = options.get("accumulate", 1)
-    steps = len(batches) // turns
+    planning = spindle.Planning(planner="pipeline") if planner == "pipeline" else None
+    accumulation = 2 if planner == "pipeline" else 1
+    steps = len(batches) // accumulation
     with unmeasured():
-        trainer = spindle.Trainer([task_over(handle)], optimizer=sgd, **options)
+        trainer = spindle.Trainer(
+            [task_over(handle)], optimizer=sgd, planning=planning, gradient_accumulation_steps=accumulation
+        )
         if planner.startswith("plan"):
             profile = trainer.prepare({"pull": batches}, progress=False)
             trainer.replan(plan=plan_text_named(profile, planner))
         result = trainer.fit({"pull": batches}, steps=steps, progress=False)
     handle_of_plain = spindle.module("text", plain)
-    microbatches = [[{"pull": batch} for batch in batches[step * turns :][:turns]] for step in range(steps)]
+    microbatches = [
+        [{"pull": batch} for batch in batches[step * accumulation :][:accumulation]] for step in range(steps)
+    ]
     expected = train_plainly([task_over(handle_of_plain)], sgd(plain.named_parameters()), microbatches)
     comparison = Comparison()
     comparison.add_losses(result.losses, expected)

@@ -19,6 +19,7 @@ import math
 import pickle
 import random
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -167,6 +168,10 @@ _BY_NAME = (torch.memory_format, torch.Generator, enum.Enum, type(Ellipsis))
 _VIEWS = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}  # strides may be others when it runs
 
 
+_CALL = "_compiled_call_impl"  # what nn.Module.__call__ runs instead of a module's own forward
+_recording_lock = threading.RLock()
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes steps while a forward runs. Two worlds: tensors of the forward have symbols for sizes; modules run on
     twins of them with plain sizes, out of sight."""
@@ -248,17 +253,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """Calls of modules and of custom autograd functions come here."""
-        call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
-        length = torch.Tensor.__len__
+        """Have calls of the module's parts and of custom autograd functions come here.
 
-        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._is_out_of_sight or id(module) not in self._inside or id(module) in self._opened:
-                return call(module, *args, **kwargs)
-            return self._opaque(module, lambda a, k: call(module, *a, **k), args, kwargs)
+        A part is intercepted by its own `_compiled_call_impl`, which `nn.Module.__call__` calls where there is one
+        (`nn.Module.compile` sets it), so no other module is touched. `torch.autograd.Function.apply` and
+        `torch.Tensor.__len__` have no such hook and are replaced: calls of other threads pass through. One thread
+        records at a time; a recording inside a recording is fine.
+        """
+        apply, length = torch.autograd.Function.__dict__["apply"], torch.Tensor.__len__
+        thread = threading.get_ident()
 
         def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._is_out_of_sight or self._is_vmapped:
+            if self._is_out_of_sight or self._is_vmapped or threading.get_ident() != thread:
                 return apply.__func__(cls, *args, **kwargs)
             if torch._C._are_functorch_transforms_active():
                 # Arguments are no tensors of the forward: what the function does with them is noted instead.
@@ -272,19 +278,42 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._opaque(cls, lambda a, k: apply.__func__(cls, *a, **k), args, kwargs)
 
         def measured(tensor: torch.Tensor) -> int:
-            if _is_hint(sys._getframe(1)):
+            if threading.get_ident() == thread and _is_hint(sys._getframe(1)):
                 raise TypeError("a list of unknown length")  # which is caught by who asked
             return length(tensor)  # type: ignore[no-any-return, no-untyped-call]
 
-        torch.Tensor.__len__ = measured  # type: ignore[method-assign]
-        nn.Module.__call__ = called  # type: ignore[method-assign]
-        torch.autograd.Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
+        with _recording_lock, ExitStack() as stack:
+            for part in self._module.modules():
+                if id(part) not in self._opened:
+                    stack.enter_context(self._intercepted(part, thread))
+            torch.Tensor.__len__ = measured  # type: ignore[method-assign]
+            torch.autograd.Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
+            try:
+                yield
+            finally:
+                torch.Tensor.__len__ = length  # type: ignore[method-assign]
+                torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+    @contextmanager
+    def _intercepted(self, part: nn.Module, thread: int) -> Iterator[None]:
+        """Have calls of one module, in this thread, come here."""
+        attributes = vars(part)
+        compiled = attributes.get(_CALL)
+        run = part._call_impl if compiled is None else compiled
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if self._is_out_of_sight or threading.get_ident() != thread:
+                return run(*args, **kwargs)
+            return self._opaque(part, lambda a, k: run(*a, **k), args, kwargs)
+
+        attributes[_CALL] = called
         try:
             yield
         finally:
-            torch.Tensor.__len__ = length  # type: ignore[method-assign]
-            nn.Module.__call__ = call  # type: ignore[method-assign]
-            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+            if compiled is None:
+                del attributes[_CALL]
+            else:
+                attributes[_CALL] = compiled
 
     def _opaque(self, target: Any, run: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:
         """Notes a call as one step; it runs on twins."""

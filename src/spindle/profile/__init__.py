@@ -4,7 +4,7 @@ from spindle.profile.abstract import abstract_profile, read_abstract_graph
 from spindle.profile.communication import all_reduce_s, collective_latency_s, ring_bytes
 from spindle.profile.curve import Curve
 from spindle.profile.efficiency import AttentionTable, Efficiencies, GemmColumn, MemoryTable
-from spindle.profile.file import ProfileRequest, fitting, profile_request, read_profile, write_profile
+from spindle.profile.file import fitting, read_profile, write_profile
 from spindle.profile.host import HostOverhead
 from spindle.profile.memory import backward_bytes, bytes_text, saved_bytes, state_bytes
 from spindle.profile.operators import Attention, Collective, Gemm, LayerOperators, MemoryBound, Operator
@@ -31,7 +31,6 @@ __all__ = [
     "MemoryTable",
     "Operator",
     "Profile",
-    "ProfileRequest",
     "Roofline",
     "Rule",
     "Semu",
@@ -45,7 +44,6 @@ __all__ = [
     "collective_latency_s",
     "curve_from_samples",
     "fitting",
-    "profile_request",
     "read_abstract_graph",
     "read_profile",
     "ring_bytes",

@@ -31,6 +31,7 @@ from spindle.program import (
     SyncGradients,
 )
 from spindle.run.compute import Compute
+from spindle.run.gradients import GradientBuffers
 from spindle.run.graphs import GraphMemory, Graphs
 from spindle.run.nests import Axes, Form
 from spindle.run.op_code import LayersCode, LossCode, OpCode
@@ -56,7 +57,7 @@ class Executor:
     any gradient reaches at all. `batch_axes` has the row axes of each task's batch. Layers and losses run under an
     `autocast` to that type. The program of a plan that shards the optimizer needs `shards`, which took parameters in.
 
-    What the executor `before` keeps for gradients is taken over; it must not run again.
+    `gradient_buffers` are what the executor of the program before released: memory for gradients is taken over.
 
     A step may leave tasks out. All ranks then pass over whatever their programs have of these, which leaves the order
     of everything else as `verify` saw it.
@@ -76,7 +77,7 @@ class Executor:
         cuda_graphs: bool = True,
         autocast: torch.dtype | None = None,
         shards: Shards | None = None,
-        before: Executor | None = None,
+        gradient_buffers: GradientBuffers | None = None,
     ) -> None:
         self.program, self.graph, self.world = program, graph, world
         self._rank_program = rank_program_of(program, graph, code, world.rank, in_order=world.launches_in_order)
@@ -89,9 +90,8 @@ class Executor:
         self.reads, self.uses = self._rank_program.reads, self._rank_program.uses
         self.held = held_parameters(program, graph, world.rank)
         trainable = {number for number in self.held if graph.parameters[number].trainable}
-        last = before._syncs if before is not None else None
         self._syncs: Syncs = Syncs(
-            program, graph, self._rank_program, world, parameters, trainable, reached, shards, last
+            program, graph, self._rank_program, world, parameters, trainable, reached, shards, gradient_buffers
         )
         self._compute = Compute(self._rank_program, self._transfers, self._syncs, world, batch_axes, seed, autocast)
         self._chunks_of: dict[str, set[int]] = {}  # backward instructions by task
@@ -320,6 +320,10 @@ class Executor:
     def offloaded_bytes(self) -> int:
         """How much went to the host so far."""
         return self._compute.host.num_bytes
+
+    def release_gradient_buffers(self) -> GradientBuffers:
+        """What this executor keeps for gradients, for the executor of the next program; it must not run again."""
+        return GradientBuffers(tuple(self._syncs.trained), self._syncs.gradients)
 
     @property
     def gradient_memory(self) -> list[torch.Tensor]:

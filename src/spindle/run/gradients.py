@@ -28,14 +28,14 @@ class Gradients:
     process would have none either. A bucket that is sharded is cut as its parameters are, and each part has these flags
     behind it, because a rank gets to see the sum of its own part alone.
 
-    Memory of gradients that were synchronised together `before`, too, is taken over.
+    The memory of gradients that another program also synchronised together can be taken over from its `last` object.
     """
 
     def __init__(
         self,
         buckets: Sequence[Sequence[nn.Parameter]],
         sharded: Mapping[int, Flat] | None = None,
-        before: Gradients | None = None,
+        last: Gradients | None = None,
     ) -> None:
         self._buckets, self._sharded = buckets, sharded or {}
         self._bucket_of = {id(parameter): number for number, bucket in enumerate(buckets) for parameter in bucket}
@@ -44,16 +44,16 @@ class Gradients:
         self._places: dict[int, torch.Tensor] = {}
         self._taken: set[int] = set()  # parameters whose place is memory of graphs
         self._flags: dict[int, tuple[list[bool], torch.Tensor]] = {}
-        if before is not None:
-            self._take_over(before)
+        if last is not None:
+            self._take_over(last)
 
-    def _take_over(self, before: Gradients) -> None:
-        known = {tuple(map(id, bucket)): number for number, bucket in enumerate(before._buckets)}
+    def _take_over(self, last: Gradients) -> None:
+        known = {tuple(map(id, bucket)): number for number, bucket in enumerate(last._buckets)}
         for number, bucket in enumerate(self._buckets):
             old = known.get(tuple(map(id, bucket)))
-            if old in before._flats and self._sharded.get(number) is before._sharded.get(old):
-                self._flats[number] = before._flats[old]
-                self._standing.update((id(one), before._standing[id(one)]) for one in bucket)
+            if old in last._flats and self._sharded.get(number) is last._sharded.get(old):
+                self._flats[number] = last._flats[old]
+                self._standing.update((id(parameter), last._standing[id(parameter)]) for parameter in bucket)
 
     @property
     def memory(self) -> list[torch.Tensor]:
@@ -200,3 +200,12 @@ class Gradients:
 def _copy(moves: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     if moves:
         torch._foreach_copy_([place for place, _ in moves], [gradient for _, gradient in moves])
+
+
+@dataclass(frozen=True, slots=True)
+class GradientBuffers:
+    """What an executor keeps for gradients, handed on to the executor of the next program: the parameters it trained,
+    and where their gradients are."""
+
+    parameters: tuple[nn.Parameter, ...]
+    gradients: Gradients

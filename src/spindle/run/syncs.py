@@ -15,7 +15,7 @@ from spindle.errors import ProgramError
 from spindle.graph import MetaGraph
 from spindle.program import Backward, GatherParameters, Program
 from spindle.run.flat_collectives import start_reduce_scatter
-from spindle.run.gradients import Gradients
+from spindle.run.gradients import GradientBuffers, Gradients
 from spindle.run.rank_program import RankProgram
 from spindle.run.shards import Shards
 from spindle.run.step import Step, Watch
@@ -41,12 +41,13 @@ class Syncs:
         trainable: set[int],
         reached: Mapping[str, frozenset[int]] | None,
         shards: Shards | None,
-        before: Syncs | None,
+        last: GradientBuffers | None,
     ) -> None:
         self._program, self._world, self._rank_program, self._shards = program, world, rank_program, shards
         self.trained: list[nn.Parameter] = [parameters[number] for number in sorted(trainable)]
         mine = {id(one) for one in self.trained}
-        self._left = [one for one in before.trained if id(one) not in mine] if before is not None else []
+        # Parameters that the last program trained and this one does not: their gradients are dropped.
+        self._left = [] if last is None else [one for one in last.parameters if id(one) not in mine]
         compute = set(rank_program.compute)
         self._after = [compute.intersection(bucket.after) for bucket in program.buckets]
         task_of = [graph.metaops[shape.op].task for shape in program.slots]
@@ -65,7 +66,7 @@ class Syncs:
             self._sums_of.append(list(range(len(summed), len(summed) + len(sums))))
             summed += sums
         flats = dict(enumerate(shards)) if shards is not None else {}
-        self.gradients: Gradients = Gradients(summed, flats, before.gradients if before is not None else None)
+        self.gradients: Gradients = Gradients(summed, flats, None if last is None else last.gradients)
         # By slot and the first layer of a chunk: positions of the gathers that it waits for.
         self._needed_by: dict[tuple[int, int], list[int]] = {}
         self._gathers: list[tuple[int, int]] = []  # in the order of the lane, with the bucket

@@ -61,7 +61,7 @@ def trace_recorded(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -
     recorded = cut_all(tasks, examples)
     while True:
         try:
-            return [trace(one, examples[one.definition.name]) for one in recorded]
+            return [trace(task, examples[task.definition.name]) for task in recorded]
         except GuardError as error:
             reason = "its code between the blocks depends on how many samples there are (len(x) for x.shape[0]?)"
             recorded = kept_whole(recorded, error.module, reason)
@@ -137,7 +137,7 @@ def _task(one: TracedTask, facts: Facts, sharing: Sharing) -> Task:
         costs: dict[str, LayerCost] = {}
         layers = zip(_kinds(call.handle), call.chain.layers, one.layers[call.name], strict=True)
         for kind, chained, layer in layers:
-            cost = replace(_cost(layer, rows, whole_batch), recompute=call.handle.checkpoint)
+            cost = replace(_cost(layer, rows, whole_batch), recompute=call.handle.activation_checkpointing)
             if call.handle.name in sharing.most:
                 sent, share = sharing.costs.get((one.name, call.name, chained.kind), (0.0, 0.0))
                 most = sharing.most[call.handle.name]

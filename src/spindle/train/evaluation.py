@@ -19,8 +19,8 @@ from spindle.errors import TrainingError
 from spindle.run import World
 from spindle.run.nests import on_device, plain
 from spindle.train.agreement import compare_attributes
+from spindle.train.config import TrainConfig
 from spindle.train.feed import RandomState, form_of_batch, is_empty, random_state, set_random_state
-from spindle.train.preparation import Options
 from spindle.train.record import handles_of, record
 from spindle.train.task import Mean, TaskDefinition
 
@@ -28,7 +28,7 @@ _END = object()
 
 
 def evaluate(
-    options: Options,
+    config: TrainConfig,
     loaders: Mapping[str, Iterable[Any]],
     steps: int | None,
     state: RandomState,
@@ -37,19 +37,19 @@ def evaluate(
     share_weights: bool,
 ) -> dict[str, float]:
     """The mean loss of each task over the batches of its loader, or over the first of them."""
-    tasks = {task.name: task for task in options.tasks}
+    tasks = {task.name: task for task in config.tasks}
     sums = torch.zeros(len(loaders), 2, dtype=torch.float64)
     for place, (name, loader) in enumerate(loaders.items()):
         if name not in tasks:
             raise TrainingError(f"evaluate: {name!r} is no task (tasks: {', '.join(tasks)})")
-        sums[place] = _sums(tasks[name], loader, steps, state, options, world, share_weights)
+        sums[place] = _sums(tasks[name], loader, steps, state, config, world, share_weights)
     totals = sum(world.start_all_gather(sums).wait())
-    found = {}
+    means = {}
     for name, (total, count) in zip(loaders, totals.tolist(), strict=True):  # type: ignore[union-attr]
         if not count:
             raise TrainingError(f"evaluate: the loader of task {name!r} gives no sample")
-        found[name] = total / count
-    return found
+        means[name] = total / count
+    return means
 
 
 def _sums(
@@ -57,7 +57,7 @@ def _sums(
     loader: Iterable[Any],
     steps: int | None,
     state: RandomState,
-    options: Options,
+    config: TrainConfig,
     world: World,
     share_weights: bool,
 ) -> torch.Tensor:
@@ -66,8 +66,8 @@ def _sums(
     seen: dict[str, nn.Module] = {}
     forms: set[str] = set()
     with ExitStack() as after, torch.no_grad():
-        if options.autocast is not None:
-            after.enter_context(torch.autocast(world.device.type, dtype=options.autocast))
+        if config.autocast is not None:
+            after.enter_context(torch.autocast(world.device.type, dtype=config.autocast))
         for number, nest in enumerate(islice(_batches(loader, task.batch_size, state), steps)):
             if is_empty(nest):
                 continue
@@ -117,11 +117,11 @@ def _batches(loader: Any, batch_size: int, state: RandomState) -> Iterator[Any]:
 
 def _restored(module: nn.Module) -> Any:
     """Puts back which of a module's parts are in training mode."""
-    modes = [(one, one.training) for one in module.modules()]
+    modes = [(part, part.training) for part in module.modules()]
 
     def restore() -> None:
-        for one, mode in modes:
-            one.training = mode
+        for part, mode in modes:
+            part.training = mode
 
     return restore
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from spindle.errors import PlanError, TrainingError
+from spindle.errors import PlanError
 from spindle.graph import MetaGraph, MetaOp
 from spindle.planners import Effort
 from spindle.planners.pipeline import Layout
@@ -28,7 +28,7 @@ from spindle.program import Program
 from spindle.run import LossCode, OpCode, ShapeInference
 from spindle.run.nests import LeafForm
 from spindle.run.shape_inference import Cuts
-from spindle.train.planning import Planning
+from spindle.train.background_planner import BackgroundPlanner
 from spindle.workload import LayerCost
 
 EVALUATIONS = 2000
@@ -67,20 +67,6 @@ def _single(curves: Sequence[Curve]) -> Curve:
         backward_s=(count * curve.backward_s[0],),
         launch_s=curve.launch_s,
     )
-
-
-def refuse_unfit(shard_optimizer: bool | None, tensor_degrees: Mapping[str, int] | None) -> None:
-    """Says which settings pipelines do not have."""
-    if shard_optimizer:
-        raise TrainingError(
-            'Trainer(planner="pipeline", shard_optimizer=True): each step of a pipeline has a program of its own, and '
-            "a sharded optimizer needs the same one in every step; leave one of them out"
-        )
-    if any(degree > 1 for degree in (tensor_degrees or {}).values()):
-        raise TrainingError(
-            'Trainer(planner="pipeline", tensor_degrees=...): stages of a pipeline run on one device each; '
-            "leave the degrees out"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +161,7 @@ class Microbatches:
         }
         self._scales: dict[tuple[str, int], dict[int, float]] = {}
         self.holders: dict[int, tuple[int, ...]] = {}
-        self._planning: Planning | None = None
+        self._planner: BackgroundPlanner | None = None
         self._numbers: dict[Key, int] = {}  # of what is being planned
         self._kept: dict[Key, tuple[Program, bool]] = {}
         self._count = 0
@@ -212,10 +198,10 @@ class Microbatches:
         known = self._kept.get(key)
         if not self._is_first or key in self._numbers or (known is not None and known[1]):
             return
-        if self._planning is None:
-            self._planning = Planning()
+        if self._planner is None:
+            self._planner = BackgroundPlanner()
         effort = Effort(seed=self._seed, evaluations=EVALUATIONS, time_limit_s=time_limit_s)
-        self._planning.ask(
+        self._planner.ask(
             Job(number=self._count, profile=profile, layout=self.layout, holders=self.holders, effort=effort)
         )
         self._numbers[key] = self._count
@@ -227,22 +213,22 @@ class Microbatches:
         self.ask(key, profile)
         number = self._numbers.get(key)
         if number is not None:
-            assert self._planning is not None
-            self._kept[key] = self._planning.best(number)
+            assert self._planner is not None
+            self._kept[key] = self._planner.best(number)
             if self._kept[key][1]:
                 del self._numbers[key]
         while len(self._kept) > _MOST_KEPT:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
             self._numbers.pop(oldest, None)
-        if self._planning is not None:
-            self._planning.keep(self._numbers.values())
+        if self._planner is not None:
+            self._planner.keep(self._numbers.values())
         return self._kept[key][0]
 
     def close(self) -> None:
-        if self._planning is not None:
-            self._planning.close()
-            self._planning = None
+        if self._planner is not None:
+            self._planner.close()
+            self._planner = None
             self._numbers.clear()
 
 

@@ -22,7 +22,7 @@ from spindle.train.optimizer_reshard import Described, Part, exchanged, joined, 
 
 Named = tuple[str, nn.Parameter]
 MakeOptimizer = Callable[[list[Named]], torch.optim.Optimizer]
-MakeScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+MakeLRScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,7 @@ class UpdateState:
     states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of the parameter's group
     old_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of what nobody trains now
+    lr_scheduler: Mapping[str, Any] | None = None  # its state_dict, of the first rank that has one
     ready: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     kept: Mapping[str, tuple[Part, Mapping[str, Any]]] = field(default_factory=dict)
 
@@ -44,8 +45,8 @@ class Update:
     def __init__(
         self,
         make: MakeOptimizer,
-        make_scheduler: MakeScheduler | None,
-        clip_norm: float | None,
+        make_scheduler: MakeLRScheduler | None,
+        max_grad_norm: float | None,
         named: Sequence[Named],
         counted: Sequence[nn.Parameter],
         parts: Mapping[str, Part],
@@ -57,15 +58,18 @@ class Update:
         """`named` are the parameters that this rank trains, `counted` those whose gradients it counts for all `ranks`
         that hold any, `parts` what it has of each; `trained` are the names of what any rank trains."""
         self._parts = parts
-        self._clip_norm, self._named, self._counted, self._world = clip_norm, list(named), counted, world
+        self._max_grad_norm, self._named, self._counted, self._world = max_grad_norm, list(named), counted, world
         self._ranks = ranks
-        if clip_norm is not None and len(ranks) > 1:
+        if max_grad_norm is not None and len(ranks) > 1:
             world.group("norm", ranks)
         self.optimizer = optimizer_of(make, named)
         self.scheduler = None
         self._num_steps = state.num_steps
         if self.optimizer is not None and make_scheduler is not None:
             self.scheduler = scheduler_of(make_scheduler, self.optimizer, state.num_steps)
+            known = state.lr_scheduler
+            if known is not None and len(known.get("_last_lr", ())) == len(self.optimizer.param_groups):
+                self.scheduler.load_state_dict(dict(known))
         if self.optimizer is not None and (state.settings or state.old_settings):
             self._take(self.optimizer, state)
         # What is trained is the optimizers' matter from here on.
@@ -75,8 +79,8 @@ class Update:
         self._parked = UpdateState(states=left, old_settings=old_settings, kept=state.kept)
 
     def step(self) -> None:
-        if self._clip_norm is not None:
-            self._clip(self._clip_norm)
+        if self._max_grad_norm is not None:
+            self._clip(self._max_grad_norm)
         if self.optimizer is not None:
             self.optimizer.step()
         if self.scheduler is not None:
@@ -114,14 +118,17 @@ class Update:
     def gathered(self) -> UpdateState:
         """What the optimizers of all ranks keep, on all ranks, in the host's memory."""
         states = {name: (part, on_host(state)) for name, (part, state) in self._owned().items()}
-        table = self._world.broadcast_object(self._world.gather_objects((states, self._settings(), self._num_steps)))
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        mine = (states, self._settings(), self._num_steps, scheduler)
+        table = self._world.broadcast_object(self._world.gather_objects(mine))
         # What is frozen now keeps what it had, for when it is thawed.
-        every = dict(self._parked.states) | joined([more for more, _, _ in table])
+        every = dict(self._parked.states) | joined([row[0] for row in table])
         return UpdateState(
-            num_steps=max(steps for _, _, steps in table),  # a rank without a part in the plan has counted none
+            num_steps=max(row[2] for row in table),  # a rank without a part in the plan has counted none
             states=every,
-            settings={name: one for _, settings, _ in table for name, one in settings.items()},
+            settings={name: one for row in table for name, one in row[1].items()},
             old_settings=self._parked.old_settings,
+            lr_scheduler=next((row[3] for row in table if row[3] is not None), None),
         )
 
     def handed_over(self, wanted: Mapping[str, Part]) -> UpdateState:
@@ -219,13 +226,13 @@ def optimizer_of(make: MakeOptimizer, named: Sequence[Named]) -> torch.optim.Opt
 
 
 def scheduler_of(
-    make: MakeScheduler, optimizer: torch.optim.Optimizer, num_steps: int
+    make: MakeLRScheduler, optimizer: torch.optim.Optimizer, num_steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
     """The user's scheduler of an optimizer, after so many steps."""
     scheduler = make(optimizer)
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(scheduler, "step"):
         raise TrainingError(
-            f"Trainer(scheduler=...) must return a scheduler that is stepped without a measure, got "
+            f"Trainer(lr_scheduler=...) must return a scheduler that is stepped without a measure, got "
             f"{type(scheduler).__name__}; set the groups' learning rates yourself in fit(on_step=...)"
         )
     with warnings.catch_warnings():

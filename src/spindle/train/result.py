@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -36,6 +37,8 @@ class FitResult:
     changes_s: tuple[float, ...] = ()  # how long each change of the tasks took, on this rank
     sampled_s: tuple[tuple[float, float], ...] = ()  # predicted and measured, of some of the last steps, on rank 0
     notices: tuple[str, ...] = ()
+    num_captured_slots: int = 0  # that run as CUDA graphs on this rank
+    slots_without_cuda_graph: Mapping[str, str] = field(default_factory=dict)  # on this rank, with the reason
     crowded: bool = False  # more threads than cores
 
     @property

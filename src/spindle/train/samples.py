@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from spindle.errors import TrainingError
 from spindle.run import seed_of
 from spindle.run.nests import plain, signature_of
-from spindle.train.feed import Batch, Feed, Held, is_same, random_state, set_random_state
+from spindle.train.feed import Batch, Feed, Held, LoaderPosition, is_same, random_state, set_random_state
 
 EVERYTHING = ""  # stands for all fields of a sample, where it has no names for them
 Needs = tuple[tuple[str, int, int], ...]  # rows `[first, last)` by field
@@ -41,12 +41,12 @@ def fields_of(code: Callable[..., Any]) -> frozenset[str]:
 
 def needs_of(uses: Iterable[tuple[Callable[..., Any], int, int]]) -> Needs:
     """The rows of each field that pieces of code with these rows look at."""
-    found: dict[str, tuple[int, int]] = {}
+    rows_of: dict[str, tuple[int, int]] = {}
     for code, first, last in uses:
         for field in fields_of(code) if first < last else ():
-            begin, end = found.get(field, (first, last))
-            found[field] = (min(begin, first), max(end, last))
-    return tuple((field, *rows) for field, rows in sorted(found.items()))
+            begin, end = rows_of.get(field, (first, last))
+            rows_of[field] = (min(begin, first), max(end, last))
+    return tuple((field, *rows) for field, rows in sorted(rows_of.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +102,10 @@ def _span(needs: Needs) -> tuple[int, int]:
 class Shuffled:
     """Numbers of samples in batches: another order in each epoch, by the seed alone. Goes on behind `given` batches."""
 
-    def __init__(self, length: int, batch_size: int, drop_last: bool, seed: int, given: int) -> None:
+    def __init__(self, length: int, batch_size: int, drop_last: bool, seed: int, num_batches: int) -> None:
         self.length, self.batch_size, self.seed = length, batch_size, seed
-        each = length // batch_size if drop_last else -(-length // batch_size)
-        self._epoch, self._skipped = divmod(given, max(1, each))
+        batches_per_epoch = length // batch_size if drop_last else -(-length // batch_size)
+        self._epoch, self._skipped = divmod(num_batches, max(1, batches_per_epoch))
 
     def __iter__(self) -> Iterator[list[int]]:
         generator = torch.Generator().manual_seed(seed_of(self.seed, "epoch", self._epoch))
@@ -119,7 +119,7 @@ class Sampled:
     """Numbers of samples in batches, as a DataLoader's own sampler has them."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self.loader = loader
+        self.loader, self.generator = loader, loader.generator
 
     def __iter__(self) -> Iterator[list[int]]:
         # As the loader does when it begins an epoch, so that its sampler draws what it would.
@@ -128,16 +128,16 @@ class Sampled:
         yield from self.loader.batch_sampler
 
 
-def sample_feed(loader: Any, seed: int, given: int, **named: Any) -> SampleFeed | None:
+def sample_feed(loader: Any, seed: int, num_batches: int, **named: Any) -> SampleFeed | None:
     """A feed of samples where a loader is one that can be read so: a map-style dataset, or a plain DataLoader of one
     that stacks samples."""
     definition, drop_last = named["definition"], named["drop_last"]
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         if not hasattr(loader, "__len__"):
             raise TrainingError(f"task {definition.name!r}: its dataset has no length; give a DataLoader of it instead")
-        own = seed_of(seed, definition.name)
-        chosen = Shuffled(len(loader), definition.batch_size, drop_last, own, given)
-        return SampleFeed(loader, chosen, own, given, {}, **named)
+        task_seed = seed_of(seed, definition.name)
+        chosen = Shuffled(len(loader), definition.batch_size, drop_last, task_seed, num_batches)
+        return SampleFeed(loader, chosen, task_seed, num_batches, {}, **named)
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
         return None
     stacks = loader.collate_fn is default_collate and loader.batch_sampler is not None
@@ -150,7 +150,9 @@ def sample_feed(loader: Any, seed: int, given: int, **named: Any) -> SampleFeed 
         "multiprocessing_context": loader.multiprocessing_context,
         "timeout": loader.timeout,
     }
-    return SampleFeed(loader.dataset, Sampled(loader), seed, given, workers if loader.num_workers else {}, **named)
+    return SampleFeed(
+        loader.dataset, Sampled(loader), seed, num_batches, workers if loader.num_workers else {}, **named
+    )
 
 
 class SampleFeed(Feed):
@@ -161,12 +163,12 @@ class SampleFeed(Feed):
         dataset: Any,
         chosen: Iterable[list[int]],
         seed: int,
-        given: int,
+        num_batches: int,
         workers: Mapping[str, Any],
         **named: Any,
     ) -> None:
         super().__init__(loader=chosen, **named)
-        self._rows_of, self._seed, self._before, self._workers = Rows(dataset), seed, given, dict(workers)
+        self._rows_of, self._seed, self._before, self._workers = Rows(dataset), seed, num_batches, dict(workers)
         self._chosen: dict[int, Batch] = {}  # by number
         self._num_chosen = 0
         self.num_again = 1  # so many of the last batches may be asked for again
@@ -204,7 +206,7 @@ class SampleFeed(Feed):
         self._thread = self._ahead = self._stream = None
 
     def at(self, number: int, needs: Needs | None = None) -> Batch:
-        for passed in [one for one in self._chosen if one <= number - self.num_again]:
+        for passed in [earlier for earlier in self._chosen if earlier <= number - self.num_again]:
             del self._chosen[passed]
         chosen, example = self._choose(number), self.example()
         if number == 0 and needs is None:
@@ -233,8 +235,15 @@ class SampleFeed(Feed):
         return len(nest)
 
     def _batch(self, nest: Any, rows: int) -> Batch:
-        samples = tuple(int(one) for one in nest)
+        samples = tuple(int(sample) for sample in nest)
         return Batch(nest=samples, num_rows=rows, signature=0, fingerprint=seed_of(samples) % 2**48)
+
+    def position(self, number: int) -> LoaderPosition:
+        if isinstance(self.loader, Shuffled):  # which goes on by the number of batches alone
+            return LoaderPosition(random_state=self._state)
+        if number:
+            self._choose(number - 1)
+        return super().position(number)
 
     def _choose(self, number: int) -> Batch:
         while self._num_chosen <= number:
@@ -256,30 +265,30 @@ class SampleFeed(Feed):
             if self._stream is None or self._stream[:2] != (needs, number):
                 requests: Any = self._requests(number, needs)
                 self._stream = (needs, number, iter(DataLoader(self._rows_of, None, sampler=requests, **self._workers)))
-            found = next(self._stream[2])
+            nest = next(self._stream[2])
             self._stream = (needs, number + 1, self._stream[2])
-            return found
-        found = self._from_thread(number, needs)
-        if found is None:
-            found = self._seeded(self._request(number, needs))
+            return nest
+        nest = self._from_thread(number, needs)
+        if nest is None:
+            nest = self._seeded(self._request(number, needs))
         if self._fetches_ahead:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
             ahead = replace(self._request(number + 1, needs), seed=None)
             self._ahead = (number + 1, needs, self._thread.submit(Rows.__getitem__, self._rows_of, ahead))
-        return found
+        return nest
 
     def _from_thread(self, number: int, needs: Needs | None) -> Any:
         """What the thread fetched, if it was this. It is through either way: a dataset is asked by one at a time."""
         if self._ahead is None:
             return None
-        (*what, future), self._ahead = self._ahead, None
-        if what != [number, needs] and future.cancel():
+        (*fetched, future), self._ahead = self._ahead, None
+        if fetched != [number, needs] and future.cancel():
             return None
         if future.exception() is not None:  # it may be bound to its own thread; if it is broken, asking again tells
             self._fetches_ahead = False
             return None
-        return future.result() if what == [number, needs] else None
+        return future.result() if fetched == [number, needs] else None
 
     def _seeded(self, request: Request) -> Any:
         outside = random_state()

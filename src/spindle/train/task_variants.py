@@ -8,7 +8,7 @@ what another does not do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,6 +43,7 @@ class TaskVariants:
         self._tasks = {task.name: task for task in tasks}
         self._seen = dict(self._tasks)  # those that were trained before, too
         self._variants: dict[tuple[str, int], TaskVariant] = {}
+        self._names: dict[tuple[str, int], str] = {}  # random layers are seeded by them
         self._keys: dict[tuple[str, int], int] = {}  # by task and signature
         self._branching: dict[tuple[str, str], bool] = {}  # by task and form
 
@@ -50,17 +51,18 @@ class TaskVariants:
         """Those of the tasks that are trained now."""
         return (variant for variant in self._variants.values() if variant.task in self._tasks)
 
-    def take_tasks(self, tasks: Sequence[TaskDefinition]) -> set[str]:
+    def set_tasks(self, tasks: Sequence[TaskDefinition]) -> set[str]:
         """Others are trained now. Ways through one that comes back are still known, if it is the same; the names of
         those that are not."""
-        others = {task.name for task in tasks if self._seen.get(task.name, task) is not task}
-        gone = {variant.name for variant in self._variants.values() if variant.task in others}
-        self._variants = {key: variant for key, variant in self._variants.items() if key[0] not in others}
-        self._keys = {key: known for key, known in self._keys.items() if key[0] not in others}
-        self._branching = {key: known for key, known in self._branching.items() if key[0] not in others}
+        replaced = {task.name for task in tasks if self._seen.get(task.name, task) is not task}
+        dropped = {variant.name for variant in self._variants.values() if variant.task in replaced}
+        self._variants = {key: variant for key, variant in self._variants.items() if key[0] not in replaced}
+        self._names = {key: name for key, name in self._names.items() if key[0] not in replaced}
+        self._keys = {key: value for key, value in self._keys.items() if key[0] not in replaced}
+        self._branching = {key: value for key, value in self._branching.items() if key[0] not in replaced}
         self._tasks = {task.name: task for task in tasks}
         self._seen |= self._tasks
-        return gone
+        return dropped
 
     @property
     def tasks(self) -> list[str]:
@@ -80,16 +82,16 @@ class TaskVariants:
             return 0
         if batch.held is not None:  # which only a task with one variant has
             return next(key for name, key in self._variants if name == task)
-        known = self._keys.get((task, batch.signature))
-        if known is None:
+        variant_key = self._keys.get((task, batch.signature))
+        if variant_key is None:
             form = form_of_batch(batch.nest)
             decisions: tuple[bool, ...] = ()
             if self._branching.get((task, form), True):
                 with recording():
                     decisions = record(replace(self._tasks[task], batch_size=batch.num_rows), batch.nest).decisions
                 self._branching[task, form] = bool(decisions)
-            known = self._keys[task, batch.signature] = digest(repr((form, decisions)))
-        return known
+            variant_key = self._keys[task, batch.signature] = digest(repr((form, decisions)))
+        return variant_key
 
     def add(self, task: str, key: int, batch: Batch) -> None:
         """A new variant, from the first batch that takes it."""
@@ -100,14 +102,24 @@ class TaskVariants:
                 f"the last {batch_text(batch)}; each is planned: let batches have fewer forms, pad them alike, or move "
                 "branches into a module"
             )
-        name = task if count == 0 else f"{task}.{count + 1}"
+        number = sum(name == task for name, _ in self._names)
+        name = self._names.setdefault((task, key), task if number == 0 else f"{task}.{number + 1}")
         definition = replace(self._tasks[task], name=name, batch_size=batch.num_rows)
         self._variants[task, key] = TaskVariant(task, definition, batch.nest)
+
+    @property
+    def names(self) -> dict[tuple[str, int], str]:
+        """The name of each variant, by task and key."""
+        return dict(self._names)
+
+    def restore_names(self, names: Mapping[tuple[str, int], str]) -> None:
+        """Give variants the names that they had in an earlier run, when they are added."""
+        self._names = dict(names)
 
     def only(self, task: str) -> TaskVariant | None:
         """The only variant of a task, where batches of all shapes take it as far as is known."""
         variants = [variant for variant in self._variants.values() if variant.task == task]
-        branches = any(known for (name, _), known in self._branching.items() if name == task)
+        branches = any(branches_here for (name, _), branches_here in self._branching.items() if name == task)
         return variants[0] if len(variants) == 1 and not branches else None
 
     def names_of(self, task: str) -> list[str]:

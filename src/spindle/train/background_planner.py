@@ -16,7 +16,7 @@ from spindle.program import Program
 _LONGEST_S = 600.0  # for a first plan; a process that takes longer hangs
 
 
-class Planning:
+class BackgroundPlanner:
     """A process that plans. Whoever asks for a program gets the best that is there: it is waited for only as long as
     there is none at all."""
 
@@ -53,7 +53,7 @@ class Planning:
     def keep(self, numbers: Collection[int]) -> None:
         """Nobody asks for others any more."""
         with self._news:
-            self._answers = {one: answer for one, answer in self._answers.items() if one in numbers}
+            self._answers = {number: answer for number, answer in self._answers.items() if number in numbers}
 
     def close(self) -> None:
         if self._process.stdin is not None:
@@ -76,8 +76,8 @@ class Planning:
                 answer = read_frame(self._process.stdout)
                 with self._news:
                     if answer is not None:
-                        known = self._answers.get(answer.number)
-                        if known is None or answer.program is not None:  # a later failure does not undo a plan
+                        earlier = self._answers.get(answer.number)
+                        if earlier is None or answer.program is not None:  # a later failure does not undo a plan
                             self._answers[answer.number] = answer
                     self._news.notify_all()
                 if answer is not None:
