@@ -14,7 +14,7 @@ from spindle.cluster import cluster_named
 from spindle.graph import MetaGraph
 from spindle.profile import Profile, roofline_profile
 from spindle.run import Executor
-from spindle.train import analyze, loop, profiling, runtime, steps
+from spindle.train import analyze, loop, profiling, steps
 from spindle.train.tensor import Sharing, find_sharing
 
 
@@ -37,7 +37,7 @@ class CapturingExecutor(Executor):
 
     def __init__(self, *args: Any, cuda_graphs: bool, **options: Any) -> None:
         super().__init__(*args, cuda_graphs=cuda_graphs, **options)
-        self._captures = cuda_graphs
+        self.graph_cache.is_enabled = cuda_graphs
 
 
 @contextmanager
@@ -63,20 +63,6 @@ def sharing_found_once(workload: str) -> Any:
         return _SHARING[key]
 
     return mock.patch.object(analyze, "find_sharing", find)
-
-
-@contextmanager
-def counting_whole_states() -> Iterator[list[int]]:
-    """Yields how many parameters' whole optimizer state, gathered on the host, each new optimizer starts from."""
-    counts: list[int] = []
-    start = runtime.Update.__init__
-
-    def counted(self: Any, *args: Any, state: Any, **options: Any) -> None:
-        counts.append(len(state.states))
-        start(self, *args, state=state, **options)
-
-    with mock.patch.object(runtime.Update, "__init__", counted):
-        yield counts
 
 
 def losses_behind(trainer: spindle.Trainer) -> int:

@@ -29,11 +29,11 @@ from spindle.plan import (
     check,
     slot_links,
 )
-from spindle.plan.passes import pass_needs
+from spindle.plan.times import pass_needs
 from spindle.profile import Profile, roofline_profile
 from spindle.program import lower, verify
 from spindle.run import Executor, LayerCode, LayersCode, LossCode, OpCode, ShapeInference, World
-from spindle.run.nests import signature_of
+from spindle.run.pytrees import signature_of
 from spindle.run.shards import Shards
 from spindle.workload import Call, Layer, LayerCost, Module, Parameter, Task, Workload
 
@@ -284,7 +284,7 @@ def places_of(modules: nn.ModuleDict, case: Case) -> dict[str, list[int]]:
     return places
 
 
-def holders_of(
+def owning_ranks_of(
     modules: nn.ModuleDict, made: Pipeline, places: dict[str, list[int]], case: Case
 ) -> dict[int, tuple[int, ...]]:
     """The ranks that have each parameter, in every replica, whatever a step's microbatches need."""
@@ -363,9 +363,9 @@ class Tidy(Executor):
     """Sees to it that nothing is left of a step's activations."""
 
     def _losses(self, step: Any) -> Any:
-        assert not any((step.inputs, step.outputs, step.arrivals, step.sending, step.later))
+        assert not any((step.inputs, step.outputs, step.arrivals, step.sending, step.deferred))
         assert not any(
-            piece.outputs or piece.inputs or piece.again for pieces in step.pieces.values() for piece in pieces
+            piece.outputs or piece.inputs or piece.recompute for pieces in step.pieces.values() for piece in pieces
         )
         return super()._losses(step)
 
@@ -390,7 +390,7 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> PipelineRun:
             profile = profile_of(made.graph, num_ranks)
             plan = replace(random_plan(profile, places, case, step), shard_optimizer=case.shards)
             check(plan, profile)
-            program = lower(plan, profile, holders=holders_of(ours, made, places, case))
+            program = lower(plan, profile, owning_ranks=owning_ranks_of(ours, made, places, case))
             verify(program, profile)
             axes = dict.fromkeys(batches, (None,) * 99)
             if case.shards:
@@ -413,7 +413,7 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> PipelineRun:
         cuts = forms.of(made.graph, made.code, given) if case.forms else None
         own_batches = {task: batch for task, batch in given.items() if task in executor.reads}
         signatures = {task: signature_of(batch) for task, batch in given.items()}
-        losses, _ = executor.step(step, own_batches, signatures, optimizer if case.shards else None, forms=cuts)
+        losses, _ = executor.step(step, own_batches, signatures, optimizer if case.shards else None, cuts=cuts)
         offloaded_bytes += executor.offloaded_bytes
         if shards is None:
             optimizer.step()
@@ -445,7 +445,7 @@ def make_optimizer(made: Pipeline, executor: Executor, shards: Shards | None) ->
     """Over what this rank holds; of sharded parameters, over its parts."""
     parts = {} if shards is None else shards.owned
     trained = [made.parameters[number] for number in executor.held if number not in parts]
-    trained += [part[1] for part in parts.values() if part is not None]
+    trained += [part for part in parts.values() if part is not None]
     return torch.optim.SGD([{"params": trained}], lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
@@ -475,11 +475,11 @@ class GradientsAtUpdate:
         owned = self._shards.owned
         for number, (name, parameter) in enumerate(zip(self._made.names, self._made.parameters, strict=True)):
             summed = torch.zeros(2, parameter.numel(), dtype=torch.float64)  # gradients, and how many ranks have them
-            span, part = owned.get(number) or (None, None)
-            if span is not None and id(part) in self._seen:
-                summed[:, span.first : span.last] = torch.stack(
-                    [self._seen[id(part)].flatten(), torch.ones(span.last - span.first, dtype=torch.float64)]
-                )
+            part = owned.get(number)
+            if part is not None and id(part) in self._seen:
+                first = part.storage_offset() - parameter.storage_offset()  # both are views of the flat bucket
+                summed[0, first : first + part.numel()] = self._seen[id(part)].flatten()
+                summed[1, first : first + part.numel()] = 1
             if num_ranks > 1:
                 dist.all_reduce(summed)
             if number in owned:

@@ -20,11 +20,11 @@ from comparison import Comparison
 from spindle.cluster import cluster_named
 from spindle.graph import MetaGraph, metagraph_of
 from spindle.plan import Plan, check, parse_plan
-from spindle.planners import Effort, make_plan
+from spindle.planners import PlanOptions, make_plan
 from spindle.profile import Profile, roofline_profile
 from spindle.program import lower, verify
 from spindle.run import Executor, OpCode, World
-from spindle.run.nests import signature_of
+from spindle.run.pytrees import signature_of
 from spindle.train import Bound, bind, code_of, probe, trace_all, trace_broadcast
 from spindle.train.record import handles_of, record_all
 from spindle.train.task import Mean
@@ -210,7 +210,7 @@ def plan_named(traced: TracedWorkload, name: str, num_ranks: int) -> tuple[Plan,
     profile = traced.profile(num_ranks)
     if name.startswith("plan "):
         return parse_plan(plan_text_named(profile, name), profile), profile
-    return made_on_rank_0(num_ranks, lambda: make_plan(profile, name, Effort(evaluations=1_000))), profile
+    return made_on_rank_0(num_ranks, lambda: make_plan(profile, name, PlanOptions(evaluations=1_000))), profile
 
 
 def made_on_rank_0(num_ranks: int, make: Callable[[], Any]) -> Any:
@@ -297,7 +297,7 @@ def compare_steps(
             for task, paths in reached.items()
         },
     )
-    executor._captures = captures
+    executor.graph_cache.is_enabled = captures
     held = {names[number] for number in executor.held}
     for path, parameter in traced.bound.parameters.items():
         parameter.data.copy_(traced.weights[path] if path in held else torch.tensor(torch.nan))

@@ -111,7 +111,6 @@ class Trained:
     all_elements: int
     state_elements: int  # of the optimizer on this rank, but for single numbers
     num_profiled: int  # how often tasks were traced and profiled, on rank 0
-    whole_states: int  # parameters whose whole optimizer state went through the host when plans changed
     num_changes: int
 
 
@@ -144,14 +143,13 @@ def train(rank: int, num_ranks: int, training: Training, plan: str = "wavefront"
         planning["profile"] = guess
     training = replace(training, options={**training.options, "planning": spindle.Planning(**planning)})
     with ExitStack() as stack:
-        whole_states = stack.enter_context(internals.counting_whole_states())
         stack.enter_context(internals.one_step_behind())
         if training.captures:
             stack.enter_context(internals.capturing())
         if training.sharing:
             stack.enter_context(internals.sharing_found_once(training.sharing))
         trained = _train(training, rank, num_ranks, plan if planner == "plan" else "")
-    return replace(trained, num_profiled=num_profiled, whole_states=sum(whole_states))
+    return replace(trained, num_profiled=num_profiled)
 
 
 def _train(training: Training, rank: int, num_ranks: int, first_plan: str) -> Trained:
@@ -219,7 +217,6 @@ def _train(training: Training, rank: int, num_ranks: int, first_plan: str) -> Tr
         all_elements=sum(parameter.numel() for parameter in ended.values()),
         state_elements=_state_elements(optimizers[-1:]),
         num_profiled=0,
-        whole_states=0,
         num_changes=num_changes,
     )
 

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, StackDataset
 
 import spindle
 from spindle.plan import Plan
-from spindle.planners import Effort, make_plan
+from spindle.planners import PlanOptions, make_plan
 from spindle.profile import Profile, write_profile
-from spindle.program import Holders, Program, holders_of, lower, moves_between
+from spindle.program import Program, StateSharding, lower, moves_between, state_sharding
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import four_tasks
@@ -40,7 +40,7 @@ planning_s: list[float] = []
 def timed_plan(profile: Profile) -> Plan:
     """Planning is part of a change; this tells how large a part. Rank 0 alone plans."""
     begin = time.perf_counter()
-    plan = make_plan(profile, "wavefront", Effort(seed=0))
+    plan = make_plan(profile, "wavefront", PlanOptions(seed=0))
     planning_s.append(time.perf_counter() - begin)
     return plan
 
@@ -63,13 +63,13 @@ def trainer_of(names: list[str], profile: Path | None = None) -> spindle.Trainer
 def changing(checkpoint: Path) -> dict[str, Any]:
     """Trains, with a change every so many steps."""
     trainer = trainer_of(list(TASKS))
-    held: Holders | None = None
+    held: StateSharding | None = None
     moved_bytes: list[int] = []
 
     def note_moves(program: Program, profile: Profile) -> None:
         """What has moved to where it is in this plan from where it was in the one before."""
         nonlocal held
-        before, held = held, holders_of(program, profile.graph, held)
+        before, held = held, state_sharding(program, profile.graph, held)
         if before is not None:
             moves = moves_between(before, held, profile.graph, profile.cluster)
             moved_bytes.append(sum(move.num_bytes for move in moves))

@@ -30,7 +30,7 @@ from spindle.errors import TrainingError  # noqa: E402
 from spindle.models import NotSerializableError, build_chain, chain_of, dump_chain, load_source  # noqa: E402
 from spindle.models.chain import RecordedForward  # noqa: E402
 from spindle.profile import Profile  # noqa: E402
-from spindle.run.nests import LeafForm  # noqa: E402
+from spindle.run.pytrees import TensorMeta  # noqa: E402
 from spindle.run.shape_inference import ShapeInference  # noqa: E402
 from spindle.train import analyze, plan, profiling  # noqa: E402
 from spindle.train.agreement import canonical_text  # noqa: E402
@@ -162,7 +162,7 @@ def with_other_name(bound: Any) -> Any:
 def with_other_shapes(cuts: Any) -> Any:
     (place, form), *rest = cuts.items()
     leaf = form.leaves[0]
-    other = replace(form, leaves=(LeafForm((1, 77), leaf.dtype, leaf.requires_grad), *form.leaves[1:]))
+    other = replace(form, leaves=(TensorMeta((1, 77), leaf.dtype, leaf.requires_grad), *form.leaves[1:]))
     return {place: other, **dict(rest)}
 
 
@@ -215,7 +215,7 @@ PATCHES: dict[str, Callable[[], Any]] = {  # what Spindle makes of it otherwise 
     "workload": lambda: patched(analyze, "bind", with_other_name),
     "profile": lambda: patched(profiling, "local_profile", lambda profile: replace(profile, overlap=3.0)),
     "plan": lambda: patched(plan, "lower", with_other_plan),
-    "program": lambda: patched(plan, "lower", lambda program: replace(program, holders=((0, (0, 1)),))),
+    "program": lambda: patched(plan, "lower", lambda program: replace(program, owning_ranks=((0, (0, 1)),))),
     "shapes": lambda: mock.patch.object(ShapeInference, "of", changed_method(ShapeInference.of)),
 }
 
@@ -360,7 +360,7 @@ EXPECTED = {
     "workload": ("the workload", r".*name='training'", ".*name='elsewhere'"),
     "profile": ("the profile", r".*overlap=1\.0", r".*overlap=3\.0"),
     "plan": ("the plan", ".*evaluations=0", ".*evaluations=77"),
-    "program": ("the program", r".*holders: \(\)", r".*holders: \(\(0, \(0, 1\)\)\)"),
+    "program": ("the program", r".*owning_ranks: \(\)", r".*owning_ranks: \(\(0, \(0, 1\)\)\)"),
     "shapes": (r"the shapes between the layers of pull@0", r".*shape=\(4, 6\)", r".*shape=\(1, 77\)"),
     "max_grad_norm": (r"Trainer\(max_grad_norm=\.\.\.\)", "'None'", "'2.0'"),
     "gradient_accumulation_steps": (r"Trainer\(gradient_accumulation_steps=\.\.\.\)", "'1'", "'3'"),

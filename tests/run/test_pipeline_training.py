@@ -12,8 +12,7 @@ torch = pytest.importorskip("torch")
 
 import spindle  # noqa: E402
 from spindle.errors import DoesNotFitError, TrainingError  # noqa: E402
-from spindle.planners import Effort  # noqa: E402
-from spindle.planners.pipeline import pipeline_layout  # noqa: E402
+from spindle.planners import PlanOptions, pipeline_layout  # noqa: E402
 from spindle.planners.pipeline.worker import Job, answers  # noqa: E402
 from spindle.train.background_planner import BackgroundPlanner  # noqa: E402
 from test_pipeline_plans import batch  # noqa: E402
@@ -40,7 +39,8 @@ def test_microbatches_of_a_pipeline_give_the_numbers_of_accumulated_batches(pool
 def job(number=0, evaluations=300, **named):
     profile = batch((24, 7, 0, 30, 12, 19), **named)
     layout = pipeline_layout(batch((24, 7, 0, 30, 12, 19)), 4)
-    return Job(number=number, profile=profile, layout=layout, holders={}, effort=Effort(evaluations=evaluations))
+    options = PlanOptions(evaluations=evaluations, layouts=(layout,))
+    return Job(number=number, profile=profile, owning_ranks={}, options=options)
 
 
 @pytest.fixture

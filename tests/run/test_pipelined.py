@@ -46,7 +46,7 @@ from spindle.profile import Curve, Profile  # noqa: E402
 from spindle.program import lower  # noqa: E402
 from spindle.run import Executor, LayersCode, ShapeInference, World  # noqa: E402
 from spindle.run.backward_split import run_input_part  # noqa: E402
-from spindle.run.nests import LeafForm  # noqa: E402
+from spindle.run.pytrees import TensorMeta  # noqa: E402
 from tensor_parallel import sharing  # noqa: E402
 from trainings import Fit, Trained, Training, assert_trained, train  # noqa: E402
 
@@ -148,7 +148,7 @@ def plan_text_in_passes(profile: Profile, name: str, degrees: Mapping[str, int])
             Piece(op=position[slot.op], num_layers=slot.num_layers, devices=slot.devices, recomputed=recomputed)
         )
     order = random_order(profile.graph, pieces, 0.7, choose)
-    return format_plan(assemble_passes(profile, setting_of(plan, profile), "random", pieces, order), profile)
+    return format_plan(assemble_passes(profile, setting_of(plan, profile), "random", pieces, order))
 
 
 def train_in_passes(rank: int, num_ranks: int, training: Training) -> Trained:
@@ -212,7 +212,7 @@ def test_shapes_are_inferred_without_weights_and_once_for_equal_layers():
             assert ((number, layer) in cuts) == (op.call != "loss")
     last = [number for number, op in enumerate(made.graph.metaops) if op.call == "language"][-1]
     (leaf,) = cuts[last, 1].leaves
-    assert leaf == LeafForm((len(batches["m03"]["tokens"]), NUM_TOKENS), torch.float64, True)
+    assert leaf == TensorMeta((len(batches["m03"]["tokens"]), NUM_TOKENS), torch.float64, True)
 
 
 def test_shapes_that_depend_on_values_are_not_inferred():

@@ -62,7 +62,7 @@ NOT_RUN = {
     "spindle launch --virtual-devices 8 train.py": NEEDS_GPU,
     "spindle profile --virtual-devices 8 -o profile.json train.py": NEEDS_GPU,
     "spindle compare vlm-s": QUICK_SEARCH,
-    "spindle search vlm-s --evaluations 20000": QUICK_SEARCH,
+    "spindle plan vlm-s --evaluations 20000 --show-search": QUICK_SEARCH,
     "python examples/vlm.py": TWINS,
     "spindle launch -n 2 examples/vlm.py --steps 40": TWINS,
     "python examples/plain/vlm.py": TWINS,

@@ -19,7 +19,7 @@ from spindle.cluster import Cluster, cluster_named  # noqa: E402
 from spindle.errors import ProfileError, SpindleError, WorkloadError  # noqa: E402
 from spindle.graph import metagraph_of  # noqa: E402
 from spindle.models import plan_inside, styles_of, without_tied  # noqa: E402
-from spindle.planners import Effort, make_plan  # noqa: E402
+from spindle.planners import PlanOptions, make_plan  # noqa: E402
 from spindle.profile import LayerSamples, roofline_profile, sampled_profile  # noqa: E402
 from spindle.train import bind, trace_all  # noqa: E402
 from spindle.train.tensor import find_sharing  # noqa: E402
@@ -123,7 +123,7 @@ def test_a_planner_shares_layers_where_memory_asks_for_it(own):
         (island,) = cluster_named("a800x4").islands
         small = replace(island, kind=replace(island.kind, memory_bytes=memory))
         profile = roofline_profile(graph, Cluster(name="small", islands=(small,)))
-        plan = make_plan(profile, "wavefront", Effort(evaluations=1_000))
+        plan = make_plan(profile, "wavefront", PlanOptions(evaluations=1_000))
         assert dict(plan.tensor_degrees)["language"] == degree
 
 

@@ -23,7 +23,7 @@ import spindle.train.loop as loop_module  # noqa: E402
 from internals import guessed_profile  # noqa: E402
 from spindle.errors import PlanError, SpindleError, TrainingError, WorkloadError  # noqa: E402
 from spindle.launch.capture import WorkloadCapture, active_capture, capturing  # noqa: E402
-from spindle.planners import Effort, make_plan  # noqa: E402
+from spindle.planners import make_plan  # noqa: E402
 from spindle.workload import read_workload  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -529,7 +529,7 @@ def test_a_planner_may_be_a_function():
 
     def planner(profile):
         asked.append(profile)
-        return make_plan(profile, "sequential", Effort())
+        return make_plan(profile, "sequential")
 
     _, pull = small()
     planning = spindle.Planning(planner=planner, profile=guessed_profile)

@@ -56,13 +56,13 @@ def profile(
             return ended
         if not capture.output.exists():
             raise InputError(f"{script}: it ended without a call of spindle.Trainer.fit, so nothing was measured")
-        found = read_profile(capture.output)
+        measured = read_profile(capture.output)
     if output is not None:
-        write_profile(output, found)
+        write_profile(output, measured)
     if as_json:
-        show_text(artifact_text("profile", found))
+        show_text(artifact_text("profile", measured))
         return None
-    show(profile_table(found), profile_facts(found))
+    show(profile_table(measured), profile_facts(measured))
     if output is not None:
         notice(f"wrote {output}")
     return None

@@ -29,8 +29,8 @@ from spindle.measure.p2p_latency import measure_p2p_latency
 from spindle.measure.rank_sync import RankSync
 from spindle.measure.rates import measure_rates
 from spindle.profile import LayerSamples, Profile, sampled_profile
-from spindle.run.nests import Axes
 from spindle.run.op_code import OpCode
+from spindle.run.pytrees import Axes
 from spindle.run.world import World
 
 # Of a GPU's memory: in a step that filled the rest, 7 % lay unused between the blocks of torch's allocator.

@@ -11,7 +11,7 @@ from spindle.profile.operators import Attention, Collective, Gemm, LayerOperator
 from spindle.profile.profile import Profile, Setting
 from spindle.profile.roofline import Roofline, roofline_profile
 from spindle.profile.samples import LayerSamples, curve_from_samples, sampled_profile
-from spindle.profile.semu import STRATEGIES, LayerShape, LayerTime, Rule, Semu, StageTime, Strategy
+from spindle.profile.semu import STRATEGIES, LayerShape, LayerTime, Rule, Semu, Strategy
 
 __all__ = [
     "STRATEGIES",
@@ -35,7 +35,6 @@ __all__ = [
     "Rule",
     "Semu",
     "Setting",
-    "StageTime",
     "Strategy",
     "abstract_profile",
     "all_reduce_s",

@@ -1,9 +1,9 @@
-"""Every instruction on every rank, what it waits for and whom it meets: what both `verify` and the simulator execute.
+"""Every instruction on every rank, what it waits for and with whom it runs: what `verify` and the simulator execute.
 
 An instance starts when those it needs are done: the one before it on its lane, and the ones that make its data. A
-meeting is work that several instances do together: a flow between two ranks, a collective, a gang of devices that run
-layers together, or one rank's own compute. A meeting begins when all its members have started; an instance is done when
-all its meetings are.
+rendezvous is work that several instances do together: a flow between two ranks, a collective, a gang of devices that
+run layers together, or one rank's own compute. It begins when all its members have started; an instance is done when
+all its rendezvous are.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instances:
-    """Columns by instance and by meeting. Lists of lists are one list, cut at `..._starts`."""
+    """Columns by instance and by rendezvous. Lists of lists are one list, cut at `..._starts`."""
 
     instruction: Column
     rank: Column
@@ -41,11 +41,11 @@ class Instances:
     num_needs: Column
     follower_starts: Column  # instances that wait for this one
     followers: Column
-    meeting_starts: Column  # meetings of this instance
-    meetings: Column
-    member_starts: Column  # instances of this meeting
+    rendezvous_starts: Column  # rendezvous of this instance
+    rendezvous_ids: Column
+    member_starts: Column  # instances of this rendezvous
     members: Column
-    meeting_instruction: Column  # for timing: which instruction a meeting belongs to
+    rendezvous_instruction: Column  # for timing: which instruction a rendezvous belongs to
 
     @property
     def arrays(self) -> tuple[Column, ...]:
@@ -54,8 +54,8 @@ class Instances:
             self.num_needs,
             self.follower_starts,
             self.followers,
-            self.meeting_starts,
-            self.meetings,
+            self.rendezvous_starts,
+            self.rendezvous_ids,
             self.member_starts,
             self.members,
         )
@@ -65,8 +65,8 @@ class Instances:
         return len(self.instruction)
 
     @property
-    def num_meetings(self) -> int:
-        return len(self.meeting_instruction)
+    def num_rendezvous(self) -> int:
+        return len(self.rendezvous_instruction)
 
 
 def instances_of(program: Program) -> Instances:
@@ -92,9 +92,9 @@ def instances_of(program: Program) -> Instances:
     source, target = np.concatenate(sources), np.concatenate(targets)
     follower_starts, followers = cut_by(source, target, len(instruction))
 
-    owners, member_starts, members = _meetings(program, where)
-    meeting_of_member = np.repeat(np.arange(len(owners)), np.diff(member_starts))
-    meeting_starts, meetings = cut_by(members, meeting_of_member, len(instruction))
+    owners, member_starts, members = _rendezvous(program, where)
+    rendezvous_of_member = np.repeat(np.arange(len(owners)), np.diff(member_starts))
+    rendezvous_starts, rendezvous_ids = cut_by(members, rendezvous_of_member, len(instruction))
     return Instances(
         instruction=instruction,
         rank=rank,
@@ -102,11 +102,11 @@ def instances_of(program: Program) -> Instances:
         num_needs=np.bincount(target, minlength=len(instruction)),
         follower_starts=follower_starts,
         followers=followers,
-        meeting_starts=meeting_starts,
-        meetings=meetings,
+        rendezvous_starts=rendezvous_starts,
+        rendezvous_ids=rendezvous_ids,
         member_starts=member_starts,
         members=members,
-        meeting_instruction=owners,
+        rendezvous_instruction=owners,
     )
 
 
@@ -184,9 +184,9 @@ def _needs(program: Program, where: Column) -> tuple[list[Column], list[Column]]
     return sources, targets
 
 
-def _meetings(program: Program, where: Column) -> tuple[Column, Column, Column]:
-    """Owners and members (cut by meeting) of all meetings, in the order of instructions."""
-    owners: list[int] = []  # by block of meetings: the instruction, how many, and members of each
+def _rendezvous(program: Program, where: Column) -> tuple[Column, Column, Column]:
+    """Owners and members (cut by rendezvous) of all rendezvous, in the order of instructions."""
+    owners: list[int] = []  # by block of rendezvous: the instruction, how many, and members of each
     counts: list[int] = []
     sizes: list[int] = []
     ranks: list[Column] = []

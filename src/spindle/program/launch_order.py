@@ -75,18 +75,14 @@ def _edges(program: Program) -> Column:
 def _keys(program: Program) -> list[Key]:
     """Which of several instructions that could come next does: communication before compute, and compute in the plan's
     own order, so that communication stands where it is expected to happen."""
-    plan = program.plan
-    of_pass = {(one.slot, one.kind): place for place, one in enumerate(plan.passes)}
+    place = {(pass_.slot, pass_.kind): number for number, pass_ in enumerate(program.plan.order)}
     keys: list[Key] = []
     for instruction in program.instructions:
         match instruction:
-            case Forward(slot=slot) | Backward(slot=slot) if plan.passes:
-                kind = FORWARD if isinstance(instruction, Forward) else instruction.part
-                keys.append((1, of_pass[slot, kind]))
             case Forward(slot=slot):
-                keys.append((1, plan.slots[slot].round, 0, slot))
-            case Backward(slot=slot, first=first):
-                keys.append((1, plan.slots[slot].round, 1, -slot, -first))
+                keys.append((1, place[slot, FORWARD]))
+            case Backward(slot=slot, first=first, part=part):
+                keys.append((1, place[slot, part], -first))
             case _ if lane_of(instruction) == COMPUTE:
                 keys.append((2,))
             case _:
@@ -104,5 +100,5 @@ def _describe_circle(program: Program, edges: Column, place: Column) -> str:
         path.append(number)
         number = before[number]
     circle = [*path[path.index(number) :], number]
-    text = " after ".join(code(program.instructions[one]) for one in circle)
+    text = " after ".join(code(program.instructions[number]) for number in circle)
     return f"ranks would launch communication in different orders, which can deadlock under NCCL: {text}"

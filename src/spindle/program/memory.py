@@ -159,9 +159,9 @@ def _held_bytes(program: Program, profile: Profile) -> tuple[Column, np.ndarray,
     together: dict[Key, tuple[int, float]] = {}
     ranks_of: dict[Key, Column] = {}
     alone: set[int] = set()
-    holders = dict(program.holders)
-    for parameter in users.keys() | holders.keys():
-        key = (tuple(dict.fromkeys(users.get(parameter, ()))), holders.get(parameter, ()))
+    owning_ranks = dict(program.owning_ranks)
+    for parameter in users.keys() | owning_ranks.keys():
+        key = (tuple(dict.fromkeys(users.get(parameter, ()))), owning_ranks.get(parameter, ()))
         if key not in ranks_of:
             uses = np.zeros(program.num_ranks, dtype=bool)
             for number in key[0]:

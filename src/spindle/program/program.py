@@ -93,7 +93,8 @@ class Program:
     slots: tuple[SlotShape, ...]
     links: tuple[Link, ...]
     buckets: tuple[Bucket, ...]
-    holders: tuple[tuple[int, tuple[int, ...]], ...] = ()  # parameters with ranks that keep them, used there or not
+    # Parameters with ranks that keep them from step to step, whether or not their slots use them.
+    owning_ranks: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @property
     def num_instructions(self) -> int:

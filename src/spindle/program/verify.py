@@ -28,7 +28,7 @@ from spindle.program.instructions import (
 from spindle.program.launch_order import launch_order
 from spindle.program.memory import Memory, refuse_overfull
 from spindle.program.program import Bucket, Column, Flows, Program, SlotShape
-from spindle.program.reshard import common_scale, same_place
+from spindle.program.row_flows import common_scale, placement_key
 from spindle.program.untimed import run_untimed
 
 
@@ -97,7 +97,7 @@ def _every_row_arrives(program: Program) -> None:
             (link.producer, link.consumer, link.forward, "activation"),
             (link.consumer, link.producer, link.backward, "gradient"),
         ):
-            key = (*same_place(program.slots[giver]), *same_place(program.slots[taker]), id(flows))
+            key = (*placement_key(program.slots[giver]), *placement_key(program.slots[taker]), id(flows))
             if key in right:
                 continue
             right.add(key)
@@ -159,12 +159,12 @@ def _every_gradient_is_summed(program: Program, profile: Profile) -> None:
         for parameter in bucket.parameters:
             buckets[parameter].append(bucket)
     updated = {int(rank) for rank in _ranks_running(program, OptimizerStep())}
-    holders = dict(program.holders)
+    owning_ranks = dict(program.owning_ranks)
     ranks_of: dict[tuple[tuple[int, ...], tuple[int, ...]], Column] = {}
     for parameter, slots in using.items():
         if not graph.parameters[parameter].trainable:
             continue
-        name, key = graph.parameters[parameter].name, (tuple(dict.fromkeys(slots)), holders.get(parameter, ()))
+        name, key = graph.parameters[parameter].name, (tuple(dict.fromkeys(slots)), owning_ranks.get(parameter, ()))
         if key not in ranks_of:
             used = [program.slots[slot].ranks for slot in key[0]]
             ranks_of[key] = np.unique(np.concatenate([*used, np.array(key[1], dtype=np.int64)]))
@@ -219,8 +219,9 @@ def describe_deadlock(program: Program, instances: Instances, stuck: Column) -> 
     for instance in stuck:
         if int(instance) in blocked_by_needs:
             continue
-        for meeting in instances.meetings[instances.meeting_starts[instance] : instances.meeting_starts[instance + 1]]:
-            members = instances.members[instances.member_starts[meeting] : instances.member_starts[meeting + 1]]
+        first, last = instances.rendezvous_starts[instance : instance + 2]
+        for rendezvous in instances.rendezvous_ids[first:last]:
+            members = instances.members[instances.member_starts[rendezvous] : instances.member_starts[rendezvous + 1]]
             waits_for[int(instance)] += [int(member) for member in members if int(member) in blocked_by_needs]
     path: list[int] = []
     instance = int(stuck[0])

@@ -1,9 +1,9 @@
-"""The loop of the simulator, compiled. It knows instances, meetings and resources, and nothing of what they stand for.
+"""The loop of the simulator, compiled. It knows instances, rendezvous and resources, not what they stand for.
 
-A meeting has a fixed time and entries (resource, time alone on it, weight). While it runs, each of its resources is
-shared by all meetings on it: with a total weight w there, the meeting would take its time alone times slowness[w]; the
-slowest of its resources decides. When a meeting starts or ends, those it shared with are timed again. Time is in
-integer nanoseconds; what is left of a meeting is a fraction.
+A rendezvous has a fixed time and entries (resource, time alone on it, weight). While it runs, each of its resources is
+shared by all rendezvous on it: with a total weight w there, the rendezvous would take its time alone times
+slowness[w]; the slowest of its resources decides. When a rendezvous starts or ends, those it shared with are timed
+again. Time is in integer nanoseconds; what is left of a rendezvous is a fraction.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ def _grown(column):
 
 @njit(cache=True)
 def _slowness(resource, load, slowness_of, slowness):
-    """How many times longer than alone a meeting takes on a resource under a load."""
+    """How many times longer than alone a rendezvous takes on a resource under a load."""
     row = slowness_of[resource]
     return np.float64(load) if row < 0 else slowness[row, min(load, slowness.shape[1] - 1)]
 
 
 @njit(cache=True)
-def _span(meeting, fixed_ns, entry_starts, entry_resource, entry_ns, weight_on, slowness_of, slowness):
-    """How long the whole meeting would take at the present load."""
-    span = np.float64(fixed_ns[meeting])
-    for entry in range(entry_starts[meeting], entry_starts[meeting + 1]):
+def _span(rendezvous, fixed_ns, entry_starts, entry_resource, entry_ns, weight_on, slowness_of, slowness):
+    """How long the whole rendezvous would take at the present load."""
+    span = np.float64(fixed_ns[rendezvous])
+    for entry in range(entry_starts[rendezvous], entry_starts[rendezvous + 1]):
         resource = entry_resource[entry]
         time = entry_ns[entry] * _slowness(resource, weight_on[resource], slowness_of, slowness)
         if time > span:
@@ -87,8 +87,8 @@ def run(
     num_needs,
     follower_starts,
     followers,
-    meeting_starts,
-    meetings,
+    rendezvous_starts,
+    rendezvous_ids,
     member_starts,
     members,
     delay_ns,
@@ -102,34 +102,34 @@ def run(
 ):
     """Runs everything; returns when each instance was posted, began and ended (-1: it never did)."""
     num_instances = len(num_needs)
-    num_meetings = len(fixed_ns)
+    num_rendezvous = len(fixed_ns)
     posted = np.full(num_instances, _NEVER)
     began = np.full(num_instances, _NEVER)
     ended = np.full(num_instances, _NEVER)
     needs = num_needs.copy()
-    unfinished = meeting_starts[1:] - meeting_starts[:-1]
+    unfinished = rendezvous_starts[1:] - rendezvous_starts[:-1]
     absent = member_starts[1:] - member_starts[:-1]
 
-    # A running meeting: what is left of it, its span at the present load, since when, and when it will end.
-    left = np.ones(num_meetings)
-    span = np.zeros(num_meetings)
-    since = np.zeros(num_meetings, np.int64)
-    finish = np.full(num_meetings, _NEVER)
-    waits = np.zeros(num_meetings, np.bool_)  # in its delay, not on its resources yet
+    # A running rendezvous: what is left of it, its span at the present load, since when, and when it will end.
+    left = np.ones(num_rendezvous)
+    span = np.zeros(num_rendezvous)
+    since = np.zeros(num_rendezvous, np.int64)
+    finish = np.full(num_rendezvous, _NEVER)
+    waits = np.zeros(num_rendezvous, np.bool_)  # in its delay, not on its resources yet
 
-    # Meetings on each resource, as linked lists of entries.
+    # Rendezvous on each resource, as linked lists of entries.
     num_resources = len(slowness_of)
     head = np.full(num_resources, -1, np.int64)
     following = np.full(len(entry_resource), -1, np.int64)
     preceding = np.full(len(entry_resource), -1, np.int64)
-    entry_meeting = np.zeros(len(entry_resource), np.int64)
+    entry_rendezvous = np.zeros(len(entry_resource), np.int64)
     weight_on = np.zeros(num_resources, np.int64)
-    for meeting in range(num_meetings):
-        for entry in range(entry_starts[meeting], entry_starts[meeting + 1]):
-            entry_meeting[entry] = meeting
+    for rendezvous in range(num_rendezvous):
+        for entry in range(entry_starts[rendezvous], entry_starts[rendezvous + 1]):
+            entry_rendezvous[entry] = rendezvous
 
-    heap_time = np.zeros(max(16, num_meetings), np.int64)
-    heap_item = np.zeros(max(16, num_meetings), np.int64)
+    heap_time = np.zeros(max(16, num_rendezvous), np.int64)
+    heap_item = np.zeros(max(16, num_rendezvous), np.int64)
     heap_size = 0
     ready = np.empty(num_instances, np.int64)
     num_ready = 0
@@ -140,7 +140,7 @@ def run(
     now = np.int64(0)
 
     while True:
-        # Start what is ready; an instance without meetings is done at once.
+        # Start what is ready; an instance without rendezvous is done at once.
         while num_ready > 0:
             num_ready -= 1
             instance = ready[num_ready]
@@ -155,36 +155,36 @@ def run(
                         ready[num_ready] = follower
                         num_ready += 1
                 continue
-            for place in range(meeting_starts[instance], meeting_starts[instance + 1]):
-                meeting = meetings[place]
-                absent[meeting] -= 1
-                if absent[meeting] == 0:
-                    for other in range(member_starts[meeting], member_starts[meeting + 1]):
+            for place in range(rendezvous_starts[instance], rendezvous_starts[instance + 1]):
+                rendezvous = rendezvous_ids[place]
+                absent[rendezvous] -= 1
+                if absent[rendezvous] == 0:
+                    for other in range(member_starts[rendezvous], member_starts[rendezvous + 1]):
                         if began[members[other]] < 0:
                             began[members[other]] = now
-                    waits[meeting] = True
-                    finish[meeting] = now + delay_ns[meeting]
+                    waits[rendezvous] = True
+                    finish[rendezvous] = now + delay_ns[rendezvous]
                     if heap_size + 1 >= len(heap_time):
                         heap_time = _grown(heap_time)
                         heap_item = _grown(heap_item)
-                    heap_size = _push(heap_time, heap_item, heap_size, finish[meeting], meeting)
+                    heap_size = _push(heap_time, heap_item, heap_size, finish[rendezvous], rendezvous)
         if heap_size == 0:
             break
         time = heap_time[0]
-        meeting = heap_item[0]
+        rendezvous = heap_item[0]
         heap_size = _pop(heap_time, heap_item, heap_size)
-        if finish[meeting] != time:
+        if finish[rendezvous] != time:
             continue  # it was timed again since
         now = time
 
-        starts = waits[meeting]
+        starts = waits[rendezvous]
         if starts:
-            waits[meeting] = False
-            since[meeting] = now
+            waits[rendezvous] = False
+            since[rendezvous] = now
         else:
-            finish[meeting] = _NEVER
+            finish[rendezvous] = _NEVER
         # Come onto the resources, or leave them.
-        for entry in range(entry_starts[meeting], entry_starts[meeting + 1]):
+        for entry in range(entry_starts[rendezvous], entry_starts[rendezvous + 1]):
             resource = entry_resource[entry]
             if starts:
                 weight_on[resource] += entry_weight[entry]
@@ -202,17 +202,17 @@ def run(
                 if following[entry] >= 0:
                     preceding[following[entry]] = preceding[entry]
         if starts:
-            span[meeting] = _span(
-                meeting, fixed_ns, entry_starts, entry_resource, entry_ns, weight_on, slowness_of, slowness
+            span[rendezvous] = _span(
+                rendezvous, fixed_ns, entry_starts, entry_resource, entry_ns, weight_on, slowness_of, slowness
             )
-            finish[meeting] = now + np.int64(np.ceil(span[meeting] - 1e-6))
+            finish[rendezvous] = now + np.int64(np.ceil(span[rendezvous] - 1e-6))
             if heap_size + 1 >= len(heap_time):
                 heap_time = _grown(heap_time)
                 heap_item = _grown(heap_item)
-            heap_size = _push(heap_time, heap_item, heap_size, finish[meeting], meeting)
+            heap_size = _push(heap_time, heap_item, heap_size, finish[rendezvous], rendezvous)
         # Time again those that share a resource with it: only what this resource says of them has changed, so all of
-        # a meeting's entries are looked at again only when the one that held it back lets go.
-        for entry in range(entry_starts[meeting], entry_starts[meeting + 1]):
+        # a rendezvous's entries are looked at again only when the one that held it back lets go.
+        for entry in range(entry_starts[rendezvous], entry_starts[rendezvous + 1]):
             resource = entry_resource[entry]
             load = weight_on[resource]
             before = load - entry_weight[entry] if starts else load + entry_weight[entry]
@@ -220,11 +220,11 @@ def run(
             slow_now = _slowness(resource, load, slowness_of, slowness)
             other_entry = head[resource]
             while other_entry >= 0:
-                other = entry_meeting[other_entry]
+                other = entry_rendezvous[other_entry]
                 time_before = entry_ns[other_entry] * slow_before
                 time_now = entry_ns[other_entry] * slow_now
                 other_entry = following[other_entry]
-                if other == meeting:
+                if other == rendezvous:
                     continue
                 new_span = span[other]
                 if time_now >= span[other]:
@@ -249,7 +249,7 @@ def run(
         if starts:
             continue
         # It ended: so do the members that had nothing else to do.
-        for place in range(member_starts[meeting], member_starts[meeting + 1]):
+        for place in range(member_starts[rendezvous], member_starts[rendezvous + 1]):
             instance = members[place]
             unfinished[instance] -= 1
             if unfinished[instance] == 0:

@@ -74,7 +74,7 @@ def with_hosts(
 
 def _with_instances(instances: Instances, owners: Column, sources: Column, targets: Column) -> Instances:
     """The instances with one more for each owner, which stands for itself alone."""
-    count, first, first_meeting = len(owners), instances.num_instances, instances.num_meetings
+    count, first, first_rendezvous = len(owners), instances.num_instances, instances.num_rendezvous
     follower_starts, followers = cut_by(sources, targets, first + count)
     return replace(
         instances,
@@ -84,11 +84,11 @@ def _with_instances(instances: Instances, owners: Column, sources: Column, targe
         num_needs=np.bincount(targets, minlength=first + count),
         follower_starts=follower_starts,
         followers=followers,
-        meeting_starts=_one_more_each(instances.meeting_starts, count),
-        meetings=np.concatenate([instances.meetings, first_meeting + np.arange(count)]),
+        rendezvous_starts=_one_more_each(instances.rendezvous_starts, count),
+        rendezvous_ids=np.concatenate([instances.rendezvous_ids, first_rendezvous + np.arange(count)]),
         member_starts=_one_more_each(instances.member_starts, count),
         members=np.concatenate([instances.members, first + np.arange(count)]),
-        meeting_instruction=np.concatenate([instances.meeting_instruction, instances.instruction[owners]]),
+        rendezvous_instruction=np.concatenate([instances.rendezvous_instruction, instances.instruction[owners]]),
     )
 
 

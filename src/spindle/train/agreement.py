@@ -55,7 +55,7 @@ _ADVICE = "all ranks must run the same script with the same options, data and ve
 
 
 def compare(world: World, items: Mapping[str, Any]) -> None:
-    """Raises a TrainingError on all ranks, with the rank, the item and both values, unless all ranks have the same
+    """Raise a TrainingError on all ranks that names the rank, the item and both values, unless all ranks have the same
     items. All ranks must call it."""
     if world.size == 1:
         return
@@ -77,7 +77,7 @@ def _are_alike(world: World, text: str) -> bool:
 
 
 def compare_held(world: World, names: Sequence[str], items: Mapping[str, Any], kind: str) -> None:
-    """The same for items of which each rank holds some: those that several ranks hold must be equal. `names` are those
+    """Compare items of which each rank holds some: those that several ranks hold must be equal. `names` are those
     that any rank may hold, the same on all ranks."""
     if world.size == 1:
         return
@@ -102,7 +102,7 @@ def compare_held(world: World, names: Sequence[str], items: Mapping[str, Any], k
 
 
 def compare_attributes(world: World, handles: Mapping[str, ModuleHandle]) -> None:
-    """Refuses plain attributes of modules (numbers, texts, flags and tuples of these) that ranks have otherwise: layers
+    """Refuse plain attributes of modules (numbers, texts, flags and tuples of these) that differ between ranks: layers
     call the rank's own blocks, whose forward may use them.
 
     Once for each module, before it is trained: later, ranks that run a layer may count or cache something in it, and

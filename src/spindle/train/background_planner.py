@@ -1,4 +1,4 @@
-"""Plans of coming steps, searched in another process while this one trains. Rank 0 has it."""
+"""A process that searches plans of coming steps while rank 0 trains."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ _LONGEST_S = 600.0  # for a first plan; a process that takes longer hangs
 
 
 class BackgroundPlanner:
-    """A process that plans. Whoever asks for a program gets the best that is there: it is waited for only as long as
-    there is none at all."""
+    """Plan steps in another process. `best` returns the best program so far, and waits only while there is none."""
 
     def __init__(self) -> None:
         root = str(Path(__file__).resolve().parents[2])
@@ -31,7 +30,7 @@ class BackgroundPlanner:
         self._reader.start()
 
     def ask(self, job: Job) -> None:
-        """Plans a step, behind what was asked for before."""
+        """Queue a step to plan."""
         assert self._process.stdin is not None
         try:
             write_frame(self._process.stdin, job)
@@ -51,7 +50,7 @@ class BackgroundPlanner:
         return answer.program, answer.is_final
 
     def keep(self, numbers: Collection[int]) -> None:
-        """Nobody asks for others any more."""
+        """Drop the answers to all other jobs."""
         with self._news:
             self._answers = {number: answer for number, answer in self._answers.items() if number in numbers}
 

@@ -1,4 +1,4 @@
-"""How good are the modules now? Every rank evaluates whole batches by itself, in turn, and all add up what they find.
+"""Evaluation: ranks take turns with whole batches, and sum their losses.
 
 Between fits every rank has all weights, so nothing needs a plan, and numbers are those of one process.
 """
@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from spindle.errors import TrainingError
 from spindle.run import World
-from spindle.run.nests import on_device, plain
+from spindle.run.pytrees import on_device, plain
+from spindle.run.resharding import send_tensors
 from spindle.train.agreement import compare_attributes
 from spindle.train.config import TrainConfig
 from spindle.train.feed import RandomState, form_of_batch, is_empty, random_state, set_random_state
@@ -36,7 +37,7 @@ def evaluate(
     *,
     share_weights: bool,
 ) -> dict[str, float]:
-    """The mean loss of each task over the batches of its loader, or over the first of them."""
+    """The mean loss of each task over its loader, or over its first `steps` batches."""
     tasks = {task.name: task for task in config.tasks}
     sums = torch.zeros(len(loaders), 2, dtype=torch.float64)
     for place, (name, loader) in enumerate(loaders.items()):
@@ -61,7 +62,7 @@ def _sums(
     world: World,
     share_weights: bool,
 ) -> torch.Tensor:
-    """A rank's sum of losses, and of what to divide it by: the count of a `spindle.mean`, else samples."""
+    """A rank's sum of losses and its divisor: the counts of a `spindle.mean`, else the number of samples."""
     sums = torch.zeros(2, dtype=torch.float64)
     seen: dict[str, nn.Module] = {}
     forms: set[str] = set()
@@ -91,13 +92,13 @@ def _sums(
 
 
 def _num_samples(nest: Any) -> int:
-    """The length that most of a batch's tensors have; which of them have rows is known of training batches alone."""
+    """The length that most tensors of a batch have: which of them have rows is known only of training batches."""
     lengths = [len(leaf) for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf)]
     return max(lengths, key=lengths.count)
 
 
 def _batches(loader: Any, batch_size: int, state: RandomState) -> Iterator[Any]:
-    """Batches in the same order on all ranks, whatever else these draw. A dataset goes by in its own order."""
+    """Batches in the same order on all ranks, whatever else they draw. A dataset is read in its own order."""
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         loader = DataLoader(loader, batch_size)
     iterator: Iterator[Any] | None = None
@@ -116,7 +117,7 @@ def _batches(loader: Any, batch_size: int, state: RandomState) -> Iterator[Any]:
 
 
 def _restored(module: nn.Module) -> Any:
-    """Puts back which of a module's parts are in training mode."""
+    """A function that restores the training mode of a module's parts."""
     modes = [(part, part.training) for part in module.modules()]
 
     def restore() -> None:
@@ -127,8 +128,6 @@ def _restored(module: nn.Module) -> Any:
 
 
 def _share(module: nn.Module, world: World) -> None:
-    """Before the first fit, rank 0's weights count."""
+    """Broadcast rank 0's weights, as the first fit would."""
     tensors = [*module.parameters(), *module.buffers()]
-    values = world.broadcast_object([tensor.detach().cpu() for tensor in tensors] if world.rank == 0 else None)
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
+    send_tensors(world, tensors, [0] * len(tensors), range(world.size))

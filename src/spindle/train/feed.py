@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves
 
 from spindle.errors import TrainingError
-from spindle.run.nests import Axes, fingerprint_of, plain, signature_of
+from spindle.run.pytrees import Axes, fingerprint_of, plain, signature_of
 from spindle.train.task import TaskDefinition
 from spindle.train.trace import batch_axes, describe_batch
 
@@ -29,9 +29,10 @@ Held = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A batch as it was read: its rows, its shapes in short, its values in short, and the task variant it takes.
+    """A batch as it was read, with digests of its shapes (`signature`) and values (`fingerprint`), and the key of the
+    task variant that it takes.
 
-    Of one that is not all here, `held` has the rows `[first, last)` of each leaf.
+    Of a batch that is only partly here, `held` has the rows `[first, last)` of each leaf.
     """
 
     nest: Any
@@ -49,12 +50,12 @@ _MOST_POSITIONS = 4096  # of batches, remembered
 
 
 def random_state() -> RandomState:
-    """The state of the random numbers that loaders draw: torch's, Python's and numpy's."""
+    """The random states that loaders draw from: torch's, Python's and numpy's."""
     return torch.get_rng_state(), random.getstate(), np.random.get_state()
 
 
 def draw() -> None:
-    """Moves all of these on, so that what starts from them next starts elsewhere."""
+    """Advance all of them, so that the next user starts from another state."""
     torch.rand(1), random.random(), np.random.random()
 
 
@@ -86,7 +87,7 @@ class LoaderPosition:
 
 
 class Feed:
-    """Reads one task's loader, from a position on."""
+    """Read one task's loader, from a position on."""
 
     def __init__(
         self,
@@ -110,13 +111,13 @@ class Feed:
         self._iterator: Iterator[Any] | None = None
         self._axes: dict[str, Axes] = {}  # by form
         self._with_rows: dict[str, bool] = {}  # by where a tensor stands in a batch
-        self._told = False
+        self._has_noted_short_batch = False
         self._since_start = 0  # full batches of this epoch
         self._kept: deque[Batch] = deque()
         self._given = 0
 
     def example(self) -> Batch:
-        """The first batch with rows of those that are still to be given."""
+        """The next batch that has rows, without taking it."""
         while not (self._kept and self._kept[-1].num_rows):
             if len(self._kept) == _MOST_EMPTY:
                 raise TrainingError(
@@ -129,7 +130,7 @@ class Feed:
         """End what reads ahead."""
 
     def position(self, number: int) -> LoaderPosition:
-        """Where the batch of this number is read from. Of batches that were given, the last ones are remembered."""
+        """Where the batch of this number is read from: a batch to come, or one of the last that were given."""
         while self._num_batches < number:
             self._kept.append(self._read())
         if number == self._num_batches:
@@ -148,7 +149,7 @@ class Feed:
         return LoaderPosition(random_state=state, generator=None if generator is None else generator.get_state())
 
     def at(self, number: int) -> Batch:
-        """The batch of this number; those before it are passed over."""
+        """The batch of this number; batches before it are skipped."""
         while True:
             batch = self._kept.popleft() if self._kept else self._read()
             self._given += 1
@@ -191,7 +192,7 @@ class Feed:
                 if self._since_start == 0:
                     raise TrainingError(
                         f"task {name!r}: its loader gives no batch"
-                        + (" of its batch_size" if self._told else "")
+                        + (" of its batch_size" if self._has_noted_short_batch else "")
                         + "; a generator cannot start again: give a list, a DataLoader, or ask for fewer steps"
                     )
                 self._iterator = None
@@ -212,12 +213,12 @@ class Feed:
             self._iterator = None
             if not self.drop_last:
                 return self._batch(nest, rows)
-            if not self._told:
+            if not self._has_noted_short_batch:
                 self._notify(
                     f"task {name!r}: the last batch of its loader has {rows} of {size} samples and is left out "
                     "(drop_last=False trains on it too)"
                 )
-            self._told = True
+            self._has_noted_short_batch = True
             if self._since_start == 0:
                 raise TrainingError(f"task {name!r}: its loader has {rows} samples, fewer than its batch_size {size}")
 
@@ -281,7 +282,7 @@ class Feed:
         )
 
     def _fingerprint(self, nest: Any) -> int:
-        """Batches that a list holds are looked at once: on a GPU looking waits for it."""
+        """A digest of a batch's values. Of batches in a list it is computed once: reading values waits for a GPU."""
         if self._draws:
             return fingerprint_of(nest)
         key = tuple(id(leaf) for leaf in tree_leaves(nest))
@@ -297,13 +298,13 @@ def _generator_of(loader: Any) -> torch.Generator | None:
 
 
 def is_empty(nest: Any) -> bool:
-    """Whether a batch has no sample at all."""
+    """Whether a batch has no samples."""
     tensors = [leaf for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     return nest is None or (bool(tensors) and all(leaf.shape[0] == 0 for leaf in tensors))
 
 
 def form_of_batch(nest: Any) -> str:
-    """What a batch consists of, whatever its sizes and values are."""
+    """The structure of a batch, whatever its sizes and values."""
     leaves, spec = tree_flatten(nest)
     return f"{spec} {[_kind(leaf) for leaf in leaves]}"
 

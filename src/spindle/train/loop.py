@@ -20,11 +20,12 @@ import torch
 from spindle.errors import TrainingError
 from spindle.run import Losses
 from spindle.run.budget import Budget, limit_gpu_memory
-from spindle.run.nests import on_device
+from spindle.run.pytrees import on_device
 from spindle.run.world import Gathering, copied_to
 from spindle.train.agreement import compare, config_items, module_items
 from spindle.train.config import TrainConfig
 from spindle.train.feed import Batch, Feed, LoaderPosition
+from spindle.train.garbage import frozen_objects
 from spindle.train.header import (
     BatchHeader,
     Table,
@@ -108,7 +109,7 @@ class Loop:
 
     def run(self, first: int, steps: int) -> FitResult:
         """Train for so many steps from step `first` on."""
-        world, progress = self._world, self._progress
+        world = self._world
         compare(world, {"fit(steps=...)": f"{steps} steps from step {first} on"})
         self._session.scatter_parameters(self._runtime)
         self._count_resident_tensors()
@@ -117,6 +118,12 @@ class Loop:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(world.device)
         self._times.start(steps)
+        with frozen_objects():
+            self._run_steps(first, steps)
+        return self._finish()
+
+    def _run_steps(self, first: int, steps: int) -> None:
+        world, progress = self._world, self._progress
         batches = self._read(first)
         gathering = self._start_header(batches, None)
         unsent: deque[ReadLosses] = deque()  # of the last steps, which a GPU may still be at
@@ -161,7 +168,6 @@ class Loop:
         self._report_unsent(unsent, first)
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
-        return self._finish()
 
     def _finish(self) -> FitResult:
         """Gather what the ranks hold, and take changes that were requested with the last losses."""
@@ -350,7 +356,7 @@ class Loop:
             }
             is_timed = number == 0 and run.is_as_planned and self._times.is_timed(step)
             if is_timed:
-                world.meet()  # a timeline needs a common start, as the simulator has
+                world.synchronize()  # a timeline needs a common start, as the simulator has
             with self._budget or nullcontext():
                 losses, watch = run.executor.step(
                     step,
@@ -359,7 +365,7 @@ class Loop:
                     self._session.update,
                     micro_step=run.micro_step,
                     held={name: batch.held for name, batch in read.items() if batch.held is not None},
-                    forms=run.forms,
+                    cuts=run.cuts,
                     check_losses=run.checks_losses and not checked.issuperset(variants),
                     timed=is_timed,
                 )

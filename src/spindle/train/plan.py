@@ -13,8 +13,7 @@ from typing import Any
 from spindle.errors import PlanError, ProfileError, TrainingError
 from spindle.models import plan_inside
 from spindle.plan import Plan, check, parse_plan, read_plan
-from spindle.planners import Effort, make_plan
-from spindle.planners.pipeline import Layout, holders_in, pipeline_layout, plan_pipeline
+from spindle.planners import Layout, PlanOptions, make_plan, owning_ranks_in, pipeline_layout
 from spindle.profile import Profile
 from spindle.program import Program, lower, verify
 from spindle.run import World
@@ -68,8 +67,8 @@ def plan_workload(
     else:
         with progress.bar("planning") as report_share:
             plan = _shared_plan(workload, profile, config, world, report_share, notify)
-    holders = None if layout is None else holders_in(workload.graph, layout)
-    program = lower(plan, profile, holders=holders)
+    owning_ranks = None if layout is None else owning_ranks_in(workload.graph, layout)
+    program = lower(plan, profile, owning_ranks=owning_ranks)
     compare(world, {"the workload": workload.bound.workload, "the profile": profile, **_program_items(program)})
     verify(program, profile)
     return PlannedWorkload(profile=profile, plan=plan, program=program, layout=layout)
@@ -93,7 +92,8 @@ def _pipeline_plan(profile: Profile, config: TrainConfig, world: World) -> tuple
     placed: tuple[Layout, Plan] | None = None
     if world.rank == 0:
         layout = pipeline_layout(profile, config.planning.pipeline_parallel_degree or world.size)
-        placed = layout, plan_pipeline(profile, layout, Effort(seed=config.seed, evaluations=1))
+        options = PlanOptions(seed=config.seed, evaluations=1, layouts=(layout,))
+        placed = layout, make_plan(profile, "pipeline", options)
     placed = world.broadcast_object(placed)
     assert placed is not None
     return placed
@@ -163,7 +163,8 @@ def _rank_0_plan(
     """The given plan, or a new one."""
     given, planner = config.planning.plan, config.planning.planner
     if given is None and isinstance(planner, str):
-        return make_plan(profile, planner, Effort(seed=config.seed), report_share, shard_optimizer)
+        options = PlanOptions(seed=config.seed, shard_optimizer=shard_optimizer)
+        return make_plan(profile, planner, options, report_share)
     if given is None:
         assert callable(planner)
         plan = planner(profile)

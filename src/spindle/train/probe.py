@@ -1,4 +1,4 @@
-"""Which samples influence each other, what is random, which parameters get a gradient? Tried out on two rows.
+"""Which samples influence each other, what is random, and which parameters get a gradient: tried on two rows.
 
 Each call runs on two rows of the first batch, then again with one row replaced by the other: where the other row's
 output changes, samples are coupled (batch normalisation, a loss inside a module), and the call must see its whole batch
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from spindle.errors import WorkloadError
 from spindle.models import device_of, without_caches
-from spindle.run.nests import Axes, cut, cut_leaf
+from spindle.run.pytrees import Axes, cut, cut_leaf
 from spindle.train.index_checks import IndexChecks
 from spindle.train.record import RecordedCall, handles_of, parameter_names
 from spindle.train.trace import TracedTask, Visit, unchanged, walk
@@ -27,7 +27,7 @@ from spindle.train.trace import TracedTask, Visit, unchanged, walk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What was found, by task and call."""
+    """What probing showed, by task and call."""
 
     coupled: dict[tuple[str, str], str] = field(default_factory=dict)  # with the reason
     random_layers: frozenset[tuple[str, str, int]] = frozenset()
@@ -37,7 +37,7 @@ class Facts:
 
 
 def probe(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> Facts:
-    """Tries the tasks on two rows of their first batches. Modules and random state are as before afterwards."""
+    """Run the tasks on two rows of their first batches, and restore modules and random state."""
     coupled: dict[tuple[str, str], str] = {}
     random_layers: set[tuple[str, str, int]] = set()
     random_losses: set[str] = set()
@@ -63,7 +63,7 @@ def probe(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> Facts:
 
 
 def facts_without_values(tasks: Sequence[TracedTask]) -> Facts:
-    """What shapes tell, where weights have no values to try the tasks on."""
+    """What follows from shapes alone, for modules without weights."""
     coupled: dict[tuple[str, str], str] = {}
     for task in tasks:
         for call in task.recorded.calls:

@@ -1,4 +1,4 @@
-"""What a run was: its losses, its plan, and its step predicted and measured."""
+"""The result of a fit: losses, plan, and a step predicted and measured."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class FitResult:
         return beside(self.predicted, self.measured, self.program, self.graph)
 
     def print(self) -> None:
-        """On rank 0: the plan, how the losses went, and predicted beside measured."""
+        """Print losses, and the predicted beside the measured step, on rank 0."""
         if self.rank:
             return
         console = Console(highlight=False, markup=False, emoji=False)
@@ -70,7 +70,7 @@ class FitResult:
             console.print("There are more ranks than cores here, so more ranks do not make a step faster.")
 
     def write_trace(self, path: Path | str) -> None:
-        """Writes the measured step for Perfetto (on rank 0; elsewhere nothing)."""
+        """Write the measured step as a trace for Perfetto, on rank 0."""
         if self.measured is not None:
             write_whole(Path(path), trace_of(self.measured, self.program))
 

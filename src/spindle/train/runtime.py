@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +10,15 @@ import torch
 from torch import nn
 
 from spindle.models import split_dims
+from spindle.program import main_replicas, optimizer_sharding
 from spindle.run import World
 from spindle.run.shards import Shards
 from spindle.run.weights import Weights
 from spindle.train.agreement import compare, compare_held, optimizer_items
 from spindle.train.analyze import AnalyzedWorkload
 from spindle.train.config import TrainConfig
-from spindle.train.optimizer import Named, Update, UpdateState
-from spindle.train.optimizer_reshard import Part
+from spindle.train.optimizer import Named, Update
+from spindle.train.optimizer_reshard import OptimizerState
 from spindle.train.plan import PlannedWorkload
 from spindle.train.steps import PipelinedSteps, StaticSteps, Steps
 
@@ -55,54 +56,39 @@ def make_runtime(
     return RankRuntime(workload=workload, planned=planned, weights=weights, shards=shards, steps=steps)
 
 
-def make_update(
-    runtime: RankRuntime,
-    config: TrainConfig,
-    world: World,
-    state_for: Callable[[Mapping[str, Part]], UpdateState],
-) -> Update:
-    """The optimizer over what this rank holds, which must be here, with the state that `state_for` gives for its parts
-    of parameters."""
+def make_update(runtime: RankRuntime, config: TrainConfig, world: World, state: OptimizerState | None) -> Update:
+    """The optimizer over what this rank holds, which must be here, with the state that an earlier plan's left."""
     weights, shards, parameters = runtime.weights, runtime.shards, runtime.workload.graph.parameters
-    sharded = shards.owned if shards is not None else {}
+    program = runtime.planned.program
+    owned = shards.owned if shards is not None else {}
+    dtypes = [parameter.dtype for parameter in weights.parameters]
+    sharding = optimizer_sharding(program, runtime.workload.graph, weights.sharding, dtypes)
     named: list[Named] = []
     counted: list[nn.Parameter] = []
-    parts: dict[str, Part] = {}
     for number, entry in enumerate(parameters):
-        parameter, holders = weights.parameters[number], weights.holders[number]
-        if not entry.trainable or world.rank not in holders:
-            continue
-        shard, span, counts = weights.shard(number), None, weights.counts(number)
-        if number in sharded:
-            owned = sharded[number]
-            if owned is None:
-                continue
-            span, parameter = owned
-            # Ranks of a tensor parallel group that hold a whole parameter each shard it among their own replicas.
-            assert shards is not None
-            counts = shard is not None or holders[0] in shards.sharers(number)
-        named.append((entry.name, parameter))
-        parts[entry.name] = Part(tuple(parameter.shape), shard, span)
-        if counts:
-            counted.append(parameter)
-    trained = {
-        number: entry.name for number, entry in enumerate(parameters) if entry.trainable and weights.holders[number]
-    }
+        slices = sharding.get(entry.name, {})
+        if world.rank in slices:
+            updated = owned.get(number, weights.parameters[number])
+            assert updated is not None
+            assert tuple(updated.shape) == slices[world.rank].shape
+            named.append((entry.name, updated))
+            if world.rank in main_replicas(slices):
+                counted.append(updated)
+    trained = {number: entry.name for number, entry in enumerate(parameters) if entry.name in sharding}
     if world.size > 1:  # before the real optimizer is made: a function that keeps its last optimizer keeps that one
         whole = [(name, weights.parameters[number], weights.shapes[number]) for number, name in trained.items()]
         compare(world, optimizer_items(config.optimizer, config.lr_scheduler, whole))
-    ranks = sorted({rank for slot in runtime.planned.program.slots for rank in slot.ranks.tolist()})
+    ranks = sorted({rank for slot in program.slots for rank in slot.ranks.tolist()})
     update = Update(
         config.optimizer,
         config.lr_scheduler,
         config.max_grad_norm,
         named=named,
         counted=counted,
-        parts=parts,
-        trained=frozenset(trained.values()),
+        sharding=sharding,
         ranks=tuple(ranks),
         world=world,
-        state=state_for(parts),
+        state=state,
     )
     names = [parameter.name for parameter in parameters]
     compare_held(world, names, update.group_settings(), "the optimizer's settings of parameter")

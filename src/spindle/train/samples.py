@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from spindle.errors import TrainingError
 from spindle.run import seed_of
-from spindle.run.nests import plain, signature_of
+from spindle.run.pytrees import plain, signature_of
 from spindle.train.feed import Batch, Feed, Held, LoaderPosition, is_same, random_state, set_random_state
 
 EVERYTHING = ""  # stands for all fields of a sample, where it has no names for them
@@ -29,7 +29,7 @@ Needs = tuple[tuple[str, int, int], ...]  # rows `[first, last)` by field
 
 
 def fields_of(code: Callable[..., Any]) -> frozenset[str]:
-    """The entries of a batch that recorded code looks at; EVERYTHING where that cannot be told."""
+    """The entries of a batch that recorded code reads; EVERYTHING where that is unknown."""
     graph = getattr(getattr(code, "__self__", None), "graph", None)
     if graph is None:
         return frozenset({EVERYTHING})
@@ -40,7 +40,7 @@ def fields_of(code: Callable[..., Any]) -> frozenset[str]:
 
 
 def needs_of(uses: Iterable[tuple[Callable[..., Any], int, int]]) -> Needs:
-    """The rows of each field that pieces of code with these rows look at."""
+    """The rows of each field that pieces of code read, of which `uses` has the code and its rows."""
     rows_of: dict[str, tuple[int, int]] = {}
     for code, first, last in uses:
         for field in fields_of(code) if first < last else ():
@@ -60,7 +60,7 @@ class Request:
 
 
 class Rows(Dataset[Any]):
-    """Fetches requests; also in the processes of a DataLoader."""
+    """Fetch requested rows, also in the worker processes of a DataLoader."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -95,12 +95,12 @@ def _seed(seed: int) -> None:
 
 
 def _span(needs: Needs) -> tuple[int, int]:
-    """The rows from the first to the last that are needed: none where a rank's code looks at nothing of a batch."""
+    """The rows from the first to the last that are needed; empty where a rank's code reads nothing of a batch."""
     return min((first for _, first, _ in needs), default=0), max((last for _, _, last in needs), default=0)
 
 
 class Shuffled:
-    """Numbers of samples in batches: another order in each epoch, by the seed alone. Goes on behind `given` batches."""
+    """Numbers of samples in batches: shuffled in each epoch by the seed alone, after `num_batches` batches."""
 
     def __init__(self, length: int, batch_size: int, drop_last: bool, seed: int, num_batches: int) -> None:
         self.length, self.batch_size, self.seed = length, batch_size, seed
@@ -116,7 +116,7 @@ class Shuffled:
 
 
 class Sampled:
-    """Numbers of samples in batches, as a DataLoader's own sampler has them."""
+    """Numbers of samples in batches, as a DataLoader's own batch sampler gives them."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader, self.generator = loader, loader.generator
@@ -156,7 +156,7 @@ def sample_feed(loader: Any, seed: int, num_batches: int, **named: Any) -> Sampl
 
 
 class SampleFeed(Feed):
-    """Reads one task's dataset; what it keeps from its loader are numbers of samples."""
+    """Read one task's dataset by the numbers of its samples."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class SampleFeed(Feed):
 
     @property
     def divides(self) -> bool:
-        """Whether a batch may come in parts: it is made of tensors with a row for each sample."""
+        """Whether a batch can be read in parts: all of it is tensors with a row for each sample."""
         example, size = self.example(), self.definition.batch_size
         leaves = tree_leaves(example.nest)
         return self.definition.tokens is None and all(
@@ -260,7 +260,7 @@ class SampleFeed(Feed):
             number += 1
 
     def _fetch(self, number: int, needs: Needs | None) -> Any:
-        """From processes of a loader, from a thread that is a batch ahead, or here and now."""
+        """Fetch a batch from worker processes, from a thread that reads a batch ahead, or directly."""
         if self._workers:
             if self._stream is None or self._stream[:2] != (needs, number):
                 requests: Any = self._requests(number, needs)
@@ -279,7 +279,8 @@ class SampleFeed(Feed):
         return nest
 
     def _from_thread(self, number: int, needs: Needs | None) -> Any:
-        """What the thread fetched, if it was this. It is through either way: a dataset is asked by one at a time."""
+        """What the thread fetched, if it was this batch. Waits for the thread either way: a dataset is
+        read by one thread at a time."""
         if self._ahead is None:
             return None
         (*fetched, future), self._ahead = self._ahead, None
@@ -299,7 +300,7 @@ class SampleFeed(Feed):
 
 
 def _completed(nest: Any, needs: Needs, example: Any) -> tuple[Any, Held]:
-    """Part of a batch in the form of a whole one, with None for what is not there, and the rows that each leaf has."""
+    """Part of a batch with the structure of a whole one, None for what is missing, and the rows that each leaf has."""
     rows = {field: (first, last) for field, first, last in needs}
     if EVERYTHING in rows:
         return nest, tuple(_span(needs) for _ in tree_leaves(nest))

@@ -7,7 +7,6 @@ made, and parameters are sent straight from the ranks that held them to those th
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,14 +18,16 @@ from torch.utils._pytree import tree_map
 from spindle.launch.capture import Capture, Captured, WorkloadCapture
 from spindle.profile import Profile, write_profile
 from spindle.run import World
-from spindle.run.nests import on_device
+from spindle.run.pytrees import on_device
 from spindle.run.world import on_compute_stream
 from spindle.train.agreement import compare, config_items, module_items, version_items
 from spindle.train.analyze import AnalyzedWorkload, analyze, mode_of, without_tasks
 from spindle.train.buffers import gather_buffers, share_buffers
 from spindle.train.config import TrainConfig
 from spindle.train.feed import Batch, Feed, LoaderPosition
-from spindle.train.optimizer import Update, UpdateState
+from spindle.train.garbage import collect_all
+from spindle.train.optimizer import Update
+from spindle.train.optimizer_reshard import OptimizerState
 from spindle.train.plan import plan_workload
 from spindle.train.profiling import profile_workload
 from spindle.train.progress import Progress
@@ -61,7 +62,7 @@ class TrainSession:
         self.checked: set[str] = set()  # task variants whose split loss was compared with the whole one
         self.num_batches: Counter[str] = Counter()  # of each task, in all fits
         self.loader_positions: dict[str, LoaderPosition] = {}  # of a restored state, where loaders go on
-        self._update_state = UpdateState()
+        self._optimizer_state: OptimizerState | None = None  # for the next optimizer, where there is none
 
     def notifier(self, progress: Progress) -> Callable[[str], None]:
         """A function that shows a text the first time it is given it."""
@@ -135,7 +136,8 @@ class TrainSession:
             runtime.shards.attach()
         share_buffers(runtime.workload.bound, self.world)
         if self.update is None:
-            self.update = make_update(runtime, self.config, self.world, lambda parts: self._update_state)
+            self.update = make_update(runtime, self.config, self.world, self._optimizer_state)
+            self._optimizer_state = None
 
     def gather_parameters(self, runtime: RankRuntime) -> None:
         """Give every rank all parameters and buffers again."""
@@ -183,11 +185,11 @@ class TrainSession:
         new.weights.take_over(old.weights)
         if new.shards is not None:
             new.shards.attach()
-        self.update = make_update(new, self.config, self.world, update.handed_over)
+        self.update = make_update(new, self.config, self.world, update.state())
         self.runtime = new
         if self.world.device.type == "cuda":
             del old, update
-            gc.collect()  # graphs of the old plan hold memory of their device
+            collect_all()  # graphs of the old plan hold memory of their device
             torch.cuda.empty_cache()
         return new
 
@@ -229,29 +231,31 @@ class TrainSession:
     def forget_plan(self, *, keep_optimizer: bool = True) -> None:
         """Drop the plan; the optimizer's state stays, unless it is to start anew."""
         if not keep_optimizer:
-            self._update_state = UpdateState()
+            self._optimizer_state = None
         if self.runtime is None:
             return
         self.runtime.steps.close()
         if keep_optimizer and self.update is not None:
-            self._update_state = self.update.gathered()
+            self._optimizer_state = self.update.state(to_host=True)
         self.update = None
         if self.runtime.shards is not None:
             self.runtime.shards.release()
         for parameter in self.runtime.weights.parameters:
             parameter.grad = None
         self.runtime = None
-        gc.collect()  # what the plan held on its device
+        collect_all()  # what the plan held on its device
         self.world.forget_groups()
 
-    def optimizer_state(self) -> UpdateState:
-        """What the optimizers of all ranks keep, on all ranks, whatever the plan."""
-        return self._update_state if self.update is None else self.update.gathered()
+    def optimizer_state(self) -> OptimizerState:
+        """This rank's share of the optimizer's state."""
+        if self.update is not None:
+            return self.update.state(to_host=True)
+        return self._optimizer_state or OptimizerState()
 
-    def restore_optimizer_state(self, state: UpdateState) -> None:
-        """Have the next optimizer go on from this state."""
+    def restore_optimizer_state(self, state: OptimizerState) -> None:
+        """Have the next optimizer go on from this state, whatever its plan."""
         assert self.update is None
-        self._update_state = state
+        self._optimizer_state = state
 
     def _start_anew(self, reason: str, progress: Progress) -> None:
         self.forget_plan()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from spindle.errors import TrainingError
 from spindle.train.config import TrainConfig
 from spindle.train.feed import LoaderPosition, RandomState, random_state, set_random_state
-from spindle.train.optimizer import UpdateState
+from spindle.train.optimizer_reshard import OptimizerState
 from spindle.train.session import TrainSession
 
 
@@ -40,7 +40,7 @@ class TrainState:
     random_state: RandomState  # of torch, Python and numpy, on this rank
     sampling_weights: Mapping[str, float | None] | None  # None for those that are functions of the step
     variants: Mapping[tuple[str, int], str]  # names of task variants, by task and key
-    optimizer: UpdateState  # optimizer state and settings by parameter, and the learning-rate scheduler's state
+    optimizer: OptimizerState  # this rank's share, by parameter, with the learning-rate scheduler's state
 
 
 def take_state(
@@ -65,7 +65,7 @@ def take_state(
 
 def restore_state(session: TrainSession, state: TrainState) -> None:
     """Have a session go on from a state: its next fit begins with step `state.step`. The session must not have trained
-    yet; all ranks must call it with the same state."""
+    yet; all ranks must call it, each with its own state."""
     config = _restored_config(session.config, state)
     if session.runtime is not None or session.num_batches:
         raise TrainingError("a training that has begun cannot take another one's state; make a new Trainer")

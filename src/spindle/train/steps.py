@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from spindle.planners.pipeline import Layout, holders_in
+from spindle.planners import Layout, owning_ranks_in
 from spindle.profile import Profile
 from spindle.program import Program
 from spindle.run import Executor, MicroStep, ShapeInference, World
-from spindle.run.nests import Form
+from spindle.run.pytrees import PytreeMeta
 from spindle.run.shape_inference import Cuts
 from spindle.run.shards import Shards
 from spindle.train.agreement import compare, shape_items
 from spindle.train.analyze import AnalyzedWorkload
 from spindle.train.config import TrainConfig
 from spindle.train.header import BatchHeader, MicroSteps
-from spindle.train.microbatches import Key, Microbatches, StepGraph, task_of, variant_of, without_values
+from spindle.train.microbatches import Key, Microbatches, StepGraph, microbatch_name, without_values
 from spindle.train.plan import PlannedWorkload, program_for_rows
 from spindle.train.samples import Needs, needs_of
 
@@ -52,7 +52,7 @@ class StepRun:
     micro_step: MicroStep
     checks_losses: bool  # whether a loss that is summed from parts is compared with the whole one first
     is_as_planned: bool = True  # whether its batches have the sizes that were planned for
-    forms: Mapping[tuple[int, int], Form] = field(default_factory=dict)
+    cuts: Mapping[tuple[int, int], PytreeMeta] = field(default_factory=dict)
 
 
 class Steps:
@@ -133,7 +133,7 @@ class _Executors:
             step.profile.graph,
             step.code,
             self._parameters,
-            {op.task: axes[variant_of(op.task)] for op in step.profile.graph.metaops},
+            {task: axes[variant] for task, variant in step.variants.items()},
             self._world,
             reached=step.reached,
             seed=self._config.seed,
@@ -221,7 +221,7 @@ class PipelinedSteps(Steps):
             is_first=world.rank == 0,
             seed=config.seed,
         )
-        self._microbatches.holders = holders_in(workload.graph, layout)
+        self._microbatches.owning_ranks = owning_ranks_in(workload.graph, layout)
         self._shapes: dict[tuple[str, int, int], Any] = {}  # batches without values
 
     def reads(self, variants: Iterable[str]) -> bool:
@@ -235,14 +235,16 @@ class PipelinedSteps(Steps):
         step = self._step_graph(key, microbatches, num_micro_steps)
         program = world.broadcast_object(self._microbatches.program(key, step.profile) if world.rank == 0 else None)
         self._last = self._make.of_step(program, step, self._last)
-        by_name = {task_of(microbatch.variant, microbatch.micro_step): microbatch for microbatch in microbatches}
+        by_name = {
+            microbatch_name(microbatch.variant, microbatch.micro_step): microbatch for microbatch in microbatches
+        }
         yield StepRun(
             executor=self._last,
             profile=step.profile,
             microbatches=by_name,
             micro_step=MicroStep(tasks=frozenset(by_name)),
             checks_losses=False,
-            forms=self._microbatches.forms.of(step.profile.graph, step.code, shapes),
+            cuts=self._microbatches.forms.of(step.profile.graph, step.code, shapes),
         )
 
     def plan_ahead(
@@ -270,7 +272,7 @@ class PipelinedSteps(Steps):
         shapes = {}
         new_cuts: dict[str, Cuts] = {}
         for microbatch in microbatches:
-            name, header = task_of(microbatch.variant, microbatch.micro_step), microbatch.header
+            name, header = microbatch_name(microbatch.variant, microbatch.micro_step), microbatch.header
             key = (microbatch.task, header.variant, header.signature)
             if key not in self._shapes:
                 is_reader = self._world.rank == header.reader

@@ -51,7 +51,7 @@ class ModuleHandle:
 
 
 def called_module(handle: ModuleHandle, *args: Any, **kwargs: Any) -> Any:
-    """Stands in a recorded task for a call of a module."""
+    """Stand in a recorded task for a call of a module."""
     return handle.module(*args, **kwargs)
 
 
@@ -67,7 +67,7 @@ def module(
     split: bool = True,
     tensor_parallel: Mapping[str, str] | None = None,
 ) -> ModuleHandle:
-    """Registers an `nn.Module` under a name that all tasks share.
+    """Register an `nn.Module` under a name that all tasks share.
 
     It is split into layers automatically; with `split=False` it stays one layer. With `activation_checkpointing`,
     backward recomputes the activations of its layers instead of keeping them. `whole_batch` says that the samples of a
@@ -96,7 +96,7 @@ class Mean(NamedTuple):
 
 
 def mean(total: Any, count: Any) -> Mean:
-    """A mean that may be split: over tokens with padding, say, where ranks have different counts."""
+    """A mean that can be split over ranks with different counts: over tokens with padding, for example."""
     return Mean(total, count)
 
 
@@ -124,7 +124,7 @@ def task(
     per_sample_mean: bool = False,
     tokens: Callable[[Any], int] | None = None,
 ) -> Callable[[Callable[[Any], Any]], TaskDefinition]:
-    """Makes a task of a function over a batch that returns its loss.
+    """Make a task of a function from a batch to its loss.
 
     The loss is computed over the whole batch unless it is a `spindle.mean`, or `per_sample_mean` says that it is the
     mean of a loss of each sample. `weight` is a number or a function of the step; `tokens(batch)` says how many tokens

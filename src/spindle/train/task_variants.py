@@ -1,9 +1,9 @@
 """Variants of a task: a batch without a modality passes through other modules than one with it.
 
 A task is recorded once for each form of its batches (which entries there are, which are None or have no rows) and each
-outcome of its branches on shapes. Each of these ways is planned like a task of its own; in a step a task takes one of
-them. So a module that a batch does not lead through has no gradient from it, as in one process, and no rank waits for
-what another does not do.
+outcome of its branches on shapes. Each variant is planned like a task of its own; in a step a task takes one of them.
+So a module that a batch does not pass through gets no gradient from it, as in one process, and no rank waits for a
+transfer that does not happen.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spindle.errors import TrainingError
-from spindle.run.nests import digest
+from spindle.run.pytrees import digest
 from spindle.train.feed import Batch, form_of_batch
 from spindle.train.record import record
 from spindle.train.task import TaskDefinition
@@ -48,12 +48,12 @@ class TaskVariants:
         self._branching: dict[tuple[str, str], bool] = {}  # by task and form
 
     def __iter__(self) -> Iterator[TaskVariant]:
-        """Those of the tasks that are trained now."""
+        """The variants of the tasks that are trained now."""
         return (variant for variant in self._variants.values() if variant.task in self._tasks)
 
     def set_tasks(self, tasks: Sequence[TaskDefinition]) -> set[str]:
-        """Others are trained now. Ways through one that comes back are still known, if it is the same; the names of
-        those that are not."""
+        """Train these tasks from now on. Variants of a task that comes back are still known, unless its definition is
+        another; returns the names of those that were dropped."""
         replaced = {task.name for task in tasks if self._seen.get(task.name, task) is not task}
         dropped = {variant.name for variant in self._variants.values() if variant.task in replaced}
         self._variants = {key: variant for key, variant in self._variants.items() if key[0] not in replaced}
@@ -94,11 +94,11 @@ class TaskVariants:
         return variant_key
 
     def add(self, task: str, key: int, batch: Batch) -> None:
-        """A new variant, from the first batch that takes it."""
+        """Add a variant, with the first batch that takes it."""
         count = sum(variant.task == task for variant in self._variants.values())
         if count == _MOST_VARIANTS:
             raise TrainingError(
-                f"task {task!r}: its batches take more than {_MOST_VARIANTS} different ways, "
+                f"task {task!r}: its batches take more than {_MOST_VARIANTS} variants, "
                 f"the last {batch_text(batch)}; each is planned: let batches have fewer forms, pad them alike, or move "
                 "branches into a module"
             )
