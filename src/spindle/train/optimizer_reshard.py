@@ -94,12 +94,12 @@ def reshard_state(world: World, state: OptimizerState, sharding: Sharding) -> Op
         if tensor is not None:
             states[name][key] = tensor if name in sharding else tensor.cpu()
     return OptimizerState(
-        num_steps=max(num_steps for _, _, num_steps in table),  # a rank without parameters has counted none
+        num_steps=max(num_steps for _, _, num_steps, _ in table),  # a rank without parameters has counted none
         sharding=new,
         states=states,
-        settings={name: group for _, settings, _ in table for name, group in settings.items()},
+        settings={name: group for _, settings, _, _ in table for name, group in settings.items()},
         old_settings=state.old_settings,
-        lr_scheduler=state.lr_scheduler,
+        lr_scheduler=state.lr_scheduler or next((scheduler for *_, scheduler in table if scheduler is not None), None),
     )
 
 
