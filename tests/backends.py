@@ -85,10 +85,14 @@ def prepare_rank(rank: int) -> None:
     torch.backends.cudnn.allow_tf32 = False  # references are in full precision
 
 
-def init_process_group(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> None:
+def init_process_group(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta, name: str = "") -> None:
+    """Joins a process group of the backend under test, or of one that is named."""
+    if name == ipc.BACKEND:
+        ipc.register()
     names = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl", "ipc": ipc.BACKEND}
     device = {"device_id": rank_device()} if backend() == "nccl" else {}
-    dist.init_process_group(names[backend()], store=store, rank=rank, world_size=num_ranks, timeout=timeout, **device)
+    name = name or names[backend()]
+    dist.init_process_group(name, store=store, rank=rank, world_size=num_ranks, timeout=timeout, **device)
 
 
 def leave_subgroups() -> None:

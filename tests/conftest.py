@@ -1,4 +1,5 @@
-"""Tests by what they need: unit, laws (hypothesis), golden, run (processes of this machine). None needs a GPU."""
+"""Tests by what they need, each kind in a folder: unit (nothing), laws (hypothesis), golden (checked-in plans), run
+(processes of this machine), gpu (skipped without one). Modules beside this file are for all of them."""
 
 import pytest
 from hypothesis import settings
@@ -34,6 +35,6 @@ def pool():
     """Processes that tests share, with what they know about the workloads they have seen."""
     from pool import Pool  # needs torch
 
-    one = Pool()
-    yield one
-    one.close()
+    processes = Pool()
+    yield processes
+    processes.close()

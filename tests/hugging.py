@@ -1,12 +1,17 @@
 """Hugging Face models of small sizes with random weights, batches for them, and workloads made of them.
 
-Nothing is downloaded. `MODELS` has for each model how it is made, `batch(rows, length)`, and how many layers it is to
-be cut into; `ALL_MODELS` has those of `hugging_families`, too. Dropout is off.
+Nothing is downloaded. `hugging_models.json` has for each model its class and configuration, the parts of its batches,
+and into how many layers it is to be cut; of a model that stays whole, `reason` is part of what the chain says why.
+`models` are those that were asked for first, `families` further ones. Making one whose class the installed transformers
+lacks raises AttributeError. Dropout is off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,216 +19,145 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 
-from hugging_configs import (
-    BOTH,
-    GROUPED,
-    IMAGE,
-    IMAGE_TOKEN,
-    MODERN,
-    STAGES,
-    T5,
-    TEXT,
-    VISION,
-    VOCABULARY,
-    WAVES,
-    WHISPER,
-    Model,
-    images,
-    images_in_words,
-    speech,
-    two_texts,
-    waves,
-    words,
-)
-from hugging_families import FAMILIES
 from spindle.train import mean, module, task
 from zoo import Workload
 
-
-def llava() -> nn.Module:
-    vision, text = hf.CLIPVisionConfig(**VISION), hf.LlamaConfig(**GROUPED)
-    return hf.LlavaForConditionalGeneration(
-        hf.LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN, image_seq_length=16)
-    )
-
-
-def detr() -> nn.Module:
-    backbone = hf.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic", out_features=["stage2"]
-    )
-    return hf.DetrModel(hf.DetrConfig(**BOTH, use_timm_backbone=False, backbone_config=backbone, num_queries=5))
+hf.logging.set_verbosity_error()
+Batch = dict[str, torch.Tensor]
+IMAGE_TOKEN, VISION_START, VISION_END = 60, 58, 57  # of a vocabulary of 61
+IMAGE, FRAMES = 32, 4
+_FILE = json.loads((Path(__file__).parent / "hugging_models.json").read_text(encoding="utf-8"))
 
 
-def sam() -> nn.Module:
-    vision = {
-        **VISION,
-        "output_channels": 16,
-        "window_size": 2,
-        "global_attn_indexes": [1],
-        "mlp_dim": 48,
-        "num_pos_feats": 8,
+def config_of(settings: Any) -> Any:
+    """A configuration, or its settings where it has no class: those of its `base`, and its own."""
+    if not isinstance(settings, dict):
+        return settings
+    bases = settings.get("base", [])
+    resolved: dict[str, Any] = {}
+    for base in [bases] if isinstance(bases, str) else bases:
+        resolved |= config_of(_FILE["bases"][base])
+    resolved |= {name: config_of(value) for name, value in settings.items() if name not in ("base", "class")}
+    return getattr(hf, settings["class"])(**resolved) if "class" in settings else resolved
+
+
+TEXT, GROUPED, VISION, BOTH = (config_of(_FILE["bases"][name]) for name in ("text", "grouped", "vision", "both"))
+
+
+# Parts of batches, of so many rows; texts have a length and so many tokens for images.
+
+
+def words(rows: int, length: int, image_tokens: int = 0) -> Batch:
+    """Tokens, padded at their ends, with tokens for images behind the first two."""
+    lengths = length - torch.arange(rows) % 3
+    mask = (torch.arange(length) < lengths.unsqueeze(1)).long()
+    ids = torch.randint(3, VISION_END, (rows, length)) * mask
+    image = torch.full((rows, image_tokens), IMAGE_TOKEN)
+    return {
+        "input_ids": torch.cat([ids[:, :2], image, ids[:, 2:]], dim=1),
+        "attention_mask": torch.cat([mask[:, :2], torch.ones_like(image), mask[:, 2:]], dim=1),
     }
-    prompt = {"hidden_size": 16, "image_size": IMAGE, "patch_size": 8, "image_embedding_size": 4}
-    masks = {"hidden_size": 16, "num_attention_heads": 2, "mlp_dim": 16, "iou_head_hidden_dim": 16}
-    return hf.SamModel(hf.SamConfig(vision_config=vision, prompt_encoder_config=prompt, mask_decoder_config=masks))
 
 
-MODELS: dict[str, Model] = {
-    "CLIP vision": Model(lambda: hf.CLIPVisionModel(hf.CLIPVisionConfig(**VISION)), images, 5),
-    "CLIP text": Model(lambda: hf.CLIPTextModel(hf.CLIPTextConfig(**TEXT)), words, 5),
-    "CLIP": Model(
-        lambda: hf.CLIPModel(hf.CLIPConfig(text_config=TEXT, vision_config=VISION, projection_dim=16)),
-        lambda rows, length: {**words(rows, length), **images(rows, length)},
-        9,
-    ),
-    "SigLIP vision": Model(lambda: hf.SiglipVisionModel(hf.SiglipVisionConfig(**VISION)), images, 5),
-    "SigLIP text": Model(lambda: hf.SiglipTextModel(hf.SiglipTextConfig(**TEXT)), words, 5),
-    "ViT": Model(lambda: hf.ViTModel(hf.ViTConfig(**VISION)), images, 5),
-    "DINOv2": Model(lambda: hf.Dinov2Model(hf.Dinov2Config(**VISION, mlp_ratio=2)), images, 5),
-    "Whisper encoder": Model(lambda: hf.WhisperModel(hf.WhisperConfig(**WHISPER)).encoder, speech, 5),
-    "Whisper": Model(
-        lambda: hf.WhisperForConditionalGeneration(hf.WhisperConfig(**WHISPER)),
-        lambda rows, length: {**speech(rows, length), "decoder_input_ids": words(rows, length)["input_ids"]},
-        8,
-    ),
-    "Wav2Vec2": Model(lambda: hf.Wav2Vec2Model(hf.Wav2Vec2Config(**WAVES)), waves, 4),
-    "BERT": Model(lambda: hf.BertModel(hf.BertConfig(**TEXT)), words, 5),
-    "GPT-2": Model(
-        lambda: hf.GPT2LMHeadModel(
-            hf.GPT2Config(
-                vocab_size=VOCABULARY, n_embd=32, n_layer=3, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
-            )
-        ),
-        words,
-        5,
-    ),
-    "Llama": Model(lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED)), words, 5),
-    "Qwen2": Model(lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**GROUPED, tie_word_embeddings=True)), words, 5),
-    "T5": Model(lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5, decoder_start_token_id=0)), two_texts, 9),
-    "BART": Model(lambda: hf.BartForConditionalGeneration(hf.BartConfig(**BOTH)), two_texts, 8),
-    "LLaVA": Model(llava, images_in_words, 9),
-    # Not on the list that this was made for.
-    "ALBERT": Model(lambda: hf.AlbertModel(hf.AlbertConfig(**TEXT, embedding_size=16)), words, 5),
-    "AST": Model(
-        lambda: hf.ASTModel(
-            hf.ASTConfig(
-                **{**VISION, "patch_size": 4}, max_length=40, num_mel_bins=16, frequency_stride=4, time_stride=4
-            )
-        ),
-        lambda rows, length: {"input_values": torch.randn(rows, 40, 16)},
-        5,
-    ),
-    "CLAP audio": Model(
-        lambda: hf.ClapAudioModel(
-            hf.ClapAudioConfig(
-                spec_size=IMAGE,
-                patch_size=2,
-                patch_stride=(2, 2),
-                window_size=4,
-                num_mel_bins=8,
-                patch_embeds_hidden_size=8,
-                depths=[2, 2],
-                num_attention_heads=[2, 4],
-                hidden_size=16,
-                drop_path_rate=0.0,
-            )
-        ),
-        lambda rows, length: {"input_features": torch.randn(rows, 1, 4 * IMAGE, 8)},
-        7,
-    ),
-    "ConvNeXt": Model(
-        lambda: hf.ConvNextModel(hf.ConvNextConfig(hidden_sizes=[8, 16], num_stages=2, patch_size=2, **STAGES)),
-        images,
-        7,
-    ),
-    "DeBERTa": Model(
-        lambda: hf.DebertaV2Model(
-            hf.DebertaV2Config(**TEXT, relative_attention=True, position_buckets=8, pos_att_type=["p2c", "c2p"])
-        ),
-        words,
-        4,
-    ),
-    "DETR": Model(detr, images, 16),
-    "DINOv3": Model(lambda: hf.DINOv3ViTModel(hf.DINOv3ViTConfig(**VISION, pos_embed_rescale=None)), images, 5),
-    "Gemma 3": Model(
-        lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**GROUPED, head_dim=8, sliding_window=4)), words, 5
-    ),
-    "HuBERT": Model(lambda: hf.HubertModel(hf.HubertConfig(**WAVES)), waves, 4),
-    "Mamba": Model(
-        lambda: hf.MambaModel(hf.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=3, state_size=4)),
-        lambda rows, length: {"input_ids": words(rows, length)["input_ids"]},
-        5,
-    ),
-    # Its forward loops over a set of strings, whose order differs from process to process.
-    "ModernBERT": Model(lambda: hf.ModernBertModel(hf.ModernBertConfig(**MODERN)), words, 6),
-    "Mixtral": Model(
-        lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**GROUPED, num_local_experts=4, experts_implementation="eager")),
-        words,
-        5,
-    ),
-    "OPT": Model(
-        lambda: hf.OPTForCausalLM(
-            hf.OPTConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=32,
-                ffn_dim=48,
-                num_hidden_layers=3,
-                num_attention_heads=4,
-                max_position_embeddings=64,
-                word_embed_proj_dim=32,
-            )
-        ),
-        words,
-        5,
-    ),
-    "Qwen2 MoE": Model(
-        lambda: hf.Qwen2MoeForCausalLM(
-            hf.Qwen2MoeConfig(
-                **GROUPED,
-                num_experts=4,
-                moe_intermediate_size=16,
-                shared_expert_intermediate_size=16,
-                experts_implementation="eager",
-            )
-        ),
-        words,
-        5,
-    ),
-    "ResNet": Model(
-        lambda: hf.ResNetModel(
-            hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic")
-        ),
-        images,
-        9,
-    ),
-    "SAM": Model(
-        sam,
-        lambda rows, length: {
-            **images(rows, length),
-            "input_points": torch.rand(rows, 1, 1, 2) * (IMAGE - 1),
-            "input_labels": torch.ones(rows, 1, 1, dtype=torch.long),
-        },
-        13,
-    ),
-    "Swin": Model(
-        lambda: hf.SwinModel(hf.SwinConfig(patch_size=2, embed_dim=8, num_heads=[2, 4], window_size=4, **STAGES)),
-        images,
-        7,
-    ),
-    "VideoMAE": Model(
-        lambda: hf.VideoMAEModel(hf.VideoMAEConfig(**VISION, num_frames=4)),
-        lambda rows, length: {"pixel_values": torch.randn(rows, 4, 3, IMAGE, IMAGE)},
-        4,
-    ),
-    "WavLM": Model(lambda: hf.WavLMModel(hf.WavLMConfig(**WAVES)), waves, 4),
-    "XLNet": Model(
-        lambda: hf.XLNetModel(hf.XLNetConfig(vocab_size=VOCABULARY, d_model=32, n_layer=3, n_head=4, d_inner=48)),
-        words,
-        5,
-    ),
+def two_texts(rows: int, length: int) -> Batch:
+    return {**words(rows, length), "decoder_input_ids": words(rows, length - 2)["input_ids"]}
+
+
+def spectrograms(rows: int, length: int) -> Batch:
+    """Frames of mel bins, with a mask."""
+    num_frames = 40 + 8 * length
+    return {
+        "input_features": torch.randn(rows, num_frames, 16),
+        "attention_mask": torch.ones(rows, num_frames, dtype=torch.long),
+    }
+
+
+def packed_patches(rows: int, length: int) -> Batch:
+    """The patches of all images in one sequence, as Qwen-VL takes them: 4 x 4 patches, four tokens for each image."""
+    text = words(rows, length)
+    ids, mask = text["input_ids"], text["attention_mask"]
+    image = torch.tensor([VISION_START, *[IMAGE_TOKEN] * 4, VISION_END]).repeat(rows, 1)
+    input_ids = torch.cat([ids[:, :2], image, ids[:, 2:]], dim=1)
+    return {
+        "input_ids": input_ids,
+        "attention_mask": torch.cat([mask[:, :2], torch.ones_like(image), mask[:, 2:]], dim=1),
+        "mm_token_type_ids": (input_ids == IMAGE_TOKEN).long(),
+        "pixel_values": torch.randn(rows * 16, 3 * 2 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]).repeat(rows, 1),
+    }
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
+    return torch.ones(*shape, dtype=dtype)
+
+
+PARTS: dict[str, Callable[[int, int, int], Batch]] = {
+    "words": words,
+    "tokens": lambda rows, length, _: {"input_ids": words(rows, length)["input_ids"]},
+    "decoder_words": lambda rows, length, _: {"decoder_input_ids": words(rows, length)["input_ids"]},
+    "short_decoder_words": lambda rows, length, _: {"decoder_input_ids": words(rows, length - 2)["input_ids"]},
+    "token_types": lambda rows, length, count: {"token_type_ids": 0 * ones(rows, length + count)},
+    "images": lambda rows, *_: {"pixel_values": torch.randn(rows, 3, IMAGE, IMAGE)},
+    "single_images": lambda rows, *_: {
+        "pixel_values": torch.randn(rows, 1, 3, IMAGE, IMAGE),
+        "pixel_attention_mask": ones(rows, 1, IMAGE, IMAGE, dtype=torch.bool),
+    },
+    "image_sizes": lambda rows, *_: {"image_sizes": torch.full((rows, 2), IMAGE)},
+    "points": lambda rows, *_: {
+        "input_points": torch.rand(rows, 1, 1, 2) * (IMAGE - 1),
+        "input_labels": ones(rows, 1, 1),
+    },
+    "patches": lambda rows, *_: {
+        "pixel_values": torch.randn(rows, 16, 3 * 8 * 8),
+        "pixel_attention_mask": ones(rows, 16),
+        "spatial_shapes": torch.full((rows, 2), 4),
+    },
+    "packed_patches": lambda rows, length, _: packed_patches(rows, length),
+    "tiles": lambda rows, length, _: {
+        "pixel_values": torch.randn(rows, 1, 1, 3, IMAGE, IMAGE),
+        "aspect_ratio_ids": ones(rows, 1),
+        "aspect_ratio_mask": ones(rows, 1, 1),
+        "cross_attention_mask": ones(rows, length, 1, 1),
+    },
+    "videos": lambda rows, *_: {"pixel_values": torch.randn(rows, FRAMES, 3, IMAGE, IMAGE)},
+    "pixel_values_videos": lambda rows, *_: {"pixel_values_videos": torch.randn(rows, FRAMES, 3, IMAGE, IMAGE)},
+    "waves": lambda rows, length, _: {"input_values": torch.randn(rows, 100 + 20 * length)},
+    "long_waves": lambda rows, length, _: {"input_values": torch.randn(rows, 4000 + 800 * length)},
+    "speech": lambda rows, *_: {"input_features": torch.randn(rows, 16, 40)},
+    "speech_mask": lambda rows, *_: {"feature_attention_mask": ones(rows, 40)},
+    "spectrograms": lambda rows, length, _: spectrograms(rows, length),
+    "mel_frames": lambda rows, *_: {"input_features": torch.randn(rows, 40, 16)},
+    "mel_images": lambda rows, *_: {"input_values": torch.randn(rows, 40, 16)},
+    "fused_features": lambda rows, *_: {"input_features": torch.randn(rows, 1, 4 * IMAGE, 8)},
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model of the file."""
+
+    entry: Mapping[str, Any]
+
+    def make(self) -> nn.Module:
+        model = getattr(hf, self.entry["model"])(config_of(self.entry["config"]))
+        return getattr(model, self.entry["part"]) if "part" in self.entry else model
+
+    def batch(self, rows: int, length: int) -> Batch:
+        batch: Batch = {}
+        for part in self.entry["batch"]:
+            batch |= PARTS[part](rows, length, self.entry.get("image_tokens", 0))
+        return batch
+
+    @property
+    def num_layers(self) -> int:
+        return self.entry["layers"]
+
+    @property
+    def reason(self) -> str:
+        return self.entry.get("reason", "")
+
+
+MODELS, FAMILIES = ({name: Model(entry) for name, entry in _FILE[group].items()} for group in ("models", "families"))
 ALL_MODELS = {**MODELS, **FAMILIES}
 
 
@@ -234,12 +168,12 @@ def made(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    for one in model.modules():
-        if isinstance(one, nn.Dropout):
-            one.p = 0.0
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
         for name in ("dropout", "activation_dropout", "attention_dropout"):
-            if isinstance(getattr(one, name, None), float):
-                setattr(one, name, 0.0)
+            if isinstance(getattr(part, name, None), float):
+                setattr(part, name, 0.0)
     return model
 
 
@@ -266,13 +200,13 @@ ROWS = 4
 
 def _batches(tasks: list[Any], name: str) -> Callable[[int], dict]:
     """The length changes from step to step."""
-    return lambda step: {one.name: batch_of(name, one.batch_size, 7 + 2 * (step % 3)) for one in tasks}
+    return lambda step: {each.name: batch_of(name, each.batch_size, 7 + 2 * (step % 3)) for each in tasks}
 
 
-def _token_loss(logits: torch.Tensor, ids: torch.Tensor) -> Any:
+def token_loss(logits: torch.Tensor, ids: torch.Tensor) -> Any:
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
-    kept = ids[:, 1:] != 0
-    return mean((losses * kept).sum(), kept.sum())
+    mask = ids[:, 1:] != 0
+    return mean((losses * mask).sum(), mask.sum())
 
 
 def contrastive() -> Workload:
@@ -295,7 +229,7 @@ def language_and_images() -> Workload:
 
     @task(batch_size=ROWS)
     def describe(batch):
-        return _token_loss(model(**batch).logits, batch["input_ids"])
+        return token_loss(model(**batch).logits, batch["input_ids"])
 
     return Workload(tasks=[describe], batches=_batches([describe], "LLaVA"))
 
@@ -314,7 +248,7 @@ def language_and_images_in_parts() -> Workload:
         places = (batch["input_ids"] == IMAGE_TOKEN).unsqueeze(-1)
         embedded = table(batch["input_ids"]).masked_scatter(places, seen)
         out = language(inputs_embeds=embedded, attention_mask=batch["attention_mask"])
-        return _token_loss(out.logits, batch["input_ids"])
+        return token_loss(out.logits, batch["input_ids"])
 
     return Workload(tasks=[describe], batches=_batches([describe], "LLaVA"))
 
@@ -325,7 +259,7 @@ def translation(name: str) -> Workload:
 
     @task(batch_size=ROWS)
     def translate(batch):
-        return _token_loss(model(**batch).logits, batch["decoder_input_ids"])
+        return token_loss(model(**batch).logits, batch["decoder_input_ids"])
 
     return Workload(tasks=[translate], batches=_batches([translate], name))
 

@@ -6,19 +6,16 @@ Encoders see images and sounds, each in some sub-microbatches or in none; a lang
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import tensors
 from backends import rank_device, to_device
+from comparison import Comparison
 from spindle.cluster import Cluster, cluster_named
 from spindle.graph import MetaGraph, metagraph_of
 from spindle.plan import (
@@ -30,13 +27,10 @@ from spindle.plan import (
     Plan,
     assemble_passes,
     check,
-    format_plan,
-    parse_plan,
-    setting_of,
     slot_links,
 )
 from spindle.plan.times import pass_needs
-from spindle.profile import Curve, Profile, roofline_profile
+from spindle.profile import Profile, roofline_profile
 from spindle.program import lower, verify
 from spindle.run import Executor, LayerCode, LayersCode, LossCode, OpCode, ShapeInference, World
 from spindle.run.pytrees import signature_of
@@ -67,17 +61,17 @@ class Mix(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
-    def forward(self, x, *others):
+    def forward(self, x, *rest):
         y = self.down(torch.tanh(self.up(self.norm(x) * self.scale)))
-        return (x + y * self.scale, *others)
+        return (x + y * self.scale, *rest)
 
 
 class Shift(nn.Module):
     """Moves what it gets by places, without weights, over its input."""
 
-    def forward(self, x, *others):
-        x += torch.cos(others[0].to(x.dtype)).unsqueeze(-1) if others else 0.5
-        return (x * 1.5, *others)
+    def forward(self, x, *rest):
+        x += torch.cos(rest[0].to(x.dtype)).unsqueeze(-1) if rest else 0.5
+        return (x * 1.5, *rest)
 
 
 class Read(nn.Module):
@@ -100,30 +94,30 @@ class Say(nn.Module):
         super().__init__()
         self.embedding = embedding
 
-    def forward(self, x, places, kept):
-        return (x[kept["behind"] :] @ self.embedding.weight.T,)
+    def forward(self, x, positions, counts):
+        return (x[counts["behind"] :] @ self.embedding.weight.T,)
 
 
 def model(seed: int) -> nn.ModuleDict:
     """Modules as chains of layers."""
     torch.manual_seed(seed)
     read = Read()
-    made = nn.ModuleDict(
+    modules = nn.ModuleDict(
         {
             "vision": nn.ModuleList([Enter(4), Mix(), Mix(), Mix()]),
             "hearing": nn.ModuleList([Enter(3), Shift(), Mix()]),
             "language": nn.ModuleList([read, Mix(), Mix(), Shift(), Mix(), Mix(), Say(read.embedding)]),
         }
     ).double()
-    for parameter in made["hearing"][0].parameters():
+    for parameter in modules["hearing"][0].parameters():
         parameter.requires_grad_(False)  # so that the next layer's input takes no gradient
-    return made
+    return modules
 
 
 def microbatches(seed: int, count: int) -> dict[str, dict[str, Any]]:
     """So many, by task. Of each kind of entries there are some sub-microbatches, each with some entries."""
     choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    made = {}
+    batches = {}
     for number in range(count):
         batch: dict[str, Any] = {"tokens": torch.randint(NUM_TOKENS, (choose.randint(2, 7),), generator=generator)}
         for key, size in SOURCES.values():
@@ -131,8 +125,8 @@ def microbatches(seed: int, count: int) -> dict[str, dict[str, Any]]:
             batch[key] = [
                 torch.randn(choose.randint(1, 5), size, dtype=torch.float64, generator=generator) for _ in range(parts)
             ]
-        made[f"m{number:02}"] = batch
-    return made
+        batches[f"m{number:02}"] = batch
+    return batches
 
 
 def loss_of(batch: Any, logits: torch.Tensor) -> torch.Tensor:
@@ -169,12 +163,12 @@ def pipeline(modules: nn.ModuleDict, batches: dict[str, Any]) -> Pipeline:
     names: dict[int, str] = {}
     for name, parameter in modules.named_parameters():
         names.setdefault(id(parameter), name)
-    parameters = {names[id(one)]: one for one in modules.parameters()}
-    made = [
+    parameters = {names[id(weight)]: weight for weight in modules.parameters()}
+    chains = [
         Module(
             name=name,
             layers=tuple(
-                Layer(kind=type(layer).__name__, parameters=tuple(names[id(one)] for one in layer.parameters()))
+                Layer(kind=type(layer).__name__, parameters=tuple(names[id(weight)] for weight in layer.parameters()))
                 for layer in modules[name]
             ),
         )
@@ -183,21 +177,21 @@ def pipeline(modules: nn.ModuleDict, batches: dict[str, Any]) -> Pipeline:
     tasks = []
     for task, batch in batches.items():
         calls = [f"{name}.{part}" for name, (key, _) in SOURCES.items() for part in range(len(batch[key]))]
-        flows = [(one, "language") for one in calls] + [("language", "loss")]
+        flows = [(call, "language") for call in calls] + [("language", "loss")]
         tasks.append(
             Task(
                 name=task,
                 batch_size=1,
-                calls=tuple(_call(modules, one, batch) for one in [*calls, "language", "loss"]),
+                calls=tuple(_call(modules, call, batch) for call in [*calls, "language", "loss"]),
                 flows=tuple(flows),
             )
         )
     workload = Workload(
         name="pipeline",
-        modules=(*made, Module(name="loss", layers=(Layer(kind="loss"),))),
+        modules=(*chains, Module(name="loss", layers=(Layer(kind="loss"),))),
         parameters=tuple(
-            Parameter(name=name, num_elements=one.numel(), trainable=one.requires_grad)
-            for name, one in parameters.items()
+            Parameter(name=name, num_elements=weight.numel(), trainable=weight.requires_grad)
+            for name, weight in parameters.items()
         ),
         tasks=tuple(tasks),
     )
@@ -236,7 +230,7 @@ def _code(modules: nn.ModuleDict, op: Any, batch: Any, count: int) -> OpCode:
         sources = tuple(f"{name}.{part}" for name, (key, _) in SOURCES.items() for part in range(len(batch[key])))
         return LayersCode(layers=layers, arguments=_behind_encoders, sources=sources)
     key, part = SOURCES[op.module][0], int(op.call.partition(".")[2])
-    return LayersCode(layers=layers, arguments=lambda given: ((given[key][part],), {}))
+    return LayersCode(layers=layers, arguments=lambda whole: ((whole[key][part],), {}))
 
 
 def _behind_encoders(batch: Any, *outputs: torch.Tensor) -> Any:
@@ -258,7 +252,7 @@ class Case:
     num_chunks: int = 2
     split: float = 0.5
     lean: float = 0.4
-    forms: bool = True  # are worked out; else they are told
+    forms: bool = True  # shapes are inferred; else they are sent
     shares_order: bool = False  # all steps have the first one's program
     shards: bool = False  # the optimizer
     steps: int = 2
@@ -268,11 +262,12 @@ def profile_of(graph: MetaGraph, num_ranks: int) -> Profile:
     """Half of every backward is for weights; there is a host."""
     cluster = cluster_named(f"cpux{num_ranks}")
     islands = tuple(
-        replace(one, kind=replace(one.kind, host_bytes_per_s=1e9, host_memory_bytes=1 << 30)) for one in cluster.islands
+        replace(island, kind=replace(island.kind, host_bytes_per_s=1e9, host_memory_bytes=1 << 30))
+        for island in cluster.islands
     )
     profile = roofline_profile(graph, Cluster(name=cluster.name, islands=islands))
     curves = tuple(
-        tuple(replace(one, weight_s=tuple(0.5 * part for part in one.backward_s)) for one in by_degree)
+        tuple(replace(curve, weight_s=tuple(0.5 * part for part in curve.backward_s)) for curve in by_degree)
         for by_degree in profile.curves
     )
     return replace(profile, curves=curves)
@@ -294,13 +289,13 @@ def owning_ranks_of(
 ) -> dict[int, tuple[int, ...]]:
     """The ranks that have each parameter, in every replica, whatever a step's microbatches need."""
     per_replica = case.num_ranks // case.num_replicas
-    number_of = {id(one): number for number, one in enumerate(made.parameters)}
-    found: dict[int, set[int]] = {}
+    number_of = {id(weight): number for number, weight in enumerate(made.parameters)}
+    holders: dict[int, set[int]] = {}
     for name, layers in modules.items():
         for layer, place in zip(layers, places[name], strict=True):
             for parameter in layer.parameters():
-                found.setdefault(number_of[id(parameter)], set()).update(range(place, case.num_ranks, per_replica))
-    return {number: tuple(sorted(ranks)) for number, ranks in found.items()}
+                holders.setdefault(number_of[id(parameter)], set()).update(range(place, case.num_ranks, per_replica))
+    return {number: tuple(sorted(ranks)) for number, ranks in holders.items()}
 
 
 def random_plan(profile: Profile, places: dict[str, list[int]], case: Case, step: int) -> Plan:
@@ -343,11 +338,11 @@ def random_order(graph: MetaGraph, pieces: list[Piece], split: float, choose: ra
     order: list[tuple[int, str]] = []
     done: set[tuple[int, str]] = set()
     while waiting:
-        able = [one for one in waiting if done.issuperset(needs[one])]
-        one = choose.choices(able, [1.0 if kind == FORWARD else haste for _, kind in able])[0]
-        waiting.remove(one)
-        order.append(one)
-        done.add(one)
+        ready = [entry for entry in waiting if done.issuperset(needs[entry])]
+        entry = choose.choices(ready, [1.0 if kind == FORWARD else haste for _, kind in ready])[0]
+        waiting.remove(entry)
+        order.append(entry)
+        done.add(entry)
     return order
 
 
@@ -355,17 +350,12 @@ def random_order(graph: MetaGraph, pieces: list[Piece], split: float, choose: ra
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
-    """How far a rank is from one process, at most."""
+class PipelineRun:
+    """What one rank reports."""
 
-    loss: float
-    gradient: float
-    parameter: float
-    worst: str
-    compared: frozenset[str]
-    expected: frozenset[str]
+    comparison: Comparison
     offloaded_bytes: int
-    num_parts: int
+    num_split: int  # backward passes in two parts
     num_recomputed: int
 
 
@@ -375,34 +365,26 @@ class Tidy(Executor):
     def _losses(self, step: Any) -> Any:
         assert not any((step.inputs, step.outputs, step.arrivals, step.sending, step.deferred))
         assert not any(
-            piece.outputs or piece.inputs or piece.recompute for one in step.pieces.values() for piece in one
+            piece.outputs or piece.inputs or piece.recompute for pieces in step.pieces.values() for piece in pieces
         )
         return super()._losses(step)
 
 
-def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
-    """Some steps, each with other microbatches and a program of its own. What this rank does not hold is no number."""
-    from worlds import error_of, floor_of
-
-    ours, theirs = model(case.seed).to(rank_device()), model(case.seed)
+def run_pipeline(rank: int, num_ranks: int, case: Case) -> PipelineRun:
+    """Some steps, each with other microbatches and a program of its own. Parameters that this rank does not hold are
+    NaN."""
+    ours, reference = model(case.seed).to(rank_device()), model(case.seed)
     forms = ShapeInference([ours], rank_device())
     places = places_of(ours, case)
     world = World(rank, num_ranks, rank_device())
-    optimizer = torch.optim.SGD(theirs.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    own: torch.optim.Optimizer | None = None
+    reference_optimizer = torch.optim.SGD(reference.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    optimizer: torch.optim.Optimizer | None = None
     shards: Shards | None = None
     executor: Executor | None = None
-    worst: dict[str, tuple[float, str]] = {"loss": (0.0, ""), "gradient": (0.0, ""), "parameter": (0.0, "")}
-
-    def note(kind: str, error: float, what: str) -> None:
-        if not error <= worst[kind][0]:
-            worst[kind] = (error, what)
-
-    compared: set[str] = set()
-    offloaded_bytes = num_parts = num_recomputed = 0
+    comparison, history, expected_history = Comparison(), [], []
+    offloaded_bytes = num_split = num_recomputed = 0
     for step in range(case.steps):
-        kept = 0 if case.shares_order else step
-        batches = microbatches(1000 * case.seed + kept, case.num_microbatches)
+        batches = microbatches(1000 * case.seed + (0 if case.shares_order else step), case.num_microbatches)
         if executor is None or not case.shares_order:
             made = pipeline(ours, batches)
             profile = profile_of(made.graph, num_ranks)
@@ -418,114 +400,90 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
             executor = Tidy(
                 program, made.graph, made.code, made.parameters, axes, world, gradient_buffers=buffers, shards=shards
             )
-            num_parts += sum(one.kind == WEIGHT for one in plan.passes)
-            num_recomputed += sum(one.recomputed for one in plan.slots)
-        if own is None:
+            num_split += sum(plan_pass.kind == WEIGHT for plan_pass in plan.passes)
+            num_recomputed += sum(slot.recomputed for slot in plan.slots)
+        if optimizer is None:
             held = {made.names[number]: made.parameters[number] for number in executor.held}
             for name, parameter in zip(made.names, made.parameters, strict=True):
                 if name not in held:
                     parameter.data.fill_(torch.nan)
-            trained = list(held.values())
-            if shards is not None:
-                owned = shards.owned
-                trained = [one for number, one in enumerate(made.parameters) if number in executor.held - set(owned)]
-                trained += [part for part in owned.values() if part is not None]
-            own = torch.optim.SGD([{"params": trained}], lr=LEARNING_RATE, momentum=MOMENTUM)
+            optimizer = make_optimizer(made, executor, shards)
+            gradients = GradientsAtUpdate(made, held, shards, optimizer)
         given = to_device(batches)
         cuts = forms.of(made.graph, made.code, given) if case.forms else None
-        mine = {task: batch for task, batch in given.items() if task in executor.reads}
+        own_batches = {task: batch for task, batch in given.items() if task in executor.reads}
         signatures = {task: signature_of(batch) for task, batch in given.items()}
-        losses, _ = executor.step(step, mine, signatures, own if case.shards else None, cuts=cuts)
+        losses, _ = executor.step(step, own_batches, signatures, optimizer if case.shards else None, cuts=cuts)
         offloaded_bytes += executor.offloaded_bytes
-        parts = torch.tensor(losses.tolist(), dtype=torch.float64)
-        if num_ranks > 1:
-            dist.all_reduce(parts)
-        optimizer.zero_grad()
-        for task, loss in zip(made.graph.tasks, parts.tolist(), strict=True):
-            expected = plain_loss(theirs, batches[task])
-            (expected / len(batches)).backward()
-            note("loss", abs(loss - expected.item()) / max(abs(expected.item()), 1e-3), f"{task} in step {step}")
-        named = dict(theirs.named_parameters())
-        floor = floor_of([one.grad for one in named.values() if one.grad is not None])
-        for name, parameter in held.items():
-            expected = named[name].grad
-            if case.shards:  # gradients are in parts
-                compared.add(name)
-                continue
-            assert (parameter.grad is None) == (expected is None), f"{name} in step {step}"
-            if expected is not None:
-                compared.add(name)
-                note("gradient", error_of(parameter.grad.cpu(), expected, floor), f"{name} in step {step}")
-        optimizer.step()
         if shards is None:
-            own.step()
+            optimizer.step()
         else:
             shards.settle()
-        floor = floor_of([one.detach() for one in named.values()])
-        for name, parameter in held.items():
-            note("parameter", error_of(parameter.detach().cpu(), named[name].detach(), floor), f"{name} in step {step}")
-    return Difference(
-        loss=worst["loss"][0],
-        gradient=worst["gradient"][0],
-        parameter=worst["parameter"][0],
-        worst=str(worst),
-        compared=frozenset(compared),
-        expected=frozenset(name for name, one in named.items() if one.grad is not None),
+        summed = torch.tensor(losses.tolist(), dtype=torch.float64)
+        if num_ranks > 1:
+            dist.all_reduce(summed)
+        history.append(dict(zip(made.graph.tasks, summed.tolist(), strict=True)))
+        reference_optimizer.zero_grad()
+        expected = {task: plain_loss(reference, batch) for task, batch in batches.items()}
+        (sum(expected.values()) / len(batches)).backward()
+        expected_history.append({task: loss.item() for task, loss in expected.items()})
+        named = dict(reference.named_parameters())
+        expected_gradients = {name: parameter.grad for name, parameter in named.items()}
+        comparison.add_tensors("gradient", gradients.whole(num_ranks), expected_gradients, f" in step {step}")
+        reference_optimizer.step()
+        comparison.add_tensors("parameter", held, named, f" after step {step}")
+    comparison.add_losses(history, expected_history)
+    return PipelineRun(
+        comparison=comparison,
         offloaded_bytes=offloaded_bytes,
-        num_parts=num_parts,
+        num_split=num_split,
         num_recomputed=num_recomputed,
     )
 
 
-def train_shared_in_passes(rank: int, num_ranks: int, training: tensors.Training, split: float) -> tensors.Difference:
-    """Through a Trainer: slots on one tensor group or several, whose passes have an order of their own."""
-    slots_text = tensors.shared_plan_text
-
-    def plan_text(profile: Profile, degrees: Any, seed: int) -> str:
-        plan = parse_plan(slots_text(profile, degrees, seed), profile)
-        choose = random.Random(seed)
-        position = {op.name: number for number, op in enumerate(profile.graph.metaops)}
-        pieces = []
-        for slot in plan.slots:
-            recomputed = 0 if slot.op in plan.recompute else choose.randint(0, slot.num_layers)
-            pieces.append(
-                Piece(op=position[slot.op], num_layers=slot.num_layers, devices=slot.devices, recomputed=recomputed)
-            )
-        order = random_order(profile.graph, pieces, split, choose)
-        return format_plan(assemble_passes(profile, setting_of(plan, profile), "random", pieces, order))
-
-    with (
-        mock.patch.object(tensors, "shared_plan_text", plan_text),
-        mock.patch.object(Curve, "weight_time_s", lambda curve, count: 0.5 * curve.times_s(count)[1]),
-    ):
-        return tensors.train_shared(rank, num_ranks, training)
+def make_optimizer(made: Pipeline, executor: Executor, shards: Shards | None) -> torch.optim.Optimizer:
+    """Over what this rank holds; of sharded parameters, over its parts."""
+    parts = {} if shards is None else shards.owned
+    trained = [made.parameters[number] for number in executor.held if number not in parts]
+    trained += [part for part in parts.values() if part is not None]
+    return torch.optim.SGD([{"params": trained}], lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
-def against_torch(rank: int, num_ranks: int, stages_per_rank: int) -> tuple[float, float]:
-    """The errors of gradients and losses where torch.distributed.pipelining runs the same chain in the same order."""
-    from worlds import error_of, floor_of
+class GradientsAtUpdate:
+    """The gradients that an optimizer updates with; those in parts are put together from all ranks' parts."""
 
-    sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
-    from pipelined import Setup, by_spindle, by_torch, order_of, torch_schedule
+    def __init__(
+        self,
+        made: Pipeline,
+        held: dict[str, nn.Parameter],
+        shards: Shards | None,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self._made, self._held, self._shards = made, held, shards
+        self._seen: dict[int, torch.Tensor] = {}  # by the id of a parameter or of a part
+        optimizer.register_step_pre_hook(self._note)
 
-    setup = Setup(
-        width=8,
-        num_blocks=2 * num_ranks * stages_per_rank,
-        length=3,
-        rows=2,
-        num_microbatches=2 * num_ranks,
-        num_ranks=num_ranks,
-        stages_per_rank=stages_per_rank,
-    )
-    ours, theirs = (setup.blocks(torch.float64, rank_device()) for _ in range(2))
-    order = order_of(setup, torch_schedule(setup, theirs, rank))
-    losses = by_spindle(setup, ours, World(rank, num_ranks, rank_device()), order, torch.float64)()
-    expected_losses = by_torch(setup, theirs, rank, torch.float64)()
-    mine = [number for number in range(setup.num_blocks) if number // setup.blocks_per_stage % num_ranks == rank]
-    expected = [one.grad for number in mine for one in theirs[number].parameters()]
-    found = [one.grad for number in mine for one in ours[number].parameters()]
-    floor = floor_of(expected)
-    gradient = max(error_of(one, other, floor) for one, other in zip(found, expected, strict=True))
-    loss = max((abs(one - other) for one, other in zip(losses, expected_losses, strict=False)), default=0.0)
-    assert bool(expected_losses) == (rank == num_ranks - 1)
-    return gradient, loss
+    def _note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._seen = {id(each): each.grad.cpu().clone() for each in parameters if each.grad is not None}
+
+    def whole(self, num_ranks: int) -> dict[str, torch.Tensor | None]:
+        """By name, of the parameters that this rank holds. All ranks call it."""
+        gradients = {name: self._seen.get(id(parameter)) for name, parameter in self._held.items()}
+        if self._shards is None:
+            return gradients
+        owned = self._shards.owned
+        for number, (name, parameter) in enumerate(zip(self._made.names, self._made.parameters, strict=True)):
+            summed = torch.zeros(2, parameter.numel(), dtype=torch.float64)  # gradients, and how many ranks have them
+            part = owned.get(number)
+            if part is not None and id(part) in self._seen:
+                first = part.storage_offset() - parameter.storage_offset()  # both are views of the flat bucket
+                summed[0, first : first + part.numel()] = self._seen[id(part)].flatten()
+                summed[1, first : first + part.numel()] = 1
+            if num_ranks > 1:
+                dist.all_reduce(summed)
+            if number in owned:
+                assert summed[1].eq(summed[1, 0]).all(), f"{name}: some of its elements have no gradient"
+                gradients[name] = summed[0].view(parameter.shape) if summed[1, 0] else None
+                assert summed[1, 0] <= 1, f"{name}: several ranks update the same elements"
+        return gradients

@@ -1,4 +1,4 @@
-"""Small pipelines for tests: golden loads of the reference document, random ones, and an oracle of the interleaving."""
+"""Small pipelines for tests: the golden load of the reference document, and random ones."""
 
 from __future__ import annotations
 
@@ -12,32 +12,6 @@ IMAGES = (24, 48, 26, 2, 16, 32, 31, 25, 19, 30, 22, 37, 13, 32, 8, 18)
 # The load of vision and language in whole numbers, without rounding: a millisecond is 12 million, a unit of memory 12.
 MILLISECOND = 12_000_000
 UNIT = 12
-
-
-def chain(num_ranks: int = 4, num_microbatches: int = 8) -> Segments:
-    """One segment per microbatch, F=1, B=2, one unit of memory."""
-    shape = (num_microbatches, num_ranks)
-    return without_choices(
-        microbatch=np.arange(num_microbatches),
-        group=np.arange(num_microbatches),
-        forward_ns=np.ones(shape, dtype=np.int64),
-        backward_ns=np.full(shape, 2),
-        memory=np.ones(shape, dtype=np.int64),
-        predecessors=[[] for _ in range(num_microbatches)],
-    )
-
-
-def two_by_two(num_ranks: int) -> Segments:
-    """Two microbatches of an encoder (pairs 0, 2) and a language model (pairs 1, 3)."""
-    shape = (4, num_ranks)
-    return without_choices(
-        microbatch=np.array([0, 0, 1, 1]),
-        group=np.arange(4),
-        forward_ns=np.ones(shape, dtype=np.int64),
-        backward_ns=np.full(shape, 2),
-        memory=np.ones(shape, dtype=np.int64),
-        predecessors=[[], [0], [], [2]],
-    )
 
 
 def vision_language(images: tuple[int, ...] = IMAGES, *, split: bool = True, num_ranks: int = 4) -> Segments:
@@ -130,85 +104,3 @@ def pipelines(draw: st.DrawFn) -> Segments:
         choice_memory=memory,
         choice_count=random.integers(1, num_choices + 1, rows),
     )
-
-
-def random_priorities(segments: Segments, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).permutation(2 * segments.num_groups).reshape(-1, 2)
-
-
-def interleaved_slowly(segments: Segments, priority: np.ndarray, cap: float, gate: str, ticks: float = 1):
-    """The interleaving in plain Python, written apart from the compiled one: (makespan, peaks, orders), or None.
-
-    Times are divided by `ticks`: with fractions they are rounded as those of the reference document were.
-    """
-    pairs, ranks = segments.forward_ns.shape
-    length = [(segments.forward_ns / ticks).tolist(), (segments.backward_ns / ticks).tolist()]
-    if ticks == 1:
-        length = [segments.forward_ns.tolist(), segments.backward_ns.tolist()]
-    starts = segments.predecessor_starts
-    before = [segments.predecessors[starts[pair] : starts[pair + 1]].tolist() for pair in range(pairs)]
-    wrap = {
-        (one, pair): int(segments.wrap_ns[starts[pair] + place])
-        for pair in range(pairs)
-        for place, one in enumerate(before[pair])
-    }
-    after = [[other for other in range(pairs) if pair in before[other]] for pair in range(pairs)]
-    footprint = [segments.memory[segments.microbatch == one].sum(axis=0) for one in range(segments.num_microbatches)]
-    left = [int((segments.microbatch == one).sum()) * ranks for one in range(segments.num_microbatches)]
-    ended: dict[tuple[int, int, int], float] = {}
-    queues: list[dict[tuple[int, int], float]] = [{} for _ in range(ranks)]
-    queues[0] = {(pair, 0): 0 for pair in range(pairs) if not before[pair]}
-    admitted: set[int] = set()
-    last, turn = [0] * ranks, [1] * ranks
-    live, peak, reserved = ([0] * ranks for _ in range(3))
-    orders: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-
-    def may_start(rank: int, pair: int, direction: int) -> bool:
-        one = segments.microbatch[pair]
-        if direction or gate == "none" or one in admitted:
-            return True
-        if gate == "hard":
-            return live[rank] + segments.memory[pair, rank] <= cap
-        return all(reserved[other] + footprint[one][other] <= cap for other in range(ranks))
-
-    for _ in range(2 * pairs * ranks):
-        ready = [{key: at for key, at in queue.items() if may_start(rank, *key)} for rank, queue in enumerate(queues)]
-        soonest = [(max(last[rank], min(queue.values())), rank) for rank, queue in enumerate(ready) if queue]
-        if not soonest:
-            return None
-        rank = min(soonest)[1]
-        now = {direction for (_, direction), at in ready[rank].items() if at <= last[rank]}
-        allowed = {1 - turn[rank]} if len(now) == 2 else {0, 1}
-        _, _, at, pair, direction = min(
-            (max(at, last[rank]), -priority[segments.group[pair], direction], at, pair, direction)
-            for (pair, direction), at in ready[rank].items()
-            if direction in allowed
-        )
-        del queues[rank][pair, direction]
-        end = max(at, last[rank]) + length[direction][pair][rank]
-        last[rank], turn[rank], ended[pair, direction, rank] = end, direction, end
-        orders[rank].append((pair, direction))
-        one, hop = segments.microbatch[pair], int(segments.hop_ns[pair])
-        live[rank] += int(segments.memory[pair, rank]) * (1 - 2 * direction)
-        peak[rank] = max(peak[rank], live[rank])
-        if gate == "admission" and one not in admitted:
-            admitted.add(one)
-            reserved = [reserved[other] + footprint[one][other] for other in range(ranks)]
-        left[one] -= direction
-        if gate == "admission" and left[one] == 0:
-            reserved = [reserved[other] - footprint[one][other] for other in range(ranks)]
-        if direction == 0 and rank < ranks - 1:
-            queues[rank + 1][pair, 0] = end + hop
-        elif direction == 1 and rank > 0:
-            queues[rank - 1][pair, 1] = end + hop
-        elif direction == 0:
-            if not after[pair]:
-                queues[rank][pair, 1] = end
-            for other in after[pair]:
-                if all((one, 0, rank) in ended for one in before[other]):
-                    queues[0][other, 0] = max(ended[one, 0, rank] + wrap[one, other] for one in before[other])
-        else:
-            for other in before[pair]:
-                if all((one, 1, 0) in ended for one in after[other]):
-                    queues[ranks - 1][other, 1] = max(ended[one, 1, 0] + wrap[other, one] for one in after[other])
-    return max(last), peak, orders

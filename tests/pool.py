@@ -1,4 +1,4 @@
-"""Processes that wait for work: each request runs one function of `worlds` on every rank of a process group.
+"""Processes that wait for work: each request runs one function on every rank of a process group.
 
 The process group stays for the next request when that has as many ranks: under NCCL it takes a second or two to make.
 """
@@ -14,6 +14,7 @@ import signal
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,12 +24,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from comparison import Comparison
+
 LIMIT_S = 120.0  # for one request, unless SPINDLE_TEST_LIMIT_S says otherwise
 START_S = 60.0  # more, for one that new processes serve
 _TIMEOUT = timedelta(seconds=60)  # of one operation inside it
 _HEAVY = ["spindle.measure", "spindle.train"]
-_LEAVE = ""  # instead of a function: destroy the process group
-_ERROR_FIELDS = ("loss", "gradient", "parameter", "buffer")
+_LEAVE = None  # instead of a function: destroy the process group
 
 
 def forking() -> Any:
@@ -38,7 +40,9 @@ def forking() -> Any:
     return context
 
 
-def serve(rank: int, port: int, requests: Any, answers: Any, traces: str, environment: dict[str, str]) -> None:
+def serve(
+    rank: int, port: int, requests: Any, answers: Any, traces: str, environment: dict[str, str], backend: str
+) -> None:
     """One process of the pool. Writes the tracebacks of all its threads to the file `traces` on SIGUSR1.
 
     The process that it is a copy of may have been started in another environment.
@@ -48,27 +52,29 @@ def serve(rank: int, port: int, requests: Any, answers: Any, traces: str, enviro
     number = 0
     try:
         import backends
-        import worlds
 
         with open(traces, "w") as file:
             faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
             torch.set_num_threads(1)
             backends.prepare_rank(rank)
             gc.freeze()
-            for number, num_ranks, function, arguments in iter(requests.get, None):
-                if function == _LEAVE:
+            for number, num_ranks, function, arguments, options in iter(requests.get, None):
+                if function is _LEAVE:
                     dist.destroy_process_group()
                     continue
-                if num_ranks > 1 and not dist.is_initialized():  # one process alone needs no process group
+                if (num_ranks > 1 or backend) and not dist.is_initialized():  # else one process needs none
                     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT)
                     store = dist.PrefixStore(f"request {number}", store)
-                    backends.init_process_group(store, rank, num_ranks, _TIMEOUT)
-                answer = getattr(worlds, function)(rank, num_ranks, *arguments)
+                    backends.init_process_group(store, rank, num_ranks, _TIMEOUT, backend)
+                answer = function(rank, num_ranks, *arguments, **options)
                 gc.collect()  # what holds a process group, or memory of the GPU
                 if backends.on_gpu():
                     torch.cuda.synchronize()
                     torch.cuda.empty_cache()
-                if num_ranks > 1:
+                if backend:
+                    if dist.is_initialized():
+                        dist.destroy_process_group()
+                elif num_ranks > 1:
                     dist.all_reduce(torch.zeros(1))  # on the host, whatever the backend
                     backends.leave_subgroups()
                 answers.put((number, rank, answer, ""))
@@ -89,11 +95,12 @@ class Request:
 
 class Pool:
     """Starts processes as requests need them, and all anew after one that failed: ranks that wait for a failed one
-    would wait long."""
+    would wait long. With a backend of its own, every request gets a new process group of that backend."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "") -> None:
         import backends
 
+        self._backend = backend
         self._context = forking()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._number = 0
@@ -105,8 +112,16 @@ class Pool:
         self._max_ranks = backends.max_ranks()
         self.log: list[Request] = []
 
-    def run(self, num_ranks: int, function: str, *arguments: Any) -> list[Any]:
-        """What `worlds.<function>(rank, num_ranks, *arguments)` gives on each rank."""
+    def run(
+        self,
+        num_ranks: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        silent: Collection[int] = (),
+        **options: Any,
+    ) -> list[Any]:
+        """What `function(rank, num_ranks, *arguments, **options)` gives on each rank. Processes of ranks that are
+        `silent` end without an answer."""
         num_ranks = min(num_ranks, self._max_ranks)
         self.log.append(Request(num_ranks=num_ranks, error=None))
         limit_s = float(os.environ.get("SPINDLE_TEST_LIMIT_S", LIMIT_S))
@@ -114,15 +129,19 @@ class Pool:
         self._start(num_ranks)
         self._number += 1
         if self._group_size != num_ranks:
-            self._send(self._group_size, _LEAVE)
-            self._group_size = num_ranks if num_ranks > 1 else 0
-        self._send(num_ranks, function, *arguments)
-        answers: dict[int, Any] = {}
+            self._send(self._group_size, _LEAVE, (), {})
+            self._group_size = num_ranks if num_ranks > 1 and not self._backend else 0
+        self._send(num_ranks, function, arguments, options)
+        answers: dict[int, Any] = dict.fromkeys(silent)
         while len(answers) < num_ranks:
             try:
                 number, rank, answer, trouble = self._answers.get(timeout=1)
             except queue.Empty:
-                dead = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
+                dead = [
+                    rank
+                    for rank, process in enumerate(self._processes)
+                    if not process.is_alive() and rank not in silent
+                ]
                 if not dead and time.monotonic() < limit:
                     continue
                 missing = sorted(set(range(num_ranks)) - set(answers))
@@ -133,25 +152,32 @@ class Pool:
                 ) from None
             if trouble:
                 self.close()
-                raise AssertionError(f"rank {rank} of {num_ranks}, {function}{arguments}:\n{trouble}")
+                raise AssertionError(f"rank {rank} of {num_ranks}, {function.__name__}{arguments}:\n{trouble}")
             if number == self._number:
                 answers[rank] = answer
+        for rank in silent:
+            self._processes[rank].join(timeout=20)
         in_order = [answers[rank] for rank in range(num_ranks)]
         self.log[-1] = Request(num_ranks=num_ranks, error=largest_error(in_order))
         return in_order
 
-    def _send(self, num_ranks: int, function: str, *arguments: Any) -> None:
+    def _send(self, num_ranks: int, *request: Any) -> None:
         for requests in self._requests[:num_ranks]:
-            requests.put((self._number, num_ranks, function, arguments))
+            requests.put((self._number, num_ranks, *request))
 
     def _start(self, num_ranks: int) -> None:
-        """Has so many processes."""
-        for rank in range(len(self._processes), num_ranks):
-            self._requests.append(self._context.Queue())
-            queues = self._requests[rank], self._answers
-            arguments = (rank, self._store.port, *queues, str(self._trace_path(rank)), dict(os.environ))
-            self._processes.append(self._context.Process(target=serve, args=arguments, daemon=True))
-            self._processes[-1].start()
+        """Starts the processes of these ranks that do not run."""
+        for rank in range(num_ranks):
+            if rank == len(self._processes):
+                self._processes.append(None)
+                self._requests.append(None)
+            if self._processes[rank] is None or not self._processes[rank].is_alive():
+                self._requests[rank] = self._context.Queue()
+                queues = self._requests[rank], self._answers
+                trace, environment = str(self._trace_path(rank)), dict(os.environ)
+                arguments = (rank, self._store.port, *queues, trace, environment, self._backend)
+                self._processes[rank] = self._context.Process(target=serve, args=arguments, daemon=True)
+                self._processes[rank].start()
 
     def _trace_path(self, rank: int) -> Path:
         if self._traces is None:
@@ -180,12 +206,13 @@ class Pool:
 
 
 def largest_error(answer: Any) -> float | None:
-    """The largest error in an answer: in the fields of a dataclass that hold errors, or any number of a nest."""
+    """The largest error in an answer: of a comparison in its fields, or any number of a nest. A NaN is the largest."""
     if isinstance(answer, float):
         return answer
-    if is_dataclass(answer):
-        names = {field.name for field in fields(answer)}
-        parts: Any = [getattr(answer, name) for name in _ERROR_FIELDS if name in names]
+    if isinstance(answer, Comparison):
+        parts: Any = [error for error, _ in answer.largest.values()]
+    elif is_dataclass(answer):
+        parts = [value for field in fields(answer) if isinstance(value := getattr(answer, field.name), Comparison)]
     elif isinstance(answer, dict):
         parts = answer.values()
     else:

@@ -1,4 +1,4 @@
-"""Small worlds for tests: graphs, workloads and clusters of a few lines."""
+"""Small profiles for planners: graphs, workloads and clusters of a few lines."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from itertools import cycle
 from typing import TypeVar
 
 ALL_VARIABLE = "SPINDLE_ALL_CASES"
@@ -21,8 +20,12 @@ def spread(cases: Iterable[Case], step: int) -> list[Case]:
 
 def alternating(cases: Iterable[Case], first: Value, second: Value) -> list[tuple[Case, Value]]:
     """Each case with the first or the second value in turn; where all are run, with both."""
-    pairs = [(case, values) for case, values in zip(cases, cycle(((first, second), (second, first))), strict=False)]
-    return chosen([(case, one) for case, (one, _) in pairs], *[(case, other) for case, (_, other) in pairs])
+    values = (first, second)
+    listed = list(cases)
+    return chosen(
+        [(case, values[number % 2]) for number, case in enumerate(listed)],
+        *[(case, values[1 - number % 2]) for number, case in enumerate(listed)],
+    )
 
 
 def chosen(cases: Iterable[Case], *more: Case) -> list[Case]:

@@ -7,7 +7,7 @@ kind has an `apply(handle, x_BLD, batch)` that gives tokens again, so that a tas
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -53,9 +53,9 @@ class Attention(nn.Module):
         super().__init__()
         self.norm, self.mix, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
 
-    def forward(self, x, kept, position):
+    def forward(self, x, mask, position):
         query, key, value = self.mix(self.norm(x + position)).chunk(3, dim=-1)
-        scores = (query @ key.transpose(1, 2) / 3).masked_fill(~kept[:, None], float("-inf"))
+        scores = (query @ key.transpose(1, 2) / 3).masked_fill(~mask[:, None], float("-inf"))
         return x + self.out(scores.softmax(-1) @ value)
 
 
@@ -67,9 +67,9 @@ class Masked(nn.Module):
         self.blocks = nn.ModuleList(Attention(WIDTH) for _ in range(2))
         self.head = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x, kept, position):
+    def forward(self, x, mask, position):
         for block in self.blocks:
-            x = block(x, kept, position) * kept.unsqueeze(-1)
+            x = block(x, mask, position) * mask.unsqueeze(-1)
         return self.head(x)
 
 
@@ -211,13 +211,13 @@ class Optional(nn.Module):
         self.stem, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
         self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
 
-    def forward(self, input, kept=None, scale: float = 1.0):
+    def forward(self, input, mask=None, scale: float = 1.0):
         x = self.stem(input) * scale
-        if kept is not None:
-            x = x * kept.unsqueeze(-1)
+        if mask is not None:
+            x = x * mask.unsqueeze(-1)
         for block in self.blocks:
             x = block(x)
-            if kept is None:
+            if mask is None:
                 x = x * 0.5
         return self.norm(x)
 
@@ -379,7 +379,7 @@ def plain_call(handle, x, batch):
 
 def masked_call(handle, x, batch):
     position = torch.arange(x.shape[1], device=x.device)[None, :, None].to(x.dtype).expand(x.shape[0], x.shape[1], 1)
-    return handle(x, kept=kept_of(batch), position=position / LONGEST)
+    return handle(x, mask=mask_of(batch), position=position / LONGEST)
 
 
 def several_call(handle, x, batch):
@@ -393,7 +393,7 @@ def optional_call(handle, x, batch):
 
 
 def given_call(handle, x, batch):
-    return handle(x, kept_of(batch)) + handle(x)
+    return handle(x, mask_of(batch)) + handle(x)
 
 
 def channels_call(handle, x, batch):
@@ -406,7 +406,7 @@ def recurrent_call(handle, x, batch):
 
 
 def encoder_call(handle, x, batch):
-    return handle(x, src_key_padding_mask=~kept_of(batch))
+    return handle(x, src_key_padding_mask=~mask_of(batch))
 
 
 def lookup_call(handle, x, batch):
@@ -444,7 +444,7 @@ def written_call(handle, x, batch):
     """Code between calls that writes over what it works on."""
     y = handle(x) * 2
     z = y + 1
-    y.masked_fill_(~kept_of(batch).unsqueeze(-1), 0.2)
+    y.masked_fill_(~mask_of(batch).unsqueeze(-1), 0.2)
     return F.relu(y, inplace=True) + z
 
 
@@ -452,7 +452,7 @@ def itself_call(handle, x, batch):
     return handle(handle(x) * 0.5)
 
 
-def kept_of(batch):
+def mask_of(batch):
     """Which tokens are no padding."""
     return torch.arange(batch["x"].shape[1], device=batch["x"].device) < batch["lengths"].unsqueeze(1)
 
@@ -505,10 +505,11 @@ LOSSES = ("contrast", "head", "tokens", "samples")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Tasks, and a function from a step to a batch of each."""
+    """Tasks, a function from a number to a batch of each, and their modules, unless the first batches call all."""
 
     tasks: list[TaskDefinition]
     batches: Callable[[int], dict]
+    modules: Mapping[str, nn.Module] | None = None
     kinds: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
     ties: bool = False
@@ -578,11 +579,11 @@ def build_workload(
     weights: int | None,
 ) -> Workload:
     torch.manual_seed(1000 + seed if weights is None else weights)
-    made = {name: (KINDS | ALONE)[kind][0]() for name, kind in zip(names, kinds, strict=True)}
+    modules = {name: (KINDS | ALONE)[kind][0]() for name, kind in zip(names, kinds, strict=True)}
     head = Temperature()
     if ties:
-        _tie(list(made.values()))
-    handles = {name: module(name, one.to(dtype)) for name, one in made.items()}
+        _tie(list(modules.values()))
+    handles = {name: module(name, built.to(dtype)) for name, built in modules.items()}
     applies = {name: (KINDS | ALONE)[kind][1] for name, kind in zip(names, kinds, strict=True)}
     head_handle = module("head", head.to(dtype), whole_batch=True)
     tasks = [_task(recipe, handles, applies, head_handle) for recipe in recipes]
@@ -599,15 +600,13 @@ def build_workload(
 
 def _tie(modules: list[nn.Module]) -> None:
     """The first square weight of one module stands for that of all others, as far as they train."""
-    linears = [
-        next(
-            (one for one in inner.modules() if isinstance(one, nn.Linear) and one.weight.shape == (WIDTH, WIDTH)), None
-        )
-        for inner in modules
-    ]
-    found = [one for one in linears if one is not None and one.weight.requires_grad]
-    for one in found[1:]:
-        one.weight = found[0].weight
+    square = []
+    for inner in modules:
+        linears = [part for part in inner.modules() if isinstance(part, nn.Linear)]
+        square += [part for part in linears if part.weight.shape == (WIDTH, WIDTH)][:1]
+    first, *rest = [part for part in square if part.weight.requires_grad] or [None]
+    for part in rest:
+        part.weight = first.weight
 
 
 def _batch(seed: int, rows: int, dtype: torch.dtype) -> dict:
@@ -631,10 +630,8 @@ def _task(recipe: _Recipe, handles: dict, applies: dict, head: ModuleHandle) -> 
         for name, source, glue in recipe.calls:
             x = _glued(glue, values[source], values[0], batch)
             values.append(applies[name](handles[name], x, batch))
-        last, other = values[-1], values[-2]
-        if recipe.detaches:
-            other = other.detach()
-        return _loss(recipe.loss, last, other, batch, head)
+        before_last = values[-2].detach() if recipe.detaches else values[-2]
+        return _loss(recipe.loss, values[-1], before_last, batch, head)
 
     return task(
         name=recipe.name,
@@ -653,13 +650,13 @@ def _glued(glue: str, x, first, batch):
     if glue == "normalise":
         return F.layer_norm(x, (WIDTH,))
     if glue == "mask":
-        return torch.where(kept_of(batch).unsqueeze(-1), x, 0.1)
+        return torch.where(mask_of(batch).unsqueeze(-1), x, 0.1)
     return x * batch["scale"]
 
 
-def _loss(kind: str, x, other, batch, head):
-    kept = kept_of(batch).unsqueeze(-1).to(x.dtype)
-    a, b = ((one * kept).sum(1) / kept.sum(1) for one in (x, other))
+def _loss(kind: str, x, x_before, batch, head):
+    mask = mask_of(batch).unsqueeze(-1).to(x.dtype)
+    a, b = ((tokens * mask).sum(1) / mask.sum(1) for tokens in (x, x_before))
     if kind == "contrast":
         scores = F.normalize(a, dim=-1) @ F.normalize(b + batch["y"][:, 0], dim=-1).T * 5
         return F.cross_entropy(scores, torch.arange(scores.shape[0], device=scores.device))
@@ -667,7 +664,7 @@ def _loss(kind: str, x, other, batch, head):
         scores = head(a, b + batch["y"][:, 0])
         labels = torch.arange(scores.shape[0], device=scores.device)
         return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels)) / 2 + x.square().mean()
-    losses = ((x - batch["y"]) ** 2).mean(-1) + 0.1 * other.square().mean(-1)
+    losses = ((x - batch["y"]) ** 2).mean(-1) + 0.1 * x_before.square().mean(-1)
     if kind == "tokens":
-        return mean((losses * kept.squeeze(-1)).sum(), kept.sum())
+        return mean((losses * mask.squeeze(-1)).sum(), mask.sum())
     return losses.mean(1).mean()

@@ -28,6 +28,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 TESTS, ROOT = HERE.parent, HERE.parent.parent
+RUN_TESTS = TESTS / "run"
 for folder in (TESTS, ROOT / "src"):
     sys.path.insert(0, str(folder))
 
@@ -139,17 +140,18 @@ class Harness:
             log.clear()
 
     def _record(self, item: Any) -> None:
+        from pool import largest_error
+
         failed = next((report for report in self._reports if report.failed), None)
         skipped = next((report for report in self._reports if report.skipped), None)
         message = str((failed or skipped).longrepr) if failed or skipped else ""
-        errors = [request.error for request in self._requests if request.error is not None]
         sizes = sorted({request.num_ranks for request in self._requests})
         result = replace(
             self._about,
             test=name_of(item),
             part=self._part_of(item) or "",
             ranks="-".join(map(str, dict.fromkeys(sizes[:1] + sizes[-1:]))),
-            error=max(errors, default=None),
+            error=largest_error([request.error for request in self._requests]),
             verdict=FAILED if failed else SKIPPED if skipped else PASSED,
             time_s=round(sum(report.duration for report in self._reports), 2),
             message=message[-6000:] if failed else message[-300:],
@@ -205,7 +207,7 @@ def run_tests(parts: Sequence[str], graphs: str, harness: Harness) -> int:
     from backends import GRAPHS_VARIABLE
 
     os.environ[GRAPHS_VARIABLE] = graphs
-    files = dict.fromkeys(str(TESTS / file) for name in parts for file in PARTS[name].files)
+    files = dict.fromkeys(str(RUN_TESTS / file) for name in parts for file in PARTS[name].files)
     options = ["-o", "addopts=", "-p", "no:terminal", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
     return int(pytest.main([*options, *files], plugins=[harness]))
 

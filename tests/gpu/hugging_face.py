@@ -46,8 +46,9 @@ from torch import nn  # noqa: E402
 
 import hugging  # noqa: E402
 import spindle  # noqa: E402
-from courses import unmeasured  # noqa: E402
-from hugging_configs import VISION  # noqa: E402
+from comparison import Comparison, worse  # noqa: E402
+from hugging import VISION  # noqa: E402
+from internals import unmeasured  # noqa: E402
 
 STEPS = 8  # the first checks losses, two are warm-up, the fourth is captured, and four replay it
 ROWS, LENGTH = 4, 9
@@ -191,14 +192,14 @@ def errors_of(
 ) -> tuple[float, str]:
     """The largest error, and where it is. A parameter's error is that of its change, relative to that change, or to a
     thousandth of the root mean square change of all parameters where it changed less."""
-    losses = list(zip(actual[0], expected[0], strict=True))
-    errors = {"loss": max(abs(loss - reference) / max(abs(reference), 1e-3) for loss, reference in losses)}
-    changes = {name: after - before[name] for name, after in expected[1].items()}
-    floor = 1e-3 * float(norm_of(list(changes.values()))) / len(changes) ** 0.5
-    for name, change in changes.items():
-        errors[name] = float((actual[1][name] - expected[1][name]).norm()) / max(float(change.norm()), floor)
-    worst = max(errors, key=lambda name: float("inf") if math.isnan(errors[name]) else errors[name])
-    return errors[worst], worst
+    comparison = Comparison()
+    comparison.add_losses(*([{TASK: loss} for loss in losses] for losses, _ in (actual, expected)))
+    changes, expected_changes = (
+        {name: after - before[name] for name, after in parameters.items()} for _, parameters in (actual, expected)
+    )
+    comparison.add_tensors("parameter", changes, expected_changes)
+    (loss, _), parameter = comparison.largest["loss"], comparison.largest["parameter"]
+    return worse((loss, "loss"), parameter)
 
 
 # Cases. Each fills in a record.

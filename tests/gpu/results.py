@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ class Result:
     part: str
     backend: str
     graphs: str  # "on", "off"
-    ranks: str  # "4", "2-4" where one test runs several worlds
+    ranks: str  # "4", "2-4" where one test runs on several numbers of ranks
     error: float | None
     verdict: str
     time_s: float
@@ -72,11 +73,15 @@ def sources_digest(root: Path = ROOT) -> str:
     The machine with the GPU gets a copy of the working tree without its history, so this stands for the commit.
     """
     digest = hashlib.sha256()
-    paths = [*root.glob("src/**/*.py"), *root.glob("benchmarks/pipelined.py"), *root.glob("tests/*.py")]
-    paths += root.glob("tests/scripts/*.py")
+    paths = [
+        *root.glob("src/**/*.py"),
+        *root.glob("benchmarks/pipelined.py"),
+        *root.glob("tests/*.py"),
+        *root.glob("tests/run/*.py"),
+    ]
+    paths += [*root.glob("tests/scripts/*.py"), *root.glob("tests/*.json")]
     for path in sorted(paths):
-        if path.name != "test_gpu_harness.py":
-            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 
@@ -121,7 +126,8 @@ def summary_lines(results: Sequence[Result]) -> list[str]:
             verdict: sum(result.verdict == verdict for result in members) for verdict in (PASSED, FAILED, SKIPPED)
         }
         errors = [result.error for result in members if result.error is not None]
-        worst = f", largest error {max(errors):.1e}" if errors else ""
+        largest = max(errors, key=lambda error: (math.isnan(error), error), default=0.0)
+        worst = f", largest error {largest:.1e}" if errors else ""
         counted = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
         time_s = sum(result.time_s for result in members)
         took = f", {time_s:.0f} s" if time_s else ""

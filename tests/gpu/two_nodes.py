@@ -24,7 +24,10 @@ def run_nodes(backend: str, ranks_per_node: int, num_nodes: int = 2) -> dict[str
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "SPINDLE_TEST_BACKEND": backend}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]),
+        "SPINDLE_TEST_BACKEND": backend,
+    }
     if backend == "gloo":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(num_nodes)]

@@ -16,18 +16,22 @@ from torch.utils._pytree import tree_leaves
 import hugging
 import spindle
 import zoo
+from comparison import Comparison
+from internals import unmeasured
+from programs import plan_text_named
 from spindle.models import build_chain, chain_of, dump_chain, load_source, source_text
 from spindle.run.world import join_world
 from spindle.train.record import record_all
 from spindle.train.trace_broadcast import trace_on_rank_0
 from sweeps import spread
-from worlds import random_plan_text
+from trainings import sgd, train_plainly
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 WORLD = join_world()
 ROWS, LENGTH = 4, 9
-MODELS = {"ModernBERT", *spread(hugging.MODELS, 4)}  # in ModernBERT, a set decides which layers come first
+MODELS = {"ModernBERT", *spread(hugging.MODELS, 8)}  # in ModernBERT, a set decides which layers come first
+KINDS = spread(zoo.KINDS | zoo.ALONE, 4)
 
 
 def digest_of(nest) -> str:
@@ -67,8 +71,12 @@ def kind_as_sent(kind: str) -> dict:
     return {"text": "\n".join(texts), "traced": layers, "output": digest_of(outputs), "notices": notices}
 
 
-def optimizer(named):
-    return torch.optim.SGD([parameter for _, parameter in named], lr=0.05, momentum=0.9)
+def task_over(text):
+    @spindle.task(batch_size=ROWS)
+    def pull(batch):
+        return text(**batch).last_hidden_state.square().mean()
+
+    return pull
 
 
 def trained(planner: str) -> dict:
@@ -76,31 +84,28 @@ def trained(planner: str) -> dict:
     model = hugging.made("ModernBERT")
     plain = copy.deepcopy(model)
     handle = spindle.module("text", model)
-
-    @spindle.task(batch_size=ROWS)
-    def pull(batch):
-        return handle(**batch).last_hidden_state.square().mean()
-
     batches = [hugging.batch_of("ModernBERT", ROWS, length) for length in (9, 9, 13, 9)]
     planning = spindle.Planning(planner="pipeline") if planner == "pipeline" else None
-    turns = 2 if planner == "pipeline" else 1
-    trainer = spindle.Trainer([pull], optimizer=optimizer, planning=planning, gradient_accumulation_steps=turns)
-    steps = len(batches) // turns
-    if planner.startswith("plan"):
-        profile = trainer.prepare({"pull": batches}, progress=False)
-        trainer.replan(plan=random_plan_text(profile, planner))
-    result = trainer.fit({"pull": batches}, steps=steps, progress=False)
-    update, losses = optimizer(list(plain.named_parameters())), []
-    for step in range(steps):
-        update.zero_grad()
-        total = [plain(**batch).last_hidden_state.square().mean() for batch in batches[step * turns :][:turns]]
-        (sum(total) / turns).backward()
-        update.step()
-        losses.append(float(sum(total)) / turns)
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    accumulation = 2 if planner == "pipeline" else 1
+    steps = len(batches) // accumulation
+    with unmeasured():
+        trainer = spindle.Trainer(
+            [task_over(handle)], optimizer=sgd, planning=planning, gradient_accumulation_steps=accumulation
+        )
+        if planner.startswith("plan"):
+            profile = trainer.prepare({"pull": batches}, progress=False)
+            trainer.replan(plan=plan_text_named(profile, planner))
+        result = trainer.fit({"pull": batches}, steps=steps, progress=False)
+    handle_of_plain = spindle.module("text", plain)
+    microbatches = [
+        [{"pull": batch} for batch in batches[step * accumulation :][:accumulation]] for step in range(steps)
+    ]
+    expected = train_plainly([task_over(handle_of_plain)], sgd(plain.named_parameters()), microbatches)
+    comparison = Comparison()
+    comparison.add_losses(result.losses, expected)
+    comparison.add_tensors("parameter", dict(model.named_parameters()), dict(plain.named_parameters()))
     return {
-        "loss": max(abs(ours["pull"] - theirs) for ours, theirs in zip(result.losses, losses, strict=True)),
-        "weights": max(float((ours - theirs).detach().abs().max()) for ours, theirs in pairs),
+        "errors": {kind: error for kind, (error, _) in comparison.largest.items()},
         "layers": len(handle.chain.layers),
         "ranks": sorted({device for slot in result.plan.slots for device in slot.devices}),
         "notices": list(result.notices),
@@ -141,7 +146,7 @@ def unserialisable() -> dict:
 answers = {
     "order": list({"full_attention", "sliding_attention"}),
     "models": {name: model_as_sent(name) for name in sorted(MODELS)},
-    "kinds": {kind: kind_as_sent(kind) for kind in zoo.KINDS | zoo.ALONE},
+    "kinds": {kind: kind_as_sent(kind) for kind in KINDS},
     "training": {planner: trained(planner) for planner in ("plan 2", "pipeline")},
     "unserialisable": unserialisable(),
 }

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 import spindle
+from comparison import Comparison
+from trainings import train_plainly
 
 STEPS = 4
 
@@ -47,32 +49,22 @@ def batch(task: str, step: int) -> dict[str, torch.Tensor]:
     return {key: torch.randn(rows, 8, generator=generator, dtype=torch.float64) for key in ("x", "y")}
 
 
-def train_plainly() -> list[dict[str, float]]:
-    vision, text = modules()
-    optimizer = torch.optim.SGD([*vision.parameters(), *text.parameters()], lr=0.1)
-    history = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        losses = {task.name: task(batch(task.name, step)) for task in tasks(vision, text)}
-        sum(losses.values()).backward()
-        optimizer.step()
-        history.append({name: loss.item() for name, loss in losses.items()})
-    return history
+def make_sgd(named):
+    return torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
 
 
 if __name__ == "__main__":
     vision, text = modules()
     chosen = tasks(spindle.module("vision", vision), spindle.module("text", text))
-    trainer = spindle.Trainer(
-        chosen, optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
-    )
+    trainer = spindle.Trainer(chosen, optimizer=make_sgd)
     loaders = {task.name: [batch(task.name, step) for step in range(STEPS)] for task in chosen}
     result = trainer.fit(loaders, steps=STEPS, progress=False)
-    error = max(
-        abs(ours[name] - value) / value
-        for ours, theirs in zip(result.losses, train_plainly(), strict=True)
-        for name, value in theirs.items()
-    )
+    plain = modules()
+    steps = [[{name: batch(name, step) for name in loaders}] for step in range(STEPS)]
+    named = [pair for module in plain for pair in module.named_parameters()]
+    comparison, expected = Comparison(), train_plainly(tasks(*plain), make_sgd(named), steps)
+    comparison.add_losses(result.losses, expected)
+    error, _ = comparison.largest["loss"]
     if trainer.rank == 0:
         islands = [island.num_devices for island in trainer.profile.cluster.islands]
         print(json.dumps({"islands": islands, "error": error, "device": str(trainer.world.device)}), flush=True)

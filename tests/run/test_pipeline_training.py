@@ -1,0 +1,106 @@
+"""A Trainer with planner `pipeline`: what is accumulated becomes microbatches of one pipeline, planned in a process of
+its own while the step before runs. The numbers are those of a plain PyTorch loop in one process."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+import spindle  # noqa: E402
+from spindle.errors import DoesNotFitError, TrainingError  # noqa: E402
+from spindle.planners import PlanOptions, pipeline_layout  # noqa: E402
+from spindle.planners.pipeline.worker import Job, answers  # noqa: E402
+from spindle.train.background_planner import BackgroundPlanner  # noqa: E402
+from test_pipeline_plans import batch  # noqa: E402
+from training_cases import train_named  # noqa: E402
+from trainings import assert_trained  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "plan"),
+    [
+        ("accumulated", 2, "pipeline"),
+        ("mixed, clipped and accumulated", 3, "pipeline"),
+        ("sampled, accumulated", 4, "pipeline 2"),
+        ("mixed, clipped and accumulated", 2, "pipeline 1"),
+        ("tied", 2, "pipeline"),
+    ],
+)
+def test_microbatches_of_a_pipeline_give_the_numbers_of_accumulated_batches(pool, name, num_ranks, plan):
+    answers = pool.run(num_ranks, train_named, name, plan)
+    assert_trained(answers)
+    assert all(answer.pipelined for answer in answers)
+
+
+def job(number=0, evaluations=300, **named):
+    profile = batch((24, 7, 0, 30, 12, 19), **named)
+    layout = pipeline_layout(batch((24, 7, 0, 30, 12, 19)), 4)
+    options = PlanOptions(evaluations=evaluations, layouts=(layout,))
+    return Job(number=number, profile=profile, owning_ranks={}, options=options)
+
+
+@pytest.fixture
+def planning():
+    process = BackgroundPlanner()
+    yield process
+    process.close()
+    assert process._process.poll() is not None
+
+
+def test_there_is_a_plan_before_the_search_is_over(planning):
+    planning.ask(job(evaluations=2_000_000))
+    began = time.monotonic()
+    program, is_final = planning.best(0)
+    assert program.plan.passes
+    assert not is_final
+    assert time.monotonic() - began < 100  # and not until millions were tried
+
+
+def test_the_search_ends_with_a_plan_as_good_or_better(planning):
+    planning.ask(job(evaluations=50))
+    natural, _ = planning.best(0)
+    limit = time.monotonic() + 100
+    while not planning.best(0)[1]:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    best, _ = planning.best(0)
+    assert best.plan.makespan_s <= natural.plan.makespan_s
+    planning.keep([])
+    assert not planning._answers
+
+
+def test_a_step_that_comes_is_planned_before_another_is_searched():
+    waiting = list(answers(job(evaluations=50), lambda: True))
+    assert [one.is_final for one in waiting] == [False]
+    alone = list(answers(job(evaluations=50), lambda: False))
+    assert [one.is_final for one in alone] == [False, True]
+
+
+def test_the_end_of_the_planning_process_is_an_error(planning):
+    planning._process.kill()
+    planning._process.wait()
+    with pytest.raises(TrainingError, match="the process that plans has ended"):
+        planning.best(2)
+
+
+def test_what_does_not_fit_is_reported_by_the_planning_process(planning):
+    planning.ask(job(saved_bytes=1e9, memory_bytes=1000))
+    with pytest.raises(DoesNotFitError):
+        planning.best(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"planner": "pipeline", "shard_optimizer": True}, "a sharded optimizer needs the same one in every step"),
+        ({"planner": "pipeline", "tensor_parallel_degrees": {"one": 2}}, "run on one device each"),
+        ({"pipeline_parallel_degree": 2}, r'pipeline_parallel_degree=2\): goes with planner="pipeline"'),
+    ],
+)
+def test_settings_that_pipelines_do_not_have_are_refused(options, message):
+    with pytest.raises(TrainingError, match=message):
+        spindle.Planning(**options)

@@ -1,0 +1,159 @@
+"""The code and commands that README.md and docs/*.md show run as shown: programs on one process and on two, commands as
+they are typed. What is not run here is listed in `NOT_RUN`, with the reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from spindle.cli.main import run
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A Python block of a page, what it prints, and the block that it continues, if any."""
+
+    page: str
+    block: int
+    prints: str
+    continues: int | None = None
+
+    @property
+    def path(self) -> str:
+        return f"{self.page}-{self.block}.py"
+
+    @property
+    def code(self) -> str:
+        return blocks(self.page, "python")[self.block]
+
+
+TRAIN = Program(page="README.md", block=0, prints=r"Losses over 20 steps(.|\n)*image_text(.|\n)*measured")
+PROGRAMS = (
+    TRAIN,
+    # Before block 1, which freezes a module.
+    Program(page="README.md", block=2, continues=0, prints=r"Losses over 4 steps(.|\n)*planned by pipeline"),
+    Program(page="README.md", block=1, continues=0, prints=r"\{'image_text': \d"),
+    Program(page="README.md", block=3, prints=r"\d+ ms, bound \d+ ms\n"),
+)
+
+NEEDS_GPU = "needs a GPU"
+INSTALLS = "installs the package, which .ci/run does"
+TWINS = "tests/test_examples.py runs this script with fewer steps, on one process and on two"
+QUICK_SEARCH = "takes half a minute; tests/test_cli_pipelines.py runs this verb with fewer evaluations"
+NOT_RUN = {
+    "pip install '.[train]'": INSTALLS,
+    "pip install -e '.[dev]'": INSTALLS,
+    "pip install '.[hf]'": INSTALLS,
+    "pytest": "these are the tests",
+    "spindle launch -n 4 examples/four_tasks.py": "takes a minute; .ci/run runs it",
+    "torchrun --nproc-per-node 8 train.py": NEEDS_GPU,
+    "python tests/gpu/all.py --jobs 3": NEEDS_GPU,
+    "spindle launch --virtual-devices 8 train.py": NEEDS_GPU,
+    "spindle profile --virtual-devices 8 -o profile.json train.py": NEEDS_GPU,
+    "spindle compare vlm-s": QUICK_SEARCH,
+    "spindle plan vlm-s --evaluations 20000 --show-search": QUICK_SEARCH,
+    "python examples/vlm.py": TWINS,
+    "spindle launch -n 2 examples/vlm.py --steps 40": TWINS,
+    "python examples/plain/vlm.py": TWINS,
+}
+# The first of the commands that write a file which others read.
+WRITERS = (
+    "spindle profile -n 2 -o profile.json train.py",
+    "spindle plan profile.json -o plan.json",
+    "spindle plan graph.json --devices 8 -o plan.json",
+)
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGES[page], flags=re.DOTALL)
+
+
+def commands() -> list[str]:
+    """The commands of all `sh` blocks, each once, without comments."""
+    lines = [line for page in PAGES for block in blocks(page, "sh") for line in block.splitlines()]
+    parts = [part for line in lines for part in line.split("#")[0].split(" && ")]
+    return list(dict.fromkeys(part.strip() for part in parts if part.strip()))
+
+
+def run_subprocess(*arguments: str, cwd: Path) -> str:
+    # Several torch threads on busy cores spend their time waiting for each other.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    completed = subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
+
+
+def test_every_python_block_is_a_program():
+    shown = [(page, number) for page in PAGES for number in range(len(blocks(page, "python")))]
+    assert sorted((program.page, program.block) for program in PROGRAMS) == sorted(shown)
+
+
+# One program after the other in the same processes, each in a namespace of its own, with the names of the program that
+# it continues.
+RUN_ALL = """
+import json, runpy
+
+namespaces = {None: {}}
+for path, continued in json.load(open("programs.json")):
+    print(f"=== {path}", flush=True)
+    namespaces[path] = runpy.run_path(path, init_globals=namespaces[continued], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("launcher", [(), ("-m", "spindle.cli", "launch", "-n", "2")], ids=["python", "launch -n 2"])
+def test_the_python_programs_run_as_shown(launcher, tmp_path):
+    pytest.importorskip("torch")
+    path_of = {(program.page, program.block): program.path for program in PROGRAMS}
+    for program in PROGRAMS:
+        (tmp_path / program.path).write_text(program.code)
+    steps = [(program.path, path_of.get((program.page, program.continues))) for program in PROGRAMS]
+    (tmp_path / "programs.json").write_text(json.dumps(steps))
+    (tmp_path / "run_all.py").write_text(RUN_ALL)
+    printed = run_subprocess(*launcher, "run_all.py", cwd=tmp_path)
+    outputs = dict(re.findall(r"^=== (\S+)\n((?:(?!=== ).*\n)*)", printed, flags=re.MULTILINE))
+    for program in PROGRAMS:
+        assert re.match(program.prints, outputs[program.path]), (program, printed)
+
+
+def test_commands_that_are_not_run_are_shown():
+    assert set(NOT_RUN) <= set(commands())
+    assert set(WRITERS) <= set(commands())
+
+
+def test_the_commands_run_as_shown(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    Path("train.py").write_text(TRAIN.code)
+    Path("graph.json").write_text(blocks("README.md", "json")[0])
+    Path("lengths.jsonl").write_text(f"{json.dumps({'text_tokens': 120, 'clips': [{'seconds': 4.6}]})}\n" * 320)
+    to_run = [command for command in commands() if command not in NOT_RUN]
+    by_input = sorted(to_run, key=lambda command: ("graph.json" in command, command not in WRITERS))
+    for command in by_input:
+        name, *arguments = shlex.split(command)
+        assert name == "spindle"
+        if arguments[0] == "profile":
+            run_subprocess("-m", "spindle.cli", *arguments, cwd=tmp_path)
+            continue
+        assert run(arguments) == 0, (command, capsys.readouterr().err)
+        assert capsys.readouterr().out, command
+
+
+def test_ci_calls_the_two_commands_of_the_readme():
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    first, second = (block.strip() for block in blocks("README.md", "sh")[:2])
+    for command in (*first.split(" && "), *second.split(" && ")):
+        assert command.removeprefix("pip install ") in ci
