@@ -20,7 +20,7 @@ import spindle
 from backends import rank_device, to_device
 from courses import capturing, unmeasured
 from spindle.errors import SpindleError
-from spindle.models import plan_inside
+from spindle.models import builtin_tp_plan
 from spindle.profile import Profile
 from spindle.train import mean, module, preparation, task
 from spindle.train.tensor import Sharing, find_sharing
@@ -149,7 +149,7 @@ def hugging_face(
     encodes = name == "EuroBert"
     kind = getattr(hf, f"{name}Model" if encodes else f"{name}ForCausalLM")
     model = hugging.without_dropout(kind(getattr(hf, f"{name}Config")(**config)).double().train())
-    plan = {**plan_inside(model), "model.layers.*": "sequence_parallel"} if cuts else None
+    plan = {**builtin_tp_plan(model), "model.layers.*": "sequence_parallel"} if cuts else None
     language = module("language", model, tensor_parallel=plan)
 
     @task(batch_size=4)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from spindle.errors import PlanError, ProfileError, TrainingError
 from spindle.graph import MetaGraph, metagraph_of
 from spindle.measure import local_profile, measure_update
-from spindle.models import plan_inside, split_dims
+from spindle.models import builtin_tp_plan, split_dims
 from spindle.plan import Plan, check, parse_plan, read_plan
 from spindle.planners import Effort, make_plan
 from spindle.planners.pipeline import Layout, holders_in, pipeline_layout, plan_pipeline
@@ -422,7 +422,7 @@ def _with_degrees(known: ProfiledWorkload, degrees: Mapping[str, int]) -> Profil
         reasons += [
             f"{name!r} has no tensor parallel plan; give one with spindle.module({name!r}, tensor_parallel=...)"
             for name in degrees
-            if name in handles and not handles[name].tensor_parallel and not plan_inside(handles[name].module)
+            if name in handles and not handles[name].tensor_parallel and not builtin_tp_plan(handles[name].module)
         ]
         raise ProfileError(f"Trainer(tensor_degrees=...): {'; '.join([str(error), *reasons])}") from error
 
