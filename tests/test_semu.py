@@ -174,9 +174,9 @@ def test_attention_reaches_what_its_length_and_planes_allow():
 
 
 def test_a_table_must_be_whole():
-    with pytest.raises(ProfileError, match=r"a grid of 2 x 2 shapes needs as many columns"):
+    with pytest.raises(ProfileError, match=r"a grid of 2 x 2 shapes needs one column for each"):
         Efficiencies(gemm_grid=COLUMNS[:3])
-    with pytest.raises(ProfileError, match=r"norm: sizes must rise"):
+    with pytest.raises(ProfileError, match=r"norm: sizes must be increasing"):
         MemoryTable(kind="norm", num_bytes=(4, 2), efficiency=(0.5, 0.5))
     with pytest.raises(ProfileError, match=r"expected 2 efficiencies, got 1"):
         MemoryTable(kind="norm", num_bytes=(2, 4), efficiency=(0.5,))
