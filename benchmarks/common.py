@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from spindle.artifact import write_whole
+from spindle.artifact import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -36,9 +36,9 @@ def publish(name: str, data: dict[str, Any], table: str) -> None:
     """Writes results as data and as a table for people, and prints the table."""
     RESULTS.mkdir(exist_ok=True)
     about = circumstances()
-    write_whole(RESULTS / f"{name}.json", json.dumps({"measured_on": about} | data, indent=1) + "\n")
+    write_atomically(RESULTS / f"{name}.json", json.dumps({"measured_on": about} | data, indent=1) + "\n")
     note = f"Commit {about['commit']}; {about['hardware']}; Python {about['python']}."
-    write_whole(RESULTS / f"{name}.md", f"{table}\n\n{note}\n")
+    write_atomically(RESULTS / f"{name}.md", f"{table}\n\n{note}\n")
     print(f"{table}\n\n{note}\n", flush=True)
 
 
@@ -51,4 +51,4 @@ def write_between(path: Path, name: str, body: str) -> None:
     """Replaces what stands between the markers of this name in a document."""
     start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     head, rest = path.read_text(encoding="utf-8").split(start)
-    write_whole(path, f"{head}{start}\n{body}\n{end}{rest.split(end)[1]}")
+    write_atomically(path, f"{head}{start}\n{body}\n{end}{rest.split(end)[1]}")

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from spindle.artifact import read_json_file, write_whole
+from spindle.artifact import read_json_file, write_atomically
 from spindle.cluster import PRESETS
 from spindle.profile import Attention, Gemm, LayerOperators, MemoryBound, Semu
 from spindle.recipes.layers import Block, num_tokens
@@ -221,7 +221,7 @@ def main() -> None:
     mean = statistics.mean(abs(row["error_percent"]) for row in rows)
     print(f"mean error {mean:.1f} % over {len(rows)} layers")
     on = earlier["measured_on"] if earlier else f"one {torch.cuda.get_device_name()} with torch {torch.__version__}"
-    write_whole(
+    write_atomically(
         given.output,
         json.dumps({"measured_on": on, "mean_error_percent": round(mean, 1), "rows": rows}, indent=1) + "\n",
     )

@@ -75,7 +75,7 @@ def test_a_plan_of_another_batch_is_called_that(capsys, tmp_path):
     ("model", "line", "message"),
     [
         ("vlm-s", '{"text_tokens": 9, "clips": [{"seconds": 3}]}', "it has clips; a vision-language model takes"),
-        ("t2v-s", '{"text_tokens": 9, "images": 1}', "text to video takes samples with clips and without images"),
+        ("t2v-s", '{"text_tokens": 9, "images": 1}', "text-to-video takes samples with clips and without images"),
         ("t2v-s", '{"text_tokens": 9000, "clips": [{"seconds": 3}]}', "9000 tokens of text for one clip"),
         ("vlm-s", '{"text_tokens": 9, "images": 1000001}', "at most 1,000,000 images and 1,000,000,000 tokens"),
         ("vlm-s", '{"text_tokens": 1000000001}', "got 0 and 1,000,000,001"),

@@ -102,7 +102,7 @@ def test_other_rows_have_times_of_their_own(cache):
         ({"forward_s": None}, "forward_s: expected a number, got null"),
         ({"forward_s": float("nan")}, "forward_s: expected a finite number"),
         ({"backward_s": -1.0}, "times must not be negative"),
-        ({"key": []}, "holds the time of another layer"),
+        ({"key": []}, "contains the time of another layer"),
         ({"extra": 1}, "unknown field 'extra'"),
     ],
 )

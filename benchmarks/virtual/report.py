@@ -15,7 +15,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from spindle.artifact import write_whole
+from spindle.artifact import write_atomically
 from spindle.planners import step_bound_s
 from spindle.profile import read_profile
 
@@ -345,7 +345,7 @@ def main(arguments: list[str]) -> None:
     given = parser.parse_args(arguments)
     results = Results(given.files)
     text = text_of(results)
-    write_whole(given.folder / "virtual.md", text)
+    write_atomically(given.folder / "virtual.md", text)
     draw(results, given.folder / "virtual.png")
     print(text)
 

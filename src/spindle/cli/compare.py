@@ -53,7 +53,7 @@ def compare(
     """
     import json
 
-    from spindle.artifact import to_json, write_whole
+    from spindle.artifact import to_json, write_atomically
     from spindle.cli.inputs import load_profile
     from spindle.cli.pipelines import compare_pipelines, is_multimodal, load_batch, refuse_batch_options
     from spindle.cli.terminal import fits, notice, progress_bar, refuse_outputs, show, show_json
@@ -89,13 +89,13 @@ def compare(
     comparison = comparison_of(profile, plans.values(), refusals)
     table = {"spindle": "comparison", "version": 1} | to_json(comparison)
     if output is not None:
-        write_whole(output, json.dumps(table, indent=1) + "\n")
+        write_atomically(output, json.dumps(table, indent=1) + "\n")
     if figure is not None:
         panels = [("One task at a time", "sequential"), ("In waves", "wavefront")]
         missing = [planner for _, planner in panels if planner not in plans]
         if missing:
             raise DoesNotFitError(f"{figure}: not drawn, {missing[0]} has no plan: {refusals[missing[0]]}")
-        write_whole(figure, step_figure(profile.graph, [(title, plans[planner]) for title, planner in panels]))
+        write_atomically(figure, step_figure(profile.graph, [(title, plans[planner]) for title, planner in panels]))
     if as_json:
         show_json(table)
     else:

@@ -173,7 +173,7 @@ def compare_pipelines(
     """Every planner of pipelines on one batch."""
     import json
 
-    from spindle.artifact import to_json, write_whole
+    from spindle.artifact import to_json, write_atomically
     from spindle.cli.terminal import notice, progress_bar, show, show_json
     from spindle.errors import DoesNotFitError
     from spindle.plan import Plan
@@ -205,11 +205,11 @@ def compare_pipelines(
     leaves_out = list(dict.fromkeys(text for _, its_profile in made.values() for text in its_profile.leaves_out))
     table = {"spindle": "comparison", "version": 1} | to_json(comparison) | {"leaves_out": leaves_out}
     if output is not None:
-        write_whole(output, json.dumps(table, indent=1) + "\n")
+        write_atomically(output, json.dumps(table, indent=1) + "\n")
     if figure is not None:
         panels = [(planner, *made[planner]) for planner in (REFERENCE, "pipeline") if planner in made]
         drawn = pipeline_figure([(title, plan, its_profile.graph) for title, plan, its_profile in panels])
-        write_whole(figure, drawn)
+        write_atomically(figure, drawn)
     if as_json:
         show_json(table)
     else:

@@ -1,4 +1,4 @@
-"""The simulator: executes the very instruction lists a runtime would."""
+"""Simulate a program: execute the same instruction lists as the runtime, with the times of a profile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spindle.timeline import Timeline
 
 
 def simulate(program: Program, profile: Profile) -> Timeline:
-    """The timeline of one step. Raises a ProgramError when the program deadlocks."""
+    """The timeline of one step. Raises a ProgramError if the program deadlocks."""
     instances = instances_of(program)
     costs = costs_of(program, instances, profile)
     timed, times = instances, costs

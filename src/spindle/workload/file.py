@@ -1,4 +1,4 @@
-"""Workloads as files, so that what a training script trains can be asked for and planned elsewhere."""
+"""Workloads on disk; and the request that makes a training script write its workload."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_workload(path: Path) -> Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadRequest:
-    """Asks a training script, through its environment, to write what it would train, and neither measure nor train."""
+    """Asks a training script, through an environment variable, to write its workload instead of training."""
 
     output: Path
 
@@ -32,6 +32,6 @@ class WorkloadRequest:
 
 
 def workload_request() -> WorkloadRequest | None:
-    """What this process is asked for, if anything."""
+    """The request in this process's environment, if there is one."""
     output = os.environ.get(_OUTPUT_VARIABLE)
     return WorkloadRequest(output=Path(output)) if output else None
