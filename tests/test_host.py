@@ -85,17 +85,35 @@ def test_a_host_stays_only_so_far_ahead_of_its_gpu(ahead, start):
 def test_a_host_launches_behind_the_message_that_a_pass_needs():
     profile = profile_of(2)
     host = replace(NOTHING, pass_s=0.1, send_s=1.0, receive_s=0.4)
-    (_, _, made), (rank, start, _), *_ = passes(profile, host, "a*1@0 \nb*1@1")
+    (_, begin, _), (rank, start, _), *_ = passes(profile, host, "a*1@0 \nb*1@1")
     assert rank == 1
-    assert start == pytest.approx(made + 0.4 + 0.1, abs=1e-3)  # and the message's own time
+    assert start == pytest.approx(begin + 1.0 + 0.4 + 0.1, abs=1e-3)  # posted, received, launched
 
 
 def test_what_a_pass_sends_is_launched_before_the_next_one():
     text = "a*1@0 \nb*1@1"
     without, found = (passes(profile_of(2), replace(NOTHING, pass_s=0.1, send_s=send_s), text) for send_s in (0.0, 1.0))
     assert [rank for rank, *_ in found] == [0, 1, 1, 0]
-    assert found[2][1] == pytest.approx(without[2][1])  # b sends its gradient behind its backward pass
-    assert found[3][1] == pytest.approx(without[3][1] + 1.0, abs=1e-3)
+    assert found[2][1] == pytest.approx(without[2][1] + 1.0, abs=1e-3)  # a posts its output, which b waits for
+    assert found[3][1] == pytest.approx(without[3][1] + 2.0, abs=1e-3)  # and b its gradient
+
+
+def test_a_host_posts_what_it_sends_before_it_waits_for_the_next_message():
+    host = replace(NOTHING, pass_s=0.1, send_s=1.0, receive_s=0.4)
+    *_, (rank, start, _) = passes(profile_of(2), host, "a*1@0 \nb*1@1")
+    # Posting takes 1.0 on each rank, one after the other; rank 0 has posted long before the gradient comes back.
+    assert (rank, start) == (0, pytest.approx(0.1 + 1.0 + 0.5 + 0.1 + 1.0 + 0.5, abs=1e-3))
+
+
+def test_a_pass_that_is_launch_bound_delays_the_next():
+    profile = profile_of(1)
+    launched = tuple((replace(curve, launch_s=(0.5, 2.0)),) for (curve,) in profile.curves)
+    starts = [
+        start
+        for _, start, _ in passes(replace(profile, curves=launched), replace(NOTHING, pass_s=0.1), "a*1@0 \nb*1@0")
+    ]
+    # A pass starts when its first kernel is launched; the next one waits until the last is.
+    assert starts == pytest.approx([0.1, 0.7, 1.3, 3.4])
 
 
 def test_it_is_in_the_file_of_a_profile(tmp_path):

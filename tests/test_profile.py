@@ -31,6 +31,14 @@ from spindle.workload import Parameter
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
+def test_a_smaller_batch_takes_no_less_than_its_launch():
+    curve = Curve(num_devices=(1, 2), forward_s=(1.0, 0.6), backward_s=(2.0, 1.2), launch_s=(0.5, 0.3))
+    half, tenth = curve.scaled(0.5), curve.scaled(0.1)
+    assert (half.forward_s, half.backward_s) == ((0.5, 0.5), (1.0, 0.6))
+    assert (tenth.forward_s, tenth.backward_s) == ((0.5, 0.5), (0.3, 0.3))
+    assert tenth.launches.forward_s == (0.5, 0.5)
+
+
 def test_a_curve_refuses_a_number_of_devices_it_does_not_know():
     curve = Curve(num_devices=(1, 2, 4), forward_s=(3.0, 2.0, 1.0), backward_s=(6.0, 4.0, 2.0))
     assert curve.times_s(2) == (2.0, 4.0)

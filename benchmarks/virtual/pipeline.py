@@ -1,6 +1,7 @@
 """Pipelines predicted beside measured, over batches whose mix changes from step to step.
 
     spindle launch --virtual-devices 4 benchmarks/virtual/pipeline.py --output pipeline.json
+    spindle launch --virtual-devices 4 benchmarks/virtual/pipeline.py --width 1024 --patches 256 --output pipeline.json
     spindle launch -n 2 benchmarks/virtual/pipeline.py --small --output pipeline.json
 
 A ViT feeds a language model; a microbatch is one sequence with none to twelve images. Each step has eight of them, its
@@ -14,6 +15,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +98,16 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="so small that CPUs can")
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument(
+        "--width", type=int, default=1536, help="of the encoder; with 1024 its kernels are launch-bound"
+    )
+    parser.add_argument("--patches", type=int, default=1024, help="of an image; 256 for the same")
     parser.add_argument("--output", type=Path, required=True)
     given = parser.parse_args()
     on_gpu = torch.cuda.is_available() and not given.small
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    vision_size, language_size = ((1536, 12), (1536, 16)) if on_gpu else ((64, 3), (64, 3))
-    length, vocabulary, patches = (2048, 32000, 1024) if on_gpu else (256, 100, 64)
+    vision_size, language_size = ((given.width, 12), (1536, 16)) if on_gpu else ((64, 3), (64, 3))
+    length, vocabulary, patches = (2048, 32000, given.patches) if on_gpu else (256, 100, 64)
     torch.manual_seed(0)
     encoder = Vision(*vision_size, language_size[0]).to(dtype)
     model = Language(*language_size, vocabulary).to(dtype)
@@ -124,6 +130,7 @@ def main() -> None:
     loader = microbatches(given.steps, given.microbatches, length, vocabulary, patches, dtype)
     result = trainer.fit({"caption": loader}, steps=given.steps, progress=False)
     if trainer.rank == 0:
+        assert trainer.profile is not None
         errors = [predicted / measured - 1 for predicted, measured in result.sampled_s]
         found = {
             "device": torch.cuda.get_device_name() if on_gpu else "CPU",
@@ -133,7 +140,12 @@ def main() -> None:
             "mean_error": statistics.mean(map(abs, errors)),
             "step_s": result.step_s,
             "losses": [one["caption"] for one in result.losses],
-            "host_rates": trainer.profile.host_rates if trainer.profile else (),
+            "host_rates": trainer.profile.host_rates,
+            "host": asdict(trainer.profile.host) if trainer.profile.host else None,
+            "layers": {
+                op.name: [curve.forward_s[0], curve.backward_s[0], *curve.launch_s]
+                for op, (curve, *_) in zip(trainer.profile.graph.metaops, trainer.profile.curves, strict=True)
+            },
             "notices": result.notices,
         }
         given.output.write_text(json.dumps(found, indent=1) + "\n")

@@ -13,29 +13,44 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from spindle.artifact import read_artifact, write_artifact
 from spindle.errors import InputError, ProfileError
 
 FOLDER_VARIABLE = "SPINDLE_CACHE"
-_FORMAT = 2  # part of the key; increased when measurements change
+_FORMAT = 3  # part of the key; increased when measurements change
 _KIND = "layer-time"
 
 Key = tuple[tuple[str, str], ...]
-Times = tuple[float, float]
+
+
+class Times(NamedTuple):
+    """Seconds of one layer on the device, and of the host to launch its kernels (zero for CUDA graphs and on CPUs)."""
+
+    forward_s: float
+    backward_s: float
+    forward_launch_s: float = 0.0
+    backward_launch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTime:
-    """Forward and backward seconds of one layer; the key says which layer, and on which machine."""
+    """The times of one layer; the key says which layer, and on which machine."""
 
     key: Key
     forward_s: float
     backward_s: float
+    forward_launch_s: float = 0.0
+    backward_launch_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.forward_s < 0 or self.backward_s < 0:
-            raise ProfileError(f"times must not be negative, got {self.forward_s} and {self.backward_s}")
+        if min(self.times) < 0:
+            raise ProfileError(f"times must not be negative, got {self.times}")
+
+    @property
+    def times(self) -> Times:
+        return Times(self.forward_s, self.backward_s, self.forward_launch_s, self.backward_launch_s)
 
 
 def cache_folder() -> Path:
@@ -68,7 +83,7 @@ class Cache:
         except (InputError, OSError) as error:
             self._notify(f"{error}; it is measured again")
             return None
-        return cached.forward_s, cached.backward_s
+        return cached.times
 
     def store(self, point: Mapping[str, str], times: Times) -> None:
         if not self._is_writable:
@@ -76,7 +91,7 @@ class Cache:
         path, key = self._entry(point)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_artifact(path, _KIND, LayerTime(key=key, forward_s=times[0], backward_s=times[1]))
+            write_artifact(path, _KIND, LayerTime(key=key, **times._asdict()))
         except (InputError, OSError) as error:
             self._is_writable = False
             self._notify(f"measured times are not cached: {error}")

@@ -32,14 +32,14 @@ def measure_host_overhead(world: World) -> HostOverhead | None:
 def overhead_from(launch_s: float) -> HostOverhead:
     """The overhead on a machine where a kernel takes so long to launch."""
     return HostOverhead(
-        step_s=80 * launch_s,
-        task_s=55 * launch_s,
-        pass_s=30 * launch_s,
-        send_s=45 * launch_s,
-        receive_s=20 * launch_s,
-        collective_start_s=85 * launch_s,
-        collective_finish_s=15 * launch_s,
-        optimizer_s=70 * launch_s,
+        step_s=100 * launch_s,
+        task_s=70 * launch_s,
+        pass_s=38 * launch_s,
+        send_s=56 * launch_s,
+        receive_s=25 * launch_s,
+        collective_start_s=105 * launch_s,
+        collective_finish_s=19 * launch_s,
+        optimizer_s=88 * launch_s,
         ahead=AHEAD + 1,  # a host waits for the end of what comes before the event that it waits for
     )
 

@@ -94,7 +94,7 @@ class LayerMeter:
         measured = time_passes(point.work, self._rank_sync)
         if isinstance(measured, Exception):
             return measured
-        times = measured[0] / point.num_layers, measured[1] / point.num_layers
+        times = Times(*(time_s / point.num_layers for time_s in measured))
         if self._cache is not None:
             self._cache.store(point.key, times)
         return times
@@ -103,8 +103,9 @@ class LayerMeter:
         if isinstance(times, Exception):
             return
         self._known[_sorted(point.key)] = times
-        if sum(times) * point.num_layers > self._longest_s:
-            self.longest, self._longest_s = point.work, sum(times) * point.num_layers
+        device_s = (times.forward_s + times.backward_s) * point.num_layers
+        if device_s > self._longest_s:
+            self.longest, self._longest_s = point.work, device_s
 
 
 def measure_layers(
@@ -158,8 +159,10 @@ def _samples(task: str, name: str, sizes: Sequence[int], found: Sequence[Times |
         assert isinstance(error, Exception)
         error.add_note(f"in task {task!r}, trying out {name} on its first batch")
         raise error
-    rows, forward_s, backward_s = zip(*known, strict=True)
-    return LayerSamples(rows=rows, forward_s=forward_s, backward_s=backward_s)
+    rows, forward_s, backward_s, forward_launch_s, backward_launch_s = zip(*known, strict=True)
+    # Launching takes as long for any number of rows; what is more was disturbed.
+    launch_s = min(forward_launch_s), min(backward_launch_s)
+    return LayerSamples(rows=rows, forward_s=forward_s, backward_s=backward_s, launch_s=launch_s)
 
 
 def _walk(graph: MetaGraph, code: Sequence[OpCode], batches: Mapping[str, Any]) -> Iterator[tuple[int, dict[int, Any]]]:

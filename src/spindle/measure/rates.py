@@ -22,7 +22,7 @@ def measure_rates(work: Work | None, rank_sync: RankSync) -> tuple[float, ...]:
         passes = time_passes(work, rank_sync, count)
         if isinstance(passes, Exception):
             return ()
-        times_s[count] = sum(passes)
+        times_s[count] = passes.forward_s + passes.backward_s
     return rates_from(times_s)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from spindle.errors import PeerLostError
+from spindle.measure.cache import Times
 from spindle.measure.rank_sync import RankSync
 from spindle.run.graphs import capturing
 from spindle.run.nests import takes_gradient
@@ -29,6 +30,7 @@ _GPU_WARM_UPS = 3
 # So often, but for so long: neighbours must overlap, and heavy work lowers the clock, which takes half a second.
 _GPU_REPEATS, _GPU_LEAST_S, _GPU_MOST_S = 50, 0.05, 0.4
 _GPU_FEWEST, _GPU_MOST = 10, 2000
+_LAUNCH_REPEATS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +44,14 @@ class Work:
     is_graphed: bool = False
 
 
-def time_passes(work: Work, rank_sync: RankSync, num_busy: int | None = None) -> tuple[float, float] | Exception:
-    """Forward and backward seconds, the median over the ranks that measure; or why one of them could not.
+def time_passes(work: Work, rank_sync: RankSync, num_busy: int | None = None) -> Times | Exception:
+    """Seconds of both passes and of their launches, medians over the ranks that measure; or why one of them could not.
 
     With `num_busy`, only so many of the ranks work while the others wait.
     """
     failure: Exception | None = None
     passes: Passes | None = None
-    once_s, seconds = math.nan, (math.nan, math.nan)
+    once_s, seconds = math.nan, (math.nan,) * len(Times._fields)
     try:
         passes = warmed(work)
         once_s = sum(medians(passes, 1, work.device)) if work.device.type == "cuda" else 0.0
@@ -61,6 +63,8 @@ def time_passes(work: Work, rank_sync: RankSync, num_busy: int | None = None) ->
         try:
             if rank_sync.rank < num_busy:
                 seconds = medians(passes, _num_repeats(max(gathered), work.device), work.device)
+                is_eager = work.device.type == "cuda" and isinstance(passes, _Eager)
+                seconds += _launch_medians(passes, work.device) if is_eager else (0.0, 0.0)
         except Exception as error:
             failure = error
     passes = None
@@ -69,10 +73,9 @@ def time_passes(work: Work, rank_sync: RankSync, num_busy: int | None = None) ->
     found = rank_sync.all_gather(*seconds)[:num_busy]
     if failure is not None:
         return failure
-    if any(math.isnan(forward_s) for forward_s, _ in found):
+    if any(math.isnan(row[0]) for row in found):
         return PeerLostError("another rank could not run it")
-    forward_s, backward_s = (statistics.median(column) for column in zip(*found, strict=True))
-    return forward_s, backward_s
+    return Times(*(statistics.median(column) for column in zip(*found, strict=True)))
 
 
 def _num_repeats(once_s: float, device: torch.device) -> int:
@@ -178,6 +181,23 @@ def medians(passes: Passes, num_repeats: int, device: torch.device) -> tuple[flo
         statistics.median(between_s(begin, middle) for begin, middle, _ in marks),
         statistics.median(between_s(middle, end) for _, middle, end in marks),
     )
+
+
+def _launch_medians(passes: Passes, device: torch.device) -> tuple[float, float]:
+    """Host seconds to launch the forward and the backward pass.
+
+    The device is idle before each repeat, because launches block while its queue is full.
+    """
+    forward_s, backward_s = [], []
+    for _ in range(_LAUNCH_REPEATS):
+        torch.cuda.synchronize(device)
+        begin_s = time.perf_counter()
+        passes.forward()
+        middle_s = time.perf_counter()
+        passes.backward()
+        forward_s.append(middle_s - begin_s)
+        backward_s.append(time.perf_counter() - middle_s)
+    return statistics.median(forward_s), statistics.median(backward_s)
 
 
 def mark(device: torch.device) -> Any:

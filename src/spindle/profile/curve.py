@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ class Curve:
 
     A number that is not listed is not allowed: a curve never guesses between or beyond its points. `weight_s` is the
     part of `backward_s` that makes gradients of weights and may run later; without it, nothing is known of such a part.
+    `launch_s` is the host time to launch the forward and the backward kernels of one layer one by one, whatever the
+    batch size; zero for layers that run as CUDA graphs, and where it was not measured.
     """
 
     num_devices: tuple[int, ...]
@@ -26,6 +28,7 @@ class Curve:
     backward_s: tuple[float, ...]
     tensor_degree: int = 1
     weight_s: tuple[float, ...] = ()
+    launch_s: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         if not self.num_devices:
@@ -36,7 +39,7 @@ class Curve:
             raise ProfileError(f"numbers of devices must rise from at least 1, got {list(self.num_devices)[:8]}")
         if self.num_devices[0] % self.tensor_degree:
             raise ProfileError(f"{self.num_devices[0]} devices cannot hold tensor groups of {self.tensor_degree}")
-        times = np.asarray(self.forward_s + self.backward_s)
+        times = np.asarray(self.forward_s + self.backward_s + self.launch_s)
         if not (np.isfinite(times).all() and (times >= 0).all()):
             raise ProfileError("times must be finite and not negative")
         if self.weight_s:
@@ -81,12 +84,35 @@ class Curve:
             return self
         if count == 0:
             return None
-        return Curve(
+        return replace(
+            self,
             num_devices=self.num_devices[:count],
             forward_s=self.forward_s[:count],
             backward_s=self.backward_s[:count],
-            tensor_degree=self.tensor_degree,
             weight_s=self.weight_s[:count],
+        )
+
+    def scaled(self, factor: float) -> Curve:
+        """The curve for a batch `factor` times as large. No pass gets shorter than the host takes to launch it."""
+        return replace(
+            self,
+            forward_s=tuple(max(factor * time_s, self.launch_s[0]) for time_s in self.forward_s),
+            backward_s=tuple(max(factor * time_s, self.launch_s[1]) for time_s in self.backward_s),
+            weight_s=tuple(factor * time_s for time_s in self.weight_s),
+        )
+
+    @property
+    def launches(self) -> Curve:
+        """Host seconds to launch one layer, in place of its time on the devices."""
+        forward_s, backward_s = self.launch_s
+        return replace(
+            self,
+            forward_s=tuple(forward_s for _ in self.num_devices),
+            backward_s=tuple(backward_s for _ in self.num_devices),
+            weight_s=tuple(
+                backward_s * part / max(whole, 1e-30)
+                for part, whole in zip(self.weight_s, self.backward_s, strict=bool(self.weight_s))
+            ),
         )
 
 

@@ -27,11 +27,12 @@ TENSOR_LEAVES_OUT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSamples:
-    """Measured seconds of one layer at several numbers of rows on one device."""
+    """Measured seconds of one layer at several numbers of rows on one device; `launch_s` as in `Curve`."""
 
     rows: tuple[int, ...]
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
+    launch_s: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         if not self.rows or any(b <= a for a, b in zip(self.rows, self.rows[1:], strict=False)) or self.rows[0] < 1:
@@ -68,7 +69,7 @@ def curve_from_samples(samples: LayerSamples, batch_size: int, max_devices: int)
             f"measured: {samples.rows[0]} to {samples.rows[-1]}"
         )
     counts, forward_s, backward_s = zip(*points, strict=True)
-    return Curve(num_devices=counts, forward_s=forward_s, backward_s=backward_s)
+    return Curve(num_devices=counts, forward_s=forward_s, backward_s=backward_s, launch_s=samples.launch_s)
 
 
 def tensor_curve(
@@ -87,7 +88,13 @@ def tensor_curve(
     if not points:
         return None
     counts, forward, backward = zip(*points, strict=True)
-    return Curve(num_devices=counts, forward_s=forward, backward_s=backward, tensor_degree=degree)
+    return Curve(
+        num_devices=counts,
+        forward_s=forward,
+        backward_s=backward,
+        tensor_degree=degree,
+        launch_s=samples.launch_s,
+    )
 
 
 def sampled_profile(

@@ -187,6 +187,27 @@ def _meetings_of(program: Program, instances: Instances, kind: type) -> np.ndarr
     return np.flatnonzero(is_kind[instances.meeting_instruction])
 
 
+def passes_s(program: Program, profile: Profile, *, launches: bool = False) -> np.ndarray:
+    """By instruction: seconds of a forward or backward pass, zero for others. On the device, or of the host that
+    launches it."""
+    setting = setting_of(program.plan, profile)
+    curves = [profile.curve(shape.op, setting) for shape in program.slots]
+    if launches:
+        curves = [curve.launches for curve in curves]
+    time_s = np.zeros(len(program.instructions))
+    for number, instruction in enumerate(program.instructions):
+        match instruction:
+            case Forward(slot=slot):
+                time_s[number] = pass_s(program.plan.slots[slot], FORWARD, curves[slot])
+            case Backward(slot=slot, first=first, last=last, part=part):
+                whole, recompute = program.plan.slots[slot], setting.recompute[program.slots[slot].op]
+                share = (last - first) / whole.num_layers
+                time_s[number] = share * pass_s(whole, part, curves[slot], recompute)
+            case _:
+                pass
+    return time_s
+
+
 def _time_compute(
     program: Program,
     profile: Profile,
@@ -197,23 +218,12 @@ def _time_compute(
 ) -> None:
     """Forward and backward: a fixed time, or work at a speed that depends on how many devices of the island are
     busy."""
-    setting = setting_of(program.plan, profile)
-    curves = [profile.curve(shape.op, setting) for shape in program.slots]
-    time_ns = np.zeros(len(program.instructions))
-    for number, instruction in enumerate(program.instructions):
-        match instruction:
-            case Forward(slot=slot):
-                time_ns[number] = pass_s(program.plan.slots[slot], FORWARD, curves[slot]) * NS
-            case Backward(slot=slot, first=first, last=last, part=part):
-                whole, recompute = program.plan.slots[slot], setting.recompute[program.slots[slot].op]
-                share = (last - first) / whole.num_layers
-                time_ns[number] = share * pass_s(whole, part, curves[slot], recompute) * NS
-            case _:
-                pass
+    time_ns = passes_s(program, profile) * NS
     computes = np.array([isinstance(instruction, Forward | Backward) for instruction in program.instructions])
     meetings = np.flatnonzero(computes[instances.meeting_instruction])
-    if not profile.host_rates:
-        fixed_ns[:] = np.round(time_ns[instances.meeting_instruction])
+    # Launches do not become faster when neighbours are idle.
+    fixed = passes_s(program, profile, launches=True) * NS if profile.host_rates else time_ns
+    fixed_ns[:] = np.round(fixed[instances.meeting_instruction])
     shares_device = _reductions_slow_compute(profile)
     for meeting in meetings.tolist() if profile.host_rates or shares_device else ():
         members = instances.members[instances.member_starts[meeting] : instances.member_starts[meeting + 1]]

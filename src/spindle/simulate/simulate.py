@@ -20,7 +20,7 @@ def simulate(program: Program, profile: Profile) -> Timeline:
     costs = costs_of(program, instances, profile)
     timed, times = instances, costs
     if profile.host is not None:
-        timed, times = with_hosts(program, instances, costs, profile.host, profile.graph)
+        timed, times = with_hosts(program, instances, costs, profile.host, profile)
     posted, began, ended = (column[: instances.num_instances] for column in run(*timed.arrays, *times.arrays))
     if (ended < 0).any():
         raise ProgramError(describe_deadlock(program, instances, np.flatnonzero(ended < 0)))

@@ -5,7 +5,7 @@ one after another. Where layers stand is chosen once; the order of a step's pass
 and is searched while the step before runs. The numbers are those of micro-steps one after another.
 
 Layers were measured on the first batch of each variant. For one of another shape their times grow with the elements
-they give; that attention grows faster, and that small kernels do not shrink as fast, is left out.
+they give, and no pass gets shorter than its launch; that attention grows faster is left out.
 """
 
 from __future__ import annotations
@@ -61,7 +61,12 @@ def _single(curves: Sequence[Curve]) -> Curve:
     if curve is None:
         raise PlanError("a pipeline runs layers on one device each, and a module has tensor groups alone")
     count = curve.num_devices[0]
-    return Curve(num_devices=(1,), forward_s=(count * curve.forward_s[0],), backward_s=(count * curve.backward_s[0],))
+    return Curve(
+        num_devices=(1,),
+        forward_s=(count * curve.forward_s[0],),
+        backward_s=(count * curve.backward_s[0],),
+        launch_s=curve.launch_s,
+    )
 
 
 def refuse_unfit(shard_optimizer: bool | None, tensor_degrees: Mapping[str, int] | None) -> None:
@@ -118,8 +123,7 @@ def step_graph(
                 cost = _scaled(op.cost, scale * (op.batch_size or 1) / rows)
                 name = task + op.name.removeprefix(variant)
                 metaops.append(replace(op, name=name, task=task, batch_size=rows, cost=cost))
-                times = (scale * curve.forward_s[0],), (scale * curve.backward_s[0],)
-                curves.append((Curve(num_devices=(1,), forward_s=times[0], backward_s=times[1]),))
+                curves.append((curve.scaled(scale),))
                 codes.append(_averaged(code[position], counts[variant]))
             edges += [(place[one], place[other]) for one, other in profile.graph.edges if one in place]
             if reached is not None:
