@@ -35,10 +35,10 @@ def main() -> None:
             loop.append(time.perf_counter() - began)
         count = program.num_instructions
         rates = [count / statistics.median(times) for times in (whole, loop)]
-        meetings = instances.num_meetings
-        rows.append([str(num_devices), f"{count:,}", f"{meetings:,}", *(f"{rate:,.0f}" for rate in rates)])
-        data.append({"num_devices": num_devices, "instructions": count, "meetings": meetings, "rates": rates})
-    header = ["devices", "instructions", "meetings", "instructions/s", "in the compiled loop alone"]
+        rendezvous = instances.num_rendezvous
+        rows.append([str(num_devices), f"{count:,}", f"{rendezvous:,}", *(f"{rate:,.0f}" for rate in rates)])
+        data.append({"num_devices": num_devices, "instructions": count, "rendezvous": rendezvous, "rates": rates})
+    header = ["devices", "instructions", "rendezvous", "instructions/s", "in the compiled loop alone"]
     publish("simulator_rate", {"cells": data}, markdown(header, rows))
 
 

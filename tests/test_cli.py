@@ -112,7 +112,7 @@ def test_a_truncated_file_is_refused_with_its_line(share, tmp_path, capsys):
     path.write_text(text[: int(share * len(text))])
     said = refusal(capsys, "plan", str(path), "--devices", "4")
     assert f"{path}, line " in said
-    assert "cut off" in said
+    assert "truncated" in said
 
 
 def test_a_file_that_is_not_text_is_refused(tmp_path, capsys):
@@ -160,7 +160,7 @@ def test_a_graph_is_no_plan_and_a_plan_is_no_graph(graph, plan, capsys):
         (["plan", "nowhere.json", "--devices", "4"], "nowhere.json: no such file"),
         (["plan", "clap-4", "--devices", "4"], "no recipe of that name; recipes: clip-4"),
         (["plan", "clip-4", "--devices", "16"], "give --cluster, not only --devices 16 (a800x16"),
-        (["plan", "clip-4", "--cluster", "b900x4"], "no cluster is called 'b900x4'"),
+        (["plan", "clip-4", "--cluster", "b900x4"], "unknown cluster 'b900x4'"),
         (["plan", "clip-4", "--cluster", "nowhere.toml"], "nowhere.toml: no such file"),
         (["recipe", "clap-4", "-o", "x.json"], "no recipe is called 'clap-4'"),
         (["plan"], "INPUT"),

@@ -102,7 +102,7 @@ def test_a_tensor_group_does_not_cross_islands(capsys, tmp_path):
 @pytest.mark.parametrize("verb", ["plan", "compare", "search"])
 def test_what_the_times_leave_out_is_said(capsys, tmp_path, verb):
     out = answer(capsys, verb, "vlm-s", *QUICK)
-    assert "Left out: data loading, and whatever the host does between layers" in out
+    assert "Left out: data loading, and host time between layers" in out
     assert "Left out: kernels were measured on" in out
     printed = answer(capsys, verb, "vlm-s", *QUICK, "--json")
     leaves_out = json.loads(printed)["leaves_out"]

@@ -131,10 +131,10 @@ def test_a_cluster_of_ones_own_comes_from_a_file(tmp_path):
     [
         ("peak_flops = 312e12", "peak_flops = -1", r"kinds\.big: .*peak_flops must be above 0"),
         ("memory_bytes = 80e9", "memory_bytes = nan", r"kinds\.big\.memory_bytes: expected a finite number"),
-        ("memory_bytes = 80e9", 'name = "z"', r"kinds\.big: a kind is named by its heading"),
+        ("memory_bytes = 80e9", 'name = "z"', r"kinds\.big: the name of a kind is in its heading"),
         ("memory_bytes = 80e9", "", r"kinds\.big: the field 'memory_bytes' is missing"),
-        ('kind = "big"', 'kind = "small"', r"islands\[0\]\.kind: no kind 'small'; this file has big"),
-        ('kind = "big"', 'kind = ["big"]', r"islands\[0\]\.kind: no kind"),
+        ('kind = "big"', 'kind = "small"', r"islands\[0\]\.kind: unknown kind 'small'; this file has big"),
+        ('kind = "big"', 'kind = ["big"]', r"islands\[0\]\.kind: unknown kind"),
         ("count = 2", "count = 1000000000", r"islands\[0\]\.count: must be 1 to"),
         ("num_devices = 4", "num_devices = 0", r"islands\[0\]: an island needs at least one device"),
         ("[[islands]]", "[islands]", r"expected one or more \[\[islands\]\]"),

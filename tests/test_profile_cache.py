@@ -132,7 +132,7 @@ def test_a_folder_that_cannot_be_written_is_named_once_and_done_without(cache, t
     (tmp_path / "file").write_text("no folder")
     assert num_timed(cache(folder=tmp_path / "file")) == NUM_POINTS
     (notice,) = notices
-    assert notice.startswith("measured times are not kept: ")
+    assert notice.startswith("measured times are not cached: ")
     assert str(tmp_path / "file") in notice
 
 

@@ -280,7 +280,7 @@ def test_a_curve_knows_its_part_that_may_wait_or_says_nothing_of_it():
     assert curve.weight_time_s(4) == 0.5
     assert curve.up_to(3).weight_s == (1.5,)
     assert Curve(num_devices=(1,), forward_s=(1.0,), backward_s=(2.0,)).weight_time_s(1) is None
-    with pytest.raises(ProfileError, match="must lie between 0 and backward_s"):
+    with pytest.raises(ProfileError, match="must be between 0 and backward_s"):
         Curve(num_devices=(1,), forward_s=(1.0,), backward_s=(2.0,), weight_s=(2.5,))
     with pytest.raises(ProfileError, match="or none"):
         Curve(num_devices=(1,), forward_s=(1.0,), backward_s=(2.0,), weight_s=(1.0, 1.0))

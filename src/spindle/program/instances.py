@@ -43,11 +43,11 @@ class Instances:
     num_needs: Column
     follower_starts: Column  # instances that wait for this one
     followers: Column
-    meeting_starts: Column  # rendezvous of this instance
-    meetings: Column
+    rendezvous_starts: Column  # rendezvous of this instance
+    rendezvous_ids: Column
     member_starts: Column  # instances of this rendezvous
     members: Column
-    meeting_instruction: Column  # for timing: the instruction that a rendezvous belongs to
+    rendezvous_instruction: Column  # for timing: the instruction that a rendezvous belongs to
 
     @property
     def arrays(self) -> tuple[Column, ...]:
@@ -56,8 +56,8 @@ class Instances:
             self.num_needs,
             self.follower_starts,
             self.followers,
-            self.meeting_starts,
-            self.meetings,
+            self.rendezvous_starts,
+            self.rendezvous_ids,
             self.member_starts,
             self.members,
         )
@@ -67,8 +67,8 @@ class Instances:
         return len(self.instruction)
 
     @property
-    def num_meetings(self) -> int:
-        return len(self.meeting_instruction)
+    def num_rendezvous(self) -> int:
+        return len(self.rendezvous_instruction)
 
 
 def instances_of(program: Program) -> Instances:
@@ -95,9 +95,9 @@ def instances_of(program: Program) -> Instances:
     source, target = np.concatenate(sources), np.concatenate(targets)
     follower_starts, followers = cut_by(source, target, len(instruction))
 
-    owners, member_starts, members = _meetings(program, where)
-    meeting_of_member = np.repeat(np.arange(len(owners)), np.diff(member_starts))
-    meeting_starts, meetings = cut_by(members, meeting_of_member, len(instruction))
+    owners, member_starts, members = _all_rendezvous(program, where)
+    rendezvous_of_member = np.repeat(np.arange(len(owners)), np.diff(member_starts))
+    rendezvous_starts, rendezvous_ids = cut_by(members, rendezvous_of_member, len(instruction))
     return Instances(
         instruction=instruction,
         rank=rank,
@@ -105,11 +105,11 @@ def instances_of(program: Program) -> Instances:
         num_needs=np.bincount(target, minlength=len(instruction)),
         follower_starts=follower_starts,
         followers=followers,
-        meeting_starts=meeting_starts,
-        meetings=meetings,
+        rendezvous_starts=rendezvous_starts,
+        rendezvous_ids=rendezvous_ids,
         member_starts=member_starts,
         members=members,
-        meeting_instruction=owners,
+        rendezvous_instruction=owners,
     )
 
 
@@ -188,7 +188,7 @@ def _needs(program: Program, where: Column) -> tuple[list[Column], list[Column]]
     return sources, targets
 
 
-def _meetings(program: Program, where: Column) -> tuple[Column, Column, Column]:
+def _all_rendezvous(program: Program, where: Column) -> tuple[Column, Column, Column]:
     """All rendezvous in the order of instructions: their instructions, where their members start, and their members."""
     owners: list[int] = []  # by instruction
     counts: list[int] = []  # its number of rendezvous

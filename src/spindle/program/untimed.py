@@ -7,13 +7,13 @@ from numba import njit
 
 
 @njit(cache=True)
-def run_untimed(num_needs, follower_starts, followers, meeting_starts, meetings, member_starts, members):
+def run_untimed(num_needs, follower_starts, followers, rendezvous_starts, rendezvous_ids, member_starts, members):
     """Whether each instance finishes. The arguments are `Instances.arrays`."""
     num_instances = len(num_needs)
     needs = num_needs.copy()
     done = np.zeros(num_instances, np.bool_)
     absent = member_starts[1:] - member_starts[:-1]
-    unfinished = meeting_starts[1:] - meeting_starts[:-1]
+    unfinished = rendezvous_starts[1:] - rendezvous_starts[:-1]
     # Instances that can start and have not.
     stack = np.empty(num_instances + 1, np.int64)
     size = 0
@@ -30,11 +30,11 @@ def run_untimed(num_needs, follower_starts, followers, meeting_starts, meetings,
         if unfinished[instance] == 0:
             finished[0] = instance
             num_finished = 1
-        for place in range(meeting_starts[instance], meeting_starts[instance + 1]):
-            meeting = meetings[place]
-            absent[meeting] -= 1
-            if absent[meeting] == 0:
-                for member_place in range(member_starts[meeting], member_starts[meeting + 1]):
+        for place in range(rendezvous_starts[instance], rendezvous_starts[instance + 1]):
+            rendezvous = rendezvous_ids[place]
+            absent[rendezvous] -= 1
+            if absent[rendezvous] == 0:
+                for member_place in range(member_starts[rendezvous], member_starts[rendezvous + 1]):
                     member = members[member_place]
                     unfinished[member] -= 1
                     if unfinished[member] == 0:

@@ -219,8 +219,9 @@ def describe_deadlock(program: Program, instances: Instances, stuck: Column) -> 
     for instance in stuck:
         if int(instance) in blocked_by_needs:
             continue
-        for meeting in instances.meetings[instances.meeting_starts[instance] : instances.meeting_starts[instance + 1]]:
-            members = instances.members[instances.member_starts[meeting] : instances.member_starts[meeting + 1]]
+        first, last = instances.rendezvous_starts[instance : instance + 2]
+        for rendezvous in instances.rendezvous_ids[first:last]:
+            members = instances.members[instances.member_starts[rendezvous] : instances.member_starts[rendezvous + 1]]
             waits_for[int(instance)] += [int(member) for member in members if int(member) in blocked_by_needs]
     path: list[int] = []
     instance = int(stuck[0])

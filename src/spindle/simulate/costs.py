@@ -35,7 +35,7 @@ _MAX_REDUCTIONS = 64  # loads of more reductions on one device count as this man
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Columns by meeting; its entries (resource, time alone on it, weight) are cut at `entry_starts`. Memory is by
+    """Columns by rendezvous; its entries (resource, time alone on it, weight) are cut at `entry_starts`. Memory is by
     instance (`bytes_at_...`) and by rank (`static_bytes`)."""
 
     delay_ns: Column
@@ -120,23 +120,23 @@ def _topology(profile: Profile) -> _Topology:
 
 
 class _Entries:
-    """Collects entries in blocks, then groups them by meeting."""
+    """Collects entries in blocks, then groups them by rendezvous."""
 
     def __init__(self) -> None:
         self._blocks: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
 
     def add(
-        self, meeting: np.ndarray, resource: np.ndarray, time_ns: np.ndarray, weight: np.ndarray | None = None
+        self, rendezvous: np.ndarray, resource: np.ndarray, time_ns: np.ndarray, weight: np.ndarray | None = None
     ) -> None:
-        self._blocks.append((meeting, resource, time_ns, np.ones_like(meeting) if weight is None else weight))
+        self._blocks.append((rendezvous, resource, time_ns, np.ones_like(rendezvous) if weight is None else weight))
 
-    def grouped(self, num_meetings: int) -> tuple[Column, Column, np.ndarray, Column]:
+    def grouped(self, num_rendezvous: int) -> tuple[Column, Column, np.ndarray, Column]:
         empty = np.zeros(0, dtype=np.int64)
         blocks = self._blocks or [(empty, empty, np.zeros(0), empty)]
-        meeting, resource, time_ns, weight = (np.concatenate(part) for part in zip(*blocks, strict=True))
-        order = np.argsort(meeting, kind="stable")
-        starts = np.zeros(num_meetings + 1, dtype=np.int64)
-        np.cumsum(np.bincount(meeting, minlength=num_meetings), out=starts[1:])
+        rendezvous, resource, time_ns, weight = (np.concatenate(part) for part in zip(*blocks, strict=True))
+        order = np.argsort(rendezvous, kind="stable")
+        starts = np.zeros(num_rendezvous + 1, dtype=np.int64)
+        np.cumsum(np.bincount(rendezvous, minlength=num_rendezvous), out=starts[1:])
         return starts, resource[order], time_ns[order].astype(np.float64), weight[order].astype(np.int64)
 
 
@@ -144,15 +144,15 @@ def costs_of(program: Program, instances: Instances, profile: Profile) -> Costs:
     """Times and bytes of all instructions of a program."""
     topology = _topology(profile)
     entries = _Entries()
-    delay_ns = np.zeros(instances.num_meetings, dtype=np.int64)
-    fixed_ns = np.zeros(instances.num_meetings, dtype=np.int64)
+    delay_ns = np.zeros(instances.num_rendezvous, dtype=np.int64)
+    fixed_ns = np.zeros(instances.num_rendezvous, dtype=np.int64)
     memory = Memory(program, profile)
 
     _time_compute(program, profile, topology, instances, fixed_ns, entries)
     _time_flows(program, topology, instances, delay_ns, entries)
     _time_collectives(program, profile, topology, instances, delay_ns, entries)
     _time_updates(program, profile, topology, instances, memory.update_bytes, fixed_ns, entries)
-    entry_starts, entry_resource, entry_ns, entry_weight = entries.grouped(instances.num_meetings)
+    entry_starts, entry_resource, entry_ns, entry_weight = entries.grouped(instances.num_rendezvous)
 
     slowness_of = np.full(topology.num_resources, -1, dtype=np.int64)
     slowness = np.ones((2, max(2 + _REDUCTION_WEIGHT * _MAX_REDUCTIONS, 1 + len(profile.host_rates))))
@@ -181,15 +181,15 @@ def costs_of(program: Program, instances: Instances, profile: Profile) -> Costs:
     )
 
 
-def _meetings_of(program: Program, instances: Instances, kind: type) -> np.ndarray:
-    """Meetings whose instruction is of this kind, in order."""
+def _rendezvous_of(program: Program, instances: Instances, kind: type) -> np.ndarray:
+    """Rendezvous whose instruction is of this kind, in order."""
     is_kind = np.array([isinstance(instruction, kind) for instruction in program.instructions])
-    return np.flatnonzero(is_kind[instances.meeting_instruction])
+    return np.flatnonzero(is_kind[instances.rendezvous_instruction])
 
 
 def passes_s(program: Program, profile: Profile, *, launches: bool = False) -> np.ndarray:
-    """By instruction: seconds of a forward or backward pass, zero for others. On the device, or of the host that
-    launches it."""
+    """By instruction: seconds of a forward or backward pass on its device, or with `launches` on its host; zero for
+    other instructions."""
     setting = setting_of(program.plan, profile)
     curves = [profile.curve(shape.op, setting) for shape in program.slots]
     if launches:
@@ -220,27 +220,27 @@ def _time_compute(
     busy."""
     time_ns = passes_s(program, profile) * NS
     computes = np.array([isinstance(instruction, Forward | Backward) for instruction in program.instructions])
-    meetings = np.flatnonzero(computes[instances.meeting_instruction])
+    rendezvous_ids = np.flatnonzero(computes[instances.rendezvous_instruction])
     # Launches do not become faster when neighbours are idle.
     fixed = passes_s(program, profile, launches=True) * NS if profile.host_rates else time_ns
-    fixed_ns[:] = np.round(fixed[instances.meeting_instruction])
+    fixed_ns[:] = np.round(fixed[instances.rendezvous_instruction])
     shares_device = _reductions_slow_compute(profile)
-    for meeting in meetings.tolist() if profile.host_rates or shares_device else ():
-        members = instances.members[instances.member_starts[meeting] : instances.member_starts[meeting + 1]]
-        ranks, work_ns = instances.rank[members], time_ns[instances.meeting_instruction[meeting]]
+    for rendezvous in rendezvous_ids.tolist() if profile.host_rates or shares_device else ():
+        members = instances.members[instances.member_starts[rendezvous] : instances.member_starts[rendezvous + 1]]
+        ranks, work_ns = instances.rank[members], time_ns[instances.rendezvous_instruction[rendezvous]]
         if profile.host_rates:
             hosts, counts = np.unique(topology.island[ranks], return_counts=True)
-            entries.add(np.full(len(hosts), meeting), topology.host(hosts), np.full(len(hosts), work_ns), counts)
+            entries.add(np.full(len(hosts), rendezvous), topology.host(hosts), np.full(len(hosts), work_ns), counts)
         if shares_device:
-            entries.add(np.full(len(ranks), meeting), topology.device(ranks), np.full(len(ranks), work_ns))
+            entries.add(np.full(len(ranks), rendezvous), topology.device(ranks), np.full(len(ranks), work_ns))
 
 
 def _time_flows(
     program: Program, topology: _Topology, instances: Instances, delay_ns: np.ndarray, entries: _Entries
 ) -> None:
     """Transfers: a latency, then their bytes through both ports, and through both uplinks between islands."""
-    meetings = _meetings_of(program, instances, Exchange)
-    if not len(meetings):
+    rendezvous_ids = _rendezvous_of(program, instances, Exchange)
+    if not len(rendezvous_ids):
         return
     flows = [
         (program.links[instruction.link], instruction.backward)
@@ -252,16 +252,21 @@ def _time_flows(
     destination = np.concatenate([flow.destination for flow, _ in columns])
     num_bytes = np.concatenate([(flow.last - flow.first) * bytes_per_row for flow, bytes_per_row in columns])
     sent = num_bytes > 0
-    meetings, source, destination, num_bytes = meetings[sent], source[sent], destination[sent], num_bytes[sent]
+    rendezvous_ids, source, destination, num_bytes = (
+        rendezvous_ids[sent],
+        source[sent],
+        destination[sent],
+        num_bytes[sent],
+    )
     inside = topology.island[source] == topology.island[destination]
     latency = np.where(inside, topology.link_latency_s[source], topology.uplink_latency_s[topology.island[source]])
-    delay_ns[meetings] = np.round(latency * NS)
-    entries.add(meetings, topology.port_out(source), num_bytes / topology.link_bytes_per_s[source] * NS)
-    entries.add(meetings, topology.port_in(destination), num_bytes / topology.link_bytes_per_s[destination] * NS)
-    meetings, num_bytes = meetings[~inside], num_bytes[~inside]
+    delay_ns[rendezvous_ids] = np.round(latency * NS)
+    entries.add(rendezvous_ids, topology.port_out(source), num_bytes / topology.link_bytes_per_s[source] * NS)
+    entries.add(rendezvous_ids, topology.port_in(destination), num_bytes / topology.link_bytes_per_s[destination] * NS)
+    rendezvous_ids, num_bytes = rendezvous_ids[~inside], num_bytes[~inside]
     for ends, uplink in ((source, topology.uplink_out), (destination, topology.uplink_in)):
         islands = topology.island[ends[~inside]]
-        entries.add(meetings, uplink(islands), num_bytes / topology.uplink_bytes_per_s[islands] * NS)
+        entries.add(rendezvous_ids, uplink(islands), num_bytes / topology.uplink_bytes_per_s[islands] * NS)
 
 
 def _reductions_slow_compute(profile: Profile) -> bool:
@@ -289,7 +294,7 @@ def _time_collectives(
             program,
             profile,
             topology,
-            _meetings_of(program, instances, SyncGradients),
+            _rendezvous_of(program, instances, SyncGradients),
             gradient_bytes,
             delay_ns,
             entries,
@@ -299,7 +304,7 @@ def _time_collectives(
     parameter_bytes = [size * numerics.parameter_bytes / numerics.gradient_bytes for size in gradient_bytes]
     for kind, num_bytes in ((SyncGradients, gradient_bytes), (GatherParameters, parameter_bytes)):
         halves = [size / 2 for size in num_bytes]
-        _time_rings(program, profile, topology, _meetings_of(program, instances, kind), halves, delay_ns, entries)
+        _time_rings(program, profile, topology, _rendezvous_of(program, instances, kind), halves, delay_ns, entries)
 
 
 def _time_rings(
@@ -311,7 +316,7 @@ def _time_rings(
     delay_ns: np.ndarray,
     entries: _Entries,
 ) -> None:
-    """Ring all-reduces, one per bucket; `by_bucket` has their meetings."""
+    """Ring all-reduces, one per bucket; `by_bucket` has their rendezvous."""
     sizes = np.array([len(bucket.ranks) for bucket in program.buckets])
     carried = np.array([ring_bytes(*ring) * NS for ring in zip(num_bytes, sizes.tolist(), strict=True)])
     bucket = np.repeat(np.arange(len(sizes)), sizes)
@@ -348,10 +353,10 @@ def _time_updates(
     entries: _Entries,
 ) -> None:
     """Optimizer steps: limited by memory bandwidth, which busy neighbours may share."""
-    meetings = _meetings_of(program, instances, OptimizerStep)
-    ranks = instances.rank[instances.members[instances.member_starts[meetings]]]
+    rendezvous_ids = _rendezvous_of(program, instances, OptimizerStep)
+    ranks = instances.rank[instances.members[instances.member_starts[rendezvous_ids]]]
     time_ns = np.ceil(update_bytes[ranks] / profile.cluster.kind.memory_bytes_per_s * NS)
     if profile.host_rates:
-        entries.add(meetings, topology.host(topology.island[ranks]), time_ns)
+        entries.add(rendezvous_ids, topology.host(topology.island[ranks]), time_ns)
     else:
-        fixed_ns[meetings] = time_ns
+        fixed_ns[rendezvous_ids] = time_ns

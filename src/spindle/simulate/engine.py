@@ -1,12 +1,12 @@
-"""The compiled event loop of the simulator. It knows instances, meetings and resources, and not what they stand for.
+"""The compiled event loop of the simulator. It knows instances, rendezvous and resources, and not what they stand for.
 
-A meeting waits for all its members, then for a fixed delay (latency), then runs. It has a fixed time and entries
-(resource, time alone on it, weight). While it runs, each of its resources is shared by all meetings on it: at a total
-weight w it takes `slowness[w]` times its time alone, and its slowest resource decides. When a meeting starts or ends,
-the meetings that share a resource with it are re-timed: the fraction that is left stays, the rate changes.
+A rendezvous waits for all its members, then for a fixed delay (latency), then runs. It has a fixed time and entries
+(resource, time alone on it, weight). While it runs, each of its resources is shared by all rendezvous on it: at a total
+weight w it takes `slowness[w]` times its time alone, and its slowest resource decides. When a rendezvous starts or
+ends, the rendezvous that share a resource with it are re-timed: the fraction that is left stays, the rate changes.
 
-Events are (time, meeting) in a binary heap. Re-timing pushes a new event instead of moving the old one; an event whose
-time is not the meeting's present `finish` is stale and skipped. Time is in integer nanoseconds.
+Events are (time, rendezvous) in a binary heap. Re-timing pushes a new event instead of moving the old one; an event
+whose time is not the present `finish` of its rendezvous is stale and skipped. Time is in integer nanoseconds.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ def _grown(column):
 
 @njit(cache=True)
 def _slowness(resource, load, slowness_of, slowness):
-    """How many times longer than alone a meeting takes on a resource with this load (total weight)."""
+    """How many times longer than alone a rendezvous takes on a resource with this load (total weight)."""
     row = slowness_of[resource]
     return np.float64(load) if row < 0 else slowness[row, min(load, slowness.shape[1] - 1)]
 
 
 @njit(cache=True)
-def _span(meeting, fixed_ns, entry_starts, entry_resource, entry_ns, weight_on, slowness_of, slowness):
-    """The duration of a whole meeting at the present load."""
-    span = np.float64(fixed_ns[meeting])
-    for entry in range(entry_starts[meeting], entry_starts[meeting + 1]):
+def _span(rendezvous, fixed_ns, entry_starts, entry_resource, entry_ns, weight_on, slowness_of, slowness):
+    """The duration of a whole rendezvous at the present load."""
+    span = np.float64(fixed_ns[rendezvous])
+    for entry in range(entry_starts[rendezvous], entry_starts[rendezvous + 1]):
         resource = entry_resource[entry]
         time = entry_ns[entry] * _slowness(resource, weight_on[resource], slowness_of, slowness)
         if time > span:
@@ -123,8 +123,8 @@ def run(
     num_needs,
     follower_starts,
     followers,
-    meeting_starts,
-    meetings,
+    rendezvous_starts,
+    rendezvous_ids,
     member_starts,
     members,
     delay_ns,
@@ -141,35 +141,35 @@ def run(
     The arguments are `Instances.arrays` and `Costs.arrays`.
     """
     num_instances = len(num_needs)
-    num_meetings = len(fixed_ns)
+    num_rendezvous = len(fixed_ns)
     posted = np.full(num_instances, _NEVER)
     began = np.full(num_instances, _NEVER)
     ended = np.full(num_instances, _NEVER)
     needs = num_needs.copy()
-    unfinished = meeting_starts[1:] - meeting_starts[:-1]
+    unfinished = rendezvous_starts[1:] - rendezvous_starts[:-1]
     absent = member_starts[1:] - member_starts[:-1]
 
-    # Running meetings: the fraction that is left, the span of the whole at the present load, the time since which this
-    # holds, and the time at which it ends.
-    left = np.ones(num_meetings)
-    span = np.zeros(num_meetings)
-    since = np.zeros(num_meetings, np.int64)
-    finish = np.full(num_meetings, _NEVER)
-    in_delay = np.zeros(num_meetings, np.bool_)  # not on its resources yet
+    # Running rendezvous: the fraction that is left, the span of the whole at the present load, the time since which
+    # this holds, and the time at which it ends.
+    left = np.ones(num_rendezvous)
+    span = np.zeros(num_rendezvous)
+    since = np.zeros(num_rendezvous, np.int64)
+    finish = np.full(num_rendezvous, _NEVER)
+    in_delay = np.zeros(num_rendezvous, np.bool_)  # not on its resources yet
 
     # The entries on each resource, as doubly linked lists.
     num_resources = len(slowness_of)
     head = np.full(num_resources, -1, np.int64)
     following = np.full(len(entry_resource), -1, np.int64)
     preceding = np.full(len(entry_resource), -1, np.int64)
-    entry_meeting = np.zeros(len(entry_resource), np.int64)
+    entry_rendezvous = np.zeros(len(entry_resource), np.int64)
     weight_on = np.zeros(num_resources, np.int64)
-    for meeting in range(num_meetings):
-        for entry in range(entry_starts[meeting], entry_starts[meeting + 1]):
-            entry_meeting[entry] = meeting
+    for rendezvous in range(num_rendezvous):
+        for entry in range(entry_starts[rendezvous], entry_starts[rendezvous + 1]):
+            entry_rendezvous[entry] = rendezvous
 
-    heap_time = np.zeros(max(16, num_meetings), np.int64)
-    heap_item = np.zeros(max(16, num_meetings), np.int64)
+    heap_time = np.zeros(max(16, num_rendezvous), np.int64)
+    heap_item = np.zeros(max(16, num_rendezvous), np.int64)
     heap_size = 0
     ready = np.empty(num_instances, np.int64)
     num_ready = 0
@@ -180,8 +180,8 @@ def run(
     now = np.int64(0)
 
     while True:
-        # Phase 1: start what is ready. A meeting whose last member arrives enters its delay; an instance without
-        # meetings is done at once.
+        # Phase 1: start what is ready. A rendezvous whose last member arrives enters its delay; an instance without
+        # rendezvous is done at once.
         while num_ready > 0:
             num_ready -= 1
             instance = ready[num_ready]
@@ -191,38 +191,38 @@ def run(
                 ended[instance] = now
                 num_ready = _release_followers(instance, follower_starts, followers, needs, ready, num_ready)
                 continue
-            for place in range(meeting_starts[instance], meeting_starts[instance + 1]):
-                meeting = meetings[place]
-                absent[meeting] -= 1
-                if absent[meeting] == 0:
-                    for member_place in range(member_starts[meeting], member_starts[meeting + 1]):
+            for place in range(rendezvous_starts[instance], rendezvous_starts[instance + 1]):
+                rendezvous = rendezvous_ids[place]
+                absent[rendezvous] -= 1
+                if absent[rendezvous] == 0:
+                    for member_place in range(member_starts[rendezvous], member_starts[rendezvous + 1]):
                         if began[members[member_place]] < 0:
                             began[members[member_place]] = now
-                    in_delay[meeting] = True
-                    finish[meeting] = now + delay_ns[meeting]
+                    in_delay[rendezvous] = True
+                    finish[rendezvous] = now + delay_ns[rendezvous]
                     if heap_size + 1 >= len(heap_time):
                         heap_time = _grown(heap_time)
                         heap_item = _grown(heap_item)
-                    heap_size = _push(heap_time, heap_item, heap_size, finish[meeting], meeting)
+                    heap_size = _push(heap_time, heap_item, heap_size, finish[rendezvous], rendezvous)
         if heap_size == 0:
             break
 
-        # Phase 2: the next event. Either a delay is over and the meeting starts, or the meeting ends.
+        # Phase 2: the next event. Either a delay is over and the rendezvous starts, or the rendezvous ends.
         time = heap_time[0]
-        meeting = heap_item[0]
+        rendezvous = heap_item[0]
         heap_size = _pop(heap_time, heap_item, heap_size)
-        if finish[meeting] != time:
-            continue  # stale: the meeting was re-timed since
+        if finish[rendezvous] != time:
+            continue  # stale: the rendezvous was re-timed since
         now = time
 
-        starts = in_delay[meeting]
+        starts = in_delay[rendezvous]
         if starts:
-            in_delay[meeting] = False
-            since[meeting] = now
+            in_delay[rendezvous] = False
+            since[rendezvous] = now
         else:
-            finish[meeting] = _NEVER
+            finish[rendezvous] = _NEVER
         # Occupy its resources, or leave them.
-        for entry in range(entry_starts[meeting], entry_starts[meeting + 1]):
+        for entry in range(entry_starts[rendezvous], entry_starts[rendezvous + 1]):
             resource = entry_resource[entry]
             if starts:
                 weight_on[resource] += entry_weight[entry]
@@ -231,19 +231,19 @@ def run(
                 weight_on[resource] -= entry_weight[entry]
                 _unlink(entry, resource, head, following, preceding)
         if starts:
-            span[meeting] = _span(
-                meeting, fixed_ns, entry_starts, entry_resource, entry_ns, weight_on, slowness_of, slowness
+            span[rendezvous] = _span(
+                rendezvous, fixed_ns, entry_starts, entry_resource, entry_ns, weight_on, slowness_of, slowness
             )
-            finish[meeting] = now + np.int64(np.ceil(span[meeting] - 1e-6))
+            finish[rendezvous] = now + np.int64(np.ceil(span[rendezvous] - 1e-6))
             if heap_size + 1 >= len(heap_time):
                 heap_time = _grown(heap_time)
                 heap_item = _grown(heap_item)
-            heap_size = _push(heap_time, heap_item, heap_size, finish[meeting], meeting)
+            heap_size = _push(heap_time, heap_item, heap_size, finish[rendezvous], rendezvous)
 
-        # Phase 3: re-time the meetings that share a resource with it. Only this resource's load has changed. So unless
-        # this resource was a neighbour's slowest one and became faster, the neighbour's new span follows from the old
-        # one and this entry, without a look at its other entries.
-        for entry in range(entry_starts[meeting], entry_starts[meeting + 1]):
+        # Phase 3: re-time the rendezvous that share a resource with it. Only this resource's load has changed. So
+        # unless this resource was a neighbour's slowest one and became faster, the neighbour's new span follows from
+        # the old one and this entry, without a look at its other entries.
+        for entry in range(entry_starts[rendezvous], entry_starts[rendezvous + 1]):
             resource = entry_resource[entry]
             load = weight_on[resource]
             before = load - entry_weight[entry] if starts else load + entry_weight[entry]
@@ -251,11 +251,11 @@ def run(
             slow_now = _slowness(resource, load, slowness_of, slowness)
             neighbour_entry = head[resource]
             while neighbour_entry >= 0:
-                neighbour = entry_meeting[neighbour_entry]
+                neighbour = entry_rendezvous[neighbour_entry]
                 time_before = entry_ns[neighbour_entry] * slow_before
                 time_now = entry_ns[neighbour_entry] * slow_now
                 neighbour_entry = following[neighbour_entry]
-                if neighbour == meeting:
+                if neighbour == rendezvous:
                     continue
                 new_span = span[neighbour]
                 if time_now >= span[neighbour]:
@@ -280,8 +280,8 @@ def run(
         if starts:
             continue
 
-        # Phase 4: the meeting ended, and with it the members that have no other meeting left.
-        for place in range(member_starts[meeting], member_starts[meeting + 1]):
+        # Phase 4: the rendezvous ended, and with it the members that have no other rendezvous left.
+        for place in range(member_starts[rendezvous], member_starts[rendezvous + 1]):
             instance = members[place]
             unfinished[instance] -= 1
             if unfinished[instance] == 0:
