@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import threading
+from collections import deque
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -88,11 +89,17 @@ def _all_reduces_during_compute(passes: Passes, buffer: torch.Tensor, count: int
     busy = threading.Thread(target=_compute, args=(passes, world, stop, spans), daemon=True)
     busy.start()
     try:
-        ends = []
-        for request in [dist.all_reduce(buffer, group=group, async_op=True) for _ in range(count)]:
+        ends, pending = [], deque[dist.Work]()
+        for _ in range(count):
+            # Two are in flight: with more, the thread that waits for the first may run all the others before it
+            # returns, and all marks come at the end.
+            request = dist.all_reduce(buffer, group=group, async_op=True)
             assert request is not None
-            request.wait()
-            ends.append(mark(device))
+            pending.append(request)
+            if len(pending) == 2:
+                pending.popleft().wait()
+                ends.append(mark(device))
+        pending.pop().wait()
     finally:
         stop.set()
         busy.join()
