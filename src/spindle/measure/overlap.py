@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import statistics
 import threading
-from collections import deque
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -76,7 +75,9 @@ def measure_overlap(work: Work | None, rank_sync: RankSync, world: World, link: 
     return Overlap(
         overlap=max(1.0, (slowness - (1 - share)) / share if share > _MIN_BYTE_SHARE else slowness),
         exchange_overlap=max(1.0, link.bytes_per_s / rate),
-        collective_s=fixed_s,
+        # All are started at once, and may run before the first is waited for: then all marks come at the end and say
+        # nothing. During compute an all-reduce is never faster than without.
+        collective_s=max(fixed_s, link.collective_s or 0.0),
     )
 
 
@@ -89,17 +90,11 @@ def _all_reduces_during_compute(passes: Passes, buffer: torch.Tensor, count: int
     busy = threading.Thread(target=_compute, args=(passes, world, stop, spans), daemon=True)
     busy.start()
     try:
-        ends, pending = [], deque[dist.Work]()
-        for _ in range(count):
-            # Two are in flight: with more, the thread that waits for the first may run all the others before it
-            # returns, and all marks come at the end.
-            request = dist.all_reduce(buffer, group=group, async_op=True)
+        ends = []
+        for request in [dist.all_reduce(buffer, group=group, async_op=True) for _ in range(count)]:
             assert request is not None
-            pending.append(request)
-            if len(pending) == 2:
-                pending.popleft().wait()
-                ends.append(mark(device))
-        pending.pop().wait()
+            request.wait()
+            ends.append(mark(device))
     finally:
         stop.set()
         busy.join()
