@@ -31,6 +31,7 @@ def contract(operators: Sequence[Operator], edges: Sequence[tuple[int, int]]) ->
     for producer, consumer in edges:
         out_degree[producer] += 1
         in_degree[consumer] += 1
+    # Which operator continues a run with which. Degrees of one on both sides make it unique.
     following: dict[int, int] = {}
     for producer, consumer in edges:
         first, second = operators[producer], operators[consumer]
@@ -106,6 +107,7 @@ def metagraph_of(workload: Workload) -> MetaGraph:
             ends[call.name] = (first, len(operators) - 1)
         edges += [(ends[producer][1], ends[consumer][0]) for producer, consumer in task.flows]
 
+    # Contract, then name each operator's run, so that edges between operators become edges between runs.
     runs = [piece for run in contract(operators, edges) for piece in _cut_at_calls(run, origins)]
     run_of = {operator: number for number, run in enumerate(runs) for operator in run}
     return MetaGraph(

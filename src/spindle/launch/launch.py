@@ -83,6 +83,7 @@ def launch(
             log = None if rank == 0 else _log_path(log_folder, rank)
             job.start(rank, command, common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, log)
 
+        # Watch until all are done, one fails, or we are asked to stop.
         while job.running() and not job.failed() and not signals:
             job.kill_stopped()
             time.sleep(POLL_S)

@@ -59,6 +59,7 @@ def verdict(endings: Sequence[Ending], failures: Sequence[Failure], log_end: Cal
     for failure in sorted(failures, key=lambda failure: failure.time_ns):
         if failure.rank in failed:
             reports.setdefault(failure.rank, failure)
+    # Ranks that ended without a report and without being asked to: killed, or crashed outside of Python.
     died = [ending for ending in failed.values() if ending.rank not in reports and not ending.was_signalled]
     killed_ns = [ending.time_ns for ending in died if ending.code == -signal.SIGKILL]
     own = [_behind_kill(report, killed_ns) for report in reports.values() if report.kind == "own"]

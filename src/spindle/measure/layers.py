@@ -256,6 +256,7 @@ def _point(
             read["glue inputs"] = (batch, _outputs(code, inputs))
     except Exception as error:
         return error
+    # The key: equal for points that run the same kernels.
     parameters = list(dict.fromkeys(parameter for layer in layers for parameter in layer.parameters))
     buffers = [buffer for layer in layers for buffer in layer.buffers()]
     is_graphed = graphs and device.type == "cuda"

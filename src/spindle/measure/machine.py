@@ -59,6 +59,7 @@ def local_profile(
     On a GPU, where times are repeatable, layers are looked up in the cache; on a CPU, whose load changes, only if a
     profile was requested.
     """
+    # Links first, while nothing computes; then layers, and what else needs the longest of them.
     rank_sync = RankSync(world, enabled=VIRTUAL_VARIABLE in os.environ)
     summed = torch.bfloat16 if graph.numerics.gradient_bytes == 2 else torch.float32
     cluster = _cluster(world, summed)
@@ -79,6 +80,7 @@ def local_profile(
         longest = meter.longest if rank_sync.size > 1 else None
         updates = [rate for (rate,) in rank_sync.all_gather(update_bytes_per_s() or math.nan) if not math.isnan(rate)]
         update = statistics.median(updates) if updates else None
+    # All ranks again: messages while devices compute, and launches.
     latency_s = measure_p2p_latency(longest, world)
     host = measure_host_overhead(world)
     profile: Profile | None = None

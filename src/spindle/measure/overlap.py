@@ -68,6 +68,7 @@ def measure_overlap(work: Work | None, rank_sync: RankSync, world: World, link: 
     if any(math.isnan(number) for row in gathered for number in row):
         return Overlap(collective_s=link.collective_s)
     small_s, _, large_s, pass_s = (statistics.median(column) for column in zip(*gathered, strict=True))
+    # Two sizes give two unknowns: the rate of bytes and the fixed overhead.
     rate = ring_bytes(_LARGE - _SMALL, world.size) / max(large_s - small_s, 1e-6)
     fixed_s = max(0.0, small_s - ring_bytes(_SMALL, world.size) / rate)
     share = max(0.0, 1 - fixed_s / large_s)  # of the time of a large all-reduce that is due to its bytes

@@ -30,6 +30,7 @@ def rates_from(times_s: dict[int, float]) -> tuple[float, ...]:
     """Rates from times by number of busy ranks: interpolated linearly, and never increasing with that number."""
     counts = sorted(times_s)
     measured = [times_s[counts[-1]] / times_s[count] for count in counts]
+    # Noise may make more busy ranks look faster: a rate is at least that of the next larger number.
     for position in reversed(range(len(measured) - 1)):
         measured[position] = max(measured[position], measured[position + 1])
     rates = []

@@ -58,6 +58,7 @@ def time_passes(work: Work, rank_sync: RankSync, num_busy: int | None = None) ->
         once_s = sum(medians(passes, 1, work.device)) if work.device.type == "cuda" else 0.0
     except Exception as error:
         failure = error
+    # Ranks agree on the number of repeats, so that all of them are busy all the time.
     gathered = [row[0] for row in rank_sync.all_gather(once_s)]
     num_busy = num_busy or rank_sync.size
     if not any(map(math.isnan, gathered)) and passes is not None:
@@ -68,7 +69,7 @@ def time_passes(work: Work, rank_sync: RankSync, num_busy: int | None = None) ->
                 seconds += _launch_medians(passes, work.device) if is_eager else (0.0, 0.0)
         except Exception as error:
             failure = error
-    passes = None
+    passes = None  # frees its graphs
     if work.device.type == "cuda":
         torch.cuda.empty_cache()  # the memory of a graph cannot be reused by the next one
     rows = rank_sync.all_gather(*seconds)[:num_busy]

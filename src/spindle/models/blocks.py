@@ -19,6 +19,7 @@ BlockLists = list[list[nn.Module]]
 
 def block_lists(module: nn.Module) -> BlockLists:
     """The outermost lists of blocks. Lists whose items have submodules are preferred to lists of simple layers."""
+    # Blocks are modules with submodules. Only where there are none, a list of simple layers (linears) counts.
     for only_composed in (True, False):
         lists = [items for child in module.children() for items in _lists_in(child, only_composed)]
         if lists:

@@ -175,6 +175,7 @@ def chain_and_output(module: nn.Module, args: Any, kwargs: Any, split: bool = Tr
     def whole(reason: str) -> tuple[Chain, Callable[[], Any]]:
         return whole_chain(module, reason), run_on_fake_tensors
 
+    # From cheap to expensive: reasons to stay whole, children that are layers already, and a recording.
     if not split:
         return whole("")
     if _has_hooks(module):
@@ -246,6 +247,7 @@ _BOOKKEEPING = ("pick", "size", "check")  # kinds of statements that compute not
 def _cut(module: nn.Module, recording: Recording, lists: BlockLists) -> RecordedForward:
     """Cut a recording into layers."""
     segments = _segments(_live_statements(recording), lists)
+    # On the meta device, blocks that differ only in their stored index count as equal, so that one is traced for all.
     index_in_list: dict[int, int] = {}
     if any(parameter.is_meta for parameter in module.parameters()):
         index_in_list = {id(block): index for items in lists for index, block in enumerate(items)}
@@ -262,6 +264,7 @@ def _cut(module: nn.Module, recording: Recording, lists: BlockLists) -> Recorded
         _refuse_shared_writes(recording, segment, available, used_later)
         layers.append(_layer_source(recording, segment, available, None if is_last else crossing, index_in_list))
         available = crossing
+    # Dead code may have bound large constants: keep only what the text still names.
     words = frozenset(word for layer in layers for word in re.findall(r"\w+", layer.text))
     return RecordedForward(
         layers=tuple(layers),
@@ -276,6 +279,7 @@ def _live_statements(recording: Recording) -> list[Statement]:
     """Dead code elimination: the statements that the output depends on, or that have an effect."""
     needed = set(recording.output_uses)
     live = []
+    # Backwards: a statement is live if a live one after it uses its variable.
     for statement in reversed(recording.statements):
         if statement.has_effect or statement.name in needed:
             needed |= statement.uses
@@ -445,6 +449,7 @@ def _recorded_layer(module: nn.Module, source: RecordedForward, number: int) -> 
             for buffer in submodule._buffers.values()
             if buffer is not None
         ]
+        # Module tensors that recorded code reads and that are no parameters are buffers, too.
         tensors = (getattr(owner, name) for owner, name in layer.attributes)
         return buffers + [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
 
@@ -475,7 +480,7 @@ def _with_forward_signature(
         for leaf, name, constant in zip(leaves, source.inputs, source.constants, strict=True):
             if name is not None:
                 inputs.append(leaf)
-            elif leaf is not constant and leaf != constant:
+            elif leaf is not constant and leaf != constant:  # it may have selected another branch of the code
                 raise WorkloadError(
                     f"{type(module).__name__} was recorded with {constant!r} for an argument that is not a tensor, and "
                     f"now gets {leaf!r}"

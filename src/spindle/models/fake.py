@@ -96,6 +96,7 @@ def run_on_fakes(run: Callable[[Any, Any], Any], arguments: Any, mode: FakeTenso
         with _disable_current_modes(), mode:
             return run(*arguments)
     except Exception as error:
+        # Most likely it reads a value. Zeros have some; if they fail, too, the first error says more.
         zeros = tree_map(_zeros_like, arguments)
         try:
             devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []

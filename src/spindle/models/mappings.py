@@ -74,7 +74,7 @@ class GroupInputs:
         """A whole tensor for use by sharded modules; its gradient is the sum of theirs."""
         key = (id(tensor), tensor._version)
         if key not in self._copied:
-            if id(tensor) in self._shards:
+            if id(tensor) in self._shards:  # its gradient goes straight to the shards, without an all-reduce
                 copied = _apply(_CopyGathered, self._shards[id(tensor)][0], tensor.detach(), self._group)
             else:
                 copied = copy_to_group(tensor, self._group)

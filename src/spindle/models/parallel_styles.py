@@ -115,6 +115,7 @@ def resolve_styles(
     """
     submodules = dict(module.named_modules())
     styled: dict[int, StyledModule] = {}
+    # Later patterns win: a plan may name a group of modules, and then exceptions.
     for pattern, given_style in plan.items():
         style = _OLD_NAMES.get(given_style, given_style)
         regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
@@ -173,6 +174,7 @@ def _with_sequence_parallel(submodules: Mapping[str, nn.Module], styled: dict[in
                 mark(child_path, child, "sequence_parallel", "sharded")
                 mark_children(child_path, child)
 
+    # Roots inside other roots are marked by them.
     for path, module in roots.items():
         if not any(_contains(root, {id(module)}) for root in roots.values()):
             mark(path, module, "sequence_parallel", "scatter")
@@ -275,7 +277,7 @@ def _styled_forward(
         return _reduced(entry, forward(*args, **kwargs), group)
     if entry.style == "sequence_parallel":
         return _sequence_parallel_forward(entry, group, inputs, forward, args, kwargs)
-    tensor, *_ = (*args, *kwargs.values())
+    tensor, *_ = (*args, *kwargs.values())  # linears and embeddings have one input
     if entry.style in _COLWISE and entry.sequence:
         tensor = inputs.gathered(tensor)
     match entry.style:
@@ -354,7 +356,7 @@ def _sequence_parallel_forward(
     if entry.sequence == "sharded":
         return forward(*args, **kwargs)
     map_input = inputs.gathered if entry.sequence == "gather" else partial(scatter_to_group, group=group, dim=SEQUENCE)
-    tensor, *_ = (*args, *kwargs.values())
+    tensor, *_ = (*args, *kwargs.values())  # the hidden states; masks and positions stay whole
     if args:
         args = (map_input(tensor), *args[1:])
     else:
@@ -384,6 +386,7 @@ def _local_embedding(module: Any, forward: Callable[..., Any], ids: torch.Tensor
     num_rows = module.weight.shape[0]
     first = group.group_rank * num_rows
     is_elsewhere = (ids < first) | (ids >= first + num_rows)
+    # The padding index is a row of the whole table, which may be on another member.
     padding = module.padding_idx
     module.padding_idx = padding - first if padding is not None and first <= padding < first + num_rows else None
     try:
@@ -431,7 +434,7 @@ class EmulatedTensorGroup:
     def _collective(
         self, tensor: torch.Tensor, combine: Callable[[list[torch.Tensor]], torch.Tensor], weight: float
     ) -> torch.Tensor:
-        if self._num_done < len(self._results):
+        if self._num_done < len(self._results):  # known from an earlier round
             self._num_done += 1
             return self._results[self._num_done - 1].clone()
         self._contributions.append(tensor.detach().clone())
@@ -450,7 +453,7 @@ class EmulatedTensorGroup:
                 self.group_rank, self._num_done, self.is_backward = group_rank, 0, False
                 with suppress(_Paused):
                     results.append(member(group_rank))
-            if not self._contributions:
+            if not self._contributions:  # no member was paused: this was the last round
                 return results
             if len(self._contributions) < self.size:
                 raise ValueError("members of a tensor group do not all take part in the same collectives")

@@ -314,12 +314,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _record_call(self, target: Any, run: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:
         """Record a call of a leaf module or an autograd function as one statement, and run it on concrete tensors."""
-        self._record_guards()
+        self._record_guards()  # guards of the code before the call come before it
         module = target if isinstance(target, nn.Module) else None
         label = repr(self._paths[id(module)]) if module is not None else target.__name__
         callee = self._name_of(target, "m") if module is not None else f"{self._name_of(target, 'c')}.apply"
         arguments, references = self._call_text(args, kwargs, f"it passes {label}")
 
+        # What the module does inside is its own business: it is neither recorded nor symbolic.
         concrete = tree_map(self._to_concrete, (tuple(args), dict(kwargs)))
         self._is_paused = True
         try:
@@ -347,6 +348,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._is_paused or func.namespace == "prim":
             return func(*args, **kwargs)
+        # Parameters, outputs of leaf modules and constants may arrive in other forms.
         args, kwargs = tree_map(self._to_symbolic, (args, kwargs))
         is_handled, result = self._dispatch_special(func, args)
         if is_handled:
@@ -486,6 +488,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._tensors[id(tensor)] = _TensorInfo(text=name, uses=frozenset((name,)), producer=producer)
         self._storages[name] = tensor.untyped_storage()._cdata
+        # Symbols that are not bound yet are sizes that this operation made: they depend on values.
         size: Any
         for axis, size in enumerate(tensor.shape):
             if not isinstance(size, int) and str(size.node.expr) not in self._variables and size.node.expr.is_symbol:
@@ -512,6 +515,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(result, _LITERALS):
                 return result
             raise UnsupportedForwardError(f"{where} a {type(result).__name__}, which is not a nest of tensors")
+        # A registered pytree (a Hugging Face ModelOutput): its leaves by position.
         flat = self._add_pick(f"_leaves({name})", name)
         parts = [self._register_part(part, f"{flat}[{index}]", flat, where) for index, part in enumerate(leaves)]
         return tree_unflatten(parts, spec)
@@ -650,6 +654,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return str(value)
         if isinstance(value, (*_LITERALS, *_NAMED_CONSTANTS)) or callable(value):
             return self._name_of(value, "c")
+        # Any other registered pytree is rebuilt from its leaves; what pytree does not know is a leaf itself.
         leaves, spec = tree_flatten(value)
         if not (len(leaves) == 1 and leaves[0] is value):
             parts = [self._text(part, references, where) for part in leaves]
@@ -701,7 +706,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values: list[Any] = []
         for leaf in leaves:
             value = self._evaluate(leaf, draw) if isinstance(leaf, torch.Tensor) else self._to_concrete(leaf)
-            if value is None and leaf is not None:
+            if value is None and leaf is not None:  # it depends on an input
                 return None
             self._depends_on_sizes |= value is not leaf and not isinstance(leaf, torch.Tensor)
             values.append(value)

@@ -36,7 +36,7 @@ def dump_chain(chain: Chain) -> bytes:
     try:
         _Pickler(buffer, chain.module).dump(_fields(source))
         data = buffer.getvalue()
-        loaded = _load_source(chain.module, data, None)
+        loaded = _load_source(chain.module, data, None)  # whatever cannot be loaded is found here, not on another rank
     except NotSerializableError:
         raise
     except Exception as error:  # pickling runs code of whatever a recording holds

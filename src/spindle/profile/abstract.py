@@ -51,7 +51,7 @@ def abstract_profile(data: Mapping[str, Any], cluster: Cluster, where: str = "gr
         if metaop.name in positions:
             raise InputError(f"{where}: ops[{position}]: the name {metaop.name!r} is used twice; names must differ")
         positions[metaop.name] = position
-        usable = curve.up_to(cluster.num_devices)
+        usable = curve.up_to(cluster.num_devices)  # times for more devices than there are do no harm
         if usable is None:
             raise ProfileError(
                 f"{where}: op {metaop.name!r} fits on no allowed number of devices: its times start at "

@@ -141,10 +141,11 @@ class Lookup:
         if gemm.pass_ not in ("forward", "input", "weight"):
             raise ProfileError(f"a GEMM's pass_ is forward, input or weight, got {gemm.pass_!r}")
         exact = self._exact.get((gemm.outputs, gemm.inputs))
-        if exact is not None:
+        if exact is not None:  # this weight shape was measured itself
             return exact.at(gemm)
         if not self._grid:
             return self._efficiencies.flat_gemm, True
+        # Bilinear over the logarithms of outputs and inputs.
         total, inside = 0.0, True
         for row, row_share, row_inside in _neighbours(self._outputs, gemm.outputs):
             for column, column_share, column_inside in _neighbours(self._inputs, gemm.inputs):

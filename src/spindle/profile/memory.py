@@ -17,7 +17,7 @@ def state_bytes(graph: MetaGraph, parameter: int, tensor_degree: int = 1, num_ow
     elements = weights.elements_at(tensor_degree)
     if not weights.trainable:
         return elements * numerics.parameter_bytes
-    owned = -(-elements // num_owners)
+    owned = -(-elements // num_owners)  # the largest shard
     return elements * (numerics.parameter_bytes + numerics.gradient_bytes) + owned * numerics.optimizer_bytes
 
 

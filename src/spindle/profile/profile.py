@@ -118,6 +118,7 @@ class Profile:
 
     def with_degrees(self, degrees: Mapping[str, int]) -> Profile:
         """The profile in which these modules and their families have only these tensor degrees."""
+        # A degree that is given for one module holds for all that share weights with it.
         required = {relative: degree for module, degree in degrees.items() for relative in self.family_of(module)}
         for module, degree in {**required, **degrees}.items():
             if module not in self.graph.modules:
@@ -164,6 +165,7 @@ def _families(graph: MetaGraph) -> tuple[frozenset[str], ...]:
         for layer in op.parameters:
             for parameter in layer:
                 users.setdefault(parameter, set()).add(op.module or "")
+    # Merge sets of modules that have a parameter in common, until all are disjoint.
     families: list[set[str]] = []
     for modules in users.values():
         merged = set(modules)

@@ -63,6 +63,7 @@ def _curve(graph: MetaGraph, op: MetaOp, cluster: Cluster, roofline: Roofline, d
     assert cost is not None
     assert op.batch_size is not None
     max_replicas = 1 if cost.whole_batch else min(len(cluster.tensor_groups(degree)), op.batch_size)
+    # One entry per number of replicas: the largest share of the batch decides the time.
     num_replicas = np.arange(1, max_replicas + 1)
     rows = -(-op.batch_size // num_replicas)
     weights = sum(graph.parameters[parameter].elements_at(degree) for parameter in op.parameters[0])
@@ -72,6 +73,7 @@ def _curve(graph: MetaGraph, op: MetaOp, cluster: Cluster, roofline: Roofline, d
     effective_bandwidth = kind.memory_bytes_per_s * roofline.bandwidth_efficiency
 
     def pass_s(flops: float, traffic_passes: int, overhead_s: float) -> list[float]:
+        # Weights are read once per pass, whatever the rows; backward reads and writes twice as much.
         traffic = traffic_passes * (rows * cost.traffic_bytes / divisor + weight_bytes)
         compute = np.maximum(rows * flops / effective_flops, traffic / effective_bandwidth)
         link_s = np.array([tensor_group_s(cost, count, degree, cluster) for count in rows.tolist()])

@@ -44,6 +44,7 @@ class LayerSamples:
         """Forward and backward seconds for this many rows, interpolated."""
         if not self.rows[0] <= rows <= self.rows[-1]:
             raise ProfileError(f"{rows} rows were not measured; measured: {self.rows[0]} to {self.rows[-1]}")
+        # On the piece between two measured sizes the time is linear.
         upper = bisect_left(self.rows, rows)
         if self.rows[upper] == rows:
             return self.forward_s[upper], self.backward_s[upper]

@@ -121,12 +121,14 @@ class Semu:
         return time_s
 
     def _operator_s(self, operator: Operator) -> float:
+        # The user's rules take precedence.
         for rule in self.rules:
             time_s = rule(operator, self.kind)
             if time_s is not None:
                 if not 0 <= time_s < float("inf"):
                     raise ProfileError(f"a rule gave {time_s} seconds for {operator}; expected a time of at least 0")
                 return time_s
+        # The efficiency of such a kernel.
         launch_s = self.efficiencies.launch_s
         match operator:
             case Gemm():
@@ -144,7 +146,7 @@ class Semu:
                 launch_s += hops_s if measured_s is None else measured_s
             case _:
                 assert_never(operator)
-        if not inside:
+        if not inside:  # the efficiency is that of the table's edge, and `leaves_out` says so
             self.beyond.add(_size_text(operator))
         roofline_s = max(
             operator.flops / self.kind.peak_flops,
@@ -188,6 +190,7 @@ class Semu:
                         "give it host_bytes_per_s and host_memory_bytes, or leave out the strategy 'offload'"
                     )
                 copy_s = operators.saved_bytes / self.kind.host_bytes_per_s
+                # The copy back is hidden by both parts of backward, the copy out by forward.
                 input_s += max(0.0, copy_s - input_s - weight_s)
                 forward_s = max(forward_s, copy_s)
                 kept_bytes, host_bytes, working_bytes = 0.0, operators.saved_bytes, operators.saved_bytes

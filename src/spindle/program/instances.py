@@ -150,21 +150,25 @@ def needed_pairs(program: Program) -> Column:
             case OptimizerStep():
                 optimizer.append(number)
     pairs: list[tuple[int, int]] = []
+    # A slot's forward, then its backward chunks, then the optimizer.
     for slot, chunks in backward.items():
         pairs.append((forward[slot], chunks[0]))
         pairs += pairwise(chunks)
         pairs += [(chunks[-1], step) for step in optimizer]
+    # Data between slots: through the exchange where rows move, and directly on a rank that keeps them.
     for number, link in enumerate(program.links):
         send_forward, send_backward = exchange[number, False], exchange[number, True]
         producer, consumer = forward[link.producer], forward[link.consumer]
         pairs += [(producer, send_forward), (send_forward, consumer), (producer, consumer)]
         producer, consumer = gradient_ready[link.consumer], backward[link.producer][0]
         pairs += [(producer, send_backward), (send_backward, consumer), (producer, consumer)]
+    # Gradients: reduced after the last backward that adds to them, and before the optimizer.
     for number in syncs:
         instruction = program.instructions[number]
         assert isinstance(instruction, SyncGradients)
         pairs += [(after, number) for after in program.buckets[instruction.bucket].after]
         pairs += [(number, step) for step in optimizer]
+    # Parameters of a sharded optimizer: gathered before the forward of every slot that uses them.
     for number, bucket in gathers:
         for after in program.buckets[bucket].after:
             backward_pass = program.instructions[after]
@@ -220,7 +224,7 @@ def _all_rendezvous(program: Program, where: Column) -> tuple[Column, Column, Co
     member_owner = np.repeat(owners, [len(members) for members in ranks])
     member_rank = np.concatenate(ranks)
     instances = where[member_owner, member_rank]
-    if (instances < 0).any():
+    if (instances < 0).any():  # a member does not have the instruction on its list
         missing = int(np.flatnonzero(instances < 0)[0])
         name = code(program.instructions[member_owner[missing]])
         raise ProgramError(f"rank {member_rank[missing]} takes part in {name} but does not run it")

@@ -35,6 +35,7 @@ def launch_order(program: Program) -> Column:
     for before, after in edges.tolist():
         followers[before].append(after)
     keys = _keys(program)
+    # Kahn's algorithm, with a heap for the priorities of what is ready.
     ready = [(keys[number], number) for number in range(count) if num_needs[number] == 0]
     heapq.heapify(ready)
     position = np.full(count, -1, dtype=np.int64)

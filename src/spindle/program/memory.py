@@ -39,6 +39,7 @@ class Memory:
                 self.working[number, shape.ranks] = rows * backward_bytes(op, 1, degree, num_recomputed > 0)
                 whole = rows * saved_bytes(op, 1, slot.num_layers, degree, False)
                 self.returned[number, shape.ranks] = whole - self.saved[number, shape.ranks]
+        # By link and rank: bytes of activations that arrive.
         self.arrived = np.zeros((len(program.links), program.num_ranks), dtype=np.int64)
         for number, link in enumerate(program.links):
             if link.bytes_per_row:

@@ -154,6 +154,7 @@ def _every_gradient_is_summed(program: Program, profile: Profile) -> None:
                 for parameter in op.parameters[layer]:
                     after[parameter].add(number)
                     slots_using[parameter].append(instruction.slot)
+    # Compare with the buckets that there are: one for each shard that several ranks hold.
     buckets: dict[int, list[Bucket]] = defaultdict(list)
     for bucket in program.buckets:
         for parameter in bucket.parameters:
@@ -215,6 +216,7 @@ def describe_deadlock(program: Program, instances: Instances, stuck: Column) -> 
         ]:
             if is_stuck[follower]:
                 waits_for[int(follower)].append(int(instance))
+    # An instance that waits for nobody on its own rank waits for members of its rendezvous that do.
     blocked_by_needs = {instance for instance, sources in waits_for.items() if sources}
     for instance in stuck:
         if int(instance) in blocked_by_needs:
@@ -223,6 +225,7 @@ def describe_deadlock(program: Program, instances: Instances, stuck: Column) -> 
         for rendezvous in instances.rendezvous_ids[first:last]:
             members = instances.members[instances.member_starts[rendezvous] : instances.member_starts[rendezvous + 1]]
             waits_for[int(instance)] += [int(member) for member in members if int(member) in blocked_by_needs]
+    # Follow the waits until an instance comes up a second time: that is a cycle.
     path: list[int] = []
     instance = int(stuck[0])
     while instance not in path and waits_for[instance]:

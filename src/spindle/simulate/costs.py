@@ -134,7 +134,7 @@ class _Entries:
         empty = np.zeros(0, dtype=np.int64)
         blocks = self._blocks or [(empty, empty, np.zeros(0), empty)]
         rendezvous, resource, time_ns, weight = (np.concatenate(part) for part in zip(*blocks, strict=True))
-        order = np.argsort(rendezvous, kind="stable")
+        order = np.argsort(rendezvous, kind="stable")  # stable: results do not depend on the order of equal keys
         starts = np.zeros(num_rendezvous + 1, dtype=np.int64)
         np.cumsum(np.bincount(rendezvous, minlength=num_rendezvous), out=starts[1:])
         return starts, resource[order], time_ns[order].astype(np.float64), weight[order].astype(np.int64)
@@ -154,6 +154,7 @@ def costs_of(program: Program, instances: Instances, profile: Profile) -> Costs:
     _time_updates(program, profile, topology, instances, memory.update_bytes, fixed_ns, entries)
     entry_starts, entry_resource, entry_ns, entry_weight = entries.grouped(instances.num_rendezvous)
 
+    # Ports and uplinks share equally (-1). Hosts and devices have measured slowdowns.
     slowness_of = np.full(topology.num_resources, -1, dtype=np.int64)
     slowness = np.ones((2, max(2 + _REDUCTION_WEIGHT * _MAX_REDUCTIONS, 1 + len(profile.host_rates))))
     for busy in range(1, slowness.shape[1]) if profile.host_rates else ():
@@ -261,6 +262,7 @@ def _time_flows(
     inside = topology.island[source] == topology.island[destination]
     latency = np.where(inside, topology.link_latency_s[source], topology.uplink_latency_s[topology.island[source]])
     delay_ns[rendezvous_ids] = np.round(latency * NS)
+    # Both ports carry all bytes; the uplinks only what leaves an island.
     entries.add(rendezvous_ids, topology.port_out(source), num_bytes / topology.link_bytes_per_s[source] * NS)
     entries.add(rendezvous_ids, topology.port_in(destination), num_bytes / topology.link_bytes_per_s[destination] * NS)
     rendezvous_ids, num_bytes = rendezvous_ids[~inside], num_bytes[~inside]
@@ -327,6 +329,7 @@ def _time_rings(
     if _reductions_slow_compute(profile):
         device_ns = alone_ns * profile.exchange_overlap / profile.overlap
         entries.add(by_bucket[bucket], topology.device(ranks), device_ns, np.full(len(ranks), _REDUCTION_WEIGHT))
+    # A collective is as slow as the slowest link of its members.
     latency = np.zeros(len(sizes))
     np.maximum.at(latency, bucket, topology.link_latency_s[ranks])
 
@@ -338,6 +341,7 @@ def _time_rings(
         entries.add(by_bucket[bucket], uplink(island), carried[bucket] / topology.uplink_bytes_per_s[island])
     np.maximum.at(latency, bucket, topology.uplink_latency_s[island])
     delay_s = np.array([collective_latency_s(*ring) for ring in zip(sizes.tolist(), latency.tolist(), strict=True)])
+    # The overhead was measured inside one host: between islands the latency of a tree is all that is known.
     measured_s = np.array([topology.link_collective_s[bucket.ranks].max() for bucket in program.buckets])
     measured_s[bucket] = np.nan
     delay_ns[by_bucket] = np.round(np.where(np.isnan(measured_s), delay_s, measured_s) * NS)

@@ -18,6 +18,7 @@ def simulate(program: Program, profile: Profile) -> Timeline:
     """The timeline of one step. Raises a ProgramError if the program deadlocks."""
     instances = instances_of(program)
     costs = costs_of(program, instances, profile)
+    # Hosts are additional instances behind the program's own, and are cut off again afterwards.
     timed, times = instances, costs
     if profile.host is not None:
         timed, times = with_hosts(program, instances, costs, profile.host, profile)

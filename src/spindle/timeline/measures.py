@@ -33,6 +33,7 @@ def measure(timeline: Timeline) -> Measures:
     busy = transfer = sync = 0
     order = np.argsort(timeline.rank, kind="stable")
     bounds = np.searchsorted(timeline.rank[order], np.arange(timeline.num_ranks + 1))
+    # Per rank, in order of precedence: what transfers add to the time that compute covers, and what reductions add.
     for rank in range(timeline.num_ranks):
         spans = order[bounds[rank] : bounds[rank + 1]]
         by_lane = [_covered(timeline, spans[timeline.lane[spans] == lane]) for lane in (COMPUTE, TRANSFER, SYNC)]
@@ -64,6 +65,7 @@ def _union(first: Intervals, second: Intervals) -> Intervals:
     if not len(both):
         return both
     both = both[np.argsort(both[:, 0], kind="stable")]
+    # Sorted by start, an interval opens a new piece if it starts after everything before it has ended.
     reach = np.maximum.accumulate(both[:, 1])
     opens = np.flatnonzero(np.append(True, both[1:, 0] > reach[:-1]))
     return np.stack([both[opens, 0], np.append(reach[opens[1:] - 1], reach[-1])], axis=1)
