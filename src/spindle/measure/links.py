@@ -17,10 +17,8 @@ from spindle.measure.timing import median_s
 from spindle.profile import ring_bytes
 from spindle.run.world import Message, World, peers
 
-_SMALL, _LARGE = (
-    1,
-    1 << 21,
-)  # float32 elements; the large one takes clearly longer than the latency, even on a busy machine
+# Float32 elements. The large message takes clearly longer than the latency, even on a busy machine.
+_SMALL, _LARGE = 1, 1 << 21
 _SMALL_REDUCE, _LARGE_REDUCE = 1 << 22, 1 << 28  # bytes; both large enough to use the protocol of gradients
 _MIN_BYTE_SHARE = 0.25  # of the time of a large all-reduce that is due to its bytes
 _REPEATS, _REPEATS_ON_GPU = 5, 25
