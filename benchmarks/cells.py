@@ -17,13 +17,14 @@ from common import ROOT, circumstances, markdown, publish, write_between
 from spindle.cluster import cluster_named
 from spindle.errors import DoesNotFitError
 from spindle.graph import metagraph_of
-from spindle.planners import BASELINES, make_plan
+from spindle.planners import make_plan
 from spindle.profile import Profile, roofline_profile
 from spindle.program import lower
 from spindle.recipes import CELLS, RECIPES, SIMULATED
 from spindle.simulate import simulate
 from spindle.timeline import measure
 
+BASELINES = ("sequential", "distmm", "task-level")
 PLANNERS = ("wavefront", "paper", *BASELINES)
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 
 from spindle.cluster import cluster_named
 from spindle.graph import metagraph_of
-from spindle.planners import Effort, make_plan
+from spindle.planners import PlanOptions, make_plan
 from spindle.profile import roofline_profile
 from spindle.program import Program, lower
 from spindle.recipes import RECIPES
@@ -34,5 +34,5 @@ if __name__ == "__main__":
             recipe = RECIPES[name]
             cluster = cluster_named(f"a800x{num_devices}")
             profile = roofline_profile(metagraph_of(recipe.workload()), cluster, recipe.roofline)
-            plan = make_plan(profile, "wavefront", Effort(evaluations=2000))
+            plan = make_plan(profile, "wavefront", PlanOptions(evaluations=2000))
             print(f"{name} on {num_devices}: {most_per_rank(lower(plan, profile))} communicators per rank", flush=True)

@@ -27,7 +27,7 @@ from spindle.cluster import cluster_named
 from spindle.graph import metagraph_of
 from spindle.planners import make_plan
 from spindle.profile import Profile, roofline_profile
-from spindle.program import Holders, holders_of, lower, moves_between, moving_s
+from spindle.program import StateSharding, lower, moves_between, moving_s, state_sharding
 from spindle.recipes import RECIPES
 
 CLUSTER, SIZES = "a800x16", ("a800x8", "a800x16", "a800x32")
@@ -73,7 +73,7 @@ def checkpoint_s(profile: Profile) -> float:
     return state_bytes * (1 / len(hosts) + 1) / min(host.uplink.bytes_per_s for host in hosts)
 
 
-def change_of(before: Holders, held: Holders, profile: Profile) -> dict[str, Any]:
+def change_of(before: StateSharding, held: StateSharding, profile: Profile) -> dict[str, Any]:
     moves = moves_between(before, held, profile.graph, profile.cluster)
     received = [0] * profile.cluster.num_devices
     for move in moves:
@@ -89,7 +89,7 @@ def simulate(recipe: str) -> dict[str, Any]:
     """Every phase with every planner, and what each change moves under wavefront's plans."""
     num_tasks = len(RECIPES[recipe].batch_sizes)
     phases: list[dict[str, Any]] = []
-    held: Holders | None = None
+    held: StateSharding | None = None
     for number, (first, last) in enumerate(pairwise((0, *ENDS[recipe]))):
         print(f"\r{recipe}: phase {number + 1} of {len(ENDS[recipe])}  ", end="", file=sys.stderr, flush=True)
         profile = profile_of(recipe, num_tasks - number)
@@ -98,11 +98,10 @@ def simulate(recipe: str) -> dict[str, Any]:
             begin = time.perf_counter()
             plan = make_plan(profile, planner)
             planning_s = time.perf_counter() - begin
-            assert not plan.shard_optimizer, "what must move is another thing where the optimizer is sharded"
             phase["step_s"][planner] = plan.makespan_s
             if planner == "wavefront":
                 phase |= {"bound_s": plan.bound_s, "planning_s": planning_s}
-                before, held = held, holders_of(lower(plan, profile), profile.graph, held)
+                before, held = held, state_sharding(lower(plan, profile), profile.graph, held)
         assert held is not None
         if before is not None:
             task = RECIPES[recipe].batch_sizes[num_tasks - number][0]

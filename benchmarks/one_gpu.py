@@ -208,7 +208,11 @@ class Ours:
         ]
         self._batches = {name: [batch] for name, batch in batches.items()}
         self.trainer = spindle.Trainer(
-            tasks, optimizer=make_optimizer(case), planner="sequential", autocast=case.autocast, cuda_graphs=graphs
+            tasks,
+            optimizer=make_optimizer(case),
+            autocast=case.autocast,
+            planning=spindle.Planning(planner="sequential"),
+            cuda_graphs=graphs,
         )
         self.trainer.prepare(self._batches, progress=False)
 

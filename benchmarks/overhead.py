@@ -41,7 +41,7 @@ def spindle_steps(planner: str) -> tuple[spindle.Trainer, object]:
     def classify(batch):  # type: ignore[no-untyped-def]
         return nn.functional.cross_entropy(encoder(batch["x"]), batch["y"])
 
-    trainer = spindle.Trainer([classify], optimizer=make_optimizer, planner=planner)
+    trainer = spindle.Trainer([classify], optimizer=make_optimizer, planning=spindle.Planning(planner=planner))
     return trainer, lambda data: trainer.fit({"classify": data}, steps=STEPS_OF_A_PAIR, progress=False)
 
 

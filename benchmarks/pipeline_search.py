@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from common import ROOT, markdown, publish
-from spindle.planners.pipeline.bound import bound_ns
+from spindle.planners.bounds import bound_ns
 from spindle.planners.pipeline.evaluate import Load, bases_of, evaluate, load_of, scratch_of
 from spindle.planners.pipeline.gates import ADMISSION, NONE, SAFE, limits_of
 from spindle.planners.pipeline.search import search

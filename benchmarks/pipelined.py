@@ -29,11 +29,11 @@ from encoder import Block
 from spindle.cluster import cluster_named
 from spindle.graph import metagraph_of
 from spindle.plan import BACKWARD, FORWARD, Piece, assemble_passes, check, slot_links
-from spindle.plan.passes import Key, pass_needs
+from spindle.plan.times import Key, pass_needs
 from spindle.profile import roofline_profile
 from spindle.program import lower, verify
 from spindle.run import Executor, LayerCode, LayersCode, LossCode, World, join_world
-from spindle.run.nests import signature_of
+from spindle.run.pytrees import signature_of
 from spindle.workload import Call, Layer, LayerCost, Module, Parameter, Task, Workload
 
 PAIRS, STEPS_OF_A_PAIR, WARM_UP = 30, 5, 3

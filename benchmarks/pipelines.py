@@ -22,7 +22,16 @@ import numpy as np
 
 from common import ROOT, markdown, publish, write_between
 from spindle.errors import DoesNotFitError
-from spindle.planners import Effort
+from spindle.plan import Plan
+from spindle.planners import (
+    PLANNERS,
+    Layout,
+    PlanOptions,
+    baseline_layouts,
+    make_plan,
+    pipeline_layout,
+    planners_of,
+)
 from spindle.planners.pipeline.baselines import LEVELS, from_level, plan_in_order
 from spindle.planners.pipeline.interleave import Schedule, interleave
 from spindle.planners.pipeline.orders import interleaved
@@ -32,10 +41,10 @@ from spindle.planners.pipeline.segments import Column, Segments
 from spindle.planners.pipeline.stages import Batch, batches_of
 from spindle.profile import Profile
 from spindle.program import lower
-from spindle.recipes.multimodal import MODELS
-from spindle.recipes.pipelined import PLANNERS, Pipelined, batches
+from spindle.recipes import MODELS, batch_profile, batches, emulator, model_flops, sub_microbatch_sizes
 from spindle.simulate import simulate
 from spindle.timeline import measure
+from spindle.workload import Microbatch
 
 NUM_BATCHES, NUM_MICROBATCHES, EVALUATIONS = 3, 32, 2000
 PAPER = {"vlm": (15.6, 76.2), "t2v": (36.6, 97.3)}  # % of throughput, over all its baselines
@@ -43,16 +52,46 @@ PAPER_LADDER_S = {"vpp": 26.13, "partition": 22.27, "interleaving": 18.81, "reor
 REFERENCE = "vpp"
 
 
+class Pipelined:
+    """A model on its cluster. Splits and layouts are chosen once, on the first batch that has all modules."""
+
+    def __init__(self, name: str) -> None:
+        self.model, self.cluster = MODELS[name], MODELS[name].cluster
+        self.semu = emulator(self.cluster)
+        self.splits: dict[str, int] = {}
+        self.layouts: dict[str, tuple[Layout, ...]] = {}
+
+    def plan(self, microbatches: Sequence[Microbatch], planner: str) -> tuple[Plan, Profile]:
+        """A finished plan for a batch, and the profile it was made from."""
+        splits = {}
+        if PLANNERS[planner].splits_microbatches:
+            splits = self.splits = sub_microbatch_sizes(self.model, microbatches, self.semu) | self.splits
+        profile = batch_profile(self.model, microbatches, splits, self.cluster, self.semu)
+        modules = set(profile.graph.modules)
+        layouts = self.layouts.get(planner, ())
+        if not layouts or any(modules - layout.modules for layout in layouts):
+            ranks = self.model.num_stages
+            is_ours = planner == "pipeline"
+            chosen = (pipeline_layout(profile, ranks),) if is_ours else baseline_layouts(planner, profile, ranks)
+            layouts = self.layouts[planner] = chosen
+        return make_plan(profile, planner, PlanOptions(evaluations=EVALUATIONS, layouts=layouts)), profile
+
+    def mfu(self, microbatches: Sequence[Microbatch], step_s: float) -> float:
+        """Which share of all devices' peak a step of this length uses, recomputation not counted."""
+        peak = self.cluster.kind.peak_flops * self.cluster.num_devices
+        return model_flops(self.model, microbatches) / peak / step_s
+
+
 def model_cells(name: str) -> dict[str, Any]:
     """All planners on some batches of a model."""
-    pipelined = Pipelined(MODELS[name], MODELS[name].cluster)
-    cells: dict[str, list[dict[str, float]]] = {planner: [] for planner in PLANNERS}
+    pipelined, planners = Pipelined(name), planners_of(is_pipeline=True)
+    cells: dict[str, list[dict[str, float]]] = {planner: [] for planner in planners}
     refusals: dict[str, str] = {}
     for microbatches in islice(batches(pipelined.model, NUM_MICROBATCHES, seed=0), NUM_BATCHES):
-        for planner in PLANNERS:
+        for planner in planners:
             began = time.perf_counter()
             try:
-                plan, profile = pipelined.plan(microbatches, planner, Effort(evaluations=EVALUATIONS))
+                plan, profile = pipelined.plan(microbatches, planner)
             except DoesNotFitError as error:
                 refusals[planner] = str(error)
                 continue
@@ -83,18 +122,19 @@ def model_cells(name: str) -> dict[str, Any]:
 
 def ladder() -> dict[str, float]:
     """VLM-S with one part of the planner after another, the mean over the same batches."""
-    pipelined = Pipelined(MODELS["vlm-s"], MODELS["vlm-s"].cluster)
+    pipelined = Pipelined("vlm-s")
     times: dict[str, list[float]] = {}
     for microbatches in islice(batches(pipelined.model, NUM_MICROBATCHES, seed=0), NUM_BATCHES):
-        effort = Effort(evaluations=EVALUATIONS)
-        plans = {"vpp": pipelined.plan(microbatches, "vpp", effort)[0]}
-        whole, profile = pipelined.plan(microbatches, "pipeline", effort)
-        layout = pipelined.layout
-        assert layout is not None
+        plans = {"vpp": pipelined.plan(microbatches, "vpp")[0]}
+        whole, profile = pipelined.plan(microbatches, "pipeline")
+        (layout,) = pipelined.layouts["pipeline"]
         found = batches_of(profile, layout)
 
         plans["partition"] = plan_in_order(
-            profile, layout, "partition", lambda profile, batch: lambda segments, room: interleaved(segments)
+            profile,
+            layout,
+            "partition",
+            lambda profile, layout, batch: lambda segments, activation_budget: interleaved(segments),
         )
         plans["interleaving"] = plan_in_order(profile, layout, "interleaving", natural)
         plans["reordering"] = fitting_plan(profile, layout, "reordering", found, partial(reordered, found))
@@ -105,36 +145,41 @@ def ladder() -> dict[str, float]:
     return {rung: float(np.mean(times_s)) for rung, times_s in times.items()}
 
 
-def natural(profile: Profile, batch: Batch) -> Callable[[Segments, Column], Schedule]:
+def natural(profile: Profile, layout: Layout, batch: Batch) -> Callable[[Segments, Column], Schedule]:
     """Microbatches in their natural order, interleaved."""
 
-    def order(segments: Segments, room: Column) -> Schedule:
-        schedule = interleave(segments, None, room)
+    def order(segments: Segments, activation_budget: Column) -> Schedule:
+        schedule = interleave(segments, None, activation_budget)
         assert schedule is not None
         return schedule
 
     return order
 
 
-def reordered(found: Sequence[Batch], rooms: Sequence[Column], is_first: bool) -> list[Schedule]:
+def reordered(found: Sequence[Batch], activation_budgets: Sequence[Column], is_first: bool) -> list[Schedule]:
     """The best orders, without memory choices."""
     evaluations = 16 if is_first else EVALUATIONS
-    return [alike(batch.segments, room, evaluations) for batch, room in zip(found, rooms, strict=True)]
+    return [
+        alike(batch.segments, activation_budget, evaluations)
+        for batch, activation_budget in zip(found, activation_budgets, strict=True)
+    ]
 
 
-def alike(segments: Segments, room: Column, evaluations: int) -> Schedule:
+def alike(segments: Segments, activation_budget: Column, evaluations: int) -> Schedule:
     """The best order with every microbatch kept alike."""
-    fitting = [level for level in range(0, LEVELS + 1, 2) if _natural_ns(segments, level, room) is not None]
-    level = min(fitting, key=lambda level: _natural_ns(segments, level, room) or 0)
+    fitting = [
+        level for level in range(0, LEVELS + 1, 2) if _natural_ns(segments, level, activation_budget) is not None
+    ]
+    level = min(fitting, key=lambda level: _natural_ns(segments, level, activation_budget) or 0)
     changed, choice = from_level(segments, level)
     fixed = replace(changed, choice_count=np.ones_like(changed.choice_count))
-    return replace(search(fixed, room, evaluations=evaluations).schedule, choice=choice)
+    return replace(search(fixed, activation_budget, evaluations=evaluations).schedule, choice=choice)
 
 
-def _natural_ns(segments: Segments, level: int, room: Column) -> int | None:
+def _natural_ns(segments: Segments, level: int, activation_budget: Column) -> int | None:
     """How long the natural order takes with everything kept at a level; None where that does not fit."""
     try:
-        schedule = interleave(from_level(segments, level)[0], None, room)
+        schedule = interleave(from_level(segments, level)[0], None, activation_budget)
     except DoesNotFitError:
         return None
     assert schedule is not None

@@ -48,10 +48,12 @@ def steps_of(
     trainer = spindle.Trainer(
         [classify],
         optimizer=make_optimizer,
-        planner="sequential",
-        plan=plain and plain.plan,
-        profile=plain and plain.profile,
-        shard_optimizer=plain is not None,
+        planning=spindle.Planning(
+            planner="sequential",
+            plan=plain and plain.plan,
+            profile=plain and plain.profile,
+            shard_optimizer=plain is not None,
+        ),
     )
 
     def run() -> tuple[float, float]:

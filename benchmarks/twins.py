@@ -94,7 +94,7 @@ def pairs_of(
     modules, loss = make()
     handles: Modules = {name: spindle.module(name, module) for name, module in modules.items()}
     task = spindle.task(batch_size=BATCH, name="task")(lambda batch: loss(handles, batch))
-    trainer = spindle.Trainer([task], optimizer=make_optimizer, planner="sequential")
+    trainer = spindle.Trainer([task], optimizer=make_optimizer, planning=spindle.Planning(planner="sequential"))
     torch.manual_seed(0)
     plain, plain_loss = make()
     optimizer = make_optimizer([named for module in plain.values() for named in module.named_parameters()])

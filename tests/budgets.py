@@ -86,7 +86,7 @@ def train_within(rank: int, num_ranks: int, memory_bytes: int | None, steps: int
         trainer = spindle.Trainer(
             [pictures, sounds],
             optimizer=lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-3),
-            memory_bytes=memory_bytes,
+            planning=spindle.Planning(memory_limit_bytes=memory_bytes),
             **options,
         )
         try:

@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import spindle
-from courses import unmeasured
-from spindle.plan import parse_plan
-from spindle.train import loop, preparation
+from courses import guessed_profile
+from spindle.graph import MetaGraph
+from spindle.plan import Plan, parse_plan
+from spindle.profile import Profile
+from spindle.train import loop
 from zoo import Tower
 
 WIDTH, CLIP = 6, 3.0
@@ -35,7 +37,6 @@ class Changed:
     tasks: tuple[frozenset[str], ...]
     num_found_out: int
     num_changes: int
-    whole_states: int  # parameters of which ranks were given all of the optimizer's state, by way of the host
     notices: tuple[str, ...]
 
 
@@ -115,36 +116,30 @@ def change(rank: int, num_ranks: int, name: str, seed: int, shards: str, momentu
     from worlds import random_plan_text
 
     choose = random.Random(seed)
-    num_found_out = whole_states = 0
-    found_out, take = preparation.trace_and_profile, preparation.Update.__init__
+    num_found_out = 0
 
-    def some_plan(profile: Any, options: Any, wanted: bool | None, tell: Any) -> Any:
+    def some_plan(profile: Profile) -> Plan:
         plan = parse_plan(random_plan_text(profile, f"plan {choose.randrange(1000)}"), profile)
         return replace(plan, shard_optimizer={"all": True, "none": False}.get(shards, choose.random() < 0.5))
 
-    def counted(*args: Any) -> Any:
+    def counted(graph: MetaGraph, num_devices: int) -> Profile:
+        """On rank 0, once for all tasks whenever some of them are new."""
         nonlocal num_found_out
         num_found_out += 1
-        return found_out(*args)
-
-    def taken(self: Any, *args: Any, state: Any, **named: Any) -> None:
-        nonlocal whole_states
-        whole_states += len(state.states)
-        take(self, *args, state=state, **named)
+        return guessed_profile(graph, num_devices)
 
     modules = modules_of_all()
     handles = {one: spindle.module(one, each) for one, each in modules.items()}
     tasks = tasks_of(handles)
     make = make_momentum if momentum else make_adam
-    trainer = spindle.Trainer([tasks[one] for one in BEGIN], optimizer=make, scheduler=halving, clip_norm=CLIP)
-
-    with (
-        unmeasured(),
-        mock.patch.object(preparation, "_wanted_plan", some_plan),
-        mock.patch("spindle.train.session.trace_and_profile", counted),
-        mock.patch.object(preparation.Update, "__init__", taken),
-    ):
-        result, frozen_at = fit(trainer, tasks, BEGIN, batch_of, modules["text"], COURSES[name], STEPS[name])
+    trainer = spindle.Trainer(
+        [tasks[one] for one in BEGIN],
+        optimizer=make,
+        lr_scheduler=halving,
+        max_grad_norm=CLIP,
+        planning=spindle.Planning(planner=some_plan, profile=counted),
+    )
+    result, frozen_at = fit(trainer, tasks, BEGIN, batch_of, modules["text"], COURSES[name], STEPS[name])
     history = result.losses
     nn.ModuleDict(modules).cpu()
     plain = modules_of_all()
@@ -168,7 +163,6 @@ def change(rank: int, num_ranks: int, name: str, seed: int, shards: str, momentu
         tasks=tuple(frozenset(losses) for losses in history),
         num_found_out=num_found_out,
         num_changes=len(result.changes_s),
-        whole_states=whole_states,
         notices=tuple(trainer.notices),
     )
 

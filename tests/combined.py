@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
-from unittest import mock
 
 from torch import nn
 
 import spindle
 from changing import CLIP, fit, halving, train_plainly
-from courses import unmeasured
+from courses import guessed_profile
 from spindle.plan import parse_plan
 from spindle.profile import Profile
-from spindle.train import loop, preparation, task
+from spindle.train import loop, task
 from tensors import PLAN, SEQUENCE_PLAN, difference, make_optimizer, own_modules, shared_plan_text, tasks_of
 
 # With or without a task that is new, and has to be tried and measured.
@@ -85,7 +84,7 @@ def combine(rank: int, num_ranks: int, combination: Combination) -> Combined:
     """Trains with changes, and then plainly, with the tasks that each step had."""
     choose, settings = random.Random(combination.seed), iter(combination.settings)
 
-    def next_plan(profile: Profile, *_: Any) -> Any:
+    def next_plan(profile: Profile) -> Any:
         setting = next(settings)
         degrees = {"language": setting.degree}
         text = shared_plan_text(profile, degrees, choose.randrange(1000), setting.has_rounds, setting.recomputes)
@@ -93,12 +92,17 @@ def combine(rank: int, num_ranks: int, combination: Combination) -> Combined:
 
     tasks, modules, batch_of = workload(combination.cuts)
     make = partial(make_optimizer, combination.optimizer)
-    trainer = spindle.Trainer([tasks[one] for one in BEGIN], optimizer=make, scheduler=halving, clip_norm=CLIP)
-    with unmeasured(), mock.patch.object(preparation, "_wanted_plan", next_plan):
-        steps = STEPS + loop._LOSSES_BEHIND[trainer.world.device.type]
-        result, frozen_at = fit(
-            trainer, tasks, BEGIN, batch_of, modules["language"].blocks[1], COURSES[combination.joins], steps
-        )
+    trainer = spindle.Trainer(
+        [tasks[one] for one in BEGIN],
+        optimizer=make,
+        lr_scheduler=halving,
+        max_grad_norm=CLIP,
+        planning=spindle.Planning(planner=next_plan, profile=guessed_profile),
+    )
+    steps = STEPS + loop._LOSSES_BEHIND[trainer.world.device.type]
+    result, frozen_at = fit(
+        trainer, tasks, BEGIN, batch_of, modules["language"].blocks[1], COURSES[combination.joins], steps
+    )
     plain_tasks, plain, _ = workload(combination.cuts)
     optimizer = make(list(nn.ModuleDict(plain).named_parameters()))
     expected = train_plainly(plain_tasks, batch_of, optimizer, result.losses, plain["language"].blocks[1], frozen_at)

@@ -20,9 +20,11 @@ from torch.utils.data import DataLoader, WeightedRandomSampler, default_collate
 import spindle
 from backends import graphs_on_any_device, on_cpu, on_gpu, rank_device, to_device
 from spindle.cluster import cluster_named
-from spindle.profile import roofline_profile
+from spindle.graph import MetaGraph
+from spindle.profile import Profile, roofline_profile
 from spindle.run import Executor
-from spindle.train import preparation
+from spindle.train import profiling
+from spindle.train import steps as steps_module
 from spindle.train.task import Mean
 from zoo import Tower
 
@@ -81,10 +83,11 @@ def follow(rank: int, num_ranks: int, name: str, plan: str, shards: bool | None 
     ranks: "pipeline 2"), and then plainly."""
     course = COURSES[name]()
     planner, _, pipeline_ranks = plan.partition(" ")
+    planning = spindle.Planning(shard_optimizer=shards)
     if planner == "pipeline":
-        ranks = int(pipeline_ranks) if pipeline_ranks else None
-        course = replace(course, options={**course.options, "planner": planner, "pipeline_ranks": ranks})
-    course = replace(course, options={**course.options, "shard_optimizer": shards})
+        degree = int(pipeline_ranks) if pipeline_ranks else None
+        planning = replace(planning, planner=planner, pipeline_parallel_degree=degree)
+    course = replace(course, options={**course.options, "planning": planning})
     with unmeasured(), capturing() if course.captures else nullcontext():
         return _follow(course, num_ranks, plan)
 
@@ -93,9 +96,13 @@ def unmeasured() -> Any:
     """Inside, plans are made from guessed times: quick, and the same each time."""
 
     def guess(graph: Any, code: Any, kinds: Any, examples: Any, axes: Any, world: Any, **named: Any) -> Any:
-        return replace(roofline_profile(graph, cluster_named(f"cpux{world.size}")), gradients_stay=False)
+        return guessed_profile(graph, world.size)
 
-    return mock.patch.object(preparation, "local_profile", guess)
+    return mock.patch.object(profiling, "local_profile", guess)
+
+
+def guessed_profile(graph: MetaGraph, num_devices: int) -> Profile:
+    return replace(roofline_profile(graph, cluster_named(f"cpux{num_devices}")), gradients_stay=False)
 
 
 @contextmanager
@@ -104,7 +111,7 @@ def capturing() -> Iterator[None]:
     if on_gpu():
         yield
         return
-    with graphs_on_any_device(), mock.patch.object(preparation, "Executor", Capturing):
+    with graphs_on_any_device(), mock.patch.object(steps_module, "Executor", Capturing):
         yield
 
 
@@ -123,7 +130,13 @@ def _follow(course: Course, num_ranks: int, plan: str) -> Followed:
     begin = {path: one.detach().clone() for path, one in nn.ModuleDict(modules).named_parameters()}
     handles = {name: spindle.module(name, one, **course.module_options.get(name, {})) for name, one in modules.items()}
     tasks = course.tasks(handles)
-    trainer = spindle.Trainer(tasks, optimizer=course.make_optimizer, **course.options)
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def make_optimizer(named: Any) -> torch.optim.Optimizer:
+        optimizers.append(course.make_optimizer(named))
+        return optimizers[-1]
+
+    trainer = spindle.Trainer(tasks, optimizer=make_optimizer, **course.options)
     history: list[dict[str, float]] = []
     asked = dict.fromkeys([one.name for one in tasks], 0)
     captured = 0
@@ -146,11 +159,11 @@ def _follow(course: Course, num_ranks: int, plan: str) -> Followed:
             first_line = "# optimizer sharded\n" if fit.plan.endswith(" sharded") else ""
             trainer.replan(plan=first_line + random_plan_text(trainer.profile, fit.plan))
         result = trainer.fit(loaders, steps=fit.steps, progress=False)
-        captured = trainer._session.runtime.main.num_captured
+        captured = result.num_captured_slots
         history += result.losses
-        turns = course.options.get("accumulate", 1)
+        turns = course.options.get("gradient_accumulation_steps", 1)
         for losses in result.losses:
-            for task in asked if "sampling" not in course.options else losses:
+            for task in asked if "sampling_weights" not in course.options else losses:
                 asked[task] += turns
     # In bfloat16 the CPU rounds otherwise than a GPU.
     device = rank_device() if "autocast" in course.options else torch.device("cpu")
@@ -178,15 +191,14 @@ def _follow(course: Course, num_ranks: int, plan: str) -> Followed:
         captured=captured,
         recomputed=trainer.plan.recompute,
         sharded=trainer.plan.shard_optimizer,
-        kept=_num_kept(trainer),
+        kept=_num_kept(optimizers[-1]) if optimizers else 0,
         pipelined=bool(result.plan.passes),
     )
 
 
-def _num_kept(trainer: spindle.Trainer) -> int:
+def _num_kept(optimizer: torch.optim.Optimizer) -> int:
     """Elements of the optimizer's state on this rank, but for single numbers."""
-    optimizer = trainer._session.runtime.update.optimizer
-    states = optimizer.state.values() if optimizer is not None else ()
+    states = optimizer.state.values()
     return sum(
         value.numel() for state in states for value in state.values() if isinstance(value, torch.Tensor) and value.dim()
     )
@@ -203,16 +215,16 @@ def train_plainly(
     tasks = course.tasks(modules)
     names = [one.name for one in tasks]
     options = course.options
-    turns = options.get("accumulate", 1)
+    turns = options.get("gradient_accumulation_steps", 1)
     optimizer = course.make_optimizer(list(nn.ModuleDict(modules).named_parameters()))
-    scheduler = options["scheduler"](optimizer) if "scheduler" in options else None
+    scheduler = options["lr_scheduler"](optimizer) if "lr_scheduler" in options else None
     asked = dict.fromkeys(names, 0)
     history: list[dict[str, float]] = []
     for fit in course.fits:
         fit.before(modules)
         for _ in range(fit.steps):
             step = len(history)
-            on = tasks_of_steps[step] if "sampling" in options else set(names)
+            on = tasks_of_steps[step] if "sampling_weights" in options else set(names)
             optimizer.zero_grad()
             losses: dict[str, list[float]] = {}
             for _ in range(turns):
@@ -232,8 +244,8 @@ def train_plainly(
                     total = total + weight * loss / turns
                 if isinstance(total, torch.Tensor):
                     total.backward()
-            if "clip_norm" in options:
-                torch.nn.utils.clip_grad_norm_(nn.ModuleDict(modules).parameters(), options["clip_norm"])
+            if "max_grad_norm" in options:
+                torch.nn.utils.clip_grad_norm_(nn.ModuleDict(modules).parameters(), options["max_grad_norm"])
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
@@ -512,7 +524,7 @@ COURSES: dict[str, Callable[[], Course]] = {
     "no batch": lambda: mixed("i-n-"),
     "no batch first": lambda: mixed("-ni"),
     "mixed, clipped and accumulated": lambda: mixed(
-        "inai-n", options={"accumulate": 2, "clip_norm": 0.2}, optimizer=grouped
+        "inai-n", options={"gradient_accumulation_steps": 2, "max_grad_norm": 0.2}, optimizer=grouped
     ),
     "mixed, captured": lambda: mixed("in", steps=14, captures=True),
     "any number of images": lambda: course(
@@ -521,9 +533,9 @@ COURSES: dict[str, Callable[[], Course]] = {
     "by length": lambda: course(tasks=by_length, batch=long_or_short, fits=(Fit(steps=5),)),
     "few samples": lambda: course(tasks=one_sample, batch=few_samples),
     "groups and schedule": lambda: course(
-        optimizer=grouped, options={"scheduler": warming}, fits=(Fit(steps=3), Fit(steps=3))
+        optimizer=grouped, options={"lr_scheduler": warming}, fits=(Fit(steps=3), Fit(steps=3))
     ),
-    "by dimensions": lambda: course(optimizer=by_dimensions, options={"scheduler": warming, "clip_norm": 0.3}),
+    "by dimensions": lambda: course(optimizer=by_dimensions, options={"lr_scheduler": warming, "max_grad_norm": 0.3}),
     "not by element": lambda: course(optimizer=Scaled),
     "tied": lambda: course(modules=tied_towers, optimizer=by_dimensions),
     "carried": lambda: course(
@@ -538,25 +550,30 @@ COURSES: dict[str, Callable[[], Course]] = {
             Fit(steps=2, plan="plan 5 sharded"),
         ),
     ),
-    "clipped": lambda: course(options={"clip_norm": 0.05}),
-    "clipped rarely": lambda: course(options={"clip_norm": 1e3}),
-    "accumulated": lambda: course(options={"accumulate": 3, "clip_norm": 0.3}, fits=(Fit(steps=3),)),
-    "accumulated, captured": lambda: course(options={"accumulate": 2}, fits=(Fit(steps=5),), captures=True),
+    "clipped": lambda: course(options={"max_grad_norm": 0.05}),
+    "clipped rarely": lambda: course(options={"max_grad_norm": 1e3}),
+    "accumulated": lambda: course(
+        options={"gradient_accumulation_steps": 3, "max_grad_norm": 0.3}, fits=(Fit(steps=3),)
+    ),
+    "accumulated, captured": lambda: course(
+        options={"gradient_accumulation_steps": 2}, fits=(Fit(steps=5),), captures=True
+    ),
     "weight": lambda: course(tasks=pairs_and_answers(weight=lambda step: 0.3 + 0.5 * step)),
     "weight, captured": lambda: course(
         tasks=pairs_and_answers(weight=lambda step: 0.3 + 0.5 * step), fits=(Fit(steps=7),), captures=True
     ),
-    "checkpointed": lambda: course(module_options={"vision": {"checkpoint": True}}),
-    "sampled": lambda: course(options={"sampling": {"pair": 2.0, "answer": 1.0}}, fits=(Fit(steps=8),)),
+    "checkpointed": lambda: course(module_options={"vision": {"activation_checkpointing": True}}),
+    "sampled": lambda: course(options={"sampling_weights": {"pair": 2.0, "answer": 1.0}}, fits=(Fit(steps=8),)),
     "sampled by step": lambda: course(
-        options={"sampling": {"pair": lambda step: float(step < 3), "answer": lambda step: float(step >= 3)}},
+        options={"sampling_weights": {"pair": lambda step: float(step < 3), "answer": lambda step: float(step >= 3)}},
         fits=(Fit(steps=6),),
     ),
     "sampled, accumulated": lambda: course(
-        options={"sampling": {"pair": 1.0, "answer": 1.0}, "accumulate": 2, "seed": 1}, fits=(Fit(steps=6),)
+        options={"sampling_weights": {"pair": 1.0, "answer": 1.0}, "gradient_accumulation_steps": 2, "seed": 1},
+        fits=(Fit(steps=6),),
     ),
     "sampled, captured": lambda: course(
-        options={"sampling": {"pair": 1.0, "answer": 1.0}}, fits=(Fit(steps=16),), captures=True
+        options={"sampling_weights": {"pair": 1.0, "answer": 1.0}}, fits=(Fit(steps=16),), captures=True
     ),
     "frozen": lambda: course(
         fits=(
@@ -567,7 +584,7 @@ COURSES: dict[str, Callable[[], Course]] = {
     ),
     "autocast": lambda: in_bfloat16(),
     "autocast, captured": lambda: in_bfloat16(fits=(Fit(steps=6),), captures=True),
-    "autocast, recomputed": lambda: in_bfloat16(module_options={"vision": {"checkpoint": True}}),
+    "autocast, recomputed": lambda: in_bfloat16(module_options={"vision": {"activation_checkpointing": True}}),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,9 +16,9 @@ import spindle
 from courses import unmeasured
 from spindle.errors import TrainingError
 from spindle.profile import Profile
-from spindle.run.nests import LeafForm
+from spindle.run.pytrees import TensorMeta
 from spindle.run.shape_inference import ShapeInference
-from spindle.train import preparation
+from spindle.train import analyze, plan, profiling
 from zoo import Tower
 
 WIDTH, ROWS = 6, 4
@@ -55,9 +55,9 @@ def changed(function: Callable[..., Any], change: Callable[[Any], Any]) -> Calla
     return lambda *args, **kwargs: change(function(*args, **kwargs))
 
 
-def patched(name: str, change: Callable[[Any], Any]) -> Any:
-    """A function of `preparation` whose result is another."""
-    return mock.patch.object(preparation, name, changed(getattr(preparation, name), change))
+def patched(module: ModuleType, name: str, change: Callable[[Any], Any]) -> Any:
+    """A function that a module calls, whose result is another."""
+    return mock.patch.object(module, name, changed(getattr(module, name), change))
 
 
 def with_other_plan(program: Any) -> Any:
@@ -71,7 +71,7 @@ def with_other_name(bound: Any) -> Any:
 def with_other_shapes(cuts: Any) -> Any:
     (place, form), *rest = cuts.items()
     leaf = form.leaves[0]
-    other = replace(form, leaves=(LeafForm((1, 77), leaf.dtype, leaf.requires_grad), *form.leaves[1:]))
+    other = replace(form, leaves=(TensorMeta((1, 77), leaf.dtype, leaf.requires_grad), *form.leaves[1:]))
     return {place: other, **dict(rest)}
 
 
@@ -84,16 +84,16 @@ def untied(tower: nn.Module) -> None:
     tower.blocks[1].linear.weight = nn.Parameter(tower.blocks[1].linear.weight.detach().clone())
 
 
-PIPELINE = {"planner": "pipeline", "accumulate": 2}
+PIPELINE = {"planning": spindle.Planning(planner="pipeline"), "gradient_accumulation_steps": 2}
 APART = {"place": lambda number: str(min(number, 1))}  # no parameter is on both ranks
 SCRIPTS: dict[str, dict[str, Any]] = {  # what rank 1's script has otherwise
-    "clip_norm": {"options": {"clip_norm": 2.0}},
-    "accumulate": {"options": {"accumulate": 3}},
+    "max_grad_norm": {"options": {"max_grad_norm": 2.0}},
+    "gradient_accumulation_steps": {"options": {"gradient_accumulation_steps": 3}},
     "autocast": {"options": {"autocast": torch.bfloat16}},
     "seed": {"options": {"seed": 5}},
     "cuda_graphs": {"options": {"cuda_graphs": False}},
-    "sampling": {"options": {"sampling": {"pull": 0.5}}},
-    "planner": {"options": {"planner": "pipeline"}},
+    "sampling_weights": {"options": {"sampling_weights": {"pull": 0.5}}},
+    "planner": {"options": {"planning": spindle.Planning(planner="pipeline")}},
     "batch_size": {"batch_size": 5},
     "weight": {"weight": 0.5},
     "per_sample_mean": {"per_sample_mean": True},
@@ -121,10 +121,10 @@ PATCHES: dict[str, Callable[[], Any]] = {  # what Spindle makes of it otherwise 
     "Python": lambda: mock.patch("spindle.train.agreement.sys", SimpleNamespace(version_info=(3, 99))),
     "torch": lambda: mock.patch.object(torch, "__version__", "2.99.0"),
     "Spindle": lambda: mock.patch.object(spindle, "__version__", "9.9"),
-    "workload": lambda: patched("bind", with_other_name),
-    "profile": lambda: patched("local_profile", lambda profile: replace(profile, overlap=3.0)),
-    "plan": lambda: patched("lower", with_other_plan),
-    "program": lambda: patched("lower", lambda program: replace(program, holders=((0, (0, 1)),))),
+    "workload": lambda: patched(analyze, "bind", with_other_name),
+    "profile": lambda: patched(profiling, "local_profile", lambda profile: replace(profile, overlap=3.0)),
+    "plan": lambda: patched(plan, "lower", with_other_plan),
+    "program": lambda: patched(plan, "lower", lambda program: replace(program, owning_ranks=((0, (0, 1)),))),
     "shapes": lambda: mock.patch.object(ShapeInference, "of", changed_method(ShapeInference.of)),
 }
 
@@ -212,7 +212,7 @@ def differing(rank: int, num_ranks: int, name: str) -> str:
             trainer = spindle.Trainer(
                 [pull],
                 optimizer=optimizer,
-                scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda step: script.gamma**step),
+                lr_scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda step: script.gamma**step),
                 **script.options,
             )
             profile = trainer.prepare({"pull": [batch]}, progress=False)

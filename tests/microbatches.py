@@ -35,11 +35,11 @@ from spindle.plan import (
     setting_of,
     slot_links,
 )
-from spindle.plan.passes import pass_needs
+from spindle.plan.times import pass_needs
 from spindle.profile import Curve, Profile, roofline_profile
 from spindle.program import lower, verify
 from spindle.run import Executor, LayerCode, LayersCode, LossCode, OpCode, ShapeInference, World
-from spindle.run.nests import signature_of
+from spindle.run.pytrees import signature_of
 from spindle.run.shards import Shards
 from spindle.workload import Call, Layer, LayerCost, Module, Parameter, Task, Workload
 
@@ -289,7 +289,7 @@ def places_of(modules: nn.ModuleDict, case: Case) -> dict[str, list[int]]:
     return places
 
 
-def holders_of(
+def owning_ranks_of(
     modules: nn.ModuleDict, made: Pipeline, places: dict[str, list[int]], case: Case
 ) -> dict[int, tuple[int, ...]]:
     """The ranks that have each parameter, in every replica, whatever a step's microbatches need."""
@@ -373,8 +373,10 @@ class Tidy(Executor):
     """Sees to it that nothing is left of a step's activations."""
 
     def _losses(self, step: Any) -> Any:
-        assert not any((step.inputs, step.outputs, step.arrivals, step.sending, step.later))
-        assert not any(piece.outputs or piece.inputs or piece.again for one in step.pieces.values() for piece in one)
+        assert not any((step.inputs, step.outputs, step.arrivals, step.sending, step.deferred))
+        assert not any(
+            piece.outputs or piece.inputs or piece.recompute for one in step.pieces.values() for piece in one
+        )
         return super()._losses(step)
 
 
@@ -406,14 +408,15 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
             profile = profile_of(made.graph, num_ranks)
             plan = replace(random_plan(profile, places, case, step), shard_optimizer=case.shards)
             check(plan, profile)
-            program = lower(plan, profile, holders=holders_of(ours, made, places, case))
+            program = lower(plan, profile, owning_ranks=owning_ranks_of(ours, made, places, case))
             verify(program, profile)
             axes = dict.fromkeys(batches, (None,) * 99)
             if case.shards:
                 shards = Shards(program, made.parameters, world)
                 shards.attach()
+            buffers = None if executor is None else executor.release_gradient_buffers()
             executor = Tidy(
-                program, made.graph, made.code, made.parameters, axes, world, before=executor, shards=shards
+                program, made.graph, made.code, made.parameters, axes, world, gradient_buffers=buffers, shards=shards
             )
             num_parts += sum(one.kind == WEIGHT for one in plan.passes)
             num_recomputed += sum(one.recomputed for one in plan.slots)
@@ -426,13 +429,13 @@ def run_pipeline(rank: int, num_ranks: int, case: Case) -> Difference:
             if shards is not None:
                 owned = shards.owned
                 trained = [one for number, one in enumerate(made.parameters) if number in executor.held - set(owned)]
-                trained += [entry[1] for entry in owned.values() if entry is not None]
+                trained += [part for part in owned.values() if part is not None]
             own = torch.optim.SGD([{"params": trained}], lr=LEARNING_RATE, momentum=MOMENTUM)
         given = to_device(batches)
         cuts = forms.of(made.graph, made.code, given) if case.forms else None
         mine = {task: batch for task, batch in given.items() if task in executor.reads}
         signatures = {task: signature_of(batch) for task, batch in given.items()}
-        losses, _ = executor.step(step, mine, signatures, own if case.shards else None, forms=cuts)
+        losses, _ = executor.step(step, mine, signatures, own if case.shards else None, cuts=cuts)
         offloaded_bytes += executor.offloaded_bytes
         parts = torch.tensor(losses.tolist(), dtype=torch.float64)
         if num_ranks > 1:
@@ -489,7 +492,7 @@ def train_shared_in_passes(rank: int, num_ranks: int, training: tensors.Training
                 Piece(op=position[slot.op], num_layers=slot.num_layers, devices=slot.devices, recomputed=recomputed)
             )
         order = random_order(profile.graph, pieces, split, choose)
-        return format_plan(assemble_passes(profile, setting_of(plan, profile), "random", pieces, order), profile)
+        return format_plan(assemble_passes(profile, setting_of(plan, profile), "random", pieces, order))
 
     with (
         mock.patch.object(tensors, "shared_plan_text", plan_text),

@@ -22,7 +22,7 @@ from courses import capturing, unmeasured
 from spindle.errors import SpindleError
 from spindle.models import builtin_tp_plan
 from spindle.profile import Profile
-from spindle.train import mean, module, preparation, task
+from spindle.train import analyze, mean, module, task
 from spindle.train.tensor import Sharing, find_sharing
 from zoo import Tower
 
@@ -218,7 +218,7 @@ def sharing_known(name: str) -> Any:
             _SHARING[name] = find_sharing(*args, **named)
         return _SHARING[name]
 
-    return mock.patch.object(preparation, "find_sharing", find)
+    return mock.patch.object(analyze, "find_sharing", find)
 
 
 def train_shared(rank: int, num_ranks: int, training: Training) -> Difference:
@@ -245,7 +245,7 @@ def train_shared(rank: int, num_ranks: int, training: Training) -> Difference:
             }
             profile = trainer.prepare(loaders, progress=False)
             plan = None if seed is None else shared_plan_text(profile, degrees, seed)
-            trainer.replan(plan=plan, tensor_degrees=degrees)
+            trainer.replan(plan=plan, tensor_parallel_degrees=degrees)
             losses += trainer.fit(loaders, steps=training.steps, progress=False).losses
     expected_tasks, _ = workload(training.name)
     expected_modules = _modules(expected_tasks, batches(0))
@@ -282,7 +282,8 @@ def refusal_of(rank: int, num_ranks: int, degrees: Mapping[str, int], optimizer:
     tasks, batches = own()
     make = partial(make_optimizer, optimizer)
     with unmeasured(), sharing_known("own"):
-        trainer = spindle.Trainer(tasks, optimizer=make, tensor_degrees=degrees)
+        planning = spindle.Planning(tensor_parallel_degrees=degrees)
+        trainer = spindle.Trainer(tasks, optimizer=make, planning=planning)
         try:
             trainer.fit({one.name: [batches(0)[one.name]] for one in tasks}, steps=1, progress=False)
         except SpindleError as error:
@@ -307,8 +308,8 @@ def train_plainly(tasks, modules, batches, training: Training) -> list[dict[str,
         optimizer.zero_grad()
         losses, total = plain_losses(tasks, to_device(batches(step)))
         total.backward()
-        if training.options.get("clip_norm"):
-            nn.utils.clip_grad_norm_([one for _, one in named.values()], training.options["clip_norm"])
+        if training.options.get("max_grad_norm"):
+            nn.utils.clip_grad_norm_([one for _, one in named.values()], training.options["max_grad_norm"])
         optimizer.step()
         history.append({name: loss.item() for name, loss in losses.items()})
     together.cpu()

@@ -8,12 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spindle.errors import InputError, WorkloadError
-from spindle.graph import metagraph_of
 from spindle.recipes.data import LAION_TOKENS_PER_IMAGE, VLM_SOURCES, t2v_batch, vlm_batch
-from spindle.recipes.multimodal import MODELS, batch_graph, batch_workload, model_flops
+from spindle.recipes.multimodal import MODELS, batch_profile, model_flops
 from spindle.workload import (
     LANGUAGE,
-    VIDEO,
     VISION,
     Clip,
     Microbatch,
@@ -164,48 +162,47 @@ def test_the_same_seed_gives_the_same_batch():
 
 
 def test_a_microbatch_is_a_task_with_a_call_for_each_sub_microbatch():
-    workload = batch_workload(MODELS["vlm-s"], [microbatch(26), microbatch(0)], {VISION: 12})
-    first, second = workload.tasks
-    assert [call.name for call in first.calls] == ["vision.0", "vision.1", "vision.2", "language"]
-    assert first.flows == tuple((f"vision.{part}", "language") for part in range(3))
-    assert [(task.name, task.batch_size) for task in workload.tasks] == [("m00", 1), ("m01", 1)]
-    assert [call.name for call in second.calls] == ["language"]  # text alone skips the encoder
-    assert second.flows == ()
+    graph = batch_profile(MODELS["vlm-s"], [microbatch(26), microbatch(0)], {VISION: 12}).graph
+    assert list(dict.fromkeys((op.task, op.microbatch, op.batch_size) for op in graph.metaops)) == [
+        ("m00", 0, 1),
+        ("m01", 1, 1),
+    ]
+    calls = [list(dict.fromkeys(op.call for op in graph.metaops if op.task == task)) for task in graph.tasks]
+    assert calls == [["vision.0", "vision.1", "vision.2", "language"], ["language"]]  # text alone skips the encoder
+    crossing = [(graph.metaops[one].call, graph.metaops[other].call) for one, other in graph.edges]
+    assert [edge for edge in crossing if edge[0] != edge[1]] == [(f"vision.{part}", "language") for part in range(3)]
 
 
 def test_work_does_not_depend_on_how_a_microbatch_is_split():
     model = MODELS["vlm-s"]
-    whole, parts = (batch_workload(model, [microbatch(26)], splits) for splits in (None, {VISION: 12}))
+    whole, parts = (batch_profile(model, [microbatch(26)], splits).graph for splits in (None, {VISION: 12}))
 
-    def flops(workload):
-        kinds = {module.name: [layer.kind for layer in module.layers] for module in workload.modules}
-        return sum(
-            dict(call.costs)[kind].forward_flops
-            for task in workload.tasks
-            for call in task.calls
-            for kind in kinds[call.module]
-        )
+    def flops(graph):
+        return sum(op.num_layers * op.cost.forward_flops for op in graph.metaops)
 
     assert flops(whole) == pytest.approx(flops(parts))
     assert 3 * flops(whole) == pytest.approx(model_flops(model, [microbatch(26)]))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_graph_of_a_batch_is_that_of_its_workload(name):
-    model, random = MODELS[name], np.random.default_rng(3)
-    if name.startswith("vlm"):
-        batch, splits = vlm_batch(6, random), {VISION: 12}
-    else:
-        batch, splits = t2v_batch(3, random), {VIDEO: 2}
-    for some in (None, splits):
-        built, contracted = batch_graph(model, batch, some), metagraph_of(batch_workload(model, batch, some))
-        assert built == contracted
-        assert built.fingerprint == contracted.fingerprint
+def test_the_layers_of_a_batch_are_those_of_its_modules(name):
+    model = MODELS[name]
+    batch = vlm_batch(2, np.random.default_rng(3)) if name.startswith("vlm") else t2v_batch(2, np.random.default_rng(3))
+    graph = batch_profile(model, batch).graph
+    layers = {}
+    for op in graph.metaops:
+        for layer, used in enumerate(op.parameters, start=op.first_layer):
+            layers[op.module, layer] = tuple(graph.parameters[parameter].name for parameter in used)
+    assert layers == {
+        (chain.name, number): layer.parameters
+        for chain in model.chains
+        for number, layer in enumerate(chain.module.layers)
+    }
 
 
 def test_a_split_of_no_module_is_refused():
     with pytest.raises(WorkloadError, match="'vlm-s' has no module 'audio'; it has vision, language"):
-        batch_workload(MODELS["vlm-s"], [microbatch(1)], {"audio": 2})
+        batch_profile(MODELS["vlm-s"], [microbatch(1)], {"audio": 2})
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 
@@ -91,7 +92,7 @@ def test_a_forward_that_switches_autocast_and_gradients_is_cut():
     whole = Forward(halved)
     x = X.float()
     chain = chain_of(whole, x)
-    assert len(chain.layers) == 3
+    assert len(chain.layers) == 3, chain.reason
     assert torch.equal(chain(x), whole(x))
     weights = list(whole.blocks.parameters())
     gradients = [torch.autograd.grad(one(x).sum(), weights, allow_unused=True) for one in (chain, whole)]
@@ -329,3 +330,82 @@ def test_tensors_that_a_block_keeps_to_itself_do_not_keep_it_from_being_cut():
             return x
 
     assert len(chain_of(Stack(), X.float()).layers) == 3
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class Meanwhile(nn.Module):
+    """Does something else between its blocks: in another thread, or here."""
+
+    def __init__(self, meanwhile) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.meanwhile = meanwhile
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            self.meanwhile()
+        return x
+
+
+def test_recording_leaves_modules_and_functions_of_other_threads_alone():
+    call, apply, length = nn.Module.__call__, torch.autograd.Function.__dict__["apply"], torch.Tensor.__len__
+    other, x = nn.Linear(WIDTH, 1), torch.ones(5, WIDTH)
+    expected, found = 2 * other(x), []
+
+    def meanwhile():
+        assert nn.Module.__call__ is call
+        if len(found) < 3:  # as often as it has blocks; the chain does not run this again
+            thread = threading.Thread(target=lambda: found.append((Doubled.apply(other(x)), len(x))))
+            thread.start()
+            thread.join()
+
+    chain = chain_of(Meanwhile(meanwhile), x)
+    assert len(chain.layers) == 3, chain.reason
+    assert len(found) == 3
+    assert all(torch.equal(output, expected) and count == 5 for output, count in found)
+    assert torch.autograd.Function.__dict__["apply"] is apply
+    assert torch.Tensor.__len__ is length
+    assert not any("_compiled_call_impl" in vars(part) for part in chain.module.modules())
+
+
+def test_a_module_is_recorded_while_another_is_recorded():
+    x = torch.ones(5, WIDTH)
+    inner = []
+
+    def meanwhile():
+        if not inner:
+            inner.append(None)
+            inner[0] = chain_of(Tower(WIDTH, WIDTH, 2), torch.ones(5, WIDTH))
+
+    chain = chain_of(Meanwhile(meanwhile), x)
+    assert len(chain.layers) == 3, chain.reason
+    assert len(inner[0].layers) > 1
+
+
+def test_two_threads_record_modules_at_the_same_time():
+    towers = [Tower(WIDTH, WIDTH, 3) for _ in range(4)]
+    x = torch.ones(5, WIDTH)
+    chains: dict[int, object] = {}
+
+    def record_tower(number):
+        chains[number] = chain_of(towers[number], x)
+
+    threads = [threading.Thread(target=record_tower, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    counts = {len(chain.layers) for chain in chains.values()}
+    assert len(chains) == 4
+    assert counts == {len(chain_of(Tower(WIDTH, WIDTH, 3), x).layers)}
+    assert all(torch.equal(chains[number](x), tower(x)) for number, tower in enumerate(towers))

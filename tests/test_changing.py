@@ -36,7 +36,6 @@ def test_a_task_ends(pool, num_ranks, shards):
     assert found.tasks[end - 1] == frozenset(BEGIN)
     assert found.tasks[end:] == (frozenset({"answer", "sound"}),) * (STEPS["ends"] - end)
     assert found.num_found_out == 1  # nothing is tried or measured again
-    assert found.whole_states == 0  # no rank was given what it does not need
     assert found.num_changes == 1
 
 
@@ -46,7 +45,6 @@ def test_it_comes_back_with_the_state_that_its_modules_had(pool, num_ranks, shar
     assert "answer" not in found.tasks[4]
     assert "answer" in found.tasks[-1]
     assert found.num_found_out == 1
-    assert found.whole_states == 0
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -125,11 +123,11 @@ def test_a_task_of_the_same_name_is_another_one():
 def test_weights_of_sampling_change_with_them():
     batches = [torch.ones(2, 2)] * 4
     with unmeasured():
-        trainer, tasks = trainer_of("a", "b", sampling={"a": 1.0, "b": 1.0})
+        trainer, tasks = trainer_of("a", "b", sampling_weights={"a": 1.0, "b": 1.0})
         trainer.remove_task("a")
-        with pytest.raises(TrainingError, match="share= goes with"):
+        with pytest.raises(TrainingError, match="sampling_weight= goes with"):
             trainer.add_task(tasks["c"])
-        trainer.add_task(tasks["c"], share=0.0)
+        trainer.add_task(tasks["c"], sampling_weight=0.0)
         result = trainer.fit({"b": batches, "c": batches}, steps=2, progress=False)
     assert [set(one) for one in result.losses] == [{"b"}, {"b"}]
 

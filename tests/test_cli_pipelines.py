@@ -46,11 +46,11 @@ def test_recipes_list_the_multimodal_models(capsys):
     assert listed[0]["weights"] == MODELS["vlm-s"].num_parameters
 
 
-@pytest.mark.parametrize("arguments", [("bound", "vlm-s"), ("explain", "t2v-s", "p"), ("recipe", "vlm-l", "-o", "x")])
+@pytest.mark.parametrize("arguments", [("bound", "vlm-s"), ("explain", "t2v-s", "p")])
 def test_verbs_that_do_not_take_a_model_say_which_do(capsys, arguments):
     said = refusal(capsys, *arguments)
     assert f"{arguments[1]} is a multimodal model" in said
-    assert "the verbs plan, compare, search and simulate take it" in said
+    assert "the verbs plan, compare and simulate take it" in said
 
 
 @pytest.mark.parametrize("option", [("--microbatches", "32"), ("--batch-seed", "0"), ("--samples", "x.jsonl")])
@@ -85,7 +85,7 @@ def test_a_sample_that_the_model_cannot_take_is_named_with_its_line(capsys, tmp_
     fine = {"vlm-s": '{"text_tokens": 9}', "t2v-s": '{"text_tokens": 9, "clips": [{"seconds": 3}]}'}[model]
     lengths = tmp_path / "lengths.jsonl"
     lengths.write_text(f"{fine}\n\n{line}\n")
-    said = refusal(capsys, "search", model, *QUICK, "--samples", str(lengths))
+    said = refusal(capsys, "plan", model, *QUICK, "--samples", str(lengths))
     assert f"{lengths}, line 3: " in said
     assert message in said
     assert "pack_" not in said
@@ -99,7 +99,41 @@ def test_a_tensor_group_does_not_cross_islands(capsys, tmp_path):
     assert "vlm-s has tensor groups of 4 devices, which lie inside islands: small has an island of 2" in said
 
 
-@pytest.mark.parametrize("verb", ["plan", "compare", "search"])
+def test_a_model_has_no_workload_to_write(capsys):
+    assert "vlm-l is a multimodal model, whose batches differ" in refusal(capsys, "recipes", "vlm-l", "-o", "x")
+
+
+@pytest.mark.parametrize(
+    ("given", "planner", "message"),
+    [
+        (("vlm-s",), "paper", "planner 'paper' plans no pipelines; for vlm-s there are pipeline, optimus"),
+        (
+            ("clip-4", "--cluster", "a800x8"),
+            "vpp",
+            "planner 'vpp' plans pipelines only; for clip-4 there are wavefront",
+        ),
+        (("vlm-s",), "gpipe", "no planner is called 'gpipe'; there are pipeline, optimus"),
+    ],
+)
+def test_pipelines_have_planners_of_their_own(capsys, given, planner, message):
+    assert message in refusal(capsys, "plan", *given, "--planner", planner)
+
+
+def test_the_search_of_a_pipeline_can_be_shown(capsys, tmp_path):
+    out = answer(capsys, "plan", "vlm-s", *QUICK, "--show-search")
+    assert "schedules tried" in out
+    assert "over natural" in out
+    printed = answer(capsys, "plan", "vlm-s", *QUICK, "--show-search", "--json")
+    (replica,) = json.loads(printed)["search"]
+    assert replica["bound_s"] <= replica["improvements"][-1][1] <= replica["natural_s"]
+    again = tmp_path / "again.json"
+    again.write_text(printed)
+    answer(capsys, "simulate", "vlm-s", str(again), "--microbatches", "2")
+    said = refusal(capsys, "plan", "vlm-s", *QUICK, "--planner", "vpp", "--show-search")
+    assert "--show-search: planner 'vpp' keeps no record of its search" in said
+
+
+@pytest.mark.parametrize("verb", ["plan", "compare"])
 def test_what_the_times_leave_out_is_said(capsys, tmp_path, verb):
     out = answer(capsys, verb, "vlm-s", *QUICK)
     assert "Left out: data loading, and host time between layers" in out

@@ -126,11 +126,11 @@ def test_progress_shows_losses_rates_and_idle_time(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"accumulate": 0}, r"accumulate=0\): must be at least 1"),
-        ({"clip_norm": 0.0}, r"clip_norm=0.0\): must be above 0"),
-        ({"autocast": torch.float16}, r"expected torch.bfloat16; other types need losses to be scaled"),
-        ({"sampling": {"push": 1.0}}, r"expected a weight for each task \(pull\), got push"),
-        ({"sampling": {"pull": 1.0}, "tasks_per_step": 2}, r"tasks_per_step=2\): must be from 1 to 1"),
+        ({"gradient_accumulation_steps": 0}, r"gradient_accumulation_steps=0\): must be at least 1"),
+        ({"max_grad_norm": 0.0}, r"max_grad_norm=0.0\): must be above 0"),
+        ({"autocast": torch.float16}, r"expected torch.bfloat16; other types need loss scaling"),
+        ({"sampling_weights": {"push": 1.0}}, r"expected a weight for each task \(pull\), got push"),
+        ({"sampling_weights": {"pull": 1.0}, "tasks_per_step": 2}, r"tasks_per_step=2\): must be from 1 to 1"),
     ],
 )
 def test_an_option_that_cannot_be_is_explained(options, message):
@@ -139,13 +139,13 @@ def test_an_option_that_cannot_be_is_explained(options, message):
 
 
 def test_a_schedule_that_wants_a_measure_is_refused():
-    trainer = small(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+    trainer = small(lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
     with unmeasured(), pytest.raises(TrainingError, match="stepped without a measure, got ReduceLROnPlateau"):
         trainer.fit(BATCHES, steps=1, progress=False)
 
 
 def test_weights_that_leave_no_task_to_draw_are_refused():
-    trainer = small(sampling={"pull": lambda step: 1.0 if step < 2 else 0.0})
+    trainer = small(sampling_weights={"pull": lambda step: 1.0 if step < 2 else 0.0})
     with unmeasured(), pytest.raises(TrainingError, match="step 2 needs 1 tasks with weights above 0"):
         trainer.fit(BATCHES, steps=4, progress=False)
 

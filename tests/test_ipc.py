@@ -22,7 +22,7 @@ from spindle.errors import PeerLostError
 from spindle.run.ipc import collectives, transport
 from spindle.run.ipc.memory_backend import HostMemoryBackend
 from spindle.run.ipc.process_group import BACKEND, register
-from spindle.run.ipc.shm_control import Board
+from spindle.run.ipc.shm_control import ShmControl
 from spindle.run.world import peers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes share memory in this way on Linux")
@@ -119,8 +119,8 @@ def one_that_reads_late(device: torch.device) -> None:
     places, copy_all = HostMemoryBackend.place_of, collectives._copy_all
     found = []
 
-    def noted(medium: HostMemoryBackend, tensor: torch.Tensor) -> Any:
-        found.append(places(medium, tensor))
+    def noted(backend: HostMemoryBackend, tensor: torch.Tensor) -> Any:
+        found.append(places(backend, tensor))
         return found[-1]
 
     def late(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -145,9 +145,9 @@ def one_that_reads_late(device: torch.device) -> None:
 def one_that_maps_late(device: torch.device) -> None:
     attach = HostMemoryBackend.attach
 
-    def late(medium: HostMemoryBackend, *arguments: Any) -> torch.Tensor:
+    def late(backend: HostMemoryBackend, *arguments: Any) -> torch.Tensor:
         time.sleep(0.3 if dist.get_rank() == 1 else 0)
-        return attach(medium, *arguments)
+        return attach(backend, *arguments)
 
     HostMemoryBackend.attach = late
     try:
@@ -170,11 +170,11 @@ def collectives_that_wait_for_their_device(device: torch.device) -> None:
     """As on a GPU that is not yet as far as its caller is: ranks are there at different times, and one job waits
     behind another."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    before = HostMemoryBackend.is_past
+    before = HostMemoryBackend.is_event_done
     try:
         for late in (*range(num_ranks), None):
             until_s = time.monotonic() + (0.05 if late in (rank, None) else 0.0)
-            HostMemoryBackend.is_past = lambda self, moment, until_s=until_s: time.monotonic() > until_s
+            HostMemoryBackend.is_event_done = lambda self, event, until_s=until_s: time.monotonic() > until_s
             tensors = [torch.full((1000,), float(rank + number)) for number in range(3)]
             requests = [dist.all_reduce(one, async_op=True) for one in tensors]
             if late == rank:
@@ -185,22 +185,22 @@ def collectives_that_wait_for_their_device(device: torch.device) -> None:
                 assert torch.equal(one, torch.full((1000,), float(expected)))
                 assert time.monotonic() > until_s
     finally:
-        HostMemoryBackend.is_past = before
+        HostMemoryBackend.is_event_done = before
 
 
 def devices_that_get_there_between_two_looks(device: torch.device) -> None:
     """Nobody sleeps for what has come true meanwhile."""
-    before, look_s = HostMemoryBackend.is_past, transport._LOOK_S
-    transport._LOOK_S = 1000.0
+    before, look_s = HostMemoryBackend.is_event_done, transport._CHECK_S
+    transport._CHECK_S = 1000.0
     try:
         for number, looks in enumerate(range(1, 6)):
             answers = itertools.chain([False] * looks, itertools.repeat(True))
-            HostMemoryBackend.is_past = lambda self, moment, answers=answers: next(answers)
+            HostMemoryBackend.is_event_done = lambda self, event, answers=answers: next(answers)
             ours = torch.full((1000,), float(number))
             dist.all_reduce(ours)
             assert ours.tolist() == [number * dist.get_world_size()] * 1000
     finally:
-        HostMemoryBackend.is_past, transport._LOOK_S = before, look_s
+        HostMemoryBackend.is_event_done, transport._CHECK_S = before, look_s
 
 
 def test_devices_get_there_between_two_looks(pool):
@@ -209,7 +209,7 @@ def test_devices_get_there_between_two_looks(pool):
 
 def threads_while_another_works(device: torch.device) -> None:
     """The thread does not look again and again while whoever waits is at it: it would take the interpreter away."""
-    is_past, signal, sleep = HostMemoryBackend.is_past, HostMemoryBackend.signal, Board.sleep
+    is_event_done, signal, sleep = HostMemoryBackend.is_event_done, HostMemoryBackend.signal, ShmControl.sleep
     num_sleeps = 0
 
     def counted(self: Any, *arguments: Any, **named: Any) -> None:
@@ -222,14 +222,14 @@ def threads_while_another_works(device: torch.device) -> None:
         return signal(self)
 
     until_s = time.monotonic() + 0.1
-    HostMemoryBackend.is_past = lambda self, moment: time.monotonic() > until_s
-    HostMemoryBackend.signal, Board.sleep = slow, counted
+    HostMemoryBackend.is_event_done = lambda self, event: time.monotonic() > until_s
+    HostMemoryBackend.signal, ShmControl.sleep = slow, counted
     try:
         request = dist.all_reduce(torch.ones(1000), async_op=True)
         time.sleep(0.02)  # so that the thread looks after it
         request.wait()
     finally:
-        HostMemoryBackend.is_past, HostMemoryBackend.signal, Board.sleep = is_past, signal, sleep
+        HostMemoryBackend.is_event_done, HostMemoryBackend.signal, ShmControl.sleep = is_event_done, signal, sleep
     assert num_sleeps < 100, num_sleeps
 
 
@@ -243,14 +243,14 @@ def test_collectives_wait_for_their_device_on_the_host(pool):
 
 def messages_that_wait_for_their_device(device: torch.device) -> None:
     """One that waits does not hold up another, and nothing is read or written before its time."""
-    rank, before, moment = dist.get_rank(), HostMemoryBackend.is_past, HostMemoryBackend.moment
+    rank, before, event = dist.get_rank(), HostMemoryBackend.is_event_done, HostMemoryBackend.record_event
     begin_s = time.monotonic()
     late_s = {"send": begin_s + 0.3, "recv": begin_s + 0.1}
     moments = iter(range(100))
-    HostMemoryBackend.moment = lambda self: next(moments)
+    HostMemoryBackend.record_event = lambda self: next(moments)
     # The first call of each rank is late, the second is not.
-    HostMemoryBackend.is_past = lambda self, moment: (
-        moment > 0 or time.monotonic() > late_s["send" if rank == 0 else "recv"]
+    HostMemoryBackend.is_event_done = lambda self, event: (
+        event > 0 or time.monotonic() > late_s["send" if rank == 0 else "recv"]
     )
     try:
         ours = [torch.full((100_000,), float(10 * rank + number)) for number in range(2)]
@@ -265,7 +265,7 @@ def messages_that_wait_for_their_device(device: torch.device) -> None:
         if rank == 1:
             assert torch.equal(ours[0], torch.full((100_000,), 5.0))
     finally:
-        HostMemoryBackend.is_past, HostMemoryBackend.moment = before, moment
+        HostMemoryBackend.is_event_done, HostMemoryBackend.record_event = before, event
 
 
 def test_messages_wait_for_their_device_on_the_host(pool):

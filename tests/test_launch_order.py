@@ -11,7 +11,7 @@ import pytest
 from spindle.cluster import cluster_named
 from spindle.errors import ProgramError
 from spindle.graph import metagraph_of
-from spindle.planners import Effort, make_plan
+from spindle.planners import PlanOptions, make_plan
 from spindle.profile import roofline_profile
 from spindle.program import Program, launch_order, launches_collectives, lower, verify
 from spindle.program.instances import needed_pairs
@@ -85,7 +85,7 @@ def runs_one_at_a_time(program: Program) -> bool:
 def test_communication_may_run_one_operation_at_a_time(name, cluster, planner, shards):
     recipe = RECIPES[name]
     profile = roofline_profile(metagraph_of(recipe.workload()), cluster_named(cluster), recipe.roofline)
-    plan = make_plan(profile, planner, Effort(evaluations=200), shard_optimizer=shards)
+    plan = make_plan(profile, planner, PlanOptions(evaluations=200, shard_optimizer=shards))
     assert runs_one_at_a_time(lower(plan, profile))
 
 

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 import small
 from spindle.errors import DoesNotFitError, ProfileError
 from spindle.plan import check, slots_per_op
-from spindle.planners import BASELINES, Effort, graph_bound_s, lp_bound, make_plan, problem_of
+from spindle.planners import PlanOptions, graph_bound_s, lp_bound, make_plan, problem_of
 from spindle.planners.problem import choices_of
 
-QUICK = Effort(evaluations=2_000)
+QUICK = PlanOptions(evaluations=2_000)
+BASELINES = ("sequential", "distmm", "task-level")
 ALL = ("wavefront", "paper", *BASELINES)
 
 
@@ -73,7 +74,7 @@ def test_wavefront_finds_the_optimum_of_tiny_graphs(profile):
         best = make_plan(profile, "exhaustive")
     except ProfileError:
         return
-    assert make_plan(profile, "wavefront", Effort(evaluations=20_000)).folded_s <= best.folded_s * 1.03
+    assert make_plan(profile, "wavefront", PlanOptions(evaluations=20_000)).folded_s <= best.folded_s * 1.03
 
 
 @given(small.graphs(), st.sampled_from(ALL))
@@ -173,7 +174,7 @@ def test_a_memory_limit_is_kept_or_the_workload_is_refused(tasks, num_devices, l
 
 def test_a_time_limit_cuts_the_search_and_the_plan_says_so():
     profile = small.linear_profile(small.CASE_C, num_devices=8)
-    plan = make_plan(profile, "wavefront", Effort(evaluations=1_000_000_000, time_limit_s=0.2))
+    plan = make_plan(profile, "wavefront", PlanOptions(evaluations=1_000_000_000, time_limit_s=0.2))
     assert plan.cut_s is not None
     assert plan.cut_s >= 0.2
     check(plan, profile)
@@ -182,7 +183,9 @@ def test_a_time_limit_cuts_the_search_and_the_plan_says_so():
 
 def test_progress_is_told_and_never_falls_within_an_attempt():
     heard: list[float] = []
-    make_plan(small.linear_profile(small.CASE_C, num_devices=8), "wavefront", Effort(evaluations=400_000), heard.append)
+    make_plan(
+        small.linear_profile(small.CASE_C, num_devices=8), "wavefront", PlanOptions(evaluations=400_000), heard.append
+    )
     assert heard
     assert heard == sorted(heard)
     assert 0 <= heard[0] <= heard[-1] <= 1

@@ -278,7 +278,8 @@ def trainer_with(profile, batch_size=4, tower=None):
     def sgd(named):
         return torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
 
-    return spindle.Trainer([one_task(tower or Tower(), batch_size=batch_size)], optimizer=sgd, profile=profile)
+    task = one_task(tower or Tower(), batch_size=batch_size)
+    return spindle.Trainer([task], optimizer=sgd, planning=spindle.Planning(profile=profile))
 
 
 def loaders(batch_size=4):
@@ -292,7 +293,7 @@ def profile() -> Profile:
 
 def test_a_given_profile_is_trained_with_and_nothing_is_measured(profile, tmp_path, monkeypatch):
     write_profile(tmp_path / "p.json", profile)
-    monkeypatch.setattr("spindle.train.preparation.local_profile", None)
+    monkeypatch.setattr("spindle.train.profiling.local_profile", None)
     for given in (profile, tmp_path / "p.json", str(tmp_path / "p.json")):
         trainer = trainer_with(given)
         trainer.fit(loaders(), steps=2, progress=False)
@@ -312,7 +313,7 @@ def test_a_profile_of_other_tasks_is_refused(profile):
 
 def test_a_profile_for_another_number_of_devices_is_refused(profile):
     two = replace(profile.cluster, islands=profile.cluster.islands * 2)
-    with pytest.raises(ProfileError, match=r"Trainer\(profile=...\) is for 2 devices, but 1 ranks were started"):
+    with pytest.raises(ProfileError, match=r"Planning\(profile=...\) is for 2 devices, but 1 ranks were started"):
         trainer_with(replace(profile, cluster=two)).prepare(loaders(), progress=False)
 
 

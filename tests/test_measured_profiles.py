@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spindle.planners import Effort, graph_bound_s, make_plan
+from spindle.planners import PlanOptions, graph_bound_s, make_plan
 from spindle.profile.file import read_profile
 from spindle.program import lower, verify
 from spindle.simulate import simulate
@@ -28,7 +28,7 @@ def test_it_says_where_it_was_measured(profile):
 def test_wavefront_is_never_behind_and_nobody_is_below_the_bound(profile):
     times = {}
     for planner in ("wavefront", "paper", "sequential", "distmm", "task-level"):
-        program = lower(make_plan(profile, planner, Effort(evaluations=20_000)), profile)
+        program = lower(make_plan(profile, planner, PlanOptions(evaluations=20_000)), profile)
         verify(program, profile)
         times[planner] = simulate(program, profile).makespan_s
     assert times["wavefront"] == min(times.values())

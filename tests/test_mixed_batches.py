@@ -75,5 +75,5 @@ def test_a_branch_on_shapes_may_go_either_way(pool):
 
 def test_too_many_ways_are_explained(monkeypatch):
     monkeypatch.setattr(task_variants, "_MOST_VARIANTS", 2)
-    with pytest.raises(TrainingError, match=r"task 'caption': its batches take more than 2 different ways, the last"):
+    with pytest.raises(TrainingError, match=r"task 'caption': its batches take more than 2 variants, the last"):
         courses.follow(0, 1, "text only", "wavefront")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import pipelines
 from pipelines import MILLISECOND, UNIT
 from spindle.errors import DoesNotFitError, PlanError, WorkloadError
-from spindle.planners.pipeline.bound import bound_ns
+from spindle.planners.bounds import bound_ns
 from spindle.planners.pipeline.gates import ADMISSION, HARD, NONE, SAFE, least_caps, limits_of
 from spindle.planners.pipeline.interleave import (
     interleave,

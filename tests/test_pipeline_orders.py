@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 import pipelines
-from spindle.planners.pipeline.bound import bound_ns
+from spindle.planners.bounds import bound_ns
 from spindle.planners.pipeline.orders import encoders_in_bubbles, interleaved, one_forward_one_backward, zero_bubble
 from spindle.planners.pipeline.segments import BACKWARD, FORWARD, Segments, without_choices
 

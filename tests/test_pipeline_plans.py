@@ -10,21 +10,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import small
 from pipelines import IMAGES
 from spindle.cluster import Cluster, DeviceKind, Island, Link
 from spindle.errors import DoesNotFitError, InputError, PlanError
 from spindle.graph import MetaGraph, MetaOp
-from spindle.plan import FORWARD, check
-from spindle.planners import Effort
-from spindle.planners.pipeline import BASELINES, Chain, Layout, pipeline_layout, plan_baseline, search_pipeline
+from spindle.plan import check, forward_spans
+from spindle.planners import (
+    PLANNERS,
+    Chain,
+    Layout,
+    PlanOptions,
+    make_plan,
+    pipeline_layout,
+    planners_of,
+    search_pipeline,
+)
 from spindle.planners.pipeline.chains import layer_loads, layout_of, lightest_cuts, mixed_chain, separate_chains
 from spindle.planners.pipeline.interleave import interleave
 from spindle.planners.pipeline.planner import natural_rounds
 from spindle.planners.pipeline.stages import batches_of, plan_of
 from spindle.profile import Curve, Profile
 from spindle.program import lower, verify
+from spindle.recipes import BatchOptions, batches, step_of
 from spindle.recipes.multimodal import MODELS
-from spindle.recipes.pipelined import PLANNERS, Pipelined, batches
 from spindle.simulate import simulate
 from spindle.workload import LayerCost, Parameter
 
@@ -94,8 +103,7 @@ def test_the_golden_load_takes_its_time_in_the_simulator(most, expected_ms):
     check(plan, profile)
     program = lower(plan, profile)
     verify(program, profile)
-    passes_ms = max(one.end_s for one in plan.passes) * 1e3
-    assert passes_ms == pytest.approx(expected_ms, abs=1e-3)
+    assert plan.folded_s * 1e3 == pytest.approx(expected_ms, abs=1e-3)
     assert simulate(program, profile).makespan_s * 1e3 == pytest.approx(expected_ms, abs=1e-3)
 
 
@@ -159,17 +167,24 @@ def finished(plan, profile):
     return timeline
 
 
-@pytest.mark.parametrize("planner", BASELINES)
+@pytest.mark.parametrize("planner", planners_of(is_pipeline=True)[1:])
 def test_every_baseline_has_a_legal_plan(planner):
-    profile = batch((24, 7, 0, 30, 12), num_devices=2, most=48)
-    plan = plan_baseline(profile, planner, 2)
+    profile = batch((24, 7, 0, 30, 12), num_devices=2, most=48, vision_layers=4, language_layers=6)
+    plan = make_plan(profile, planner, PlanOptions(pipeline_ranks=2))
     finished(plan, profile)
     assert plan.planner == planner
 
 
-def test_an_unknown_baseline_is_refused():
-    with pytest.raises(InputError, match="no baseline is called 'gpipe'"):
-        plan_baseline(batch((12,)), "gpipe", 4)
+def test_an_unknown_planner_is_refused():
+    with pytest.raises(
+        InputError, match=r"no planner is called 'gpipe'; there are wavefront, paper.*pipeline, optimus"
+    ):
+        make_plan(batch((12,)), "gpipe")
+
+
+def test_without_modules_there_is_no_pipeline():
+    with pytest.raises(PlanError, match="a pipeline cuts modules into chunks, and op 'vision' is of none"):
+        make_plan(small.two_towers(4), "pipeline")
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
@@ -177,7 +192,7 @@ def test_replicas_share_the_microbatches_and_sum_their_gradients(num_replicas):
     profile = batch((24, 7, 0, 30, 12, 19), num_devices=2 * num_replicas)
     layout = pipeline_layout(profile, 2)
     assert layout.num_replicas == num_replicas
-    plan, found = search_pipeline(profile, layout, Effort(evaluations=50))
+    plan, found = search_pipeline(profile, PlanOptions(evaluations=50, layouts=(layout,)))
     finished(plan, profile)
     assert len(found) == num_replicas
     program = lower(plan, profile)
@@ -192,7 +207,7 @@ def test_replicas_share_the_microbatches_and_sum_their_gradients(num_replicas):
 def test_the_same_seed_gives_the_same_plan():
     profile = batch((24, 7, 0, 30, 12, 19))
     layout = pipeline_layout(profile, 4)
-    plans = [search_pipeline(profile, layout, Effort(evaluations=200, seed=3))[0] for _ in range(2)]
+    plans = [search_pipeline(profile, PlanOptions(evaluations=200, seed=3, layouts=(layout,)))[0] for _ in range(2)]
     assert plans[0] == plans[1]
     assert plans[0].evaluations <= 200 + len(plans[0].passes)
 
@@ -200,15 +215,16 @@ def test_the_same_seed_gives_the_same_plan():
 def test_memory_is_kept_to_and_costs_time():
     free = batch((24, 40, 12, 30, 12, 19, 0, 44), saved_bytes=1e6)
     layout = pipeline_layout(free, 4)
-    unbound, _ = search_pipeline(free, layout, Effort(evaluations=100))
+    unbound, _ = search_pipeline(free, PlanOptions(evaluations=100, layouts=(layout,)))
     peak = finished(unbound, free).peak_bytes().max()
     tight = batch((24, 40, 12, 30, 12, 19, 0, 44), saved_bytes=1e6, memory_bytes=int(0.5 * peak))
-    plan, _ = search_pipeline(tight, layout, Effort(evaluations=100))
+    plan, _ = search_pipeline(tight, PlanOptions(evaluations=100, layouts=(layout,)))
     finished(plan, tight)
     assert plan.makespan_s >= unbound.makespan_s
     assert any(slot.recomputed for slot in plan.slots)
+    full = batch((24, 40), saved_bytes=1e6, memory_bytes=int(0.01 * peak))
     with pytest.raises(DoesNotFitError):
-        search_pipeline(batch((24, 40), saved_bytes=1e6, memory_bytes=int(0.01 * peak)), layout, Effort(evaluations=10))
+        search_pipeline(full, PlanOptions(evaluations=10, layouts=(layout,)))
 
 
 def mixed_batch(images, num_ranks, **layers):
@@ -232,12 +248,12 @@ def test_text_alone_has_nothing_to_do_where_only_the_encoder_stands():
 
 @pytest.mark.parametrize("name", ["vlm-s", "t2v-s"])
 def test_ours_is_faster_than_what_others_do_on_the_papers_models(name):
-    pipelined = Pipelined(MODELS[name], MODELS[name].cluster)
-    microbatches = next(batches(pipelined.model, 6, seed=1))
+    step = step_of(MODELS[name], MODELS[name].cluster, BatchOptions(num_microbatches=6, seed=1))
     times = {}
-    for planner in PLANNERS:
+    for planner in planners_of(is_pipeline=True):
+        profile = step.profile(PLANNERS[planner].splits_microbatches)
         try:
-            plan, profile = pipelined.plan(microbatches, planner, Effort(evaluations=30))
+            plan = make_plan(profile, planner, PlanOptions(evaluations=30, pipeline_ranks=step.pipeline_ranks))
         except DoesNotFitError:  # 1F1B keeps too many images alive, and Optimus knows no video
             assert (planner, name) in (("1f1b", "vlm-s"), ("optimus", "t2v-s"))
             continue
@@ -245,14 +261,14 @@ def test_ours_is_faster_than_what_others_do_on_the_papers_models(name):
         if planner in ("pipeline", "vpp"):
             finished(plan, profile)
     assert min(times, key=times.get) == "pipeline"
-    assert 0 < pipelined.mfu(microbatches, times["pipeline"]) < 1
+    assert 0 < step.peak_s < times["pipeline"]
 
 
 def test_a_cluster_that_the_model_does_not_divide_is_refused():
     from spindle.cluster import cluster_named
 
     with pytest.raises(PlanError, match="has no multiple of 16"):
-        Pipelined(MODELS["vlm-s"], cluster_named("h800x24"))
+        step_of(MODELS["vlm-s"], cluster_named("h800x24"))
 
 
 def test_batches_come_from_a_file_of_lengths(tmp_path):
@@ -266,10 +282,8 @@ def test_batches_come_from_a_file_of_lengths(tmp_path):
 
 def test_a_plan_with_other_slots_first_is_still_in_start_order():
     profile = batch((12, 24))
-    plan, _ = search_pipeline(profile, pipeline_layout(profile, 4), Effort(evaluations=5))
-    starts = [slot.start_s for slot in plan.slots]
+    plan = make_plan(profile, "pipeline", PlanOptions(evaluations=5, pipeline_ranks=4))
+    starts = [span.start_s for span in forward_spans(plan, profile)]
     assert starts == sorted(starts)
-    forwards = {one.slot: one for one in plan.passes if one.kind == FORWARD}
-    assert all(plan.slots[number].start_s == one.start_s for number, one in forwards.items())
     with pytest.raises(PlanError):
         check(replace(plan, passes=plan.passes[::-1]), profile)

@@ -11,20 +11,15 @@ from hypothesis import strategies as st
 
 import pipelines
 from spindle.errors import DoesNotFitError
-from spindle.planners.pipeline.bound import bound_ns
-from spindle.planners.pipeline.evaluate import bases_of, evaluate, load_of, scratch_of, starting_orders
+from spindle.planners.bounds import bound_ns
+from spindle.planners.pipeline.evaluate import bases_of, evaluate, load_of, scratch_of
 from spindle.planners.pipeline.gates import SAFE, least_caps, limits_of
 from spindle.planners.pipeline.interleave import interleave
 from spindle.planners.pipeline.retime import retime
 from spindle.planners.pipeline.search import search
-from spindle.planners.pipeline.tree import upper_confidence
 
 # Orders per cap; SPINDLE_ORDERS=10000 is what is promised, and takes minutes.
 NUM_ORDERS = int(os.environ.get("SPINDLE_ORDERS", "300"))
-
-
-def test_upper_confidence():
-    assert upper_confidence(0.8, 10, 2, 1.0, 0.5) == pytest.approx(1.33649, abs=5e-6)
 
 
 @pytest.mark.parametrize("cap", [9, 10, 12, 16, 20, 24, 32])
@@ -83,10 +78,3 @@ def test_a_time_limit_cuts_and_is_recorded():
 def test_a_search_under_too_little_memory_is_refused():
     with pytest.raises(DoesNotFitError):
         search(pipelines.vision_language(), 8 * pipelines.UNIT)
-
-
-def test_equal_microbatches_are_not_told_apart():
-    segments = pipelines.vision_language((12, 24, 12, 0, 24, 0))
-    load = load_of(segments, limits_of(segments, None), bases_of(segments, limits_of(segments, None)))
-    assert load.twin.tolist() == [-1, -1, 0, -1, 1, 3]
-    assert len(starting_orders(segments)) > 3

@@ -9,14 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
 
 import spindle  # noqa: E402
 from spindle.errors import DoesNotFitError, TrainingError  # noqa: E402
-from spindle.planners import Effort  # noqa: E402
-from spindle.planners.pipeline import pipeline_layout  # noqa: E402
+from spindle.planners import PlanOptions, pipeline_layout  # noqa: E402
 from spindle.planners.pipeline.worker import Job, answers  # noqa: E402
-from spindle.train.planning import Planning  # noqa: E402
+from spindle.train.background_planner import BackgroundPlanner  # noqa: E402
 from test_pipeline_plans import batch  # noqa: E402
 
 
@@ -42,12 +40,13 @@ def test_microbatches_have_the_numbers_of_turns(pool, name, num_ranks, plan):
 def job(number=0, evaluations=300, **named):
     profile = batch((24, 7, 0, 30, 12, 19), **named)
     layout = pipeline_layout(batch((24, 7, 0, 30, 12, 19)), 4)
-    return Job(number=number, profile=profile, layout=layout, holders={}, effort=Effort(evaluations=evaluations))
+    options = PlanOptions(evaluations=evaluations, layouts=(layout,))
+    return Job(number=number, profile=profile, owning_ranks={}, options=options)
 
 
 @pytest.fixture
 def planning():
-    process = Planning()
+    process = BackgroundPlanner()
     yield process
     process.close()
     assert process._process.poll() is not None
@@ -99,16 +98,10 @@ def test_what_does_not_fit_is_told_by_the_process_that_found_out(planning):
     ("options", "message"),
     [
         ({"planner": "pipeline", "shard_optimizer": True}, "a sharded optimizer needs the same one in every step"),
-        ({"planner": "pipeline", "tensor_degrees": {"one": 2}}, "run on one device each"),
-        ({"pipeline_ranks": 2}, r'pipeline_ranks=2\): goes with planner="pipeline"'),
+        ({"planner": "pipeline", "tensor_parallel_degrees": {"one": 2}}, "run on one device each"),
+        ({"pipeline_parallel_degree": 2}, r'pipeline_parallel_degree=2\): goes with planner="pipeline"'),
     ],
 )
 def test_settings_that_pipelines_do_not_have_are_refused(options, message):
-    module = spindle.module("one", nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-
-    @spindle.task(batch_size=2)
-    def task(entries):
-        return module(entries).square().mean()
-
     with pytest.raises(TrainingError, match=message):
-        spindle.Trainer([task], optimizer=lambda named: torch.optim.SGD(named, lr=0.1), **options)
+        spindle.Planning(**options)

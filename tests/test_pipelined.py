@@ -35,7 +35,7 @@ from microbatches import (  # noqa: E402
 from spindle.program import lower  # noqa: E402
 from spindle.run import Executor, LayersCode, ShapeInference, World  # noqa: E402
 from spindle.run.backward_split import run_input_part  # noqa: E402
-from spindle.run.nests import LeafForm  # noqa: E402
+from spindle.run.pytrees import TensorMeta  # noqa: E402
 from tensors import Training  # noqa: E402
 
 MANY = int(os.environ.get("SPINDLE_EXAMPLES", "8"))  # random schedules
@@ -150,7 +150,7 @@ def test_forms_are_worked_out_without_weights_and_once_for_layers_that_are_alike
             assert ((number, layer) in cuts) == (op.call != "loss")
     last = [number for number, op in enumerate(made.graph.metaops) if op.call == "language"][-1]
     (leaf,) = cuts[last, 1].leaves
-    assert leaf == LeafForm((len(batches["m03"]["tokens"]), NUM_TOKENS), torch.float64, True)
+    assert leaf == TensorMeta((len(batches["m03"]["tokens"]), NUM_TOKENS), torch.float64, True)
 
 
 def test_what_depends_on_values_is_left_to_be_told():

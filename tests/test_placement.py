@@ -10,7 +10,7 @@ import small
 from spindle.errors import DoesNotFitError, PlanError
 from spindle.graph import metagraph_of
 from spindle.plan import check
-from spindle.planners import make_plan
+from spindle.planners import PlanOptions, make_plan
 from spindle.planners.placement import place
 from spindle.planners.problem import Timed
 from spindle.profile import Roofline, roofline_profile
@@ -87,7 +87,7 @@ def test_rounds_make_a_workload_fit_that_does_not_fit_at_once():
 
 def test_a_module_larger_than_a_device_is_sharded():
     profile = small.workload_profile({"x": ["lm"]}, num_devices=4, elements=20_000_000, memory_bytes=1_300_000_000)
-    plan = make_plan(profile, "sequential", shard_optimizer=False)
+    plan = make_plan(profile, "sequential", PlanOptions(shard_optimizer=False))
     assert dict(plan.tensor_degrees)["lm"] > 1
 
 
@@ -125,7 +125,7 @@ def test_tensor_groups_are_counted_where_they_have_room():
 def test_one_more_device_does_not_stop_a_module_from_being_sharded():
     for sizes in ((4,), (4, 1), (3, 2)):
         profile = uneven(*sizes, elements=20_000_000, memory_bytes=1_300_000_000)
-        plan = make_plan(profile, "sequential", shard_optimizer=False)
+        plan = make_plan(profile, "sequential", PlanOptions(shard_optimizer=False))
         check(plan, profile)
         assert dict(plan.tensor_degrees)["lm"] > 1
 

@@ -50,12 +50,25 @@ def test_a_number_of_devices_that_has_no_time_is_refused():
         small.plan("a*2@0-2", profile)
 
 
-def test_times_that_do_not_follow_from_the_curve_are_refused():
+def test_a_length_that_does_not_follow_from_the_curves_is_refused():
     profile = small.two_towers()
     plan = small.plan(LEGAL, profile)
-    longer = replace(plan, slots=(replace(plan.slots[0], end_s=plan.slots[0].end_s * 2), *plan.slots[1:]))
-    with pytest.raises(PlanError, match=r"its curve says"):
-        check(longer, profile)
+    with pytest.raises(PlanError, match=r"by these curves it is"):
+        check(replace(plan, folded_s=2 * plan.folded_s), profile)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"microbatch": 1}, "is of microbatch 0, its slot says 1"),
+        ({"lane": 1}, r"is on lane 1; devices have one lane each, 0\n(.*\n)*.*@0-2\|1 <<<"),
+    ],
+)
+def test_a_slot_of_another_microbatch_or_lane_is_refused(change, message):
+    profile = small.two_towers()
+    plan = small.plan(LEGAL, profile)
+    with pytest.raises(PlanError, match=message):
+        check(replace(plan, slots=(replace(plan.slots[0], **change), *plan.slots[1:])), profile)
 
 
 def test_neighbouring_pieces_on_the_same_devices_are_one_slot():
@@ -67,8 +80,8 @@ def test_neighbouring_pieces_on_the_same_devices_are_one_slot():
 @given(small.graphs(), st.sampled_from(["paper", "sequential", "distmm", "task-level"]))
 def test_the_text_form_of_a_plan_comes_back_the_same(profile, planner):
     plan = make_plan(profile, planner)
-    back = parse_plan(format_plan(plan, profile), profile)
-    assert format_plan(back, profile) == format_plan(plan, profile)
+    back = parse_plan(format_plan(plan), profile)
+    assert format_plan(back) == format_plan(plan)
     assert back.folded_s == pytest.approx(plan.folded_s)
     assert [(s.op, s.first, s.last, s.devices, s.wave) for s in back.slots] == [
         (s.op, s.first, s.last, s.devices, s.wave) for s in plan.slots

@@ -236,7 +236,8 @@ def test_tensor_degrees_of_a_trainer_hold_for_its_plan(write, capfd):
         def make(named):
             return torch.optim.AdamW([one for _, one in named])
 
-        trainer = spindle.Trainer([predict], optimizer=make, tensor_degrees={"model": 4})
+        planning = spindle.Planning(tensor_parallel_degrees={"model": 4})
+        trainer = spindle.Trainer([predict], optimizer=make, planning=planning)
         trainer.fit({"predict": [torch.zeros(16, 32)]}, steps=1)
         """
     )

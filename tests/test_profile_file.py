@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 import small
 from spindle.cli.main import run
 from spindle.errors import InputError
+from spindle.launch.capture import ProfileCapture, capture_from
 from spindle.profile import (
     Curve,
     LayerSamples,
     Profile,
-    ProfileRequest,
-    profile_request,
     read_profile,
     sampled_profile,
     write_profile,
@@ -196,11 +195,11 @@ def test_a_second_profile_is_the_first(tmp_path):
 
 @pytest.mark.parametrize("fresh", [True, False])
 def test_what_is_asked_for_reaches_the_script(tmp_path, monkeypatch, fresh):
-    asked = ProfileRequest(output=tmp_path / "profile.json", fresh=fresh)
-    assert profile_request() is None
+    asked = ProfileCapture(output=tmp_path / "profile.json", fresh=fresh)
+    assert capture_from() is None
     for name, value in asked.environment().items():
         monkeypatch.setenv(name, value)
-    assert profile_request() == asked
+    assert capture_from() == asked
 
 
 def test_a_script_that_never_fits_is_told(tmp_path):

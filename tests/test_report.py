@@ -13,11 +13,12 @@ from rich.console import Console
 
 import small
 from spindle.errors import InputError
+from spindle.plan import forward_spans
 from spindle.planners import graph_bound_s, make_plan
 from spindle.profile import abstract_profile
 from spindle.program import lower
 from spindle.report.bound import bound_report, limit_sentences
-from spindle.report.compare import ComparedPlan, RefusedPlan, comparison_of, simulated
+from spindle.report.compare import ComparedPlan, RefusedPlan, compared, simulated
 from spindle.report.explain import explain, sentences
 from spindle.report.figure import step_figure
 from spindle.report.gantt import columns_for, draw, plan_chart, ticks, timeline_chart
@@ -43,7 +44,7 @@ def shown(renderable, width: int = 80, colour: bool = False) -> str:
 
 
 def drawn(plan, profile, width: int = 80) -> str:
-    chart = plan_chart(plan, profile.graph, columns_for(width, plan.num_devices))
+    chart = plan_chart(plan, profile, columns_for(width, plan.num_devices))
     return shown(draw(chart, plan.num_devices, width), width)
 
 
@@ -112,7 +113,7 @@ def test_a_step_shows_the_optimizer_and_what_moves():
 def test_with_colour_a_block_has_its_letter_once_and_without_everywhere():
     profile = small.two_towers(4)
     plan = small.plan("vision*12@0-3\ntext*6@0-3\nhead*1@0-3", profile)
-    chart = plan_chart(plan, profile.graph, 72)
+    chart = plan_chart(plan, profile, 72)
     coloured = shown(draw(chart, 4, 80, in_colour=True), colour=True)
     plain = shown(draw(chart, 4, 80))
     assert "\x1b[" in coloured
@@ -149,7 +150,7 @@ def test_the_axis_has_round_numbers_from_zero():
 def test_the_figure_is_well_formed_and_names_every_module():
     profile = small.workload_profile({"a": ["vision", "lm"], "b": ["text", "lm"]})
     panels = [("One task at a time", make_plan(profile, "sequential")), ("In waves", make_plan(profile, "paper"))]
-    root = ElementTree.fromstring(step_figure(profile.graph, panels))
+    root = ElementTree.fromstring(step_figure(profile, panels))
     words = {element.text for element in root.iter(f"{SVG}text")}
     assert {"vision", "text", "lm", "idle", "One task at a time", "In waves"} <= words
 
@@ -157,7 +158,7 @@ def test_the_figure_is_well_formed_and_names_every_module():
 def test_the_figure_gives_a_module_the_same_colour_in_both_panels():
     profile = small.two_towers(4)
     panels = [("one", make_plan(profile, "sequential")), ("two", make_plan(profile, "paper"))]
-    root = ElementTree.fromstring(step_figure(profile.graph, panels))
+    root = ElementTree.fromstring(step_figure(profile, panels))
     colours = {}
     for group in root.iter(f"{SVG}g"):
         op = group.find(f"{SVG}title").text.split(",")[0]
@@ -170,18 +171,19 @@ def test_the_figure_gives_a_module_the_same_colour_in_both_panels():
 def test_the_area_of_the_figures_blocks_is_the_work_of_the_plan():
     profile = small.two_towers(4)
     plan = make_plan(profile, "paper")
-    root = ElementTree.fromstring(step_figure(profile.graph, [("one", plan)]))
+    root = ElementTree.fromstring(step_figure(profile, [("one", plan)]))
     blocks = [rectangle for group in root.iter(f"{SVG}g") for rectangle in group.iter(f"{SVG}rect")]
     area = sum(float(block.get("width")) * float(block.get("height")) for block in blocks)
     whole = next(one for one in root.iter(f"{SVG}rect") if one.get("fill") == "#e5e7eb")
-    planned = sum(len(slot.devices) * (slot.end_s - slot.start_s) for slot in plan.slots) / (4 * plan.folded_s)
+    slots = zip(plan.slots, forward_spans(plan, profile), strict=True)
+    planned = sum(len(slot.devices) * (span.end_s - span.start_s) for slot, span in slots) / (4 * plan.folded_s)
     assert area / (float(whole.get("width")) * float(whole.get("height"))) == pytest.approx(planned, rel=1e-2)
 
 
 def test_odd_names_do_not_break_the_figure():
     graph = small.linear_graph([("a<b>&'\"", 4, 2, 1, 1), ("ünï", 4, 2, 1, 1)], num_devices=2)
     profile = abstract_profile(graph, small.devices(2))
-    root = ElementTree.fromstring(step_figure(profile.graph, [("x & y", make_plan(profile, "sequential"))]))
+    root = ElementTree.fromstring(step_figure(profile, [("x & y", make_plan(profile, "sequential"))]))
     assert "a<b>&'\"" in {element.text for element in root.iter(f"{SVG}text")}
 
 
@@ -211,18 +213,19 @@ def test_the_bound_that_is_explained_is_the_bound_of_plans():
 def test_the_comparison_is_sorted_and_measured_against_sequential():
     profile = small.two_towers(4)
     plans = [make_plan(profile, planner) for planner in ("sequential", "paper", "task-level")]
-    comparison = comparison_of(profile, plans, {"distmm": "it does not fit"})
+    made = [(plan, profile) for plan in plans]
+    comparison = compared(made, profile, {"distmm": "it does not fit"}, reference="sequential")
     assert [row.makespan_s for row in comparison.plans] == sorted(row.makespan_s for row in comparison.plans)
     slow = next(row for row in comparison.plans if row.planner == "sequential")
     assert all(row.speedup == pytest.approx(slow.makespan_s / row.makespan_s) for row in comparison.plans)
     assert isinstance(comparison.rows[-1], RefusedPlan)
     assert "distmm has no plan: it does not fit" in shown(refusal_lines(comparison)[0])
-    assert "distmm" in shown(comparison_table(comparison, profile))
+    assert "distmm" in shown(comparison_table(comparison, profile, "sequential"))
 
 
 def test_without_sequential_there_is_no_speedup():
     profile = small.two_towers(4)
-    (row,) = comparison_of(profile, [make_plan(profile, "paper")], {}).rows
+    (row,) = compared([(make_plan(profile, "paper"), profile)], profile, {}, reference="sequential").rows
     assert isinstance(row, ComparedPlan)
     assert row.speedup is None
 

@@ -19,7 +19,7 @@ from courses import Scaled, by_dimensions  # noqa: E402
 from spindle.artifact import artifact_from_json, artifact_text  # noqa: E402
 from spindle.errors import ProgramError  # noqa: E402
 from spindle.plan import Plan, format_plan, parse_plan  # noqa: E402
-from spindle.planners import make_plan  # noqa: E402
+from spindle.planners import PlanOptions, make_plan  # noqa: E402
 from spindle.profile import state_bytes  # noqa: E402
 from spindle.program import (  # noqa: E402
     Forward,
@@ -27,6 +27,7 @@ from spindle.program import (  # noqa: E402
     Memory,
     OptimizerStep,
     SyncGradients,
+    flat_pieces,
     format_program,
     lower,
     parse_program,
@@ -34,9 +35,8 @@ from spindle.program import (  # noqa: E402
 )
 from spindle.report.trace import instruction_name  # noqa: E402
 from spindle.run.gradients import Gradients  # noqa: E402
-from spindle.run.shards import Flat, Span, pieces_of  # noqa: E402
+from spindle.run.shards import Flat  # noqa: E402
 from spindle.simulate import simulate  # noqa: E402
-from spindle.train.optimizer_reshard import Part, joined_spans  # noqa: E402
 from spindle.train.trial import why_not_sharded  # noqa: E402
 from worlds import Training  # noqa: E402
 
@@ -54,7 +54,7 @@ def test_plans_and_programs_say_so_in_text_and_in_files():
     profile = two_modules()
     plan = parse_plan(SHARDED + TEXT, profile)
     assert plan.shard_optimizer
-    assert parse_plan(format_plan(plan, profile), profile) == plan
+    assert parse_plan(format_plan(plan), profile) == plan
     assert not parse_plan(TEXT, profile).shard_optimizer
     program = lower(plan, profile)
     text = format_program(program, profile)
@@ -149,8 +149,10 @@ def test_the_planner_shards_when_memory_asks_for_it_and_not_otherwise(planner):
     assert plan.shard_optimizer
     assert plan.num_rounds == 1
     assert not plan.recompute
-    assert not make_plan(profile, planner, shard_optimizer=False).shard_optimizer
-    assert make_plan(small.workload_profile(tasks, num_devices=4), planner, shard_optimizer=True).shard_optimizer
+    assert not make_plan(profile, planner, PlanOptions(shard_optimizer=False)).shard_optimizer
+    assert make_plan(
+        small.workload_profile(tasks, num_devices=4), planner, PlanOptions(shard_optimizer=True)
+    ).shard_optimizer
 
 
 # Where things stand.
@@ -158,7 +160,7 @@ def test_the_planner_shards_when_memory_asks_for_it_and_not_otherwise(planner):
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 5))
 def test_parts_are_equal_and_hold_every_element_once(sizes, num_parts):
-    part_size, pieces = pieces_of(sizes, num_parts)
+    part_size, pieces = flat_pieces(sizes, num_parts)
     assert part_size * num_parts >= sum(sizes)
     places = [
         (piece.part, piece.begin + offset)
@@ -174,17 +176,17 @@ def test_a_rank_sees_the_flags_and_the_sum_of_its_part():
     bucket = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(3))]
     flat = Flat([0, 1, 2], bucket, (4, 7), 7)
     flat.attach()
-    shapes = [None if owned is None else tuple(owned[1].shape) for owned in flat.owned]
+    shapes = [None if owned is None else tuple(owned.shape) for owned in flat.owned]
     assert shapes == [None, (), (3,)]
     gradients = Gradients([bucket], {0: flat})
     bucket[0].grad, bucket[2].grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([5.0, 6.0, 7.0])
     assert gradients.gathered(0).tolist() == [1, 2, 3, 4, 1, 0, 1, 0, 5, 6, 7, 1, 0, 1]
     assert all(one.grad is None for one in bucket)
-    gradients.spread(0, gradients.holders(0))
-    assert flat.owned[1][1].grad is None
-    assert flat.owned[2][1].grad.tolist() == [5, 6, 7]
+    gradients.spread(0, gradients.num_contributors(0))
+    assert flat.owned[1].grad is None
+    assert flat.owned[2].grad.tolist() == [5, 6, 7]
     with torch.no_grad():
-        flat.owned[2][1].add_(1)
+        flat.owned[2].add_(1)
     assert bucket[2].tolist() == [1, 1, 1]
     flat.release()
     assert bucket[2].untyped_storage().nbytes() == 12
@@ -198,7 +200,7 @@ def test_zeros_for_what_no_gradient_reaches_are_none_in_every_part():
     for one in bucket:
         one.grad = torch.zeros(4)
     gradients.gathered(0, {id(bucket[0])})
-    assert gradients.holders(0) == [0, 1]
+    assert gradients.num_contributors(0) == [0, 1]
 
 
 def test_a_parameter_over_several_parts_has_a_place_of_its_own():
@@ -237,18 +239,6 @@ def test_optimizers_that_update_each_element_by_itself_are_sharded(make):
 )
 def test_others_are_not(make):
     assert why_not_sharded(make, named((30, 20), (7,))) is not None
-
-
-def test_states_of_parts_become_that_of_the_whole_and_back():
-    shape = (2, 3)
-    whole = {"step": torch.tensor(4.0), "mean": torch.arange(6.0).reshape(shape), "name": "x"}
-    spans = [Span(0, 4, shape), Span(4, 6, shape)]
-    parts = [(span, Part(span.part_shape, None, span).of(whole)) for span in spans]
-    assert [tuple(state["mean"].shape) for _, state in parts] == [(1, 4), (1, 2)]
-    joined = joined_spans(parts[::-1])
-    assert joined.keys() == whole.keys()
-    assert torch.equal(joined["mean"], whole["mean"])
-    assert joined["step"] == 4
 
 
 # Run.

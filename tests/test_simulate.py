@@ -14,7 +14,7 @@ from spindle.cluster import cluster_named
 from spindle.errors import ProgramError
 from spindle.graph import metagraph_of
 from spindle.plan import parse_plan
-from spindle.planners import graph_bound_s, make_plan, step_bound_s
+from spindle.planners import PlanOptions, graph_bound_s, make_plan, step_bound_s
 from spindle.profile import roofline_profile, state_bytes
 from spindle.program import Backward, Exchange, Forward, OptimizerStep, SyncGradients, lower, parse_program
 from spindle.program.text import format_program
@@ -203,7 +203,7 @@ def test_no_step_is_below_the_bound_with_the_optimizer_s_update(shards):
     profile = roofline_profile(metagraph_of(recipe.workload()), cluster_named("a800x8"), recipe.roofline)
     assert step_bound_s(profile) > graph_bound_s(profile)
     for planner in ("sequential", "paper", "task-level"):
-        plan = make_plan(profile, planner, shard_optimizer=shards)
+        plan = make_plan(profile, planner, PlanOptions(shard_optimizer=shards))
         assert simulate(lower(plan, profile), profile).makespan_s >= step_bound_s(profile)
 
 

@@ -11,12 +11,12 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 
 import tensors  # noqa: E402
-from spindle import Trainer, module, task  # noqa: E402
+from spindle import Planning, Trainer, module, task  # noqa: E402
 from spindle.cluster import Cluster, cluster_named  # noqa: E402
 from spindle.errors import ProfileError, WorkloadError  # noqa: E402
 from spindle.graph import metagraph_of  # noqa: E402
 from spindle.models import builtin_tp_plan, drop_tied_conflicts, resolve_styles  # noqa: E402
-from spindle.planners import Effort, make_plan  # noqa: E402
+from spindle.planners import PlanOptions, make_plan  # noqa: E402
 from spindle.profile import LayerSamples, roofline_profile, sampled_profile  # noqa: E402
 from spindle.train import bind, trace_all  # noqa: E402
 from spindle.train.tensor import find_sharing  # noqa: E402
@@ -56,13 +56,13 @@ def test_any_plan_has_the_numbers_of_one_process(pool, seed):
 
 def test_clipping_counts_every_entry_once(pool):
     fits = (({"language": 2}, 7), ({"language": 4}, 8))
-    check(pool, 4, Training(name="own", fits=fits, optimizer="sgd", options={"clip_norm": 0.1, "accumulate": 1}))
+    check(pool, 4, Training(name="own", fits=fits, optimizer="sgd", options={"max_grad_norm": 0.1}))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_ranks_with_the_same_shard_share_the_state_of_its_optimizer(pool, optimizer):
     fits = (({"language": 2}, 11), ({"language": 1}, 12), ({"language": 4}, 13), ({"language": 2}, 14))
-    options = {"shard_optimizer": True, "clip_norm": 0.5}
+    options = {"planning": Planning(shard_optimizer=True), "max_grad_norm": 0.5}
     check(pool, 4, Training(name="own", fits=fits, steps=2, optimizer=optimizer, options=options))
 
 
@@ -117,7 +117,7 @@ def test_a_planner_shares_layers_where_memory_asks_for_it(own):
         (island,) = cluster_named("a800x4").islands
         small = replace(island, kind=replace(island.kind, memory_bytes=memory))
         profile = roofline_profile(graph, Cluster(name="small", islands=(small,)))
-        plan = make_plan(profile, "wavefront", Effort(evaluations=1_000))
+        plan = make_plan(profile, "wavefront", PlanOptions(evaluations=1_000))
         assert dict(plan.tensor_degrees)["language"] == degree
 
 
@@ -244,6 +244,6 @@ def test_one_process_has_no_groups():
     trainer = Trainer(tasks, optimizer=lambda named: torch.optim.SGD([one for _, one in named], 0.1))
     with tensors.unmeasured():
         trainer.fit({one.name: [batches(0)[one.name]] for one in tasks}, steps=1, progress=False)
-        trainer.replan(tensor_degrees={"language": 2})
+        trainer.replan(tensor_parallel_degrees={"language": 2})
         with pytest.raises(ProfileError, match=r"'language', which may have 1"):
             trainer.fit({one.name: [batches(0)[one.name]] for one in tasks}, steps=1, progress=False)

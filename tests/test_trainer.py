@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +20,13 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 import spindle  # noqa: E402
 import spindle.train.loop as loop_module  # noqa: E402
+from courses import guessed_profile  # noqa: E402
 from spindle.errors import PlanError, SpindleError, TrainingError, WorkloadError  # noqa: E402
+from spindle.launch.capture import WorkloadCapture, active_capture, capturing  # noqa: E402
+from spindle.planners import make_plan  # noqa: E402
+from spindle.workload import read_workload  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def sgd(named):
@@ -231,7 +241,7 @@ def test_a_plan_for_more_devices_than_ranks_is_refused():
     trainer.fit({"pull": rows(4)}, steps=1, progress=False)
     from dataclasses import replace
 
-    other = spindle.Trainer([task], optimizer=sgd, plan=replace(trainer.plan, num_devices=4))
+    other = spindle.Trainer([task], optimizer=sgd, planning=spindle.Planning(plan=replace(trainer.plan, num_devices=4)))
     with pytest.raises(PlanError, match="the plan is for 4 devices, but 1 ranks were started; start 4"):
         other.fit({"pull": rows(4)}, steps=1, progress=False)
 
@@ -486,3 +496,73 @@ def test_another_plan_goes_on_with_the_optimizer_unless_it_is_to_start_anew():
         return [*first.losses, *trainer.fit({"pull": rows(4)}, steps=2, progress=False).losses]
 
     assert losses() == losses(planner="sequential") != losses(planner="sequential", keep_optimizer=False)
+
+
+# The public interface.
+
+
+def test_everything_that_can_be_imported_is_described():
+    text = (ROOT / "docs" / "interface.md").read_text(encoding="utf-8")
+    for name in set(spindle.__all__) - {"__version__"}:
+        assert f"`spindle.{name}" in text or f"`@spindle.{name}" in text, name
+        assert getattr(spindle, name).__doc__, name
+    for function in (spindle.module, spindle.task, spindle.Planning, spindle.Trainer):
+        for argument in list(inspect.signature(function).parameters)[function in (spindle.module, spindle.Trainer) :]:
+            assert f"| `{argument}` |" in text or argument == "user_module", (function, argument)
+    methods = {name for name, _ in inspect.getmembers(spindle.Trainer) if not name.startswith("_")}
+    assert all(re.search(rf"`{name}\b", text) for name in methods), methods
+
+
+def test_options_of_a_trainer_are_frozen():
+    degrees = {"language": 2}
+    planning = spindle.Planning(tensor_parallel_degrees=degrees)
+    degrees["language"] = 4
+    assert planning.tensor_parallel_degrees == {"language": 2}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        planning.planner = "sequential"
+    with pytest.raises(TrainingError, match=r"expected spindle.Planning\(...\)"):
+        spindle.Trainer([small()[1]], optimizer=sgd, planning="sequential")
+
+
+def test_a_planner_may_be_a_function():
+    asked = []
+
+    def planner(profile):
+        asked.append(profile)
+        return make_plan(profile, "sequential")
+
+    _, pull = small()
+    planning = spindle.Planning(planner=planner, profile=guessed_profile)
+    trainer = spindle.Trainer([pull], optimizer=sgd, planning=planning)
+    result = trainer.fit({"pull": rows(4)}, steps=2, progress=False)
+    assert result.plan.planner == "sequential"
+    assert [profile.graph for profile in asked] == [trainer.profile.graph]
+
+
+def test_variables_of_the_environment_do_not_keep_a_script_from_training(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPINDLE_WORKLOAD", str(tmp_path / "workload.json"))
+    monkeypatch.setenv("SPINDLE_PROFILE", str(tmp_path / "profile.json"))
+    _, pull = small()
+    trainer, result = fit(pull, rows(4), 2)
+    assert len(result.losses) == 2
+    assert math.isfinite(trainer.evaluate({"pull": rows(4)})["pull"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_capture_takes_the_workload_and_ends_the_script(tmp_path):
+    _, pull = small()
+    reached = []
+    with capturing(WorkloadCapture(output=tmp_path / "workload.json")):
+        trainer = spindle.Trainer([pull], optimizer=sgd)
+        reached.append(trainer.evaluate({"pull": rows(4)}))  # modules have no weights in such a run
+        try:
+            trainer.fit({"pull": rows(4)}, steps=2, progress=False)
+        except Exception:
+            reached.append("an exception that a script could catch")
+        finally:
+            reached.append("finally")
+        reached.append("trained")
+    assert math.isnan(reached[0]["pull"])
+    assert reached[1:] == ["finally"]
+    assert [task.name for task in read_workload(tmp_path / "workload.json").tasks] == ["pull"]
+    assert active_capture() is None

@@ -38,11 +38,11 @@ from spindle.measure.p2p_latency import measure_p2p_latency
 from spindle.measure.rank_sync import RankSync
 from spindle.measure.timing import Work
 from spindle.plan import Plan, check, parse_plan
-from spindle.planners import Effort, make_plan
+from spindle.planners import PlanOptions, make_plan
 from spindle.profile import Profile, roofline_profile
 from spindle.program import lower, verify
 from spindle.run import Executor, OpCode, World, held_parameters
-from spindle.run.nests import signature_of
+from spindle.run.pytrees import signature_of
 from spindle.train import Bound, FitResult, bind, code_of, mean, module, probe, task, trace_all, trace_broadcast
 from spindle.train.record import handles_of, parameter_names, record_all
 from spindle.train.task import ModuleHandle
@@ -294,7 +294,7 @@ def plan_of(one: Ready, planner: str, num_ranks: int) -> tuple[Plan, Profile]:
     profile = one.profile(num_ranks)
     if planner.startswith("plan "):
         return parse_plan(random_plan_text(profile, planner), profile), profile
-    return of_rank_0(num_ranks, lambda: make_plan(profile, planner, Effort(evaluations=1_000))), profile
+    return of_rank_0(num_ranks, lambda: make_plan(profile, planner, PlanOptions(evaluations=1_000))), profile
 
 
 def of_rank_0(num_ranks: int, make: Callable[[], Any]) -> Any:
@@ -407,7 +407,7 @@ def compare_steps(
             for task_name, paths in reached.items()
         },
     )
-    executor._captures = captures
+    executor.graph_cache.is_enabled = captures
     held = {names[number] for number in executor.held}
     for path, parameter in one.bound.parameters.items():
         parameter.data.copy_(one.weights[path] if path in held else torch.tensor(torch.nan))
@@ -546,11 +546,11 @@ def train_measured(rank: int, num_ranks: int, training: Training, planner: str) 
             optimizer.register_step_post_hook(lambda *_: filled.append(with_memory()))
         return optimizer
 
-    chosen: dict[str, Any] = {"planner": planner}
+    planning = spindle.Planning(planner=planner, shard_optimizer=training.shards or None)
     if planner.startswith("plan "):
         text = of_rank_0(num_ranks, lambda: random_plan_text(ready(training.name).profile(num_ranks), planner))
-        chosen = {"plan": text}
-    trainer = spindle.Trainer(ours.tasks, optimizer=make, shard_optimizer=training.shards or None, **chosen)
+        planning = spindle.Planning(plan=text, shard_optimizer=training.shards or None)
+    trainer = spindle.Trainer(ours.tasks, optimizer=make, planning=planning)
     history: list[dict[str, float]] = []
     for number, steps in enumerate(training.fits):
         loaders = loaders_of(ours, training, sum(training.fits[:number]), steps)

@@ -19,9 +19,10 @@ from torch import nn
 from torch.utils.data import DataLoader, StackDataset
 
 import spindle
+from spindle.plan import Plan
+from spindle.planners import PlanOptions, make_plan
 from spindle.profile import Profile, write_profile
-from spindle.program import Holders, Program, holders_of, lower, moves_between
-from spindle.train import preparation
+from spindle.program import Program, StateSharding, lower, moves_between, state_sharding
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import four_tasks
@@ -36,15 +37,12 @@ CHANGES = ("-captioning", "-image_audio", "+captioning", "-image_text", "+image_
 planning_s: list[float] = []
 
 
-def make_plan(*arguments: Any) -> spindle.plan.Plan:
+def timed_plan(profile: Profile) -> Plan:
     """Planning is part of a change; this tells how large a part. Rank 0 alone plans."""
     begin = time.perf_counter()
-    plan = planned(*arguments)
+    plan = make_plan(profile, "wavefront", PlanOptions(seed=0))
     planning_s.append(time.perf_counter() - begin)
     return plan
-
-
-planned, preparation.make_plan = preparation.make_plan, make_plan  # type: ignore[assignment]
 
 
 def loader(name: str) -> DataLoader[Any]:
@@ -58,20 +56,20 @@ def trainer_of(names: list[str], profile: Path | None = None) -> spindle.Trainer
     return spindle.Trainer(
         [TASKS[name] for name in names],
         optimizer=lambda named: torch.optim.AdamW([parameter for _, parameter in named], lr=1e-3),
-        profile=profile,
+        planning=spindle.Planning(planner=timed_plan, profile=profile),
     )
 
 
 def changing(checkpoint: Path) -> dict[str, Any]:
     """Trains, with a change every so many steps."""
     trainer = trainer_of(list(TASKS))
-    held: Holders | None = None
+    held: StateSharding | None = None
     moved_bytes: list[int] = []
 
     def note_moves(program: Program, profile: Profile) -> None:
         """What has moved to where it is in this plan from where it was in the one before."""
         nonlocal held
-        before, held = held, holders_of(program, profile.graph, held)
+        before, held = held, state_sharding(program, profile.graph, held)
         if before is not None:
             moves = moves_between(before, held, profile.graph, profile.cluster)
             moved_bytes.append(sum(move.num_bytes for move in moves))

@@ -70,7 +70,7 @@ def main() -> None:
                 "step_s": result.step_s,
                 "sampled_s": result.sampled_s,
                 "notices": result.notices,
-                "captured": trainer._session.runtime.main.num_captured,
+                "captured": result.num_captured_slots,
             }
             print(
                 f"{name}: {statistics.median(tail) * 1e3:.1f} ms a step, sampled "

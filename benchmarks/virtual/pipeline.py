@@ -123,8 +123,8 @@ def main() -> None:
     trainer = spindle.Trainer(
         [caption],
         optimizer=lambda named: torch.optim.AdamW([parameter for _, parameter in named], lr=1e-4, fused=on_gpu),
-        planner="pipeline",
-        accumulate=arguments.microbatches,
+        gradient_accumulation_steps=arguments.microbatches,
+        planning=spindle.Planning(planner="pipeline"),
         cuda_graphs=False,
     )
     loader = microbatches(arguments.steps, arguments.microbatches, length, vocabulary, patches, dtype)

@@ -34,7 +34,7 @@ import spindle
 from spindle.errors import PeerLostError, PlanError
 from spindle.plan import Plan
 from spindle.plan.text import format_plan
-from spindle.planners import Effort, graph_bound_s, make_plan
+from spindle.planners import PlanOptions, graph_bound_s, make_plan
 from spindle.profile import Profile
 from spindle.profile.file import write_profile
 from spindle.run import World, join_world
@@ -255,7 +255,8 @@ def shared_plan(experiment: Experiment, profile: Profile, planner: str) -> Plan:
     def make(_: Cells) -> tuple[Plan | None, str]:
         try:
             shards = True if planner.endswith(SHARDED) else None
-            return make_plan(profile, planner.removesuffix(SHARDED), Effort(seed=0), shard_optimizer=shards), ""
+            options = PlanOptions(seed=0, shard_optimizer=shards)
+            return make_plan(profile, planner.removesuffix(SHARDED), options), ""
         except Exception as error:
             return None, f"{type(error).__name__}: {error}"
 
@@ -280,7 +281,7 @@ def _described(result: FitResult, profile: Profile, warm_up: int) -> dict[str, A
         "num_rounds": result.plan.num_rounds,
         "recomputed": result.plan.recompute,
         "notices": result.notices,
-        "plan": format_plan(result.plan, profile),
+        "plan": format_plan(result.plan),
     }
 
 

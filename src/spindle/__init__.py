@@ -1,7 +1,15 @@
 """Train several multimodal tasks together without leaving GPUs idle: plan, rehearse in simulation, run.
 
-`spindle.module`, `spindle.task`, `spindle.mean` and `spindle.Trainer` are what a training script uses. They need torch,
-which planning and simulating do not, so they are imported when first asked for.
+What a training script uses:
+
+- `module(name, nn_module)` registers a module under a name that all tasks share.
+- `@task(batch_size=...)` makes a task of a function from a batch to its loss; `mean(total, count)` is a loss that ranks
+  sum before dividing.
+- `Trainer(tasks, optimizer=...)` plans and trains them; `Planning(...)` says how. `Trainer.fit` returns a `FitResult`,
+  `Trainer.train_state` a `TrainState`.
+
+They need torch, which planning and simulating do not, so they are imported on first use. Errors that a user can cause
+are in `spindle.errors`. Everything else is private. `docs/interface.md` describes all of it on one page.
 """
 
 from __future__ import annotations
@@ -11,10 +19,13 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from spindle.train.config import Planning
+    from spindle.train.result import FitResult
+    from spindle.train.state import TrainState
     from spindle.train.task import mean, module, task
     from spindle.train.trainer import Trainer
 
-__all__ = ["Trainer", "__version__", "mean", "module", "task"]
+__all__ = ["FitResult", "Planning", "TrainState", "Trainer", "__version__", "mean", "module", "task"]
 __version__ = "0.1.0"
 
 
@@ -24,3 +35,7 @@ def __getattr__(name: str) -> Any:
     if find_spec("torch") is None:
         raise ImportError(f"spindle.{name} needs torch: pip install 'spindle-train[train]'")
     return getattr(import_module("spindle.train"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -141,16 +141,21 @@ def read_integer(data: Any, where: str) -> int:
     return data
 
 
-def read_json_file(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file. Raises an InputError with one sentence if there is none."""
+def read_text_file(path: Path) -> str:
+    """Read a text file. Raises an InputError with one sentence if that fails."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
     except IsADirectoryError as error:
         raise InputError(f"{path}: is a directory; give the name of a file") from error
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as text ({error})") from error
+
+
+def read_json_file(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, or one sentence that says why there is none."""
+    text = read_text_file(path)
     if not text.strip():
         raise InputError(f"{path}: is empty")
     try:

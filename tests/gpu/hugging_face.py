@@ -178,9 +178,8 @@ def train_with_spindle(
 
 def note_run(record: Record, trainer: spindle.Trainer, result: Any) -> None:
     """Slots and notices of a run."""
-    executor = trainer._session.runtime.main
-    record.num_slots, record.num_captured = len(result.plan.slots), executor.num_captured
-    record.not_captured = dict(Counter(executor.without_graph.values()))
+    record.num_slots, record.num_captured = len(result.plan.slots), result.num_captured_slots
+    record.not_captured = dict(Counter(result.slots_without_cuda_graph.values()))
     record.notices = list(trainer.notices)
 
 

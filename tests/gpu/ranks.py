@@ -87,7 +87,7 @@ def run_towers(world: World) -> None:
     """
     sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
     import spindle
-    from spindle.planners import Effort, make_plan
+    from spindle.planners import PlanOptions, make_plan
     from virtual import models, workloads
 
     smaller = models.small_sizes
@@ -111,7 +111,7 @@ def run_towers(world: World) -> None:
         models.initialise(workload.towers, workloads.SEED)
         plan = None
         if sharded:
-            plan = make_plan(trainer.profile, planner, Effort(seed=0), shard_optimizer=True)
+            plan = make_plan(trainer.profile, planner, PlanOptions(seed=0, shard_optimizer=True))
         trainer.replan(planner=planner, plan=plan, keep_optimizer=False)
         result = trainer.fit(workload.batches, steps=TOWER_STEPS, progress=False)
         assert result.plan.shard_optimizer == bool(sharded)

@@ -128,7 +128,7 @@ if __name__ == "__main__":
     trainer = spindle.Trainer(
         [fit],
         optimizer=lambda named: FailingSGD([parameter for _, parameter in named] or [torch.zeros(1)], lr=1e-4),
-        plan=plan,
+        planning=spindle.Planning(plan=plan),
         cuda_graphs=PHASE == "replay",  # a replay runs no Python in which something could go wrong
     )
     trainer.fit(

@@ -82,9 +82,9 @@ def trained(planner: str) -> dict:
         return handle(**batch).last_hidden_state.square().mean()
 
     batches = [hugging.batch_of("ModernBERT", ROWS, length) for length in (9, 9, 13, 9)]
-    options = {"planner": "pipeline", "accumulate": 2} if planner == "pipeline" else {}
-    trainer = spindle.Trainer([pull], optimizer=optimizer, **options)
-    turns = options.get("accumulate", 1)
+    planning = spindle.Planning(planner="pipeline") if planner == "pipeline" else None
+    turns = 2 if planner == "pipeline" else 1
+    trainer = spindle.Trainer([pull], optimizer=optimizer, planning=planning, gradient_accumulation_steps=turns)
     steps = len(batches) // turns
     if planner.startswith("plan"):
         profile = trainer.prepare({"pull": batches}, progress=False)

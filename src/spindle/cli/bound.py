@@ -16,8 +16,7 @@ def bound(given: Input, devices: Devices = None, cluster: ClusterName = None, as
     spindle bound ofasys-7 --cluster a800x16
     """
     from spindle.artifact import to_json
-    from spindle.cli.inputs import load_profile
-    from spindle.cli.pipelines import left_out
+    from spindle.cli.inputs import left_out, load_profile
     from spindle.cli.terminal import show, show_json
     from spindle.report.bound import bound_report, limit_sentences
     from spindle.report.table import bound_facts

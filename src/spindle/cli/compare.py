@@ -7,10 +7,18 @@ from typing import Annotated
 
 import typer
 
-from spindle.cli.options import AsJson, ClusterName, Devices, Evaluations, Input, Seed, TimeLimit
-from spindle.cli.pipelines import BatchSeed, Microbatches, Samples
-
-PLANNERS = ("wavefront", "paper", "sequential", "distmm", "task-level")
+from spindle.cli.options import (
+    AsJson,
+    BatchSeed,
+    ClusterName,
+    Devices,
+    Evaluations,
+    Input,
+    Microbatches,
+    Samples,
+    Seed,
+    TimeLimit,
+)
 
 
 def compare(
@@ -54,56 +62,61 @@ def compare(
     import json
 
     from spindle.artifact import to_json, write_atomically
-    from spindle.cli.inputs import load_profile
-    from spindle.cli.pipelines import compare_pipelines, is_multimodal, load_batch, refuse_batch_options
+    from spindle.cli.inputs import LEAVES_OUT, left_out, load_step
     from spindle.cli.terminal import fits, notice, progress_bar, refuse_outputs, show, show_json
     from spindle.errors import DoesNotFitError
     from spindle.plan import Plan
-    from spindle.planners import Effort, make_plan
-    from spindle.report.compare import comparison_of
-    from spindle.report.figure import step_figure
+    from spindle.planners import PLANNERS, PlanOptions, make_plan, planners_of
+    from spindle.profile import Profile
+    from spindle.recipes import BatchOptions
+    from spindle.report.compare import REFERENCE, compared
+    from spindle.report.pipelines import comparison_figure
     from spindle.report.table import comparison_table, refusal_lines
 
     refuse_outputs(output, figure, inputs=(given, cluster, samples))
-    effort = Effort(seed=seed, evaluations=evaluations, time_limit_s=time_limit)
-    if is_multimodal(given):
-        compare_pipelines(
-            *load_batch(given, devices, cluster, microbatches, batch_seed, samples), effort, output, figure, as_json
-        )
-        return
-    refuse_batch_options(given, microbatches, batch_seed, samples)
-    profile = load_profile(given, devices, cluster)
-    plans: dict[str, Plan] = {}
+    batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples)
+    step = load_step(given, devices, cluster, batch)
+    options = PlanOptions(
+        seed=seed, evaluations=evaluations, time_limit_s=time_limit, pipeline_ranks=step.pipeline_ranks
+    )
+    whole = step.profile(False)
+    name = f"{whole.graph.name} on {whole.cluster.name}"
+    planners = [planner for planner in planners_of(step.is_pipeline) if PLANNERS[planner].is_compared]
+    plans: dict[str, tuple[Plan, Profile]] = {}
     refusals: dict[str, str] = {}
-    with progress_bar(f"planning {profile.graph.name} on {profile.cluster.name}", len(PLANNERS)) as report:
-        for number, planner in enumerate(PLANNERS):
+    with progress_bar(f"planning {name}", len(planners)) as report:
+        for number, planner in enumerate(planners):
 
             def report_share(share: float, before: int = number) -> None:
                 report(before + share)
 
+            profile = step.profile(True) if PLANNERS[planner].splits_microbatches else whole
             try:
-                plans[planner] = make_plan(profile, planner, effort, report_share)
+                plans[planner] = make_plan(profile, planner, options, report_share), profile
             except DoesNotFitError as error:
                 refusals[planner] = str(error)
             report(number + 1)
-    comparison = comparison_of(profile, plans.values(), refusals)
-    table = {"spindle": "comparison", "version": 1} | to_json(comparison)
+    reference = REFERENCE[step.is_pipeline]
+    comparison = compared(plans.values(), whole, refusals, reference=reference, model_s=step.peak_s)
+    unknown: list[str] = []
+    if step.is_pipeline:
+        unknown = list(dict.fromkeys(text for _, profile in plans.values() for text in profile.leaves_out))
+    table = {"spindle": "comparison", "version": 1} | to_json(comparison) | ({LEAVES_OUT: unknown} if unknown else {})
     if output is not None:
         write_atomically(output, json.dumps(table, indent=1) + "\n")
     if figure is not None:
-        panels = [("One task at a time", "sequential"), ("In waves", "wavefront")]
-        missing = [planner for _, planner in panels if planner not in plans]
-        if missing:
-            raise DoesNotFitError(f"{figure}: not drawn, {missing[0]} has no plan: {refusals[missing[0]]}")
-        write_atomically(figure, step_figure(profile.graph, [(title, plans[planner]) for title, planner in panels]))
+        drawn = [planner for planner in (reference, planners[0]) if planner in plans]
+        if not drawn:
+            raise DoesNotFitError(f"{figure}: not drawn, {reference} has no plan: {refusals[reference]}")
+        write_atomically(figure, comparison_figure([plans[planner] for planner in drawn]))
     if as_json:
         show_json(table)
     else:
-        whole = comparison_table(comparison, profile)
-        shown = whole if fits(whole) else comparison_table(comparison, profile, narrow=True)
-        show(shown, *refusal_lines(comparison))
+        wide = comparison_table(comparison, whole, reference)
+        shown = wide if fits(wide) else comparison_table(comparison, whole, reference, narrow=True)
+        show(shown, *refusal_lines(comparison), *left_out(unknown))
     for path in (output, figure):
         if path is not None:
             notice(f"wrote {path}")
     if not plans:
-        raise DoesNotFitError(f"no planner has a plan for {profile.graph.name} on {profile.cluster.name}")
+        raise DoesNotFitError(f"no planner has a plan for {name}")

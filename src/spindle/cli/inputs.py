@@ -1,4 +1,4 @@
-"""From what stands on the command line to a profile."""
+"""From the arguments of a verb to a profile, a plan, and the planners that take it."""
 
 from __future__ import annotations
 
@@ -7,29 +7,70 @@ from pathlib import Path
 from typing import Any
 
 from spindle.artifact import artifact_from_json, read_json_file
-from spindle.cli.pipelines import refuse_multimodal
 from spindle.cli.script import script_words, workload_of_script
 from spindle.cli.terminal import printable
 from spindle.cluster import Cluster, DeviceKind, Island, Link, cluster_named, read_cluster_file
 from spindle.errors import InputError, PlanError, ProfileError
 from spindle.graph import metagraph_of
 from spindle.plan import Plan, check, read_plan
+from spindle.planners import PLANNERS, planners_of
 from spindle.profile import Profile, Roofline, abstract_profile, roofline_profile
-from spindle.recipes import MODELS, RECIPES
+from spindle.recipes import MODELS, RECIPES, BatchOptions, Step, step_of
 from spindle.workload import Workload
 
 MAX_DEVICES = 1 << 20
-LEAVES_OUT = "leaves_out"  # in what --json prints: what the times do not know
+# What --json prints beside a plan: what the times do not know, and how the search improved it.
+REMARKS = frozenset({LEAVES_OUT := "leaves_out", SEARCH := "search"})
+
+
+def load_step(
+    given: str,
+    num_devices: int | None,
+    cluster_name: str | None,
+    batch: BatchOptions = BatchOptions(),  # noqa: B008
+) -> Step:
+    """The step of an input: a recipe's, of one batch where it is a multimodal model, or that of a profile."""
+    if given in MODELS:
+        model = MODELS[given]
+        has_cluster = num_devices is not None or cluster_name is not None
+        cluster = _real_cluster(given, num_devices, cluster_name) if has_cluster else model.cluster
+        return step_of(model, cluster, batch)
+    options = {"--microbatches": batch.num_microbatches, "--batch-seed": batch.seed, "--samples": batch.samples}
+    for option, value in options.items():
+        if value is not None:
+            raise InputError(f"{option} is for multimodal models ({', '.join(MODELS)}); {given} is none, leave it out")
+    if given in RECIPES:
+        return step_of(RECIPES[given], _real_cluster(given, num_devices, cluster_name))
+    profile = _load_profile(given, num_devices, cluster_name)
+    return Step(profile=lambda splits_microbatches: profile)
 
 
 def load_profile(given: str, num_devices: int | None, cluster_name: str | None) -> Profile:
-    """The profile of an input: a measured one, an abstract graph's own times, else a roofline, which recipes bring
-    fitted."""
-    refuse_multimodal(given)
-    if given in RECIPES:
-        recipe = RECIPES[given]
-        cluster = _real_cluster(given, num_devices, cluster_name)
-        return roofline_profile(metagraph_of(recipe.workload()), cluster, recipe.roofline)
+    """The profile of an input; refuses a multimodal model, whose profile depends on the batch."""
+    if given in MODELS:
+        raise InputError(
+            f"{given} is a multimodal model, planned batch by batch; the verbs plan, compare and simulate take it"
+        )
+    return load_step(given, num_devices, cluster_name).profile(False)
+
+
+def refuse_planner(planner: str, given: str, step: Step) -> None:
+    """Refuse a planner that does not exist, or does not plan this kind of step."""
+    names = planners_of(step.is_pipeline)
+    if planner not in PLANNERS:
+        raise InputError(f"no planner is called {planner!r}; there are {', '.join(names)}")
+    if planner not in names:
+        what = "plans no pipelines" if step.is_pipeline else "plans pipelines only"
+        raise InputError(f"planner {planner!r} {what}; for {given} there are {', '.join(names)}")
+
+
+def left_out(leaves_out: Iterable[str]) -> list[str]:
+    """What the times of a profile leave out, a sentence each."""
+    return [f"Left out: {text}." for text in leaves_out]
+
+
+def _load_profile(given: str, num_devices: int | None, cluster_name: str | None) -> Profile:
+    """A measured profile, an abstract graph with its own times, or a roofline of a workload or a training script."""
     if (words := script_words(given)) is not None:
         cluster = _real_cluster(given, num_devices, cluster_name)  # before the script runs
         workload = workload_of_script(*words)
@@ -55,16 +96,22 @@ def load_profile(given: str, num_devices: int | None, cluster_name: str | None) 
 
 
 def planner_in(path: Path) -> str:
-    """The planner that made a plan file, which says what it was given."""
+    """The name of the planner that made a plan file."""
     return str(read_json_file(path).get("planner", ""))
 
 
-def load_plan(path: Path, profile: Profile) -> Plan:
-    """A plan file, or what `--json` printed of a plan, refused unless it is legal for this profile."""
+def load_plan(path: Path, profile: Profile, given: str = "") -> Plan:
+    """Read a plan file, or what `spindle plan --json` printed; refuses one that is not legal for this profile."""
     data = read_json_file(path)
-    if LEAVES_OUT in data:  # a remark beside the plan
-        del data[LEAVES_OUT]
-        plan = artifact_from_json(data, str(path), "plan", Plan)
+    is_other = data.get("workload") == profile.graph.name and data.get("fingerprint") != profile.graph.fingerprint
+    if given in MODELS and is_other:  # the batch is all that differs
+        raise InputError(
+            f"{path}: this plan was made for another batch of {given}; give --microbatches, --batch-seed, --samples "
+            "and --cluster as they were when it was planned, or plan this batch"
+        )
+    if REMARKS & data.keys():
+        body = {key: value for key, value in data.items() if key not in REMARKS}
+        plan = artifact_from_json(body, str(path), "plan", Plan)
     else:
         plan = read_plan(path, profile.graph)
     _refuse_unprintable(str(path), [("workload", plan.workload), ("cluster", plan.cluster), ("planner", plan.planner)])

@@ -1,4 +1,4 @@
-"""The program `spindle`: its verbs put together, and what its exit codes mean.
+"""The program `spindle`: its verbs and exit codes.
 
     0   done
     1   the answer is no: nothing fits, or a launched job failed (its own code, if it gave one)
@@ -32,9 +32,7 @@ from spindle.cli.explain import explain
 from spindle.cli.launch import JobEnded, launch
 from spindle.cli.plan import plan
 from spindle.cli.profile import profile
-from spindle.cli.recipe import recipe
 from spindle.cli.recipes import recipes
-from spindle.cli.search import search
 from spindle.cli.simulate import simulate
 from spindle.cli.terminal import CLOSED_PIPE, leave_closed_pipe, printable, unwritable_output
 from spindle.errors import DoesNotFitError, InputError, SpindleError
@@ -49,7 +47,7 @@ _OUR_WORDS = (
     (r"Input should be a valid number.*", "expected a number"),
 )
 INTERRUPTED = 130
-VERBS = (plan, simulate, compare, search, bound, explain, recipes, recipe, launch, profile)
+VERBS = (plan, simulate, compare, bound, explain, recipes, launch, profile)
 _RUN_A_SCRIPT = (launch, profile)
 
 
@@ -59,7 +57,7 @@ def _paragraphs(text: str) -> str:
 
 
 def make_app() -> typer.Typer:
-    """The command line as typer knows it; errors come out of it as exceptions."""
+    """Build the typer app; errors come out of it as exceptions."""
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(_root)
     for verb in VERBS:
@@ -96,7 +94,7 @@ def _root(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command; returns its exit code."""
+    """Run one command; returns its exit code."""
     try:
         code = make_app()(args=list(arguments), prog_name="spindle", standalone_mode=False)
         if isinstance(code, JobEnded):
@@ -129,8 +127,8 @@ def _say(text: str) -> None:
 
 def _message(error: Exception) -> str:
     text = str(error.format_message())  # type: ignore[attr-defined]
-    for theirs, ours in _OUR_WORDS:
-        text = re.sub(theirs, ours, text)
+    for pattern, words in _OUR_WORDS:
+        text = re.sub(pattern, words, text)
     return text
 
 
@@ -165,8 +163,8 @@ def _numba_home() -> Path:
 
 
 def _can_be_written(folder: Path) -> bool:
-    """Whether a file could be made in this folder, which need not be there yet."""
-    nearest = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    """Whether a file can be created in this folder, which need not exist yet."""
+    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
 
@@ -180,7 +178,7 @@ def main() -> None:
 
 
 def _run_and_flush(arguments: Sequence[str]) -> int:
-    """What is still in Python's hands when a command is done can fail to be written, too."""
+    """Run a command and flush stdout, whose last bytes may still fail to be written."""
     try:
         give_numba_a_cache()
     except InputError as error:

@@ -1,4 +1,4 @@
-"""What several verbs ask for in the same words."""
+"""Arguments and options that several verbs share."""
 
 from __future__ import annotations
 
@@ -51,5 +51,33 @@ Evaluations = Annotated[
     int | None,
     typer.Option(
         "--evaluations", metavar="N", help="How many schedules the search may try.", min=1, show_default=False
+    ),
+]
+Microbatches = Annotated[
+    int | None,
+    typer.Option(
+        "--microbatches",
+        metavar="N",
+        help="Of a multimodal model: how many in an iteration, 32 unless given.",
+        min=1,
+        show_default=False,
+    ),
+]
+BatchSeed = Annotated[
+    int | None,
+    typer.Option(
+        "--batch-seed",
+        help="Of a multimodal model: which batch like the paper's data is drawn, 0 unless given.",
+        min=0,
+        show_default=False,
+    ),
+]
+Samples = Annotated[
+    Path | None,
+    typer.Option(
+        "--samples",
+        metavar="LENGTHS.jsonl",
+        help="Of a multimodal model: lengths of real samples, one JSON object a line, in place of drawn ones.",
+        show_default=False,
     ),
 ]

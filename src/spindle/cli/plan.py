@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from spindle.cli.options import AsJson, ClusterName, Devices, Evaluations, Input, Seed, TimeLimit
-from spindle.cli.pipelines import BatchSeed, Microbatches, Samples
+from spindle.cli.options import (
+    AsJson,
+    BatchSeed,
+    ClusterName,
+    Devices,
+    Evaluations,
+    Input,
+    Microbatches,
+    Samples,
+    Seed,
+    TimeLimit,
+)
 
 
 def plan(
@@ -35,6 +45,9 @@ def plan(
     microbatches: Microbatches = None,
     batch_seed: BatchSeed = None,
     samples: Samples = None,
+    show_search: Annotated[
+        bool, typer.Option("--show-search", help="Show how the search of planner pipeline improved the plan.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan a step: which layers run on which devices, and when.
@@ -47,45 +60,54 @@ def plan(
 
     spindle plan train.py --cluster h100x16
 
-    spindle plan vlm-s --microbatches 16
+    spindle plan vlm-s --microbatches 16 --show-search
     """
     import json
 
     from spindle.artifact import artifact_text
-    from spindle.cli.inputs import LEAVES_OUT, load_profile
-    from spindle.cli.pipelines import is_multimodal, left_out, load_batch, refuse_batch_options, refuse_unknown_planner
-    from spindle.cli.terminal import notice, progress_bar, refuse_outputs, show, show_chart, show_json, show_text
+    from spindle.cli.inputs import LEAVES_OUT, SEARCH, left_out, load_step, refuse_planner
+    from spindle.cli.terminal import notice, progress_bar, refuse_outputs, show, show_chart, show_text
+    from spindle.errors import InputError
     from spindle.plan import write_plan
-    from spindle.planners import Effort, make_plan
+    from spindle.planners import PLANNERS, PlanOptions, SearchResult, make_plan, planners_of
+    from spindle.recipes import BatchOptions
     from spindle.report.compare import simulated
     from spindle.report.gantt import plan_chart
+    from spindle.report.pipelines import search_json, search_tables
     from spindle.report.table import plan_facts, step_remarks
 
     refuse_outputs(output, inputs=(given, cluster, samples))
-    effort = Effort(seed=seed, evaluations=evaluations, time_limit_s=time_limit)
-    if is_multimodal(given):
-        pipelined, batch = load_batch(given, devices, cluster, microbatches, batch_seed, samples)
-        refuse_unknown_planner(planner or "pipeline")
-        with progress_bar(f"planning {given} on {pipelined.cluster.name}", 1.0) as report:
-            made, profile = pipelined.plan(batch, planner or "pipeline", effort, report)
-            measures = simulated(made, profile)
-    else:
-        refuse_batch_options(given, microbatches, batch_seed, samples)
-        profile = load_profile(given, devices, cluster)
-        with progress_bar(f"planning {profile.graph.name} on {profile.cluster.name}", 1.0) as report:
-            made = make_plan(profile, planner or "wavefront", effort, report)
-            measures = simulated(made, profile)
+    batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples)
+    step = load_step(given, devices, cluster, batch)
+    name = planner or planners_of(step.is_pipeline)[0]
+    refuse_planner(name, given, step)
+    chosen = PLANNERS[name]
+    if show_search and chosen.search is None:
+        raise InputError(f"--show-search: planner {name!r} keeps no record of its search, leave it out")
+    profile = step.profile(chosen.splits_microbatches)
+    options = PlanOptions(
+        seed=seed, evaluations=evaluations, time_limit_s=time_limit, pipeline_ranks=step.pipeline_ranks
+    )
+    with progress_bar(f"planning {profile.graph.name} on {profile.cluster.name}", 1.0) as report:
+        results: list[SearchResult] = []
+        if show_search and chosen.search is not None:
+            made, results = chosen.search(profile, options, report)
+        else:
+            made = make_plan(profile, name, options, report)
+        measures = simulated(made, profile)
     if output is not None:
         write_plan(output, made)
-    is_model = is_multimodal(given)
-    if as_json and is_model:
-        show_json(json.loads(artifact_text("plan", made)) | {LEAVES_OUT: list(profile.leaves_out)})
-        return
     if as_json:
-        show_text(artifact_text("plan", made))
+        remarks: dict[str, Any] = {LEAVES_OUT: list(profile.leaves_out)} if step.is_pipeline else {}
+        if show_search:
+            remarks[SEARCH] = search_json(results)
+        text = artifact_text("plan", made)
+        show_text(json.dumps(json.loads(text) | remarks, indent=1) + "\n" if remarks else text)
         return
-    unknown = left_out(profile.leaves_out) if is_model else []
+    unknown = left_out(profile.leaves_out) if step.is_pipeline else []
     show(plan_facts(made, measures, profile), *step_remarks(made, measures, profile), *unknown)
-    show_chart(lambda num_columns: plan_chart(made, profile.graph, num_columns), made.num_devices)
+    if show_search:
+        show(*search_tables(f"{profile.graph.name} on {profile.cluster.name}", results))
+    show_chart(lambda num_columns: plan_chart(made, profile, num_columns), made.num_devices)
     if output is not None:
         notice(f"wrote {output}")

@@ -27,8 +27,8 @@ def profile(
 
     The script runs as under `spindle launch`, in one process unless told otherwise, until its first `Trainer.fit` has
     measured; there it ends. The profile stands for the script and these machines: `spindle plan`, `simulate`, `compare`
-    and `bound` take it as their input, and so does `spindle.Trainer(profile=...)`. Layers are measured once and kept in
-    ~/.cache/spindle. Options go before SCRIPT: what comes after it is the script's own. Examples:
+    and `bound` take it as their input, and so does `spindle.Planning(profile=...)`. Layers are measured once and kept
+    in ~/.cache/spindle. Options go before SCRIPT: what comes after it is the script's own. Examples:
 
     spindle profile -n 4 -o profile.json train.py
 
@@ -42,26 +42,27 @@ def profile(
     from spindle.cli.launch import launched
     from spindle.cli.terminal import notice, refuse_outputs, show, show_text
     from spindle.errors import InputError
-    from spindle.profile import ProfileRequest, read_profile, write_profile
+    from spindle.launch.capture import ProfileCapture
+    from spindle.profile import read_profile, write_profile
     from spindle.report.measured import profile_facts, profile_table
 
     refuse_outputs(output, inputs=(script,))
     if processes is None and virtual_devices is None:
         processes = 1
     with tempfile.TemporaryDirectory(prefix="spindle-profile-") as folder:
-        request = ProfileRequest(output=Path(folder) / "profile.json", fresh=no_cache)
-        ended = launched(script, arguments, processes, virtual_devices, environment=request.environment())
+        capture = ProfileCapture(output=Path(folder) / "profile.json", fresh=no_cache)
+        ended = launched(script, arguments, processes, virtual_devices, environment=capture.environment())
         if ended.code:
             return ended
-        if not request.output.exists():
+        if not capture.output.exists():
             raise InputError(f"{script}: it ended without a call of spindle.Trainer.fit, so nothing was measured")
-        found = read_profile(request.output)
+        measured = read_profile(capture.output)
     if output is not None:
-        write_profile(output, found)
+        write_profile(output, measured)
     if as_json:
-        show_text(artifact_text("profile", found))
+        show_text(artifact_text("profile", measured))
         return None
-    show(profile_table(found), profile_facts(found))
+    show(profile_table(measured), profile_facts(measured))
     if output is not None:
         notice(f"wrote {output}")
     return None

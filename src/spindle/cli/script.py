@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from spindle.errors import InputError
-from spindle.workload import Workload, WorkloadRequest, read_workload
+from spindle.workload import Workload, read_workload
 
 
 def script_words(given: str) -> list[str] | None:
@@ -24,13 +24,14 @@ def script_words(given: str) -> list[str] | None:
 def workload_of_script(script: str, *arguments: str) -> Workload:
     """Runs a script up to the first fit of its Trainer, which says what it would train."""
     from spindle.cli.launch import launched
+    from spindle.launch.capture import WorkloadCapture
     from spindle.launch.failure import INTERRUPTED
     from spindle.launch.worker import PRELUDE_VARIABLE
 
     with tempfile.TemporaryDirectory(prefix="spindle-plan-") as folder:
-        request = WorkloadRequest(output=Path(folder) / "workload.json")
+        capture = WorkloadCapture(output=Path(folder) / "workload.json")
         environment = {
-            **request.environment(),
+            **capture.environment(),
             PRELUDE_VARIABLE: "spindle.run.meta_init:leave_out_weights",
             "CUDA_VISIBLE_DEVICES": "",  # the same everywhere, and no memory of a GPU that others use
         }
@@ -39,9 +40,9 @@ def workload_of_script(script: str, *arguments: str) -> Workload:
             raise KeyboardInterrupt
         if ended.code:
             raise InputError(f"{script}: it failed as said above, so there is nothing to plan")
-        if not request.output.exists():
+        if not capture.output.exists():
             raise InputError(
                 f"{script}: it ended without a call of spindle.Trainer.fit, so there is nothing to plan; give a script "
                 "that trains (python train.py), with the arguments it needs ('train.py --its-own options')"
             )
-        return read_workload(request.output)
+        return read_workload(capture.output)

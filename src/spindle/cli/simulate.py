@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from spindle.cli.options import AsJson, ClusterName, Devices, Input, PlanFile
-from spindle.cli.pipelines import BatchSeed, Microbatches, Samples
+from spindle.cli.options import AsJson, BatchSeed, ClusterName, Devices, Input, Microbatches, PlanFile, Samples
 
 
 def simulate(
@@ -39,32 +38,29 @@ def simulate(
     """
     import spindle.simulate
     from spindle.artifact import to_json, write_atomically
-    from spindle.cli.inputs import load_plan, load_profile, planner_in
-    from spindle.cli.pipelines import is_multimodal, load_batch, refuse_batch_options, refuse_other_batch
+    from spindle.cli.inputs import load_plan, load_step, planner_in
     from spindle.cli.terminal import notice, refuse_outputs, show, show_chart, show_json
-    from spindle.planners import graph_bound_s
+    from spindle.planners import PLANNERS, graph_bound_s
     from spindle.program import lower, refuse_overfull, verify
+    from spindle.recipes import BatchOptions
     from spindle.report.gantt import timeline_chart
     from spindle.report.table import measure_facts
     from spindle.report.trace import trace_of
     from spindle.timeline import measure
 
     refuse_outputs(trace, inputs=(given, plan_file, cluster, samples))
-    if is_multimodal(given):
-        pipelined, batch = load_batch(given, devices, cluster, microbatches, batch_seed, samples)
-        profile = pipelined.profile(batch, planner_in(plan_file))
-        refuse_other_batch(plan_file, profile)
-    else:
-        refuse_batch_options(given, microbatches, batch_seed, samples)
-        profile = load_profile(given, devices, cluster)
-    made = load_plan(plan_file, profile)
+    batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples)
+    step = load_step(given, devices, cluster, batch)
+    planner = PLANNERS.get(planner_in(plan_file)) if step.is_pipeline else None
+    profile = step.profile(planner is not None and planner.splits_microbatches)
+    made = load_plan(plan_file, profile, given)
     if made.num_devices < profile.cluster.num_devices:
         notice(f"{plan_file} was planned for {made.num_devices} of the {profile.cluster.num_devices} devices")
     program = lower(made, profile)
     verify(program, profile)
     timeline = spindle.simulate.simulate(program, profile)
     measures = measure(timeline)
-    bound_s = made.bound_s if made.passes else graph_bound_s(profile)
+    bound_s = made.bound_s if step.is_pipeline else graph_bound_s(profile)
     if trace is not None:
         write_atomically(trace, trace_of(timeline, program))
     if as_json:

@@ -23,7 +23,7 @@ _ANY_WIDTH = 10_000
 
 
 def show(*parts: RenderableType) -> None:
-    """Prints tables and text for people. Names come from files, so nothing in a text is markup."""
+    """Print tables and text for people. Names come from files, so nothing in a text is markup."""
     console = _console()
     with console.capture() as capture:
         for part in parts:
@@ -32,7 +32,7 @@ def show(*parts: RenderableType) -> None:
 
 
 def show_json(value: Any) -> None:
-    """Prints one JSON object and nothing else."""
+    """Print one JSON object and nothing else."""
     show_text(json.dumps(value, indent=1) + "\n")
 
 
@@ -43,7 +43,7 @@ def fits(part: RenderableType) -> bool:
 
 
 def show_chart(chart_of: Callable[[int], Chart], num_devices: int) -> None:
-    """Draws a chart as wide as the output is; `chart_of` makes it for a number of columns."""
+    """Draw a chart as wide as the output; `chart_of` makes it for a number of columns."""
     from spindle.report.gantt import columns_for, draw
 
     console = _console()
@@ -53,7 +53,7 @@ def show_chart(chart_of: Callable[[int], Chart], num_devices: int) -> None:
 
 def printable(text: str) -> str:
     """The text with a mark for every character that a terminal would not show, or would obey; lines stay lines."""
-    return "".join(one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text)
+    return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def notice(text: str) -> None:
@@ -68,7 +68,7 @@ def _console(stderr: bool = False) -> Console:
 
 @contextmanager
 def progress_bar(text: str, total: float) -> Iterator[Callable[[float], None]]:
-    """A bar on stderr that is told how much is done; nothing where no person looks."""
+    """A progress bar on stderr; nothing where stderr is no terminal."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     console = _console(stderr=True)
@@ -79,7 +79,7 @@ def progress_bar(text: str, total: float) -> Iterator[Callable[[float], None]]:
 
 
 def refuse_outputs(*outputs: Path | None, inputs: Iterable[str | Path | None] = ()) -> None:
-    """Says before the work, not after it, that a file cannot be written or would replace another of this command."""
+    """Refuse, before any work is done, outputs that cannot be written or are also an input or another output."""
     taken = {
         Path(os.path.realpath(given)): "an input" for given in inputs if given is not None and Path(given).is_file()
     }
@@ -95,7 +95,7 @@ def refuse_outputs(*outputs: Path | None, inputs: Iterable[str | Path | None] = 
 
 
 def show_text(text: str) -> None:
-    """Prints a text as it is."""
+    """Print a text as it is."""
     if sys.stdout is None:
         raise InputError("cannot write to standard output (it is closed)")
     try:
@@ -108,13 +108,13 @@ def show_text(text: str) -> None:
 
 
 def unwritable_output(error: OSError) -> InputError:
-    """What to say when standard output takes no more."""
+    """The error for a standard output that cannot be written to."""
     _discard_output()
     return InputError(f"cannot write to standard output ({error.strerror})")
 
 
 def leave_closed_pipe() -> NoReturn:
-    """The reader has gone: leave without a word."""
+    """Exit silently: the reader of the pipe has closed it."""
     _discard_output()
     raise SystemExit(CLOSED_PIPE)
 

@@ -18,13 +18,15 @@ Node = TypeVar("Node", int, str)
 class MetaOp:
     """A run of identical layers in one call of one module by one task.
 
-    An op of an abstract graph has no module, no cost and no parameters: only its curve is known. `parameters` holds,
-    for each layer, the positions of its parameters in the graph's list.
+    An op of an abstract graph has no module, no cost and no parameters: only its curve is known. `microbatch` is for
+    graphs of a step whose batch is cut into several. `parameters` holds, for each layer, the positions of its
+    parameters in the graph's list.
     """
 
     name: str
     num_layers: int
     task: str
+    microbatch: int = 0
     batch_size: int | None = None
     module: str | None = None
     call: str | None = None

@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from spindle.launch.capture import capture_from, capturing
 from spindle.launch.failure import end_by_exit, install_hook
 
 LAUNCHER_VARIABLE = "SPINDLE_LAUNCHER"
@@ -42,7 +43,8 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     # Without -P, the first entry is the current folder, which `python SCRIPT` would not have.
     sys.path[: 0 if sys.flags.safe_path else 1] = [os.path.dirname(os.path.realpath(script))]
     try:
-        runpy.run_path(script, run_name="__main__")
+        with capturing(capture_from()):
+            runpy.run_path(script, run_name="__main__")
     except SystemExit as exit_:
         end_by_exit(exit_)
 

@@ -14,7 +14,7 @@ import torch
 
 from spindle.measure.rank_sync import RankSync
 from spindle.profile import HostOverhead
-from spindle.run.step import AHEAD
+from spindle.run.step import MAX_AHEAD
 from spindle.run.world import World, on_compute_stream
 
 _KERNELS, _ROUNDS = 200, 15
@@ -42,7 +42,7 @@ def overhead_from(launch_s: float) -> HostOverhead:
         collective_start_s=105 * launch_s,
         collective_finish_s=19 * launch_s,
         optimizer_s=88 * launch_s,
-        ahead=AHEAD + 1,  # the event that a host waits for is recorded after the pass before it
+        ahead=MAX_AHEAD + 1,  # the event that a host waits for is recorded after the pass before it
     )
 
 

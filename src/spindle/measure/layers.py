@@ -21,8 +21,8 @@ from spindle.measure.cache import Cache, Times
 from spindle.measure.rank_sync import RankSync
 from spindle.measure.timing import Work, time_passes
 from spindle.profile import LayerSamples
-from spindle.run.nests import Axes, as_leaves, copied, cut, form_of, takes_gradient
 from spindle.run.op_code import LayerCode, LayersCode, LossCode, OpCode
+from spindle.run.pytrees import Axes, as_leaves, copied, cut, pytree_meta, takes_gradient
 
 _MAX_SIZES, _MAX_SIZES_ON_GPU = 6, 8
 _MAX_LAYERS = 3  # of an op that are timed
@@ -281,7 +281,7 @@ def _point(
 
 def _form(nest: Any) -> str:
     """Shapes, dtypes and which tensors require gradients; other values as they are."""
-    form = form_of(nest, 0)
+    form = pytree_meta(nest, 0)
     return f"{form.spec} {form.leaves}"
 
 

@@ -18,6 +18,7 @@ import torch
 
 from spindle.cluster import Cluster, DeviceKind, Island, cluster_named
 from spindle.graph import MetaGraph
+from spindle.launch.capture import ProfileCapture
 from spindle.launch.mps import VIRTUAL_VARIABLE
 from spindle.measure.cache import Cache
 from spindle.measure.host import measure_host_overhead
@@ -27,9 +28,9 @@ from spindle.measure.overlap import Overlap, measure_overlap
 from spindle.measure.p2p_latency import measure_p2p_latency
 from spindle.measure.rank_sync import RankSync
 from spindle.measure.rates import measure_rates
-from spindle.profile import LayerSamples, Profile, ProfileRequest, sampled_profile
-from spindle.run.nests import Axes
+from spindle.profile import LayerSamples, Profile, sampled_profile
 from spindle.run.op_code import OpCode
+from spindle.run.pytrees import Axes
 from spindle.run.world import World
 
 # Share of a GPU's memory: in a step that filled it, 7 % were lost to fragmentation in torch's allocator.
@@ -48,7 +49,7 @@ def local_profile(
     progress: Callable[[float], None] = lambda share: None,
     notify: Callable[[str], None] = lambda text: None,
     graphs: bool = False,
-    request: ProfileRequest | None = None,
+    capture: ProfileCapture | None = None,
 ) -> Profile:
     """Measure layers, optimizer and links. A collective: every rank gets the same profile.
 
@@ -68,8 +69,8 @@ def local_profile(
     overlap, update, longest = Overlap(), None, None
     if rank_sync.size > 1 or world.rank == 0:
         cache = None
-        if world.rank == 0 and (world.device.type == "cuda" or request is not None):
-            cache = Cache(_machine(world, rank_sync), notify, fresh=request is not None and request.fresh)
+        if world.rank == 0 and (world.device.type == "cuda" or capture is not None):
+            cache = Cache(_machine(world, rank_sync), notify, fresh=capture is not None and capture.fresh)
         meter = LayerMeter(rank_sync, cache)
         samples = measure_layers(
             graph, code, kinds, batches, batch_axes, world.size, world.device, meter, graphs=graphs, progress=progress

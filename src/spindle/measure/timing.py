@@ -22,7 +22,7 @@ from spindle.errors import PeerLostError
 from spindle.measure.cache import Times
 from spindle.measure.rank_sync import RankSync
 from spindle.run.graphs import capturing
-from spindle.run.nests import takes_gradient
+from spindle.run.pytrees import takes_gradient
 from spindle.run.world import compute_stream
 
 _REPEATS = 3  # on a CPU

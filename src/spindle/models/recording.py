@@ -29,6 +29,7 @@ import math
 import pickle
 import random
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -185,9 +186,13 @@ _NAMED_CONSTANTS = (torch.memory_format, torch.Generator, enum.Enum, type(Ellips
 _REPLACED_OPERATORS = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
 
 
+_CALL = "_compiled_call_impl"  # the attribute that nn.Module.__call__ calls instead of the module's forward
+_recording_lock = threading.RLock()
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The state of one recording. `record` runs the forward; three hooks turn what it does into statements: patched
-    calls of modules, patched calls of autograd functions, and `__torch_dispatch__` for torch operations."""
+    """The state of one recording. `record` runs the forward; three hooks turn what it does into statements:
+    intercepted calls of modules and of autograd functions, and `__torch_dispatch__` for torch operations."""
 
     def __init__(self, module: nn.Module, blocks: Iterable[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -239,7 +244,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         rng_state = _host_rng_state()
         try:
-            with self._weights, without_caches(self._module), self._patched_calls(), ExitStack() as stack:
+            with self._weights, without_caches(self._module), self._intercepted_calls(), ExitStack() as stack:
                 stack.enter_context(as_when_compiling())
                 stack.enter_context(self._symbolic_mode)
                 stack.enter_context(self)
@@ -273,18 +278,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # Hooks into the running forward.
 
     @contextmanager
-    def _patched_calls(self) -> Iterator[None]:
-        """Route calls of modules and of autograd functions through the recorder."""
-        call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
-        length = torch.Tensor.__len__
+    def _intercepted_calls(self) -> Iterator[None]:
+        """Route calls of leaf modules and of custom autograd functions through the recorder.
 
-        def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._is_paused or id(module) not in self._paths or id(module) in self._inlined:
-                return call(module, *args, **kwargs)
-            return self._record_call(module, lambda a, k: call(module, *a, **k), args, kwargs)
+        A module is intercepted by its own `_compiled_call_impl`, which `nn.Module.__call__` calls where there is one
+        (`nn.Module.compile` sets it), so no other module is touched. `torch.autograd.Function.apply` and
+        `torch.Tensor.__len__` have no such hook and are replaced; calls of other threads pass through. One thread
+        records at a time; a recording inside a recording is fine.
+        """
+        apply, length = torch.autograd.Function.__dict__["apply"], torch.Tensor.__len__
+        thread = threading.get_ident()
 
         def apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._is_paused or self._is_in_vmap:
+            if self._is_paused or self._is_in_vmap or threading.get_ident() != thread:
                 return apply.__func__(cls, *args, **kwargs)
             if torch._C._are_functorch_transforms_active():
                 # The arguments are vmap's wrappers, which have no variables: the operations inside are recorded.
@@ -298,19 +304,42 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._record_call(cls, lambda a, k: apply.__func__(cls, *a, **k), args, kwargs)
 
         def tensor_length(tensor: torch.Tensor) -> int:
-            if _is_length_hint(sys._getframe(1)):
+            if threading.get_ident() == thread and _is_length_hint(sys._getframe(1)):
                 raise TypeError("a list of unknown length")  # `list` ignores it and appends entry by entry
             return length(tensor)  # type: ignore[no-any-return, no-untyped-call]
 
-        torch.Tensor.__len__ = tensor_length  # type: ignore[method-assign]
-        nn.Module.__call__ = call_module  # type: ignore[method-assign]
-        torch.autograd.Function.apply = classmethod(apply_function)  # type: ignore[method-assign, assignment]
+        with _recording_lock, ExitStack() as stack:
+            for submodule in self._module.modules():
+                if id(submodule) not in self._inlined:
+                    stack.enter_context(self._intercepted(submodule, thread))
+            torch.Tensor.__len__ = tensor_length  # type: ignore[method-assign]
+            torch.autograd.Function.apply = classmethod(apply_function)  # type: ignore[method-assign, assignment]
+            try:
+                yield
+            finally:
+                torch.Tensor.__len__ = length  # type: ignore[method-assign]
+                torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+    @contextmanager
+    def _intercepted(self, module: nn.Module, thread: int) -> Iterator[None]:
+        """Route calls of one module, in this thread, through the recorder."""
+        attributes = vars(module)
+        compiled = attributes.get(_CALL)
+        run = module._call_impl if compiled is None else compiled
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._is_paused or threading.get_ident() != thread:
+                return run(*args, **kwargs)
+            return self._record_call(module, lambda a, k: run(*a, **k), args, kwargs)
+
+        attributes[_CALL] = call
         try:
             yield
         finally:
-            torch.Tensor.__len__ = length  # type: ignore[method-assign]
-            nn.Module.__call__ = call  # type: ignore[method-assign]
-            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+            if compiled is None:
+                del attributes[_CALL]
+            else:
+                attributes[_CALL] = compiled
 
     def _record_call(self, target: Any, run: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:
         """Record a call of a leaf module or an autograd function as one statement, and run it on concrete tensors."""

@@ -1,25 +1,14 @@
 """What is a plan, is this one legal? The Plan, how pieces become one, its check and its text form."""
 
-from spindle.plan.assemble import Piece, assemble, relaxed, slots_per_op
+from spindle.plan.assemble import Piece, assemble, assemble_passes, relaxed, slots_per_op
 from spindle.plan.check import check
-from spindle.plan.passes import assemble_passes, slot_links
-from spindle.plan.plan import (
-    BACKWARD,
-    FORWARD,
-    INPUT,
-    WEIGHT,
-    Pass,
-    Plan,
-    Slot,
-    pass_s,
-    read_plan,
-    setting_of,
-    write_plan,
-)
+from spindle.plan.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Pass, Plan, Slot, read_plan, setting_of, write_plan
 from spindle.plan.text import format_devices, format_plan, parse_plan
+from spindle.plan.times import FOLDED, Span, forward_spans, pass_s, slot_links, spans
 
 __all__ = [
     "BACKWARD",
+    "FOLDED",
     "FORWARD",
     "INPUT",
     "WEIGHT",
@@ -27,11 +16,13 @@ __all__ = [
     "Piece",
     "Plan",
     "Slot",
+    "Span",
     "assemble",
     "assemble_passes",
     "check",
     "format_devices",
     "format_plan",
+    "forward_spans",
     "parse_plan",
     "pass_s",
     "read_plan",
@@ -39,5 +30,6 @@ __all__ = [
     "setting_of",
     "slot_links",
     "slots_per_op",
+    "spans",
     "write_plan",
 ]

@@ -1,19 +1,21 @@
-"""From pieces in order to slots with times: the one way planners make a Plan."""
+"""From pieces in order to slots: the one way planners make a Plan."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from spindle.plan.plan import Plan, Slot
+from spindle.graph import MetaGraph
+from spindle.plan.plan import FORWARD, Pass, Plan, Slot
+from spindle.plan.times import Key, pass_spans
 from spindle.profile import Profile, Setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """The next so many layers of an op (by position) on these devices.
+    """The next `num_layers` layers of an op (by its position in the graph) on these devices.
 
-    A planner may insist on a start not before some time, and on a wave; without one, waves are labelled in start order.
+    A planner may set the earliest start, in folded time, and the wave; otherwise waves are labelled in start order.
     """
 
     op: int
@@ -22,12 +24,13 @@ class Piece:
     round: int = 0
     not_before_s: float = 0.0
     wave: int | None = None
+    lane: int = 0
     recomputed: int = 0
     offloaded: int = 0
 
 
 def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[Piece], seed: int = 0) -> Plan:
-    """A plan from pieces in an order that respects the flows.
+    """Build a mirrored plan from pieces in an order that respects the flows.
 
     Each piece starts as soon as its data and its devices are there. Neighbouring pieces of one op on the same devices
     become one slot.
@@ -39,6 +42,7 @@ def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[
     device_slot: dict[int, int] = {}
     last_slot = [-1] * len(graph.metaops)
     slots: list[Slot] = []
+    starts_s: list[float] = []  # in folded time
     for piece in pieces:
         layer_s = profile.curve(piece.op, setting).layer_s(len(piece.devices), setting.recompute[piece.op])
         first = next_layer[piece.op]
@@ -48,42 +52,76 @@ def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[
             before >= 0
             and slots[before].devices == piece.devices
             and slots[before].round == piece.round
-            and piece.not_before_s <= slots[before].end_s
+            and piece.not_before_s <= op_end[piece.op]
             and piece.wave in (None, slots[before].wave)
             and all(device_slot[device] == before for device in piece.devices)
         )
         if continues:
-            end_s = slots[before].start_s + (last - slots[before].first) * layer_s
-            slots[before] = replace(slots[before], last=last, end_s=end_s)
+            end_s = starts_s[before] + (last - slots[before].first) * layer_s
+            slots[before] = replace(slots[before], last=last)
         else:
             producers = [op_end[piece.op]] if first else [op_end[producer] for producer in graph.predecessors[piece.op]]
-            start_s = max(
-                piece.not_before_s, *(device_end.get(device, 0.0) for device in piece.devices), *producers, 0.0
-            )
-            end_s = start_s + piece.num_layers * layer_s
+            ready_s = max([0.0, *(device_end.get(device, 0.0) for device in piece.devices), *producers])
+            is_held = piece.not_before_s > ready_s
+            starts_s.append(piece.not_before_s if is_held else ready_s)
+            end_s = starts_s[-1] + piece.num_layers * layer_s
             last_slot[piece.op] = len(slots)
-            slots.append(
-                Slot(
-                    op=graph.metaops[piece.op].name,
-                    first=first,
-                    last=last,
-                    devices=piece.devices,
-                    start_s=start_s,
-                    end_s=end_s,
-                    wave=-1 if piece.wave is None else piece.wave,
-                    round=piece.round,
-                )
-            )
+            slots.append(_slot(piece, graph, first, not_before_s=piece.not_before_s if is_held else 0.0))
         op_end[piece.op] = end_s
         for device in piece.devices:
             device_end[device] = end_s
             device_slot[device] = last_slot[piece.op]
-    ordered = label_waves(profile, sorted(slots, key=lambda slot: slot.start_s))
-    return plan_of(profile, setting, planner, ordered, seed)
+    by_start = sorted(range(len(slots)), key=lambda number: starts_s[number])
+    ordered = label_waves(profile, [slots[number] for number in by_start])
+    return _plan(profile, setting, planner, ordered, max(op_end), seed)
 
 
-def plan_of(profile: Profile, setting: Setting, planner: str, slots: Sequence[Slot], seed: int) -> Plan:
-    """A plan of slots that have their times."""
+def assemble_passes(
+    profile: Profile,
+    setting: Setting,
+    planner: str,
+    pieces: Sequence[Piece],
+    order: Sequence[Key],
+    seed: int = 0,
+) -> Plan:
+    """Build a plan from pieces, each a slot of its own, and the order of their passes (numbered as the pieces are),
+    which must respect the flows."""
+    graph = profile.graph
+    next_layer = [0] * len(graph.metaops)
+    slots: list[Slot] = []
+    for piece in pieces:
+        slots.append(_slot(piece, graph, next_layer[piece.op]))
+        next_layer[piece.op] += piece.num_layers
+    timed = pass_spans(slots, [piece.op for piece in pieces], order, profile, setting)
+    starts_s = {span.slot: span.start_s for span in timed if span.kind == FORWARD}
+    by_start = sorted(range(len(slots)), key=lambda number: (starts_s[number], number))
+    new_number = {number: index for index, number in enumerate(by_start)}
+    ordered = label_waves(profile, [slots[number] for number in by_start])
+    passes = tuple(
+        Pass(slot=new_number[span.slot], kind=span.kind) for span in sorted(timed, key=lambda span: span.start_s)
+    )
+    plan = _plan(profile, setting, planner, ordered, max(span.end_s for span in timed), seed)
+    return replace(plan, passes=passes)
+
+
+def _slot(piece: Piece, graph: MetaGraph, first: int, not_before_s: float = 0.0) -> Slot:
+    op = graph.metaops[piece.op]
+    return Slot(
+        op=op.name,
+        first=first,
+        last=first + piece.num_layers,
+        devices=piece.devices,
+        wave=-1 if piece.wave is None else piece.wave,
+        microbatch=op.microbatch,
+        lane=piece.lane,
+        round=piece.round,
+        recomputed=piece.recomputed,
+        offloaded=piece.offloaded,
+        not_before_s=not_before_s,
+    )
+
+
+def _plan(profile: Profile, setting: Setting, planner: str, slots: Sequence[Slot], folded_s: float, seed: int) -> Plan:
     graph = profile.graph
     return Plan(
         workload=graph.name,
@@ -103,13 +141,14 @@ def plan_of(profile: Profile, setting: Setting, planner: str, slots: Sequence[Sl
         ),
         recompute=tuple(op.name for op, recomputed in zip(graph.metaops, setting.recompute, strict=True) if recomputed),
         shard_optimizer=setting.shard_optimizer,
-        folded_s=max(slot.end_s for slot in slots),
+        folded_s=folded_s,
         seed=seed,
     )
 
 
 def label_waves(profile: Profile, slots: Sequence[Slot]) -> list[Slot]:
-    """In start order, a slot without a wave opens a new one when the current one holds its devices or its data."""
+    """Label slots that have no wave, in start order: a slot opens a new wave when its devices or its data are in the
+    current one."""
     graph = profile.graph
     position = {op.name: index for index, op in enumerate(graph.metaops)}
     wave = 0
@@ -130,7 +169,7 @@ def label_waves(profile: Profile, slots: Sequence[Slot]) -> list[Slot]:
 
 
 def slots_per_op(plan: Plan) -> float:
-    """Slots of an op on average; neighbouring ones on the same devices count once."""
+    """Mean number of slots per op; consecutive slots on the same devices count once."""
     count = 0
     last: dict[str, tuple[int, ...]] = {}
     for slot in plan.slots:
@@ -141,7 +180,7 @@ def slots_per_op(plan: Plan) -> float:
 
 
 def relaxed(plan: Plan, profile: Profile, setting: Setting) -> Plan:
-    """The same slots in the same order, each as early as its data and devices allow."""
+    """The plan without barriers: the same slots in the same order, each as early as data and devices allow."""
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
     pieces = [
         Piece(op=position[slot.op], num_layers=slot.num_layers, devices=slot.devices, round=slot.round)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 
 from spindle.errors import PlanError
-from spindle.plan.passes import pass_needs, refuse_other_slots, slot_links
-from spindle.plan.plan import FORWARD, Plan, Slot, pass_s, setting_of
+from spindle.plan.plan import FORWARD, Plan, Slot, setting_of
 from spindle.plan.text import marked
+from spindle.plan.times import forward_spans, pass_needs, pass_s, refuse_other_slots, slot_links, spans
 from spindle.profile import Profile, bytes_text, saved_bytes
 
-_TOLERANCE = 1e-9  # of the whole step: planners add the same times in different orders
+_TOLERANCE = 1e-9  # of the whole step: other versions may add the same times in another order
 
 
 def check(plan: Plan, profile: Profile) -> None:
-    """Raises a PlanError at the first rule this plan breaks for this profile's graph and cluster."""
+    """Raise a PlanError at the first rule that the plan breaks for this profile's graph and cluster."""
     if plan.fingerprint != profile.graph.fingerprint:
         raise PlanError(f"this plan was made for another workload: {plan.workload!r}, not {profile.graph.name!r}")
     if plan.num_devices > profile.cluster.num_devices:
@@ -25,15 +25,15 @@ def check(plan: Plan, profile: Profile) -> None:
         _allocations,
         _memory,
         _rounds,
-        _passes if plan.passes else _times,
+        _order,
         _host,
         _waves,
     ):
         rule(plan, profile)
 
 
-def _refuse(plan: Plan, profile: Profile, slot: Slot, message: str) -> PlanError:
-    return PlanError(f"wave {slot.wave}: {message}{marked(plan, profile, slot)}")
+def _refuse(plan: Plan, slot: Slot, message: str) -> PlanError:
+    return PlanError(f"wave {slot.wave}: {message}{marked(plan, slot)}")
 
 
 def _settings(plan: Plan, profile: Profile) -> None:
@@ -42,11 +42,11 @@ def _settings(plan: Plan, profile: Profile) -> None:
     for module, degree in degrees.items():
         if module not in profile.graph.modules:
             raise PlanError(f"this plan gives a tensor degree to {module!r}, which is no module of the workload")
-        for other in profile.family_of(module) if degree > 1 else ():
-            if degrees.get(other, 1) != degree:
+        for sibling in profile.family_of(module) if degree > 1 else ():
+            if degrees.get(sibling, 1) != degree:
                 raise PlanError(
-                    f"{module!r} and {other!r} share weights, so their tensor degrees must be equal, "
-                    f"got {degree} and {degrees.get(other, 1)}"
+                    f"{module!r} and {sibling!r} share weights, so their tensor degrees must be equal, "
+                    f"got {degree} and {degrees.get(sibling, 1)}"
                 )
     names = {op.name for op in profile.graph.metaops}
     for op in plan.recompute:
@@ -55,17 +55,21 @@ def _settings(plan: Plan, profile: Profile) -> None:
 
 
 def _ops_and_layers(plan: Plan, profile: Profile) -> None:
-    """Every layer of every op stands in exactly one slot, in order."""
+    """Every layer of every op stands in exactly one slot, in order, with its op's microbatch."""
     next_layer = {op.name: 0 for op in profile.graph.metaops}
+    microbatch_of = {op.name: op.microbatch for op in profile.graph.metaops}
     for slot in plan.slots:
         if slot.op not in next_layer:
-            raise _refuse(plan, profile, slot, f"no op is called {slot.op!r}; ops: {', '.join(next_layer)}")
+            raise _refuse(plan, slot, f"no op is called {slot.op!r}; ops: {', '.join(next_layer)}")
         if slot.last <= slot.first:
-            raise _refuse(plan, profile, slot, f"{slot.op} runs layers [{slot.first}, {slot.last}), which is none")
+            raise _refuse(plan, slot, f"{slot.op} runs layers [{slot.first}, {slot.last}), which is none")
         if slot.first != next_layer[slot.op]:
-            raise _refuse(
-                plan, profile, slot, f"{slot.op} goes on at layer {slot.first}, expected {next_layer[slot.op]}"
-            )
+            raise _refuse(plan, slot, f"{slot.op} goes on at layer {slot.first}, expected {next_layer[slot.op]}")
+        if slot.microbatch != microbatch_of[slot.op]:
+            expected = microbatch_of[slot.op]
+            raise _refuse(plan, slot, f"{slot.op} is of microbatch {expected}, its slot says {slot.microbatch}")
+        if slot.lane:
+            raise _refuse(plan, slot, f"{slot.op} is on lane {slot.lane}; devices have one lane each, 0")
         next_layer[slot.op] = slot.last
     for op in profile.graph.metaops:
         if next_layer[op.name] != op.num_layers:
@@ -81,37 +85,34 @@ def _allocations(plan: Plan, profile: Profile) -> None:
         op = position[slot.op]
         curve = profile.curve(op, setting)
         if len(set(slot.devices)) < len(slot.devices):
-            raise _refuse(plan, profile, slot, f"{slot.op} names a device twice: {list(slot.devices)}")
+            raise _refuse(plan, slot, f"{slot.op} names a device twice: {list(slot.devices)}")
         for device in slot.devices:
             if not 0 <= device < profile.cluster.num_devices:
-                raise _refuse(plan, profile, slot, f"there is no device {device}, only 0 to {len(island_of) - 1}")
+                raise _refuse(plan, slot, f"there is no device {device}, only 0 to {len(island_of) - 1}")
         if not curve.allows(len(slot.devices)):
-            raise _refuse(plan, profile, slot, f"{slot.op} is not allowed on {len(slot.devices)} devices")
+            raise _refuse(plan, slot, f"{slot.op} is not allowed on {len(slot.devices)} devices")
         degree = curve.tensor_degree
         for start in range(0, len(slot.devices) if degree > 1 else 0, degree):
             group = slot.devices[start : start + degree]
             if len({island_of[device] for device in group}) > 1:
-                raise _refuse(plan, profile, slot, f"the tensor group {list(group)} of {slot.op} spans two islands")
+                raise _refuse(plan, slot, f"the tensor group {list(group)} of {slot.op} spans two islands")
             if any(shard_of[device] % degree != place for place, device in enumerate(group)):
                 # A device always holds the same shard of a module.
-                raise _refuse(plan, profile, slot, f"the tensor group {list(group)} of {slot.op} is not aligned")
+                raise _refuse(plan, slot, f"the tensor group {list(group)} of {slot.op} is not aligned")
 
 
 def _memory(plan: Plan, profile: Profile) -> None:
-    """No more of a slot's layers are recomputed or offloaded than it has, each in one way, and only where passes say
-    what runs when."""
+    """A slot recomputes and offloads at most its own layers, none of them twice, and only in plans that list passes."""
     for slot in plan.slots:
         if min(slot.recomputed, slot.offloaded) < 0 or slot.recomputed + slot.offloaded > slot.num_layers:
             raise _refuse(
                 plan,
-                profile,
                 slot,
                 f"{slot.op} recomputes {slot.recomputed} and offloads {slot.offloaded} of {slot.num_layers} layers",
             )
         if (slot.recomputed or slot.offloaded) and not plan.passes:
             raise _refuse(
                 plan,
-                profile,
                 slot,
                 f"{slot.op} recomputes {slot.recomputed} and offloads {slot.offloaded} of its layers, which only plans "
                 "with passes can; without them an op is recomputed as a whole",
@@ -119,17 +120,16 @@ def _memory(plan: Plan, profile: Profile) -> None:
         if (slot.recomputed or slot.offloaded) and slot.op in plan.recompute:
             raise _refuse(
                 plan,
-                profile,
                 slot,
                 f"{slot.op} is recomputed as a whole, so its slots recompute and offload no layers of their own, got "
                 f"{slot.recomputed} and {slot.offloaded}",
             )
         if slot.offloaded and not profile.cluster.kind.host_bytes_per_s:
-            raise _refuse(plan, profile, slot, f"{slot.op} offloads, and nothing is known of a link to the host")
+            raise _refuse(plan, slot, f"{slot.op} offloads, and nothing is known of a link to the host")
 
 
 def _host(plan: Plan, profile: Profile) -> None:
-    """What waits on the host gets there while its forward passes run, and has room there.
+    """Offloaded activations fit into host memory, and their copies are hidden behind the forward passes.
 
     Passes of one task that follow each other on the same devices are one stage, all of which hides its copies.
     Conservative: all that a device offloads in a step counts at once, though some has come back before other leaves.
@@ -152,7 +152,6 @@ def _host(plan: Plan, profile: Profile) -> None:
                 if held_bytes[device] > kind.host_memory_bytes:
                     raise _refuse(
                         plan,
-                        profile,
                         slot,
                         f"device {device} offloads more than the {bytes_text(kind.host_memory_bytes)} that the host "
                         "has for it, counting all of the step at once",
@@ -162,7 +161,6 @@ def _host(plan: Plan, profile: Profile) -> None:
             slot = next(slot for slot in stage if slot.offloaded)
             raise _refuse(
                 plan,
-                profile,
                 slot,
                 f"{slot.op} offloads {bytes_text(stage_bytes)}, which takes {copy_s:.3g} s to the host; the forward "
                 f"pass beside it hides {forward_s:.3g} s",
@@ -199,13 +197,12 @@ def _rounds(plan: Plan, profile: Profile) -> None:
         if round_of.setdefault(task_of[slot.op], slot.round) != slot.round:
             raise _refuse(
                 plan,
-                profile,
                 slot,
                 f"task {task_of[slot.op]!r} runs in rounds {round_of[task_of[slot.op]]} and {slot.round}",
             )
         for device in slot.devices:
             if last.get(device, 0) > slot.round:
-                raise _refuse(plan, profile, slot, f"device {device} is already in round {last[device]}")
+                raise _refuse(plan, slot, f"device {device} is already in round {last[device]}")
             last[device] = slot.round
     op_round = {slot.op: slot.round for slot in plan.slots}
     for producer, consumer in profile.graph.edges:
@@ -214,97 +211,36 @@ def _rounds(plan: Plan, profile: Profile) -> None:
             raise PlanError(f"{first} in round {op_round[first]} feeds {second} in round {op_round[second]}")
 
 
-def _passes(plan: Plan, profile: Profile) -> None:
-    """In start order, as long as the curve says, after what they need and after their devices; slots have the times of
-    their forward pass."""
+def _order(plan: Plan, profile: Profile) -> None:
+    """Every pass comes after the passes it depends on, and slots are in start order."""
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
-    ops = [position[slot.op] for slot in plan.slots]
-    setting = setting_of(plan, profile)
-    if plan.num_rounds > 1:
+    if plan.passes and plan.num_rounds > 1:
         raise PlanError("a plan with passes has no rounds: its passes say what comes after what")
-    refuse_other_slots((pass_.slot for pass_ in plan.passes), len(plan.slots))
-    needs = pass_needs([(pass_.slot, pass_.kind) for pass_ in plan.passes], slot_links(ops, profile.graph))
-    slack = _TOLERANCE * plan.folded_s
-    ends: dict[tuple[int, str], float] = {}
-    device_end: dict[int, float] = defaultdict(float)
-    previous_start = 0.0
-    for pass_ in plan.passes:
-        slot, op = plan.slots[pass_.slot], ops[pass_.slot]
-        if pass_.start_s < previous_start - slack:
-            raise _refuse(plan, profile, slot, f"passes must stand in start order; a {pass_.kind} starts too early")
-        previous_start = pass_.start_s
-        expected = pass_s(slot, pass_.kind, profile.curve(op, setting), setting.recompute[op])
-        if abs(pass_.end_s - pass_.start_s - expected) > slack:
-            raise _refuse(
-                plan,
-                profile,
-                slot,
-                f"the {pass_.kind} of {slot.op} lasts {pass_.end_s - pass_.start_s:.6g} s, "
-                f"its curve says {expected:.6g} s",
-            )
-        for need in needs[pass_.slot, pass_.kind]:
-            if need not in ends or pass_.start_s < ends[need] - slack:
-                raise _refuse(
-                    plan,
-                    profile,
-                    slot,
-                    f"the {pass_.kind} starts before the {need[1]} of {plan.slots[need[0]].op} ends",
-                )
-        for device in slot.devices:
-            if pass_.start_s < device_end[device] - slack:
-                raise _refuse(plan, profile, slot, f"device {device} is still busy when the {pass_.kind} starts")
-            device_end[device] = pass_.end_s
-        ends[pass_.slot, pass_.kind] = pass_.end_s
-        if pass_.kind == FORWARD and max(abs(pass_.start_s - slot.start_s), abs(pass_.end_s - slot.end_s)) > slack:
-            raise _refuse(plan, profile, slot, "its times are not those of its forward pass")
-    if abs(plan.folded_s - max(ends.values())) > slack:
-        raise PlanError(f"folded_s is {plan.folded_s:.6g} s, the last pass ends at {max(ends.values()):.6g} s")
-
-
-def _times(plan: Plan, profile: Profile) -> None:
-    """Folded times: in start order, as long as the curve says, after their data and their devices."""
-    graph = profile.graph
-    position = {op.name: index for index, op in enumerate(graph.metaops)}
-    setting = setting_of(plan, profile)
-    slack = _TOLERANCE * max(plan.folded_s, *(slot.end_s for slot in plan.slots))
-    op_end: dict[int, float] = {}
-    device_end: dict[int, float] = defaultdict(float)
-    previous_start = 0.0
-    for slot in plan.slots:
-        op = position[slot.op]
-        if slot.start_s < previous_start - slack:
-            raise _refuse(plan, profile, slot, f"slots must stand in start order; {slot.op} starts too early")
-        previous_start = slot.start_s
-        expected = slot.num_layers * profile.curve(op, setting).layer_s(len(slot.devices), setting.recompute[op])
-        if abs(slot.end_s - slot.start_s - expected) > slack:
-            raise _refuse(
-                plan,
-                profile,
-                slot,
-                f"{slot.op} lasts {slot.end_s - slot.start_s:.6g} s, its curve says {expected:.6g} s",
-            )
-        if slot.first == 0:
-            missing = [producer for producer in graph.predecessors[op] if producer not in op_end]
-            if missing:
-                raise _refuse(
-                    plan, profile, slot, f"{slot.op} runs before {graph.metaops[missing[0]].name}, which feeds it"
-                )
-        data = [op_end[producer] for producer in graph.predecessors[op]] if slot.first == 0 else [op_end[op]]
-        if slot.start_s < max(data, default=0.0) - slack:
-            raise _refuse(plan, profile, slot, f"{slot.op} starts before its data is there")
-        for device in slot.devices:
-            if slot.start_s < device_end[device] - slack:
-                raise _refuse(plan, profile, slot, f"device {device} is still busy when {slot.op} starts")
-            device_end[device] = slot.end_s
-        # A consumer needs the whole op, so the end counts once its last layer is in.
-        op_end[op] = slot.end_s
-    for producer, consumer in graph.edges:
-        first = next(slot for slot in plan.slots if slot.op == graph.metaops[consumer].name)
-        if first.start_s < op_end[producer] - slack:
-            raise _refuse(plan, profile, first, f"{first.op} starts before {graph.metaops[producer].name} ends")
-    if abs(plan.folded_s - max(slot.end_s for slot in plan.slots)) > slack:
+    order = [(pass_.slot, pass_.kind) for pass_ in plan.order]
+    refuse_other_slots((slot for slot, _ in order), len(plan.slots))
+    needs = pass_needs(order, slot_links([position[slot.op] for slot in plan.slots], profile.graph))
+    done: set[tuple[int, str]] = set()
+    for number, kind in order:
+        slot = plan.slots[number]
+        for need in needs[number, kind]:
+            if need not in done:
+                source = plan.slots[need[0]].op
+                if kind == FORWARD:
+                    raise _refuse(plan, slot, f"{slot.op} runs before {source}, which feeds it")
+                raise _refuse(plan, slot, f"the {kind} of {slot.op} runs before the {need[1]} of {source}, its input")
+        done.add((number, kind))
+    timed = spans(plan, profile)
+    end_s = max(span.end_s for span in timed)
+    previous_s = 0.0
+    for span in forward_spans(plan, profile):
+        if span.start_s < previous_s - _TOLERANCE * end_s:
+            slot = plan.slots[span.slot]
+            raise _refuse(plan, slot, f"slots must stand in start order; {slot.op} starts too early")
+        previous_s = span.start_s
+    if abs(plan.folded_s - end_s) > _TOLERANCE * end_s:
         raise PlanError(
-            f"folded_s is {plan.folded_s:.6g} s, the last slot ends at {max(s.end_s for s in plan.slots):.6g} s"
+            f"this plan was made from other times: folded_s is {plan.folded_s:.6g} s, by these curves it is "
+            f"{end_s:.6g} s; plan again"
         )
 
 
@@ -317,17 +253,15 @@ def _waves(plan: Plan, profile: Profile) -> None:
     wave = 0
     for slot in plan.slots:
         if slot.wave < wave:
-            raise _refuse(plan, profile, slot, f"waves must not fall in start order; wave {wave} came before")
+            raise _refuse(plan, slot, f"waves must not fall in start order; wave {wave} came before")
         wave = slot.wave
         for device in slot.devices:
             if used.get(device) == slot.wave:
-                raise _refuse(plan, profile, slot, f"device {device} is used twice")
+                raise _refuse(plan, slot, f"device {device} is used twice")
             used[device] = slot.wave
         op = position[slot.op]
         sources = [op] if slot.first else list(graph.predecessors[op])
         for source in sources:
             if wave_of_op.get(source, -1) >= slot.wave:
-                raise _refuse(
-                    plan, profile, slot, f"{slot.op} takes data from its own wave ({graph.metaops[source].name})"
-                )
+                raise _refuse(plan, slot, f"{slot.op} takes data from its own wave ({graph.metaops[source].name})")
         wave_of_op[op] = slot.wave

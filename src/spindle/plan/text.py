@@ -4,11 +4,11 @@
     head*1@0-3
     > F0 F1 B1 B0
 
-Devices stand in share order (`4-7,0-3` is not `0-7`). `^0.25` behind a slot is a start later than its data and devices
-ask for; `~1` its round; `r3` and `o2` how many layers are recomputed and offloaded. A line of `>` has the order of the
-passes, where a plan has one: forward, backward, or the gradients of inputs (I) and weights (W), of slots by number.
-Lines of `# key value` in front carry what slots do not. Names are written as they are, with blanks as `%20` and a
-`>` in front as `%3E`.
+Devices stand in share order (`4-7,0-3` is not `0-7`). Behind a slot, `|1` is its lane; `r3` and `o2` how many layers
+are recomputed and offloaded; `~1` its round; `^0.25` a start in folded time that is later than its data and devices ask
+for. A line of `>` has the order of the passes, where backward does not mirror forward: forward, backward, or the
+gradients of inputs (I) and weights (W), of slots by number. Lines of `# key value` in front carry what slots do not.
+Names are written as they are, with blanks as `%20` and a `>` in front as `%3E`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from collections.abc import Sequence
 from urllib.parse import quote, unquote
 
 from spindle.errors import PlanError
-from spindle.plan.assemble import Piece, assemble
-from spindle.plan.passes import assemble_passes
+from spindle.plan.assemble import Piece, assemble, assemble_passes
 from spindle.plan.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Plan, Slot
 from spindle.profile import Profile
 
 _SLOT = re.compile(
     r"(?P<op>\S+)\*(?P<layers>\d+)@(?P<devices>[\d,-]+)"
-    r"(r(?P<recomputed>\d+))?(o(?P<offloaded>\d+))?(~(?P<round>\d+))?(\^(?P<start>[\d.e+-]+))?"
+    r"(\|(?P<lane>\d+))?(r(?P<recomputed>\d+))?(o(?P<offloaded>\d+))?(~(?P<round>\d+))?(\^(?P<start>[\d.e+-]+))?"
 )
 PASS_LETTERS = {FORWARD: "F", BACKWARD: "B", INPUT: "I", WEIGHT: "W"}
 _PASS = re.compile(r"([FBIW])(\d+)")
@@ -44,9 +43,8 @@ def format_devices(devices: Sequence[int]) -> str:
     return ",".join(parts)
 
 
-def format_plan(plan: Plan, profile: Profile, mark: int | None = None) -> str:
-    """The text form; `mark` points at a slot, for errors."""
-    early = _earliest_starts(plan, profile)
+def format_plan(plan: Plan, mark: int | None = None) -> str:
+    """Write the text form; `mark` is the number of a slot to mark, for errors."""
     lines = [f"# planner {plan.planner}"]
     lines += [f"# tensor {_quoted(module)} {degree}" for module, degree in plan.tensor_degrees if degree > 1]
     lines += [f"# recompute {_quoted(op)}" for op in plan.recompute]
@@ -58,10 +56,11 @@ def format_plan(plan: Plan, profile: Profile, mark: int | None = None) -> str:
             lines.append(" ".join(line))
             line, wave = [], slot.wave
         text = f"{_quoted(slot.op)}*{slot.num_layers}@{format_devices(slot.devices)}"
+        text += f"|{slot.lane}" if slot.lane else ""
         text += f"r{slot.recomputed}" if slot.recomputed else ""
         text += f"o{slot.offloaded}" if slot.offloaded else ""
         text += f"~{slot.round}" if slot.round else ""
-        text += f"^{slot.start_s!r}" if slot.start_s > early[number] and not plan.passes else ""
+        text += f"^{slot.not_before_s!r}" if slot.not_before_s else ""
         line.append(f">>> {text} <<<" if number == mark else text)
     lines.append(" ".join(line))
     if plan.passes:
@@ -73,31 +72,13 @@ _SAFE = "/#[]:()<>=,+!?&$'\""
 
 
 def _quoted(name: str) -> str:
-    """A name as one word; what begins with `>` would be a line of passes."""
+    """Quote a name into one word; a leading `>` would start a line of passes."""
     text = quote(name, safe=_SAFE)
     return "%3E" + text[1:] if text.startswith(">") else text
 
 
-def _earliest_starts(plan: Plan, profile: Profile) -> list[float]:
-    graph = profile.graph
-    position = {op.name: index for index, op in enumerate(graph.metaops)}
-    op_end: dict[int, float] = {}
-    device_end: dict[int, float] = {}
-    starts = []
-    for slot in plan.slots:
-        op = position.get(slot.op, -1)
-        data = [op_end.get(op, 0.0)]
-        if op >= 0 and slot.first == 0:
-            data = [op_end.get(producer, 0.0) for producer in graph.predecessors[op]]
-        starts.append(max([0.0, *data, *(device_end.get(device, 0.0) for device in slot.devices)]))
-        op_end[op] = slot.end_s
-        for device in slot.devices:
-            device_end[device] = slot.end_s
-    return starts
-
-
 def parse_plan(text: str, profile: Profile) -> Plan:
-    """The plan of a text form; times follow from the order, a line is a wave."""
+    """Parse the text form; every line of slots is a wave."""
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
     planner = "text"
     degrees: dict[str, int] = {}
@@ -121,9 +102,9 @@ def parse_plan(text: str, profile: Profile) -> Plan:
                 shard_optimizer = True
             continue
         if line.startswith(">"):
-            found = [_parse_pass(word, number) for word in line[1:].split()]
-            passes += found
-            lines += [number] * len(found)
+            parsed = [_parse_pass(word, number) for word in line[1:].split()]
+            passes += parsed
+            lines += [number] * len(parsed)
             continue
         wave += bool(line.strip())
         for word in line.split():
@@ -144,6 +125,7 @@ def parse_plan(text: str, profile: Profile) -> Plan:
                     round=int(match["round"] or 0),
                     not_before_s=float(match["start"] or 0.0),
                     wave=wave,
+                    lane=int(match["lane"] or 0),
                     recomputed=int(match["recomputed"] or 0),
                     offloaded=int(match["offloaded"] or 0),
                 )
@@ -174,7 +156,7 @@ def _parse_devices(text: str) -> tuple[int, ...]:
     return tuple(devices)
 
 
-def marked(plan: Plan, profile: Profile, slot: Slot) -> str:
+def marked(plan: Plan, slot: Slot) -> str:
     """The plan with one slot marked, indented for an error message."""
-    number = next(index for index, other in enumerate(plan.slots) if other is slot)
-    return "\n" + "".join(f"    {line}\n" for line in format_plan(plan, profile, mark=number).splitlines())
+    number = next(index for index, candidate in enumerate(plan.slots) if candidate is slot)
+    return "\n" + "".join(f"    {line}\n" for line in format_plan(plan, mark=number).splitlines())

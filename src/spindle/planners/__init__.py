@@ -1,59 +1,114 @@
-"""Which plan is good? Planners, bounds, and the exhaustive oracle. A planner may simulate to score."""
+"""Which plan is good? The registry of planners, bounds, and the exhaustive oracle. A planner may simulate to score."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 
 from spindle.errors import InputError
 from spindle.plan import Plan
 from spindle.planners.baselines import schedule_distmm, schedule_sequential, schedule_task_level
 from spindle.planners.bounds import LpSolution, graph_bound, graph_bound_s, lp_bound, step_bound_s
-from spindle.planners.build import Scheduler, build
+from spindle.planners.build import Scheduler, plan_with
 from spindle.planners.exhaustive import schedule_exhaustive
+from spindle.planners.options import Chain, Layout, PlanOptions, Progress
 from spindle.planners.paper import paper_waves, schedule_paper
+from spindle.planners.pipeline.baselines import BASELINES, baseline_layouts, plan_baseline
+from spindle.planners.pipeline.planner import pipeline_layout, plan_pipeline, search_pipeline
+from spindle.planners.pipeline.search import SearchResult
+from spindle.planners.pipeline.stages import owning_ranks_in
 from spindle.planners.problem import Problem, Timed, problem_of
-from spindle.planners.wavefront import Effort, Progress, plan_wavefront
+from spindle.planners.wavefront import plan_wavefront
 from spindle.profile import Profile
 
 __all__ = [
-    "BASELINES",
     "PLANNERS",
-    "Effort",
+    "Chain",
+    "Layout",
     "LpSolution",
+    "PlanOptions",
+    "Planner",
     "Problem",
     "Progress",
+    "SearchResult",
     "Timed",
+    "baseline_layouts",
     "graph_bound",
     "graph_bound_s",
     "lp_bound",
     "make_plan",
+    "owning_ranks_in",
     "paper_waves",
+    "pipeline_layout",
+    "planners_of",
     "problem_of",
+    "search_pipeline",
     "step_bound_s",
 ]
 
-_SCHEDULERS: dict[str, Scheduler] = {
-    "paper": schedule_paper,
-    "sequential": schedule_sequential,
-    "distmm": schedule_distmm,
-    "task-level": schedule_task_level,
-    "exhaustive": schedule_exhaustive,
-}
-BASELINES = ("sequential", "distmm", "task-level")
-PLANNERS = ("wavefront", *_SCHEDULERS)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planner:
+    """One entry of the registry: a function from a profile and options to a finished plan.
+
+    Planners of pipelines order the passes of microbatches; those that split encoders' microbatches take a profile of
+    sub-microbatches. `search` gives the plan with how the search came to it, for each replica. `is_compared` says
+    whether `spindle compare` runs the planner.
+    """
+
+    name: str
+    description: str
+    plan: Callable[[Profile, PlanOptions, Progress | None], Plan]
+    search: Callable[[Profile, PlanOptions, Progress | None], tuple[Plan, list[SearchResult]]] | None = None
+    is_pipeline: bool = False
+    splits_microbatches: bool = False
+    is_compared: bool = True
+
+
+def _scheduled(name: str, schedule: Scheduler, description: str, is_compared: bool = True) -> Planner:
+    return Planner(name=name, description=description, plan=partial(plan_with, name, schedule), is_compared=is_compared)
+
+
+_ALL = (
+    Planner(
+        name="wavefront",
+        description="waves without barriers, annealed: any number of devices for any layers",
+        plan=plan_wavefront,
+    ),
+    _scheduled("paper", schedule_paper, "the Spindle paper's: level by level, in waves with barriers"),
+    _scheduled("sequential", schedule_sequential, "every module on the whole cluster in turn, as Megatron-LM users do"),
+    _scheduled("distmm", schedule_distmm, "task after task, its towers side by side"),
+    _scheduled("task-level", schedule_task_level, "every task on devices of its own for the whole step"),
+    _scheduled("exhaustive", schedule_exhaustive, "the best there is, for a handful of layers", is_compared=False),
+    Planner(
+        name="pipeline",
+        description="passes of sub-microbatches interleaved for each batch, stages' memory chosen (DIP)",
+        plan=plan_pipeline,
+        search=search_pipeline,
+        is_pipeline=True,
+        splits_microbatches=True,
+    ),
+    *(
+        Planner(name=name, description=system.description, plan=partial(plan_baseline, name), is_pipeline=True)
+        for name, system in BASELINES.items()
+    ),
+)
+PLANNERS: Mapping[str, Planner] = {planner.name: planner for planner in _ALL}
+
+
+def planners_of(is_pipeline: bool) -> tuple[str, ...]:
+    """Names of the planners of pipelines, or of all other planners; the first is the default."""
+    return tuple(name for name, planner in PLANNERS.items() if planner.is_pipeline == is_pipeline)
 
 
 def make_plan(
     profile: Profile,
     planner: str = "wavefront",
-    effort: Effort = Effort(),  # noqa: B008
+    options: PlanOptions = PlanOptions(),  # noqa: B008
     progress: Progress | None = None,
-    shard_optimizer: bool | None = None,
 ) -> Plan:
-    """A finished plan of the named planner: checked, verified, simulated, beside its bound.
-
-    The optimizer is sharded when memory asks for it, unless that is given.
-    """
-    if planner == "wavefront":
-        return plan_wavefront(profile, effort, progress, shard_optimizer)
-    if planner not in _SCHEDULERS:
+    """Make a plan with the named planner: simulated, checked and verified, with its bound."""
+    if planner not in PLANNERS:
         raise InputError(f"no planner is called {planner!r}; there are {', '.join(PLANNERS)}")
-    return build(profile, planner, _SCHEDULERS[planner], shard_optimizer)
+    return PLANNERS[planner].plan(profile, options, progress)

@@ -26,7 +26,7 @@ class Allocation:
 def allocate(choices: Sequence[Choices], num_layers: Sequence[int], num_devices: int) -> tuple[float, list[Allocation]]:
     """C* in seconds and the allocation of each op (Alg. 2, eq. 8-10)."""
     hulls = [_speedup_hull(choice) for choice in choices]
-    work = [float(one.layer_s[0]) * layers for one, layers in zip(choices, num_layers, strict=True)]
+    work = [float(choice.layer_s[0]) * layers for choice, layers in zip(choices, num_layers, strict=True)]
 
     def devices_at(end_s: float) -> list[float]:
         return [
@@ -34,7 +34,7 @@ def allocate(choices: Sequence[Choices], num_layers: Sequence[int], num_devices:
             for total, (counts, speedup) in zip(work, hulls, strict=True)
         ]
 
-    low = max(float(one.layer_s[-1]) * layers for one, layers in zip(choices, num_layers, strict=True))
+    low = max(float(choice.layer_s[-1]) * layers for choice, layers in zip(choices, num_layers, strict=True))
     high = sum(work)
     if sum(devices_at(low)) <= num_devices:
         high = low
@@ -45,7 +45,7 @@ def allocate(choices: Sequence[Choices], num_layers: Sequence[int], num_devices:
         else:
             low = middle
     allocations = []
-    for count, total, (counts, _), one in zip(devices_at(high), work, hulls, choices, strict=True):
+    for count, total, (counts, _), choice in zip(devices_at(high), work, hulls, choices, strict=True):
         upper = min(int(np.searchsorted(counts, count - 1e-9)), len(counts) - 1)
         upper = max(upper, 1)
         n_low, n_high = int(counts[upper - 1]), int(counts[upper])
@@ -53,9 +53,9 @@ def allocate(choices: Sequence[Choices], num_layers: Sequence[int], num_devices:
         share_high = (count - n_low) / (n_high - n_low)
         tuples = []
         if n_low and share_high < 1 - 1e-12:
-            tuples.append((n_low, (1 - share_high) * high / one.time_on(n_low)))
+            tuples.append((n_low, (1 - share_high) * high / choice.time_on(n_low)))
         if share_high > 1e-12:
-            layers_high = share_high * high / one.time_on(n_high) if n_low else total / float(one.layer_s[0])
+            layers_high = share_high * high / choice.time_on(n_high) if n_low else total / float(choice.layer_s[0])
             tuples.append((n_high, layers_high))
         allocations.append(Allocation(num_devices=count, tuples=tuple(tuples)))
     return high, allocations
@@ -65,14 +65,14 @@ def _speedup_hull(choices: Choices) -> tuple[np.ndarray, np.ndarray]:
     """Numbers of devices and speedups, from (0, 0), where the speedup is concave."""
     counts = np.concatenate([[0], choices.num_devices])
     speedup = np.concatenate([[0.0], choices.layer_s[0] / choices.layer_s])
-    kept: list[int] = []
+    hull: list[int] = []
     for point in range(len(counts)):
-        while len(kept) >= 2:
-            first, second = kept[-2], kept[-1]
+        while len(hull) >= 2:
+            first, second = hull[-2], hull[-1]
             rise = (speedup[second] - speedup[first]) * (counts[point] - counts[first])
             if rise <= (speedup[point] - speedup[first]) * (counts[second] - counts[first]):
-                kept.pop()
+                hull.pop()
             else:
                 break
-        kept.append(point)
-    return counts[kept], speedup[kept]
+        hull.append(point)
+    return counts[hull], speedup[hull]

@@ -272,13 +272,13 @@ def near_option(table, op, option, state):
     """Another option for the op: mostly one or two steps away, else any; -1
     where the step leaves the list."""
     if random_share(state) < 0.3:
-        other = random_below(state, table.option_count[op])
+        changed = random_below(state, table.option_count[op])
     else:
         step = 1 + random_below(state, 2)
-        other = option + step if random_share(state) < 0.5 else option - step
-    if other < 0 or other >= table.option_count[op] or other == option:
+        changed = option + step if random_share(state) < 0.5 else option - step
+    if changed < 0 or changed >= table.option_count[op] or changed == option:
         return -1
-    return other
+    return changed
 
 
 @njit(cache=True, nogil=True)
@@ -370,24 +370,24 @@ def anneal(table, first_pieces, first_count, seed, evaluations, control):
     """Anneals from the given list; returns the best list found, its length
     and its starts and ends."""
     ops = table.tail.shape[0]
-    room = ops * table.piece_limit
+    most_pieces = ops * table.piece_limit
     state = np.array([seed], np.uint64)
     for _ in range(10):
         random_share(state)
-    times = np.zeros(2 * room + 2)
-    used = np.zeros(2 * room + 2, np.int64)
-    start_at = np.zeros(room)
-    end_at = np.zeros(room)
+    times = np.zeros(2 * most_pieces + 2)
+    used = np.zeros(2 * most_pieces + 2, np.int64)
+    start_at = np.zeros(most_pieces)
+    end_at = np.zeros(most_pieces)
     op_end = np.zeros(ops)
     remaining = np.zeros(ops)
-    chosen = np.zeros(room, np.int64)
-    pieces = np.zeros((room, 3), np.int64)
+    chosen = np.zeros(most_pieces, np.int64)
+    pieces = np.zeros((most_pieces, 3), np.int64)
     pieces[:first_count] = first_pieces[:first_count]
     count = first_count
     pieces_of = np.zeros(ops, np.int64)
     for i in range(count):
         pieces_of[pieces[i, OP]] += 1
-    kept, kept_count = pieces.copy(), count
+    accepted, accepted_count = pieces.copy(), count
     best, best_count, best_value = pieces.copy(), count, REJECTED
     best_start, best_end = start_at.copy(), end_at.copy()
     current = REJECTED
@@ -403,7 +403,7 @@ def anneal(table, first_pieces, first_count, seed, evaluations, control):
             temperature = FIRST_TEMPERATURE * cooling**progress
             work_share = FIRST_WORK_SHARE + (LAST_WORK_SHARE - FIRST_WORK_SHARE) * progress
         if step > 0:
-            count = move(table, pieces, kept_count, pieces_of, state)
+            count = move(table, pieces, accepted_count, pieces_of, state)
             if count == 0:
                 continue
         # The threshold is drawn before decoding, so that a hopeless list is
@@ -420,8 +420,8 @@ def anneal(table, first_pieces, first_count, seed, evaluations, control):
             # The options taken become the list's own.
             for i in range(count):
                 pieces[i, OPTION] = chosen[i]
-                copy_piece(pieces, i, kept, i)
-            kept_count = count
+                copy_piece(pieces, i, accepted, i)
+            accepted_count = count
         if makespan + price < best_value:
             # Also one that is not kept: the objective is not the makespan alone.
             best_value = makespan + price
@@ -432,21 +432,21 @@ def anneal(table, first_pieces, first_count, seed, evaluations, control):
             best_start[:count] = start_at[:count]
             best_end[:count] = end_at[:count]
         if not is_kept:
-            undo(pieces, count, kept, kept_count, pieces_of)
+            undo(pieces, count, accepted, accepted_count, pieces_of)
     control[DONE] = min(step + 1, evaluations)
     return best, best_count, best_start, best_end
 
 
 @njit(cache=True, nogil=True)
-def undo(pieces, count, kept, kept_count, pieces_of):
+def undo(pieces, count, accepted, accepted_count, pieces_of):
     """Back to the list kept; the counts per op follow."""
-    if count != kept_count:
+    if count != accepted_count:
         for i in range(count):
             pieces_of[pieces[i, OP]] -= 1
-        for i in range(kept_count):
-            pieces_of[kept[i, OP]] += 1
-    for i in range(kept_count):
-        copy_piece(kept, i, pieces, i)
+        for i in range(accepted_count):
+            pieces_of[accepted[i, OP]] += 1
+    for i in range(accepted_count):
+        copy_piece(accepted, i, pieces, i)
 
 
 def new_control() -> np.ndarray:
@@ -479,7 +479,7 @@ def search(
             best[:count].tolist(), starts[:count].tolist(), ends[:count].tolist(), strict=True
         )
     ]
-    return sorted(timed, key=lambda one: one.start_s)
+    return sorted(timed, key=lambda piece: piece.start_s)
 
 
 def _table(problem: Problem, piece_limit: int) -> tuple[Table, float]:

@@ -1,4 +1,4 @@
-"""What people would otherwise use, each at its best.
+"""Baselines: what people use today, each at its best.
 
 `sequential`: every module on the whole cluster in turn, as DeepSpeed and Megatron-LM users do. `distmm`: one task after
 another, its towers side by side on the split of devices that ends soonest. `task-level`: every task has its own devices
@@ -16,12 +16,12 @@ from spindle.planners.problem import Problem, Timed, choices_of
 
 
 def schedule_sequential(problem: Problem) -> list[Timed]:
-    """Every op in turn, on as many devices as make it fastest."""
+    """Schedule every op in turn, on as many devices as make it fastest."""
     return _in_turn(problem, _task_by_task(problem, range(problem.num_ops)), problem.num_devices, 0.0)
 
 
 def schedule_distmm(problem: Problem) -> list[Timed]:
-    """Task after task; inside one, towers that do not wait for each other side by side where that ends sooner.
+    """Schedule task after task; independent towers of a task run side by side where that ends sooner.
 
     A tower is a chain of ops: it keeps its devices from its first op to its last.
     """
@@ -37,7 +37,7 @@ def schedule_distmm(problem: Problem) -> list[Timed]:
 
 
 def _towers_by_level(problem: Problem, ops: Sequence[int]) -> list[list[list[int]]]:
-    """Chains of a task's ops, grouped so that those of one group wait for no other of it."""
+    """Chains of a task's ops, grouped by level: chains of one group are independent of each other."""
     consumers: dict[int, list[int]] = {op: [] for op in ops}
     for op in ops:
         for producer in problem.predecessors[op]:
@@ -64,7 +64,7 @@ def _towers_by_level(problem: Problem, ops: Sequence[int]) -> list[list[list[int
 
 
 def schedule_task_level(problem: Problem) -> list[Timed]:
-    """Tasks side by side for the whole step, each running its ops in turn on devices of its own.
+    """Schedule tasks side by side for the whole step, each running its ops in turn on devices of its own.
 
     With more tasks than devices, the lightest are put together until there is a device for each group. The paper's
     greedy stops at steps of a curve, so it is also tried over divisors of the batches alone, and beside the split
@@ -82,17 +82,17 @@ def schedule_task_level(problem: Problem) -> list[Timed]:
     ]
     schedules = [
         [
-            replace(one, team=f"group {number}")
+            replace(piece, team=f"group {number}")
             for number, (group, count) in enumerate(zip(groups, counts, strict=True))
-            for one in _in_turn(problem, group, count, 0.0)
+            for piece in _in_turn(problem, group, count, 0.0)
         ]
         for counts in splits
     ]
-    return sorted(min(schedules, key=_end_s), key=lambda one: one.start_s)
+    return sorted(min(schedules, key=_end_s), key=lambda piece: piece.start_s)
 
 
 def _end_s(timed: Iterable[Timed]) -> float:
-    return max(one.end_s for one in timed)
+    return max(piece.end_s for piece in timed)
 
 
 def _task_by_task(problem: Problem, ops: Sequence[int]) -> list[int]:
@@ -121,15 +121,15 @@ def _whole(problem: Problem, op: int, num_devices: int, start_s: float, end_s: f
 
 
 def _side_by_side(problem: Problem, towers: list[list[int]], start_s: float) -> list[Timed] | None:
-    """All at once, each on fixed devices, so that the last ends as soon as possible; None if they do not fit."""
+    """Towers side by side on fixed devices, so that the last ends as early as possible; None if they do not fit."""
     if sum(_fewest(problem, tower) for tower in towers) > problem.num_devices:
         return None
     steps = [np.unique(np.concatenate([problem.choices[op].num_devices for op in tower])) for tower in towers]
     counts = _shortest_longest(problem, towers, steps)
     return [
-        replace(one, team=f"tower of {problem.ops[tower[0]]}")
+        replace(piece, team=f"tower of {problem.ops[tower[0]]}")
         for tower, count in zip(towers, counts, strict=True)
-        for one in _in_turn(problem, tower, count, start_s)
+        for piece in _in_turn(problem, tower, count, start_s)
     ]
 
 
@@ -194,7 +194,7 @@ def _marginal_gains(problem: Problem, groups: list[list[int]], steps: list[np.nd
 
 
 def _shortest_longest(problem: Problem, groups: list[list[int]], steps: list[np.ndarray]) -> list[int]:
-    """Devices for each group so that the slowest is as fast as can be."""
+    """Devices for each group that minimise the time of the slowest group."""
     counts = [_fewest(problem, group) for group in groups]
     times_s = [_group_s(problem, group, count) for group, count in zip(groups, counts, strict=True)]
     while True:

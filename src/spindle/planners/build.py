@@ -1,6 +1,6 @@
 """From a schedule to a finished plan: devices, memory, program, simulated time.
 
-Every planner is a function from a Problem to timed pieces; here it is tried under the settings that memory asks for:
+A scheduler is a function from a Problem to timed pieces; here it is tried under the settings that memory asks for:
 as it is, then with the optimizer's state sharded, then with tensor parallelism or rounds or some recomputation, then
 with several of these. The first of these stages with a plan that fits decides, by simulated time, unless that plan is
 far from the bound.
@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spindle.errors import DoesNotFitError
-from spindle.plan import Plan, assemble, check
+from spindle.plan import Plan, assemble
 from spindle.planners.bounds import graph_bound_s, lp_bound
+from spindle.planners.finish import finished, scored
+from spindle.planners.options import PlanOptions, Progress
 from spindle.planners.placement import place
 from spindle.planners.problem import Problem, Timed, problem_of
 from spindle.profile import Profile, Setting, bytes_text, saved_bytes, state_bytes
-from spindle.program import counts_bytes, lower, refuse_overfull, verify
-from spindle.simulate import simulate
+from spindle.program import counts_bytes, refuse_overfull
 
 # Times the bound: a plan within it ends the search for one that saves memory in another way.
 GOOD_ENOUGH = 1.25
@@ -36,14 +37,16 @@ class Attempt:
     num_rounds: int = 1
 
 
-def build(profile: Profile, planner: str, schedule: Scheduler, shard_optimizer: bool | None = None) -> Plan:
-    """The best plan of a scheduler over the stages that memory asks for."""
+def plan_with(
+    planner: str, schedule: Scheduler, profile: Profile, options: PlanOptions, progress: Progress | None = None
+) -> Plan:
+    """Make the best plan of a scheduler over the settings that memory asks for."""
 
-    def attempt(one: Attempt) -> Plan:
-        timed = in_rounds(profile, one.setting, one.num_rounds, schedule)
-        return scored(realise(profile, one.setting, planner, timed), profile)
+    def plan_for(attempt: Attempt) -> Plan:
+        timed = in_rounds(profile, attempt.setting, attempt.num_rounds, schedule)
+        return scored(realise(profile, attempt.setting, planner, timed), profile)
 
-    return best_over_stages(profile, attempt, shard_optimizer=shard_optimizer)
+    return best_over_stages(profile, plan_for, shard_optimizer=options.shard_optimizer)
 
 
 def best_over_stages(
@@ -52,7 +55,7 @@ def best_over_stages(
     most_sharded: int | None = None,
     shard_optimizer: bool | None = None,
 ) -> Plan:
-    """Goes stage by stage until a plan fits and is good; the fastest found, finished and checked.
+    """Try settings stage by stage until a plan fits and is near the bound; return the fastest, finished.
 
     A plan that fits at an early stage only because pieces were packed behind each other can be far slower than one of
     a later stage; so one that is far from the bound does not end the search once memory has refused anything.
@@ -83,19 +86,19 @@ def best_over_stages(
 
 
 def closest_of(refusals: Sequence[DoesNotFitError]) -> DoesNotFitError:
-    """The one that needs the least memory, of real plans if there are any."""
-    return min(refusals, key=lambda one: (one.is_bound, one.needed_bytes))
+    """The refusal that needs the least memory; refusals of real plans before those of bounds."""
+    return min(refusals, key=lambda refusal: (refusal.is_bound, refusal.needed_bytes))
 
 
 def time_of(plan: Plan) -> tuple[float, float]:
-    """What plans are compared by: the step, then folded time."""
+    """Sort key of plans: the simulated step, then folded time."""
     return (plan.makespan_s, plan.folded_s)
 
 
 def stages(
     profile: Profile, most_sharded: int | None = None, shard_optimizer: bool | None = None
 ) -> Iterator[list[Attempt]]:
-    """What to try, from the fastest to the most frugal: as it is; with one means of saving memory; with several.
+    """Attempts by stage, from the fastest to the most frugal: as it is; with one way of saving memory; with several.
 
     Sharding the optimizer costs next to nothing, so it is the first of these means, and with all others where several
     are needed. `shard_optimizer` insists on it, or forbids it. `most_sharded` limits how many choices of tensor degrees
@@ -149,7 +152,7 @@ def _promise_s(profile: Profile, setting: Setting) -> float:
 
 
 def refuse_hopeless(profile: Profile, attempt: Attempt) -> None:
-    """Refuses an attempt whose bytes do not fit even spread evenly over all devices, before anything is scheduled.
+    """Refuse an attempt whose bytes would not fit even if spread evenly over all devices.
 
     That no parameter has its state twice is the least that any attempt needs, with or without sharding.
     """
@@ -160,8 +163,8 @@ def refuse_hopeless(profile: Profile, attempt: Attempt) -> None:
     state = sum(state_bytes(graph, parameter) for parameter in used)
     activations: dict[str, float] = dict.fromkeys(graph.tasks, 0.0)
     for position, op in enumerate(graph.metaops):
-        kept = saved_bytes(op, op.batch_size or 1, op.num_layers, 1, setting.recompute[position])
-        activations[op.task] += kept
+        num_bytes = saved_bytes(op, op.batch_size or 1, op.num_layers, 1, setting.recompute[position])
+        activations[op.task] += num_bytes
     rounds = balanced_tasks(profile, attempt.num_rounds)
     most = max(sum(activations[task] for task in tasks) for tasks in rounds)
     # As if every device held an even part of everything.
@@ -172,7 +175,7 @@ def refuse_hopeless(profile: Profile, attempt: Attempt) -> None:
 
 
 def _recomputing(profile: Profile, setting: Setting, share: float) -> Setting:
-    """Recomputes the ops that free most bytes for each second, until about this share of all activations is gone."""
+    """The setting that recomputes the ops which free most bytes per second, up to this share of all activations."""
     freed: list[tuple[float, float, int]] = []
     for position, op in enumerate(profile.graph.metaops):
         if op.cost is not None and op.batch_size is not None and not setting.recompute[position]:
@@ -220,25 +223,25 @@ def _sharded_degrees(profile: Profile) -> list[dict[str, int]]:
 
 
 def in_rounds(profile: Profile, setting: Setting, num_rounds: int, schedule: Scheduler) -> list[Timed]:
-    """The schedule of all tasks at once, or of balanced groups of tasks one after another."""
+    """Schedule all tasks at once, or balanced groups of tasks one round after another."""
     if num_rounds == 1:
         return schedule(problem_of(profile, setting))
     timed: list[Timed] = []
     start_s = 0.0
     for number, tasks in enumerate(balanced_tasks(profile, num_rounds)):
         part = schedule(problem_of(profile, setting, tasks))
-        waves = 1 + max((one.wave or 0 for one in timed), default=-1)
+        waves = 1 + max((piece.wave or 0 for piece in timed), default=-1)
         timed += [
             replace(
-                one,
-                start_s=one.start_s + start_s,
-                end_s=one.end_s + start_s,
+                piece,
+                start_s=piece.start_s + start_s,
+                end_s=piece.end_s + start_s,
                 round=number,
-                wave=None if one.wave is None else one.wave + waves,
+                wave=None if piece.wave is None else piece.wave + waves,
             )
-            for one in part
+            for piece in part
         ]
-        start_s = max(one.end_s for one in timed)
+        start_s = max(piece.end_s for piece in timed)
     return timed
 
 
@@ -258,20 +261,6 @@ def balanced_tasks(profile: Profile, num_groups: int) -> list[frozenset[str]]:
 
 
 def realise(profile: Profile, setting: Setting, planner: str, timed: Sequence[Timed], seed: int = 0) -> Plan:
-    """Places timed pieces on devices."""
-    in_order = sorted(timed, key=lambda one: (one.round, one.start_s))
+    """Place timed pieces on devices."""
+    in_order = sorted(timed, key=lambda piece: (piece.round, piece.start_s))
     return assemble(profile, setting, planner, place(profile, setting, in_order), seed)
-
-
-def scored(plan: Plan, profile: Profile) -> Plan:
-    """The plan with its simulated time; refuses one whose memory does not fit after all."""
-    timeline = simulate(lower(plan, profile), profile)
-    refuse_overfull(timeline.peak_bytes(), profile)
-    return replace(plan, makespan_s=timeline.makespan_s)
-
-
-def finished(plan: Plan, profile: Profile, bound_s: float) -> Plan:
-    """The plan with its bound, after `check` and `verify`."""
-    check(plan, profile)
-    verify(lower(plan, profile), profile)
-    return replace(plan, bound_s=bound_s)

@@ -13,7 +13,7 @@ MAX_STATES = 2_000_000
 
 
 def schedule_exhaustive(problem: Problem) -> list[Timed]:
-    """The optimal schedule; refuses problems with too many to try."""
+    """Find the optimal schedule; refuses problems with too many schedules to try."""
     states = 1.0
     remaining = sum(problem.num_layers)
     for layers, choices in zip(problem.num_layers, problem.choices, strict=True):
@@ -26,7 +26,7 @@ def schedule_exhaustive(problem: Problem) -> list[Timed]:
         )
     search = _Search(problem)
     search.extend([0.0] * problem.num_ops, list(problem.num_layers), [], 0.0)
-    return sorted(search.best, key=lambda one: one.start_s)
+    return sorted(search.best, key=lambda piece: piece.start_s)
 
 
 class _Search:
@@ -39,13 +39,13 @@ class _Search:
         self._least_area = areas
 
     def extend(self, ends_s: list[float], left: list[int], placed: list[Timed], makespan_s: float) -> None:
-        """Places every possible next layer in turn; `ends_s` is when each op's last placed layer ends."""
+        """Place every possible next layer in turn; `ends_s` is when each op's last placed layer ends."""
         if makespan_s >= self.best_s - 1e-15:
             return
         if not any(left):
             self.best, self.best_s = list(placed), makespan_s
             return
-        area = sum((one.end_s - one.start_s) * one.num_devices for one in placed)
+        area = sum((piece.end_s - piece.start_s) * piece.num_devices for piece in placed)
         area += sum(count * least for count, least in zip(left, self._least_area, strict=True))
         if area / self.problem.num_devices >= self.best_s - 1e-15:
             return
@@ -60,23 +60,23 @@ class _Search:
         choices = self.problem.choices[op]
         for count, layer_s in zip(choices.num_devices.tolist(), choices.layer_s.tolist(), strict=True):
             start_s = self._earliest(placed, ready_s, count, layer_s)
-            one = Timed(
+            piece = Timed(
                 op=self.problem.ops[op], num_layers=1, num_devices=count, start_s=start_s, end_s=start_s + layer_s
             )
             before = ends_s[op]
-            ends_s[op], left[op] = one.end_s, left[op] - 1
-            placed.append(one)
-            self.extend(ends_s, left, placed, max(makespan_s, one.end_s))
+            ends_s[op], left[op] = piece.end_s, left[op] - 1
+            placed.append(piece)
+            self.extend(ends_s, left, placed, max(makespan_s, piece.end_s))
             placed.pop()
             ends_s[op], left[op] = before, left[op] + 1
 
     def _earliest(self, placed: list[Timed], ready_s: float, count: int, layer_s: float) -> float:
-        """The first time from which so many devices are free for so long."""
-        for start_s in sorted({ready_s, *(one.end_s for one in placed if one.end_s > ready_s)}):
-            moments = [start_s, *(one.start_s for one in placed if start_s < one.start_s < start_s + layer_s)]
+        """The earliest time from which `count` devices are free for `layer_s`."""
+        for start_s in sorted({ready_s, *(piece.end_s for piece in placed if piece.end_s > ready_s)}):
+            moments = [start_s, *(piece.start_s for piece in placed if start_s < piece.start_s < start_s + layer_s)]
             if all(self._used(placed, moment) + count <= self.problem.num_devices for moment in moments):
                 return start_s
         raise AssertionError("the end of everything placed is always free")
 
     def _used(self, placed: list[Timed], moment: float) -> int:
-        return sum(one.num_devices for one in placed if one.start_s <= moment < one.end_s)
+        return sum(piece.num_devices for piece in placed if piece.start_s <= moment < piece.end_s)

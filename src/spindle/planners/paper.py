@@ -83,13 +83,15 @@ def _divisor_choices(problem: Problem) -> list[Choices]:
 
 
 def _whole_tuples(op: int, num_layers: int, allocation: Allocation) -> list[_Tuple]:
-    """Rounds to whole layers; the residual goes to the tuple with fewer devices."""
+    """Round to whole layers; the residual goes to the tuple with fewer devices."""
     *_, (n_high, layers_high) = allocation.tuples
     if len(allocation.tuples) == 1:
         return [_Tuple(op, n_high, num_layers)]
     high = min(num_layers, round(layers_high))
     return [
-        one for one in (_Tuple(op, allocation.tuples[0][0], num_layers - high), _Tuple(op, n_high, high)) if one.layers
+        candidate
+        for candidate in (_Tuple(op, allocation.tuples[0][0], num_layers - high), _Tuple(op, n_high, high))
+        if candidate.layers
     ]
 
 
@@ -109,7 +111,7 @@ def _schedule(
         content = tuple((entry.source.op, entry.num_devices, entry.layers) for entry in entries)
         for entry in entries:
             entry.source.layers -= entry.layers
-        pool = [one for one in pool if one.layers]
+        pool = [candidate for candidate in pool if candidate.layers]
         previous = waves[-1] if waves else None
         if previous and {entry[:2] for entry in previous.entries} == {entry[:2] for entry in content}:
             layers_before = {entry[0]: entry[2] for entry in previous.entries}
@@ -121,22 +123,22 @@ def _schedule(
 
 
 def _propose(choices: list[Choices], pool: list[_Tuple], num_devices: int) -> list[_Entry]:
-    """Fills the cluster: most devices first, then longest; one tuple of an op at a time."""
+    """Fill the cluster: most devices first, then longest; one tuple of an op at a time."""
 
-    def size(one: _Tuple) -> tuple[int, float]:
-        return (-one.num_devices, -choices[one.op].time_on(one.num_devices) * one.layers)
+    def size(candidate: _Tuple) -> tuple[int, float]:
+        return (-candidate.num_devices, -choices[candidate.op].time_on(candidate.num_devices) * candidate.layers)
 
     entries: list[_Entry] = []
     free = num_devices
-    for one in sorted(pool, key=size):
-        if one.num_devices <= free and all(entry.source.op != one.op for entry in entries):
-            entries.append(_Entry(one, one.num_devices))
-            free -= one.num_devices
+    for candidate in sorted(pool, key=size):
+        if candidate.num_devices <= free and all(entry.source.op != candidate.op for entry in entries):
+            entries.append(_Entry(candidate, candidate.num_devices))
+            free -= candidate.num_devices
     return entries
 
 
 def _align(choices: list[Choices], entries: list[_Entry]) -> float:
-    """Cuts all to about the shortest; returns the wave's time."""
+    """Cut all entries to about the shortest; returns the wave's time."""
 
     def layer_s(entry: _Entry) -> float:
         return choices[entry.source.op].time_on(entry.num_devices)
@@ -151,14 +153,14 @@ def _align(choices: list[Choices], entries: list[_Entry]) -> float:
 def _extend(
     problem: Problem, choices: list[Choices], entries: list[_Entry], pool: list[_Tuple], wave_s: float, optimum_s: float
 ) -> float:
-    """Gives idle devices to whoever has most left after this wave, then to whoever takes longest in it."""
+    """Give idle devices to the op with most work left after this wave, then to the longest entry in it."""
 
     def layer_s(entry: _Entry, num_devices: int) -> float:
         return choices[entry.source.op].time_on(num_devices)
 
     def left_s(entry: _Entry) -> float:
         op = entry.source.op
-        layers = sum(one.layers for one in pool if one.op == op) - entry.layers
+        layers = sum(candidate.layers for candidate in pool if candidate.op == op) - entry.layers
         return layers * optimum_s / problem.num_layers[op]
 
     def grow(entry: _Entry, free: int) -> int:

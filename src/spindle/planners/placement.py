@@ -66,7 +66,7 @@ def place(profile: Profile, setting: Setting, timed: Sequence[Timed]) -> list[Pi
 
 
 class _Placement:
-    """What is where, while pieces are placed."""
+    """State of the placement: what each device holds, and until when it is busy."""
 
     def __init__(self, profile: Profile, setting: Setting) -> None:
         self.profile, self.setting, self.graph = profile, setting, profile.graph
@@ -107,24 +107,24 @@ class _Placement:
         self._clear()
         pieces: list[Piece] = []
         late = False
-        for number, one in enumerate(timed):
-            if one.round != self.round:
-                self.round = one.round
+        for number, piece in enumerate(timed):
+            if piece.round != self.round:
+                self.round = piece.round
                 self.activations[:] = 0
                 self.working[:] = 0
-            parameters = self._parameters(one)
-            new_state = self._new_state(one, parameters)
-            devices = self._choose(number, one, rules[number], new_state)
-            late |= bool(self.free_at_s[devices].max() > one.start_s + _SLACK * (1 + one.start_s))
-            self._take(one, devices, parameters, new_state)
+            parameters = self._parameters(piece)
+            new_state = self._new_state(piece, parameters)
+            devices = self._choose(number, piece, rules[number], new_state)
+            late |= bool(self.free_at_s[devices].max() > piece.start_s + _SLACK * (1 + piece.start_s))
+            self._take(piece, devices, parameters, new_state)
             pieces.append(
                 Piece(
-                    op=one.op,
-                    num_layers=one.num_layers,
+                    op=piece.op,
+                    num_layers=piece.num_layers,
                     devices=tuple(devices.tolist()),
-                    round=one.round,
-                    not_before_s=one.start_s if one.wave is not None else 0.0,
-                    wave=one.wave,
+                    round=piece.round,
+                    not_before_s=piece.start_s if piece.wave is not None else 0.0,
+                    wave=piece.wave,
                 )
             )
         if late:
@@ -132,13 +132,13 @@ class _Placement:
             return [replace(piece, wave=None, not_before_s=0.0) for piece in pieces]
         return pieces
 
-    def _choose(self, number: int, one: Timed, rule: int, device_state: np.ndarray) -> np.ndarray:
-        degree = self.setting.tensor_degrees[one.op]
+    def _choose(self, number: int, piece: Timed, rule: int, device_state: np.ndarray) -> np.ndarray:
+        degree = self.setting.tensor_degrees[piece.op]
         units = self.units_of[degree]
-        num_units = one.num_devices // degree
+        num_units = piece.num_devices // degree
         new_state = device_state[units].max(axis=1)
-        kept, working = self._new_activations(one)
-        held = self.state + self.activations + kept + np.maximum(self.working, working)
+        saved, working = self._new_activations(piece)
+        held = self.state + self.activations + saved + np.maximum(self.working, working)
         needed = held[units].max(axis=1) + new_state
         fits = needed <= self.memory_bytes if self.counts_bytes else np.ones(len(units), dtype=bool)
         if fits.sum() < num_units:
@@ -147,20 +147,20 @@ class _Placement:
         if rule == FULLEST:
             # Pack: the fullest that can still hold it, though it be busy.
             chosen = np.flatnonzero(fits)[np.argsort(-needed[fits], kind="stable")[:num_units]]
-            return self._in_share_order(one.op, units[np.sort(chosen)]).ravel()
+            return self._in_share_order(piece.op, units[np.sort(chosen)]).ravel()
         free_at = self.free_at_s[units].max(axis=1)
-        start_s = max(one.start_s, self._data_at(one.op))
+        start_s = max(piece.start_s, self._data_at(piece.op))
         free = fits & (free_at <= start_s + _SLACK * (1 + start_s))
         if free.sum() < num_units:
             # Tensor groups or memory left too few of them free at that time: take those that are free soonest.
             soonest = np.sort(free_at[fits])[num_units - 1]
             free = fits & (free_at <= soonest)
-        data = self._data_share(one.op)[units].mean(axis=1)
-        if one.team is not None and one.team in self.team_devices:
-            data += np.isin(units[:, 0], self.team_devices[one.team])
+        data = self._data_share(piece.op)[units].mean(axis=1)
+        if piece.team is not None and piece.team in self.team_devices:
+            data += np.isin(units[:, 0], self.team_devices[piece.team])
         order = self._order(rule, np.flatnonzero(free), num_units, units, data, new_state, needed)
         chosen = np.sort(order[:num_units])
-        return self._in_share_order(one.op, units[chosen]).ravel()
+        return self._in_share_order(piece.op, units[chosen]).ravel()
 
     def _units(self, degree: int) -> np.ndarray:
         """Groups of devices that can hold a tensor group, one in each row."""
@@ -186,7 +186,7 @@ class _Placement:
         best_first = free[np.lexsort((free, second[free], first[free]))]
         # Rank islands by what their best units offer; one that can hold the whole piece comes before any that cannot.
         num_islands = int(self.island[-1]) + 1
-        room = np.bincount(island[free], minlength=num_islands)
+        num_free = np.bincount(island[free], minlength=num_islands)
         place_in_island = np.zeros(len(units), dtype=np.int64)
         for_island = island[best_first]
         stable = np.argsort(for_island, kind="stable")
@@ -195,12 +195,12 @@ class _Placement:
         counted = best_first[place_in_island[best_first] < num_units]
         offer_first = np.bincount(island[counted], weights=first[counted], minlength=num_islands)
         offer_second = np.bincount(island[counted], weights=second[counted], minlength=num_islands)
-        too_small = room < num_units
+        too_small = num_free < num_units
         # Among islands that fit, the tightest; among those that do not, the roomiest.
-        tightness = np.where(too_small, -room, room)
+        tightness = np.where(too_small, -num_free, num_free)
         rank_keys: tuple[np.ndarray, ...]
-        if (too_small | (room == 0)).all():
-            average = np.maximum(room, 1)
+        if (too_small | (num_free == 0)).all():
+            average = np.maximum(num_free, 1)
             rank_keys = (np.arange(num_islands), offer_second / average, tightness, offer_first / average)
         else:
             rank_keys = (np.arange(num_islands), tightness, offer_second, offer_first, too_small)
@@ -244,15 +244,15 @@ class _Placement:
             return units[ordered]
         return units
 
-    def _parameters(self, one: Timed) -> np.ndarray:
-        layers = self.graph.metaops[one.op].parameters
-        first = self.next_layer[one.op]
-        names = {parameter for layer in layers[first : first + one.num_layers] for parameter in layer}
+    def _parameters(self, piece: Timed) -> np.ndarray:
+        layers = self.graph.metaops[piece.op].parameters
+        first = self.next_layer[piece.op]
+        names = {parameter for layer in layers[first : first + piece.num_layers] for parameter in layer}
         return np.array(sorted(names), dtype=np.int64)
 
-    def _new_state(self, one: Timed, parameters: np.ndarray) -> np.ndarray:
+    def _new_state(self, piece: Timed, parameters: np.ndarray) -> np.ndarray:
         """Bytes of state that each device would have to add."""
-        sizes = self._sizes(one.op, parameters, at_least=one.num_devices)
+        sizes = self._sizes(piece.op, parameters, at_least=piece.num_devices)
         added: np.ndarray = sizes @ ~self.held[parameters]
         return added
 
@@ -265,46 +265,48 @@ class _Placement:
             sizes = sizes - self.shared_state[degree][parameters] * (1 - 1 / np.maximum(1, owners))
         return sizes
 
-    def _new_activations(self, one: Timed) -> tuple[np.ndarray, float]:
+    def _new_activations(self, piece: Timed) -> tuple[np.ndarray, float]:
         """Bytes each device would keep for a piece's backward, input from elsewhere included, and its working space."""
-        op, degree = self.graph.metaops[one.op], self.setting.tensor_degrees[one.op]
-        kept = np.zeros(len(self.island))
+        op, degree = self.graph.metaops[piece.op], self.setting.tensor_degrees[piece.op]
+        saved = np.zeros(len(self.island))
         if op.batch_size is None or op.cost is None:
-            return kept, 0.0
-        rows = -(-op.batch_size // (one.num_devices // degree))
-        kept += saved_bytes(op, rows, one.num_layers, degree, self.setting.recompute[one.op])
-        givers = [one.op] if self.next_layer[one.op] else self.graph.predecessors[one.op]
+            return saved, 0.0
+        rows = -(-op.batch_size // (piece.num_devices // degree))
+        saved += saved_bytes(op, rows, piece.num_layers, degree, self.setting.recompute[piece.op])
+        givers = [piece.op] if self.next_layer[piece.op] else self.graph.predecessors[piece.op]
         for giver in givers:
             cost = self.graph.metaops[giver].cost
             if giver in self.last_devices and cost is not None:
                 arrives = np.ones(len(self.island), dtype=bool)
                 arrives[self.last_devices[giver]] = False
-                kept += arrives * rows * cost.output_bytes
-        return kept, backward_bytes(op, rows, degree, self.setting.recompute[one.op])
+                saved += arrives * rows * cost.output_bytes
+        return saved, backward_bytes(op, rows, degree, self.setting.recompute[piece.op])
 
-    def _take(self, one: Timed, devices: np.ndarray, parameters: np.ndarray, new_state: np.ndarray) -> None:
-        layer_s = (one.end_s - one.start_s) / one.num_layers
+    def _take(self, piece: Timed, devices: np.ndarray, parameters: np.ndarray, new_state: np.ndarray) -> None:
+        layer_s = (piece.end_s - piece.start_s) / piece.num_layers
         start_s = max(
-            one.start_s if one.wave is not None else 0.0, self._data_at(one.op), float(self.free_at_s[devices].max())
+            piece.start_s if piece.wave is not None else 0.0,
+            self._data_at(piece.op),
+            float(self.free_at_s[devices].max()),
         )
-        end_s = start_s + one.num_layers * layer_s
+        end_s = start_s + piece.num_layers * layer_s
         if self.setting.shard_optimizer:
             # Those that hold them already have less of them now.
-            self.state -= self._sizes(one.op, parameters) @ self.held[parameters]
+            self.state -= self._sizes(piece.op, parameters) @ self.held[parameters]
         else:
             self.state[devices] += new_state[devices]
-        kept, working = self._new_activations(one)
-        self.activations[devices] += kept[devices]
+        saved, working = self._new_activations(piece)
+        self.activations[devices] += saved[devices]
         self.working[devices] = np.maximum(self.working[devices], working)
         self.held[parameters[:, None], devices] = True
         if self.setting.shard_optimizer:
-            self.state += self._sizes(one.op, parameters) @ self.held[parameters]
+            self.state += self._sizes(piece.op, parameters) @ self.held[parameters]
         self.free_at_s[devices] = end_s
-        self.op_end_s[one.op] = end_s
-        self.next_layer[one.op] += one.num_layers
-        if one.team is not None:
-            self.team_devices[one.team] = np.union1d(devices, self.team_devices.get(one.team, devices))
-        self.last_devices[one.op] = devices[:: self.setting.tensor_degrees[one.op]]
+        self.op_end_s[piece.op] = end_s
+        self.next_layer[piece.op] += piece.num_layers
+        if piece.team is not None:
+            self.team_devices[piece.team] = np.union1d(devices, self.team_devices.get(piece.team, devices))
+        self.last_devices[piece.op] = devices[:: self.setting.tensor_degrees[piece.op]]
 
 
 def _unshared_bytes(graph: MetaGraph, parameter: int, tensor_degree: int) -> int:

@@ -23,7 +23,7 @@ class Choices:
         return float(self.layer_s[position])
 
     def widest_within(self, num_devices: int) -> int | None:
-        """The largest choice that so many devices can hold."""
+        """The largest choice of at most `num_devices` devices."""
         position = int(np.searchsorted(self.num_devices, num_devices, side="right"))
         return int(self.num_devices[position - 1]) if position else None
 
@@ -70,7 +70,7 @@ class Timed:
 
 
 def problem_of(profile: Profile, setting: Setting, tasks: frozenset[str] | None = None) -> Problem:
-    """The problem of all tasks, or of some."""
+    """The problem of all tasks, or of the given ones."""
     graph = profile.graph
     ops = tuple(position for position, op in enumerate(graph.metaops) if tasks is None or op.task in tasks)
     place = {op: number for number, op in enumerate(ops)}

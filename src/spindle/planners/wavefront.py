@@ -9,9 +9,9 @@ never slower than they are.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from spindle.errors import DoesNotFitError
 from spindle.plan import Plan, relaxed
@@ -22,14 +22,14 @@ from spindle.planners.build import (
     Attempt,
     best_over_stages,
     closest_of,
-    finished,
     in_rounds,
     realise,
     refuse_hopeless,
-    scored,
     stages,
     time_of,
 )
+from spindle.planners.finish import finished, scored
+from spindle.planners.options import PlanOptions, Progress
 from spindle.planners.paper import schedule_paper
 from spindle.planners.problem import Problem, Timed
 from spindle.profile import Profile
@@ -47,28 +47,14 @@ PLAIN_PIECE_LIMITS = (4, 3)
 WITH_BYTES_PIECE_LIMITS = (2, 3, 4, 2)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """How hard to search. The same effort and seed give the same plan, unless a time limit cuts the search short."""
-
-    seed: int = 0
-    evaluations: int | None = None
-    time_limit_s: float | None = None
-
-
-Progress = Callable[[float], None]
-
-
-def plan_wavefront(
-    profile: Profile, effort: Effort, progress: Progress | None = None, shard_optimizer: bool | None = None
-) -> Plan:
-    """The best plan of all candidates.
+def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Plan:
+    """Make the best plan of all candidates.
 
     `progress` hears how much of an attempt's annealing is done, from 0 to 1.
     """
-    clock = _Clock(effort.time_limit_s)
+    clock = _Clock(options.time_limit_s)
     limits = WITH_BYTES_PIECE_LIMITS if counts_bytes(profile) else PLAIN_PIECE_LIMITS
-    evaluations = effort.evaluations
+    evaluations = options.evaluations
     if evaluations is None:
         evaluations = WITH_BYTES_EVALUATIONS if counts_bytes(profile) else PLAIN_EVALUATIONS
         evaluations *= 4 if profile.cluster.num_devices > LARGE_CLUSTER else 1
@@ -80,14 +66,14 @@ def plan_wavefront(
     def plan_for(attempt: Attempt) -> Plan:
         tried.append(attempt)
         plans: list[Plan] = []
-        annealed = _annealed(profile, attempt, limits, effort.seed, evaluations, clock, progress, spent)
-        others = _everyone_elses(profile, attempt)  # made while the other threads anneal
+        annealed = _annealed(profile, attempt, limits, options.seed, evaluations, clock, progress, spent)
+        known_schedules = _known_schedules(profile, attempt)  # made while the other threads anneal
         for schedule in annealed:
             # Annealed schedules wait for nothing, so folded time is about the least that a step of theirs takes.
-            if not plans or max(one.end_s for one in schedule) < min(plans, key=time_of).makespan_s:
-                plans += _tried(profile, attempt, schedule, effort.seed, plans, refused)
-        for schedule in others:
-            plans += _tried(profile, attempt, schedule, effort.seed, plans, refused)
+            if not plans or max(piece.end_s for piece in schedule) < min(plans, key=time_of).makespan_s:
+                plans += _tried(profile, attempt, schedule, options.seed, plans, refused)
+        for schedule in known_schedules:
+            plans += _tried(profile, attempt, schedule, options.seed, plans, refused)
         if not plans:
             raise closest_of(refused)
         return min(plans, key=time_of)
@@ -95,25 +81,25 @@ def plan_wavefront(
     plans: list[Plan] = []
     refusal: DoesNotFitError | None = None
     try:
-        plans.append(best_over_stages(profile, plan_for, MOST_SHARDED, shard_optimizer))
+        plans.append(best_over_stages(profile, plan_for, MOST_SHARDED, options.shard_optimizer))
     except DoesNotFitError as error:
         refusal = error
-    plain = replace(profile.default_setting, shard_optimizer=shard_optimizer is True)
+    plain = replace(profile.default_setting, shard_optimizer=options.shard_optimizer is True)
     if refused or refusal or tried != [Attempt(setting=plain)]:
         # Memory is short or batches are small, so others may have their best plan where we did not look.
-        for attempt in [attempt for stage in stages(profile, None, shard_optimizer) for attempt in stage]:
-            for schedule in _everyone_elses(profile, attempt):
-                plans += _tried(profile, attempt, schedule, effort.seed, plans, refused)
+        for attempt in [attempt for stage in stages(profile, None, options.shard_optimizer) for attempt in stage]:
+            for schedule in _known_schedules(profile, attempt):
+                plans += _tried(profile, attempt, schedule, options.seed, plans, refused)
     if not plans:
         assert refusal is not None
         raise refusal
     best = min(plans, key=time_of)
     if not best.bound_s:
         best = finished(best, profile, graph_bound_s(profile))
-    return replace(best, seed=effort.seed, evaluations=sum(spent), cut_s=clock.cut_s)
+    return replace(best, seed=options.seed, evaluations=sum(spent), cut_s=clock.cut_s)
 
 
-def _everyone_elses(profile: Profile, attempt: Attempt) -> list[list[Timed]]:
+def _known_schedules(profile: Profile, attempt: Attempt) -> list[list[Timed]]:
     """The paper's and the baselines' schedules under an attempt; none where bytes cannot fit anyway."""
     try:
         refuse_hopeless(profile, attempt)
@@ -131,26 +117,26 @@ def _tried(
     plans: list[Plan],
     refused: list[DoesNotFitError],
 ) -> list[Plan]:
-    """The plans of a schedule: as it is, and where it keeps waves also without their waits. None if hopeless.
+    """The plans of a schedule: as it is, and where it has waves also without barriers. None if it cannot be better.
 
     The step knows no barriers, so taking them out changes folded time alone, which is all there is without bytes.
     """
-    busy_s = sum((one.end_s - one.start_s) * one.num_devices for one in schedule) / profile.cluster.num_devices
+    busy_s = sum((piece.end_s - piece.start_s) * piece.num_devices for piece in schedule) / profile.cluster.num_devices
     if plans and busy_s > min(plans, key=time_of).makespan_s:
         return []  # its devices are busy for longer than another plan takes
     try:
         plan = realise(profile, attempt.setting, "wavefront", schedule, seed)
-        found = [scored(plan, profile)]
-        if profile.gangs and any(one.wave is not None for one in schedule):
-            found.append(scored(relaxed(plan, profile, attempt.setting), profile))
-        return found
+        variants = [scored(plan, profile)]
+        if profile.gangs and any(piece.wave is not None for piece in schedule):
+            variants.append(scored(relaxed(plan, profile, attempt.setting), profile))
+        return variants
     except DoesNotFitError as error:
         refused.append(error)
         return []
 
 
 class _Clock:
-    """Says when the time limit is over, and when it was found so."""
+    """The time limit: whether it is over, and when that was noticed."""
 
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s, self._began = limit_s, time.monotonic()
@@ -174,15 +160,15 @@ def _annealed(
     progress: Progress | None,
     spent: list[int],
 ) -> Iterator[list[Timed]]:
-    """Starts annealing, two runs at a time on two cores; the schedules as they are done. `spent` counts evaluations."""
+    """Start annealing, two runs at a time; yields schedules as they are done. `spent` collects evaluations."""
     controls = [new_control() for _ in piece_limits]
 
     def run(number: int) -> list[Timed]:
         def schedule(problem: Problem) -> list[Timed]:
             run_seed = seed * len(piece_limits) + number
-            found = search(problem, piece_limits[number], run_seed, evaluations, controls[number])
+            schedule = search(problem, piece_limits[number], run_seed, evaluations, controls[number])
             spent.append(int(controls[number][DONE]))
-            return found
+            return schedule
 
         return in_rounds(profile, attempt.setting, attempt.num_rounds, schedule)
 

@@ -4,14 +4,14 @@ from spindle.profile.abstract import abstract_profile, read_abstract_graph
 from spindle.profile.communication import all_reduce_s, collective_latency_s, ring_bytes
 from spindle.profile.curve import Curve
 from spindle.profile.efficiency import AttentionTable, Efficiencies, GemmColumn, MemoryTable
-from spindle.profile.file import ProfileRequest, fitting, profile_request, read_profile, write_profile
+from spindle.profile.file import fitting, read_profile, write_profile
 from spindle.profile.host import HostOverhead
 from spindle.profile.memory import backward_bytes, bytes_text, saved_bytes, state_bytes
 from spindle.profile.operators import Attention, Collective, Gemm, LayerOperators, MemoryBound, Operator
 from spindle.profile.profile import Profile, Setting
 from spindle.profile.roofline import Roofline, roofline_profile
 from spindle.profile.samples import LayerSamples, curve_from_samples, sampled_profile
-from spindle.profile.semu import STRATEGIES, LayerShape, LayerTime, Rule, Semu, StageTime, Strategy
+from spindle.profile.semu import STRATEGIES, LayerShape, LayerTime, Rule, Semu, Strategy
 
 __all__ = [
     "STRATEGIES",
@@ -31,12 +31,10 @@ __all__ = [
     "MemoryTable",
     "Operator",
     "Profile",
-    "ProfileRequest",
     "Roofline",
     "Rule",
     "Semu",
     "Setting",
-    "StageTime",
     "Strategy",
     "abstract_profile",
     "all_reduce_s",
@@ -45,7 +43,6 @@ __all__ = [
     "collective_latency_s",
     "curve_from_samples",
     "fitting",
-    "profile_request",
     "read_abstract_graph",
     "read_profile",
     "ring_bytes",

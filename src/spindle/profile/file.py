@@ -1,11 +1,9 @@
-"""Profiles on disk, so that one machine can measure and another can plan; and the request that makes a script
-measure."""
+"""Profiles on disk, so that one machine can measure and another can plan."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from spindle.artifact import read_artifact, write_artifact
@@ -14,7 +12,6 @@ from spindle.graph import MetaGraph
 from spindle.profile.profile import Profile
 
 KIND = "profile"
-_OUTPUT_VARIABLE, _FRESH_VARIABLE = "SPINDLE_PROFILE", "SPINDLE_PROFILE_FRESH"
 
 
 def write_profile(path: Path, profile: Profile) -> None:
@@ -59,20 +56,3 @@ def _describe(name: str, ops: Mapping[str, tuple[int, int | None]]) -> str:
         return f"no {name}"
     num_layers, batch_size = ops[name]
     return f"{name} with {num_layers} layers over {batch_size} samples"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileRequest:
-    """Asks a training script, through environment variables, to write a profile instead of training."""
-
-    output: Path
-    fresh: bool = False  # ignore the cache
-
-    def environment(self) -> dict[str, str]:
-        return {_OUTPUT_VARIABLE: str(self.output), _FRESH_VARIABLE: "1" if self.fresh else ""}
-
-
-def profile_request() -> ProfileRequest | None:
-    """The request in this process's environment, if there is one."""
-    output = os.environ.get(_OUTPUT_VARIABLE)
-    return ProfileRequest(output=Path(output), fresh=bool(os.environ.get(_FRESH_VARIABLE))) if output else None

@@ -67,23 +67,6 @@ class LayerTime:
         return self.input_s + self.weight_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTime:
-    """Several layers as one stage: sums, and the largest working space."""
-
-    forward_s: float
-    input_s: float
-    weight_s: float
-    kept_bytes: float
-    host_bytes: float
-    working_bytes: float
-    cut_bytes: float  # after the last layer
-
-    @property
-    def backward_s(self) -> float:
-        return self.input_s + self.weight_s
-
-
 class Semu:
     """Times of layers on one kind of device, memoized."""
 
@@ -204,46 +187,6 @@ class Semu:
             host_bytes=host_bytes,
             working_bytes=working_bytes,
             cut_bytes=operators.cut_bytes,
-        )
-
-    def stage(self, layers: Sequence[tuple[LayerShape, int, Strategy]], tensor_degree: int) -> StageTime:
-        """A stage of layers in order: (shape, number of layers, strategy).
-
-        Copies to the host are hidden by the whole stage, kept layers included, not by their own layer alone.
-        """
-        if not layers:
-            raise ProfileError("a stage needs at least one layer")
-        keep = [(self.layer(shape, tensor_degree), count) for shape, count, _ in layers]
-        times = [
-            (self.layer(shape, tensor_degree, "keep" if strategy == "offload" else strategy), count)
-            for shape, count, strategy in layers
-        ]
-        host_bytes = sum(
-            kept.kept_bytes * count
-            for (kept, count), (_, _, strategy) in zip(keep, layers, strict=True)
-            if strategy == "offload"
-        )
-        if host_bytes:
-            self.layer(layers[0][0], tensor_degree, "offload")  # refused without a host
-        copy_s = host_bytes / self.kind.host_bytes_per_s if host_bytes else 0.0
-        forward_s, input_s, weight_s = (
-            sum(getattr(time, name) * count for time, count in times) for name in ("forward_s", "input_s", "weight_s")
-        )
-        return StageTime(
-            forward_s=max(forward_s, copy_s),
-            input_s=input_s + max(0.0, copy_s - input_s - weight_s),
-            weight_s=weight_s,
-            kept_bytes=sum(
-                time.kept_bytes * count
-                for (time, count), (_, _, strategy) in zip(times, layers, strict=True)
-                if strategy != "offload"
-            ),
-            host_bytes=host_bytes,
-            working_bytes=max(
-                kept.kept_bytes if strategy != "keep" and count else 0.0
-                for (kept, count), (_, _, strategy) in zip(keep, layers, strict=True)
-            ),
-            cut_bytes=keep[-1][0].cut_bytes,
         )
 
     def curve(self, shape: LayerShape, tensor_degree: int) -> Curve:

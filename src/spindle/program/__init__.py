@@ -14,20 +14,34 @@ from spindle.program.instructions import (
 from spindle.program.launch_order import launch_order, launches_collectives
 from spindle.program.lower import lower
 from spindle.program.memory import Memory, counts_bytes, refuse_overfull
-from spindle.program.moves import Holders, Move, held_by, holders_of, moves_between, moving_s
+from spindle.program.moves import Move, StateSharding, moves_between, moving_s, state_sharding
 from spindle.program.program import Bucket, Flows, Lane, Link, Program, SlotShape
+from spindle.program.sharding import (
+    Box,
+    Piece,
+    Sharding,
+    Slice,
+    Transfer,
+    flat_pieces,
+    keep_unused,
+    main_replicas,
+    numbers_by_dtype,
+    optimizer_sharding,
+    transfer,
+    weight_sharding,
+)
 from spindle.program.text import format_program, parse_program
 from spindle.program.verify import verify
 
 __all__ = [
     "LANES",
     "Backward",
+    "Box",
     "Bucket",
     "Exchange",
     "Flows",
     "Forward",
     "GatherParameters",
-    "Holders",
     "Instances",
     "Instruction",
     "Lane",
@@ -35,20 +49,31 @@ __all__ = [
     "Memory",
     "Move",
     "OptimizerStep",
+    "Piece",
     "Program",
+    "Sharding",
+    "Slice",
     "SlotShape",
+    "StateSharding",
     "SyncGradients",
+    "Transfer",
     "counts_bytes",
+    "flat_pieces",
     "format_program",
-    "held_by",
-    "holders_of",
     "instances_of",
+    "keep_unused",
     "launch_order",
     "launches_collectives",
     "lower",
+    "main_replicas",
     "moves_between",
     "moving_s",
+    "numbers_by_dtype",
+    "optimizer_sharding",
     "parse_program",
     "refuse_overfull",
+    "state_sharding",
+    "transfer",
     "verify",
+    "weight_sharding",
 ]

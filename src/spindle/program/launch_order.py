@@ -76,18 +76,14 @@ def _edges(program: Program) -> Column:
 def _keys(program: Program) -> list[Key]:
     """Priorities of instructions that are ready at the same time: communication before compute, and compute in the
     order of the plan, so that communication is launched about when it is expected to run."""
-    plan = program.plan
-    position_of_pass = {(each.slot, each.kind): position for position, each in enumerate(plan.passes)}
+    place = {(pass_.slot, pass_.kind): number for number, pass_ in enumerate(program.plan.order)}
     keys: list[Key] = []
     for instruction in program.instructions:
         match instruction:
-            case Forward(slot=slot) | Backward(slot=slot) if plan.passes:
-                kind = FORWARD if isinstance(instruction, Forward) else instruction.part
-                keys.append((1, position_of_pass[slot, kind]))
             case Forward(slot=slot):
-                keys.append((1, plan.slots[slot].round, 0, slot))
-            case Backward(slot=slot, first=first):
-                keys.append((1, plan.slots[slot].round, 1, -slot, -first))
+                keys.append((1, place[slot, FORWARD]))
+            case Backward(slot=slot, first=first, part=part):
+                keys.append((1, place[slot, part], -first))
             case _ if lane_of(instruction) == COMPUTE:
                 keys.append((2,))
             case _:

@@ -7,12 +7,13 @@ last the order on every rank.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from spindle.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Plan, Slot, setting_of, slot_links
+from spindle.plan import BACKWARD, FOLDED, FORWARD, INPUT, WEIGHT, Plan, Slot, setting_of, slot_links, spans
 from spindle.profile import Profile, Setting
 from spindle.program.instructions import (
     COMPUTE,
@@ -27,7 +28,7 @@ from spindle.program.instructions import (
     SyncGradients,
 )
 from spindle.program.program import Bucket, Column, Flows, Lane, Link, Program, SlotShape, lane_from_pairs
-from spindle.program.reshard import common_scale, flows_between, same_place, share_bounds
+from spindle.program.row_flows import common_scale, flows_between, placement_key, share_bounds
 
 # Gradients are handed on while backward still runs; smaller chunks hide more and cost more messages. A small model is
 # handed on in a few of them. Where a collective was measured to take long beside its bytes, as many go at once as take
@@ -40,13 +41,13 @@ def lower(
     plan: Plan,
     profile: Profile,
     rows: Mapping[str, int] | None = None,
-    holders: Mapping[int, tuple[int, ...]] | None = None,
+    owning_ranks: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Program:
-    """The program of a legal plan; it does not check the plan again.
+    """Lower a legal plan to a program; does not check the plan again.
 
     `rows` gives the batch of a task for a step in which it is another than planned (a loader's short last one).
-    `holders` gives, by parameter, devices that keep it from step to step, though no slot of this plan may use it there:
-    they get its gradient, too.
+    `owning_ranks` gives, by parameter, devices that keep it from step to step, though no slot of this plan may use it
+    there: they get its gradient, too.
     """
     setting = setting_of(plan, profile)
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
@@ -56,25 +57,22 @@ def lower(
         _shape(profile, setting, slot, op, rows or {}, columns) for slot, op in zip(plan.slots, ops, strict=True)
     )
     links = _links(profile, ops, shapes)
-    chunk_bytes = _chunk_bytes(profile)
-    if plan.passes:
-        # Weights' gradients are complete after the last of many passes, so nothing is won by cutting one.
-        chunks = [[(slot.first, slot.last)] for slot in plan.slots]
-    else:
-        chunks = [_chunks(profile, setting, slot, op, chunk_bytes) for slot, op in zip(plan.slots, ops, strict=True)]
+    # Listed passes are one instruction each: gradients of weights are complete after the last of many of them, so
+    # nothing is won by cutting one.
+    chunk_bytes = math.inf if plan.passes else _chunk_bytes(profile)
+    chunks = [_chunks(profile, setting, slot, op, chunk_bytes) for slot, op in zip(plan.slots, ops, strict=True)]
     split = {pass_.slot for pass_ in plan.passes if pass_.kind == WEIGHT}
 
     instructions: list[Instruction] = [Forward(slot=number) for number in range(len(plan.slots))]
-    backward_numbers: list[list[int]] = []
+    numbers: dict[Key, list[int]] = {(number, FORWARD): [number] for number in range(len(plan.slots))}
     for number, bounds in enumerate(chunks):
-        parts = (INPUT, WEIGHT) if number in split else (BACKWARD,)
-        backward_numbers.append(list(range(len(instructions), len(instructions) + len(bounds) * len(parts))))
-        instructions += [
-            Backward(slot=number, first=first, last=last, part=part) for part in parts for first, last in bounds
-        ]
-    ready = _ready(plan, chunks, backward_numbers)
-    holders = holders or {}
-    buckets = _buckets(plan, profile, setting, ops, instructions, ready, holders)
+        for part in (INPUT, WEIGHT) if number in split else (BACKWARD,):
+            numbers[number, part] = list(range(len(instructions), len(instructions) + len(bounds)))
+            instructions += [Backward(slot=number, first=first, last=last, part=part) for first, last in bounds]
+    clock = _clock(plan, profile)
+    ready = _ready(plan, instructions, clock)
+    owning_ranks = owning_ranks or {}
+    buckets = _buckets(plan, profile, setting, ops, instructions, ready, owning_ranks)
     link_base = len(instructions)
     for number in range(len(links)):
         instructions += [Exchange(link=number, backward=False), Exchange(link=number, backward=True)]
@@ -85,12 +83,10 @@ def lower(
         instructions += [GatherParameters(bucket=number) for number in range(len(buckets))]
     instructions.append(OptimizerStep())
 
-    if plan.passes:
-        compute = _compute_order_of_passes(plan, shapes, backward_numbers)
-        transfer = _transfer_order_of_passes(plan, links, link_base)
-    else:
-        compute = _compute_order(plan, shapes, backward_numbers)
-        transfer = _transfer_order(plan, links, link_base)
+    compute: Order = [
+        (number, shapes[pass_.slot].ranks) for pass_ in plan.order for number in numbers[pass_.slot, pass_.kind]
+    ]
+    transfer = _transfer_order(plan, links, link_base, clock)
     if profile.graph.parameters:
         everywhere = [*(shape.ranks for shape in shapes), *(bucket.ranks for bucket in buckets)]
         compute.append((len(instructions) - 1, np.unique(np.concatenate(everywhere))))
@@ -112,7 +108,7 @@ def lower(
         slots=shapes,
         links=tuple(links),
         buckets=buckets,
-        holders=tuple(sorted(holders.items())),
+        owning_ranks=tuple(sorted(owning_ranks.items())),
     )
 
 
@@ -130,7 +126,7 @@ def _shape(
     rows: Mapping[str, int],
     columns: dict[tuple[tuple[int, ...], int, int], tuple[Column, Column]],
 ) -> SlotShape:
-    """How a slot lies on its ranks. Slots that lie alike have the same columns."""
+    """How the rows of a slot are spread over its ranks. Slots with equal spreads share columns."""
     degree = setting.tensor_degrees[op]
     num_replicas = len(slot.devices) // degree
     metaop = profile.graph.metaops[op]
@@ -162,7 +158,7 @@ def _links(profile: Profile, ops: list[int], shapes: tuple[SlotShape, ...]) -> l
             # Groups of one size hand parts from member to member; others have to be whole in between.
             alike = giver.tensor_degree == taker.tensor_degree
             output_bytes = cost.cut_bytes_at(giver.tensor_degree) if alike else cost.output_bytes
-        key = (*same_place(giver), *same_place(taker))
+        key = (*placement_key(giver), *placement_key(taker))
         if key not in known:
             known[key] = (flows_between(giver, taker), flows_between(taker, giver))
         forward, backward = known[key]
@@ -179,7 +175,7 @@ def _links(profile: Profile, ops: list[int], shapes: tuple[SlotShape, ...]) -> l
 
 
 def _chunk_bytes(profile: Profile) -> float:
-    """The gradients of so many bytes are handed on together."""
+    """Bytes of gradients that are synchronised together."""
     numerics = profile.graph.numerics
     elements = sum(parameter.num_elements for parameter in profile.graph.parameters if parameter.trainable)
     links = [island.link for island in profile.cluster.islands]
@@ -203,21 +199,33 @@ def _chunks(profile: Profile, setting: Setting, slot: Slot, op: int, chunk_bytes
     return chunks
 
 
+def _clock(plan: Plan, profile: Profile) -> dict[Key, tuple[int, float, float]]:
+    """By pass: a phase of the step, and from when to when in it. Passes and transfers are sorted by this clock.
+
+    Folded slots have two phases for each round: forward in folded time, then backward in the same time reversed.
+    """
+    clock: dict[Key, tuple[int, float, float]] = {}
+    for span in spans(plan, profile):
+        phase = 2 * plan.slots[span.slot].round
+        if span.kind == FOLDED:
+            clock[span.slot, FORWARD] = (phase, span.start_s, span.end_s)
+            clock[span.slot, BACKWARD] = (phase + 1, -span.end_s, -span.start_s)
+        else:
+            clock[span.slot, span.kind] = (phase, span.start_s, span.end_s)
+    return clock
+
+
 def _ready(
-    plan: Plan, chunks: list[list[tuple[int, int]]], backward_numbers: list[list[int]]
+    plan: Plan, instructions: Sequence[Instruction], clock: Mapping[Key, tuple[int, float, float]]
 ) -> dict[int, tuple[int, float]]:
-    """When each backward instruction is over: its round, and a time in it, mirrored or that of its pass."""
-    if plan.passes:
-        return {
-            backward_numbers[pass_.slot][-1 if pass_.kind == WEIGHT else 0]: (0, pass_.end_s)
-            for pass_ in plan.passes
-            if pass_.kind != FORWARD
-        }
+    """When each backward instruction ends; chunks of later layers end earlier, in proportion to their layers."""
     ready: dict[int, tuple[int, float]] = {}
-    for number, slot in enumerate(plan.slots):
-        layer_s = (slot.end_s - slot.start_s) / slot.num_layers
-        for (first, _), backward in zip(chunks[number], backward_numbers[number], strict=True):
-            ready[backward] = (slot.round, -(slot.start_s + (first - slot.first) * layer_s))
+    for number, instruction in enumerate(instructions):
+        if isinstance(instruction, Backward):
+            slot = plan.slots[instruction.slot]
+            phase, start_s, end_s = clock[instruction.slot, instruction.part]
+            layer_s = (end_s - start_s) / slot.num_layers
+            ready[number] = (phase, end_s - (instruction.first - slot.first) * layer_s)
     return ready
 
 
@@ -228,9 +236,10 @@ def _buckets(
     ops: list[int],
     instructions: list[Instruction],
     ready: dict[int, tuple[int, float]],
-    holders: Mapping[int, tuple[int, ...]],
+    owning_ranks: Mapping[int, tuple[int, ...]],
 ) -> tuple[Bucket, ...]:
-    """Parameters with the same ranks and the same last word of backward, in the order in which they become ready.
+    """Parameters grouped by their ranks and by the backward instructions they depend on, in the order in which they
+    become ready.
 
     A parameter of tensor degree d is d shards; a device always holds the same one, so each shard has its own group.
     """
@@ -249,7 +258,7 @@ def _buckets(
             after = tuple(sorted({backward for _, backward in uses}))
             degree = setting.tensor_degrees[ops[slots[0]]]
             for shard in range(degree):
-                groups[(slots, holders.get(parameter, ())), after, degree, shard].append(parameter)
+                groups[(slots, owning_ranks.get(parameter, ())), after, degree, shard].append(parameter)
 
     place = np.asarray(profile.cluster.place_in_island)
     ranks_of: dict[tuple[Users, int, int], Column] = {}
@@ -274,65 +283,31 @@ def _buckets(
     return tuple(bucket for _, bucket in buckets)
 
 
+Key = tuple[int, str]  # a slot and a kind of pass
 Order = list[tuple[int, Column]]
 Users = tuple[tuple[int, ...], tuple[int, ...]]  # slots, and devices that keep a parameter beside them
 
 
-def _compute_order(plan: Plan, shapes: tuple[SlotShape, ...], backward_numbers: list[list[int]]) -> Order:
-    """Round after round: slots forward in plan order, then backward in reverse."""
-    order: Order = []
-    for round_number in range(plan.num_rounds):
-        slots = [number for number, slot in enumerate(plan.slots) if slot.round == round_number]
-        order += [(number, shapes[number].ranks) for number in slots]
-        for number in reversed(slots):
-            order += [(backward, shapes[number].ranks) for backward in backward_numbers[number]]
-    return order
+def _transfer_order(
+    plan: Plan, links: list[Link], link_base: int, clock: Mapping[Key, tuple[int, float, float]]
+) -> Order:
+    """Exchanges as the passes end that make what is sent: as a whole the order of one run of the plan, so that no rank
+    waits for another in a circle. What one pass sends to several goes in the order of links, mirrored in backward where
+    the plan is."""
+    place = {(pass_.slot, pass_.kind): number for number, pass_ in enumerate(plan.order)}
+    backward = [INPUT if (number, INPUT) in place else BACKWARD for number in range(len(plan.slots))]
 
+    def end_of(source: Key) -> tuple[int, float, int]:
+        phase, _, end_s = clock[source]
+        return phase, end_s, place[source]
 
-def _compute_order_of_passes(plan: Plan, shapes: tuple[SlotShape, ...], backward_numbers: list[list[int]]) -> Order:
-    order: Order = []
-    for pass_ in plan.passes:
-        number = (
-            pass_.slot if pass_.kind == FORWARD else backward_numbers[pass_.slot][-1 if pass_.kind == WEIGHT else 0]
-        )
-        order.append((number, shapes[pass_.slot].ranks))
-    return order
-
-
-def _transfer_order_of_passes(plan: Plan, links: list[Link], link_base: int) -> Order:
-    """In the order in which the passes end that make what is sent: as a whole it is the order of one run of the plan,
-    so that no rank waits for another in a circle."""
-    ends = {
-        (one.slot, one.kind == FORWARD): (one.end_s, place)
-        for place, one in enumerate(plan.passes)
-        if one.kind != WEIGHT
-    }
-    keyed: list[tuple[tuple[float, int], int, Column]] = []
+    keyed: list[tuple[tuple[int, float, int], int, int, Column]] = []
     for number, link in enumerate(links):
-        keyed.append((ends[link.producer, True], link_base + 2 * number, _ranks_of(link.forward)))
-        keyed.append((ends[link.consumer, False], link_base + 2 * number + 1, _ranks_of(link.backward)))
-    return [(number, ranks) for _, number, ranks in sorted(keyed, key=lambda one: one[:2])]
-
-
-def _transfer_order(plan: Plan, links: list[Link], link_base: int) -> Order:
-    """Forward links as their producers end, backward links as their consumers' mirrored backward ends."""
-    order: Order = []
-    for round_number in range(plan.num_rounds):
-        numbers = [number for number, link in enumerate(links) if plan.slots[link.producer].round == round_number]
-
-        def forward_key(number: int) -> tuple[float, int, int]:
-            link = links[number]
-            return (plan.slots[link.producer].end_s, link.producer, link.consumer)
-
-        def backward_key(number: int) -> tuple[float, int, int]:
-            link = links[number]
-            return (-plan.slots[link.consumer].start_s, -link.consumer, -link.producer)
-
-        for number in sorted(numbers, key=forward_key):
-            order.append((link_base + 2 * number, _ranks_of(links[number].forward)))
-        for number in sorted(numbers, key=backward_key):
-            order.append((link_base + 2 * number + 1, _ranks_of(links[number].backward)))
-    return order
+        forward_end, backward_end = end_of((link.producer, FORWARD)), end_of((link.consumer, backward[link.consumer]))
+        keyed.append((forward_end, number, link_base + 2 * number, _ranks_of(link.forward)))
+        mirrored = number if plan.passes else -number
+        keyed.append((backward_end, mirrored, link_base + 2 * number + 1, _ranks_of(link.backward)))
+    return [(number, ranks) for _, _, number, ranks in sorted(keyed, key=lambda entry: entry[:2])]
 
 
 def _ranks_of(flows: Flows) -> Column:

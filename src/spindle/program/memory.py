@@ -161,9 +161,9 @@ def _held_bytes(program: Program, profile: Profile) -> tuple[Column, np.ndarray,
     totals: dict[Key, tuple[int, float]] = {}  # summed first over parameters with the same key: there are far fewer
     ranks_of: dict[Key, Column] = {}
     unshared: set[int] = set()
-    holders = dict(program.holders)
-    for parameter in users.keys() | holders.keys():
-        key = (tuple(dict.fromkeys(users.get(parameter, ()))), holders.get(parameter, ()))
+    owning_ranks = dict(program.owning_ranks)
+    for parameter in users.keys() | owning_ranks.keys():
+        key = (tuple(dict.fromkeys(users.get(parameter, ()))), owning_ranks.get(parameter, ()))
         if key not in ranks_of:
             uses = np.zeros(program.num_ranks, dtype=bool)
             for number in key[0]:

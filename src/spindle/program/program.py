@@ -93,7 +93,8 @@ class Program:
     slots: tuple[SlotShape, ...]
     links: tuple[Link, ...]
     buckets: tuple[Bucket, ...]
-    holders: tuple[tuple[int, tuple[int, ...]], ...] = ()  # by parameter: ranks that hold it though they do not use it
+    # By parameter: ranks that hold it from step to step, whether or not their slots use it.
+    owning_ranks: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @property
     def num_instructions(self) -> int:

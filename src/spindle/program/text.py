@@ -22,7 +22,7 @@ from spindle.program.program import Program, lane_from_pairs
 
 
 def format_program(program: Program, profile: Profile) -> str:
-    lines = [format_plan(program.plan, profile).rstrip(), "---"]
+    lines = [format_plan(program.plan).rstrip(), "---"]
     codes = [code(instruction) for instruction in program.instructions]
     for lane, name in zip(program.lanes, LANES, strict=True):
         ranks_with: dict[tuple[int, ...], list[int]] = {}
@@ -44,9 +44,9 @@ def parse_program(text: str, profile: Profile) -> Program:
         word, ranks, name, *codes = line.split()
         if word != "rank" or name not in pairs:
             raise ProgramError(f"expected 'rank RANKS LANE INSTRUCTIONS', got {line!r}")
-        for one in codes:
-            if one not in number_of:
-                raise ProgramError(f"{one!r} is no instruction of this program; it has {', '.join(number_of)}")
+        for word in codes:
+            if word not in number_of:
+                raise ProgramError(f"{word!r} is no instruction of this program; it has {', '.join(number_of)}")
         for part in ranks.split(","):
             first, _, last = part.partition("-")
             for rank in range(int(first), int(last or first) + 1):

@@ -28,7 +28,7 @@ from spindle.program.instructions import (
 from spindle.program.launch_order import launch_order
 from spindle.program.memory import Memory, refuse_overfull
 from spindle.program.program import Bucket, Column, Flows, Program, SlotShape
-from spindle.program.reshard import common_scale, same_place
+from spindle.program.row_flows import common_scale, placement_key
 from spindle.program.untimed import run_untimed
 
 
@@ -97,7 +97,7 @@ def _every_row_arrives(program: Program) -> None:
             (link.producer, link.consumer, link.forward, "activation"),
             (link.consumer, link.producer, link.backward, "gradient"),
         ):
-            key = (*same_place(program.slots[source]), *same_place(program.slots[target]), id(flows))
+            key = (*placement_key(program.slots[source]), *placement_key(program.slots[target]), id(flows))
             if key in checked:
                 continue
             checked.add(key)
@@ -160,12 +160,12 @@ def _every_gradient_is_summed(program: Program, profile: Profile) -> None:
         for parameter in bucket.parameters:
             buckets[parameter].append(bucket)
     updated = {int(rank) for rank in _ranks_running(program, OptimizerStep())}
-    holders = dict(program.holders)
+    owning_ranks = dict(program.owning_ranks)
     ranks_of: dict[tuple[tuple[int, ...], tuple[int, ...]], Column] = {}
     for parameter, slots in slots_using.items():
         if not graph.parameters[parameter].trainable:
             continue
-        name, key = graph.parameters[parameter].name, (tuple(dict.fromkeys(slots)), holders.get(parameter, ()))
+        name, key = graph.parameters[parameter].name, (tuple(dict.fromkeys(slots)), owning_ranks.get(parameter, ()))
         if key not in ranks_of:
             used = [program.slots[slot].ranks for slot in key[0]]
             ranks_of[key] = np.unique(np.concatenate([*used, np.array(key[1], dtype=np.int64)]))

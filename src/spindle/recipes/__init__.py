@@ -1,7 +1,8 @@
 """The papers' workloads as values: sizes from their §5, the rest chosen by us.
 
 `RECIPES` are the Spindle paper's, fitted to its DeepSpeed times; `MODELS` the DIP paper's, whose batches differ, timed
-by SEMU. `docs/recipes.md` tells what is the papers' and what is ours. Knows no planner.
+by SEMU. `step_of` gives the profile of a step of either. `docs/recipes.md` tells what is the papers' and what is ours.
+Knows no planner.
 """
 
 from __future__ import annotations
@@ -13,17 +14,16 @@ from spindle.recipes.data import t2v_batch, vlm_batch
 from spindle.recipes.multimodal import (
     MODELS,
     MultimodalModel,
-    batch_graph,
     batch_profile,
-    batch_shapes,
-    batch_workload,
     emulator,
     measured_efficiencies,
     model_flops,
     sub_microbatch_size,
+    sub_microbatch_sizes,
 )
 from spindle.recipes.paper import CELLS, SIMULATED, Cell, SimulatedCell
 from spindle.recipes.recipe import Fit, Fits, FittedCell, Recipe, read_fits
+from spindle.recipes.step import NUM_MICROBATCHES, BatchOptions, Step, batches, step_of
 from spindle.recipes.transformer import Tower
 
 _BATCHES = "batch sizes"
@@ -31,11 +31,15 @@ _BATCHES = "batch sizes"
 
 def _clip(num_tasks: int) -> Recipe:
     name = f"clip-{num_tasks}"
-    ours = list(clip.BATCH_SIZES)[4:num_tasks]
+    chosen_tasks = list(clip.BATCH_SIZES)[4:num_tasks]
     return Recipe(
         name=name,
         description=f"{num_tasks} contrastive tasks, each over two of the six encoders of ImageBind-huge (1.19B).",
-        chosen=(_BATCHES, *([f"the tasks {', '.join(ours)}"] if ours else []), "no loss, no patch stems"),
+        chosen=(
+            _BATCHES,
+            *([f"the tasks {', '.join(chosen_tasks)}"] if chosen_tasks else []),
+            "no loss, no patch stems",
+        ),
         batch_sizes=tuple(clip.BATCH_SIZES.items())[:num_tasks],
         build=partial(clip.clip_workload, name),
         fitted_as=name,
@@ -91,8 +95,10 @@ RECIPES: dict[str, Recipe] = {
 __all__ = [
     "CELLS",
     "MODELS",
+    "NUM_MICROBATCHES",
     "RECIPES",
     "SIMULATED",
+    "BatchOptions",
     "Cell",
     "Fit",
     "Fits",
@@ -100,16 +106,17 @@ __all__ = [
     "MultimodalModel",
     "Recipe",
     "SimulatedCell",
+    "Step",
     "Tower",
-    "batch_graph",
     "batch_profile",
-    "batch_shapes",
-    "batch_workload",
+    "batches",
     "emulator",
     "measured_efficiencies",
     "model_flops",
     "read_fits",
+    "step_of",
     "sub_microbatch_size",
+    "sub_microbatch_sizes",
     "t2v_batch",
     "vlm_batch",
 ]

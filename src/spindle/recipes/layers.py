@@ -179,10 +179,10 @@ class Block:
             both((scatter, add), (gather, add))
         both((norm, gather), (norm_back, scatter))
         linear(hidden * (2 if tower.gated else 1), width)
-        one = _BYTES * tokens * hidden
+        tensor_bytes = _BYTES * tokens * hidden
         both(
-            (MemoryBound(kind="activation", num_bytes=(3 if tower.gated else 2) * one),),
-            (MemoryBound(kind="activation", num_bytes=(5 if tower.gated else 3) * one),),
+            (MemoryBound(kind="activation", num_bytes=(3 if tower.gated else 2) * tensor_bytes),),
+            (MemoryBound(kind="activation", num_bytes=(5 if tower.gated else 3) * tensor_bytes),),
         )
         linear(width, hidden)
         both((scatter, add), (gather, add))

@@ -1,4 +1,4 @@
-"""The models of the DIP paper (§5) as values, and one batch of theirs as a workload and a profile.
+"""The models of the DIP paper (§5) as values, and one batch of theirs as a profile.
 
 A microbatch is a task of the step's graph: its calls are the encoder's sub-microbatches (`vision.0`, `vision.1`, ...)
 and the module they feed. All tasks share the modules' weights, one parameter for each layer. A microbatch that holds
@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Literal, assert_never
 
+import numpy as np
+
 from spindle.artifact import artifact_from_json
 from spindle.cluster import Cluster, cluster_named
-from spindle.errors import WorkloadError
+from spindle.errors import InputError, PlanError, WorkloadError
 from spindle.graph import MetaGraph, MetaOp
 from spindle.profile import Curve, Efficiencies, Profile, Semu
 from spindle.profile.efficiency import KIND as EFFICIENCIES_KIND
@@ -30,14 +32,11 @@ from spindle.workload import (
     LANGUAGE,
     VIDEO,
     VISION,
-    Call,
     Layer,
     LayerCost,
     Microbatch,
     Module,
     Parameter,
-    Task,
-    Workload,
     even_parts,
     split_evenly,
 )
@@ -114,6 +113,7 @@ class Chain:
 
 
 _WHOLE = ("patches", "final")  # small; every member has them whole
+_MOST_INSTANCES = {VISION: 48, VIDEO: 8}  # of a microbatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +135,21 @@ class MultimodalModel:
     @property
     def num_parameters(self) -> int:
         return sum(parameter.num_elements for chain in self.chains for parameter in chain.parameters)
+
+    def refuse_cluster(self, cluster: Cluster) -> None:
+        """Refuses a cluster that stages and tensor groups do not divide: a tensor group lies inside an island."""
+        degree, num_devices = self.tensor_degree, self.tensor_degree * self.num_stages
+        if cluster.num_devices % num_devices:
+            raise PlanError(
+                f"{self.name} has {self.num_stages} stages of {degree} devices: {cluster.name} has no multiple of "
+                f"{num_devices}"
+            )
+        if degree * len(cluster.tensor_groups(degree)) < cluster.num_devices:
+            size = next(island.num_devices for island in cluster.islands if island.num_devices % degree)
+            raise InputError(
+                f"{self.name} has tensor groups of {degree} devices, which lie inside islands: {cluster.name} has an "
+                f"island of {size}; give a cluster whose islands have a multiple of {degree} devices"
+            )
 
     def chain(self, module: str) -> Chain:
         for chain in self.chains:
@@ -279,36 +294,6 @@ class _Part:
     pieces: tuple[_Piece, ...]
 
 
-def batch_workload(
-    model: MultimodalModel, microbatches: Sequence[Microbatch], splits: Mapping[str, int] | None = None
-) -> Workload:
-    """One batch as a workload: a task for each microbatch, named m00, m01, ...
-
-    `splits` has, for each module that is cut into sub-microbatches, the most instances of one.
-    """
-    tasks = []
-    for name, parts in _parts(model, microbatches, splits or {}):
-        calls = tuple(
-            Call(name=part.name, module=part.module, costs=tuple((piece.kind, piece.cost) for piece in part.pieces))
-            for part in parts
-        )
-        tasks.append(Task(name=name, batch_size=1, calls=calls, flows=_flows(model, parts)))
-    return Workload(
-        name=model.name,
-        modules=tuple(chain.module for chain in model.chains),
-        parameters=_parameters(model),
-        tasks=tuple(tasks),
-    )
-
-
-def batch_graph(
-    model: MultimodalModel, microbatches: Sequence[Microbatch], splits: Mapping[str, int] | None = None
-) -> MetaGraph:
-    """The same as `metagraph_of(batch_workload(...))`, without unfolding every layer: each batch has its own."""
-    graph, _ = _graph_and_shapes(model, microbatches, splits or {})
-    return graph
-
-
 def batch_profile(
     model: MultimodalModel,
     microbatches: Sequence[Microbatch],
@@ -327,14 +312,6 @@ def batch_profile(
     return Profile(graph=graph, cluster=cluster, curves=tuple(curves), leaves_out=semu.leaves_out)
 
 
-def batch_shapes(
-    model: MultimodalModel, microbatches: Sequence[Microbatch], splits: Mapping[str, int] | None = None
-) -> tuple[Shape, ...]:
-    """The shape of a layer of each op of the batch's graph, for `Semu.layer` under other memory strategies."""
-    _, shapes = _graph_and_shapes(model, microbatches, splits or {})
-    return shapes
-
-
 def model_flops(model: MultimodalModel, microbatches: Sequence[Microbatch]) -> float:
     """FLOPs of forward and backward of a batch, nothing computed twice: what MFU counts."""
     return sum(
@@ -343,6 +320,17 @@ def model_flops(model: MultimodalModel, microbatches: Sequence[Microbatch]) -> f
         for part in parts
         for piece in part.pieces
     )
+
+
+def sub_microbatch_sizes(model: MultimodalModel, microbatches: Sequence[Microbatch], semu: Semu) -> dict[str, int]:
+    """The size of sub-microbatches, in instances, of each module that has several (DIP §4.1)."""
+    sizes = {}
+    for chain in model.chains:
+        lengths = [count for microbatch in microbatches for count in microbatch.tokens_of(chain.name)]
+        if chain.name in _MOST_INSTANCES and lengths:
+            tested = range(1, 1 + _MOST_INSTANCES[chain.name])
+            sizes[chain.name] = sub_microbatch_size(model, chain.name, int(np.mean(lengths)), semu, tested)
+    return sizes
 
 
 def sub_microbatch_size(
@@ -410,12 +398,14 @@ def _parts(
             text = sum(microbatch.tokens_of(model.chains[0].name)) if chain.tower.cross_attention else 0
             seen = even_parts(text, len(instances)) if text else []
             start = 0
-            for position, some in enumerate(cut):
-                context = lengths_of(seen[start : start + len(some)])
-                start += len(some)
+            for position, instance_tokens in enumerate(cut):
+                context = lengths_of(seen[start : start + len(instance_tokens)])
+                start += len(instance_tokens)
                 is_whole = most is None and chain.before == "embedding"  # one packed sequence
                 name = chain.name if is_whole else f"{chain.name}.{position}"
-                parts.append(_Part(name=name, module=chain.name, pieces=pieces(chain, lengths_of(some), context)))
+                parts.append(
+                    _Part(name=name, module=chain.name, pieces=pieces(chain, lengths_of(instance_tokens), context))
+                )
         result.append((f"m{number:0{digits}d}", parts))
     return result
 
@@ -442,7 +432,7 @@ def _graph_and_shapes(
     shapes: list[Shape] = []
     edges: list[tuple[int, int]] = []
     weights: dict[tuple[str, int], tuple[tuple[int, ...], ...]] = {}
-    for task, parts in _parts(model, microbatches, splits):
+    for microbatch, (task, parts) in enumerate(_parts(model, microbatches, splits)):
         ends: dict[str, tuple[int, int]] = {}
         for part in parts:
             begin = len(metaops)
@@ -458,6 +448,7 @@ def _graph_and_shapes(
                         name=f"{task}/{part.name}[{piece.first}:{piece.first + piece.num_layers}]",
                         num_layers=piece.num_layers,
                         task=task,
+                        microbatch=microbatch,
                         batch_size=1,
                         module=part.module,
                         call=part.name,

@@ -14,8 +14,7 @@ from spindle.timeline import Measures, measure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedPlan:
-    """What a planner made of the workload; `speedup` is over `sequential`, or over what else is the reference, where
-    that has a plan.
+    """The simulated step of one planner; `speedup` is over the reference planner, where that has a plan.
 
     Shares are of all devices' time. `over_bound` is the simulated step over the plan's bound, which counts neither
     transfers nor synchronisation. `mfu` is the share of all devices' peak that the model's own FLOPs need in that time,
@@ -44,6 +43,7 @@ class RefusedPlan:
 
 
 CompareRow = ComparedPlan | RefusedPlan
+REFERENCE = {False: "sequential", True: "vpp"}  # what speedups are over: is it a pipeline?
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +65,6 @@ def simulated(plan: Plan, profile: Profile) -> Measures:
     return measure(simulate(lower(plan, profile), profile))
 
 
-def comparison_of(profile: Profile, plans: Iterable[Plan], refusals: dict[str, str]) -> Comparison:
-    """Compares finished plans of one profile; `refusals` is by planner."""
-    return compared([(plan, profile) for plan in plans], profile, refusals, reference="sequential")
-
-
 def compared(
     plans: Iterable[tuple[Plan, Profile]],
     profile: Profile,
@@ -82,7 +77,7 @@ def compared(
 
     `model_s` is what the model's own FLOPs would take at all devices' peak.
     """
-    measured = [(plan, simulated(plan, its_profile)) for plan, its_profile in plans]
+    measured = [(plan, simulated(plan, planned_from)) for plan, planned_from in plans]
     reference_s = next((measures.makespan_s for plan, measures in measured if plan.planner == reference), None)
     rows = [
         ComparedPlan(

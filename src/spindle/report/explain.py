@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from spindle.errors import InputError
-from spindle.plan import Plan, Slot, format_devices, setting_of
+from spindle.plan import Plan, Slot, Span, format_devices, forward_spans, setting_of
 from spindle.planners import lp_bound, problem_of
 from spindle.profile import Profile
 from spindle.program import Link, Program, lower
@@ -84,11 +85,11 @@ def explain(plan: Plan, profile: Profile, wanted: str | None = None) -> tuple[Op
     setting = setting_of(plan, profile)
     mixes = lp_bound(problem_of(profile, setting)).mixes
     program = lower(plan, profile)
+    timed = list(zip(plan.slots, forward_spans(plan, profile), strict=True))
     explanations = []
     for position, op in enumerate(graph.metaops):
         if wanted not in (None, op.name, op.module):
             continue
-        slots = [slot for slot in plan.slots if slot.op == op.name]
         explanations.append(
             OpExplanation(
                 op=op.name,
@@ -97,7 +98,7 @@ def explain(plan: Plan, profile: Profile, wanted: str | None = None) -> tuple[Op
                 batch_size=op.batch_size,
                 tensor_degree=setting.tensor_degrees[position],
                 recompute=setting.recompute[position],
-                slots=tuple(_story(plan, profile, slot) for slot in slots),
+                slots=tuple(_story(plan, profile, timed, *entry) for entry in timed if entry[0].op == op.name),
                 curve=_points(plan, profile, position),
                 bound_mix=mixes[position],
                 inflows=tuple(
@@ -136,44 +137,45 @@ def _points(plan: Plan, profile: Profile, op: int) -> tuple[CurvePoint, ...]:
     )
 
 
-def _story(plan: Plan, profile: Profile, slot: Slot) -> SlotStory:
+def _story(plan: Plan, profile: Profile, timed: Sequence[tuple[Slot, Span]], slot: Slot, span: Span) -> SlotStory:
     beside: dict[str, int] = {}
     slack = _SAME_TIME * plan.folded_s
-    for other in plan.slots:
-        if other.op != slot.op and other.start_s < slot.end_s - slack and other.end_s > slot.start_s + slack:
-            beside[other.op] = max(beside.get(other.op, 0), len(other.devices))
+    for neighbour, when in timed:
+        overlaps = when.start_s < span.end_s - slack and when.end_s > span.start_s + slack
+        if neighbour.op != slot.op and overlaps:
+            beside[neighbour.op] = max(beside.get(neighbour.op, 0), len(neighbour.devices))
     return SlotStory(
         first=slot.first,
         last=slot.last,
         devices=slot.devices,
-        start_s=slot.start_s,
-        end_s=slot.end_s,
+        start_s=span.start_s,
+        end_s=span.end_s,
         wave=slot.wave,
-        waited_for=_waited_for(plan, profile, slot),
+        waited_for=_waited_for(plan, profile, timed, slot, span),
         beside=tuple(beside.items()),
     )
 
 
-def _waited_for(plan: Plan, profile: Profile, slot: Slot) -> str:
-    """Whatever ended when this slot began: its data first, else its devices."""
+def _waited_for(plan: Plan, profile: Profile, timed: Sequence[tuple[Slot, Span]], slot: Slot, span: Span) -> str:
+    """What ended when this slot began: its data first, else its devices."""
     graph = profile.graph
     slack = _SAME_TIME * plan.folded_s
-    if slot.start_s <= slack:
+    if span.start_s <= slack:
         return "the start of the step"
-    ended = [other for other in plan.slots if abs(other.end_s - slot.start_s) <= slack]
+    ended = [before for before, when in timed if abs(when.end_s - span.start_s) <= slack]
     position = next(number for number, op in enumerate(graph.metaops) if op.name == slot.op)
     producers = {graph.metaops[producer].name for producer in graph.predecessors[position]}
-    for other in ended:
-        if (slot.first == 0 and other.op in producers) or (other.op == slot.op and other.last == slot.first):
-            if other.op == slot.op:
+    for before in ended:
+        if (slot.first == 0 and before.op in producers) or (before.op == slot.op and before.last == slot.first):
+            if before.op == slot.op:
                 return "its own earlier layers"
-            same = set(other.devices) == set(slot.devices)
-            where = "the same devices" if same else format_devices(sorted(other.devices))
-            return f"its input from {other.op} on {where}"
-    for other in ended:
-        common = sorted(set(other.devices) & set(slot.devices))
+            same = set(before.devices) == set(slot.devices)
+            where = "the same devices" if same else format_devices(sorted(before.devices))
+            return f"its input from {before.op} on {where}"
+    for before in ended:
+        common = sorted(set(before.devices) & set(slot.devices))
         if common:
-            return f"{other.op} to leave {'device' if len(common) == 1 else 'devices'} {format_devices(common)}"
+            return f"{before.op} to leave {'device' if len(common) == 1 else 'devices'} {format_devices(common)}"
     return "the start of its wave, though its data and devices were there before"
 
 
@@ -194,56 +196,56 @@ def _inflow(program: Program, profile: Profile, link: Link) -> Inflow:
 def _shared_weights(program: Program, profile: Profile, op: int) -> tuple[SharedWeights, ...]:
     """Weights of this op by who else uses them and how many devices hold them."""
     graph = profile.graph
-    mine = {parameter for layer in graph.metaops[op].parameters for parameter in layer}
+    parameters = {parameter for layer in graph.metaops[op].parameters for parameter in layer}
     users: dict[int, list[str]] = defaultdict(list)
-    for number, other in enumerate(graph.metaops):
-        for parameter in sorted({parameter for layer in other.parameters for parameter in layer} & mine):
+    for number, sharing_op in enumerate(graph.metaops):
+        for parameter in sorted({parameter for layer in sharing_op.parameters for parameter in layer} & parameters):
             if number != op:
-                users[parameter].append(other.name)
+                users[parameter].append(sharing_op.name)
     groups: dict[tuple[tuple[str, ...], int], int] = defaultdict(int)
-    holders: dict[int, int] = defaultdict(int)
+    num_devices_of: dict[int, int] = defaultdict(int)
     for bucket in program.buckets:
-        for parameter in mine & set(bucket.parameters):
-            holders[parameter] = max(holders[parameter], len(np.unique(bucket.ranks)))
-    for parameter in sorted(mine):
+        for parameter in parameters & set(bucket.parameters):
+            num_devices_of[parameter] = max(num_devices_of[parameter], len(np.unique(bucket.ranks)))
+    for parameter in sorted(parameters):
         size = graph.parameters[parameter].num_elements * graph.numerics.parameter_bytes
-        groups[tuple(users[parameter]), holders[parameter]] += size
+        groups[tuple(users[parameter]), num_devices_of[parameter]] += size
     return tuple(
         SharedWeights(with_ops=ops, num_bytes=size, num_devices=holder) for (ops, holder), size in groups.items()
     )
 
 
-def sentences(one: OpExplanation) -> list[str]:
-    """The explanation in plain words, one thought in each."""
+def sentences(explanation: OpExplanation) -> list[str]:
+    """The explanation as sentences."""
     return [
-        *_about_slots(one),
-        _about_curve(one),
-        _about_bound(one),
-        *_about_neighbours(one),
-        *_about_data(one),
-        *_about_weights(one),
+        *_about_slots(explanation),
+        _about_curve(explanation),
+        _about_bound(explanation),
+        *_about_neighbours(explanation),
+        *_about_data(explanation),
+        *_about_weights(explanation),
     ]
 
 
-def _about_slots(one: OpExplanation) -> list[str]:
+def _about_slots(explanation: OpExplanation) -> list[str]:
     lines = []
-    for slot in one.slots:
+    for slot in explanation.slots:
         several = slot.last - slot.first > 1
         layers = f"Layers {slot.first} to {slot.last - 1} run" if several else f"Layer {slot.first} runs"
         lines.append(
             f"{layers} on {count_of(len(slot.devices), 'device')} ({format_devices(sorted(slot.devices))}) from "
             f"{seconds(slot.start_s)} to {seconds(slot.end_s)} in wave {slot.wave}, after {slot.waited_for}."
         )
-    if one.tensor_degree > 1:
-        lines.append(f"Every {one.tensor_degree} devices hold one copy of its weights (its tensor degree).")
-    if one.recompute:
+    if explanation.tensor_degree > 1:
+        lines.append(f"Every {explanation.tensor_degree} devices hold one copy of its weights (its tensor degree).")
+    if explanation.recompute:
         lines.append("Its activations are recomputed in the backward pass, because memory is short.")
     return lines
 
 
-def _about_curve(one: OpExplanation) -> str:
+def _about_curve(explanation: OpExplanation) -> str:
     parts = []
-    for number, point in enumerate(one.curve):
+    for number, point in enumerate(explanation.curve):
         unit = (" device" if point.num_devices == 1 else " devices") if number == 0 else ""
         notes = f"{100 * point.efficiency:.0f} % efficient" if number == 0 else f"{100 * point.efficiency:.0f} %"
         notes += ", chosen" if point.chosen else ""
@@ -251,9 +253,11 @@ def _about_curve(one: OpExplanation) -> str:
     return f"A layer takes {listed(parts, at_most=16)}."
 
 
-def _about_bound(one: OpExplanation) -> str:
-    parts = [f"{layers:.3g} {'layer' if layers == 1 else 'layers'} on {count}" for count, layers in one.bound_mix]
-    pieces = [(slot.last - slot.first, len(slot.devices)) for slot in one.slots]
+def _about_bound(explanation: OpExplanation) -> str:
+    parts = [
+        f"{layers:.3g} {'layer' if layers == 1 else 'layers'} on {count}" for count, layers in explanation.bound_mix
+    ]
+    pieces = [(slot.last - slot.first, len(slot.devices)) for slot in explanation.slots]
     chosen = []
     for (layers, devices), equal in itertools.groupby(pieces):
         repeats = len(list(equal))
@@ -262,9 +266,9 @@ def _about_bound(one: OpExplanation) -> str:
     return f"The LP bound would run {listed(parts)}; this plan runs {listed(chosen)}."
 
 
-def _about_neighbours(one: OpExplanation) -> list[str]:
+def _about_neighbours(explanation: OpExplanation) -> list[str]:
     beside: dict[str, int] = {}
-    for slot in one.slots:
+    for slot in explanation.slots:
         for op, count in slot.beside:
             beside[op] = max(count, beside.get(op, 0))
     if not beside:
@@ -272,14 +276,14 @@ def _about_neighbours(one: OpExplanation) -> list[str]:
     return [f"Beside it ran {listed([f'{op} (on {count})' for op, count in beside.items()])}."]
 
 
-def _about_data(one: OpExplanation) -> list[str]:
+def _about_data(explanation: OpExplanation) -> list[str]:
     """Where its data came from; what is the same of several producers is said once."""
     lines = []
-    if not any(inflow.into_layer == 0 for inflow in one.inflows):
+    if not any(inflow.into_layer == 0 for inflow in explanation.inflows):
         lines.append("It takes its input from the batch, from no other op.")
     producers: dict[tuple[int, float, float], list[str]] = {}
-    for inflow in one.inflows:
-        own = inflow.producer == one.op
+    for inflow in explanation.inflows:
+        own = inflow.producer == explanation.op
         total = inflow.moved_bytes + inflow.kept_bytes
         if own and total == 0:
             continue
@@ -299,9 +303,9 @@ def _about_data(one: OpExplanation) -> list[str]:
     return lines
 
 
-def _about_weights(one: OpExplanation) -> list[str]:
+def _about_weights(explanation: OpExplanation) -> list[str]:
     lines = []
-    for shared in one.shared_weights:
+    for shared in explanation.shared_weights:
         whom = f"It shares {num_bytes(shared.num_bytes)} of weights with {listed(shared.with_ops)}"
         if not shared.with_ops:
             whom = f"{num_bytes(shared.num_bytes)} of its weights are its own"
@@ -312,7 +316,7 @@ def _about_weights(one: OpExplanation) -> list[str]:
     return lines
 
 
-def headline(one: OpExplanation) -> str:
+def headline(explanation: OpExplanation) -> str:
     """What the op is."""
-    batch = "" if one.batch_size is None else f", batch {one.batch_size}"
-    return f"{one.op}: {count_of(one.num_layers, 'layer')}{batch}"
+    batch = "" if explanation.batch_size is None else f", batch {explanation.batch_size}"
+    return f"{explanation.op}: {count_of(explanation.num_layers, 'layer')}{batch}"

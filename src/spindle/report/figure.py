@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape, quoteattr
 
-from spindle.graph import MetaGraph
-from spindle.plan import Plan, Slot
+from spindle.plan import Plan, Slot, Span, forward_spans
+from spindle.profile import Profile
 from spindle.report.palette import group_of, ink_on, palette_of
 from spindle.report.quantities import seconds
 from spindle.report.svg import IDLE, page, text, time_axis
@@ -20,8 +20,9 @@ _PANEL_HEIGHT, _HEADING, _GAP = 210, 30, 22
 _LETTER_WIDTH = 0.56  # of the font size, for names
 
 
-def step_figure(graph: MetaGraph, panels: Sequence[tuple[str, Plan]]) -> str:
+def step_figure(profile: Profile, panels: Sequence[tuple[str, Plan]]) -> str:
     """SVG text with a panel for each (title, finished plan); speed is told beside the first."""
+    graph = profile.graph
     end_s = max(plan.folded_s for _, plan in panels)
     palette = palette_of(graph)
     colours = {op.name: colour for op, colour in zip(graph.metaops, palette.colours, strict=True)}
@@ -36,7 +37,7 @@ def step_figure(graph: MetaGraph, panels: Sequence[tuple[str, Plan]]) -> str:
         body += _heading(title, plan, panels[0][1] if number else None, top - 10)
         # Whole pixels for each device where there are enough of them.
         height = max(_PANEL_HEIGHT // plan.num_devices * plan.num_devices, _PANEL_HEIGHT // 2)
-        body += _panel(plan, top, height, scale, colours, groups, tasks)
+        body += _panel(plan, forward_spans(plan, profile), top, height, scale, colours, groups, tasks)
         top += height + _GAP
     body += time_axis(end_s, scale, top - _GAP, _LEFT, _WIDTH - _RIGHT)
     top += 26
@@ -55,6 +56,7 @@ def _heading(title: str, plan: Plan, reference: Plan | None, y: float) -> Iterat
 
 def _panel(
     plan: Plan,
+    timed: Sequence[Span],
     top: float,
     height: float,
     scale: float,
@@ -64,15 +66,15 @@ def _panel(
 ) -> Iterator[str]:
     per_device = height / plan.num_devices
     yield f"<rect x='{_LEFT}' y='{top}' width='{plan.folded_s * scale:.2f}' height='{height}' fill='{IDLE}'/>"
-    for slot in plan.slots:
+    for slot, span in zip(plan.slots, timed, strict=True):
         yield "<g>"
         layers = f"layers {slot.first} to {slot.last - 1}" if slot.num_layers > 1 else f"layer {slot.first}"
         yield f"<title>{escape(f'{slot.op}, {layers} on {len(slot.devices)} devices')}</title>"
         runs = list(_runs_of(slot))
         widest = max(runs, key=lambda run: run[1] - run[0])
         for first, last in runs:
-            x, y = _LEFT + slot.start_s * scale, top + first * per_device
-            width, tall = (slot.end_s - slot.start_s) * scale, (last - first) * per_device
+            x, y = _LEFT + span.start_s * scale, top + first * per_device
+            width, tall = (span.end_s - span.start_s) * scale, (last - first) * per_device
             yield (
                 f"<rect x='{x:.2f}' y='{y:.2f}' width='{max(width, 0.4):.2f}' height='{tall:.2f}' "
                 f"fill={quoteattr(colours[slot.op])} stroke='#ffffff' stroke-width='0.8'/>"

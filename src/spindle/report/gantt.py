@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from rich.text import Text
 
 from spindle.graph import MetaGraph
-from spindle.plan import FORWARD, Plan, format_devices
+from spindle.plan import FOLDED, FORWARD, Plan, format_devices, spans
+from spindle.profile import Profile
 from spindle.program import Backward, Exchange, Forward, GatherParameters, OptimizerStep, Program, SyncGradients
 from spindle.report.palette import Palette, darker, ink_on, palette_of
 from spindle.report.quantities import count_of
@@ -52,47 +53,30 @@ class Chart:
     hint: str
 
 
-def plan_chart(plan: Plan, graph: MetaGraph, num_columns: int) -> Chart:
-    """The chart of a plan in folded time: forward and backward of a slot together, or its passes where it has some."""
-    if plan.passes:
-        return _passes_chart(plan, graph, num_columns)
-    palette = palette_of(graph)
+def plan_chart(plan: Plan, profile: Profile, num_columns: int) -> Chart:
+    """The chart of a plan by its curves alone: its passes, or slots in folded time where backward mirrors forward."""
+    graph, timed = profile.graph, spans(plan, profile)
+    marks, num_ops = _op_marks(palette_of(graph)), len(graph.metaops)
     position = {op.name: number for number, op in enumerate(graph.metaops)}
+    is_folded = all(span.kind == FOLDED for span in timed)
     scale = num_columns / plan.folded_s
-    devices = [np.asarray(slot.devices, dtype=np.int64) for slot in plan.slots]
+    devices = [np.asarray(plan.slots[span.slot].devices, dtype=np.int64) for span in timed]
+    counts = [len(on) for on in devices]
+    codes = [position[plan.slots[span.slot].op] + (0 if span.kind in (FORWARD, FOLDED) else num_ops) for span in timed]
     cells = _paint(
         plan.num_devices,
         num_columns,
         np.concatenate(devices),
-        np.repeat([slot.start_s * scale for slot in plan.slots], [len(device) for device in devices]),
-        np.repeat([slot.end_s * scale for slot in plan.slots], [len(device) for device in devices]),
-        np.repeat([position[slot.op] for slot in plan.slots], [len(device) for device in devices]),
-        len(graph.metaops),
-    )
-    marks = _op_marks(palette)
-    return Chart(marks=marks, rows=_grouped(cells), end_s=plan.folded_s, hint="forward and backward together")
-
-
-def _passes_chart(plan: Plan, graph: MetaGraph, num_columns: int) -> Chart:
-    marks, num_ops = _op_marks(palette_of(graph)), len(graph.metaops)
-    position = {op.name: number for number, op in enumerate(graph.metaops)}
-    scale = num_columns / plan.folded_s
-    counts = [len(plan.slots[pass_.slot].devices) for pass_ in plan.passes]
-    codes = [position[plan.slots[pass_.slot].op] + (0 if pass_.kind == FORWARD else num_ops) for pass_ in plan.passes]
-    cells = _paint(
-        plan.num_devices,
-        num_columns,
-        np.concatenate([np.asarray(plan.slots[pass_.slot].devices, dtype=np.int64) for pass_ in plan.passes]),
-        np.repeat([pass_.start_s * scale for pass_ in plan.passes], counts),
-        np.repeat([pass_.end_s * scale for pass_ in plan.passes], counts),
+        np.repeat([span.start_s * scale for span in timed], counts),
+        np.repeat([span.end_s * scale for span in timed], counts),
         np.repeat(codes, counts),
-        0,  # a box of many that is too short for a cell need not show
+        num_ops if is_folded else 0,  # one of many passes that is too short for a cell need not show
     )
     return Chart(
-        marks=(*marks, *_backward_marks(marks)),
+        marks=marks if is_folded else (*marks, *_backward_marks(marks)),
         rows=_grouped(cells),
         end_s=plan.folded_s,
-        hint="capitals forward, small letters backward",
+        hint="forward and backward together" if is_folded else "capitals forward, small letters backward",
     )
 
 
@@ -108,7 +92,7 @@ def timeline_chart(
     num_ops = len(graph.metaops)
     forward = _op_marks(palette)
     backward = _backward_marks(forward)
-    others = (
+    communication = (
         Mark(letter=">", meaning="send or receive"),
         Mark(letter="=", meaning="synchronise gradients"),
         Mark(letter="^", meaning="optimizer"),
@@ -144,7 +128,7 @@ def timeline_chart(
     after = cells[:, math.ceil(timeline.makespan_ns * scale - 0.5) :]
     after[after < 0] = _OVER
     return Chart(
-        marks=(*forward, *backward, *others),
+        marks=(*forward, *backward, *communication),
         rows=_grouped(cells),
         end_s=end_ns * 1e-9,
         hint="capitals forward, small letters backward",
@@ -263,7 +247,7 @@ def ticks(end_s: float, at_most: int) -> tuple[list[float], str, float]:
     unit, factor = ("s", 1.0) if end_s >= 10 else ("ms", 1e3) if end_s >= 1e-3 else ("µs", 1e6)
     least = end_s * factor / max(1, at_most)
     power = 10.0 ** math.floor(math.log10(least))
-    step = next(power * one for one in (1, 2, 5, 10) if power * one >= least * (1 - 1e-9))
+    step = next(power * factor_of_ten for factor_of_ten in (1, 2, 5, 10) if power * factor_of_ten >= least * (1 - 1e-9))
     return [step * number for number in range(int(end_s * factor / step + 1e-9) + 1)], unit, factor
 
 
@@ -273,7 +257,7 @@ def _axis(end_s: float, num_columns: int) -> str:
     for number, tick in enumerate(marks):
         name = f"{tick:g}" + (f" {unit}" if number == 0 else "")
         place = round(tick / factor / end_s * num_columns)
-        if place + 1 + len(name) <= len(line) and all(one == " " for one in line[max(0, place - 1) : place]):
+        if place + 1 + len(name) <= len(line) and all(letter == " " for letter in line[max(0, place - 1) : place]):
             line[place : place + 1 + len(name)] = f"╵{name}"
     return "".join(line).rstrip()
 

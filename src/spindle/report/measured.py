@@ -35,16 +35,16 @@ _Times = dict[int, tuple[float, float, float | None]]  # by samples: forward, ba
 
 def _layers(profile: Profile) -> dict[tuple[str, float], _Times]:
     """Times of each run of layers. What several tasks call alike was measured once, so it stands here once."""
-    found: dict[tuple[str, float], _Times] = {}
+    times_of: dict[tuple[str, float], _Times] = {}
     for op, curves in zip(profile.graph.metaops, profile.curves, strict=True):
         output, saved = (0.0, None) if op.cost is None else (op.cost.output_bytes, op.cost.saved_bytes)
         for curve in curves:
             # Calls on longer sequences are told apart by what they give for a sample.
-            times = found.setdefault((_name(op, curve), output), {})
+            times = times_of.setdefault((_name(op, curve), output), {})
             for count, forward_s, backward_s in zip(curve.num_devices, curve.forward_s, curve.backward_s, strict=True):
                 rows = -(-(op.batch_size or 1) // (count // curve.tensor_degree))
                 times.setdefault(rows, (forward_s, backward_s, saved))
-    return found
+    return times_of
 
 
 def _name(op: MetaOp, curve: Curve) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 from xml.sax.saxutils import escape
 
 from rich import box
 from rich.table import Table
 
-from spindle.graph import MetaGraph
-from spindle.plan import FORWARD, INPUT, WEIGHT, Plan
-from spindle.planners.pipeline import Found
-from spindle.report.compare import ComparedPlan, Comparison, RefusedPlan
+from spindle.plan import FORWARD, INPUT, WEIGHT, Plan, spans
+from spindle.planners import SearchResult
+from spindle.profile import Profile
+from spindle.report.figure import step_figure
 from spindle.report.palette import darker, group_of, ink_on, palette_of
 from spindle.report.quantities import seconds
 from spindle.report.svg import IDLE, page, text, time_axis
@@ -22,58 +23,63 @@ _MAX_IMPROVEMENTS = 16
 _LEAST_EDGED = 4  # pixels: edges of narrower boxes would hide their colour
 
 
-def pipelines_table(comparison: Comparison, reference: str) -> Table:
-    """Planners as rows, fastest first."""
-    title = f"{comparison.workload} on {comparison.cluster}: one iteration"
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
-    table.add_column("planner", no_wrap=True)
-    for name in ("s", f"over\n{reference}", "bubble %", "peak GiB", "MFU %", "× its\nbound"):
-        table.add_column(name, justify="right")
-    for row in comparison.rows:
-        match row:
-            case ComparedPlan():
-                bubble = row.idle_share + row.transfer_share + row.sync_share
-                table.add_row(
-                    row.planner,
-                    f"{row.makespan_s:.2f}",
-                    "-" if row.speedup is None else f"{row.speedup - 1:+.1%}".replace("%", " %"),
-                    f"{100 * bubble:.1f}",
-                    f"{row.peak_bytes / 2**30:.1f}",
-                    "-" if row.mfu is None else f"{100 * row.mfu:.1f}",
-                    f"{row.over_bound:.3f}",
-                )
-            case RefusedPlan():
-                table.add_row(row.planner, "none", *["-"] * 5, style="dim")
-    return table
+def search_tables(title: str, results: Sequence[SearchResult]) -> list[Table]:
+    """A table for the search of each replica."""
+    names = [title] if len(results) == 1 else [f"{title}, replica {number}" for number in range(len(results))]
+    return [_search_table(name, result) for name, result in zip(names, results, strict=True)]
 
 
-def search_table(title: str, found: Found) -> Table:
-    """How the best schedule came down, beside the natural order and the bound."""
+def search_json(results: Sequence[SearchResult]) -> list[dict[str, Any]]:
+    """How the search of each replica went on: seconds of the natural order, the bound, and each improvement."""
+    return [
+        {
+            "natural_s": result.natural_ns * 1e-9,
+            "bound_s": result.bound_ns * 1e-9,
+            "improvements": [[count, makespan * 1e-9] for count, makespan in result.improvements],
+        }
+        for result in results
+    ]
+
+
+def _search_table(title: str, result: SearchResult) -> Table:
+    """How the best schedule came down, beside the natural order and the bound.
+
+    Times are those of the search: passes and what lies between ranks, without the optimizer's step.
+    """
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
     for name in ("schedules tried", "s", "over natural", "× bound"):
         table.add_column(name, justify="right")
     table.add_column("", no_wrap=True)
-    shown = list(found.improvements)
+    shown = list(result.improvements)
     if len(shown) > _MAX_IMPROVEMENTS:  # the first, the last, and some between
-        places = {round(one * (len(shown) - 1) / (_MAX_IMPROVEMENTS - 1)) for one in range(_MAX_IMPROVEMENTS)}
+        places = {round(number * (len(shown) - 1) / (_MAX_IMPROVEMENTS - 1)) for number in range(_MAX_IMPROVEMENTS)}
         shown = [shown[place] for place in sorted(places)]
-    longest = max(makespan for _, makespan in shown) - found.bound_ns
+    longest = max(makespan for _, makespan in shown) - result.bound_ns
     for count, makespan in shown:
-        bar = "█" * round(30 * (makespan - found.bound_ns) / longest) if longest > 0 else ""
+        bar = "█" * round(30 * (makespan - result.bound_ns) / longest) if longest > 0 else ""
         table.add_row(
             f"{count:,}",
             f"{makespan * 1e-9:.3f}",
-            f"{makespan / found.natural_ns - 1:+.1%}".replace("%", " %"),
-            f"{makespan / found.bound_ns:.3f}",
+            f"{makespan / result.natural_ns - 1:+.1%}".replace("%", " %"),
+            f"{makespan / result.bound_ns:.3f}",
             bar,
         )
     table.add_section()
-    table.add_row("bound", f"{found.bound_ns * 1e-9:.3f}", "", "1.000", "", style="dim")
+    table.add_row("bound", f"{result.bound_ns * 1e-9:.3f}", "", "1.000", "", style="dim")
     return table
 
 
-def pipeline_figure(panels: Sequence[tuple[str, Plan, MetaGraph]]) -> str:
-    """SVG text: a panel for each (title, finished plan, its graph), one row for each pipeline rank, on one scale.
+def comparison_figure(plans: Sequence[tuple[Plan, Profile]]) -> str:
+    """SVG text: finished plans of one step one above another, each with the profile it was made from."""
+    titles = {"sequential": "One task at a time", "wavefront": "In waves"}
+    panels = [(titles.get(plan.planner, plan.planner), plan, profile) for plan, profile in plans]
+    if any(plan.passes for plan, _ in plans):
+        return pipeline_figure(panels)
+    return step_figure(panels[0][2], [(title, plan) for title, plan, _ in panels])
+
+
+def pipeline_figure(panels: Sequence[tuple[str, Plan, Profile]]) -> str:
+    """SVG text: a panel for each (title, finished plan, its profile), one row for each pipeline rank, on one scale.
 
     Boxes are passes, with the number of their microbatch; backward is darker, and what only makes the gradients of
     weights has a light edge. Grey is idle.
@@ -83,7 +89,8 @@ def pipeline_figure(panels: Sequence[tuple[str, Plan, MetaGraph]]) -> str:
     body: list[str] = []
     top = 10.0
     colours: dict[str, str] = {}
-    for title, plan, graph in panels:
+    for title, plan, profile in panels:
+        graph = profile.graph
         top += _HEADING
         body.append(text(_LEFT, top - 10, title, size=15, fill="#111827", more="font-weight='600'"))
         facts = f"{seconds(plan.makespan_s)}, {plan.makespan_s / plan.bound_s:.2f} × its bound"
@@ -91,7 +98,7 @@ def pipeline_figure(panels: Sequence[tuple[str, Plan, MetaGraph]]) -> str:
         groups = sorted({slot.devices for slot in plan.slots})
         palette = palette_of(graph)
         colours |= {group_of(op): colour for op, colour in zip(graph.metaops, palette.colours, strict=True)}
-        body += _panel(plan, graph, groups, top, scale)
+        body += _panel(plan, profile, groups, top, scale)
         top += _ROW * len(groups) + _GAP
     body += time_axis(end_s, scale, top - _GAP, _LEFT, _WIDTH - _RIGHT)
     top += 26
@@ -106,31 +113,30 @@ def pipeline_figure(panels: Sequence[tuple[str, Plan, MetaGraph]]) -> str:
     return page(" above ".join(title for title, _, _ in panels), _WIDTH, round(top + 24), body)
 
 
-def _panel(plan: Plan, graph: MetaGraph, groups: list[tuple[int, ...]], top: float, scale: float) -> Iterator[str]:
+def _panel(plan: Plan, profile: Profile, groups: list[tuple[int, ...]], top: float, scale: float) -> Iterator[str]:
+    graph = profile.graph
     palette = palette_of(graph)
     position = {op.name: number for number, op in enumerate(graph.metaops)}
-    number_of = {task: number for number, task in enumerate(graph.tasks)}
     row_of = {devices: row for row, devices in enumerate(groups)}
     width = plan.folded_s * scale
     yield f"<rect x='{_LEFT}' y='{top}' width='{width:.2f}' height='{_ROW * len(groups)}' fill='{IDLE}'/>"
     for row, _ in enumerate(groups):
         yield text(_LEFT - 8, top + (row + 0.5) * _ROW + 4, f"{row}", size=11, more="text-anchor='end'")
-    for pass_ in plan.passes:
-        slot = plan.slots[pass_.slot]
-        op = graph.metaops[position[slot.op]]
+    for span in spans(plan, profile):
+        slot = plan.slots[span.slot]
         colour = palette.colours[position[slot.op]]
-        fill = colour if pass_.kind == FORWARD else darker(colour, 0.2 if pass_.kind == WEIGHT else 0.4)
-        x, y = _LEFT + pass_.start_s * scale, top + row_of[slot.devices] * _ROW
-        wide = (pass_.end_s - pass_.start_s) * scale
-        edge = "#fde68a" if pass_.kind == WEIGHT else "#ffffff"
+        fill = colour if span.kind == FORWARD else darker(colour, 0.2 if span.kind == WEIGHT else 0.4)
+        x, y = _LEFT + span.start_s * scale, top + row_of[slot.devices] * _ROW
+        wide = (span.end_s - span.start_s) * scale
+        edge = "#fde68a" if span.kind == WEIGHT else "#ffffff"
         again = f", {slot.recomputed} of {slot.num_layers} layers recomputed" if slot.recomputed else ""
         away = f", {slot.offloaded} offloaded" if slot.offloaded else ""
-        kind = {INPUT: "gradients of inputs", WEIGHT: "gradients of weights"}.get(pass_.kind, pass_.kind)
+        kind = {INPUT: "gradients of inputs", WEIGHT: "gradients of weights"}.get(span.kind, span.kind)
         yield (
             f"<rect x='{x:.2f}' y='{y:.2f}' width='{max(wide, 0.2):.2f}' height='{_ROW}' fill='{fill}' "
             f"stroke='{edge}' stroke-width='{0.8 if wide >= _LEAST_EDGED else 0}'>"
             f"<title>{escape(f'{slot.op}, {kind}{again}{away}')}</title></rect>"
         )
-        label = f"{number_of[op.task]}"
+        label = f"{slot.microbatch}"
         if wide > 7 * len(label) + 3:
             yield text(x + wide / 2, y + _ROW / 2 + 4, label, size=10, fill=ink_on(fill), more="text-anchor='middle'")

@@ -136,7 +136,7 @@ def beside(predicted: Timeline, measured: Timeline, program: Program, graph: Met
         )
     _refuse_another("predicted", predicted, program)
     _refuse_another("measured", measured, program)
-    one, other = _sums(predicted), _sums(measured)
+    predicted_sums, measured_sums = _sums(predicted), _sums(measured)
     modules = _passes_by(program, lambda slot: _name_of(graph.metaops[program.slots[slot].op]))
     waves = _passes_by(program, lambda slot: program.plan.slots[slot].wave)
     return Beside(
@@ -147,18 +147,22 @@ def beside(predicted: Timeline, measured: Timeline, program: Program, graph: Met
         modules=tuple(
             ModuleBeside(
                 module=name,
-                forward=_device_s(one, other, modules[name].forward),
-                backward=_device_s(one, other, modules[name].backward),
+                forward=_device_s(predicted_sums, measured_sums, modules[name].forward),
+                backward=_device_s(predicted_sums, measured_sums, modules[name].backward),
             )
             for name in dict.fromkeys(map(_name_of, graph.metaops))
         ),
         waves=tuple(
             WaveBeside(
                 wave=wave,
-                forward_start=_pair(one.start_ns[passes.forward].min(), other.start_ns[passes.forward].min()),
-                forward_end=_pair(one.end_ns[passes.forward].max(), other.end_ns[passes.forward].max()),
-                forward=_device_s(one, other, passes.forward),
-                backward=_device_s(one, other, passes.backward),
+                forward_start=_pair(
+                    predicted_sums.start_ns[passes.forward].min(), measured_sums.start_ns[passes.forward].min()
+                ),
+                forward_end=_pair(
+                    predicted_sums.end_ns[passes.forward].max(), measured_sums.end_ns[passes.forward].max()
+                ),
+                forward=_device_s(predicted_sums, measured_sums, passes.forward),
+                backward=_device_s(predicted_sums, measured_sums, passes.backward),
             )
             for wave, passes in sorted(waves.items())
         ),
@@ -186,7 +190,7 @@ def _refuse_another(name: str, timeline: Timeline, program: Program) -> None:
     got = _computed(program, timeline.rank, timeline.instruction)
     if not np.array_equal(got, expected):
         num_got, num_expected = Counter(got.tolist()), Counter(expected.tolist())
-        wrong = min(one for one in num_got | num_expected if num_got[one] != num_expected[one])
+        wrong = min(key for key in num_got | num_expected if num_got[key] != num_expected[key])
         rank, number = divmod(wrong, len(program.instructions))
         raise ProgramError(
             f"the {name} timeline is not of one whole step: on rank {rank} it has "
@@ -261,8 +265,13 @@ def _device_s(predicted: _Sums, measured: _Sums, instructions: list[int]) -> Pai
 
 
 def _totals(predicted: Timeline, measured: Timeline) -> TotalsBeside:
-    one, other = _seconds_of(predicted), _seconds_of(measured)
-    return TotalsBeside(**{name: Pair(predicted_s=one[name], measured_s=other[name]) for name in one})
+    predicted_totals, measured_totals = _seconds_of(predicted), _seconds_of(measured)
+    return TotalsBeside(
+        **{
+            name: Pair(predicted_s=predicted_totals[name], measured_s=measured_totals[name])
+            for name in predicted_totals
+        }
+    )
 
 
 def _seconds_of(timeline: Timeline) -> dict[str, float]:
@@ -354,8 +363,8 @@ def _module_table(modules: Sequence[ModuleBeside]) -> Table:
     for name in ("forward", "ratio", "backward", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
     cells = zip(_arrows(forward, per_second), _arrows(backward, per_second), strict=True)
-    for one, (there, back) in zip(modules, cells, strict=True):
-        table.add_row(one.module, there, _ratio(one.forward), back, _ratio(one.backward))
+    for module, (there, back) in zip(modules, cells, strict=True):
+        table.add_row(module.module, there, _ratio(module.forward), back, _ratio(module.backward))
     return table
 
 
@@ -363,10 +372,10 @@ def _wave_table(waves: Sequence[WaveBeside]) -> Table:
     """The ratio is of the device time of both passes together."""
     shown = _worth_showing(waves)
     columns = (
-        [one.forward_start for one in shown],
-        [one.forward_end for one in shown],
-        [one.forward for one in shown],
-        [one.backward for one in shown],
+        [wave.forward_start for wave in shown],
+        [wave.forward_end for wave in shown],
+        [wave.forward for wave in shown],
+        [wave.backward for wave in shown],
     )
     unit, per_second = _unit(pair for column in columns for pair in column)
     table = _table(f"Waves, {unit} predicted → measured, ratio of device time")
@@ -374,11 +383,11 @@ def _wave_table(waves: Sequence[WaveBeside]) -> Table:
     for name in ("forward\nstarts", "forward\nends", f"forward\ndevice-{unit}", f"backward\ndevice-{unit}", "\nratio"):
         table.add_column(name, justify="right", no_wrap=True)
     cells = zip(*(_arrows(column, per_second) for column in columns), strict=True)
-    for one, row in zip(shown, cells, strict=True):
-        table.add_row(str(one.wave), *row, _ratio(one.both))
+    for wave, row in zip(shown, cells, strict=True):
+        table.add_row(str(wave.wave), *row, _ratio(wave.both))
     left_out = [wave for wave in waves if wave not in shown]
     if left_out:
-        most_s = max(abs(one.both.difference_s) for one in left_out)
+        most_s = max(abs(wave.both.difference_s) for wave in left_out)
         table.caption = f"{count_of(len(left_out), 'wave')} left out, at most {seconds(most_s)} of device time off"
     return table
 
@@ -388,8 +397,8 @@ def _worth_showing(waves: Sequence[WaveBeside]) -> list[WaveBeside]:
     if len(waves) <= _MAX_WAVES:
         return list(waves)
     num_first = _MAX_WAVES // 2
-    furthest = sorted(waves[num_first:], key=lambda one: -abs(one.both.difference_s))
-    return [*waves[:num_first], *sorted(furthest[: _MAX_WAVES - num_first], key=lambda one: one.wave)]
+    furthest = sorted(waves[num_first:], key=lambda wave: -abs(wave.both.difference_s))
+    return [*waves[:num_first], *sorted(furthest[: _MAX_WAVES - num_first], key=lambda wave: wave.wave)]
 
 
 def _table(title: str) -> Table:
@@ -417,7 +426,7 @@ def _arrows(column: Sequence[Pair], per_second: float) -> list[str]:
     measured = [figures(pair.measured_s * per_second) for pair in column]
     width = max(map(len, (*predicted, *measured)), default=0)
     arrow = " → " if width <= _ROOMY else "→"
-    return [f"{one:>{width}}{arrow}{other:>{width}}" for one, other in zip(predicted, measured, strict=True)]
+    return [f"{before:>{width}}{arrow}{after:>{width}}" for before, after in zip(predicted, measured, strict=True)]
 
 
 def _ratio(pair: Pair) -> str:

@@ -35,9 +35,9 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def count_of(number: int, one: str, many: str | None = None) -> str:
+def count_of(number: int, singular: str, plural: str | None = None) -> str:
     """`1 device`, `2 devices`."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
 def large(number: float) -> str:

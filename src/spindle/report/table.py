@@ -30,7 +30,7 @@ def memory(peak_bytes: int, profile: Profile) -> str:
 
 
 def plan_facts(plan: Plan, measures: Measures, profile: Profile) -> Table:
-    """What a person wants to know of a plan first."""
+    """The main facts about a plan."""
     rows = [
         ("workload", f"{plan.workload} on {plan.cluster}"),
         ("planner", _planner(plan)),
@@ -61,7 +61,7 @@ def plan_facts(plan: Plan, measures: Measures, profile: Profile) -> Table:
 
 
 def _unsaved_bytes(plan: Plan, profile: Profile) -> int:
-    """Peak memory of the fullest device if the plan did nothing to save any, but for tensor groups."""
+    """Peak memory of the fullest device without rounds, recomputation and optimizer sharding."""
     slots = tuple(replace(slot, round=0) for slot in plan.slots)
     wanted = tuple(op.name for op in profile.graph.metaops if op.cost is not None and op.cost.recompute)
     whole = replace(plan, slots=slots, recompute=wanted, shard_optimizer=False)
@@ -106,7 +106,7 @@ def _planner(plan: Plan) -> str:
 
 
 def _kept(plan: Plan) -> str:
-    """How many passes there are, and what slots do to save memory."""
+    """The number of passes, and the share of layers that are recomputed and offloaded."""
     layers = sum(slot.num_layers for slot in plan.slots)
     shares = [
         f"{percent(count / layers)} of layers {what}"
@@ -128,7 +128,7 @@ def times_bound(time_s: float, bound_s: float) -> str:
 
 
 def measure_facts(plan: Plan, measures: Measures, profile: Profile, bound_s: float) -> Table:
-    """What a simulated step came to, beside the bound on this cluster, which need not be the one planned for."""
+    """The main facts about a simulated step, with the bound on this cluster, which need not be the one planned for."""
     return facts(
         [
             ("workload", f"{plan.workload} on {profile.cluster.name}"),
@@ -143,8 +143,13 @@ def measure_facts(plan: Plan, measures: Measures, profile: Profile, bound_s: flo
     )
 
 
-def comparison_table(comparison: Comparison, profile: Profile, narrow: bool = False) -> Table:
-    """Planners as rows, fastest first; a narrow one has only the times and what they are compared with."""
+def comparison_table(comparison: Comparison, profile: Profile, reference: str, narrow: bool = False) -> Table:
+    """Planners as rows, fastest first; a narrow one has only the times and what they are compared with.
+
+    Where the model's FLOPs are known, it is a pipeline's, beside its own bound.
+    """
+    if any(row.mfu is not None for row in comparison.plans):
+        return _pipelines_table(comparison, reference)
     title = f"{comparison.workload} on {comparison.cluster}: one step"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
     table.add_column("planner", no_wrap=True)
@@ -168,9 +173,34 @@ def comparison_table(comparison: Comparison, profile: Profile, narrow: bool = Fa
     if comparison.plans:
         table.add_section()
         bound = comparison.plans[0].bound_s
-        sequential = next((row for row in comparison.plans if row.planner == "sequential"), None)
-        allowed = "-" if sequential is None else f"{sequential.makespan_s / bound:.2f}"
+        slow = next((row for row in comparison.plans if row.planner == reference), None)
+        allowed = "-" if slow is None else f"{slow.makespan_s / bound:.2f}"
         add_row("LP bound", milliseconds(bound), allowed, unknown, "1.000", style="dim")
+    return table
+
+
+def _pipelines_table(comparison: Comparison, reference: str) -> Table:
+    """Planners as rows, fastest first."""
+    title = f"{comparison.workload} on {comparison.cluster}: one iteration"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    table.add_column("planner", no_wrap=True)
+    for name in ("s", f"over\n{reference}", "bubble %", "peak GiB", "MFU %", "× its\nbound"):
+        table.add_column(name, justify="right")
+    for row in comparison.rows:
+        match row:
+            case ComparedPlan():
+                bubble = row.idle_share + row.transfer_share + row.sync_share
+                table.add_row(
+                    row.planner,
+                    f"{row.makespan_s:.2f}",
+                    "-" if row.speedup is None else f"{row.speedup - 1:+.1%}".replace("%", " %"),
+                    f"{100 * bubble:.1f}",
+                    f"{row.peak_bytes / 2**30:.1f}",
+                    "-" if row.mfu is None else f"{100 * row.mfu:.1f}",
+                    f"{row.over_bound:.3f}",
+                )
+            case RefusedPlan():
+                table.add_row(row.planner, "none", *["-"] * 5, style="dim")
     return table
 
 

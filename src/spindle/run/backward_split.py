@@ -1,11 +1,12 @@
-"""A backward pass in two parts: the gradients of inputs, which other slots wait for, and those of weights, later.
+"""A backward pass split in two: the gradients of inputs, which other slots wait for, and those of weights, later
+(zero-bubble pipelines: B and W).
 
 The first part runs the nodes of the autograd graph that lead to an input. Some of them, the forks, lead to weights as
-well (the product of an activation and a weight); what reaches these is noted, and the second part goes on from there,
-so that it runs nothing that the first one ran but for the other half of the forks.
+well (the product of an activation and a weight). The gradients that reach a fork are recorded, and the second part
+continues from there, so that of all nodes only the forks run twice, each time for other inputs.
 
-`torch.distributed.pipelining` does the like, but goes again through all that lies between two uses of one weight,
-counts a weight twice that joins two groups of others, and cannot hand on views.
+`torch.distributed.pipelining` splits similarly, but runs the nodes between two uses of one weight twice, counts a
+weight twice that joins two parameter groups, and does not support views as stage outputs.
 """
 
 from __future__ import annotations
@@ -17,47 +18,52 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from spindle.run.nests import takes_gradient
+from spindle.run.pytrees import takes_gradient
 
 Gradient = torch.Tensor | None
 
 
 @dataclass(slots=True)
 class _Fork:
-    """A node that leads to inputs and to weights, what reached it, and its edges to weights."""
+    """A node that leads to inputs and to weights, its edges to weights, and the gradients that reached it."""
 
     node: Node
     edges: list[GradientEdge]
     reached: tuple[Gradient, ...] = ()
 
-    def note(self, gradients: tuple[Gradient, ...]) -> None:
+    def record(self, gradients: tuple[Gradient, ...]) -> None:
         self.reached = gradients
 
 
 @dataclass(slots=True)
 class WeightPart:
-    """The second part of a backward pass, which runs once."""
+    """The second part of a split backward pass, to be run once."""
 
     forks: list[_Fork] = field(default_factory=list)
-    roots: list[tuple[GradientEdge, torch.Tensor]] = field(default_factory=list)  # that lead to weights alone
+    roots: list[tuple[GradientEdge, torch.Tensor]] = field(default_factory=list)  # edges that lead to weights only
 
     def run(self) -> None:
-        found = self.roots
+        pending = self.roots
         while self.forks:
             fork = self.forks.pop()
-            reached = [(GradientEdge(fork.node, at), one) for at, one in enumerate(fork.reached) if one is not None]
+            reached = [
+                (GradientEdge(fork.node, output), gradient)
+                for output, gradient in enumerate(fork.reached)
+                if gradient is not None
+            ]
             if reached:
                 ends, gradients = zip(*reached, strict=True)
-                made = torch.autograd.grad(ends, fork.edges, gradients, allow_unused=True)
-                found += [(edge, one) for edge, one in zip(fork.edges, made, strict=True) if one is not None]
-        if found:
-            edges, gradients = zip(*found, strict=True)
+                computed = torch.autograd.grad(ends, fork.edges, gradients, allow_unused=True)
+                pairs = zip(fork.edges, computed, strict=True)
+                pending += [(edge, gradient) for edge, gradient in pairs if gradient is not None]
+        if pending:
+            edges, gradients = zip(*pending, strict=True)
             self.roots = []
             torch.autograd.backward(edges, gradients)
 
 
 def run_input_part(outputs: Sequence[Any], gradients: Sequence[Gradient], inputs: Iterable[torch.Tensor]) -> WeightPart:
-    """Runs the first part: `inputs`, which are leaves, have their gradients afterwards. Returns the second."""
+    """Run the first part, which leaves gradients in `inputs`, all leaves of the graph. Returns the second part."""
     pairs = [
         (get_gradient_edge(leaf), gradient)
         for leaf, gradient in zip(outputs, gradients, strict=True)
@@ -68,7 +74,7 @@ def run_input_part(outputs: Sequence[Any], gradients: Sequence[Gradient], inputs
     forks = []
     for node, leads in to_inputs.items():
         below = dict.fromkeys(node.next_functions) if leads else ()
-        edges = [GradientEdge(one, place) for one, place in below if one is not None and not to_inputs[one]]
+        edges = [GradientEdge(child, index) for child, index in below if child is not None and not to_inputs[child]]
         if edges:
             forks.append(_Fork(node, edges))
     roots = [(edge, gradient) for edge, gradient in pairs if not to_inputs[edge.node]]
@@ -80,7 +86,7 @@ def run_input_part(outputs: Sequence[Any], gradients: Sequence[Gradient], inputs
         forks = [fork for fork in forks if _leaves(fork.edges).isdisjoint(tangled)]
         wanted += [node.variable for node in tangled]  # type: ignore[attr-defined]
     if now:
-        hooks = [fork.node.register_prehook(fork.note) for fork in forks]
+        hooks = [fork.node.register_prehook(fork.record) for fork in forks]
         ends, values = zip(*now, strict=True)
         torch.autograd.backward(ends, values, retain_graph=bool(forks or roots), inputs=wanted)
         for hook in hooks:
@@ -89,29 +95,29 @@ def run_input_part(outputs: Sequence[Any], gradients: Sequence[Gradient], inputs
 
 
 def _leading(roots: Iterable[Node], ends: set[Node]) -> dict[Node, bool]:
-    """Every node below these, and whether it leads to one of the ends."""
+    """All nodes below the roots, by depth-first search, each with whether it leads to one of `ends`."""
     leads: dict[Node, bool] = {}
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
     while stack:
-        node, is_below_done = stack.pop()
-        if is_below_done:
+        node, are_children_done = stack.pop()
+        if are_children_done:
             leads[node] = node in ends or any(leads[below] for below, _ in node.next_functions if below is not None)
         elif node not in leads:
-            leads[node] = False  # until those below it are done
+            leads[node] = False  # until its children are done
             stack.append((node, True))
             stack += [(below, False) for below, _ in node.next_functions if below is not None and below not in leads]
     return leads
 
 
 def _leaves(edges: Iterable[GradientEdge]) -> set[Node]:
-    """The ends of the graph below these edges."""
+    """The leaf nodes of the graph below these edges."""
     return {node for node in _leading((edge.node for edge in edges), set()) if not node.next_functions}
 
 
 def _tangled_weights(forks: Sequence[_Fork], roots: Sequence[GradientEdge]) -> set[Node]:
-    """Weights whose gradients cannot be made from one fork after another, because what lies behind one fork is reached
-    from another one, too, on a way that passes the inputs' nodes (a weight that two products take as it is). They come
-    with the first part, and so do all that share a fork with them."""
+    """Weights whose gradients cannot be computed fork by fork, because the nodes below one fork are also reached from
+    another (a weight that two products take as it is). The first part computes them, and all that share a fork with
+    them: the closure below."""
     below = [set(_leading((edge.node for edge in fork.edges), set())) for fork in forks]
     counts: dict[Node, int] = {}
     for nodes in below:

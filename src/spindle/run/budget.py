@@ -1,6 +1,6 @@
-"""How many bytes do this rank's tensors hold? Counted as tensors are made and go, where no allocator can be asked.
+"""A memory limit on tensors where no allocator can be asked: counts bytes as tensors are created and freed.
 
-Every operation passes here, so this is for finding out, not for speed. Memory that kernels use inside is not seen.
+Every operation is intercepted, so this is for tests, not for speed. Workspaces inside kernels are not counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spindle.errors import OverBudgetError
 
 
 class Budget(TorchDispatchMode):
-    """Counts inside its `with` block; fails where the count passes the limit."""
+    """Counts bytes of tensors inside its `with` block, and raises where the count exceeds the limit."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -25,7 +25,7 @@ class Budget(TorchDispatchMode):
         self._known: dict[int, weakref.finalize[Any, Any]] = {}
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Counts what was there before."""
+        """Count tensors that were created before."""
         for tensor in tensors:
             self._note(tensor)
 
@@ -57,7 +57,7 @@ class Budget(TorchDispatchMode):
 
 
 def limit_gpu_memory(limit_bytes: int | None, device: torch.device) -> None:
-    """Torch's own allocator counts on a GPU."""
+    """Limit torch's caching allocator on a GPU."""
     if limit_bytes is not None:
         share = limit_bytes / torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(

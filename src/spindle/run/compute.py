@@ -1,4 +1,4 @@
-"""The compute lane of one rank: slots forward and backward, in whatever order its program has them."""
+"""The compute lane of one rank: slots forward and backward, in the order of its program."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from spindle.errors import TrainingError
 from spindle.models import apply_styles, with_styles
 from spindle.program import Backward
 from spindle.run.backward_split import run_input_part
+from spindle.run.graph_cache import GraphCache
 from spindle.run.graphs import Chunk, Made
 from spindle.run.losses import loss_part
-from spindle.run.nests import Axes, LeafForm, as_leaves, copied, cut, cut_leaf, joined, leaves_of, takes_gradient
 from spindle.run.op_code import LayerCode, LayersCode, LossCode
+from spindle.run.pytrees import Axes, TensorMeta, as_leaves, copied, cut, cut_leaf, joined, leaves_of, takes_gradient
 from spindle.run.rank_program import LinkEnd, RankProgram, RankSlot
-from spindle.run.recompute_offload import Host, Run, again, buffers_of, recomputed
+from spindle.run.recompute_offload import HostOffload, Run, checkpointed, copy_buffers, with_buffers
 from spindle.run.step import Piece, Step, Watch
 from spindle.run.syncs import Syncs
 from spindle.run.tensor_parallel import TensorParallelGroup
@@ -29,38 +30,39 @@ from spindle.run.world import World
 
 
 class Compute:
-    """Runs slots. Inputs come from `transfers`, the gradients of weights go to `syncs`."""
+    """Runs slots. Inputs come from `transfers`; gradients of weights go to `syncs`."""
 
     def __init__(
         self,
         rank_program: RankProgram,
         transfers: Transfers,
         syncs: Syncs,
+        graph_cache: GraphCache,
         world: World,
         batch_axes: Mapping[str, Axes],
         seed: int,
         autocast: torch.dtype | None,
     ) -> None:
         self._rank_program, self._transfers, self._syncs, self._world = rank_program, transfers, syncs, world
-        self._batch_axes, self._seed_of_all, self._autocast = batch_axes, seed, autocast
-        self.captures = False  # slots are, or will be, CUDA graphs
-        self.host = Host()
+        self._batch_axes, self._base_seed, self._autocast = batch_axes, seed, autocast
+        self._graph_cache = graph_cache
+        self.offload = HostOffload()
 
     def forward(self, step: Step, slot: RankSlot, watch: Watch, position: int) -> None:
-        nests = {link.source: self._input(step, link, watch) for link in slot.inputs} if slot.rows else {}
+        trees = {link.source: self._input(step, link, watch) for link in slot.inputs} if slot.rows else {}
         watch.start[position] = watch.now()
         if slot.rows == 0 and not isinstance(slot.code, LossCode):
             return
         if step.graphs is not None and step.graphs.has(slot):
             for first, _ in slot.chunks:
                 self._syncs.wait_for_parameters(slot.number, first, watch)
-            nests, made = step.graphs.forward(
-                slot, nests, lambda inputs: self._compute(step, slot, inputs, watch), self._seeds(step, slot)
+            trees, made = step.graphs.forward(
+                slot, trees, lambda inputs: self._compute(step, slot, inputs, watch), self._seeds(step, slot)
             )
         else:
-            made = self._compute(step, slot, nests, watch)
+            made = self._compute(step, slot, trees, watch)
         for link in slot.inputs if slot.rows else ():
-            leaves = leaves_of(nests[link.source])
+            leaves = leaves_of(trees[link.source])
             step.inputs[link.number] = [leaf if takes_gradient(leaf) else None for leaf in leaves]
         step.pieces[slot.number] = made.pieces
         if isinstance(slot.code, LossCode):
@@ -68,28 +70,30 @@ class Compute:
         else:
             step.outputs[slot.number] = made.outputs
 
-    def _compute(self, step: Step, slot: RankSlot, nests: dict[str, Any], watch: Watch) -> Made:
-        """A slot's forward pass on its inputs."""
+    def _compute(self, step: Step, slot: RankSlot, trees: dict[str, Any], watch: Watch) -> Made:
+        """Run a slot's forward pass on its inputs."""
         with self._casting():
-            return self._compute_as_is(step, slot, nests, watch)
+            return self._compute_as_is(step, slot, trees, watch)
 
     def _casting(self) -> Any:
         if self._autocast is None:
             return nullcontext()
-        # A graph must not count on weights that were cast before it was captured.
-        return torch.autocast(self._world.device.type, dtype=self._autocast, cache_enabled=not self.captures)
+        # A graph must not use weights that were cast before it was captured.
+        return torch.autocast(
+            self._world.device.type, dtype=self._autocast, cache_enabled=not self._graph_cache.is_enabled
+        )
 
-    def _compute_as_is(self, step: Step, slot: RankSlot, nests: dict[str, Any], watch: Watch) -> Made:
+    def _compute_as_is(self, step: Step, slot: RankSlot, trees: dict[str, Any], watch: Watch) -> Made:
         if isinstance(slot.code, LayersCode):
-            return self._run_layers(step, slot, slot.code, nests, watch)
+            return self._run_layers(step, slot, slot.code, trees, watch)
         if slot.code.is_random:
             self._seed(step, slot, slot.first_layer)
         batch = self._batch(step, slot) if slot.rows else None
         whole = step.batches[slot.task] if step.check_losses and slot.task not in step.held else None
-        loss = loss_part(slot.code, slot, batch, nests, self._world, check_with=whole)
+        loss = loss_part(slot.code, slot, batch, trees, self._world, check_with=whole)
         return Made([Piece(inputs=(), outputs=loss)], loss)
 
-    def _run_layers(self, step: Step, slot: RankSlot, code: LayersCode, nests: dict[str, Any], watch: Watch) -> Made:
+    def _run_layers(self, step: Step, slot: RankSlot, code: LayersCode, trees: dict[str, Any], watch: Watch) -> Made:
         pieces = []
         values: Any = None
         members = TensorParallelGroup(self._world, slot.group) if len(slot.group) > 1 else None
@@ -99,8 +103,8 @@ class Compute:
             if values is not None:
                 inputs = values = as_leaves(values)
             elif not (slot.begins_call and code.arguments is not None):
-                (values,) = nests.values()
-            is_open = False  # layers have run since the last piece
+                (values,) = trees.values()
+            is_open = False  # whether layers have run since the last piece
             for number, layer in enumerate(code.layers[first:last], start=first):
                 if layer.is_random:
                     self._seed(step, slot, slot.first_layer + number)
@@ -108,22 +112,22 @@ class Compute:
                 if members is not None and layer.styled:
                     run = with_styles(run, layer.styled, members)
                 if values is None:
-                    # The glue that feeds a call is part of its first layer.
+                    # The glue code that makes a call's arguments is part of its first layer.
                     run = _behind(code.arguments, run)
-                    args = (self._batch(step, slot), *(nests[source][0] for source in code.sources))
-                runs_again = number - slot.first < slot.recomputed
-                if layer.writes_input and (runs_again or not is_open):
+                    args = (self._batch(step, slot), *(trees[source][0] for source in code.sources))
+                is_recomputed = number - slot.first < slot.recomputed
+                if layer.writes_input and (is_recomputed or not is_open):
                     run = _on_copies(run)
-                if runs_again and slot.is_split:
-                    # A piece by itself: what runs again is for both parts of backward.
+                if is_recomputed and slot.is_split:
+                    # A piece of its own: its recomputation serves both parts of a split backward.
                     piece = Piece(inputs, None, self._rerun(step, slot, number, layer, run, args))
                     pieces.append(piece)
                     inputs = values = as_leaves(run(*args))
                     continue
-                if runs_again:
-                    values = recomputed(layer, run, args)
+                if is_recomputed:
+                    values = checkpointed(layer, run, args)
                 elif number - slot.first < slot.recomputed + slot.offloaded:
-                    with self.host.keeping(layer):
+                    with self.offload.saved_tensors(layer):
                         values = run(*args)
                 else:
                     values = run(*args)
@@ -135,24 +139,24 @@ class Compute:
     def _rerun(
         self, step: Step, slot: RankSlot, number: int, layer: LayerCode, run: Run, args: Any
     ) -> Callable[[], Any]:
-        before = buffers_of(layer)
+        before = copy_buffers(layer)
 
         def rerun() -> Any:
             if layer.is_random:
                 self._seed(step, slot, slot.first_layer + number)
-            with self._casting(), again(layer, before):
+            with self._casting(), with_buffers(layer, before):
                 return run(*args)
 
         return rerun
 
     def _seed(self, step: Step, slot: RankSlot, layer: int) -> None:
-        """Random layers draw the same numbers whenever the same rows of the same step pass through them."""
+        """Seed a random layer, so that it draws the same numbers whenever the same rows of the same step pass it."""
         if step.graphs is None or not step.graphs.draw_from(layer):
             torch.manual_seed(self._seed_at(step, slot, layer))
 
     def _seed_at(self, step: Step, slot: RankSlot, layer: int) -> int:
-        when = step.number if step.micro_step.is_first else (step.number, step.micro_step.number)
-        return seed_of(self._seed_of_all, when, slot.task, slot.call, layer, slot.begin, slot.end)
+        at_step = step.number if step.micro_step.is_first else (step.number, step.micro_step.number)
+        return seed_of(self._base_seed, at_step, slot.task, slot.call, layer, slot.begin, slot.end)
 
     def _seeds(self, step: Step, slot: RankSlot) -> dict[int, int]:
         """The seeds of a slot's random layers, by layer."""
@@ -165,11 +169,11 @@ class Compute:
         return {layer: self._seed_at(step, slot, layer) for layer in layers}
 
     def _batch(self, step: Step, slot: RankSlot) -> Any:
-        nest, axes = step.batches[slot.task], self._batch_axes[slot.task]
+        tree, axes = step.batches[slot.task], self._batch_axes[slot.task]
         if slot.task not in step.held:
-            return cut(nest, axes, slot.num_rows, slot.begin, slot.end)
-        leaves, spec = tree_flatten(nest)
-        # What this slot does not look at may be here for another one, with other rows.
+            return cut(tree, axes, slot.num_rows, slot.begin, slot.end)
+        leaves, spec = tree_flatten(tree)
+        # Leaves that this slot does not read may be here for another slot, with other rows.
         parts = [
             cut_leaf(leaf, axis, last - first, slot.begin - first, slot.end - first)
             if first <= slot.begin and slot.end <= last
@@ -179,29 +183,29 @@ class Compute:
         return tree_unflatten(parts, spec)
 
     def _input(self, step: Step, link: LinkEnd, watch: Watch) -> Any:
-        """A slot's input over one link: rows that are here and rows that came, joined, as leaves of a new graph."""
+        """A slot's input over one link: local and received rows, concatenated, as leaves of a new autograd graph."""
         if link.is_whole:
             return as_leaves(step.outputs[link.producer])
         slot = self._rank_program.slots[link.consumer]
         arrivals = self._transfers.arrived(step, link, False, watch)
         if link.local is None:
-            form = self._transfers.form_of(step, link)
-            here: list[Any] = [None] * len(form.leaves)
-            kept: list[Any] = list(form.leaves)
-            spec, maker_rows = form.spec, form.num_rows
+            meta = self._transfers.meta_of(step, link)
+            local: list[Any] = [None] * len(meta.leaves)
+            leaves_to_join: list[Any] = list(meta.leaves)
+            spec, producer_rows = meta.spec, meta.num_rows
         else:
             producer = self._rank_program.slots[link.producer]
-            here, spec = tree_flatten(step.outputs[link.producer])
-            kept, maker_rows = here, producer.rows
+            local, spec = tree_flatten(step.outputs[link.producer])
+            leaves_to_join, producer_rows = local, producer.rows
             first, last = link.local[0] - producer.begin, link.local[1] - producer.begin
         leaves: list[Any] = []
-        for number, (leaf, axis) in enumerate(zip(kept, link.axes, strict=True)):
-            if not isinstance(leaf, torch.Tensor | LeafForm):
-                leaves.append(cut_leaf(leaf, axis, maker_rows, 0, slot.rows))
+        for number, (leaf, axis) in enumerate(zip(leaves_to_join, link.axes, strict=True)):
+            if not isinstance(leaf, torch.Tensor | TensorMeta):
+                leaves.append(cut_leaf(leaf, axis, producer_rows, 0, slot.rows))
                 continue
             parts: list[tuple[int, torch.Tensor]] = []
             if link.local is not None:
-                parts.append((link.local[0], cut_leaf(here[number].detach(), axis, producer.rows, first, last)))
+                parts.append((link.local[0], cut_leaf(local[number].detach(), axis, producer.rows, first, last)))
             for arrival in arrivals:
                 assert arrival.tensors is not None
                 part = arrival.tensors[number]
@@ -215,9 +219,10 @@ class Compute:
                 except torch.OutOfMemoryError:
                     raise
                 except RuntimeError as error:
+                    shapes = ", ".join(str(tuple(part.shape)) for _, part in parts)
                     raise TrainingError(
-                        f"{slot.name} gets rows of shapes {', '.join(str(tuple(one.shape)) for _, one in parts)} from "
-                        "different ranks; a module's shapes must follow from the batch's, not from its rows"
+                        f"{slot.name} gets rows of shapes {shapes} from different ranks; a module's "
+                        "shapes must follow from the batch's, not from its rows"
                     ) from error
             leaves.append(whole.detach().requires_grad_(leaf.requires_grad))
         return tree_unflatten(leaves, spec)
@@ -230,16 +235,16 @@ class Compute:
             return
         if not instruction.makes_inputs:
             watch.start[position] = watch.now()
-            later = step.later.pop(slot.number)
-            while later:
-                later.pop().run()
+            deferred = step.deferred.pop(slot.number)
+            while deferred:
+                deferred.pop().run()
             self._syncs.gradients.keep(_used_by(slot, number))
             return
         is_last = number == len(slot.chunks) - 1
         pieces = step.pieces[slot.number]
         gradients: list[torch.Tensor | None]
         if isinstance(slot.code, LossCode):
-            # The weight comes in here, and not into the loss, because a captured loss would keep it for good.
+            # The task's weight scales the gradient, not the loss: a captured loss could never change it.
             weight = slot.code.weight(step.number) if callable(slot.code.weight) else slot.code.weight
             gradients = [torch.full_like(step.losses[slot.number], weight / step.micro_step.count)]
         elif is_last:
@@ -257,7 +262,7 @@ class Compute:
                 _run_backward(leaves_of(pieces[number].outputs), gradients)
         if step.graphs is None and instruction.makes_weights:
             self._syncs.gradients.keep(_used_by(slot, number))
-        # Activations go as soon as they are used; the inputs of a chunk stay for the chunk before it.
+        # Free activations as soon as they are used; the chunk before this one needs the gradients of its inputs.
         if pieces:
             pieces[number].outputs = None
             del pieces[number + 1 :]
@@ -270,29 +275,29 @@ class Compute:
                     step.inputs.pop(link.number, None)
 
     def _run_input_parts(self, step: Step, slot: RankSlot, gradients: list[torch.Tensor | None]) -> None:
-        """The gradients of a slot's inputs, piece by piece; those of its weights are left for later."""
-        later = step.later[slot.number] = []
+        """Compute the gradients of a slot's inputs, piece by piece, and defer those of its weights."""
+        deferred = step.deferred[slot.number] = []
         pieces = step.pieces[slot.number]
         for number in reversed(range(len(pieces))):
             piece = pieces[number]
-            outputs = leaves_of(piece.again() if piece.again is not None else piece.outputs)
+            outputs = leaves_of(piece.recompute() if piece.recompute is not None else piece.outputs)
             inputs: list[Any] = leaves_of(piece.inputs)
             if number == 0:
                 inputs = [leaf for link in slot.inputs for leaf in step.inputs[link.number]]
-            later.append(run_input_part(outputs, gradients, filter(takes_gradient, inputs)))
+            deferred.append(run_input_part(outputs, gradients, filter(takes_gradient, inputs)))
             if number:
                 gradients = _gradients_of(inputs)
-            piece.outputs = piece.again = None
+            piece.outputs = piece.recompute = None
 
     def _styles(self, slot: RankSlot, first: int, last: int) -> Any:
-        """Inside, layers of a slot run as a member of its tensor group runs them."""
+        """A context in which the layers of a slot run as this member of its tensor-parallel group."""
         if len(slot.group) == 1 or not isinstance(slot.code, LayersCode):
             return nullcontext()
-        styled = {id(one.module): one for layer in slot.code.layers[first:last] for one in layer.styled}
+        styled = {id(part.module): part for layer in slot.code.layers[first:last] for part in layer.styled}
         return apply_styles(styled.values(), TensorParallelGroup(self._world, slot.group))
 
     def _chunk(self, step: Step, slot: RankSlot, number: int) -> Chunk:
-        """A chunk of a slot with all that its gradients are for."""
+        """A chunk of a slot with the inputs and parameters that its backward has gradients for."""
         pieces = step.pieces[slot.number]
         inputs: list[Any] = [leaf for link in slot.inputs for leaf in step.inputs[link.number]]
         if number > 0:
@@ -306,12 +311,12 @@ class Compute:
     def _output_gradients(
         self, step: Step, slot: RankSlot, outputs: list[Any], watch: Watch
     ) -> list[torch.Tensor | None]:
-        """The gradient of a slot's output: what its consumers, here and elsewhere, say of its rows."""
+        """The gradient of a slot's output: the sum over its consumers, on this rank and on others."""
         if len(slot.outputs) == 1 and slot.outputs[0].is_whole:
             inputs = step.inputs[slot.outputs[0].number]
             return [None if leaf is None else leaf.grad for leaf in inputs]
         sums: list[torch.Tensor | None] = [None] * len(outputs)
-        ours: set[int] = set()
+        owned: set[int] = set()  # sums with memory of their own
         for link in slot.outputs:
             parts: list[tuple[int, int, bool, list[torch.Tensor | None]]] = [
                 (arrival.flow.first, arrival.flow.last, arrival.flow.with_rowless, arrival.tensors or [])
@@ -333,11 +338,11 @@ class Compute:
                         continue
                     total = sums[number]
                     if total is None and gradient.shape == leaf.shape:
-                        sums[number] = gradient  # not ours to write to: it may be on its way to another rank
+                        sums[number] = gradient  # not to be written to: it may be being sent to another rank
                         continue
-                    if number not in ours:
+                    if number not in owned:
                         total = torch.zeros_like(leaf) if total is None else total.clone()
-                        ours.add(number)
+                        owned.add(number)
                     assert total is not None
                     sums[number] = total
                     place = cut_leaf(total, axis, slot.rows, first - slot.begin, last - slot.begin)
@@ -346,13 +351,13 @@ class Compute:
 
 
 def seed_of(*parts: object) -> int:
-    """A seed from anything with a text."""
+    """A seed derived from the `repr` of its parts."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "big")
 
 
 def _parameters_of(slot: RankSlot, number: int) -> list[nn.Parameter]:
-    """What a chunk of a slot trains."""
-    return list({id(one): one for one in _used_by(slot, number) if one.requires_grad}.values())
+    """The trainable parameters of a chunk, each once."""
+    return list({id(parameter): parameter for parameter in _used_by(slot, number) if parameter.requires_grad}.values())
 
 
 def _used_by(slot: RankSlot, number: int) -> Iterator[nn.Parameter]:
@@ -372,11 +377,11 @@ def _run_backward(outputs: list[Any], gradients: list[torch.Tensor | None]) -> N
         if gradient is not None and takes_gradient(leaf)
     ]
     if pairs:
-        torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
+        torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
 
 
 def _behind(arguments: Run | None, run: Run) -> Run:
-    """A call's first layer over what its arguments are made of."""
+    """A call's first layer as a function of what the glue code takes: the batch, and outputs of other calls."""
 
     def glued(batch: Any, *outputs: Any) -> Any:
         assert arguments is not None

@@ -1,4 +1,4 @@
-"""Sums into parts, and parts into a whole: collectives on a flat tensor of as many equal parts as a group has ranks."""
+"""Reduce-scatter and all-gather of a flat tensor that has one equal part for each rank of a group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from spindle.run import ipc
 from spindle.run.world import World, peers
 
-# As torch 2.13 calls them, and those before it.
+# The names in torch 2.13, and those before it.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -20,36 +20,37 @@ class Request(Protocol):
 
 
 def start_reduce_scatter(flat: torch.Tensor, ranks: tuple[int, ...], world: World) -> Request:
-    """Starts to sum a flat tensor over these ranks, each part where its rank has it; what others are then is open."""
+    """Start a reduce-scatter in place: each rank's part becomes its sum; the other parts are undefined afterwards."""
     with peers("synchronising gradients"):
-        return start_sums(flat, world.group("sync", ranks), ranks, world.rank)
+        return start_reduce_scatter_in(flat, world.group("sync", ranks), ranks, world.rank)
 
 
-def start_sums(flat: torch.Tensor, group: Any, ranks: tuple[int, ...], own: int) -> Request:
-    """The same in any group, whose ranks are in rising order."""
+def start_reduce_scatter_in(flat: torch.Tensor, group: Any, ranks: tuple[int, ...], own: int) -> Request:
+    """The same in a given group, whose ranks are in ascending order."""
     parts, place = flat.chunk(len(ranks)), ranks.index(own)
-    if not _goes_by_hand(flat, group):
+    if not _uses_point_to_point(flat, group):
         return _as_request(_reduce_scatter(parts[place], flat, group=group, async_op=True))
-    others = [(part, rank) for part, rank in zip(parts, ranks, strict=True) if rank != own]
-    arriving = [torch.empty_like(parts[place]) for _ in others]
-    receives = [dist.irecv(one, rank, group=group) for one, (_, rank) in zip(arriving, others, strict=True)]
-    sends = [dist.isend(part, rank, group=group) for part, rank in others]
-    return _Messages([*receives, *sends], parts[place], arriving)
+    peers_parts = [(part, rank) for part, rank in zip(parts, ranks, strict=True) if rank != own]
+    buffers = [torch.empty_like(parts[place]) for _ in peers_parts]
+    receives = [dist.irecv(buffer, rank, group=group) for buffer, (_, rank) in zip(buffers, peers_parts, strict=True)]
+    sends = [dist.isend(part, rank, group=group) for part, rank in peers_parts]
+    return _Messages([*receives, *sends], parts[place], buffers)
 
 
 def start_all_gather(flat: torch.Tensor, ranks: tuple[int, ...], world: World) -> Request:
-    """Starts to give every rank the parts of a flat tensor that the others of these ranks have."""
+    """Start an all-gather in place: every rank gets the parts of the others."""
     group, parts, place = world.group("sync", ranks), flat.chunk(len(ranks)), ranks.index(world.rank)
     with peers("gathering parameters"):
-        if not _goes_by_hand(flat, group):
+        if not _uses_point_to_point(flat, group):
             return _as_request(_all_gather(flat, parts[place], group=group, async_op=True))
         shared = zip(parts, ranks, strict=True)
         return _Messages([dist.broadcast(part, rank, group=group, async_op=True) for part, rank in shared])
 
 
-def _goes_by_hand(flat: torch.Tensor, group: Any) -> bool:
-    """Gloo's reduce-scatter sums everything everywhere and throws most of it away, and its all-gather makes copies.
-    Parts sent to whom they belong, and parts broadcast, take half as long as its all-reduce each."""
+def _uses_point_to_point(flat: torch.Tensor, group: Any) -> bool:
+    """Whether to send parts instead of calling the collective. Gloo's reduce-scatter is an all-reduce of which most is
+    discarded, and its all-gather makes copies. Sending each part to its rank, and broadcasting each part, take half as
+    long as its all-reduce each."""
     return flat.device.type == "cpu" and dist.get_backend(group) != ipc.BACKEND
 
 
@@ -60,17 +61,17 @@ def _as_request(request: Any) -> Request:
 
 
 class _Messages:
-    """Messages under way, and a sum that what arrives is added to."""
+    """Messages in flight, and a total to which received buffers are added."""
 
     def __init__(
-        self, requests: list[Any], total: torch.Tensor | None = None, arriving: list[torch.Tensor] | None = None
+        self, requests: list[Any], total: torch.Tensor | None = None, buffers: list[torch.Tensor] | None = None
     ) -> None:
-        self._requests, self._total, self._arriving = requests, total, arriving or []
+        self._requests, self._total, self._buffers = requests, total, buffers or []
 
     def wait(self) -> None:
         for request in self._requests:
             request.wait()
-        for one in self._arriving:  # in the order of ranks, whoever came first
+        for buffer in self._buffers:  # in the order of ranks, not of arrival, for the same bits every time
             assert self._total is not None
-            self._total += one
-        self._requests, self._arriving = [], []
+            self._total += buffer
+        self._requests, self._buffers = [], []

@@ -1,4 +1,4 @@
-"""Where gradients stand while they are synchronised."""
+"""Memory for gradients: flat buckets, in which they are synchronised."""
 
 from __future__ import annotations
 
@@ -9,87 +9,90 @@ from functools import reduce
 import torch
 from torch import nn
 
-from spindle.run.shards import Flat, Piece, pieces_of
+from spindle.program import Piece, flat_pieces
+from spindle.run.shards import Flat
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where the gradient of a parameter stands: one stretch, or several where it falls into several parts."""
+class _Location:
+    """Where a parameter's gradient is in a flat bucket: one range, or several where it falls into several parts."""
 
     pieces: list[Piece]
-    stretches: list[torch.Tensor]
-    whole: torch.Tensor | None  # the stretch, if there is one
+    ranges: list[torch.Tensor]
+    whole: torch.Tensor | None  # the range, if there is only one
 
 
 class Gradients:
-    """One place for the gradient of each parameter, side by side for those that are synchronised together.
+    """The memory of all gradients of a rank; those that are synchronised together form a flat bucket.
 
-    Behind a bucket's gradients stand as many flags, whether its rank has them: where no rank has a gradient, one
-    process would have none either. A bucket that is sharded is cut as its parameters are, and each part has these flags
-    behind it, because a rank gets to see the sum of its own part alone.
+    A bucket ends with one flag per gradient, whether this rank has it: where no rank has a gradient, a single process
+    would have None. A sharded bucket is cut into parts as its parameters are, and each part ends with all these flags,
+    because a rank sees the sum of its own part alone.
 
-    Memory of gradients that were synchronised together `before`, too, is taken over.
+    The memory of gradients that another program also synchronised together can be taken over from its `last` object.
     """
 
     def __init__(
         self,
         buckets: Sequence[Sequence[nn.Parameter]],
         sharded: Mapping[int, Flat] | None = None,
-        before: Gradients | None = None,
+        last: Gradients | None = None,
     ) -> None:
         self._buckets, self._sharded = buckets, sharded or {}
         self._bucket_of = {id(parameter): number for number, bucket in enumerate(buckets) for parameter in bucket}
         self._flats: dict[int, torch.Tensor] = {}
-        self._standing: dict[int, _Place] = {}
+        self._locations: dict[int, _Location] = {}
         self._places: dict[int, torch.Tensor] = {}
-        self._taken: set[int] = set()  # parameters whose place is memory of graphs
+        self._taken: set[int] = set()  # parameters whose gradient is in memory of CUDA graphs
         self._flags: dict[int, tuple[list[bool], torch.Tensor]] = {}
-        if before is not None:
-            self._take_over(before)
+        if last is not None:
+            self._take_over(last)
 
-    def _take_over(self, before: Gradients) -> None:
-        known = {tuple(map(id, bucket)): number for number, bucket in enumerate(before._buckets)}
+    def _take_over(self, last: Gradients) -> None:
+        known = {tuple(map(id, bucket)): number for number, bucket in enumerate(last._buckets)}
         for number, bucket in enumerate(self._buckets):
             old = known.get(tuple(map(id, bucket)))
-            if old in before._flats and self._sharded.get(number) is before._sharded.get(old):
-                self._flats[number] = before._flats[old]
-                self._standing.update((id(one), before._standing[id(one)]) for one in bucket)
+            if old in last._flats and self._sharded.get(number) is last._sharded.get(old):
+                self._flats[number] = last._flats[old]
+                self._locations.update((id(parameter), last._locations[id(parameter)]) for parameter in bucket)
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """All that is kept for gradients."""
+        """All memory of gradients."""
         return [*self._flats.values(), *self._places.values()]
 
     def place(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A tensor for the parameter's gradient, always the same one."""
+        """The tensor for a parameter's gradient, always the same one."""
         if id(parameter) not in self._places:
             part = None
             if id(parameter) in self._bucket_of:
                 self._flat(self._bucket_of[id(parameter)])
-                part = self._standing[id(parameter)].whole
+                part = self._locations[id(parameter)].whole
             is_fit = part is not None and part.dtype == parameter.dtype
             self._places[id(parameter)] = part if part is not None and is_fit else torch.zeros_like(parameter)
         return self._places[id(parameter)]
 
     def is_free(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter's gradient may stay where backward makes it: it is not synchronised, and has no place."""
+        """Whether a parameter's gradient may stay where autograd allocates it: it is not synchronised, and has no
+        place."""
         return id(parameter) not in self._places and id(parameter) not in self._bucket_of
 
     def take(self, parameter: nn.Parameter, place: torch.Tensor | None) -> None:
-        """From now on a parameter's gradient is here, in memory of graphs, unless it has a place."""
+        """Use memory of CUDA graphs for a parameter's gradient from now on, unless it has a place."""
         if place is not None and id(parameter) not in self._places:
             self._places[id(parameter)] = place
             self._taken.add(id(parameter))
 
     def forget_taken(self) -> None:
-        """Gives memory of graphs back, when there are no graphs any more: one gradient would hold all of their pool."""
+        """Drop gradients in memory of CUDA graphs, once these are dropped: one gradient would keep their whole pool
+        alive."""
         for parameter in self._taken:
             del self._places[parameter]
         self._taken.clear()
 
     def keep(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Moves gradients to where they are synchronised, so that none stands twice for long. One that falls into
-        several parts has to wait until it is complete."""
+        """Move gradients into their buckets, so that none takes memory twice for long. One that falls into several
+        parts is copied once it is complete."""
         moves: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter in parameters if self._bucket_of else ():
             gradient, bucket = parameter.grad, self._bucket_of.get(id(parameter))
@@ -97,7 +100,7 @@ class Gradients:
                 continue
             if bucket not in self._flats:
                 self._flat(bucket)
-            whole = self._standing[id(parameter)].whole
+            whole = self._locations[id(parameter)].whole
             if whole is None or gradient is whole:
                 continue
             if gradient.data_ptr() != whole.data_ptr():
@@ -107,10 +110,10 @@ class Gradients:
         _copy(moves)
 
     def gathered(self, bucket: int, unreached: Collection[int] = ()) -> torch.Tensor:
-        """A bucket's gradients, as its parameters have them now, and their flags. Parameters keep no other memory.
+        """A flat bucket with the present gradients of its parameters and their flags. Parameters keep no other memory.
 
-        Of a sharded bucket, zeros for what no gradient reaches (by id) are no gradient: its ranks see parts alone, in
-        which the gradient of something else may be zero, too.
+        In a sharded bucket, zeros for `unreached` parameters (by id) are no gradient: its ranks see parts only, in
+        which the gradient of a reached parameter may be zero, too.
         """
         flat, parameters = self._flat(bucket), self._buckets[bucket]
         is_sharded = bucket in self._sharded
@@ -122,15 +125,15 @@ class Gradients:
         self.keep(parameters)
         moves: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter in parameters:
-            standing = self._standing[id(parameter)]
+            location = self._locations[id(parameter)]
             if parameter.grad is None:
-                for stretch in standing.stretches:
-                    stretch.zero_()
-            elif standing.whole is None:
+                for range_ in location.ranges:
+                    range_.zero_()
+            elif location.whole is None:
                 line = parameter.grad.reshape(-1)
                 moves += [
-                    (stretch, line[piece.first : piece.last])
-                    for piece, stretch in zip(standing.pieces, standing.stretches, strict=True)
+                    (range_, line[piece.first : piece.last])
+                    for piece, range_ in zip(location.pieces, location.ranges, strict=True)
                 ]
             if is_sharded:
                 parameter.grad = None
@@ -142,29 +145,28 @@ class Gradients:
         return flat
 
     def has_all(self, bucket: int) -> bool:
-        """Whether this rank had all of a bucket's gradients when they were last gathered."""
+        """Whether this rank had all gradients of a bucket when it was last gathered."""
         return all(self._flags[bucket][0])
 
-    def holders(self, bucket: int) -> list[float]:
-        """How many ranks have each gradient of a bucket, once it was summed. On a GPU this waits for it."""
+    def num_contributors(self, bucket: int) -> list[float]:
+        """How many ranks have each gradient of a bucket, once it is summed. Synchronizes with a GPU."""
         parts = self._flat(bucket).view(self._num_parts(bucket), -1)
         mine = parts[self._sharded[bucket].place if bucket in self._sharded else 0]
-        found: list[float] = mine[-len(self._buckets[bucket]) :].tolist()
-        return found
+        counts: list[float] = mine[-len(self._buckets[bucket]) :].tolist()
+        return counts
 
-    def spread(self, bucket: int, holders: Sequence[float] | None = None) -> None:
-        """Parameters, or this rank's parts of them, take a bucket's gradients as they are now, but for those that no
-        rank has, as far as that is known."""
-        holders = holders if holders is not None else [1.0] * len(self._buckets[bucket])
+    def spread(self, bucket: int, num_contributors: Sequence[float] | None = None) -> None:
+        """Set the gradients of a bucket's parameters, or of this rank's parts of them, to its sums; None where no rank
+        has one, if that is known."""
+        num_contributors = num_contributors if num_contributors is not None else [1.0] * len(self._buckets[bucket])
         if bucket in self._sharded:
             flat = self._sharded[bucket]
-            for parameter, count, owned in zip(flat.parameters, holders, flat.owned, strict=True):
-                if owned is not None:
-                    _, part = owned
+            for parameter, count, part in zip(flat.parameters, num_contributors, flat.owned, strict=True):
+                if part is not None:
                     part.grad = self._part(parameter, flat.place).view(part.shape) if count else None
             return
-        for parameter, count in zip(self._buckets[bucket], holders, strict=True):
-            whole = self._standing[id(parameter)].whole
+        for parameter, count in zip(self._buckets[bucket], num_contributors, strict=True):
+            whole = self._locations[id(parameter)].whole
             assert whole is not None
             if not count:
                 parameter.grad = None
@@ -174,9 +176,9 @@ class Gradients:
                 parameter.grad = whole
 
     def _part(self, parameter: nn.Parameter, part: int) -> torch.Tensor:
-        standing = self._standing[id(parameter)]
-        places = [piece.part for piece in standing.pieces]
-        return standing.stretches[places.index(part)]
+        location = self._locations[id(parameter)]
+        places = [piece.part for piece in location.pieces]
+        return location.ranges[places.index(part)]
 
     def _num_parts(self, bucket: int) -> int:
         return len(self._sharded[bucket].ranks) if bucket in self._sharded else 1
@@ -184,15 +186,17 @@ class Gradients:
     def _flat(self, bucket: int) -> torch.Tensor:
         if bucket not in self._flats:
             parameters, num_parts = self._buckets[bucket], self._num_parts(bucket)
-            part_size, pieces = pieces_of([parameter.numel() for parameter in parameters], num_parts)
+            part_size, pieces = flat_pieces([parameter.numel() for parameter in parameters], num_parts)
             dtype = reduce(torch.promote_types, [parameter.dtype for parameter in parameters])
             flat = torch.zeros(num_parts * (part_size + len(parameters)), dtype=dtype, device=parameters[0].device)
             parts = flat.view(num_parts, -1)
-            for parameter, some in zip(parameters, pieces, strict=True):
-                stretches = [parts[one.part, one.begin : one.begin + one.last - one.first] for one in some]
-                if len(stretches) == 1:
-                    stretches = [stretches[0].view_as(parameter)]
-                self._standing[id(parameter)] = _Place(some, stretches, stretches[0] if len(stretches) == 1 else None)
+            for parameter, own_pieces in zip(parameters, pieces, strict=True):
+                ranges = [
+                    parts[piece.part, piece.begin : piece.begin + piece.last - piece.first] for piece in own_pieces
+                ]
+                if len(ranges) == 1:
+                    ranges = [ranges[0].view_as(parameter)]
+                self._locations[id(parameter)] = _Location(own_pieces, ranges, ranges[0] if len(ranges) == 1 else None)
             self._flats[bucket] = flat
         return self._flats[bucket]
 
@@ -200,3 +204,12 @@ class Gradients:
 def _copy(moves: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     if moves:
         torch._foreach_copy_([place for place, _ in moves], [gradient for _, gradient in moves])
+
+
+@dataclass(frozen=True, slots=True)
+class GradientBuffers:
+    """What an executor keeps for gradients, handed on to the executor of the next program: the parameters it trained,
+    and where their gradients are."""
+
+    parameters: tuple[nn.Parameter, ...]
+    gradients: Gradients

@@ -1,18 +1,18 @@
-"""Slots as CUDA graphs: a slot's forward pass, and the backward pass of each of its chunks, launched as one.
+"""Slots as CUDA graphs: one graph for a slot's forward pass, and one for the backward pass of each of its chunks.
 
-A step is captured as it runs: each piece of compute is recorded instead of launched, then replayed at once, so
-transfers between pieces go on as ever. All graphs of a rank take their memory from one pool, in the order of the rank's
-program, and later steps replay them in that order: what one piece leaves free the next ones use, as in the step that
-was captured. What lives longer (inputs, outputs, gradients) keeps its place for good.
+A step is captured as it runs: each piece of compute is recorded instead of launched, then replayed at once, so that
+transfers between pieces proceed as usual. All graphs of a rank allocate from one memory pool, in the order of the
+rank's program, and later steps replay them in that order, so that later pieces reuse the memory of earlier ones as in
+the captured step. What lives longer (inputs, outputs, gradients) keeps its addresses.
 
-Captures and all other steps run on one stream, not the default one, because autograd puts a parameter's gradient on the
-stream of its first use.
+Captures and all other steps run on one stream, not the default one, because autograd accumulates a parameter's gradient
+on the stream of its first use.
 
-Layers that draw random numbers each have a generator that their graph knows. It is seeded before each replay, as
-torch's own generator is before the layer in a step that is not captured: the same numbers.
+Each layer that draws random numbers has a generator that is registered with its graph. It is seeded before each replay
+as torch's default generator is before the layer in an eager step: the same numbers.
 
-A piece that cannot be captured (it waits for the GPU, draws random numbers on the host, synchronizes with other ranks)
-runs as it did before.
+A piece that cannot be captured (it synchronizes with the GPU, draws random numbers on the host, communicates with other
+ranks) runs eagerly.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from spindle.errors import TrainingError
 from spindle.run.gradients import Gradients
-from spindle.run.nests import takes_gradient
 from spindle.run.op_code import LossCode
+from spindle.run.pytrees import takes_gradient
 from spindle.run.rank_program import RankSlot
 from spindle.run.step import Piece
 
-Nests = dict[str, Any]
-RANDOM_LAYERS = True  # are captured
-_ROUNDING = 0.05  # of a tensor's norm, at most, in bfloat16
+Trees = dict[str, Any]
+RANDOM_LAYERS = True  # whether layers that draw random numbers are captured
+_ROUNDING = 0.05  # largest rounding error relative to a tensor's norm, in bfloat16
 
 
 @dataclass(slots=True)
 class Made:
-    """What a slot's forward pass made: its chunks, and what it hands on (a loss, or a nest of tensors)."""
+    """The results of a slot's forward pass: its pieces, and its output (a loss, or a pytree of tensors)."""
 
     pieces: list[Piece]
     outputs: Any
@@ -54,7 +54,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Layers whose backward runs as one: their outputs, and the leaves that gradients are for."""
+    """Layers whose backward runs as one: their outputs, and the leaves that get gradients."""
 
     outputs: list[Any]
     inputs: list[torch.Tensor]
@@ -63,35 +63,35 @@ class Chunk:
 
 @dataclass(slots=True)
 class _Slot:
-    """A captured slot. The backward passes are by their first layer."""
+    """A captured slot; backward graphs are by the first layer of their chunk."""
 
     forward: torch.cuda.CUDAGraph
-    compute: Callable[[Nests], Made] | None  # until then, too
-    nests: Nests
-    made: Made  # with its autograd graph until its backward passes are captured
+    compute: Callable[[Trees], Made] | None  # until its backward passes are captured
+    trees: Trees
+    made: Made  # with its autograd graph until then
     generators: dict[int, torch.Generator]  # by layer that draws random numbers
     backward: dict[int, _Backward] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Backward:
-    graph: torch.cuda.CUDAGraph | None  # None where there is nothing to do
-    gradients: list[torch.Tensor | None]  # of the outputs, where they come from elsewhere
-    written: list[tuple[nn.Parameter, bool]]  # with whether this pass is the first to write to the parameter's place
+    graph: torch.cuda.CUDAGraph | None  # None where nothing needs a gradient
+    gradients: list[torch.Tensor | None]  # of the outputs, where other slots compute them
+    written: list[tuple[nn.Parameter, bool]]  # and whether this pass is the first to write the parameter's gradient
 
 
 class GraphMemory:
-    """The memory pool of all graphs of a rank. A step replays one set of them, from its first forward to its last
-    backward, so what one set leaves free another may use; what a set keeps is its own."""
+    """The memory pool of all graphs of a rank. A step replays one set of graphs, from its first forward to its last
+    backward, so sets may share memory that is free between pieces; what a set keeps is its own."""
 
     def __init__(self) -> None:
         self._handle: Any = None
-        self._reserve: torch.cuda.CUDAGraph | None = None  # which holds nothing but memory
+        self._reserve: torch.cuda.CUDAGraph | None = None  # an empty graph that holds the reserved memory
 
     @property
     def handle(self) -> Any:
-        """The pool; it begins as one piece of memory, as large as what steps took so far beside what stays. Pieces as
-        they are asked for do not fit together: what one round leaves free is too small for a tensor of the next."""
+        """The pool. It begins as one block, as large as the peak of activations so far: blocks that are allocated one
+        by one fragment, because what one round frees is too small for a tensor of the next."""
         if self._handle is None:
             self._handle, self._reserve = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
             num_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
@@ -99,17 +99,17 @@ class GraphMemory:
                 try:
                     with capturing(self._reserve, self._handle):
                         torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-                except RuntimeError:  # not in one piece
+                except RuntimeError:  # not in one block
                     self.renew()
         return self._handle
 
     def renew(self) -> None:
-        """A capture that failed does not give its pool back."""
+        """Start a new pool: a failed capture does not return its memory."""
         torch.cuda.synchronize()
         self._handle, self._reserve = torch.cuda.graph_pool_handle(), None
 
     def release(self) -> None:
-        """When no graph is left."""
+        """Release the pool, when no graph is left."""
         self._handle = self._reserve = None
 
 
@@ -124,31 +124,31 @@ class Graphs:
         memory: GraphMemory,
         evict: Callable[[], None],
     ) -> None:
-        """`evict()` gives up all other sets, when memory runs out."""
+        """`evict()` drops all other sets, when memory runs out."""
         self.gradients = gradients
         self.refused = refused  # why slots run without a graph, by name
         self.is_spoiled = False  # must not be replayed
-        self.num_steps = 0  # that replayed them
+        self.num_steps = 0  # that have replayed them
         self.ran_out_of_memory = False
         self._memory, self._evict = memory, evict
-        self._generators: dict[int, torch.Generator] | None = None  # of the slot that is being captured
-        self._batches = {task: tree_map(_copied, nest) for task, nest in batches.items()}
+        self._generators: dict[int, torch.Generator] | None = None  # of the slot being captured, by layer
+        self._batches = {task: tree_map(_copied, tree) for task, tree in batches.items()}
         self._slots: dict[int, _Slot] = {}
         self._written: set[int] = set()
-        self.is_complete = False  # the step that captures is over
-        gc.collect()  # what earlier steps hold is for the pool
+        self.is_complete = False  # whether the capturing step is finished
+        gc.collect()  # memory of earlier steps goes to the pool
         torch.cuda.empty_cache()
 
     def batches(self, batches: Mapping[str, Any]) -> Mapping[str, Any]:
-        """These batches, at the place from which the graphs read."""
-        return {task: _put(self._batches[task], nest) for task, nest in batches.items()}
+        """Copy batches to the memory from which the graphs read."""
+        return {task: _put(self._batches[task], tree) for task, tree in batches.items()}
 
     @property
     def num_slots(self) -> int:
         return len(self._slots)
 
     def has(self, slot: RankSlot) -> bool:
-        """Whether a slot runs as a graph, or is to be captured now."""
+        """Whether a slot runs as a graph, or will be captured in this step."""
         return slot.number in self._slots or (not self.is_complete and self._can_try(slot))
 
     def _can_try(self, slot: RankSlot) -> bool:
@@ -158,12 +158,12 @@ class Graphs:
                 if slot.rows == 0:
                     return False
                 if code.is_mean and len(slot.ranks) > 1:
-                    reason = "its ranks add up their counts"
+                    reason = "its ranks all-reduce their counts"
                 elif code.is_random and not RANDOM_LAYERS:
                     reason = "its loss draws random numbers"
             case code:
                 if len(slot.group) > 1:
-                    reason = "its tensor group meets inside it"
+                    reason = "its tensor-parallel group communicates inside it"
                 elif any(layer.is_random for layer in code.layers) and not RANDOM_LAYERS:
                     reason = "it draws random numbers"
                 elif any(_is_hooked(parameter) for layer in code.layers for parameter in layer.parameters):
@@ -173,7 +173,7 @@ class Graphs:
         return slot.name not in self.refused
 
     def draw_from(self, layer: int) -> bool:
-        """Lets a random layer draw from its own generator, if its slot is being captured."""
+        """Make a random layer draw from its own generator, if its slot is being captured."""
         if self._generators is None:
             return False
         _generator().graphsafe_set_state(self._generators[layer])
@@ -182,21 +182,21 @@ class Graphs:
     def forward(
         self,
         slot: RankSlot,
-        nests: Nests,
-        compute: Callable[[Nests], Made],
+        trees: Trees,
+        compute: Callable[[Trees], Made],
         seeds: Mapping[int, int],
-    ) -> tuple[Nests, Made]:
-        """Runs a slot's forward pass. Gives the inputs that gradients will be for, and what was made. `seeds` are those
-        of its random layers in this step."""
+    ) -> tuple[Trees, Made]:
+        """Run a slot's forward pass. Returns the inputs that will get gradients, and the results. `seeds` are those of
+        its random layers in this step."""
         captured = self._slots.get(slot.number)
         if captured is not None:
-            for source, nest in nests.items():
-                _put(captured.nests[source], nest)
+            for source, tree in trees.items():
+                _put(captured.trees[source], tree)
             for layer, seed in seeds.items():
                 captured.generators[layer].manual_seed(seed)
             captured.forward.replay()
-            return captured.nests, captured.made
-        nests = {source: tree_map(_writable, nest) for source, nest in nests.items()}
+            return captured.trees, captured.made
+        trees = {source: tree_map(_writable, tree) for source, tree in trees.items()}
         graph = torch.cuda.CUDAGraph()
         generators: dict[int, torch.Generator] = {}
         on_host = _host_generators()
@@ -207,14 +207,14 @@ class Graphs:
                 graph.register_generator_state(generators[layer])
             self._generators = generators
             with capturing(graph, self._memory.handle):
-                made = compute(nests)
+                made = compute(trees)
                 if _host_generators() != on_host:
                     raise TrainingError("it draws random numbers on the host")
             self._generators = None
             for layer, seed in seeds.items():
                 generators[layer].manual_seed(seed)
             graph.replay()
-            if seeds and not _draws_alike(slot, made, lambda: compute(nests)):
+            if seeds and not _draws_same_numbers(slot, made, lambda: compute(trees)):
                 raise TrainingError("it draws other random numbers in a graph")
         except Exception as error:
             self._refuse(slot, error)
@@ -222,10 +222,10 @@ class Graphs:
         finally:
             self._generators = None
         if failed:
-            gc.collect()  # torch 2.11's checkpoint leaves its hooks on until its frames go, which the error held
-            return nests, compute(nests)
-        self._slots[slot.number] = _Slot(graph, compute, nests, made, generators)
-        return nests, Made(made.pieces, tree_map(_cut_off, made.outputs))
+            gc.collect()  # torch 2.11's checkpoint keeps its hooks until its frames are freed, which the error held
+            return trees, compute(trees)
+        self._slots[slot.number] = _Slot(graph, compute, trees, made, generators)
+        return trees, Made(made.pieces, tree_map(_detached, made.outputs))
 
     def backward(
         self,
@@ -236,25 +236,26 @@ class Graphs:
         *,
         is_last: bool,
     ) -> bool:
-        """Runs the backward pass of a chunk of a slot, or says that it cannot.
+        """Run the backward pass of a chunk of a slot. Returns False where it has no graph.
 
-        `gradients` are those of its outputs; only the last chunk's come from elsewhere, the others are where the chunk
-        behind them left them. Gradients of its inputs and parameters are at their `grad` afterwards.
+        `gradients` are those of its outputs. Only the last chunk's come from other slots; those of the others are where
+        the chunk after them left them. Gradients of its inputs and parameters are in their `grad` afterwards.
         """
         captured = self._slots.get(slot.number)
         if captured is None:
             return False
         known = captured.backward.get(first)
         if known is None:
-            if is_last:  # else they are what the chunk behind this one writes when it is replayed
+            if is_last:  # else the replay of the chunk after this one writes them
                 gradients = [_writable(gradient) for gradient in gradients]
             known = self._capture_backward(slot, gradients, chunk())
             if known is None:
-                # Trying has used up what backward needs. What others captured may count on what this would have left.
+                # The attempt has freed the autograd graph, so run forward again. Other graphs may have been captured
+                # in memory that this one would have left free.
                 self.is_spoiled = True
                 assert captured.compute is not None
-                with _buffers_kept(slot):
-                    captured.made.pieces[:] = captured.compute(captured.nests).pieces
+                with _buffers_restored(slot):
+                    captured.made.pieces[:] = captured.compute(captured.trees).pieces
                 del self._slots[slot.number]
                 return False
             if is_last:
@@ -273,7 +274,7 @@ class Graphs:
         for parameter, is_first in known.written:
             place = self.gradients.place(parameter)
             if is_first and parameter.grad is not None and parameter.grad.data_ptr() != place.data_ptr():
-                place += parameter.grad  # from a slot that ran without a graph
+                place += parameter.grad  # from a slot that ran eagerly
             parameter.grad = place
         return True
 
@@ -294,7 +295,7 @@ class Graphs:
         if not (pairs and wanted):
             return _Backward(None, [], [])
         written = []
-        places: dict[int, Any] = {}  # None where the gradient may stay where it is
+        places: dict[int, Any] = {}  # None where the gradient may stay where autograd allocates it
         try:
             for parameter in parameters:
                 can_stay = self.gradients.is_free(parameter) and id(parameter) not in self._written
@@ -333,17 +334,17 @@ class Graphs:
         return _Backward(graph, [], written)
 
     def finish(self) -> None:
-        """The step that captured is over: what remains of it goes."""
+        """End the capturing step: free its autograd graphs."""
         for slot in self._slots.values():
-            slot.made, slot.compute = Made([], tree_map(_cut_off, slot.made.outputs)), None
+            slot.made, slot.compute = Made([], tree_map(_detached, slot.made.outputs)), None
         self.is_complete = True
 
     def _refuse(self, slot: RankSlot, error: Exception) -> None:
-        # What was captured before is in another pool than what comes. Where there is no room for two, a later step with
-        # these shapes starts anew, and leaves this slot out.
-        self.is_spoiled |= _has_no_room_for_two()
+        # What was captured before is in another pool than what follows. Where memory does not suffice for two pools, a
+        # later step with these shapes is captured anew, without this slot.
+        self.is_spoiled |= _is_memory_half_used()
         self._memory.renew()
-        cause = error.__context__ or error  # the end of a capture that has failed fails, too
+        cause = error.__context__ or error  # ending a failed capture raises, too
         if isinstance(error, torch.OutOfMemoryError) or isinstance(cause, torch.OutOfMemoryError):
             self.ran_out_of_memory = self.is_spoiled = True
             self._evict()
@@ -353,17 +354,16 @@ class Graphs:
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any, draws_from: torch.Generator | None = None) -> Iterator[None]:
-    """Inside, what is put on the current stream, not the default one, becomes a graph with memory from this pool.
+    """Capture the current stream, which is not the default one, into a graph with memory from this pool.
 
-    A capture that fails leaves the generators that it knows in a state in which nothing can be drawn from them, so
-    torch's own one has no part in it: random numbers are drawn from another that the graph knows, or drawing ends the
-    capture.
+    A failed capture leaves its registered generators unusable, so torch's default generator takes no part in it: random
+    numbers are drawn from another generator, which the graph knows, or drawing them ends the capture.
     """
     collects = gc.isenabled()
-    gc.disable()  # freeing what another graph holds would end the capture
+    gc.disable()  # freeing memory of another graph would end the capture
     generator, unknown = _generator(), torch.Generator(device="cuda")
     state = generator.graphsafe_get_state()
-    generator.graphsafe_set_state(draws_from or torch.Generator(device="cuda"))  # which the graph takes note of
+    generator.graphsafe_set_state(draws_from or torch.Generator(device="cuda"))  # registered by capture_begin
     try:
         # Other threads (transfers) use the GPU meanwhile.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -377,7 +377,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any, draws_from: torch.Generato
                     warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # a layer may do nothing but views
                     graph.capture_end()
             except Exception:
-                # torch goes on as if it captured, and frees nothing that another stream has used.
+                # Without this, torch's allocator stays in capture mode and defers frees of other streams' memory.
                 device = torch.cuda.current_device()
                 for end in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
                     with suppress(Exception):
@@ -389,20 +389,20 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any, draws_from: torch.Generato
             gc.enable()
 
 
-def _draws_alike(slot: RankSlot, made: Made, compute: Callable[[], Made]) -> bool:
-    """Whether a slot gives without a graph what its graph gave. Random numbers that differ change it far more than
-    rounding does. What it keeps (running statistics) is as the graph left it afterwards."""
-    with torch.no_grad(), _buffers_kept(slot):
-        again = compute().outputs
+def _draws_same_numbers(slot: RankSlot, made: Made, compute: Callable[[], Made]) -> bool:
+    """Whether a slot computes eagerly what its graph computed: other random numbers change the output far more than
+    rounding does. Its buffers (running statistics) stay as the graph left them."""
+    with torch.no_grad(), _buffers_restored(slot):
+        eager = compute().outputs
         return all(
-            float((one - other).norm()) <= _ROUNDING * max(float(other.norm()), 1e-6)
-            for one, other in zip(tree_leaves(made.outputs), tree_leaves(again), strict=True)
-            if isinstance(one, torch.Tensor) and one.is_floating_point()
+            float((replayed - expected).norm()) <= _ROUNDING * max(float(expected.norm()), 1e-6)
+            for replayed, expected in zip(tree_leaves(made.outputs), tree_leaves(eager), strict=True)
+            if isinstance(replayed, torch.Tensor) and replayed.is_floating_point()
         )
 
 
-def _has_no_room_for_two() -> bool:
-    """Whether this process has taken more than half of the memory that it may take."""
+def _is_memory_half_used() -> bool:
+    """Whether this process has reserved more than half of the memory that it may use."""
     if not torch.cuda.is_available():
         return False
     device = torch.cuda.current_device()
@@ -411,8 +411,8 @@ def _has_no_room_for_two() -> bool:
 
 
 @contextmanager
-def _buffers_kept(slot: RankSlot) -> Iterator[None]:
-    """What a slot writes to its buffers inside does not count: it has run before."""
+def _buffers_restored(slot: RankSlot) -> Iterator[None]:
+    """Restore a slot's buffers afterwards: it has run in this step before."""
     code = slot.code
     buffers = [] if isinstance(code, LossCode) else [buffer for layer in code.layers for buffer in layer.buffers()]
     before = [buffer.clone() for buffer in buffers]
@@ -420,11 +420,11 @@ def _buffers_kept(slot: RankSlot) -> Iterator[None]:
         yield
     finally:
         for buffer, value in zip(buffers, before, strict=True):
-            buffer.data.copy_(value)  # unseen by autograd
+            buffer.data.copy_(value)  # without a version bump
 
 
 def _put(place: Any, value: Any) -> Any:
-    """Values into the tensors of a nest, unless they are there already."""
+    """Copy values into the tensors of a pytree, unless they are there already."""
     with torch.no_grad():
         for old, new in zip(tree_leaves(place), tree_leaves(value), strict=True):
             if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
@@ -433,7 +433,7 @@ def _put(place: Any, value: Any) -> Any:
 
 
 def _writable(leaf: Any) -> Any:
-    """A leaf, or a copy of one whose elements share memory, which cannot be written to."""
+    """A leaf, or a copy of one whose elements overlap in memory, which cannot be written to."""
     if not isinstance(leaf, torch.Tensor) or 0 not in leaf.stride():
         return leaf
     return leaf.detach().clone(memory_format=torch.contiguous_format).requires_grad_(leaf.requires_grad)
@@ -444,7 +444,7 @@ def _storage(tensor: torch.Tensor | None) -> int | None:
 
 
 def _is_shaped_like(gradient: torch.Tensor, parameter: nn.Parameter) -> bool:
-    """Whether a gradient may be a parameter's `grad` as it is: all of its memory, in the parameter's order."""
+    """Whether a gradient can be a parameter's `grad` as it is: it fills its storage, with the parameter's strides."""
     num_bytes = gradient.numel() * gradient.element_size()
     return gradient.stride() == parameter.stride() and gradient.untyped_storage().nbytes() == num_bytes
 
@@ -453,17 +453,17 @@ def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _cut_off(leaf: Any) -> Any:
+def _detached(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _generator() -> torch.Generator:
-    """Torch's own on this device."""
+    """Torch's default generator of this device."""
     return torch.cuda.default_generators[torch.cuda.current_device()]
 
 
 def _host_generators() -> tuple[Any, ...]:
-    """The states of generators whose numbers no graph draws again."""
+    """The states of host generators, from which a replay does not draw."""
     return bytes(torch.get_rng_state().numpy()), random.getstate(), pickle.dumps(numpy.random.get_state())
 
 

@@ -1,22 +1,22 @@
-"""A heartbeat between ranks that no launcher of ours watches: under torchrun, Slurm or mpirun.
+"""A heartbeat between ranks where `spindle launch` does not watch them: under torchrun, Slurm or mpirun.
 
-    every second, each rank:  add 1 to the counter of its host in the store
-                              look at the process of the next rank of this host (/proc)
-                              read the counter of the next host
-    stopped, gone, or a counter that stood still, for 12 of our seconds ──▶ PeerLostError, and this process ends
+    every second, each rank:  adds 1 to the counter of its host in the store
+                              checks the process of the next rank of this host (/proc)
+                              reads the counter of the next host
+    stopped, gone, or a counter that did not change, for 12 iterations ──▶ PeerLostError, and this process ends
 
 A rank that is stopped, or whose host is gone, closes no connection: the others would wait for it until a timeout of
-minutes. Each rank watches the next one of its host, and each host the next host, in rings, so the store has a few
-requests per rank and second; when one rank ends, torchrun ends the rest. A rank that leaves says so, and its watcher
-goes on to the next.
+minutes. Each rank watches the next rank of its host, and each host the next host, in rings, so the store gets a few
+requests per rank and second; when one rank ends, torchrun ends the rest. A rank that leaves announces it, and its
+watcher moves on to the next.
 
-A rank that holds Python's lock (it pickles gigabytes) cannot beat, but it is no less alive: its process is not stopped,
-which the ranks of its host can see, and these beat for the host meanwhile. A host with one rank has nobody to do so: it
-may be silent five times as long. Without /proc, each rank counts as a host.
+A rank that holds the GIL (it pickles gigabytes) cannot send a heartbeat, but is alive: its process is not stopped,
+which the ranks of its host can see, and these send the host's heartbeat meanwhile. A host with a single rank has none
+to do so: it may be silent five times as long. Without /proc, each rank counts as a host.
 
-Time is counted in turns of our own loop, not by a clock, so that a job that is stopped and continued as a whole (a
-container that is paused) goes on. A second thread watches the first, which waits without end where the store's own
-process is stopped. Left out: a rank whose process runs while its main thread waits for something that never comes.
+Time is counted in iterations of the loop, not by a clock, so that a job that is stopped and continued as a whole (a
+paused container) goes on. A second thread watches the first, which blocks where the store's own process is stopped.
+Left out: a rank whose process runs while its main thread is deadlocked.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from spindle.launch.failure import FOLDER_VARIABLE, end_by_error
 LIMIT_VARIABLE = "SPINDLE_HEARTBEAT_S"  # 0: no heartbeat
 LIMIT_S = 12.0
 INTERVAL_S = 1.0
-_ALONE = 5  # times the limit: a host with one rank, which may hold Python's lock
+_ALONE = 5  # times the limit: a host with one rank, which may hold the GIL
 _GOODBYE = 1 << 40  # in the counter of a host: one of its ranks has left
 _UNKNOWN = "unknown"
-_LEAVE_S = 2 * INTERVAL_S  # in which ranks learn that the one with the store leaves
+_LEAVE_S = 2 * INTERVAL_S  # in which ranks learn that rank 0, which may hold the store, leaves
 
 
 def start_heartbeat() -> None:
-    """Starts the heartbeat of the default process group, unless `spindle launch` watches the ranks.
+    """Start the heartbeat of the default process group, unless `spindle launch` watches the ranks.
 
-    Does nothing where this group has one already. The heartbeat of a group that is gone ends.
+    Idempotent per group. The heartbeat of a destroyed group ends.
     """
     limit_s = float(os.environ.get(LIMIT_VARIABLE, LIMIT_S))
     if FOLDER_VARIABLE in os.environ or limit_s <= 0 or dist.get_world_size() == 1:
@@ -59,7 +59,7 @@ def start_heartbeat() -> None:
     if running and running[0].group is group:
         return
     try:
-        # A client of its own: while one waits for an answer, nobody else can use it.
+        # A client of its own: requests of one client block each other.
         default: Any = dist.distributed_c10d._get_default_store()
         store = default.clone()
     except (AttributeError, RuntimeError):  # a group without a store, or with one that cannot be cloned
@@ -77,12 +77,12 @@ def _running() -> list[Heartbeat]:
 
 
 class Heartbeat:
-    """One rank's beats, and its watch over the next rank of its host and over the next host."""
+    """Sends one rank's heartbeat, and watches the next rank of its host and the next host."""
 
     def __init__(
         self,
         group: object,
-        store: Any,  # of the group; nobody else may use this object
+        store: Any,  # of the group; not to be used by others
         rank: int,
         size: int,
         limit_s: float = LIMIT_S,
@@ -100,9 +100,9 @@ class Heartbeat:
         self._next_ranks: list[int] = []  # of this host, that have not left
         self._next_hosts: list[tuple[str, list[int]]] = []  # with their ranks
         self._leaving = threading.Event()
-        self._beats = 0  # of this rank, that the store has answered
-        self._stopped = 0  # turns in which the rank that is watched was stopped or gone
-        self._last, self._silent = 0, 0  # of the host that is watched: its counter, and turns without a change
+        self._beats = 0  # heartbeats of this rank that the store has answered
+        self._stopped = 0  # iterations in which the watched rank was stopped or gone
+        self._last, self._silent = 0, 0  # of the watched host: its counter, and iterations without a change
         self._store_left = rank == 0
 
     def start(self) -> None:
@@ -112,12 +112,12 @@ class Heartbeat:
         atexit.register(self.leave)
 
     def leave(self) -> None:
-        """Says goodbye, so that nobody takes the end of this rank for a failure. Further calls do nothing."""
+        """Announce that this rank leaves, so that its end is not taken for a failure. Idempotent."""
         if self._leaving.is_set():
             return
         self._leaving.set()
         atexit.unregister(self.leave)
-        with suppress(RuntimeError):  # the store is gone, and with it everyone who would read this
+        with suppress(RuntimeError):  # the store is gone, and with it rank 0
             self._store.add(f"left {self._rank}", 1)
             self._store.add(f"beats of {self._host}", _GOODBYE)
             if self._rank == 0:  # whose process may hold the store
@@ -134,9 +134,9 @@ class Heartbeat:
                 self._store.add(f"beats of {self._host}", 1)
                 if not self._store_left:
                     self._store_left = self._has_left(0)
-                if self._processes or self._meet_peers():
-                    self._look_at_next_rank()
-                    self._look_at_next_host()
+                if self._processes or self._discover_peers():
+                    self._check_next_rank()
+                    self._check_next_host()
             except RuntimeError as error:
                 if not (self._leaving.is_set() or self._store_left):
                     first_line = str(error).splitlines()[0]
@@ -144,24 +144,24 @@ class Heartbeat:
                 return
             self._beats += 1
 
-    def _meet_peers(self) -> bool:
-        """Whether all ranks have begun: then this one knows whom it watches."""
+    def _discover_peers(self) -> bool:
+        """Whether all ranks have started; then determine which ones this rank watches."""
         keys = [f"process {peer}" for peer in self._peers]
         if not self._store.check(keys):
             return False
-        # A store of files gives one value at a time.
+        # A FileStore gets one value at a time.
         texts = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
         self._processes = {peer: text.decode() for peer, text in zip(self._peers, texts, strict=True)}
         hosts: dict[str, list[int]] = {}
         for peer, text in self._processes.items():
             hosts.setdefault(_host_of(text), []).append(peer)
         self._next_ranks = hosts.pop(self._host, [])
-        # All ranks of a host watch the same one: whose lowest rank comes next in the ring.
+        # All ranks of a host watch the same host: the one whose lowest rank comes next in the ring.
         first = min([self._rank, *self._next_ranks])
         self._next_hosts = sorted(hosts.items(), key=lambda host: (min(host[1]) < first, min(host[1])))
         return True
 
-    def _look_at_next_rank(self) -> None:
+    def _check_next_rank(self) -> None:
         if not self._next_ranks:
             return
         peer = self._next_ranks[0]
@@ -175,12 +175,12 @@ class Heartbeat:
                 _continue_process(self._processes[peer])
             self._lose(f"rank {peer} has", self._limit)
 
-    def _look_at_next_host(self) -> None:
+    def _check_next_host(self) -> None:
         if not self._next_hosts:
             return
         host, ranks = self._next_hosts[0]
         count = self._store.add(f"beats of {host}", 0)
-        # Which of them have left is not known, only how many.
+        # It is known how many of them have left, not which.
         limit = self._limit if len(ranks) - count // _GOODBYE > 1 else _ALONE * self._limit
         if count >= len(ranks) * _GOODBYE:
             del self._next_hosts[0]
@@ -193,11 +193,11 @@ class Heartbeat:
                 several = f"the host of ranks {', '.join(map(str, sorted(ranks)))} has"
                 self._lose(several if len(ranks) > 1 else f"rank {ranks[0]} has", limit)
 
-    def _lose(self, who: str, turns: int) -> None:
-        self._end(PeerLostError(f"{who} not answered for {turns * self._interval_s:.0f} s"))
+    def _lose(self, who: str, iterations: int) -> None:
+        self._end(PeerLostError(f"{who} not answered for {iterations * self._interval_s:.0f} s"))
 
     def _watch(self) -> None:
-        """Ends this process when the store does not answer."""
+        """End this process when the store does not answer."""
         last, silent = -1, 0
         while not self._leaving.wait(self._interval_s):
             silent = silent + 1 if self._beats == last else 0
@@ -209,14 +209,14 @@ class Heartbeat:
 
 
 def _this_process() -> str:
-    """What tells this process from all others: its host since when it runs, its number, and its start."""
+    """An identity of this process among all others: host and boot, PID, and start time."""
     pid = os.getpid()
     started = _state_and_start(pid)[1]
     host = socket.gethostname()
     with suppress(OSError):
-        namespace = os.readlink("/proc/self/ns/pid")  # containers of one host number their processes each for itself
+        namespace = os.readlink("/proc/self/ns/pid")  # containers of one host have PIDs of their own
         host = f"{host}-{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{namespace}"
-    # Nobody can look at a process whose start is not told: it is a host of its own.
+    # A process whose start time is unknown cannot be checked: it counts as a host of its own.
     return f"{host if started != _UNKNOWN else f'{host}-{pid}'} {pid} {started}"
 
 
@@ -232,7 +232,7 @@ def _is_stopped(process: str) -> bool:
 
 
 def _continue_process(process: str) -> None:
-    """Continues a stopped process of this host (SIGCONT), so that the SIGTERM by which torchrun ends it reaches it.
+    """Continue a stopped process of this host (SIGCONT), so that torchrun's SIGTERM reaches it.
 
     Otherwise torchrun waits 30 s before it kills it.
     """
@@ -242,9 +242,9 @@ def _continue_process(process: str) -> None:
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:
-    """The state of a process, and when it was started, in ticks since its host was."""
+    """The state of a process, and its start time in clock ticks since boot."""
     with suppress(OSError, IndexError):
-        # The name, in parentheses, may hold anything; after it comes the state.
+        # The name, in parentheses, may contain anything; the state follows it.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19]
     return _UNKNOWN, _UNKNOWN

@@ -1,4 +1,4 @@
-"""A rank's part of a task's loss, and the check that parts add up to the whole."""
+"""A rank's part of a task's loss, and the check that the parts add up to the loss of the whole batch."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from spindle.errors import TrainingError
-from spindle.run.nests import detached, on_device
 from spindle.run.op_code import LossCode
+from spindle.run.pytrees import detached, on_device
 from spindle.run.rank_program import RankSlot
 from spindle.run.world import World, peers
 
 
 def loss_part(
-    code: LossCode, slot: RankSlot, batch: Any, nests: dict[str, Any], world: World, check_with: Any = None
+    code: LossCode, slot: RankSlot, batch: Any, trees: dict[str, Any], world: World, check_with: Any = None
 ) -> torch.Tensor:
-    """A rank's part of the task's loss on its rows; the parts of all its ranks add up to it.
+    """This rank's part of a task's loss, over its rows; the parts of all ranks add up to the loss.
 
-    With `check_with`, the whole batch, a split loss is compared with the whole one.
+    With `check_with`, the whole batch, the sum is compared with the loss of the whole batch.
     """
     result: Any = torch.zeros((), device=world.device)
     count: Any = torch.zeros((), dtype=torch.float64, device=world.device)
-    outputs = [nests[source][0] for source in code.sources] if slot.rows else []
+    outputs = [trees[source][0] for source in code.sources] if slot.rows else []
     if slot.rows:
         result = code.loss(batch, *outputs)
         if code.is_mean:
@@ -49,21 +49,23 @@ def loss_part(
 def _check_split(
     code: LossCode, slot: RankSlot, batch: Any, outputs: list[Any], part: torch.Tensor, world: World
 ) -> None:
-    """Compares a loss put together from parts with the loss of the whole batch, on the first of its ranks."""
+    """Compare the sum of all parts with the loss of the whole batch, on the first rank of the slot."""
     boxes: list[Any] = [None] * len(slot.ranks)
     with peers("checking a loss"):
-        # Through the host: another process's device is not one of ours.
+        # Via the host: a CUDA tensor of another process would be unpickled onto its device index.
         box = (slot.begin, on_device(detached(outputs), torch.device("cpu")), float(part))
         dist.all_gather_object(boxes, box, group=world.group("loss", slot.ranks))
     if world.rank != slot.ranks[0]:
         return
-    parts = sorted((box for box in boxes if box[1]), key=lambda one: one[0])
+    parts = sorted((box for box in boxes if box[1]), key=lambda box: box[0])
     axes = [link.axes for source in code.sources for link in slot.inputs if link.source == source]
     flat = [tree_flatten(on_device(part[1], world.device)) for part in parts]
     leaves = [
         leaf[0] if axis is None else torch.cat(leaf, dim=axis) if isinstance(leaf[0], torch.Tensor) else sum(leaf)
         for leaf, axis in zip(
-            zip(*(one for one, _ in flat), strict=True), [axis for one in axes for axis in one], strict=True
+            zip(*(part_leaves for part_leaves, _ in flat), strict=True),
+            [axis for source_axes in axes for axis in source_axes],
+            strict=True,
         )
     ]
     with torch.no_grad():

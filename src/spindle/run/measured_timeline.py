@@ -1,4 +1,4 @@
-"""A measured Timeline from what every rank noted."""
+"""A measured Timeline from the spans that every rank has recorded."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from spindle.timeline import Timeline
 
 
 def timeline_of(program: Program, ranks: Sequence[Spans]) -> Timeline:
-    """One step as it was. Ranks' clocks must agree, as those of one host do.
+    """The timeline of one step. Ranks' clocks must agree, as those of one host do.
 
-    A transfer can begin when both sides are ready and ends when the receiver takes it up; a synchronisation begins with
-    the last rank that joins. Bytes are not measured.
+    A transfer starts when both sides have posted it and ends when the receiver has waited for it; a collective starts
+    with the last rank that joins. Bytes are not measured.
     """
     instances = instances_of(program)
     origin = min(spans.begin for spans in ranks)
@@ -37,13 +37,13 @@ def timeline_of(program: Program, ranks: Sequence[Spans]) -> Timeline:
                 flows = program.links[link].backward if backward else program.links[link].forward
                 begun: dict[int, int] = {}
                 for source, to in zip(flows.source.tolist(), flows.destination.tolist(), strict=True):
-                    giver, taker = where[source, number], where[to, number]
-                    ready = int(max(posted[giver], posted[taker]))
-                    end[giver] = max(end[giver], end[taker])
-                    for one in (giver, taker):
-                        begun[one] = min(begun.get(one, ready), ready)
-                for one, ready in begun.items():
-                    start[one] = min(ready, int(end[one]))
+                    sender, receiver = where[source, number], where[to, number]
+                    ready = int(max(posted[sender], posted[receiver]))
+                    end[sender] = max(end[sender], end[receiver])
+                    for side in (sender, receiver):
+                        begun[side] = min(begun.get(side, ready), ready)
+                for side, ready in begun.items():
+                    start[side] = min(ready, int(end[side]))
             case SyncGradients(bucket=bucket) | GatherParameters(bucket=bucket):
                 members = [where[rank, number] for rank in program.buckets[bucket].ranks.tolist()]
                 ready = int(posted[members].max())

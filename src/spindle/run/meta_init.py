@@ -1,11 +1,12 @@
-"""How does a script build its models without memory for their weights, on a machine without a GPU?
+"""Run a training script without memory for its weights, on a machine without a GPU, to plan it.
 
-Parameters are made on `meta`, whoever makes them: they have shapes and no values. All else is real, so data loaders,
-random numbers and buffers work as ever. What names a GPU means the CPU, where only shapes matter. Of checkpoints no
-large tensor is read, and loading one into such parameters does nothing. Code that looks at a weight fails, with a note.
+All parameters are created on `meta`: they have shapes and no values. Everything else is real, so data loaders, random
+numbers and buffers work as usual. GPU devices are replaced by the CPU, where only shapes matter. Large tensors of
+checkpoints are not read, and loading them into meta parameters does nothing. Code that reads a weight fails, with a
+note.
 
-A parameter's first values are still made where code makes them (`torch.randn`), for a moment, one parameter at a time;
-`torch.empty`, which torch's own layers call, takes no memory until it is written to.
+A parameter's initial values still take memory where code computes them (`torch.randn`), briefly, one parameter at a
+time; `torch.empty`, which torch's own layers call, takes no memory until it is written to.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ _NOTE = (
 
 
 def leave_out_weights() -> None:
-    """From now on, to the end of this process, modules have no weights in memory."""
+    """Create parameters without values from now on, to the end of this process."""
     _leave_out_values()
     _leave_out_gpus()
     _map_checkpoints()
     _explain_failures()
-    # What a script prints is not what the command that runs it was asked for.
+    # The command's own output goes to stdout; what the script prints goes to stderr.
     sys.stdout.flush()
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
@@ -58,7 +59,7 @@ def _leave_out_values() -> None:
 
 
 class _WithoutGpu(TorchFunctionMode):
-    """Devices that are GPUs become the CPU; what is made of a tensor without values has none either."""
+    """Replaces GPU devices by the CPU; what is made of a meta tensor stays on `meta`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -67,7 +68,7 @@ class _WithoutGpu(TorchFunctionMode):
         if func in _MOVES:
             return self._moved(func, args, kwargs, is_empty)
         if func is torch._C._nn._parse_to and args and isinstance(args[0], int):
-            args = ("cpu", *args[1:])  # nn.Module.to(0); tensors without values stay so
+            args = ("cpu", *args[1:])  # nn.Module.to(0); meta tensors stay on `meta`
         if kwargs.get("device") is not None:
             kwargs["device"] = "meta" if is_empty else _on_cpu(kwargs["device"])
         elif func in _device_constructors() and torch.get_default_device().type == "cuda":
@@ -79,7 +80,7 @@ class _WithoutGpu(TorchFunctionMode):
             return args[0] if is_empty or func is not torch.Tensor.cpu else func(*args, **kwargs)
         moved, *rest = args
         if is_empty and rest and isinstance(rest[0], torch.Tensor):
-            rest[0] = rest[0].dtype  # as another tensor is, but for where
+            rest[0] = rest[0].dtype  # the dtype of another tensor, not its device
         places = [*rest[:1], *([kwargs["device"]] if "device" in kwargs else [])]
         named = [place for place in places if isinstance(place, str | int | torch.device)]
         if named:
@@ -92,7 +93,7 @@ class _WithoutGpu(TorchFunctionMode):
 
 
 def _on_cpu(device: Any) -> Any:
-    """A number is a GPU, too."""
+    """The CPU in place of a GPU; an integer is a GPU, too."""
     return "cpu" if isinstance(device, int) or re.match("cuda", str(device)) else device
 
 
@@ -101,7 +102,7 @@ def _leave_out_gpus() -> None:
     run = threading.Thread.run
 
     def run_without(thread: threading.Thread) -> None:
-        """A thread has modes of its own; checkpoints are loaded in several."""
+        """Function modes are per thread, and checkpoints are loaded in several threads."""
         with _WithoutGpu():
             run(thread)
 
@@ -138,7 +139,7 @@ def _map_checkpoints() -> None:
 
 
 class _SafeFile:
-    """A file of safetensors, opened by whoever: its large tensors come without values."""
+    """A safetensors file whose large tensors have no values."""
 
     open_file: Any = None
 
@@ -155,32 +156,34 @@ class _SafeFile:
         return getattr(self._file, name)
 
     def get_slice(self, name: str) -> Any:
-        found = self._file.get_slice(name)
-        return found if math.prod(found.get_shape()) < _LARGE else _SafeSlice(found)
+        tensor_slice = self._file.get_slice(name)
+        return tensor_slice if math.prod(tensor_slice.get_shape()) < _LARGE else _SafeSlice(tensor_slice)
 
     def get_tensor(self, name: str) -> Any:
-        found = self.get_slice(name)
-        return found[...] if isinstance(found, _SafeSlice) else self._file.get_tensor(name)
+        tensor_slice = self.get_slice(name)
+        return tensor_slice[...] if isinstance(tensor_slice, _SafeSlice) else self._file.get_tensor(name)
 
     def get_tensors(self) -> dict[str, Any]:
         return {name: self.get_tensor(name) for name in self._file.keys()}  # noqa: SIM118  # no dict
 
 
 class _SafeSlice:
-    def __init__(self, found: Any) -> None:
-        self._found = found
-        self.get_shape, self.get_dtype = found.get_shape, found.get_dtype
+    """A slice of a large tensor in a safetensors file, on `meta`."""
+
+    def __init__(self, tensor_slice: Any) -> None:
+        self._slice = tensor_slice
+        self.get_shape, self.get_dtype = tensor_slice.get_shape, tensor_slice.get_dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return torch.empty(self._found.get_shape(), dtype=self._found[:0].dtype, device="meta")[index]
+        return torch.empty(self._slice.get_shape(), dtype=self._slice[:0].dtype, device="meta")[index]
 
 
 def _explain_failures() -> None:
-    tell = sys.excepthook
+    report = sys.excepthook
 
     def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, AssertionError) or re.search("meta|cuda|nvidia|accelerator", str(error), re.IGNORECASE):
             error.add_note(_NOTE)
-        tell(kind, error, trace)
+        report(kind, error, trace)
 
     sys.excepthook = explain

@@ -1,4 +1,4 @@
-"""The code behind an op, as the executor needs it. Whoever makes it knows tasks and modules; the executor does not."""
+"""The code of an op as the executor runs it: made by `train` from tasks and modules, which `run` does not know."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from spindle.models import StyledModule
-from spindle.run.nests import Axes
+from spindle.run.pytrees import Axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCode:
-    """One layer: `run(*values)` gives the values behind it, a tuple whose leaves have these row axes.
+    """One layer: `run(*values)` returns its outputs, a tuple whose leaves have these batch dimensions.
 
     `writes_input` says that it changes its input in place, `is_random` that it draws random numbers. `buffers()` are
-    tensors that it may change beside its output (running statistics). `styled` are its parts that tensor groups split.
-    Layers of equal `likeness`, where there is one, give nests of one form for inputs of one form.
+    tensors that it may change beside its outputs (running statistics). `styled` are its tensor-parallel parts. Layers
+    of equal `likeness`, where there is one, return the same shapes for the same input shapes.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -34,7 +34,8 @@ class LayerCode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayersCode:
-    """Layers of a module. An op that begins a call has `arguments(batch, *outputs)`, over the outputs of `sources`."""
+    """Layers of a module. The first op of a call has `arguments(batch, *outputs)`, which makes its arguments from the
+    outputs of the calls `sources`."""
 
     layers: tuple[LayerCode, ...]
     arguments: Callable[..., Any] | None = None
@@ -43,9 +44,9 @@ class LayersCode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCode:
-    """A loss over the outputs of `sources`: a value, or with `is_mean` a total and a count to sum before dividing.
+    """A loss over the outputs of `sources`: a value, or, with `is_mean`, a total and a count to sum before dividing.
 
-    Its weight among the losses of a step may be a function of the step.
+    Its weight among the losses of a step may be a function of the step's number.
     """
 
     loss: Callable[..., Any]

@@ -1,4 +1,4 @@
-"""The part of a program that one rank runs: its slots with their rows, its ends of links, its lists of instructions."""
+"""The part of a program that one rank runs: its slots with their rows, its ends of links, its instructions by lane."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from spindle.graph import MetaGraph
 from spindle.program import Backward, Flows, Program, SlotShape, launch_order, launches_collectives
 from spindle.program.instructions import COMPUTE, SYNC, TRANSFER
-from spindle.run.nests import Axes
 from spindle.run.op_code import LayersCode, LossCode, OpCode
+from spindle.run.pytrees import Axes
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Rows `[first, last)` to or from a peer. The gradient of what has no rows goes with a consumer's first row, so
-    that it is counted once."""
+    """Rows `[first, last)` to or from a peer. `with_rowless`: leaves without a batch dimension send their gradient with
+    this flow, the one of a consumer's first row, so that it is counted once."""
 
     peer: int
     first: int
@@ -38,7 +38,7 @@ class LinkEnd:
     sends: tuple[tuple[Flow, ...], tuple[Flow, ...]]  # forward, backward
     receives: tuple[tuple[Flow, ...], tuple[Flow, ...]]
     local: tuple[int, int] | None  # rows that this rank has on both sides
-    is_whole: bool  # what is made here is used here, all of it and nothing else
+    is_whole: bool  # this rank produces and consumes the same rows: nothing is sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,13 @@ class RankSlot:
     end: int
     num_rows: int
     ranks: tuple[int, ...]
-    group: tuple[int, ...]  # ranks that share its layers here: its tensor group, this rank in it
+    group: tuple[int, ...]  # its tensor-parallel group, this rank in it
     inputs: tuple[LinkEnd, ...]
     outputs: tuple[LinkEnd, ...]
     chunks: tuple[tuple[int, int], ...]
-    is_split: bool  # its backward comes in two parts
-    recomputed: int  # of its layers, the first ones
-    offloaded: int  # of those behind them
+    is_split: bool  # whether its backward is split into input and weight gradients
+    recomputed: int  # how many of its first layers
+    offloaded: int  # how many of the layers after those
 
     @property
     def first(self) -> int:
@@ -77,8 +77,8 @@ class RankSlot:
 class RankProgram:
     """All that one rank does. Lanes hold instruction numbers in order.
 
-    `launches` has its communication in the order that all ranks share, with the instructions of the compute lane that
-    launch collectives of their own among them.
+    `launches` has its communication in the launch order common to all ranks, together with the instructions of the
+    compute lane that launch collectives inside.
     """
 
     links: dict[int, LinkEnd]  # those of its slots
@@ -95,19 +95,19 @@ class RankProgram:
 
     @property
     def uses(self) -> list[tuple[str, Callable[..., Any], int, int]]:
-        """Who looks at batches: the task, the code that does, and its rows."""
-        found = []
+        """The code that reads batches: task, function and rows."""
+        uses = []
         for slot in self.slots.values():
             code = slot.code.loss if isinstance(slot.code, LossCode) else slot.code.arguments
             if code is not None and (slot.begins_call or isinstance(slot.code, LossCode)):
-                found.append((slot.task, code, slot.begin, slot.end))
-        return found
+                uses.append((slot.task, code, slot.begin, slot.end))
+        return uses
 
 
 def rank_program_of(
     program: Program, graph: MetaGraph, code: Sequence[OpCode], rank: int, *, in_order: bool = False
 ) -> RankProgram:
-    """A rank's part of a program; `code` is by op. With `in_order`, it launches communication in one order."""
+    """The part of a program that a rank runs; `code` is by op. With `in_order`, it has the common launch order."""
     rows = [_rows_of(shape) for shape in program.slots]
     links = {
         number: _link_end(program, graph, code, rank, number, rows[link.producer], rows[link.consumer])
@@ -158,14 +158,14 @@ def _link_end(
 
 
 def _flows(flows: Flows, backward: bool, used: Rows, rank: int, sends: bool) -> tuple[Flow, ...]:
-    """What a rank sends, or receives, over a link in one direction."""
-    found = []
+    """The flows of a link in one direction that a rank sends, or receives."""
+    own_flows = []
     columns = (flows.source, flows.destination, flows.first, flows.last)
     for source, to, first, last in zip(*(column.tolist() for column in columns), strict=True):
         mine, peer = (source, to) if sends else (to, source)
         if mine == rank:
-            found.append(Flow(peer, first, last, first == used[source if backward else to][0]))
-    return tuple(found)
+            own_flows.append(Flow(peer, first, last, first == used[source if backward else to][0]))
+    return tuple(own_flows)
 
 
 def _slots(
@@ -220,7 +220,7 @@ def _slots(
 
 
 def _rows_of(shape: SlotShape) -> Rows:
-    """The rows of a slot by rank; members of a tensor group have the same."""
+    """The rows of a slot by rank; members of a tensor-parallel group have the same."""
     bounds: list[int] = shape.bounds.tolist()
     return {
         rank: (bounds[place], bounds[place + 1]) for place, group in enumerate(tensor_groups(shape)) for rank in group
@@ -228,14 +228,14 @@ def _rows_of(shape: SlotShape) -> Rows:
 
 
 def tensor_groups(shape: SlotShape) -> list[tuple[int, ...]]:
-    """The ranks that share a slot's layers, in the order of its rows; by themselves at degree one."""
+    """The tensor-parallel groups of a slot, in the order of its rows; single ranks at degree one."""
     ranks, degree = shape.ranks.tolist(), shape.tensor_degree
     return [tuple(ranks[start : start + degree]) for start in range(0, len(ranks), degree)]
 
 
 def held_parameters(program: Program, graph: MetaGraph, rank: int) -> frozenset[int]:
-    """Positions of the parameters that a rank's slots use, or that it keeps from step to step."""
-    held = {number for number, ranks in program.holders if rank in ranks}
+    """Positions of the parameters that a rank holds: those that its slots use, or that it keeps from step to step."""
+    held = {number for number, ranks in program.owning_ranks if rank in ranks}
     for shape, slot in zip(program.slots, program.plan.slots, strict=True):
         if rank in shape.ranks.tolist():
             for layer in graph.metaops[shape.op].parameters[slot.first : slot.last]:

@@ -1,4 +1,5 @@
-"""What layers keep for their backward pass: nothing, so that they run again, or tensors that wait on the host."""
+"""Activation checkpointing and offloading: layers that are recomputed in backward, or whose saved tensors go to the
+host."""
 
 from __future__ import annotations
 
@@ -14,27 +15,28 @@ from spindle.run.op_code import LayerCode
 Run = Callable[..., Any]
 
 
-def recomputed(layer: LayerCode, run: Run, args: Any) -> Any:
-    """Runs a layer now, and again in backward instead of keeping what it needs there."""
-    before = buffers_of(layer)
+def checkpointed(layer: LayerCode, run: Run, args: Any) -> Any:
+    """Run a layer without saving activations; backward recomputes them."""
+    before = copy_buffers(layer)
     return checkpoint(
         run,
         *args,
         use_reentrant=False,
         preserve_rng_state=layer.is_random,
-        context_fn=lambda: (nullcontext(), again(layer, before)),
+        context_fn=lambda: (nullcontext(), with_buffers(layer, before)),
     )
 
 
-def buffers_of(layer: LayerCode) -> list[torch.Tensor]:
-    """Copies of what a layer's buffers hold now."""
+def copy_buffers(layer: LayerCode) -> list[torch.Tensor]:
+    """Copies of a layer's buffers."""
     return [buffer.clone() for buffer in layer.buffers()]
 
 
 @contextmanager
-def again(layer: LayerCode, before: list[torch.Tensor]) -> Iterator[None]:
-    """Inside, a layer's buffers are as they were when it first ran; what it does to them counts once."""
-    after = buffers_of(layer)
+def with_buffers(layer: LayerCode, before: list[torch.Tensor]) -> Iterator[None]:
+    """Give a layer the buffers that it first ran with, and restore the present ones afterwards, so that running
+    statistics are updated once."""
+    after = copy_buffers(layer)
     _fill(layer.buffers(), before)
     try:
         yield
@@ -44,27 +46,27 @@ def again(layer: LayerCode, before: list[torch.Tensor]) -> Iterator[None]:
 
 def _fill(buffers: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     for buffer, value in zip(buffers, values, strict=True):
-        buffer.data.copy_(value)  # unseen by autograd, which keeps running statistics for backward
+        buffer.data.copy_(value)  # without a version bump: autograd may have saved running statistics
 
 
-class Host:
-    """Where tensors of offloaded layers wait. Copies stand in the order of the stream of compute, so that nobody else
-    has to wait for them. On a CPU they are copies all the same."""
+class HostOffload:
+    """Offloads saved tensors to the host. Copies are enqueued on the compute stream, so that no other stream has to
+    wait for them. On a CPU tensors are copied, too."""
 
     def __init__(self) -> None:
-        self.num_bytes = 0  # that went there so far
+        self.num_bytes = 0  # offloaded so far
 
     @contextmanager
-    def keeping(self, layer: LayerCode) -> Iterator[None]:
-        """Inside, what a layer saves goes to the host, but for its weights, which stay anyway."""
+    def saved_tensors(self, layer: LayerCode) -> Iterator[None]:
+        """Offload the tensors that a layer saves for backward, except its weights, which stay on the device anyway."""
         weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters}
 
         def pack(tensor: torch.Tensor) -> Any:
             if tensor.untyped_storage().data_ptr() in weights:
                 return tensor
             self.num_bytes += tensor.nbytes
-            place = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            return tensor.device, place.copy_(tensor, non_blocking=True)
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            return tensor.device, copy.copy_(tensor, non_blocking=True)
 
         def unpack(packed: Any) -> torch.Tensor:
             if isinstance(packed, torch.Tensor):

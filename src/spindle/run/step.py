@@ -1,4 +1,4 @@
-"""What one step holds on one rank, and when its instructions ran."""
+"""The state of one step on one rank, and when its instructions ran."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spindle.run.backward_split import WeightPart
-from spindle.run.nests import Form
+from spindle.run.pytrees import PytreeMeta
 from spindle.run.rank_program import Flow
 
 if TYPE_CHECKING:
     from spindle.run.graphs import Graphs
     from spindle.run.world import World
 
-AHEAD = 3  # instructions
+MAX_AHEAD = 3  # instructions
 
 
 @dataclass(slots=True)
 class Piece:
-    """A chunk of layers as it ran: the leaves it began with and what it gave, or what gives that `again`."""
+    """A run of layers with an autograd graph of its own: its input leaves, and its outputs or the function that
+    recomputes them."""
 
     inputs: Any
     outputs: Any
-    again: Callable[[], Any] | None = None
+    recompute: Callable[[], Any] | None = None
 
 
 @dataclass(slots=True)
 class Arrival:
-    """What comes over one flow: the leaves' buffers, or nothing yet while their form is still to come."""
+    """The receive buffers of one flow, a tensor per leaf; None while their shapes are still to arrive."""
 
     flow: Flow
     tensors: list[torch.Tensor | None] | None
@@ -41,9 +42,9 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class MicroStep:
-    """One of several passes whose gradients add up before the optimizer's step, each with batches of its own.
+    """One of `count` forward and backward passes of a step, whose gradients accumulate before the optimizer's step.
 
-    `tasks` are those that had a part in this pass or one before it.
+    `tasks` are those that took part in this micro-step or an earlier one of the step.
     """
 
     number: int = 0
@@ -61,36 +62,38 @@ class MicroStep:
 
 @dataclass(slots=True)
 class Step:
-    """What one step holds on one rank. A task without a signature has no part in it."""
+    """The state of one step on one rank. A task without a signature takes no part in it."""
 
     number: int
     batches: Mapping[str, Any]
     signatures: Mapping[str, int]
     check_losses: bool
-    held: Mapping[str, tuple[tuple[int, int], ...]]  # by task: the rows of each leaf of a batch that is not all here
+    held: Mapping[
+        str, tuple[tuple[int, int], ...]
+    ]  # by task: the rows of each leaf of a batch of which this rank has only some
     new: frozenset[str]  # tasks whose batch has a shape not seen before
     micro_step: MicroStep
-    forms: Mapping[tuple[int, int], Form] = field(default_factory=dict)  # of what crosses cuts, where it is known
+    cuts: Mapping[tuple[int, int], PytreeMeta] = field(default_factory=dict)  # of what crosses cuts, where it is known
     graphs: Graphs | None = None
     pieces: dict[int, list[Piece]] = field(default_factory=dict)  # by slot, in forward order
-    later: dict[int, list[WeightPart]] = field(default_factory=dict)  # by slot: what is left of its backward
+    deferred: dict[int, list[WeightPart]] = field(default_factory=dict)  # by slot: backward of its weights
     inputs: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # by link: leaves that take gradients
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     arrivals: dict[tuple[int, bool], list[Arrival]] = field(default_factory=dict)
-    # By link and direction, with the peer: buffers must live until they are sent.
+    # By link and direction: peer, request, and buffer, which must live until it is sent.
     sending: dict[tuple[int, bool], list[tuple[int, Any, torch.Tensor]]] = field(default_factory=dict)
     forwarded: set[int] = field(default_factory=set)
-    returned: set[int] = field(default_factory=set)  # slots whose inputs have their gradients
+    returned: set[int] = field(default_factory=set)  # slots whose input gradients are computed
     done_chunks: set[int] = field(default_factory=set)
-    computed: set[int] = field(default_factory=set)  # positions of what the compute lane is through with
-    syncs: list[tuple[int, int, Any]] = field(default_factory=list)  # position, which sum, request
-    next_in: list[int] = field(default_factory=list)  # by lane of communication: which of its instructions comes next
+    computed: set[int] = field(default_factory=set)  # positions of finished instructions of the compute lane
+    syncs: list[tuple[int, int, Any]] = field(default_factory=list)  # position, number of the flat bucket, request
+    next_in: list[int] = field(default_factory=list)  # by communication lane: its next instruction
 
 
 class Losses:
-    """This rank's parts of a step's losses. A GPU may still be at the step: reading them waits for it, but not for what
-    was started later."""
+    """This rank's parts of a step's losses. Reading them waits until the GPU has finished the step, but not for later
+    work."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values, self._copied = values, None
@@ -102,24 +105,24 @@ class Losses:
     def tolist(self) -> list[float]:
         if self._copied is not None:
             self._copied.synchronize()
-        found: list[float] = self._values.tolist()
-        return found
+        values: list[float] = self._values.tolist()
+        return values
 
 
 class Pace:
-    """Keeps the host a few instructions ahead of its GPU and no more. While a launch waits for room in the GPU's queue,
-    no other thread of the process gets to the GPU, so collectives of ranks that share it stand still. NCCL has no such
-    threads, and needs none of this."""
+    """Keeps the host at most `MAX_AHEAD` instructions ahead of a GPU that ranks share. A launch that blocks because the
+    GPU's queue is full also blocks the process's other threads, which carry out collectives of the IPC backend. NCCL
+    has no such threads."""
 
     def __init__(self, world: World) -> None:
         self._is_needed = world.shares_gpu
         self._launched: deque[torch.cuda.Event] = deque()
 
     def keep(self) -> None:
-        """To be called before each instruction."""
+        """Wait until the host may launch another instruction. Called before each."""
         if not self._is_needed:
             return
-        if len(self._launched) == AHEAD:
+        if len(self._launched) == MAX_AHEAD:
             self._launched.popleft().synchronize()
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record()
@@ -140,10 +143,7 @@ Moment = int | torch.cuda.Event
 
 
 class Watch:
-    """Notes when instructions run.
-
-    On a GPU the moments are those at which its stream of compute gets there, and only `timed` steps note them.
-    """
+    """Records when instructions run. On a GPU by events on the compute stream, and only in `timed` steps."""
 
     def __init__(self, device: torch.device, timed: bool = True) -> None:
         self.posted: dict[int, Moment] = {}
@@ -163,11 +163,11 @@ class Watch:
         return event
 
     def spans(self) -> Spans:
-        """All moments as numbers. The GPU must have passed them."""
+        """All times in nanoseconds. The GPU must have finished the step."""
         return Spans(self._begin, *(self._settled(moments) for moments in (self.posted, self.start, self.end)))
 
     def busy_share(self) -> float:
-        """Which share of the step this rank computed. The GPU must have passed it."""
+        """The share of the step in which this rank computed. The GPU must have finished it."""
         spans = self.spans()
         whole = max(spans.end.values(), default=spans.begin) - spans.begin
         busy = sum(spans.end[position] - start for position, start in spans.start.items() if position in spans.end)

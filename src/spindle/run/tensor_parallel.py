@@ -1,4 +1,4 @@
-"""A tensor group of ranks, as the layers that it shares see it."""
+"""A tensor-parallel group of ranks: the collectives that its layers run."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import torch
 import torch.distributed as dist
 
 from spindle.models import span_of
-from spindle.run.flat_collectives import start_sums
+from spindle.run.flat_collectives import start_reduce_scatter_in
 from spindle.run.world import World, peers
 
-TENSOR = "tensor"  # the purpose of its groups
+TENSOR = "tensor"  # the purpose of its process groups
 
 
 class TensorParallelGroup:
-    """The members of a tensor group; its process group must have been made."""
+    """The members of a tensor-parallel group, whose process group must exist."""
 
     def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
         self.size, self.group_rank = len(ranks), ranks.index(world.rank)
-        self._rank, self._ranks = world.rank, tuple(sorted(ranks))  # torch has them in rising order
+        self._rank, self._ranks = world.rank, tuple(sorted(ranks))  # a process group has its ranks in ascending order
         self._group = world.group(TENSOR, ranks)
         self._order = [self._ranks.index(rank) for rank in ranks]
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         total = tensor.clone(memory_format=torch.contiguous_format)
-        with peers("adding up in a tensor group"):
+        with peers("all-reducing in a tensor-parallel group"):
             dist.all_reduce(total, group=self._group)
         return total
 
@@ -34,8 +34,8 @@ class TensorParallelGroup:
         for place, row in enumerate(self._order):
             first, last = span_of(len(rows), self.size, place)
             padded[row, : last - first] = rows[first:last]
-        with peers("adding up in a tensor group"):
-            start_sums(padded.view(-1), self._group, self._ranks, self._rank).wait()
+        with peers("all-reducing in a tensor-parallel group"):
+            start_reduce_scatter_in(padded.view(-1), self._group, self._ranks, self._rank).wait()
         first, last = span_of(len(rows), self.size, self.group_rank)
         own = padded[self._order[self.group_rank], : last - first].movedim(0, dim)
         return own.clone(memory_format=torch.contiguous_format)
@@ -43,20 +43,21 @@ class TensorParallelGroup:
     def all_gather(self, tensor: torch.Tensor, dim: int, length: int | None) -> torch.Tensor:
         lengths = self._lengths(tensor.shape[dim], length, tensor.device)
         padded = tensor
-        if tensor.shape[dim] < max(lengths):  # all send alike
+        if tensor.shape[dim] < max(lengths):  # all-gather takes equal sizes
             padding = list(tensor.shape)
             padding[dim] = max(lengths) - tensor.shape[dim]
             padded = torch.cat([tensor, tensor.new_zeros(padding)], dim)
         parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        with peers("joining in a tensor group"):
+        with peers("gathering in a tensor-parallel group"):
             dist.all_gather(parts, padded.contiguous(), group=self._group)
-        return torch.cat([parts[row].narrow(dim, 0, one) for row, one in zip(self._order, lengths, strict=True)], dim)
+        return torch.cat([parts[row].narrow(dim, 0, size) for row, size in zip(self._order, lengths, strict=True)], dim)
 
     def _lengths(self, own: int, length: int | None, device: torch.device) -> list[int]:
-        """How long the shards of all members are, who tell each other if they do not know it."""
+        """The lengths of all members' shards: computed from the whole length, or gathered where that is unknown."""
         if length is not None:
-            return [last - first for first, last in (span_of(length, self.size, one) for one in range(self.size))]
-        said = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.size)]
-        with peers("joining in a tensor group"):
-            dist.all_gather(said, torch.full_like(said[0], own), group=self._group)
-        return [int(said[row]) for row in self._order]
+            spans = [span_of(length, self.size, place) for place in range(self.size)]
+            return [last - first for first, last in spans]
+        lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.size)]
+        with peers("gathering in a tensor-parallel group"):
+            dist.all_gather(lengths, torch.full_like(lengths[0], own), group=self._group)
+        return [int(lengths[row]) for row in self._order]

@@ -1,8 +1,8 @@
-"""Values and gradients between ranks: sent as soon as they are there, waited for when they are needed.
+"""Activations and gradients between ranks: sent as soon as they exist, waited for when they are needed.
 
-What crosses a link is a nest of tensors. Where the step does not come with its form (shapes, types, which leaves carry
-a gradient), that goes ahead of it the first time a task's batch has a new shape; from then on both sides know it, and
-only the values move.
+What crosses a link is a pytree of tensors. Where the step is not given its metadata (shapes, dtypes, which leaves
+require gradients), the sender tells it first when a task's batch has a new shape; from then on both sides know it, and
+only the values are sent.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ import torch
 
 from spindle.errors import TrainingError
 from spindle.program import Exchange, Program
-from spindle.run.nests import (
-    Form,
-    LeafForm,
+from spindle.run.pytrees import (
+    PytreeMeta,
+    TensorMeta,
     cut_leaf,
-    form_from_bytes,
-    form_of,
-    form_to_bytes,
-    form_with,
     leaves_of,
+    meta_from_bytes,
+    meta_to_bytes,
+    pytree_meta,
     shape_for,
     takes_gradient,
+    with_rows,
 )
 from spindle.run.rank_program import Flow, LinkEnd, RankProgram, RankSlot
 from spindle.run.step import Arrival, Step, Watch
 from spindle.run.world import Message, World, wait
 
-_MAX_LEAVES = 1000  # of what crosses a link; tags of messages count through them
+_MAX_LEAVES = 1000  # that may cross a link; each has a message tag of its own
 _MAX_SEEN = 10_000  # shapes of batches remembered
-_LENGTH, _FORM, _VALUES = 0, 1, 2  # tags inside a flow: two for the form, then one for each leaf
+_LENGTH, _METADATA, _VALUES = 0, 1, 2  # tags of a flow: two for the metadata, then one for each leaf
 
 
 class Transfers:
-    """The exchanges of one rank. Forms are by link and signature of the task's batch; all ranks have seen the same."""
+    """The exchanges of one rank. Metadata is cached by link and signature of the task's batch, on all ranks alike."""
 
     def __init__(self, program: Program, rank_program: RankProgram, world: World) -> None:
         self._rank_program, self._world = rank_program, world
-        self._received: dict[tuple[int, int], Form] = {}
-        self._sent: dict[tuple[int, int], Form] = {}
+        self._received: dict[tuple[int, int], PytreeMeta] = {}
+        self._sent: dict[tuple[int, int], PytreeMeta] = {}
         self._seen: set[tuple[str, int]] = set()
         self._positions = {
-            (one.link, one.backward): position
-            for position, one in enumerate(program.instructions)
-            if isinstance(one, Exchange)
+            (instruction.link, instruction.backward): position
+            for position, instruction in enumerate(program.instructions)
+            if isinstance(instruction, Exchange)
         }
 
     def new(self, signatures: Mapping[str, int]) -> frozenset[str]:
@@ -53,48 +53,48 @@ class Transfers:
         return frozenset(task for task, signature in signatures.items() if (task, signature) not in self._seen)
 
     def remember(self, signatures: Mapping[str, int]) -> None:
-        """The step with these is over."""
+        """Record that a step with these signatures has run."""
         self._seen.update(signatures.items())
         if len(self._seen) > _MAX_SEEN:  # on all ranks at once
             for known in (self._seen, self._received, self._sent):
                 known.clear()
 
-    def form_of(self, step: Step, link: LinkEnd) -> Form:
-        """The form of what comes over a link."""
-        return step.forms.get(link.cut) or self._received[link.number, step.signatures[link.task]]
+    def meta_of(self, step: Step, link: LinkEnd) -> PytreeMeta:
+        """The metadata of what a link carries."""
+        return step.cuts.get(link.cut) or self._received[link.number, step.signatures[link.task]]
 
     def _is_new(self, step: Step, link: LinkEnd) -> bool:
-        """Whether a form goes ahead of what it is the form of."""
-        return link.task in step.new and link.cut not in step.forms
+        """Whether the sender tells the metadata of what a link carries."""
+        return link.task in step.new and link.cut not in step.cuts
 
-    def send_forms(self, step: Step, slot: RankSlot) -> None:
-        """Sends the forms of what a slot has just made to ranks that do not know them yet, ahead of the values."""
+    def send_metadata(self, step: Step, slot: RankSlot) -> None:
+        """Send the metadata of a slot's outputs, ahead of the values, to ranks that do not know it yet."""
         if slot.rows == 0:
             return
         for link in slot.outputs:
             if self._is_new(step, link):
                 text = torch.frombuffer(
-                    bytearray(form_to_bytes(form_of(step.outputs[slot.number], slot.rows))), dtype=torch.uint8
+                    bytearray(meta_to_bytes(pytree_meta(step.outputs[slot.number], slot.rows))), dtype=torch.uint8
                 )
                 for flow in link.sends[False]:
-                    for part, tensor in ((_LENGTH, torch.tensor([text.numel()])), (_FORM, text)):
+                    for part, tensor in ((_LENGTH, torch.tensor([text.numel()])), (_METADATA, text)):
                         request = self._world.send_on_host(tensor, flow.peer, self._tag(link, False, part))
                         step.sending.setdefault((link.number, False), []).append((flow.peer, request, tensor))
 
-    def post(self, step: Step, link: LinkEnd, backward: bool, *, wait_for_forms: bool = False) -> bool:
-        """Posts an exchange, or says that it cannot be posted yet: what it sends is not there, or, where an exchange
-        goes all at once, the form of what it receives is not known and not to be waited for."""
+    def post(self, step: Step, link: LinkEnd, backward: bool, *, wait_for_metadata: bool = False) -> bool:
+        """Post an exchange. Returns False where it cannot be posted yet: what it sends does not exist, or, where sends
+        and receives are one group call, the metadata of what it receives is unknown and must not be waited for."""
         if link.sends[backward]:
             made = step.returned if backward else step.forwarded
             if (link.consumer if backward else link.producer) not in made:
                 return False
         if backward and link.receives[True] and link.producer not in step.forwarded:
-            return False  # another member of its tensor group sent what it made, and this rank is behind
+            return False  # another member of its tensor-parallel group has sent the output, and this rank is behind
         receives, is_open = link.receives[backward], not backward and self._is_new(step, link)
         if self._world.launches_in_order and receives and is_open:
-            if not wait_for_forms:
+            if not wait_for_metadata:
                 return False
-            self._receive_forms(step, link)
+            self._receive_all_metadata(step, link)
             is_open = False
         sends: list[Message] = []
         for flow in link.sends[backward]:
@@ -105,9 +105,9 @@ class Transfers:
         for flow in receives:
             tensors = None
             if backward:
-                tensors = self._places_of_gradients(step, link, flow)
+                tensors = self._gradient_buffers(step, link, flow)
             elif not is_open:
-                tensors = self._places_of_values(step, link, flow)
+                tensors = self._value_buffers(step, link, flow)
             arrivals.append(Arrival(flow, tensors, []))
         incoming = [self._messages_in(link, backward, arrival) for arrival in arrivals]
         sent, received = self._world.start_exchange(sends, [message for some in incoming for message in some])
@@ -122,21 +122,21 @@ class Transfers:
 
     def _values_to(self, step: Step, link: LinkEnd, flow: Flow) -> Iterator[Message]:
         producer = self._rank_program.slots[link.producer]
-        nest = step.outputs[link.producer]
-        form = form_of(nest, producer.rows)
-        if len(form.leaves) > _MAX_LEAVES:
-            raise TrainingError(f"{producer.name} hands on {len(form.leaves)} tensors, more than {_MAX_LEAVES}")
-        known = self._sent.setdefault((link.number, step.signatures[link.task]), form)
-        given = step.forms.get(link.cut)
+        tree = step.outputs[link.producer]
+        meta = pytree_meta(tree, producer.rows)
+        if len(meta.leaves) > _MAX_LEAVES:
+            raise TrainingError(f"{producer.name} returns {len(meta.leaves)} tensors, more than {_MAX_LEAVES}")
+        known = self._sent.setdefault((link.number, step.signatures[link.task]), meta)
+        given = step.cuts.get(link.cut)
         if given is not None:
-            known = form_with(given, link.axes, producer.rows)
-        if known != form:
+            known = with_rows(given, link.axes, producer.rows)
+        if known != meta:
             raise TrainingError(
-                f"{producer.name} gives {_shapes(form)} where it gave {_shapes(known)} for a batch of the same shape; "
+                f"{producer.name} gives {_shapes(meta)} where it gave {_shapes(known)} for a batch of the same shape; "
                 "what crosses from rank to rank must have shapes that follow from the batch's: let it pad to a fixed "
                 "length, or keep it whole with spindle.module(..., whole_batch=True)"
             )
-        for number, (leaf, axis) in enumerate(zip(leaves_of(nest), link.axes, strict=True)):
+        for number, (leaf, axis) in enumerate(zip(leaves_of(tree), link.axes, strict=True)):
             if isinstance(leaf, torch.Tensor):
                 part = cut_leaf(
                     leaf.detach(), axis, producer.rows, flow.first - producer.begin, flow.last - producer.begin
@@ -154,60 +154,60 @@ class Transfers:
     def _message(
         self, tensor: torch.Tensor, peer: int, link: LinkEnd, backward: bool, number: int
     ) -> Iterator[Message]:
-        """Nothing is sent of a tensor without elements."""
+        """The message of a tensor; none for an empty one."""
         if tensor.numel():
             yield Message(tensor.contiguous(), peer, self._tag(link, backward, _VALUES + number))
 
-    def _places_of_values(self, step: Step, link: LinkEnd, flow: Flow) -> list[torch.Tensor | None]:
-        """Where values that come over a flow are to be, leaf by leaf."""
-        form = self._received[link.number, step.signatures[link.task]] = self.form_of(step, link)
+    def _value_buffers(self, step: Step, link: LinkEnd, flow: Flow) -> list[torch.Tensor | None]:
+        """Receive buffers for the values of a flow, leaf by leaf."""
+        meta = self._received[link.number, step.signatures[link.task]] = self.meta_of(step, link)
         return [
             torch.empty(
-                shape_for(leaf, axis, form.num_rows, flow.last - flow.first),
+                shape_for(leaf, axis, meta.num_rows, flow.last - flow.first),
                 dtype=leaf.dtype,
                 device=self._world.device,
             )
-            if isinstance(leaf, LeafForm)
+            if isinstance(leaf, TensorMeta)
             else None
-            for leaf, axis in zip(form.leaves, link.axes, strict=True)
+            for leaf, axis in zip(meta.leaves, link.axes, strict=True)
         ]
 
-    def _places_of_gradients(self, step: Step, link: LinkEnd, flow: Flow) -> list[torch.Tensor | None]:
+    def _gradient_buffers(self, step: Step, link: LinkEnd, flow: Flow) -> list[torch.Tensor | None]:
         producer = self._rank_program.slots[link.producer]
-        places: list[torch.Tensor | None] = []
+        buffers: list[torch.Tensor | None] = []
         for leaf, axis in zip(leaves_of(step.outputs[link.producer]), link.axes, strict=True):
-            place = None
+            buffer = None
             if takes_gradient(leaf) and (axis is not None or flow.with_rowless):
                 like = cut_leaf(leaf, axis, producer.rows, flow.first - producer.begin, flow.last - producer.begin)
-                place = torch.empty(like.shape, dtype=leaf.dtype, device=leaf.device)
-            places.append(place)
-        return places
+                buffer = torch.empty(like.shape, dtype=leaf.dtype, device=leaf.device)
+            buffers.append(buffer)
+        return buffers
 
     def _messages_in(self, link: LinkEnd, backward: bool, arrival: Arrival) -> list[Message]:
         return [
             message
-            for number, place in enumerate(arrival.tensors or ())
-            if place is not None
-            for message in self._message(place, arrival.flow.peer, link, backward, number)
+            for number, buffer in enumerate(arrival.tensors or ())
+            if buffer is not None
+            for message in self._message(buffer, arrival.flow.peer, link, backward, number)
         ]
 
     def _tag(self, link: LinkEnd, backward: bool, part: int) -> int:
         return (link.number * 2 + backward) * (_MAX_LEAVES + _VALUES) + part
 
-    def _receive_forms(self, step: Step, link: LinkEnd) -> None:
-        """Waits for the form of what comes over a link, which each of its senders tells."""
+    def _receive_all_metadata(self, step: Step, link: LinkEnd) -> None:
+        """Receive the metadata of what a link carries; each of its senders tells it."""
         for flow in link.receives[False]:
-            self._received[link.number, step.signatures[link.task]] = self._receive_form(link, flow.peer)
+            self._received[link.number, step.signatures[link.task]] = self._receive_metadata(link, flow.peer)
 
     def arrived(self, step: Step, link: LinkEnd, backward: bool, watch: Watch) -> list[Arrival]:
-        """What came over a link, waited for; it is handed over once."""
+        """Wait for what a link carries, and hand it over, once."""
         arrivals = step.arrivals.pop((link.number, backward), [])
-        # `verify` has shown that nothing before it on its lane can still be waiting.
+        # It is posted: `verify` has proved that nothing before it on its lane can still be blocked.
         assert arrivals or not link.receives[backward]
         if any(arrival.tensors is None for arrival in arrivals):
-            self._receive_forms(step, link)
+            self._receive_all_metadata(step, link)
             for arrival in arrivals:
-                arrival.tensors = self._places_of_values(step, link, arrival.flow)
+                arrival.tensors = self._value_buffers(step, link, arrival.flow)
                 _, arrival.requests = self._world.start_exchange([], self._messages_in(link, backward, arrival))
         for arrival in arrivals:
             for request in arrival.requests:
@@ -215,38 +215,38 @@ class Transfers:
         if arrivals:
             watch.end[self._positions[link.number, backward]] = watch.now()
         if backward:
-            self._let_go(step, (link.number, False), {arrival.flow.peer for arrival in arrivals})
+            self._free_sent(step, (link.number, False), {arrival.flow.peer for arrival in arrivals})
         if self._world.device.type == "cuda":
             for key in list(step.sending):
-                self._let_go(step, key, set())
+                self._free_sent(step, key, set())
         return arrivals
 
-    def _let_go(self, step: Step, key: tuple[int, bool], back: set[int]) -> None:
-        """What was sent needs no buffer. Whoever sends a gradient `back` has the values that it is for; gloo does not
-        say of others whether they are over."""
-        kept = []
+    def _free_sent(self, step: Step, key: tuple[int, bool], back: set[int]) -> None:
+        """Free the buffers of completed sends. A peer that sends a gradient `back` has received the values; of other
+        sends, gloo does not tell whether they are complete."""
+        unsent = []
         for peer, request, buffer in step.sending.pop(key, []):
             if peer in back:
                 wait(request)
             elif not request.is_completed():
-                kept.append((peer, request, buffer))
-        if kept:
-            step.sending[key] = kept
+                unsent.append((peer, request, buffer))
+        if unsent:
+            step.sending[key] = unsent
 
     def finish(self, step: Step) -> None:
-        """Waits until all is sent."""
+        """Wait until everything is sent."""
         for sent in step.sending.values():
             for _, request, _ in sent:
                 wait(request)
         step.sending.clear()
 
-    def _receive_form(self, link: LinkEnd, peer: int) -> Form:
+    def _receive_metadata(self, link: LinkEnd, peer: int) -> PytreeMeta:
         length = torch.zeros(1, dtype=torch.int64)
         self._world.receive_on_host(length, peer, self._tag(link, False, _LENGTH))
         text = torch.empty(int(length), dtype=torch.uint8)
-        self._world.receive_on_host(text, peer, self._tag(link, False, _FORM))
-        return form_from_bytes(text.numpy().tobytes())
+        self._world.receive_on_host(text, peer, self._tag(link, False, _METADATA))
+        return meta_from_bytes(text.numpy().tobytes())
 
 
-def _shapes(form: Form) -> str:
-    return ", ".join(str(leaf.shape) if isinstance(leaf, LeafForm) else repr(leaf) for leaf in form.leaves)
+def _shapes(meta: PytreeMeta) -> str:
+    return ", ".join(str(leaf.shape) if isinstance(leaf, TensorMeta) else repr(leaf) for leaf in meta.leaves)

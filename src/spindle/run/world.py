@@ -1,10 +1,9 @@
-"""The processes of a job: who we are, and what all ranks do together outside a program.
+"""The processes of a job: this rank, its device, and what all ranks do together outside a program.
 
-`python train.py` is a world of one, which needs no process group. `spindle launch` and `torchrun` say in the
-environment who is who; then the world is a `torch.distributed` process group, ours or one that the script
-made already. Small records on the host go through gloo everywhere. Tensors on a GPU go through NCCL, one GPU for each
-rank; under `spindle launch --virtual-devices` all ranks use one GPU, each its share of the memory, and tensors go
-through our own backend (`ipc`).
+`python train.py` is a world of one, which needs no process group. `spindle launch` and `torchrun` set ranks in the
+environment; then the world is a `torch.distributed` process group, made here or by the script. Small records on the
+host go through gloo everywhere. CUDA tensors go through NCCL, with one GPU per rank; under `spindle launch
+--virtual-devices` all ranks share one GPU and its memory, and tensors go through the backend in `ipc`.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from spindle.launch.failure import install_hook
 from spindle.launch.mps import VIRTUAL_VARIABLE
 from spindle.run import ipc
 from spindle.run.heartbeat import start_heartbeat
-from spindle.run.nests import on_device
+from spindle.run.pytrees import on_device
 
 _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _NCCL_DEFAULTS = {
     # Kernels of several communicators then start on every GPU in the order in which the host launches them, which is
-    # the same on all ranks (`program.launch_order`). Read with NCCL's first operation.
+    # the same on all ranks (`program.launch_order`). NCCL reads it with its first operation.
     _LAUNCH_ORDER: "1",
-    # Else ranks that lose a peer fill the terminal with advice about collectives before the first cause is reported.
+    # Otherwise ranks that lose a peer fill the terminal with advice before the first cause is reported.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-_SHARED_MEMORY = 0.92  # of a GPU is for its ranks; contexts and what they exchange tensors through take the rest
+_SHARED_MEMORY = 0.92  # share of a GPU for its ranks; CUDA contexts and IPC segments take the rest
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A tensor to or from a peer. Tags tell messages of one pair apart where the backend knows tags."""
+    """A tensor to or from a peer. Tags distinguish messages of one pair where the backend has tags."""
 
     tensor: torch.Tensor
     peer: int
@@ -50,7 +49,8 @@ class Message:
 
 
 class World:
-    """This process among all of them. Groups are made once for each purpose and set of ranks, on all ranks at once."""
+    """This process among all ranks. Process groups are made once per purpose and set of ranks, by all ranks
+    together."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
@@ -61,11 +61,11 @@ class World:
             _set_nccl_defaults()
 
     def group(self, purpose: str, ranks: tuple[int, ...]) -> Any:
-        """The group of these ranks. Every rank must ask for every group, in one order, before any rank uses it.
+        """The process group of these ranks. Every rank must ask for every group, in one order, before any rank uses it.
 
-        Lanes run side by side, so each has groups of its own: two ranks may start a lane's work in different orders
-        relative to another's. NCCL's communicators take memory of the GPU, and all ranks launch in one order, so there
-        collectives over the same ranks share one; those inside layers do not, because compute would wait for others.
+        Lanes run concurrently, so each has groups of its own: two ranks may start the operations of two lanes in
+        different orders. NCCL communicators take GPU memory, and all ranks launch in one order, so there collectives
+        over the same ranks share one; those inside layers do not, because compute would wait for others.
         """
         if self.uses_nccl and purpose in _SHARED_PURPOSES:
             purpose = _SHARED_PURPOSES[0]
@@ -76,19 +76,19 @@ class World:
         return self._groups[key]
 
     def _new_group(self, purpose: str, ranks: tuple[int, ...]) -> Any:
-        if purpose == CONTROL:  # small records stay on the host, whatever the device is
+        if purpose == CONTROL:  # small records stay on the host
             return dist.new_group(list(ranks), backend="gloo")
         if not self.uses_nccl:
             return dist.new_group(list(ranks))
         group = dist.new_group(list(ranks), backend="nccl", group_desc=f"{purpose} {ranks}")
         if self.rank in ranks:
-            # The communicator is made here and now, not in the midst of a step.
+            # Create the communicator now, not in the middle of a step.
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         return group
 
     def forget_groups(self) -> None:
-        """Lets go of all groups but that for control, on all ranks at once: some hold memory of their device. NCCL's
-        stay, for the next plan to use again."""
+        """Destroy all groups but the one for control, on all ranks together: some hold device memory. NCCL's stay, for
+        the next plan to reuse."""
         for key in [key for key in self._groups if key[0] != CONTROL and not self.uses_nccl]:
             group = self._groups.pop(key)
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
@@ -97,19 +97,20 @@ class World:
 
     @property
     def launches_in_order(self) -> bool:
-        """Whether communication is launched in one order, the same on all ranks, and each exchange as a whole."""
+        """Whether communication is launched in one order, the same on all ranks, and each exchange as one group
+        call."""
         return self.uses_nccl
 
     @property
     def everyone(self) -> Any:
-        """The group of all ranks for tensors on their devices."""
+        """The group of all ranks for device tensors."""
         return self.group(TRANSFER, tuple(range(self.size))) if self.uses_nccl else None
 
     def start_exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Any], list[Any]]:
-        """Starts to send and to receive some tensors of the device, in no order; gives a request for each.
+        """Start to send and to receive device tensors, in no order. Returns a request for each.
 
-        Under NCCL this is one group call, in which messages of a pair have no tags: both ranks must list them in the
-        same order.
+        Under NCCL this is one group call, without tags: both ranks of a pair must list their messages in the same
+        order.
         """
         with peers("exchanging tensors"):
             if not self.uses_nccl:
@@ -118,21 +119,33 @@ class World:
             calls = [(dist.isend, send) for send in sends] + [(dist.irecv, receive) for receive in receives]
             if not calls:
                 return [], []
-            # As bytes: NCCL does not know all types.
+            # As bytes: NCCL does not support all dtypes.
             operations = [
-                dist.P2POp(call, one.tensor.view(-1).view(torch.uint8), one.peer, self.everyone) for call, one in calls
+                dist.P2POp(call, message.tensor.view(-1).view(torch.uint8), message.peer, self.everyone)
+                for call, message in calls
             ]
             (request,) = dist.batch_isend_irecv(operations)
             return [request] * len(sends), [request] * len(receives)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Sends and receives some tensors, and waits for them."""
-        for requests in self.start_exchange(sends, receives):
-            for request in requests:
-                wait(request)
+        """Send and receive some tensors, of the device or the host, and wait for them."""
+        on_device = [
+            [message for message in messages if message.tensor.device == self.device] for messages in (sends, receives)
+        ]
+        requests = [request for started in self.start_exchange(*on_device) for request in started]
+        with peers("exchanging tensors"):
+            # Host tensors beside a GPU go through gloo.
+            for call, messages in ((dist.irecv, receives), (dist.isend, sends)):
+                requests += [
+                    call(message.tensor, message.peer, group=self.control)
+                    for message in messages
+                    if message.tensor.device != self.device
+                ]
+        for request in requests:
+            wait(request)
 
     def send_on_host(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
-        """Starts to send a tensor of the host."""
+        """Start to send a host tensor."""
         with peers("sending"):
             return dist.isend(tensor, peer, tag=tag, group=self.control if self.uses_nccl else None)
 
@@ -145,7 +158,7 @@ class World:
         return self.group(CONTROL, tuple(range(self.size)))
 
     def start_all_gather(self, record: torch.Tensor) -> Gathering:
-        """Starts to give every rank's record (a small tensor on the host) to all ranks."""
+        """Start an all-gather of every rank's record, a small tensor on the host."""
         if self.size == 1:
             return Gathering(None, [record])
         table = [torch.empty_like(record) for _ in range(self.size)]
@@ -153,22 +166,22 @@ class World:
             return Gathering(dist.all_gather(table, record, group=self.control, async_op=True), table)
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """One rank's value, on all ranks."""
+        """Broadcast one rank's value, pickled, to all ranks. Not for tensors."""
         if self.size == 1:
             return value
         box = [value]
-        with peers(f"sharing what rank {source} has"):
+        with peers(f"broadcasting from rank {source}"):
             dist.broadcast_object_list(box, src=source, group=self.control)
         return box[0]
 
     def all_reduce(self, value: torch.Tensor, purpose: str, ranks: tuple[int, ...]) -> None:
-        """The sum over these ranks, of which this is one, in the tensor's place. Its group must have been made."""
+        """All-reduce a tensor in place over these ranks, of which this is one. Its group must exist."""
         if len(ranks) > 1:
-            with peers("adding up"):
+            with peers("all-reducing"):
                 dist.all_reduce(value, group=self.group(purpose, ranks))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value, on rank 0; nothing elsewhere."""
+        """Gather every rank's value, pickled, on rank 0; an empty list elsewhere. Not for tensors."""
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -178,11 +191,11 @@ class World:
 
     def barrier(self) -> None:
         if self.size > 1:
-            with peers("meeting"):
+            with peers("waiting at a barrier"):
                 dist.barrier(group=self.control)
 
-    def meet(self) -> None:
-        """All ranks stand here at once, and so do their devices."""
+    def synchronize(self) -> None:
+        """Synchronize the device, then barrier."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.barrier()
@@ -194,16 +207,16 @@ _SHARED_PURPOSES = ("sync", "loss", "norm")
 
 @cache
 def compute_stream() -> torch.cuda.Stream:
-    """The one stream of this process for compute beside the default one: libraries keep a workspace for each."""
+    """The compute stream of this process, beside the default one. Only one: libraries keep a workspace per stream."""
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def on_compute_stream(device: torch.device) -> Iterator[None]:
-    """Inside, a GPU works on the stream of compute, between what comes before and after on the current one.
+    """Run on the compute stream, ordered after earlier and before later work of the current stream.
 
-    Whatever takes a gradient should run here: autograd remembers the stream on which a parameter was first used, and a
-    capture must not wait for another.
+    Whatever computes gradients should run here: autograd remembers the stream on which a parameter was first used, and
+    a capture must not wait for another stream.
     """
     if device.type != "cuda":
         yield
@@ -222,11 +235,12 @@ def _copy_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
-def copied_to(device: torch.device, nest: Any) -> Any:
-    """A batch on its device. Copies to a GPU do not wait for what its other streams still do; streams wait for them."""
-    leaves = tree_leaves(nest)
+def copied_to(device: torch.device, tree: Any) -> Any:
+    """A batch on its device. Copies to a GPU run on a stream of their own, concurrently with compute; the current
+    stream waits for them."""
+    leaves = tree_leaves(tree)
     if device.type != "cuda" or all(leaf.device == device for leaf in leaves if isinstance(leaf, torch.Tensor)):
-        return on_device(nest, device)
+        return on_device(tree, device)
     copying = _copy_stream()
 
     def copied(leaf: Any) -> Any:
@@ -237,13 +251,13 @@ def copied_to(device: torch.device, nest: Any) -> Any:
         return moved
 
     with torch.cuda.stream(copying):
-        moved = tree_map(copied, nest)
+        moved = tree_map(copied, tree)
     torch.cuda.current_stream().wait_stream(copying)
     return moved
 
 
 class Gathering:
-    """Records in flight."""
+    """An all-gather of records in flight."""
 
     def __init__(self, request: Any, table: list[torch.Tensor]) -> None:
         self._request, self._table = request, table
@@ -257,10 +271,10 @@ class Gathering:
 
 @contextmanager
 def peers(doing: str) -> Iterator[None]:
-    """What torch raises inside when another process is gone becomes a PeerLostError."""
+    """Turn the RuntimeError that torch raises when another process is gone into a PeerLostError."""
     try:
         yield
-    except (torch.OutOfMemoryError, torch.AcceleratorError):  # this rank's own
+    except (torch.OutOfMemoryError, torch.AcceleratorError):  # errors of this rank
         raise
     except RuntimeError as error:
         raise lost(doing, error) from error
@@ -277,12 +291,12 @@ def lost(doing: str, error: BaseException) -> PeerLostError:
 
 
 def join_world() -> World:
-    """The world that the environment describes."""
+    """Join the world that the environment describes."""
     size, is_ordered = int(os.environ.get("WORLD_SIZE", "1")), _LAUNCH_ORDER in os.environ
     if dist.is_initialized():
         install_hook()
         start_heartbeat()
-        on_host = dist.get_backend() == "gloo"  # which cannot send a GPU's tensors
+        on_host = dist.get_backend() == "gloo"  # which cannot send CUDA tensors
         world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu") if on_host else _device())
         if world.uses_nccl and not is_ordered:
             warnings.warn(
@@ -301,7 +315,7 @@ def join_world() -> World:
         _set_nccl_defaults()
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     atexit.register(_leave)
-    install_hook()  # after torch, whose own hook would swallow what ours says before it ends the process
+    install_hook()  # after torch, whose own hook would end the process before this one reports
     start_heartbeat()
     return World(dist.get_rank(), dist.get_world_size(), device)
 
@@ -320,7 +334,7 @@ def _device() -> torch.device:
                 "driver supports (python -c 'import torch; torch.cuda.init()' says what is wrong)"
             )
         return torch.device("cpu")
-    # A script that made its process group without torchrun has chosen its GPU.
+    # A script that made its process group without torchrun has set its device.
     chosen = torch.cuda.current_device() if dist.is_initialized() else 0
     place, num_gpus = int(os.environ.get("LOCAL_RANK", chosen)), torch.cuda.device_count()
     if place >= num_gpus and not sharers:

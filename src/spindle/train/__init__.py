@@ -1,9 +1,11 @@
 """What does the user write? `module`, `task`, `mean` and the `Trainer`: tasks recorded, traced, bound and trained."""
 
 from spindle.train.bind import Bound, bind, code_of, trace_all
+from spindle.train.config import Planning
 from spindle.train.probe import Facts, probe
 from spindle.train.record import RecordedCall, RecordedTask, record
 from spindle.train.result import FitResult
+from spindle.train.state import TrainState
 from spindle.train.task import Mean, ModuleHandle, TaskDefinition, mean, module, task
 from spindle.train.trainer import Trainer
 
@@ -13,9 +15,11 @@ __all__ = [
     "FitResult",
     "Mean",
     "ModuleHandle",
+    "Planning",
     "RecordedCall",
     "RecordedTask",
     "TaskDefinition",
+    "TrainState",
     "Trainer",
     "bind",
     "code_of",

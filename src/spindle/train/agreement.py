@@ -1,4 +1,4 @@
-"""Do all ranks have the same? What each rank derives by itself is compared by digest before it is used.
+"""Check that ranks agree: what each rank derives by itself is compared by digest before it is used.
 
 One all-gather of two integers per comparison; texts travel only when digests differ, from rank 0 and from the first
 rank that differs, for the error that every rank then raises. Texts must be equal where ranks do the same: no addresses,
@@ -26,8 +26,8 @@ from spindle.run import World
 from spindle.run.shape_inference import Cuts
 from spindle.train.kinds import graph_text, tensor_text
 from spindle.train.optimizer import (
+    MakeLRScheduler,
     MakeOptimizer,
-    MakeScheduler,
     Named,
     group_settings,
     optimizer_of,
@@ -38,7 +38,7 @@ from spindle.train.record import RecordedTask, handles_of, parameter_names
 from spindle.train.task import ModuleHandle, TaskDefinition
 
 if TYPE_CHECKING:
-    from spindle.train.preparation import Options
+    from spindle.train.config import TrainConfig
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _LARGEST_SHOWN = 4096  # elements of an array; of a larger one, the text has the digest
@@ -55,7 +55,7 @@ _ADVICE = "all ranks must run the same script with the same options, data and ve
 
 
 def compare(world: World, items: Mapping[str, Any]) -> None:
-    """Raises a TrainingError on all ranks, with the rank, the item and both values, unless all ranks have the same
+    """Raise a TrainingError on all ranks that names the rank, the item and both values, unless all ranks have the same
     items. All ranks must call it."""
     if world.size == 1:
         return
@@ -63,21 +63,21 @@ def compare(world: World, items: Mapping[str, Any]) -> None:
     digests = {name: _digest(text) for name, text in texts.items()}
     if _are_alike(world, repr(list(digests.items()))):
         return
-    every: list[dict[str, bytes]] = world.broadcast_object(world.gather_objects(digests))
-    name, rank = _first_difference(every)
-    reference, other = (world.broadcast_object(texts.get(name), source) for source in (0, rank))
-    raise TrainingError(_message(name, 0, reference, rank, other))
+    digests_by_rank: list[dict[str, bytes]] = world.broadcast_object(world.gather_objects(digests))
+    name, rank = _first_difference(digests_by_rank)
+    reference, difference = (world.broadcast_object(texts.get(name), source) for source in (0, rank))
+    raise TrainingError(_message(name, 0, reference, rank, difference))
 
 
 def _are_alike(world: World, text: str) -> bool:
     """Whether all ranks have this text."""
     digest = np.frombuffer(_digest(text), dtype=np.int64)
     table = world.start_all_gather(torch.from_numpy(digest.copy())).wait()
-    return all(torch.equal(table[0], other) for other in table[1:])
+    return all(torch.equal(table[0], row) for row in table[1:])
 
 
-def compare_held(world: World, names: Sequence[str], items: Mapping[str, Any], what: str) -> None:
-    """The same for items of which each rank holds some: those that several ranks hold must be equal. `names` are those
+def compare_held(world: World, names: Sequence[str], items: Mapping[str, Any], kind: str) -> None:
+    """Compare items of which each rank holds some: those that several ranks hold must be equal. `names` are those
     that any rank may hold, the same on all ranks."""
     if world.size == 1:
         return
@@ -97,12 +97,12 @@ def compare_held(world: World, names: Sequence[str], items: Mapping[str, Any], w
     second = next(rank for rank, digest in enumerate(holding) if digest not in (0, holding[first]))
     name = names[position]
     text = distinct[id(items[name])] if name in items else None
-    reference, other = (world.broadcast_object(text, source) for source in (first, second))
-    raise TrainingError(_message(f"{what} {name!r}", first, reference, second, other))
+    reference, difference = (world.broadcast_object(text, source) for source in (first, second))
+    raise TrainingError(_message(f"{kind} {name!r}", first, reference, second, difference))
 
 
 def compare_attributes(world: World, handles: Mapping[str, ModuleHandle]) -> None:
-    """Refuses plain attributes of modules (numbers, texts, flags and tuples of these) that ranks have otherwise: layers
+    """Refuse plain attributes of modules (numbers, texts, flags and tuples of these) that differ between ranks: layers
     call the rank's own blocks, whose forward may use them.
 
     Once for each module, before it is trained: later, ranks that run a layer may count or cache something in it, and
@@ -116,21 +116,23 @@ def compare_attributes(world: World, handles: Mapping[str, ModuleHandle]) -> Non
         return
     for handle in new.values():
         handle.has_compared_attributes = True
-    mine = _attributes(new)
-    if _are_alike(world, repr(mine)):
+    attributes = _attributes(new)
+    if _are_alike(world, repr(attributes)):
         return
-    reference = world.broadcast_object(mine)
+    reference = world.broadcast_object(attributes)
     differing = {
-        place: mine[place] for place in reference if place in mine and not _equal(mine[place], reference[place])
+        place: attributes[place]
+        for place in reference
+        if place in attributes and not _equal(attributes[place], reference[place])
     }
-    absent = reference.keys() - mine.keys()
+    absent = reference.keys() - attributes.keys()
     local_rank = int(os.environ.get("LOCAL_RANK", world.rank))
     table = world.broadcast_object(world.gather_objects((local_rank, differing, absent)))
-    for place in dict.fromkeys(place for _, others, _ in table for place in others):
+    for place in dict.fromkeys(place for _, values_by_place, _ in table for place in values_by_place):
         module, name = place
         if any(place in without for _, _, without in table):
             continue
-        values = [others.get(place, reference[place]) for _, others, _ in table]
+        values = [values_by_place.get(place, reference[place]) for _, values_by_place, _ in table]
         local_ranks = [local_rank for local_rank, _, _ in table]
         if _tells_rank(name, values, range(world.size)) or _tells_rank(name, values, local_ranks):
             continue
@@ -160,8 +162,8 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN_TYPES and not (type(value) is str and "/" in value)
 
 
-def _equal(value: Any, other: Any) -> bool:
-    return value == other or repr(value) == repr(other)  # nan
+def _equal(value: Any, reference: Any) -> bool:
+    return value == reference or repr(value) == repr(reference)  # nan
 
 
 def _tells_rank(name: str, values: Sequence[Any], ranks: Sequence[int]) -> bool:
@@ -176,32 +178,35 @@ def _tells_rank(name: str, values: Sequence[Any], ranks: Sequence[int]) -> bool:
     return is_first and _FIRST_RANK.search(name) is not None
 
 
-def _first_difference(every: Sequence[Mapping[str, bytes]]) -> tuple[str, int]:
+def _first_difference(digests_by_rank: Sequence[Mapping[str, bytes]]) -> tuple[str, int]:
     """The first item, in the order of rank 0, that a rank has otherwise, and the first such rank."""
-    names = dict.fromkeys(name for digests in every for name in digests)
+    names = dict.fromkeys(name for digests in digests_by_rank for name in digests)
     for name in names:
-        for rank, digests in enumerate(every):
-            if digests.get(name) != every[0].get(name):
+        for rank, digests in enumerate(digests_by_rank):
+            if digests.get(name) != digests_by_rank[0].get(name):
                 return name, rank
-    rank = next(rank for rank, digests in enumerate(every) if list(digests) != list(every[0]))
-    raise TrainingError(f"rank {rank} lists what is compared in another order than rank 0: {list(every[rank])}")
+    rank = next(rank for rank, digests in enumerate(digests_by_rank) if list(digests) != list(digests_by_rank[0]))
+    raise TrainingError(
+        f"rank {rank} lists what is compared in another order than rank 0: {list(digests_by_rank[rank])}"
+    )
 
 
-def _message(name: str, first: int, reference: str | None, rank: int, other: str | None) -> str:
-    ours, theirs = _excerpts(reference, other)
+def _message(name: str, first: int, reference: str | None, rank: int, difference: str | None) -> str:
+    expected, differing = _excerpts(reference, difference)
     return (
-        f"rank {rank} differs from rank {first} in {name}: rank {first} has {ours}, rank {rank} has {theirs}; {_ADVICE}"
+        f"rank {rank} differs from rank {first} in {name}: rank {first} has {expected}, rank {rank} has {differing}; "
+        f"{_ADVICE}"
     )
 
 
 def _excerpts(first: str | None, second: str | None) -> tuple[str, str]:
     """Both texts around their first difference."""
-    one, two = first or "", second or ""
-    place = next((place for place, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]), None)
+    left, right = first or "", second or ""
+    place = next((place for place, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), None)
     if place is None:
-        place = min(len(one), len(two))
+        place = min(len(left), len(right))
     # Whole words on the left.
-    begin = max(0, one.rfind(" ", 0, max(0, place - _EXCERPT)) + 1) if place > _EXCERPT else 0
+    begin = max(0, left.rfind(" ", 0, max(0, place - _EXCERPT)) + 1) if place > _EXCERPT else 0
 
     def excerpt(text: str | None) -> str:
         if text is None:
@@ -236,8 +241,8 @@ def _write(value: Any, parts: list[str]) -> None:
         case torch.Tensor():
             parts.append(tensor_text(value))
         case np.ndarray():
-            shown = str(value.tolist()) if value.size <= _LARGEST_SHOWN else _digest(value.tobytes()).hex()
-            parts.append(f"{value.dtype} {value.shape} {shown}")
+            text = str(value.tolist()) if value.size <= _LARGEST_SHOWN else _digest(value.tobytes()).hex()
+            parts.append(f"{value.dtype} {value.shape} {text}")
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = [field.name for field in dataclasses.fields(value) if field.init]
             parts.append(type(value).__name__)
@@ -248,7 +253,7 @@ def _write(value: Any, parts: list[str]) -> None:
         case Set():
             _write_all([("", text) for text in sorted(map(canonical_text, value))], "{}", parts)
         case tuple() | list():
-            _write_all([("", one) for one in value], "()", parts)
+            _write_all([("", entry) for entry in value], "()", parts)
         case _ if hasattr(value, "__qualname__"):
             parts.append(f"{value.__module__}.{value.__qualname__}")
         case _:
@@ -276,23 +281,30 @@ def version_items() -> dict[str, str]:
 
 _TRIED_STEPS = 3  # of a scheduler, whose rule may be a function
 _RATES = ("_lr", "_lrs", "lambdas")
-_ONLY_RANK_0 = ("planner", "plan", "shard_optimizer", "pipeline_ranks")
-_FUNCTIONS = ("make_optimizer", "make_scheduler")
+_COMPARED_ARGUMENTS = (
+    "max_grad_norm",
+    "gradient_accumulation_steps",
+    "autocast",
+    "sampling_weights",
+    "tasks_per_step",
+    "seed",
+    "name",
+    "cuda_graphs",
+)
 
 
-def option_items(options: Options) -> dict[str, Any]:
-    """The Trainer's arguments, and the tasks. Rank 0 alone looks at those about planning; what an optimizer and its
-    scheduler do is compared when they are made."""
-    items = {
-        f"Trainer({field.name}=...)": getattr(options, field.name)
-        for field in dataclasses.fields(options)
-        if field.name not in ("tasks", "profile", *_FUNCTIONS, *_ONLY_RANK_0)
-    }
-    items["Trainer(profile=...)"] = _given(options.profile)
-    items["Trainer(scheduler=...)"] = _given(options.make_scheduler)
-    items["Trainer(planner=...)"] = "a pipeline" if options.is_pipelined else "no pipeline"
-    items["the names of the tasks"] = options.names
-    return items | {f"the definition of task {task.name!r}": definition_text(task) for task in options.tasks}
+def config_items(config: TrainConfig) -> dict[str, Any]:
+    """The Trainer's arguments, and the tasks. Rank 0 alone reads the planner, the plan and whether to shard; what the
+    optimizer and lr_scheduler functions do is compared when they are called."""
+    planning = config.planning
+    items = {f"Trainer({name}=...)": getattr(config, name) for name in _COMPARED_ARGUMENTS}
+    items["Trainer(lr_scheduler=...)"] = _given(config.lr_scheduler)
+    items["Planning(tensor_parallel_degrees=...)"] = planning.tensor_parallel_degrees
+    items["Planning(memory_limit_bytes=...)"] = planning.memory_limit_bytes
+    items["Planning(profile=...)"] = _given(planning.profile)
+    items["Planning(planner=...)"] = "a pipeline" if planning.is_pipelined else "no pipeline"
+    items["the names of the tasks"] = config.task_names
+    return items | {f"the definition of task {task.name!r}": definition_text(task) for task in config.tasks}
 
 
 def _given(value: object) -> str:
@@ -308,7 +320,7 @@ def definition_text(definition: TaskDefinition) -> str:
 
 def optimizer_items(
     make: MakeOptimizer,
-    make_scheduler: MakeScheduler | None,
+    make_scheduler: MakeLRScheduler | None,
     parameters: Iterable[tuple[str, nn.Parameter, torch.Size]],
 ) -> dict[str, str]:
     """What the user's functions give for all parameters that are trained, by name and with their whole shapes.
@@ -334,7 +346,9 @@ def optimizer_items(
     except Exception as error:  # the user's code may raise anything; if it is a mistake, the real ones raise it again
         return {"the optimizer of parameters without values": type(error).__name__}
     texts = {id(setting): canonical_text(setting) for setting in settings.values()}
-    by_name = {f"the optimizer's settings of parameter {name!r}": texts[id(one)] for name, one in settings.items()}
+    by_name = {
+        f"the optimizer's settings of parameter {name!r}": texts[id(setting)] for name, setting in settings.items()
+    }
     # Groups that have no parameter here, too: which ones are in them may not be told by the name.
     groups = [canonical_text(settings_of(group)) for group in optimizer.param_groups]
     return by_name | items | {"the settings of the optimizer's groups": "\n".join(sorted(groups))}
@@ -344,9 +358,9 @@ def _without_rates(state: Any) -> Any:
     """A scheduler's state without what it has for each group: the order of groups may differ."""
     match state:
         case Mapping():
-            return {key: _without_rates(one) for key, one in state.items() if not str(key).endswith(_RATES)}
+            return {key: _without_rates(value) for key, value in state.items() if not str(key).endswith(_RATES)}
         case tuple() | list():
-            return [_without_rates(one) for one in state]
+            return [_without_rates(value) for value in state]
         case _:
             return state
 
@@ -357,21 +371,21 @@ def module_items(handles: Mapping[str, ModuleHandle]) -> dict[str, str]:
     items: dict[str, str] = {}
     for name, handle in handles.items():
         parameters = [
-            f"{path} {tuple(one.shape)} {one.dtype} requires_grad={one.requires_grad}"
-            + (f", tied to {names[id(one)]}" if names[id(one)] != f"{name}.{path}" else "")
-            for path, one in handle.module.named_parameters(remove_duplicate=False)
+            f"{path} {tuple(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad}"
+            + (f", tied to {names[id(parameter)]}" if names[id(parameter)] != f"{name}.{path}" else "")
+            for path, parameter in handle.module.named_parameters(remove_duplicate=False)
         ]
-        buffers = [f"{path} {tuple(one.shape)} {one.dtype}" for path, one in handle.module.named_buffers()]
+        buffers = [f"{path} {tuple(buffer.shape)} {buffer.dtype}" for path, buffer in handle.module.named_buffers()]
         parts = [
-            f"{path} {type(one).__qualname__}{'' if one.training else ' in evaluation mode'}"
-            for path, one in handle.module.named_modules()
+            f"{path} {type(part).__qualname__}{'' if part.training else ' in evaluation mode'}"
+            for path, part in handle.module.named_modules()
         ]
-        registered = (handle.whole_batch, handle.checkpoint, handle.split, handle.tensor_parallel)
+        arguments = ("whole_batch", "activation_checkpointing", "split", "tensor_parallel")
         items[f"the parameters of module {name!r}"] = "\n".join(parameters)
         items[f"the buffers of module {name!r}"] = "\n".join(buffers)
         items[f"the submodules of module {name!r}"] = "\n".join(parts)
         items[f"spindle.module({name!r}, ...)"] = canonical_text(
-            dict(zip(("whole_batch", "checkpoint", "split", "tensor_parallel"), registered, strict=True))
+            {argument: getattr(handle, argument) for argument in arguments}
         )
     return items
 

@@ -14,8 +14,8 @@ from torch import nn
 from spindle.errors import GuardError
 from spindle.graph import MetaOp
 from spindle.models import ChainLayer, StyledModule, split_dims
-from spindle.run.nests import Axes
 from spindle.run.op_code import LayerCode, LayersCode, LossCode, OpCode
+from spindle.run.pytrees import Axes
 from spindle.train.probe import Facts
 from spindle.train.record import RecordedTask, cut_all, handles_of, kept_whole, parameter_names, record_all
 from spindle.train.task import ModuleHandle, TaskDefinition
@@ -47,7 +47,7 @@ class Bound:
 def trace_all(
     definitions: Sequence[TaskDefinition], examples: Mapping[str, Any], device: torch.device | None = None
 ) -> list[TracedTask]:
-    """Records tasks, cuts their modules into layers and traces these; `examples` has one batch for each. Modules are
+    """Record tasks, cut their modules into layers and trace these; `examples` has a batch of each task. Modules are
     moved to the device first."""
     recorded = record_all(definitions, examples)
     if device is not None:
@@ -57,11 +57,11 @@ def trace_all(
 
 
 def trace_recorded(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -> list[TracedTask]:
-    """Cuts the modules of recorded tasks into layers and traces these."""
+    """Cut the modules of recorded tasks into layers, and trace these."""
     recorded = cut_all(tasks, examples)
     while True:
         try:
-            return [trace(one, examples[one.definition.name]) for one in recorded]
+            return [trace(task, examples[task.definition.name]) for task in recorded]
         except GuardError as error:
             reason = "its code between the blocks depends on how many samples there are (len(x) for x.shape[0]?)"
             recorded = kept_whole(recorded, error.module, reason)
@@ -137,7 +137,7 @@ def _task(one: TracedTask, facts: Facts, sharing: Sharing) -> Task:
         costs: dict[str, LayerCost] = {}
         layers = zip(_kinds(call.handle), call.chain.layers, one.layers[call.name], strict=True)
         for kind, chained, layer in layers:
-            cost = replace(_cost(layer, rows, whole_batch), recompute=call.handle.checkpoint)
+            cost = replace(_cost(layer, rows, whole_batch), recompute=call.handle.activation_checkpointing)
             if call.handle.name in sharing.most:
                 sent, share = sharing.costs.get((one.name, call.name, chained.kind), (0.0, 0.0))
                 most = sharing.most[call.handle.name]

@@ -1,4 +1,4 @@
-"""How good are the modules now? Every rank evaluates whole batches by itself, in turn, and all add up what they find.
+"""Evaluation: ranks take turns with whole batches, and sum their losses.
 
 Between fits every rank has all weights, so nothing needs a plan, and numbers are those of one process.
 """
@@ -17,10 +17,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from spindle.errors import TrainingError
 from spindle.run import World
-from spindle.run.nests import on_device, plain
+from spindle.run.pytrees import on_device, plain
+from spindle.run.resharding import send_tensors
 from spindle.train.agreement import compare_attributes
+from spindle.train.config import TrainConfig
 from spindle.train.feed import RandomState, form_of_batch, is_empty, random_state, set_random_state
-from spindle.train.preparation import Options
 from spindle.train.record import handles_of, record
 from spindle.train.task import Mean, TaskDefinition
 
@@ -28,7 +29,7 @@ _END = object()
 
 
 def evaluate(
-    options: Options,
+    config: TrainConfig,
     loaders: Mapping[str, Iterable[Any]],
     steps: int | None,
     state: RandomState,
@@ -36,20 +37,20 @@ def evaluate(
     *,
     share_weights: bool,
 ) -> dict[str, float]:
-    """The mean loss of each task over the batches of its loader, or over the first of them."""
-    tasks = {task.name: task for task in options.tasks}
+    """The mean loss of each task over its loader, or over its first `steps` batches."""
+    tasks = {task.name: task for task in config.tasks}
     sums = torch.zeros(len(loaders), 2, dtype=torch.float64)
     for place, (name, loader) in enumerate(loaders.items()):
         if name not in tasks:
             raise TrainingError(f"evaluate: {name!r} is no task (tasks: {', '.join(tasks)})")
-        sums[place] = _sums(tasks[name], loader, steps, state, options, world, share_weights)
+        sums[place] = _sums(tasks[name], loader, steps, state, config, world, share_weights)
     totals = sum(world.start_all_gather(sums).wait())
-    found = {}
+    means = {}
     for name, (total, count) in zip(loaders, totals.tolist(), strict=True):  # type: ignore[union-attr]
         if not count:
             raise TrainingError(f"evaluate: the loader of task {name!r} gives no sample")
-        found[name] = total / count
-    return found
+        means[name] = total / count
+    return means
 
 
 def _sums(
@@ -57,17 +58,17 @@ def _sums(
     loader: Iterable[Any],
     steps: int | None,
     state: RandomState,
-    options: Options,
+    config: TrainConfig,
     world: World,
     share_weights: bool,
 ) -> torch.Tensor:
-    """A rank's sum of losses, and of what to divide it by: the count of a `spindle.mean`, else samples."""
+    """A rank's sum of losses and its divisor: the counts of a `spindle.mean`, else the number of samples."""
     sums = torch.zeros(2, dtype=torch.float64)
     seen: dict[str, nn.Module] = {}
     forms: set[str] = set()
     with ExitStack() as after, torch.no_grad():
-        if options.autocast is not None:
-            after.enter_context(torch.autocast(world.device.type, dtype=options.autocast))
+        if config.autocast is not None:
+            after.enter_context(torch.autocast(world.device.type, dtype=config.autocast))
         for number, nest in enumerate(islice(_batches(loader, task.batch_size, state), steps)):
             if is_empty(nest):
                 continue
@@ -91,13 +92,13 @@ def _sums(
 
 
 def _num_samples(nest: Any) -> int:
-    """The length that most of a batch's tensors have; which of them have rows is known of training batches alone."""
+    """The length that most tensors of a batch have: which of them have rows is known only of training batches."""
     lengths = [len(leaf) for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf)]
     return max(lengths, key=lengths.count)
 
 
 def _batches(loader: Any, batch_size: int, state: RandomState) -> Iterator[Any]:
-    """Batches in the same order on all ranks, whatever else these draw. A dataset goes by in its own order."""
+    """Batches in the same order on all ranks, whatever else they draw. A dataset is read in its own order."""
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         loader = DataLoader(loader, batch_size)
     iterator: Iterator[Any] | None = None
@@ -116,19 +117,17 @@ def _batches(loader: Any, batch_size: int, state: RandomState) -> Iterator[Any]:
 
 
 def _restored(module: nn.Module) -> Any:
-    """Puts back which of a module's parts are in training mode."""
-    modes = [(one, one.training) for one in module.modules()]
+    """A function that restores the training mode of a module's parts."""
+    modes = [(part, part.training) for part in module.modules()]
 
     def restore() -> None:
-        for one, mode in modes:
-            one.training = mode
+        for part, mode in modes:
+            part.training = mode
 
     return restore
 
 
 def _share(module: nn.Module, world: World) -> None:
-    """Before the first fit, rank 0's weights count."""
+    """Broadcast rank 0's weights, as the first fit would."""
     tensors = [*module.parameters(), *module.buffers()]
-    values = world.broadcast_object([tensor.detach().cpu() for tensor in tensors] if world.rank == 0 else None)
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
+    send_tensors(world, tensors, [0] * len(tensors), range(world.size))

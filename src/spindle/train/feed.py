@@ -12,7 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves
 
 from spindle.errors import TrainingError
-from spindle.run.nests import Axes, fingerprint_of, plain, signature_of
+from spindle.run.pytrees import Axes, fingerprint_of, plain, signature_of
 from spindle.train.task import TaskDefinition
 from spindle.train.trace import batch_axes, describe_batch
 
@@ -29,9 +29,10 @@ Held = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A batch as it was read: its rows, its shapes in short, its values in short, and the task variant it takes.
+    """A batch as it was read, with digests of its shapes (`signature`) and values (`fingerprint`), and the key of the
+    task variant that it takes.
 
-    Of one that is not all here, `held` has the rows `[first, last)` of each leaf.
+    Of a batch that is only partly here, `held` has the rows `[first, last)` of each leaf.
     """
 
     nest: Any
@@ -45,24 +46,25 @@ class Batch:
 
 RandomState = tuple[Any, Any, Any]
 _MOST_EMPTY = 1000  # batches one after another
+_MOST_POSITIONS = 4096  # of batches, remembered
 
 
 def random_state() -> RandomState:
-    """The state of the random numbers that loaders draw: torch's, Python's and numpy's."""
+    """The random states that loaders draw from: torch's, Python's and numpy's."""
     return torch.get_rng_state(), random.getstate(), np.random.get_state()
 
 
 def draw() -> None:
-    """Moves all of these on, so that what starts from them next starts elsewhere."""
+    """Advance all of them, so that the next user starts from another state."""
     torch.rand(1), random.random(), np.random.random()
 
 
-def is_same(one: RandomState, other: RandomState) -> bool:
+def is_same(state: RandomState, reference: RandomState) -> bool:
     return (
-        torch.equal(one[0], other[0])
-        and one[1] == other[1]
-        and np.array_equal(one[2][1], other[2][1])
-        and one[2][2:] == other[2][2:]
+        torch.equal(state[0], reference[0])
+        and state[1] == reference[1]
+        and np.array_equal(state[2][1], reference[2][1])
+        and state[2][2:] == reference[2][2:]
     )
 
 
@@ -72,33 +74,50 @@ def set_random_state(state: RandomState) -> None:
     np.random.set_state(state[2])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderPosition:
+    """Where a loader is read next: the random state that its epoch began with, and how many entries were read since.
+
+    `generator` is the state of the loader's own `torch.Generator` then, where it has one.
+    """
+
+    random_state: RandomState
+    num_read: int = 0
+    generator: torch.Tensor | None = None
+
+
 class Feed:
-    """Reads one task's loader."""
+    """Read one task's loader, from a position on."""
 
     def __init__(
         self,
         definition: TaskDefinition,
         loader: Iterable[Any],
         drop_last: bool,
-        state: RandomState,
+        position: LoaderPosition,
         notify: Callable[[str], None],
         *,
         compared: bool,
     ) -> None:
         self.definition, self.loader, self.drop_last, self._notify = definition, loader, drop_last, notify
-        self._state, self._compared = state, compared  # with what other ranks read
+        self._state, self._compared = position.random_state, compared  # with what other ranks read
+        self._epoch = position  # where this epoch began; at first, where it is to go on
+        self._is_started = False
+        self._num_read = 0  # entries of the loader in this epoch
+        self._positions: deque[LoaderPosition] = deque(maxlen=_MOST_POSITIONS)  # of the last batches
+        self._num_batches = 0  # that were read
         self._draws = not isinstance(loader, list | tuple)  # whether reading may take random numbers
         self._fingerprints: dict[tuple[int, ...], int] = {}
         self._iterator: Iterator[Any] | None = None
         self._axes: dict[str, Axes] = {}  # by form
         self._with_rows: dict[str, bool] = {}  # by where a tensor stands in a batch
-        self._told = False
+        self._has_noted_short_batch = False
         self._since_start = 0  # full batches of this epoch
         self._kept: deque[Batch] = deque()
         self._given = 0
 
     def example(self) -> Batch:
-        """The first batch with rows of those that are still to be given."""
+        """The next batch that has rows, without taking it."""
         while not (self._kept and self._kept[-1].num_rows):
             if len(self._kept) == _MOST_EMPTY:
                 raise TrainingError(
@@ -108,10 +127,29 @@ class Feed:
         return self._kept[-1]
 
     def close(self) -> None:
-        """What works ahead ends."""
+        """End what reads ahead."""
+
+    def position(self, number: int) -> LoaderPosition:
+        """Where the batch of this number is read from: a batch to come, or one of the last that were given."""
+        while self._num_batches < number:
+            self._kept.append(self._read())
+        if number == self._num_batches:
+            return self._next_position()
+        return self._positions[number - self._num_batches]
+
+    def _next_position(self) -> LoaderPosition:
+        if not self._is_started:
+            return self._epoch
+        if self._iterator is not None:
+            return replace(self._epoch, num_read=self._num_read)
+        return self._epoch_start(self._state)
+
+    def _epoch_start(self, state: RandomState) -> LoaderPosition:
+        generator = _generator_of(self.loader)
+        return LoaderPosition(random_state=state, generator=None if generator is None else generator.get_state())
 
     def at(self, number: int) -> Batch:
-        """The batch of this number; those before it are passed over."""
+        """The batch of this number; batches before it are skipped."""
         while True:
             batch = self._kept.popleft() if self._kept else self._read()
             self._given += 1
@@ -133,6 +171,8 @@ class Feed:
 
     def _read(self) -> Batch:
         name = self.definition.name
+        self._positions.append(self._next_position())
+        self._num_batches += 1
         try:
             with self._own_random_numbers():
                 return self._next_batch()
@@ -146,13 +186,13 @@ class Feed:
         name, size = self.definition.name, self.definition.batch_size
         while True:
             if self._iterator is None:
-                self._iterator, self._since_start = iter(self.loader), 0
-            nest = next(self._iterator, _END)
+                self._start_epoch()
+            nest = self._next_entry()
             if nest is _END:
                 if self._since_start == 0:
                     raise TrainingError(
                         f"task {name!r}: its loader gives no batch"
-                        + (" of its batch_size" if self._told else "")
+                        + (" of its batch_size" if self._has_noted_short_batch else "")
                         + "; a generator cannot start again: give a list, a DataLoader, or ask for fewer steps"
                     )
                 self._iterator = None
@@ -165,7 +205,7 @@ class Feed:
             if rows == size:
                 self._since_start += 1
                 return self._batch(nest, rows)
-            if rows > size or next(self._iterator, _END) is not _END:
+            if rows > size or self._next_entry() is not _END:
                 raise TrainingError(
                     f"task {name!r}: its loader gave a batch of {rows} samples, expected {size}, its batch_size; got "
                     f"{describe_batch(nest)}"
@@ -173,14 +213,34 @@ class Feed:
             self._iterator = None
             if not self.drop_last:
                 return self._batch(nest, rows)
-            if not self._told:
+            if not self._has_noted_short_batch:
                 self._notify(
                     f"task {name!r}: the last batch of its loader has {rows} of {size} samples and is left out "
                     "(drop_last=False trains on it too)"
                 )
-            self._told = True
+            self._has_noted_short_batch = True
             if self._since_start == 0:
                 raise TrainingError(f"task {name!r}: its loader has {rows} samples, fewer than its batch_size {size}")
+
+    def _start_epoch(self) -> None:
+        self._since_start = self._num_read = num_passed = 0
+        if self._is_started:
+            self._epoch = self._epoch_start(random_state() if self._draws else self._state)
+        else:
+            generator = _generator_of(self.loader)
+            if generator is not None and self._epoch.generator is not None:
+                generator.set_state(self._epoch.generator)
+            num_passed, self._epoch = self._epoch.num_read, self._epoch_start(self._epoch.random_state)
+            self._is_started = True
+        self._iterator = iter(self.loader)
+        for _ in range(num_passed):
+            self._rows(plain(self._next_entry()))  # which learns where tensors have rows
+        self._since_start = num_passed
+
+    def _next_entry(self) -> Any:
+        assert self._iterator is not None
+        self._num_read += 1
+        return next(self._iterator, _END)
 
     def _rows(self, nest: Any) -> int:
         """How many samples a batch has: all tensors with rows must agree. Those of the first batch of its form tell
@@ -191,26 +251,26 @@ class Feed:
             return 0
         form = form_of_batch(nest)
         if form not in self._axes:
-            known = {
+            row_counts = {
                 leaf.shape[0]
                 for path, leaf in entries
                 if self._with_rows.get(path) and isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0]
             }
-            self._axes[form] = batch_axes(name, min(known, default=size), nest)
+            self._axes[form] = batch_axes(name, min(row_counts, default=size), nest)
             for (path, _), axis in zip(entries, self._axes[form], strict=True):
                 self._with_rows[path] = self._with_rows.get(path, False) or axis is not None
-        found = {
+        path_by_rows = {
             leaf.shape[0]: path
             for (path, leaf), axis in zip(entries, self._axes[form], strict=True)
             if axis is not None and isinstance(leaf, torch.Tensor) and leaf.dim()
         }
-        if len(found) != 1:
-            text = ", ".join(f"{path} {rows}" for rows, path in sorted(found.items()))
+        if len(path_by_rows) != 1:
+            text = ", ".join(f"{path} {rows}" for rows, path in sorted(path_by_rows.items()))
             raise TrainingError(
                 f"task {name!r}: its loader gave a batch whose tensors disagree about the number of samples: {text}; "
                 f"expected {size}"
             )
-        return next(iter(found))
+        return next(iter(path_by_rows))
 
     def _batch(self, nest: Any, rows: int) -> Batch:
         return Batch(
@@ -222,7 +282,7 @@ class Feed:
         )
 
     def _fingerprint(self, nest: Any) -> int:
-        """Batches that a list holds are looked at once: on a GPU looking waits for it."""
+        """A digest of a batch's values. Of batches in a list it is computed once: reading values waits for a GPU."""
         if self._draws:
             return fingerprint_of(nest)
         key = tuple(id(leaf) for leaf in tree_leaves(nest))
@@ -231,14 +291,20 @@ class Feed:
         return self._fingerprints[key]
 
 
+def _generator_of(loader: Any) -> torch.Generator | None:
+    """The generator that a DataLoader shuffles with, where the user gave it one."""
+    generator = getattr(loader, "generator", None)
+    return generator if isinstance(generator, torch.Generator) else None
+
+
 def is_empty(nest: Any) -> bool:
-    """Whether a batch has no sample at all."""
+    """Whether a batch has no samples."""
     tensors = [leaf for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     return nest is None or (bool(tensors) and all(leaf.shape[0] == 0 for leaf in tensors))
 
 
 def form_of_batch(nest: Any) -> str:
-    """What a batch consists of, whatever its sizes and values are."""
+    """The structure of a batch, whatever its sizes and values."""
     leaves, spec = tree_flatten(nest)
     return f"{spec} {[_kind(leaf) for leaf in leaves]}"
 

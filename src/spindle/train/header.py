@@ -1,9 +1,9 @@
 """Batch headers, exchanged a step ahead: a row of numbers for each micro-step and task, the same columns on every rank.
 
 Signature, tokens, rows, fingerprint and variant of the task's next batch, where the rank reads it; then its parts of
-the losses of an earlier step, how many changes of tasks and plan it has asked for, and which share of its last timed
-step it computed. All headers of a plan have the same size, so that ranks still exchange headers, and detect it, when
-only some of them have asked for a change.
+the losses of an earlier step, how many changes of tasks and plan it has requested, and the busy share of its last timed
+step. All headers of a plan have the same size, so that ranks still exchange headers, and detect it, when only some of
+them have requested a change.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dataclasses import dataclass
 import torch
 
 from spindle.errors import TrainingError
-from spindle.run.nests import digest
+from spindle.run.pytrees import digest
 from spindle.train.feed import Batch
 
-_READ, _PARTIAL, _SIGNATURE, _TOKENS, _ROWS, _FINGERPRINT, _WAY = range(7)
-_COLUMNS = 7
+_READ, _PARTIAL, _SIGNATURE, _TOKENS, _ROWS, _FINGERPRINT, _VARIANT = range(7)
+_NUM_COLUMNS = 7
 MicroSteps = Sequence[Mapping[str, Batch]]  # by micro-step and task
 Table = list[list[float]]  # of all ranks
 
 
 @dataclass(frozen=True, slots=True)
 class BatchHeader:
-    """A task's batch, as all ranks that read it say, and the first of these."""
+    """A task's batch, on which all ranks that read it agree; `reader` is the first of these."""
 
     reader: int
     num_rows: int
@@ -35,53 +35,51 @@ class BatchHeader:
     tokens: int
 
 
-def header(
-    names: Sequence[str], micro_steps: MicroSteps, losses: Sequence[float] | None, num_changes: int, busy: float
+def header_row(
+    names: Sequence[str], micro_steps: MicroSteps, losses: Sequence[float] | None, num_changes: int, busy_share: float
 ) -> torch.Tensor:
-    """What this rank has to tell."""
-    told: list[float] = []
+    """This rank's header: float64, `micro_steps` x `names` x columns, then a loss for each name, and two numbers."""
+    row: list[float] = []
     for batches in micro_steps:
         for name in names:
             batch = batches.get(name)
-            told += (
-                [0.0] * _COLUMNS
-                if batch is None
-                else [
-                    1,
-                    batch.held is not None,
-                    batch.signature,
-                    batch.tokens,
-                    batch.num_rows,
-                    batch.fingerprint,
-                    batch.variant,
-                ]
-            )
-    told += [0.0] * len(names) if losses is None else losses
-    return torch.tensor([*told, num_changes, busy], dtype=torch.float64)
+            if batch is None:
+                row += [0.0] * _NUM_COLUMNS
+                continue
+            row += [
+                1,
+                batch.held is not None,
+                batch.signature,
+                batch.tokens,
+                batch.num_rows,
+                batch.fingerprint,
+                batch.variant,
+            ]
+    row += [0.0] * len(names) if losses is None else losses
+    return torch.tensor([*row, num_changes, busy_share], dtype=torch.float64)
 
 
 def losses_in(table: Table, names: Sequence[str]) -> dict[str, float]:
-    """The tasks' losses: what all ranks have of them."""
-    behind = len(names) + 2
-    return {name: sum(record[task - behind] for record in table) for task, name in enumerate(names)}
+    """The tasks' losses: the sums of all ranks' parts."""
+    first = -len(names) - 2
+    return {name: sum(row[first + number] for row in table) for number, name in enumerate(names)}
 
 
 def idle_in(table: Table) -> float | None:
-    """Which share of the last timed step ranks did not compute, on average; None before there is one."""
-    known = [record[-1] for record in table if not math.isnan(record[-1])]
-    return 1 - sum(known) / len(known) if known else None
+    """The idle share of the last timed step, averaged over ranks; None before there is one."""
+    busy_shares = [row[-1] for row in table if not math.isnan(row[-1])]
+    return 1 - sum(busy_shares) / len(busy_shares) if busy_shares else None
 
 
 def check_changes(table: Table, calls: Sequence[str], step: int) -> None:
-    """Refuses changes of tasks and plan that not all ranks have asked for; `calls` are those of this rank, which the
-    message has where it is one that asked."""
-    counts = [int(record[-2]) for record in table]
-    least, most = min(counts), max(counts)
-    if least != most:
-        called = ", ".join(calls[least:most]) or "remove_task, add_task or replan"
+    """Refuse changes of tasks and plan that not all ranks have requested; `calls` are this rank's, for the message."""
+    counts = [int(row[-2]) for row in table]
+    fewest, most = min(counts), max(counts)
+    if fewest != most:
+        called = ", ".join(calls[fewest:most]) or "remove_task, add_task or replan"
         raise TrainingError(
             f"step {step}: rank {counts.index(most)} called {called} in the midst of the fit, and rank "
-            f"{counts.index(least)} did not; change tasks and plans on all ranks, in the same on_step"
+            f"{counts.index(fewest)} did not; change tasks and plans on all ranks, in the same on_step"
         )
 
 
@@ -91,20 +89,22 @@ def read_batch_headers(
     """The batches of each micro-step, on which all ranks that read them must agree. Tasks without rows are left out."""
     micro_steps = []
     for micro_step in range(num_micro_steps):
-        found: dict[str, BatchHeader] = {}
+        headers: dict[str, BatchHeader] = {}
         for position, name in enumerate(names):
-            begin = (micro_step * len(names) + position) * _COLUMNS
-            told = [(rank, record[begin : begin + _COLUMNS]) for rank, record in enumerate(table)]
-            told = [(rank, one) for rank, one in told if one[_READ]]
-            if not told:
+            begin = (micro_step * len(names) + position) * _NUM_COLUMNS
+            columns = [(rank, row[begin : begin + _NUM_COLUMNS]) for rank, row in enumerate(table)]
+            columns = [(rank, entries) for rank, entries in columns if entries[_READ]]
+            if not columns:
                 continue
-            reader, reference = told[0]
+            reader, reference = columns[0]
             # Parts of a batch have other shapes on other ranks; all of these together stand for the whole one's.
-            is_partial = any(one[_PARTIAL] for _, one in told)
-            signature = digest(repr([one[_SIGNATURE] for _, one in told])) if is_partial else int(reference[_SIGNATURE])
-            alike = slice(_ROWS, None) if is_partial else slice(_SIGNATURE, None)
-            for rank, other in told[1:]:
-                if other[alike] != reference[alike]:
+            is_partial = any(entries[_PARTIAL] for _, entries in columns)
+            signature = int(reference[_SIGNATURE])
+            if is_partial:
+                signature = digest(repr([entries[_SIGNATURE] for _, entries in columns]))
+            compared = slice(_ROWS, None) if is_partial else slice(_SIGNATURE, None)
+            for rank, entries in columns[1:]:
+                if entries[compared] != reference[compared]:
                     raise TrainingError(
                         f"step {step}: the loader of task {name!r} gave rank {rank} another batch than rank "
                         f"{reader}; every rank must read the same batches. Where they are generated or shuffled at "
@@ -112,12 +112,12 @@ def read_batch_headers(
                         "the script). Do not shard the dataset: Spindle gives each rank its rows"
                     )
             if reference[_ROWS]:
-                found[name] = BatchHeader(
+                headers[name] = BatchHeader(
                     reader=reader,
                     num_rows=int(reference[_ROWS]),
                     signature=signature,
-                    variant=int(reference[_WAY]),
+                    variant=int(reference[_VARIANT]),
                     tokens=int(reference[_TOKENS]),
                 )
-        micro_steps.append(found)
+        micro_steps.append(headers)
     return micro_steps

@@ -46,10 +46,10 @@ def kinds_of(bound: Bound, graph: MetaGraph) -> list[Kind]:
 def _module_text(module: nn.Module) -> str:
     """The class of a module and a digest of all that makes it what it is, but for the values of its weights."""
     parts = [_plain(repr(module))]
-    for path, one in module.named_modules():
-        settings = {name: _setting(value) for name, value in vars(one).items() if not name.startswith("_")}
-        parts.append(f"{path} {type(one).__qualname__} {settings}")
-    parts += _sources({kind for one in module.modules() for kind in type(one).__mro__})
+    for path, part in module.named_modules():
+        settings = {name: _setting(value) for name, value in vars(part).items() if not name.startswith("_")}
+        parts.append(f"{path} {type(part).__qualname__} {settings}")
+    parts += _sources({kind for part in module.modules() for kind in type(part).__mro__})
     digest = hashlib.blake2b("\n".join(parts).encode(errors="replace"), digest_size=8).hexdigest()
     return f"{type(module).__qualname__} {digest}"
 

@@ -18,17 +18,16 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from spindle.errors import PlanError, TrainingError
+from spindle.errors import PlanError
 from spindle.graph import MetaGraph, MetaOp
-from spindle.planners import Effort
-from spindle.planners.pipeline import Layout
+from spindle.planners import Layout, PlanOptions
 from spindle.planners.pipeline.worker import Job
 from spindle.profile import Curve, Profile
 from spindle.program import Program
 from spindle.run import LossCode, OpCode, ShapeInference
-from spindle.run.nests import LeafForm
+from spindle.run.pytrees import TensorMeta
 from spindle.run.shape_inference import Cuts
-from spindle.train.planning import Planning
+from spindle.train.background_planner import BackgroundPlanner
 from spindle.workload import LayerCost
 
 EVALUATIONS = 2000
@@ -38,14 +37,9 @@ Part = tuple[str, int, int]  # of a step: a variant, its rows, and the signature
 Key = tuple[tuple[Part, ...], ...]  # by micro-step
 
 
-def task_of(variant: str, micro_step: int) -> str:
-    """The name of a microbatch."""
+def microbatch_name(variant: str, micro_step: int) -> str:
+    """What a microbatch of a task variant is called in its step's graph."""
     return f"{variant}@{micro_step}"
-
-
-def variant_of(task: str) -> str:
-    """The task variant of a microbatch."""
-    return task.rpartition("@")[0]
 
 
 def on_one_device(profile: Profile) -> Profile:
@@ -69,26 +63,13 @@ def _single(curves: Sequence[Curve]) -> Curve:
     )
 
 
-def refuse_unfit(shard_optimizer: bool | None, tensor_degrees: Mapping[str, int] | None) -> None:
-    """Says which settings pipelines do not have."""
-    if shard_optimizer:
-        raise TrainingError(
-            'Trainer(planner="pipeline", shard_optimizer=True): each step of a pipeline has a program of its own, and '
-            "a sharded optimizer needs the same one in every step; leave one of them out"
-        )
-    if any(degree > 1 for degree in (tensor_degrees or {}).values()):
-        raise TrainingError(
-            'Trainer(planner="pipeline", tensor_degrees=...): stages of a pipeline run on one device each; '
-            "leave the degrees out"
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """A step's own graph, times and code; by microbatch."""
+    """A step's own graph, times and code, with the task variant of each microbatch."""
 
     profile: Profile
     code: list[OpCode]
+    variants: dict[str, str]
     reached: dict[str, frozenset[int]] | None
 
 
@@ -110,24 +91,23 @@ def step_graph(
     by_way: dict[str, list[int]] = {}
     for position, op in enumerate(profile.graph.metaops):
         by_way.setdefault(op.task, []).append(position)
-    reached_by: dict[str, frozenset[int]] = {}
+    variants: dict[str, str] = {}
     for micro_step, parts in enumerate(key):
         for variant, rows, signature in parts:
             place: dict[int, int] = {}
-            task = task_of(variant, micro_step)
+            task = microbatch_name(variant, micro_step)
+            variants[task] = variant
             for position in by_way[variant]:
                 op, curve = profile.graph.metaops[position], profile.curves[position][0]
                 scale = scales[variant, signature].get(position, 1.0)
                 place[position] = len(metaops)
                 assert op.cost is not None
                 cost = _scaled(op.cost, scale * (op.batch_size or 1) / rows)
-                name = task + op.name.removeprefix(variant)
-                metaops.append(replace(op, name=name, task=task, batch_size=rows, cost=cost))
+                name = f"{task}/{op.call}[{op.first_layer}:{op.first_layer + op.num_layers}]"
+                metaops.append(replace(op, name=name, task=task, microbatch=micro_step, batch_size=rows, cost=cost))
                 curves.append((curve.scaled(scale),))
                 codes.append(_averaged(code[position], counts[variant]))
             edges += [(place[one], place[other]) for one, other in profile.graph.edges if one in place]
-            if reached is not None:
-                reached_by[task] = reached[variant]
     graph = MetaGraph(
         name=profile.graph.name,
         metaops=tuple(metaops),
@@ -136,7 +116,8 @@ def step_graph(
         numerics=profile.graph.numerics,
     )
     whole = replace(profile, graph=graph, curves=tuple(curves))
-    return StepGraph(whole, codes, None if reached is None else reached_by)
+    reached_by = None if reached is None else {task: reached[variant] for task, variant in variants.items()}
+    return StepGraph(whole, codes, variants, reached_by)
 
 
 def _scaled(cost: LayerCost, scale: float) -> LayerCost:
@@ -174,8 +155,8 @@ class Microbatches:
             for variant, one in examples.items()
         }
         self._scales: dict[tuple[str, int], dict[int, float]] = {}
-        self.holders: dict[int, tuple[int, ...]] = {}
-        self._planning: Planning | None = None
+        self.owning_ranks: dict[int, tuple[int, ...]] = {}
+        self._planner: BackgroundPlanner | None = None
         self._numbers: dict[Key, int] = {}  # of what is being planned
         self._kept: dict[Key, tuple[Program, bool]] = {}
         self._count = 0
@@ -195,7 +176,7 @@ class Microbatches:
         """By op of a variant: how many elements its first layer gives; a loss is as large as what it reads."""
         graph = self.profile.graph
         sizes = {
-            op: sum(math.prod(leaf.shape) for leaf in form.leaves if isinstance(leaf, LeafForm))
+            op: sum(math.prod(leaf.shape) for leaf in form.leaves if isinstance(leaf, TensorMeta))
             for (op, layers), form in cuts.items()
             if layers == 1
         }
@@ -212,12 +193,12 @@ class Microbatches:
         known = self._kept.get(key)
         if not self._is_first or key in self._numbers or (known is not None and known[1]):
             return
-        if self._planning is None:
-            self._planning = Planning()
-        effort = Effort(seed=self._seed, evaluations=EVALUATIONS, time_limit_s=time_limit_s)
-        self._planning.ask(
-            Job(number=self._count, profile=profile, layout=self.layout, holders=self.holders, effort=effort)
+        if self._planner is None:
+            self._planner = BackgroundPlanner()
+        options = PlanOptions(
+            seed=self._seed, evaluations=EVALUATIONS, time_limit_s=time_limit_s, layouts=(self.layout,)
         )
+        self._planner.ask(Job(number=self._count, profile=profile, owning_ranks=self.owning_ranks, options=options))
         self._numbers[key] = self._count
         self._count += 1
 
@@ -227,22 +208,22 @@ class Microbatches:
         self.ask(key, profile)
         number = self._numbers.get(key)
         if number is not None:
-            assert self._planning is not None
-            self._kept[key] = self._planning.best(number)
+            assert self._planner is not None
+            self._kept[key] = self._planner.best(number)
             if self._kept[key][1]:
                 del self._numbers[key]
         while len(self._kept) > _MOST_KEPT:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
             self._numbers.pop(oldest, None)
-        if self._planning is not None:
-            self._planning.keep(self._numbers.values())
+        if self._planner is not None:
+            self._planner.keep(self._numbers.values())
         return self._kept[key][0]
 
     def close(self) -> None:
-        if self._planning is not None:
-            self._planning.close()
-            self._planning = None
+        if self._planner is not None:
+            self._planner.close()
+            self._planner = None
             self._numbers.clear()
 
 

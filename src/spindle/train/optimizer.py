@@ -1,15 +1,14 @@
 """The user's optimizer over what one rank holds: made, stepped with all that belongs to it, carried to another plan.
 
 Gradients are clipped by their norm over all ranks before the step; the schedule moves on after it. Where a rank updates
-a part of a parameter, its optimizer knows that part as a parameter; what goes to another plan is put together again.
+a slice of a parameter, its optimizer knows that slice as a parameter.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,25 +16,13 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from spindle.errors import TrainingError
+from spindle.program import Sharding
 from spindle.run import World
-from spindle.train.optimizer_reshard import Described, Part, exchanged, joined, on_host, sizes_of
+from spindle.train.optimizer_reshard import LRSchedulerState, OptimizerState, on_host, reshard_state
 
 Named = tuple[str, nn.Parameter]
 MakeOptimizer = Callable[[list[Named]], torch.optim.Optimizer]
-MakeScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateState:
-    """What an optimizer keeps, by the name of the parameter: `states`, which do not depend on who holds what, or
-    `ready`, this rank's parts as they are to be. `kept` is what this rank has of parameters that nobody trains now."""
-
-    num_steps: int = 0
-    states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of the parameter's group
-    old_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of what nobody trains now
-    ready: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    kept: Mapping[str, tuple[Part, Mapping[str, Any]]] = field(default_factory=dict)
+MakeLRScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
 class Update:
@@ -44,39 +31,43 @@ class Update:
     def __init__(
         self,
         make: MakeOptimizer,
-        make_scheduler: MakeScheduler | None,
-        clip_norm: float | None,
+        make_scheduler: MakeLRScheduler | None,
+        max_grad_norm: float | None,
         named: Sequence[Named],
         counted: Sequence[nn.Parameter],
-        parts: Mapping[str, Part],
-        trained: Collection[str],
+        sharding: Sharding,
         ranks: tuple[int, ...],
         world: World,
-        state: UpdateState,
+        state: OptimizerState | None,
     ) -> None:
         """`named` are the parameters that this rank trains, `counted` those whose gradients it counts for all `ranks`
-        that hold any, `parts` what it has of each; `trained` are the names of what any rank trains."""
-        self._parts = parts
-        self._clip_norm, self._named, self._counted, self._world = clip_norm, list(named), counted, world
-        self._ranks = ranks
-        if clip_norm is not None and len(ranks) > 1:
+        that hold any, and `sharding` what every rank trains of each. `state` is what an earlier plan's left."""
+        self._max_grad_norm, self._named, self._counted, self._world = max_grad_norm, list(named), counted, world
+        self._sharding, self._ranks = sharding, ranks
+        if max_grad_norm is not None and len(ranks) > 1:
             world.group("norm", ranks)
         self.optimizer = optimizer_of(make, named)
         self.scheduler = None
+        state = OptimizerState() if state is None else reshard_state(world, state, sharding)
         self._num_steps = state.num_steps
         if self.optimizer is not None and make_scheduler is not None:
             self.scheduler = scheduler_of(make_scheduler, self.optimizer, state.num_steps)
+            saved = state.lr_scheduler
+            if saved is not None and saved.groups == self._groups():  # other groups have other rates
+                self.scheduler.load_state_dict(dict(saved.state))
         if self.optimizer is not None and (state.settings or state.old_settings):
-            self._take(self.optimizer, state)
-        # What is trained is the optimizers' matter from here on.
-        left = {name: one for name, one in state.states.items() if name not in trained}
+            self._load(self.optimizer, state)
+        # Frozen parameters keep their state for when they are trained again.
         settings = {**state.old_settings, **state.settings}
-        old_settings = {name: one for name, one in settings.items() if name not in trained}
-        self._parked = UpdateState(states=left, old_settings=old_settings, kept=state.kept)
+        self._frozen = OptimizerState(
+            sharding={name: slices for name, slices in state.sharding.items() if name not in sharding},
+            states={name: values for name, values in state.states.items() if name not in sharding},
+            old_settings={name: group for name, group in settings.items() if name not in sharding},
+        )
 
     def step(self) -> None:
-        if self._clip_norm is not None:
-            self._clip(self._clip_norm)
+        if self._max_grad_norm is not None:
+            self._clip(self._max_grad_norm)
         if self.optimizer is not None:
             self.optimizer.step()
         if self.scheduler is not None:
@@ -90,88 +81,60 @@ class Update:
         self._world.all_reduce(square, "norm", self._ranks)
         clip_grads_with_norm_([parameter for _, parameter in self._named], limit, square.sqrt().reshape(()))
 
-    def _take(self, optimizer: torch.optim.Optimizer, state: UpdateState) -> None:
+    def _load(self, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
         names = {id(parameter): name for name, parameter in self._named}
-        written = optimizer.state_dict()
-        places = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        written["state"] = {}
-        for place, parameter in enumerate(places):
-            name = names[id(parameter)]
-            if name in state.ready:
-                written["state"][place] = dict(state.ready[name])
-            elif name in state.states:
-                written["state"][place] = self._parts[name].of(state.states[name])
-        for group, entry in zip(optimizer.param_groups, written["param_groups"], strict=True):
+        loaded = optimizer.state_dict()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        loaded["state"] = {
+            index: dict(state.states[names[id(parameter)]])
+            for index, parameter in enumerate(parameters)
+            if names[id(parameter)] in state.states
+        }
+        for group, entry in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
             members = [names[id(parameter)] for parameter in group["params"]]
-            # What was not trained for a while knows rates of that time; where there is a schedule, it has told its own.
+            # Settings of a parameter that was frozen are from before; a scheduler has set the present ones.
             known = [state.settings[name] for name in members if name in state.settings]
             if self.scheduler is None:
                 known += [state.old_settings[name] for name in members if name in state.old_settings]
-            if known:
-                entry.update(known[0])
-        optimizer.load_state_dict(written)
+            for key, value in known[0].items() if known else ():
+                is_tensor = isinstance(entry.get(key), torch.Tensor)
+                entry[key] = torch.full_like(entry[key], value) if is_tensor else value
+        optimizer.load_state_dict(loaded)
 
-    def gathered(self) -> UpdateState:
-        """What the optimizers of all ranks keep, on all ranks, in the host's memory."""
-        states = {name: (part, on_host(state)) for name, (part, state) in self._owned().items()}
-        table = self._world.broadcast_object(self._world.gather_objects((states, self._settings(), self._num_steps)))
-        # What is frozen now keeps what it had, for when it is thawed.
-        every = dict(self._parked.states) | joined([more for more, _, _ in table])
-        return UpdateState(
-            num_steps=max(steps for _, _, steps in table),  # a rank without a part in the plan has counted none
-            states=every,
-            settings={name: one for _, settings, _ in table for name, one in settings.items()},
-            old_settings=self._parked.old_settings,
+    def state(self, *, to_host: bool = False) -> OptimizerState:
+        """This rank's share of the state, for the optimizer of another plan."""
+        values = self.optimizer.state if self.optimizer is not None else {}
+        states = {name: values[parameter] for name, parameter in self._named if parameter in values}
+        scheduler = self.scheduler
+        return OptimizerState(
+            num_steps=self._num_steps,
+            sharding={**self._frozen.sharding, **self._sharding},
+            states=dict(self._frozen.states)
+            | {name: on_host(state) if to_host else state for name, state in states.items()},
+            settings=self._settings(),
+            old_settings=self._frozen.old_settings,
+            lr_scheduler=None if scheduler is None else LRSchedulerState(self._groups(), scheduler.state_dict()),
         )
 
-    def handed_over(self, wanted: Mapping[str, Part]) -> UpdateState:
-        """What this rank's next optimizer, over these parts of parameters, goes on with. All ranks ask; each gets what
-        it does not have from one that does, and nothing travels that is not asked for."""
-        world = self._world
-        owned = self._owned(every_copy=True)
-        mine = {name: (part, Described.of(part, state)) for name, (part, state) in owned.items()}
-        table = world.broadcast_object(world.gather_objects((mine, dict(wanted), self._settings(), self._num_steps)))
-        offers, wishes = [one[0] for one in table], [one[1] for one in table]
-        asked = frozenset[str]().union(*wishes)
-        # Where tensor groups have another size now, parts do not fit each other: the whole is put together first.
-        held, meant = [{name: part for name, (part, _) in offer.items()} for offer in offers], wishes
-        others = {name for name in asked if (sizes := sizes_of(held, name)) and sizes_of(meant, name) - sizes}
-        counted = self._owned()
-        whole = {name: (part, on_host(state)) for name, (part, state) in counted.items() if name in others}
-        states = dict(self._parked.states)
-        if others:
-            states.update(joined(world.broadcast_object(world.gather_objects(whole))))
-        ready = exchanged(world, offers, wishes, {name: state for name, (_, state) in owned.items()}, others)
-        kept = {name: (part, on_host(state)) for name, (part, state) in counted.items() if name not in asked}
-        return UpdateState(
-            num_steps=max(one[3] for one in table),
-            states=states,
-            settings={name: one for _, _, settings, _ in table for name, one in settings.items()},
-            old_settings=self._parked.old_settings,
-            ready=ready,
-            kept=kept,
-        )
-
-    def _owned(self, *, every_copy: bool = False) -> dict[str, tuple[Part, Mapping[str, Any]]]:
-        """What this rank keeps; of copies that several keep, one rank's, or every one."""
-        counted = {id(parameter) for parameter in self._counted}
-        states = self.optimizer.state if self.optimizer is not None else {}
-        return dict(self._parked.kept) | {
-            name: (self._parts[name], states[parameter])
-            for name, parameter in self._named
-            if parameter in states and (every_copy or id(parameter) in counted)
-        }
+    def _groups(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the parameters of each group."""
+        names = {id(parameter): name for name, parameter in self._named}
+        groups = self.optimizer.param_groups if self.optimizer is not None else ()
+        return tuple(tuple(names[id(parameter)] for parameter in group["params"]) for group in groups)
 
     def group_settings(self) -> dict[str, dict[str, Any]]:
         """The optimizer's class and what groups say of the parameters that this rank trains, by name."""
         return {} if self.optimizer is None else group_settings(self.optimizer, self._named)
 
     def _settings(self) -> dict[str, dict[str, Any]]:
-        """What groups say of the parameters that this rank counts."""
+        """What groups say of the parameters that this rank counts; numbers in tensors (a learning rate) as numbers."""
         names = {id(parameter): name for name, parameter in self._named}
         counted = {id(parameter) for parameter in self._counted}
         return {
-            names[id(parameter)]: settings_of(group)
+            names[id(parameter)]: {
+                key: value.item() if isinstance(value, torch.Tensor) else value
+                for key, value in settings_of(group).items()
+            }
             for group in (self.optimizer.param_groups if self.optimizer is not None else ())
             for parameter in group["params"]
             if id(parameter) in counted
@@ -219,13 +182,13 @@ def optimizer_of(make: MakeOptimizer, named: Sequence[Named]) -> torch.optim.Opt
 
 
 def scheduler_of(
-    make: MakeScheduler, optimizer: torch.optim.Optimizer, num_steps: int
+    make: MakeLRScheduler, optimizer: torch.optim.Optimizer, num_steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
     """The user's scheduler of an optimizer, after so many steps."""
     scheduler = make(optimizer)
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(scheduler, "step"):
         raise TrainingError(
-            f"Trainer(scheduler=...) must return a scheduler that is stepped without a measure, got "
+            f"Trainer(lr_scheduler=...) must return a scheduler that is stepped without a measure, got "
             f"{type(scheduler).__name__}; set the groups' learning rates yourself in fit(on_step=...)"
         )
     with warnings.catch_warnings():

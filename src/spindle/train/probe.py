@@ -1,4 +1,4 @@
-"""Which samples influence each other, what is random, which parameters get a gradient? Tried out on two rows.
+"""Which samples influence each other, what is random, and which parameters get a gradient: tried on two rows.
 
 Each call runs on two rows of the first batch, then again with one row replaced by the other: where the other row's
 output changes, samples are coupled (batch normalisation, a loss inside a module), and the call must see its whole batch
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from spindle.errors import WorkloadError
 from spindle.models import device_of, without_caches
-from spindle.run.nests import Axes, cut, cut_leaf
+from spindle.run.pytrees import Axes, cut, cut_leaf
 from spindle.train.index_checks import IndexChecks
 from spindle.train.record import RecordedCall, handles_of, parameter_names
 from spindle.train.trace import TracedTask, Visit, unchanged, walk
@@ -27,7 +27,7 @@ from spindle.train.trace import TracedTask, Visit, unchanged, walk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What was found, by task and call."""
+    """What probing showed, by task and call."""
 
     coupled: dict[tuple[str, str], str] = field(default_factory=dict)  # with the reason
     random_layers: frozenset[tuple[str, str, int]] = frozenset()
@@ -37,7 +37,7 @@ class Facts:
 
 
 def probe(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> Facts:
-    """Tries the tasks on two rows of their first batches. Modules and random state are as before afterwards."""
+    """Run the tasks on two rows of their first batches, and restore modules and random state."""
     coupled: dict[tuple[str, str], str] = {}
     random_layers: set[tuple[str, str, int]] = set()
     random_losses: set[str] = set()
@@ -49,11 +49,11 @@ def probe(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> Facts:
     with unchanged([handle.module for handle in handles.values()]), checks:
         for task in tasks:
             coupled.update(_coupled_by_shape(task))
-            found = _probe_task(task, batches[task.name], coupled, random_layers, random_losses)
-            if found is None or reached is None:
+            parameters = _probe_task(task, batches[task.name], coupled, random_layers, random_losses)
+            if parameters is None or reached is None:
                 reached = None
             else:
-                reached[task.name] = frozenset(names[parameter] for parameter in found)
+                reached[task.name] = frozenset(names[parameter] for parameter in parameters)
     return Facts(
         coupled=coupled,
         random_layers=frozenset(random_layers),
@@ -63,7 +63,7 @@ def probe(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> Facts:
 
 
 def facts_without_values(tasks: Sequence[TracedTask]) -> Facts:
-    """What shapes tell, where weights have no values to try the tasks on."""
+    """What follows from shapes alone, for modules without weights."""
     coupled: dict[tuple[str, str], str] = {}
     for task in tasks:
         for call in task.recorded.calls:
@@ -112,23 +112,23 @@ def _probe_task(
             random_losses.add(task.name)
         loss = result[0] / result[1] if task.recorded.is_mean else result
         parameters = [parameter for call in task.recorded.calls for parameter in call.handle.module.parameters()]
-        found: set[int] | None = set()
+        reached: set[int] | None = set()
         if loss.requires_grad:
             loss.backward(retain_graph=True)
-            found = {id(parameter) for parameter in parameters if parameter.grad is not None}
+            reached = {id(parameter) for parameter in parameters if parameter.grad is not None}
             # What had no part in anything (an expert that no sample went to) may have one in a step.
             values = [leaf for visit in visits for leaf in tree_leaves(visit.values) if _takes_gradient(leaf)]
             torch.autograd.backward(values, [torch.zeros_like(value) for value in values])
-            found |= {id(parameter) for parameter in parameters if parameter.grad is None}
+            reached |= {id(parameter) for parameter in parameters if parameter.grad is None}
         for parameter in parameters:
             parameter.grad = None
     except Exception:  # the user's code on two rows; the step itself has its whole batch
-        found = None
+        reached = None
     if few == 2:
         is_random = {call for name, call, _ in random_layers if name == task.name}
         for call, reason in _coupled_calls(task, pair, outputs, is_random, keeping):
             coupled.setdefault((task.name, call), reason)
-    return found
+    return reached
 
 
 def _coupled_calls(
@@ -183,13 +183,13 @@ def _compare_whole(task: TracedTask, call: RecordedCall, pair: Any, outputs: dic
         )
 
 
-def _close(ours: Any, theirs: Any) -> bool:
+def _close(split: Any, whole: Any) -> bool:
     """Alike, as far as other kernels for the same mathematics are."""
-    if not isinstance(ours, torch.Tensor) or not ours.is_floating_point():
-        return _alike_leaves(ours, theirs)
-    tolerance = 1e-9 if ours.dtype == torch.float64 else 1e-2
-    scale = float(theirs.abs().max()) if theirs.numel() else 0.0
-    return torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+    if not isinstance(split, torch.Tensor) or not split.is_floating_point():
+        return _alike_leaves(split, whole)
+    tolerance = 1e-9 if split.dtype == torch.float64 else 1e-2
+    scale = float(whole.abs().max()) if whole.numel() else 0.0
+    return torch.allclose(split, whole, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
 def _takes_gradient(leaf: Any) -> bool:
@@ -199,18 +199,18 @@ def _takes_gradient(leaf: Any) -> bool:
 _SEED = 20240611
 
 
-def _alike(one: Any, two: Any) -> bool:
-    return all(map(_alike_leaves, tree_leaves(one), tree_leaves(two)))
+def _alike(first: Any, second: Any) -> bool:
+    return all(map(_alike_leaves, tree_leaves(first), tree_leaves(second)))
 
 
-def _alike_leaves(one: Any, two: Any) -> bool:
-    if not isinstance(one, torch.Tensor):
-        return bool(one == two)
-    if not one.is_floating_point():
-        return torch.equal(one, two)
-    scale = float(one.abs().max()) if one.numel() else 0.0
-    tolerance = 1e-9 if one.dtype == torch.float64 else 1e-4
-    return torch.allclose(one, two, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+def _alike_leaves(first: Any, second: Any) -> bool:
+    if not isinstance(first, torch.Tensor):
+        return bool(first == second)
+    if not first.is_floating_point():
+        return torch.equal(first, second)
+    scale = float(first.abs().max()) if first.numel() else 0.0
+    tolerance = 1e-9 if first.dtype == torch.float64 else 1e-4
+    return torch.allclose(first, second, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
 def _other_row(batch: Any, axes: Axes, rows: int) -> int:

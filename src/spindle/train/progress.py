@@ -1,4 +1,4 @@
-"""What a person sees while it runs: on rank 0, on stderr. A bar on a terminal, a line now and then elsewhere."""
+"""Progress on stderr, from rank 0: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-_LINES = 10  # of a run that nobody watches
+_LINES = 10  # of a run without a terminal
 
 
 class Progress:
-    """Tells of stages, steps and losses. Does nothing when not enabled."""
+    """Report stages, steps and losses, if enabled."""
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
@@ -37,7 +37,7 @@ class Progress:
 
     @contextmanager
     def bar(self, text: str) -> Iterator[Callable[[float], None]]:
-        """A bar for work that tells which share of it is done; a line where nobody watches."""
+        """A bar for work that reports which share of it is done; a line where there is no terminal."""
         if not self._console.is_terminal:
             self.stage(text)
         with Bars(
@@ -67,11 +67,11 @@ class Progress:
             self._task = self._bars.add_task("", total=steps)
 
     def losses(self, losses: dict[str, float]) -> None:
-        """The last loss of each task stays, when others have a part in a step."""
+        """Update the losses that are shown; a task without a part in the step keeps its last one."""
         self._losses.update(losses)
 
     def step(self, done: int, step_s: float, *, samples: int = 0, tokens: int = 0, idle: float | None = None) -> None:
-        """A step is over: its time, what it trained on, and the idle share of the last step that was timed."""
+        """Report a step: its time, samples and tokens, and the idle share of the last timed step."""
         if not self._enabled:
             return
         text = "  ".join(
@@ -92,7 +92,7 @@ class Progress:
             print(f"step {done}/{self._steps}  {text}", file=sys.stderr, flush=True)
 
     def _rate(self, unit: str, per_s: float) -> str:
-        """Over the last ten steps or so: single ones differ."""
+        """A moving average over about ten steps."""
         self._rates[unit] = 0.9 * self._rates.get(unit, per_s) + 0.1 * per_s
         return f"{self._rates[unit]:,.0f}"
 

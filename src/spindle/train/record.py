@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from spindle.errors import WorkloadError
 from spindle.models import Chain, as_when_compiling, device_of, fake_like, whole_chain
-from spindle.run.nests import form_of, on_device
+from spindle.run.pytrees import on_device, pytree_meta
 from spindle.train.task import Mean, ModuleHandle, TaskDefinition, called_module, recording
 from spindle.train.tracer import GradientTracer
 
@@ -304,7 +304,7 @@ def _cut(task: RecordedTask, example: Any, known: dict[Any, tuple[Chain, Callabl
         try:
             with mode:
                 args, kwargs = call.arguments(batch, *(outputs[source] for source in call.sources))
-            form = form_of((args, kwargs), 0)
+            form = pytree_meta((args, kwargs), 0)
             key = (id(call.handle.module), repr(form.spec), repr(form.leaves))
             if key not in known:
                 known[key] = call.handle.cut(args, kwargs)

@@ -1,9 +1,10 @@
-"""What a run was: its losses, its plan, and its step predicted and measured."""
+"""The result of a fit: losses, plan, and a step predicted and measured."""
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -36,6 +37,8 @@ class FitResult:
     changes_s: tuple[float, ...] = ()  # how long each change of the tasks took, on this rank
     sampled_s: tuple[tuple[float, float], ...] = ()  # predicted and measured, of some of the last steps, on rank 0
     notices: tuple[str, ...] = ()
+    num_captured_slots: int = 0  # that run as CUDA graphs on this rank
+    slots_without_cuda_graph: Mapping[str, str] = field(default_factory=dict)  # on this rank, with the reason
     crowded: bool = False  # more threads than cores
 
     @property
@@ -46,7 +49,7 @@ class FitResult:
         return beside(self.predicted, self.measured, self.program, self.graph)
 
     def print(self) -> None:
-        """On rank 0: the plan, how the losses went, and predicted beside measured."""
+        """Print losses, and the predicted beside the measured step, on rank 0."""
         if self.rank:
             return
         console = Console(highlight=False, markup=False, emoji=False)
@@ -67,7 +70,7 @@ class FitResult:
             console.print("There are more ranks than cores here, so more ranks do not make a step faster.")
 
     def write_trace(self, path: Path | str) -> None:
-        """Writes the measured step for Perfetto (on rank 0; elsewhere nothing)."""
+        """Write the measured step as a trace for Perfetto, on rank 0."""
         if self.measured is not None:
             write_atomically(Path(path), trace_of(self.measured, self.program))
 

@@ -21,15 +21,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from spindle.errors import TrainingError
 from spindle.run import seed_of
-from spindle.run.nests import plain, signature_of
-from spindle.train.feed import Batch, Feed, Held, is_same, random_state, set_random_state
+from spindle.run.pytrees import plain, signature_of
+from spindle.train.feed import Batch, Feed, Held, LoaderPosition, is_same, random_state, set_random_state
 
 EVERYTHING = ""  # stands for all fields of a sample, where it has no names for them
 Needs = tuple[tuple[str, int, int], ...]  # rows `[first, last)` by field
 
 
 def fields_of(code: Callable[..., Any]) -> frozenset[str]:
-    """The entries of a batch that recorded code looks at; EVERYTHING where that cannot be told."""
+    """The entries of a batch that recorded code reads; EVERYTHING where that is unknown."""
     graph = getattr(getattr(code, "__self__", None), "graph", None)
     if graph is None:
         return frozenset({EVERYTHING})
@@ -40,13 +40,13 @@ def fields_of(code: Callable[..., Any]) -> frozenset[str]:
 
 
 def needs_of(uses: Iterable[tuple[Callable[..., Any], int, int]]) -> Needs:
-    """The rows of each field that pieces of code with these rows look at."""
-    found: dict[str, tuple[int, int]] = {}
+    """The rows of each field that pieces of code read, of which `uses` has the code and its rows."""
+    rows_of: dict[str, tuple[int, int]] = {}
     for code, first, last in uses:
         for field in fields_of(code) if first < last else ():
-            begin, end = found.get(field, (first, last))
-            found[field] = (min(begin, first), max(end, last))
-    return tuple((field, *rows) for field, rows in sorted(found.items()))
+            begin, end = rows_of.get(field, (first, last))
+            rows_of[field] = (min(begin, first), max(end, last))
+    return tuple((field, *rows) for field, rows in sorted(rows_of.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Request:
 
 
 class Rows(Dataset[Any]):
-    """Fetches requests; also in the processes of a DataLoader."""
+    """Fetch requested rows, also in the worker processes of a DataLoader."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -95,17 +95,17 @@ def _seed(seed: int) -> None:
 
 
 def _span(needs: Needs) -> tuple[int, int]:
-    """The rows from the first to the last that are needed: none where a rank's code looks at nothing of a batch."""
+    """The rows from the first to the last that are needed; empty where a rank's code reads nothing of a batch."""
     return min((first for _, first, _ in needs), default=0), max((last for _, _, last in needs), default=0)
 
 
 class Shuffled:
-    """Numbers of samples in batches: another order in each epoch, by the seed alone. Goes on behind `given` batches."""
+    """Numbers of samples in batches: shuffled in each epoch by the seed alone, after `num_batches` batches."""
 
-    def __init__(self, length: int, batch_size: int, drop_last: bool, seed: int, given: int) -> None:
+    def __init__(self, length: int, batch_size: int, drop_last: bool, seed: int, num_batches: int) -> None:
         self.length, self.batch_size, self.seed = length, batch_size, seed
-        each = length // batch_size if drop_last else -(-length // batch_size)
-        self._epoch, self._skipped = divmod(given, max(1, each))
+        batches_per_epoch = length // batch_size if drop_last else -(-length // batch_size)
+        self._epoch, self._skipped = divmod(num_batches, max(1, batches_per_epoch))
 
     def __iter__(self) -> Iterator[list[int]]:
         generator = torch.Generator().manual_seed(seed_of(self.seed, "epoch", self._epoch))
@@ -116,10 +116,10 @@ class Shuffled:
 
 
 class Sampled:
-    """Numbers of samples in batches, as a DataLoader's own sampler has them."""
+    """Numbers of samples in batches, as a DataLoader's own batch sampler gives them."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self.loader = loader
+        self.loader, self.generator = loader, loader.generator
 
     def __iter__(self) -> Iterator[list[int]]:
         # As the loader does when it begins an epoch, so that its sampler draws what it would.
@@ -128,16 +128,16 @@ class Sampled:
         yield from self.loader.batch_sampler
 
 
-def sample_feed(loader: Any, seed: int, given: int, **named: Any) -> SampleFeed | None:
+def sample_feed(loader: Any, seed: int, num_batches: int, **named: Any) -> SampleFeed | None:
     """A feed of samples where a loader is one that can be read so: a map-style dataset, or a plain DataLoader of one
     that stacks samples."""
     definition, drop_last = named["definition"], named["drop_last"]
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         if not hasattr(loader, "__len__"):
             raise TrainingError(f"task {definition.name!r}: its dataset has no length; give a DataLoader of it instead")
-        own = seed_of(seed, definition.name)
-        chosen = Shuffled(len(loader), definition.batch_size, drop_last, own, given)
-        return SampleFeed(loader, chosen, own, given, {}, **named)
+        task_seed = seed_of(seed, definition.name)
+        chosen = Shuffled(len(loader), definition.batch_size, drop_last, task_seed, num_batches)
+        return SampleFeed(loader, chosen, task_seed, num_batches, {}, **named)
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
         return None
     stacks = loader.collate_fn is default_collate and loader.batch_sampler is not None
@@ -150,23 +150,25 @@ def sample_feed(loader: Any, seed: int, given: int, **named: Any) -> SampleFeed 
         "multiprocessing_context": loader.multiprocessing_context,
         "timeout": loader.timeout,
     }
-    return SampleFeed(loader.dataset, Sampled(loader), seed, given, workers if loader.num_workers else {}, **named)
+    return SampleFeed(
+        loader.dataset, Sampled(loader), seed, num_batches, workers if loader.num_workers else {}, **named
+    )
 
 
 class SampleFeed(Feed):
-    """Reads one task's dataset; what it keeps from its loader are numbers of samples."""
+    """Read one task's dataset by the numbers of its samples."""
 
     def __init__(
         self,
         dataset: Any,
         chosen: Iterable[list[int]],
         seed: int,
-        given: int,
+        num_batches: int,
         workers: Mapping[str, Any],
         **named: Any,
     ) -> None:
         super().__init__(loader=chosen, **named)
-        self._rows_of, self._seed, self._before, self._workers = Rows(dataset), seed, given, dict(workers)
+        self._rows_of, self._seed, self._before, self._workers = Rows(dataset), seed, num_batches, dict(workers)
         self._chosen: dict[int, Batch] = {}  # by number
         self._num_chosen = 0
         self.num_again = 1  # so many of the last batches may be asked for again
@@ -178,7 +180,7 @@ class SampleFeed(Feed):
 
     @property
     def divides(self) -> bool:
-        """Whether a batch may come in parts: it is made of tensors with a row for each sample."""
+        """Whether a batch can be read in parts: all of it is tensors with a row for each sample."""
         example, size = self.example(), self.definition.batch_size
         leaves = tree_leaves(example.nest)
         return self.definition.tokens is None and all(
@@ -204,7 +206,7 @@ class SampleFeed(Feed):
         self._thread = self._ahead = self._stream = None
 
     def at(self, number: int, needs: Needs | None = None) -> Batch:
-        for passed in [one for one in self._chosen if one <= number - self.num_again]:
+        for passed in [earlier for earlier in self._chosen if earlier <= number - self.num_again]:
             del self._chosen[passed]
         chosen, example = self._choose(number), self.example()
         if number == 0 and needs is None:
@@ -233,8 +235,15 @@ class SampleFeed(Feed):
         return len(nest)
 
     def _batch(self, nest: Any, rows: int) -> Batch:
-        samples = tuple(int(one) for one in nest)
+        samples = tuple(int(sample) for sample in nest)
         return Batch(nest=samples, num_rows=rows, signature=0, fingerprint=seed_of(samples) % 2**48)
+
+    def position(self, number: int) -> LoaderPosition:
+        if isinstance(self.loader, Shuffled):  # which goes on by the number of batches alone
+            return LoaderPosition(random_state=self._state)
+        if number:
+            self._choose(number - 1)
+        return super().position(number)
 
     def _choose(self, number: int) -> Batch:
         while self._num_chosen <= number:
@@ -251,35 +260,36 @@ class SampleFeed(Feed):
             number += 1
 
     def _fetch(self, number: int, needs: Needs | None) -> Any:
-        """From processes of a loader, from a thread that is a batch ahead, or here and now."""
+        """Fetch a batch from worker processes, from a thread that reads a batch ahead, or directly."""
         if self._workers:
             if self._stream is None or self._stream[:2] != (needs, number):
                 requests: Any = self._requests(number, needs)
                 self._stream = (needs, number, iter(DataLoader(self._rows_of, None, sampler=requests, **self._workers)))
-            found = next(self._stream[2])
+            nest = next(self._stream[2])
             self._stream = (needs, number + 1, self._stream[2])
-            return found
-        found = self._from_thread(number, needs)
-        if found is None:
-            found = self._seeded(self._request(number, needs))
+            return nest
+        nest = self._from_thread(number, needs)
+        if nest is None:
+            nest = self._seeded(self._request(number, needs))
         if self._fetches_ahead:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
             ahead = replace(self._request(number + 1, needs), seed=None)
             self._ahead = (number + 1, needs, self._thread.submit(Rows.__getitem__, self._rows_of, ahead))
-        return found
+        return nest
 
     def _from_thread(self, number: int, needs: Needs | None) -> Any:
-        """What the thread fetched, if it was this. It is through either way: a dataset is asked by one at a time."""
+        """What the thread fetched, if it was this batch. Waits for the thread either way: a dataset is
+        read by one thread at a time."""
         if self._ahead is None:
             return None
-        (*what, future), self._ahead = self._ahead, None
-        if what != [number, needs] and future.cancel():
+        (*fetched, future), self._ahead = self._ahead, None
+        if fetched != [number, needs] and future.cancel():
             return None
         if future.exception() is not None:  # it may be bound to its own thread; if it is broken, asking again tells
             self._fetches_ahead = False
             return None
-        return future.result() if what == [number, needs] else None
+        return future.result() if fetched == [number, needs] else None
 
     def _seeded(self, request: Request) -> Any:
         outside = random_state()
@@ -290,7 +300,7 @@ class SampleFeed(Feed):
 
 
 def _completed(nest: Any, needs: Needs, example: Any) -> tuple[Any, Held]:
-    """Part of a batch in the form of a whole one, with None for what is not there, and the rows that each leaf has."""
+    """Part of a batch with the structure of a whole one, None for what is missing, and the rows that each leaf has."""
     rows = {field: (first, last) for field, first, last in needs}
     if EVERYTHING in rows:
         return nest, tuple(_span(needs) for _ in tree_leaves(nest))

@@ -1,4 +1,4 @@
-"""Which tasks have a part in a step? Drawn by seed and step alone, so all ranks agree without asking."""
+"""Which tasks take part in a step? Drawn from the seed and the step alone, so that all ranks agree."""
 
 from __future__ import annotations
 
@@ -8,36 +8,43 @@ from collections.abc import Callable, Mapping, Sequence
 from spindle.errors import TrainingError
 from spindle.run import seed_of
 
-Share = float | Callable[[int], float]  # may follow the step
+SamplingWeight = float | Callable[[int], float]  # a number, or a function of the step
 
 
-def check_sampling(sampling: Mapping[str, Share], names: Sequence[str], tasks_per_step: int) -> None:
-    """Refuses weights that are not of these tasks."""
-    if sorted(sampling) != sorted(names):
+def check_sampling_weights(weights: Mapping[str, SamplingWeight], names: Sequence[str], tasks_per_step: int) -> None:
+    """Refuse weights that are not those of these tasks."""
+    if sorted(weights) != sorted(names):
         raise TrainingError(
-            f"Trainer(sampling=...): expected a weight for each task ({', '.join(names)}), got {', '.join(sampling)}"
+            f"Trainer(sampling_weights=...): expected a weight for each task ({', '.join(names)}), "
+            f"got {', '.join(weights)}"
         )
     if not 1 <= tasks_per_step <= len(names):
-        raise TrainingError(f"Trainer(tasks_per_step={tasks_per_step}): must be from 1 to {len(names)}, the tasks")
+        raise TrainingError(
+            f"Trainer(tasks_per_step={tasks_per_step}): must be from 1 to {len(names)}, the number of tasks"
+        )
 
 
 def tasks_in_step(
-    sampling: Mapping[str, Share] | None, names: Sequence[str], tasks_per_step: int, seed: int, step: int
+    sampling_weights: Mapping[str, SamplingWeight] | None,
+    names: Sequence[str],
+    tasks_per_step: int,
+    seed: int,
+    step: int,
 ) -> list[str]:
-    """So many tasks, drawn by their weights and none twice, in the order of `names`; all of them without weights."""
-    if sampling is None:
+    """The tasks of a step, in the order of `names`: `tasks_per_step` drawn without replacement; all without weights."""
+    if sampling_weights is None:
         return list(names)
-    weights = {name: share(step) if callable(share) else share for name, share in sampling.items()}
-    left = {name: weights[name] for name in names if weights[name] > 0}
-    if min(weights.values()) < 0 or len(left) < tasks_per_step:
+    weights = {name: weight(step) if callable(weight) else weight for name, weight in sampling_weights.items()}
+    candidates = {name: weights[name] for name in names if weights[name] > 0}
+    if min(weights.values()) < 0 or len(candidates) < tasks_per_step:
         raise TrainingError(
-            f"Trainer(sampling=...): step {step} needs {tasks_per_step} tasks with weights above 0 and none below, got "
-            + ", ".join(f"{name} {weight}" for name, weight in weights.items())
+            f"Trainer(sampling_weights=...): step {step} needs {tasks_per_step} tasks with weights above 0 and none "
+            "below, got " + ", ".join(f"{name} {weight}" for name, weight in weights.items())
         )
-    choose = random.Random(seed_of(seed, "tasks", step))
+    generator = random.Random(seed_of(seed, "tasks", step))
     drawn: set[str] = set()
     while len(drawn) < tasks_per_step:
-        (name,) = choose.choices(list(left), list(left.values()))
+        (name,) = generator.choices(list(candidates), list(candidates.values()))
         drawn.add(name)
-        del left[name]
+        del candidates[name]
     return [name for name in names if name in drawn]

@@ -7,197 +7,273 @@ made, and parameters are sent straight from the ranks that held them to those th
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
+from spindle.launch.capture import Capture, Captured, WorkloadCapture
+from spindle.profile import Profile, write_profile
 from spindle.run import World
-from spindle.train.agreement import compare, module_items, option_items, version_items
+from spindle.run.pytrees import on_device
+from spindle.run.world import on_compute_stream
+from spindle.train.agreement import compare, config_items, module_items, version_items
+from spindle.train.analyze import AnalyzedWorkload, analyze, mode_of, without_tasks
 from spindle.train.buffers import gather_buffers, share_buffers
-from spindle.train.feed import Batch, Feed
-from spindle.train.optimizer import UpdateState
-from spindle.train.preparation import (
-    Options,
-    ProfiledWorkload,
-    RankRuntime,
-    mode_of,
-    prepare,
-    trace_and_profile,
-    without,
-)
+from spindle.train.config import TrainConfig
+from spindle.train.feed import Batch, Feed, LoaderPosition
+from spindle.train.garbage import collect_all
+from spindle.train.optimizer import Update
+from spindle.train.optimizer_reshard import OptimizerState
+from spindle.train.plan import plan_workload
+from spindle.train.profiling import profile_workload
 from spindle.train.progress import Progress
-from spindle.train.task import ModuleHandle, TaskDefinition
+from spindle.train.runtime import RankRuntime, make_runtime, make_update
+from spindle.train.task import ModuleHandle
 from spindle.train.task_variants import TaskVariants
+from spindle.workload import write_workload
+
+NEW_VARIANT = "a batch takes a new variant of its task"
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledWorkload:
+    """A workload, and how long its ops take on this machine."""
+
+    workload: AnalyzedWorkload
+    profile: Profile
 
 
 class TrainSession:
-    """One rank's; all ranks do the same with theirs."""
+    """The state of one rank's training; all ranks do the same with theirs."""
 
-    def __init__(self, options: Options, world: World, notices: list[str]) -> None:
-        self.options, self.world, self.notices = options, world, notices
-        self.variants = TaskVariants(options.tasks)
-        self.known: ProfiledWorkload | None = None
-        self._all_known: ProfiledWorkload | None = None  # with the tasks that have ended since
+    def __init__(self, config: TrainConfig, world: World, notices: list[str], capture: Capture | None) -> None:
+        self.config, self.world, self.notices, self.capture = config, world, notices, capture
+        self.variants = TaskVariants(config.tasks)
+        self.profiled: ProfiledWorkload | None = None
+        self._all_profiled: ProfiledWorkload | None = None  # with the tasks that have ended since
         self.runtime: RankRuntime | None = None
-        self.handles: dict[str, ModuleHandle] = {}  # of all modules that were met
-        self.is_away = False  # whether weights are
-        self.checked: set[str] = (
-            set()
-        )  # variants whose losses were put together from parts, and compared with the whole
-        self.given: Counter[str] = Counter()  # batches of each task, in all fits
-        self._state = UpdateState()
+        self.update: Update | None = None  # the optimizer under the current plan, once parameters were scattered
+        self.handles: dict[str, ModuleHandle] = {}  # of all modules that were called so far
+        self.is_scattered = False  # whether parameters are with the ranks that hold them
+        self.checked: set[str] = set()  # task variants whose split loss was compared with the whole one
+        self.num_batches: Counter[str] = Counter()  # of each task, in all fits
+        self.loader_positions: dict[str, LoaderPosition] = {}  # of a restored state, where loaders go on
+        self._optimizer_state: OptimizerState | None = None  # for the next optimizer, where there is none
 
-    def notifier(self, shown: Progress) -> Callable[[str], None]:
-        """Tells something once."""
+    def notifier(self, progress: Progress) -> Callable[[str], None]:
+        """A function that shows a text the first time it is given it."""
 
         def notify(text: str) -> None:
             if text not in self.notices:
                 self.notices.append(text)
-                shown.note(text)
+                progress.note(text)
 
         return notify
 
-    def trace_and_profile(self, feeds: Mapping[str, Feed], shown: Progress) -> ProfiledWorkload:
-        """What is known of the tasks, found out where it is not, or no longer so."""
-        items = version_items() | option_items(self.options)
-        if self._all_known is not None:
-            items |= module_items(self._all_known.bound.handles)
+    def trace_and_profile(self, feeds: Mapping[str, Feed], progress: Progress) -> ProfiledWorkload:
+        """The tasks, traced and profiled where they are not yet, or where modules were switched since."""
+        items = version_items() | config_items(self.config)
+        if self._all_profiled is not None:
+            items |= module_items(self._all_profiled.workload.bound.handles)
         compare(self.world, items)
         if self._is_switched():
-            self._start_anew("modules were frozen, thawed or switched since", shown)
-        if self.known is None:
+            self._start_anew("modules were frozen, thawed or switched since", progress)
+        if self.profiled is None:
             for task, feed in feeds.items():
                 if not self.variants.names_of(task):
                     batch = feed.example()
                     self.variants.add(task, self.variants.key_of(task, batch), batch)
-            self.known = trace_and_profile(self.options, self.variants, self.world, shown, self.notifier(shown))
-            self._all_known = self.known
-            self.handles |= self.known.bound.handles
-        return self.known
+            with on_compute_stream(self.world.device):
+                self.profiled = self._all_profiled = self._trace_and_profile(progress)
+            self.handles |= self.profiled.workload.bound.handles
+        return self.profiled
 
-    def plan(self, known: ProfiledWorkload, shown: Progress) -> RankRuntime:
-        """The plan, made where there is none."""
+    def _trace_and_profile(self, progress: Progress) -> ProfiledWorkload:
+        config, world, capture, notify = self.config, self.world, self.capture, self.notifier(progress)
+        # Copies, because what is tried out may write over its input.
+        examples = {
+            name: on_device(tree_map(_cloned, example), world.device) for name, example in self._examples().items()
+        }
+        definitions = [variant.definition for variant in self.variants]
+        progress.stage("recording tasks")
+        has_weights = not isinstance(capture, WorkloadCapture)
+        workload = analyze(config, definitions, examples, world, notify, has_weights=has_weights)
+        if isinstance(capture, WorkloadCapture):
+            degrees = tuple(config.planning.tensor_parallel_degrees.items())
+            write_workload(capture.output, replace(workload.bound.workload, tensor_degrees=degrees))
+            raise Captured
+        profile = profile_workload(workload, config, examples, world, progress, notify, capture)
+        if capture is not None:
+            if world.rank == 0:
+                write_profile(capture.output, profile)
+            world.barrier()
+            raise Captured
+        return ProfiledWorkload(workload, profile)
+
+    def plan(self, profiled: ProfiledWorkload, progress: Progress) -> RankRuntime:
+        """The runtime of the current plan, made where there is none."""
         if self.runtime is None:
-            self.runtime = prepare(known, self.options, self.world, shown, self.notifier(shown), self._examples())
+            self.runtime = self._planned(profiled, progress)
         return self.runtime
 
-    def _examples(self) -> dict[str, object]:
+    def _planned(self, profiled: ProfiledWorkload, progress: Progress) -> RankRuntime:
+        workload, config, world = profiled.workload, self.config, self.world
+        planned = plan_workload(workload, profiled.profile, config, world, progress, self.notifier(progress))
+        return make_runtime(workload, planned, config, world, self._examples())
+
+    def _examples(self) -> dict[str, Any]:
         return {variant.name: variant.example for variant in self.variants}
 
     def scatter_parameters(self, runtime: RankRuntime) -> None:
-        """Parameters to the ranks that hold them, and an optimizer over what this rank has."""
-        self.is_away = True
+        """Send parameters to the ranks that hold them, and make an optimizer over what this rank has."""
+        self.is_scattered = True
         runtime.weights.scatter_parameters()
         if runtime.shards is not None:
             runtime.shards.attach()
-        share_buffers(runtime.bound, self.world)
-        if runtime.update is None:
-            runtime.make_update(lambda parts: self._state)
+        share_buffers(runtime.workload.bound, self.world)
+        if self.update is None:
+            self.update = make_update(runtime, self.config, self.world, self._optimizer_state)
+            self._optimizer_state = None
 
     def gather_parameters(self, runtime: RankRuntime) -> None:
-        """Every rank has all parameters and buffers again."""
+        """Give every rank all parameters and buffers again."""
         if runtime.shards is not None:
             runtime.shards.settle()
         runtime.weights.gather_parameters()
         gather_buffers(runtime, self.world)
-        share_buffers(runtime.bound, self.world)
-        self.is_away = False
+        share_buffers(runtime.workload.bound, self.world)
+        self.is_scattered = False
 
-    def set_tasks(self, tasks: Sequence[TaskDefinition], shown: Progress) -> None:
-        """From now on these tasks are trained. Weights must be at home."""
-        self.forget_plan()
-        self._take_tasks(tasks, shown)
+    def set_config(self, config: TrainConfig, progress: Progress, *, keep_optimizer: bool = True) -> None:
+        """Train by this configuration from the next fit on. Every rank must hold all weights."""
+        self.forget_plan(keep_optimizer=keep_optimizer)
+        if config.tasks == self.config.tasks:
+            self.config = config
+        else:
+            self._adopt(config, progress)
 
-    def change_tasks(self, tasks: Sequence[TaskDefinition], feeds: Mapping[str, Feed], shown: Progress) -> RankRuntime:
-        """From now on these tasks are trained, by a new plan. Weights are away, and away afterwards."""
-        old = self.runtime
+    def change_config(self, config: TrainConfig, feeds: Mapping[str, Feed], progress: Progress) -> RankRuntime:
+        """Train by this configuration from the next step on, with a new plan. Parameters are scattered before and
+        after."""
+        old, update = self.runtime, self.update
         assert old is not None
-        old.close()
-        self.checked -= self.variants.take_tasks(tasks)
+        assert update is not None
+        old.steps.close()
+        self.checked -= self.variants.set_tasks(config.tasks)
         if not self._is_known():
             self.gather_parameters(old)
-            self.set_tasks(tasks, shown)
-            new = self.plan(self.trace_and_profile(feeds, shown), shown)
+            self.forget_plan()
+            self._adopt(config, progress)
+            new = self.plan(self.trace_and_profile(feeds, progress), progress)
             self.scatter_parameters(new)
             return new
         if old.shards is not None:
             old.shards.release()
         self.world.forget_groups()
         with old.weights.in_shape():
-            self._take_tasks(tasks, shown)
-            assert self.known is not None
-            new = prepare(self.known, self.options, self.world, shown, self.notifier(shown), self._examples())
+            self._adopt(config, progress)
+            assert self.profiled is not None
+            new = self._planned(self.profiled, progress)
         gather_buffers(old, self.world)
-        share_buffers(old.bound, self.world)
+        share_buffers(old.workload.bound, self.world)
         for parameter in old.weights.parameters:
             parameter.grad = None
         new.weights.take_over(old.weights)
         if new.shards is not None:
             new.shards.attach()
-        assert old.update is not None
-        new.make_update(old.update.handed_over)
+        self.update = make_update(new, self.config, self.world, update.state())
         self.runtime = new
         if self.world.device.type == "cuda":
-            del old
-            gc.collect()  # graphs of the old plan hold memory of their device
+            del old, update
+            collect_all()  # graphs of the old plan hold memory of their device
             torch.cuda.empty_cache()
         return new
 
-    def _take_tasks(self, tasks: Sequence[TaskDefinition], shown: Progress) -> None:
-        """What is known of these tasks, as far as it can be had from what is known of others."""
-        if tuple(tasks) != self.options.tasks:
-            self._drop_given("the tasks are others", shown)
-        self.options.tasks = tuple(tasks)
-        self.checked -= self.variants.take_tasks(tasks)
-        known = self._all_known
-        if known is None or not self._is_known():
-            self.known = self._all_known = None
-        else:
-            ended = known.bound.tasks.keys() - {variant.name for variant in self.variants}
-            self.known = without(known, ended, self.options.name) if ended else known
+    def _adopt(self, config: TrainConfig, progress: Progress) -> None:
+        """Take a configuration, with what is known of its tasks from earlier ones."""
+        previous, self.config = self.config, config
+        if config.tasks != previous.tasks:
+            self.config = self.without_given_plan(config, "the tasks are others", progress)
+        self.checked -= self.variants.set_tasks(config.tasks)
+        profiled = self._all_profiled
+        if profiled is None or not self._is_known():
+            self.profiled = self._all_profiled = None
+            return
+        ended = profiled.workload.bound.tasks.keys() - {variant.name for variant in self.variants}
+        if ended:
+            workload = without_tasks(profiled.workload, ended, config.name)
+            profiled = ProfiledWorkload(workload, profiled.profile.restricted(workload.graph))
+        self.profiled = profiled
 
     def _is_known(self) -> bool:
-        """Whether what was found out has all tasks that are trained now."""
-        if self._all_known is None or self._is_switched():
+        """Whether all tasks that are trained now are traced and profiled."""
+        if self._all_profiled is None or self._is_switched():
             return False
-        names = [variant.name for variant in self.variants]
-        return all(map(self.variants.names_of, self.variants.tasks)) and set(names) <= set(self._all_known.bound.tasks)
+        names = {variant.name for variant in self.variants}
+        known = self._all_profiled.workload.bound.tasks.keys()
+        return all(map(self.variants.names_of, self.variants.tasks)) and names <= known
 
     def _is_switched(self) -> bool:
-        """Whether modules were frozen, thawed or switched since the tasks were found out."""
-        return self._all_known is not None and self._all_known.mode != mode_of(self._all_known.bound)
+        """Whether modules were frozen, thawed or switched since the tasks were traced."""
+        if self._all_profiled is None:
+            return False
+        return self._all_profiled.workload.mode != mode_of(self._all_profiled.workload.bound)
 
-    def take_new_variant(self, task: str, key: int, batch: Batch, shown: Progress) -> None:
+    def take_new_variant(self, task: str, key: int, batch: Batch, progress: Progress) -> None:
         """Add a variant that a batch takes for the first time; the next plan has it. Rank 0 must hold all weights."""
         self.variants.add(task, key, batch)
-        self._start_anew("a batch takes a new variant of its task", shown)
+        self._start_anew(NEW_VARIANT, progress)
 
     def forget_plan(self, *, keep_optimizer: bool = True) -> None:
-        """The plan goes; the optimizer's state stays, unless it is to start anew."""
+        """Drop the plan; the optimizer's state stays, unless it is to start anew."""
         if not keep_optimizer:
-            self._state = UpdateState()
+            self._optimizer_state = None
         if self.runtime is None:
             return
-        self.runtime.close()
-        if keep_optimizer and self.runtime.update is not None:
-            self._state = self.runtime.update.gathered()
+        self.runtime.steps.close()
+        if keep_optimizer and self.update is not None:
+            self._optimizer_state = self.update.state(to_host=True)
+        self.update = None
         if self.runtime.shards is not None:
             self.runtime.shards.release()
         for parameter in self.runtime.weights.parameters:
             parameter.grad = None
         self.runtime = None
-        gc.collect()  # what the plan held on its device
+        collect_all()  # what the plan held on its device
         self.world.forget_groups()
 
-    def _start_anew(self, reason: str, shown: Progress) -> None:
-        self.forget_plan()
-        self.known = self._all_known = None
-        self._drop_given(reason, shown)
+    def optimizer_state(self) -> OptimizerState:
+        """This rank's share of the optimizer's state."""
+        if self.update is not None:
+            return self.update.state(to_host=True)
+        return self._optimizer_state or OptimizerState()
 
-    def _drop_given(self, reason: str, shown: Progress) -> None:
-        for what in ("plan", "profile"):
-            if getattr(self.options, what) is not None:
-                setattr(self.options, what, None)
-                self.notifier(shown)(f"the given {what} is used no longer: {reason}")
+    def restore_optimizer_state(self, state: OptimizerState) -> None:
+        """Have the next optimizer go on from this state, whatever its plan."""
+        assert self.update is None
+        self._optimizer_state = state
+
+    def _start_anew(self, reason: str, progress: Progress) -> None:
+        self.forget_plan()
+        self.profiled = self._all_profiled = None
+        self.config = self.without_given_plan(self.config, reason, progress)
+
+    def without_given_plan(self, config: TrainConfig, reason: str, progress: Progress) -> TrainConfig:
+        """The configuration without a plan and profile that the user gave for other tasks or modules. A function stays:
+        it makes new ones."""
+        planning = config.planning
+        if planning.plan is not None:
+            self.notifier(progress)(f"the given plan is used no longer: {reason}")
+            planning = replace(planning, plan=None)
+        if planning.profile is not None and not callable(planning.profile):
+            self.notifier(progress)(f"the given profile is used no longer: {reason}")
+            planning = replace(planning, profile=None)
+        return replace(config, planning=planning)
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

@@ -18,9 +18,7 @@ from spindle.models import Chain, chain_and_output, resolve_styles, whole_chain
 
 
 class ModuleHandle:
-    """A module under its name. `whole_batch` says that its samples depend on each other, so that its batch must not be
-    split; `checkpoint` that its layers run again in backward instead of keeping activations; `split=False` that it must
-    stay one layer; `tensor_parallel` how tensor groups share it. `chain` has its layers once tasks that call it are
+    """A module under its name, as `spindle.module` registered it. `chain` has its layers once tasks that call it are
     cut."""
 
     def __init__(
@@ -28,12 +26,13 @@ class ModuleHandle:
         name: str,
         user_module: nn.Module,
         whole_batch: bool,
-        checkpoint: bool = False,
+        activation_checkpointing: bool = False,
         split: bool = True,
         tensor_parallel: Mapping[str, str] | None = None,
     ) -> None:
         self.name, self.module, self.whole_batch = name, user_module, whole_batch
-        self.checkpoint, self.split, self.tensor_parallel = checkpoint, split, tensor_parallel
+        self.activation_checkpointing, self.split = activation_checkpointing, split
+        self.tensor_parallel = tensor_parallel
         self.has_compared_attributes = False  # with other ranks
         self.chain: Chain = whole_chain(user_module, "it was not called yet")
 
@@ -52,7 +51,7 @@ class ModuleHandle:
 
 
 def called_module(handle: ModuleHandle, *args: Any, **kwargs: Any) -> Any:
-    """Stands in a recorded task for a call of a module."""
+    """Stand in a recorded task for a call of a module."""
     return handle.module(*args, **kwargs)
 
 
@@ -64,15 +63,15 @@ def module(
     user_module: nn.Module,
     *,
     whole_batch: bool = False,
-    checkpoint: bool = False,
+    activation_checkpointing: bool = False,
     split: bool = True,
     tensor_parallel: Mapping[str, str] | None = None,
 ) -> ModuleHandle:
-    """Registers an `nn.Module` under a name that all tasks share.
+    """Register an `nn.Module` under a name that all tasks share.
 
-    It is split into layers by itself; with `split=False` it stays one. With `checkpoint`, its layers run again in
-    backward instead of keeping activations. `whole_batch` says that samples depend on each other in it, so that no
-    device may have only some of them.
+    It is split into layers automatically; with `split=False` it stays one layer. With `activation_checkpointing`,
+    backward recomputes the activations of its layers instead of keeping them. `whole_batch` says that the samples of a
+    batch depend on each other in it, so that no device may have only some of them.
 
     `tensor_parallel` says how several devices share a layer, in the words of Hugging Face's plans, whose models bring
     their own: `{"layers.*.attention.query": "colwise", "layers.*.attention.out": "rowwise", ...}`; `{}` that they must
@@ -86,7 +85,7 @@ def module(
     if tensor_parallel is not None:
         where = f"spindle.module({name!r}, tensor_parallel=...)"
         resolve_styles(user_module, tensor_parallel, where, strict=True)  # refuses what it does not know
-    return ModuleHandle(name, user_module, whole_batch, checkpoint, split, tensor_parallel)
+    return ModuleHandle(name, user_module, whole_batch, activation_checkpointing, split, tensor_parallel)
 
 
 class Mean(NamedTuple):
@@ -97,7 +96,7 @@ class Mean(NamedTuple):
 
 
 def mean(total: Any, count: Any) -> Mean:
-    """A mean that may be split: over tokens with padding, say, where ranks have different counts."""
+    """A mean that can be split over ranks with different counts: over tokens with padding, for example."""
     return Mean(total, count)
 
 
@@ -125,7 +124,7 @@ def task(
     per_sample_mean: bool = False,
     tokens: Callable[[Any], int] | None = None,
 ) -> Callable[[Callable[[Any], Any]], TaskDefinition]:
-    """Makes a task of a function over a batch that returns its loss.
+    """Make a task of a function from a batch to its loss.
 
     The loss is computed over the whole batch unless it is a `spindle.mean`, or `per_sample_mean` says that it is the
     mean of a loss of each sample. `weight` is a number or a function of the step; `tokens(batch)` says how many tokens

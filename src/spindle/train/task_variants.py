@@ -1,20 +1,20 @@
 """Variants of a task: a batch without a modality passes through other modules than one with it.
 
 A task is recorded once for each form of its batches (which entries there are, which are None or have no rows) and each
-outcome of its branches on shapes. Each of these ways is planned like a task of its own; in a step a task takes one of
-them. So a module that a batch does not lead through has no gradient from it, as in one process, and no rank waits for
-what another does not do.
+outcome of its branches on shapes. Each variant is planned like a task of its own; in a step a task takes one of them.
+So a module that a batch does not pass through gets no gradient from it, as in one process, and no rank waits for a
+transfer that does not happen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from spindle.errors import TrainingError
-from spindle.run.nests import digest
+from spindle.run.pytrees import digest
 from spindle.train.feed import Batch, form_of_batch
 from spindle.train.record import record
 from spindle.train.task import TaskDefinition
@@ -43,24 +43,26 @@ class TaskVariants:
         self._tasks = {task.name: task for task in tasks}
         self._seen = dict(self._tasks)  # those that were trained before, too
         self._variants: dict[tuple[str, int], TaskVariant] = {}
+        self._names: dict[tuple[str, int], str] = {}  # random layers are seeded by them
         self._keys: dict[tuple[str, int], int] = {}  # by task and signature
         self._branching: dict[tuple[str, str], bool] = {}  # by task and form
 
     def __iter__(self) -> Iterator[TaskVariant]:
-        """Those of the tasks that are trained now."""
+        """The variants of the tasks that are trained now."""
         return (variant for variant in self._variants.values() if variant.task in self._tasks)
 
-    def take_tasks(self, tasks: Sequence[TaskDefinition]) -> set[str]:
-        """Others are trained now. Ways through one that comes back are still known, if it is the same; the names of
-        those that are not."""
-        others = {task.name for task in tasks if self._seen.get(task.name, task) is not task}
-        gone = {variant.name for variant in self._variants.values() if variant.task in others}
-        self._variants = {key: variant for key, variant in self._variants.items() if key[0] not in others}
-        self._keys = {key: known for key, known in self._keys.items() if key[0] not in others}
-        self._branching = {key: known for key, known in self._branching.items() if key[0] not in others}
+    def set_tasks(self, tasks: Sequence[TaskDefinition]) -> set[str]:
+        """Train these tasks from now on. Variants of a task that comes back are still known, unless its definition is
+        another; returns the names of those that were dropped."""
+        replaced = {task.name for task in tasks if self._seen.get(task.name, task) is not task}
+        dropped = {variant.name for variant in self._variants.values() if variant.task in replaced}
+        self._variants = {key: variant for key, variant in self._variants.items() if key[0] not in replaced}
+        self._names = {key: name for key, name in self._names.items() if key[0] not in replaced}
+        self._keys = {key: value for key, value in self._keys.items() if key[0] not in replaced}
+        self._branching = {key: value for key, value in self._branching.items() if key[0] not in replaced}
         self._tasks = {task.name: task for task in tasks}
         self._seen |= self._tasks
-        return gone
+        return dropped
 
     @property
     def tasks(self) -> list[str]:
@@ -80,34 +82,44 @@ class TaskVariants:
             return 0
         if batch.held is not None:  # which only a task with one variant has
             return next(key for name, key in self._variants if name == task)
-        known = self._keys.get((task, batch.signature))
-        if known is None:
+        variant_key = self._keys.get((task, batch.signature))
+        if variant_key is None:
             form = form_of_batch(batch.nest)
             decisions: tuple[bool, ...] = ()
             if self._branching.get((task, form), True):
                 with recording():
                     decisions = record(replace(self._tasks[task], batch_size=batch.num_rows), batch.nest).decisions
                 self._branching[task, form] = bool(decisions)
-            known = self._keys[task, batch.signature] = digest(repr((form, decisions)))
-        return known
+            variant_key = self._keys[task, batch.signature] = digest(repr((form, decisions)))
+        return variant_key
 
     def add(self, task: str, key: int, batch: Batch) -> None:
-        """A new variant, from the first batch that takes it."""
+        """Add a variant, with the first batch that takes it."""
         count = sum(variant.task == task for variant in self._variants.values())
         if count == _MOST_VARIANTS:
             raise TrainingError(
-                f"task {task!r}: its batches take more than {_MOST_VARIANTS} different ways, "
+                f"task {task!r}: its batches take more than {_MOST_VARIANTS} variants, "
                 f"the last {batch_text(batch)}; each is planned: let batches have fewer forms, pad them alike, or move "
                 "branches into a module"
             )
-        name = task if count == 0 else f"{task}.{count + 1}"
+        number = sum(name == task for name, _ in self._names)
+        name = self._names.setdefault((task, key), task if number == 0 else f"{task}.{number + 1}")
         definition = replace(self._tasks[task], name=name, batch_size=batch.num_rows)
         self._variants[task, key] = TaskVariant(task, definition, batch.nest)
+
+    @property
+    def names(self) -> dict[tuple[str, int], str]:
+        """The name of each variant, by task and key."""
+        return dict(self._names)
+
+    def restore_names(self, names: Mapping[tuple[str, int], str]) -> None:
+        """Give variants the names that they had in an earlier run, when they are added."""
+        self._names = dict(names)
 
     def only(self, task: str) -> TaskVariant | None:
         """The only variant of a task, where batches of all shapes take it as far as is known."""
         variants = [variant for variant in self._variants.values() if variant.task == task]
-        branches = any(known for (name, _), known in self._branching.items() if name == task)
+        branches = any(branches_here for (name, _), branches_here in self._branching.items() if name == task)
         return variants[0] if len(variants) == 1 and not branches else None
 
     def names_of(self, task: str) -> list[str]:

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from spindle.errors import GuardError, WorkloadError
 from spindle.models import ChainLayer, FakeWeights, ModuleSnapshot, as_when_compiling, device_of
-from spindle.run.nests import Axes, axes_of, cut, form_of
+from spindle.run.pytrees import Axes, axes_of, cut, pytree_meta
 from spindle.train.record import RecordedCall, RecordedTask
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -270,7 +270,7 @@ def _likeness(visit: Visit) -> Any:
     if visit.number == 0 or not visit.layer.settings:
         return None
     trained = tuple(parameter.requires_grad for parameter in visit.layer.parameters)
-    form = form_of(visit.inputs, 0)
+    form = pytree_meta(visit.inputs, 0)
     return visit.layer.settings, trained, repr(form.spec), repr(form.leaves)
 
 

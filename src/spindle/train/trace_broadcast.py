@@ -15,7 +15,7 @@ from typing import Any
 from spindle.errors import TrainingError
 from spindle.models import Chain, NotSerializableError, build_chain, dump_chain, load_source, source_text
 from spindle.run import World
-from spindle.run.nests import Axes
+from spindle.run.pytrees import Axes
 from spindle.train.agreement import compare
 from spindle.train.bind import trace_recorded
 from spindle.train.record import RecordedCall, RecordedTask, cut_all
@@ -50,7 +50,7 @@ _Message = tuple[list[_ChainMessage], list[_TaskMessage]]
 def trace_on_rank_0(
     tasks: Sequence[RecordedTask], examples: Mapping[str, Any], world: World, notify: Callable[[str], None]
 ) -> list[TracedTask]:
-    """Traces recorded tasks, of which all ranks have the same, on rank 0, for all ranks."""
+    """Trace recorded tasks, the same on all ranks, on rank 0 for all ranks."""
     if world.size == 1:
         return trace_recorded(tasks, examples)
     traced: list[TracedTask] = []

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from spindle.run.shards import Span
+from spindle.program import Slice
+from spindle.run.resharding import slice_of
 from spindle.train.optimizer import MakeOptimizer, Named, optimizer_of
-from spindle.train.optimizer_reshard import cut, joined_spans
 
 _TRIED_SIZE, _TRIED_STEPS, _TRIED_ERROR = 4, 2, 1e-6
 _MOVED = "how far it moved"
@@ -29,30 +29,45 @@ def why_not_sharded(make: MakeOptimizer, named: Sequence[Named]) -> str | None:
         shape = [min(size, _TRIED_SIZE) for size in parameter.shape]
         values = torch.randn((1 + _TRIED_STEPS, *shape), generator=generator, dtype=torch.float64)
         drawn[name] = list(values.to(parameter.device))
-    parts: dict[str, list[tuple[Span, dict[str, Any]]]] = {}
+    parts: dict[str, list[tuple[Slice, dict[str, Any]]]] = {}
     try:
         whole = _tried(make, drawn)
         for half in range(2):
-            spans = {name: _half(tuple(values[0].shape), half) for name, values in drawn.items()}
-            halves = {
-                name: [cut(value, spans[name]) for value in values]
+            halves = {name: _half(tuple(values[0].shape), half) for name, values in drawn.items()}
+            values_of_halves = {
+                name: [slice_of(value, halves[name]) for value in values]
                 for name, values in drawn.items()
-                if spans[name].first < spans[name].last
+                if halves[name].num_elements
             }
-            for name, kept in _tried(make, halves).items():
-                parts.setdefault(name, []).append((spans[name], kept))
+            for name, state in _tried(make, values_of_halves).items():
+                parts.setdefault(name, []).append((halves[name], state))
     except Exception as error:
         return f"trying that out failed: {(str(error).splitlines() or [type(error).__name__])[0]}"
     for name, some in parts.items():
-        joined = joined_spans(some)
+        joined = _joined(some)
         if joined.keys() != whole[name].keys() or not all(_agree(joined[key], whole[name][key]) for key in joined):
             return f"it does not update each element of {name} by itself"
     return None
 
 
-def _half(shape: tuple[int, ...], half: int) -> Span:
+def _half(shape: tuple[int, ...], half: int) -> Slice:
     size = prod(shape)
-    return Span(size * half // 2, size * (half + 1) // 2, shape)
+    return Slice(Slice.whole(shape).box, size * half // 2, size * (half + 1) // 2)
+
+
+def _joined(parts: Sequence[tuple[Slice, Mapping[str, Any]]]) -> dict[str, Any]:
+    """The state of a parameter from those of its slices, in order: tensors of their shapes are joined."""
+    joined = dict(parts[0][1])
+    for key in joined:
+        values = [state.get(key) for _, state in parts]
+        is_sharded = (
+            isinstance(value, torch.Tensor) and tuple(value.shape) == part.shape
+            for value, (part, _) in zip(values, parts, strict=True)
+        )
+        if all(is_sharded):
+            joined[key] = torch.cat([value.reshape(-1) for value in values if value is not None])
+            joined[key] = joined[key].reshape(parts[0][0].box.lengths)
+    return joined
 
 
 def _tried(make: MakeOptimizer, drawn: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, dict[str, Any]]:

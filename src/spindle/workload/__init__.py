@@ -15,7 +15,7 @@ from spindle.workload.batches import (
     read_samples,
     split_evenly,
 )
-from spindle.workload.file import WorkloadRequest, read_workload, workload_request, write_workload
+from spindle.workload.file import read_workload, write_workload
 from spindle.workload.workload import Call, Layer, LayerCost, Module, Numerics, Parameter, Task, Workload
 
 __all__ = [
@@ -35,13 +35,11 @@ __all__ = [
     "Sample",
     "Task",
     "Workload",
-    "WorkloadRequest",
     "even_parts",
     "pack_clips",
     "pack_images",
     "read_samples",
     "read_workload",
     "split_evenly",
-    "workload_request",
     "write_workload",
 ]

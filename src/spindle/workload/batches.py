@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from spindle.artifact import from_json
+from spindle.artifact import from_json, read_text_file
 from spindle.errors import InputError, WorkloadError
 
 VISION, LANGUAGE, VIDEO = "vision", "language", "video"
@@ -127,15 +127,8 @@ def line_of_sample(path: Path, number: int) -> int:
 
 def _lines(path: Path) -> list[tuple[int, str]]:
     """Non-empty lines with their numbers."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError as error:
-        raise InputError(f"{path}: no such file") from error
-    except IsADirectoryError as error:
-        raise InputError(f"{path}: is a directory; give a file with one sample per line") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as text ({error})") from error
-    return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    lines = enumerate(read_text_file(path).split("\n"), start=1)
+    return [(number, line) for number, line in lines if line.strip()]
 
 
 _EXAMPLE = '{"text_tokens": 812, "images": 3}'

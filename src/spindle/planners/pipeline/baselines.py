@@ -1,26 +1,25 @@
-"""What else pipelines do, each at its best: the same batch in the orders of others, under the same memory.
+"""Baselines for pipelines, each at its best: the same batch in the orders of other systems, under the same memory.
 
-- `1f1b` and `vpp`: one chain through all modules, cut by parameters (Megatron-LM), passing ranks once or more often.
-- `static`: one chain cut by time (as nnScaler cuts it), the best that holds for every batch.
-- `zb-h1`: the same cut, with the gradients of weights in the bubbles, where stages keep all they need for them; what is
-  recomputed for the gradients of inputs would have to stay until then, so that nothing is saved: there it is 1F1B.
-- `optimus`: the language model in its own order, encoders where ranks would be idle; coarse, without sub-microbatches.
-  Where its encoders run too far ahead for the memory there is, they are let in by the gate of planner `pipeline`.
+Chunks of one chain through all modules are cut by parameters, as Megatron-LM does, or by time, as nnScaler does. How
+often chains pass the ranks is tried. What stages keep is the same for every microbatch, as these systems have it: the
+most that fits on each rank.
 
-How often chains pass the ranks is tried. What stages keep is the same for every microbatch, as these systems have it:
-the most that fits, on each rank.
+Where stages keep less than all they need for weight gradients, `zb-h1` is 1F1B: what is recomputed for the gradients of
+inputs would have to stay until then, so that nothing is saved. `optimus` is coarse, without sub-microbatches; where its
+encoders run too far ahead for the memory there is, they are let in by the gate of planner `pipeline`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from spindle.errors import DoesNotFitError, InputError
+from spindle.errors import DoesNotFitError, PlanError
 from spindle.plan import Plan
-from spindle.planners.pipeline.chains import Layout, Loads, layer_loads, layout_of, mixed_chain, separate_chains
+from spindle.planners.options import Layout, PlanOptions, Progress
+from spindle.planners.pipeline.chains import layer_loads, layout_of, mixed_chain, pipeline_ranks_of, separate_chains
 from spindle.planners.pipeline.gates import SAFE, least_caps
 from spindle.planners.pipeline.interleave import Schedule, interleave, natural_priorities
 from spindle.planners.pipeline.orders import encoders_in_bubbles, interleaved, one_forward_one_backward, zero_bubble
@@ -30,131 +29,188 @@ from spindle.planners.pipeline.segments import Column, Segments
 from spindle.planners.pipeline.stages import Batch, batches_of
 from spindle.profile import Profile
 
-BASELINES = ("1f1b", "vpp", "static", "zb-h1", "optimus")
 LEVELS = 8  # of frugality, from what keeps least to what keeps all
-_TURNS = (2, 3, 4)  # how often chains of vpp pass the ranks
+_VPP_ROUNDS = (2, 3, 4)  # how often chains of vpp pass the ranks
 
-Order = Callable[[Segments, Column], Schedule]  # of segments, in the room there is on each rank
-OrderFor = Callable[[Profile, Batch], Order]
-TaskVariants = list[tuple[Layout, OrderFor]]
+Order = Callable[[Segments, Column], Schedule]  # of segments, under the activation budget of each rank
+OrderFor = Callable[[Profile, Layout, Batch], Order]
 
 
-def plan_baseline(profile: Profile, planner: str, num_ranks: int, ways: TaskVariants | None = None) -> Plan:
-    """The finished plan of a baseline, the best over its own choices. The profile has whole microbatches. Layouts are
-    those of `ways`, chosen on another batch, or the best for this one."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """A system: the layouts it tries on a number of pipeline ranks, and its order of passes on a layout."""
+
+    description: str
+    layouts: Callable[[Profile, int], list[Layout]]
+    order: OrderFor
+
+
+def plan_baseline(planner: str, profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Plan:
+    """Make the best plan of a baseline over its layouts. The profile has whole microbatches."""
+    layouts = options.layouts or baseline_layouts(planner, profile, pipeline_ranks_of(profile, options))
     plans: list[Plan] = []
     refusals: list[DoesNotFitError] = []
-    for layout, order_for in ways if ways is not None else baseline_ways(profile, planner, num_ranks):
+    for layout in layouts:
         try:
-            plans.append(plan_in_order(profile, layout, planner, order_for))
+            plans.append(plan_in_order(profile, layout, planner, BASELINES[planner].order))
         except DoesNotFitError as error:
             refusals.append(error)
     if not plans:
-        raise min(refusals, key=lambda one: one.needed_bytes)
+        raise min(refusals, key=lambda refusal: refusal.needed_bytes)
     return min(plans, key=lambda plan: plan.makespan_s)
 
 
+def baseline_layouts(planner: str, profile: Profile, num_ranks: int) -> tuple[Layout, ...]:
+    """The layouts of a baseline, chosen on a batch that stands for all."""
+    layouts = BASELINES[planner].layouts(profile, num_ranks)
+    if not layouts:
+        raise PlanError(f"{planner} gives every one of {num_ranks} pipeline ranks two chunks, which needs more layers")
+    return tuple(layouts)
+
+
 def plan_in_order(profile: Profile, layout: Layout, planner: str, order_for: OrderFor) -> Plan:
-    """The finished plan of a layout and an order, in which all microbatches are kept alike."""
+    """Make the plan of a layout and an order in which all microbatches keep activations alike."""
     batches = batches_of(profile, layout)
 
-    def schedules(rooms: Sequence[Column], is_first: bool) -> list[Schedule]:
+    def schedules(activation_budgets: Sequence[Column], is_first: bool) -> list[Schedule]:
         return [
-            kept_alike(batch.segments, order_for(profile, batch), room)
-            for batch, room in zip(batches, rooms, strict=True)
+            kept_alike(batch.segments, order_for(profile, layout, batch), activation_budget)
+            for batch, activation_budget in zip(batches, activation_budgets, strict=True)
         ]
 
     return fitting_plan(profile, layout, planner, batches, schedules)
 
 
-def baseline_ways(profile: Profile, planner: str, num_ranks: int) -> TaskVariants:
-    """Layouts with the order of passes on each, chosen on a batch that stands for all."""
-    times, elements = layer_loads(profile), layer_loads(profile, "parameters")
+def _mixed_layouts(profile: Profile, num_ranks: int, weight_of: str, rounds: Sequence[int]) -> list[Layout]:
+    """One chain through all modules, cut by time or by parameters, that passes the ranks so often."""
+    loads = layer_loads(profile, weight_of)
+    return [layout_of(profile, num_ranks, (mixed_chain(loads, count * num_ranks),)) for count in rounds]
 
-    def mixed(loads: Mapping[str, Loads], turns: int, order: Callable[[Segments], Schedule]) -> tuple[Layout, OrderFor]:
-        layout = layout_of(profile, num_ranks, (mixed_chain(loads, turns * num_ranks),))
-        return layout, lambda profile, batch: lambda segments, room: order(segments)
 
-    if planner == "1f1b":
-        return [mixed(elements, 1, one_forward_one_backward)]
-    if planner == "vpp":
-        most = sum(map(len, times.values())) // num_ranks
-        return [mixed(elements, turns, interleaved) for turns in _TURNS if turns <= most]
-    if planner == "static":
-        return [mixed(times, 1, one_forward_one_backward), mixed(times, 2, interleaved)]
-    if planner == "zb-h1":
-        return [mixed(times, 1, _zero_bubble_where_kept)]
-    if planner != "optimus":
-        raise InputError(f"no baseline is called {planner!r}; there are {', '.join(BASELINES)}")
-    backbone = list(times)[-1]
-    if not _is_fed_by_encoders(profile, backbone):
-        raise DoesNotFitError("optimus knows encoders that feed one language model, and this model is none", 0)
+def _vpp_layouts(profile: Profile, num_ranks: int) -> list[Layout]:
+    most = sum(map(len, layer_loads(profile).values())) // num_ranks
+    return _mixed_layouts(profile, num_ranks, "parameters", [count for count in _VPP_ROUNDS if count <= most])
 
-    def in_bubbles(profile: Profile, batch: Batch) -> Order:
-        is_backbone = np.array(
-            [
-                any(profile.graph.metaops[piece.op].module == backbone for some in of_pair for piece in some)
-                for of_pair in batch.pieces
-            ]
+
+def _optimus_layouts(profile: Profile, num_ranks: int) -> list[Layout]:
+    """Every module cut by itself; the backbone passes the ranks once or twice."""
+    times = layer_loads(profile)
+    backbone = _backbone_of(times)
+    _refuse_without_encoders(profile, backbone)
+    rounds = [{**dict.fromkeys(times, 1), backbone: count} for count in (1, 2)]
+    return [layout_of(profile, num_ranks, separate_chains(times, counts, num_ranks)) for counts in rounds]
+
+
+def _backbone_of(modules: Mapping[str, object]) -> str:
+    """The last module of the flow, into which all others feed."""
+    return list(modules)[-1]
+
+
+def _refuse_without_encoders(profile: Profile, backbone: str) -> None:
+    """Optimus fills the bubbles of a backbone that every microbatch calls once, and that holds most of the weights."""
+    calls = [op.task for op in profile.graph.metaops if op.module == backbone and op.first_layer == 0]
+    elements = {module: float(loads.sum()) for module, loads in layer_loads(profile, "parameters").items()}
+    if sorted(calls) != sorted(profile.graph.tasks) or 2 * elements[backbone] < sum(elements.values()):
+        raise DoesNotFitError(
+            "optimus knows encoders that feed one backbone with most of the weights, called once for each microbatch; "
+            f"{backbone} is no such module",
+            0,
         )
-        priority = natural_priorities(batch.segments)
-        priority[np.unique(batch.segments.group[is_backbone])] += priority.max()
-
-        def order(segments: Segments, room: Column) -> Schedule:
-            free = encoders_in_bubbles(segments, is_backbone, room)
-            if (free.peak <= room).all() or (least_caps(segments, SAFE) > room).any():
-                return free
-            gated = interleave(segments, priority, room)
-            assert gated is not None
-            return gated
-
-        return order
-
-    rounds = [{**dict.fromkeys(times, 1), backbone: turns} for turns in (1, 2)]
-    return [(layout_of(profile, num_ranks, separate_chains(times, one, num_ranks)), in_bubbles) for one in rounds]
 
 
-def _zero_bubble_where_kept(segments: Segments) -> Schedule:
-    if (segments.choice_count > 1).any():
-        return one_forward_one_backward(segments)
-    return zero_bubble(segments)
+def _in_turn(profile: Profile, layout: Layout, batch: Batch) -> Order:
+    """1F1B, or interleaved 1F1B where chains pass the ranks more than once."""
+    is_plain = all(layout.rounds_of(chain) == 1 for chain in layout.chains)
+    return lambda segments, activation_budget: (one_forward_one_backward if is_plain else interleaved)(segments)
 
 
-def _is_fed_by_encoders(profile: Profile, backbone: str) -> bool:
-    """Whether every microbatch has its one call of the backbone, whatever else it has."""
-    tasks = [op.task for op in profile.graph.metaops if op.module == backbone and op.first_layer == 0]
-    return sorted(tasks) == sorted(profile.graph.tasks) and backbone == "language"
+def _zero_bubble_where_kept(profile: Profile, layout: Layout, batch: Batch) -> Order:
+    def order(segments: Segments, activation_budget: Column) -> Schedule:
+        keeps_less = (segments.choice_count > 1).any()
+        return one_forward_one_backward(segments) if keeps_less else zero_bubble(segments)
+
+    return order
 
 
-def kept_alike(segments: Segments, order: Order, room: Column) -> Schedule:
-    """The order of passes with stages that keep what is best of what fits, every microbatch alike; each rank for
+def _in_bubbles(profile: Profile, layout: Layout, batch: Batch) -> Order:
+    """The backbone in its own order, encoders where ranks would be idle."""
+    backbone = layout.chains[-1].modules[-1]
+    is_backbone = np.array(
+        [
+            any(profile.graph.metaops[piece.op].module == backbone for pieces in of_pair for piece in pieces)
+            for of_pair in batch.pieces
+        ]
+    )
+    priority = natural_priorities(batch.segments)
+    priority[np.unique(batch.segments.group[is_backbone])] += priority.max()
+
+    def order(segments: Segments, activation_budget: Column) -> Schedule:
+        free = encoders_in_bubbles(segments, is_backbone, activation_budget)
+        if (free.peak <= activation_budget).all() or (least_caps(segments, SAFE) > activation_budget).any():
+            return free
+        gated = interleave(segments, priority, activation_budget)
+        assert gated is not None
+        return gated
+
+    return order
+
+
+BASELINES: Mapping[str, Baseline] = {
+    "optimus": Baseline(
+        description="the backbone in 1F1B order, encoders in its bubbles (Optimus)",
+        layouts=_optimus_layouts,
+        order=_in_bubbles,
+    ),
+    "zb-h1": Baseline(
+        description="1F1B cut by time, weight gradients in the bubbles (ZB-H1)",
+        layouts=lambda profile, num_ranks: _mixed_layouts(profile, num_ranks, "time", (1,)),
+        order=_zero_bubble_where_kept,
+    ),
+    "static": Baseline(
+        description="1F1B or interleaved 1F1B cut by time, as nnScaler cuts it",
+        layouts=lambda profile, num_ranks: _mixed_layouts(profile, num_ranks, "time", (1, 2)),
+        order=_in_turn,
+    ),
+    "vpp": Baseline(
+        description="interleaved 1F1B cut by parameters (Megatron-LM)", layouts=_vpp_layouts, order=_in_turn
+    ),
+    "1f1b": Baseline(
+        description="1F1B cut by parameters (Megatron-LM)",
+        layouts=lambda profile, num_ranks: _mixed_layouts(profile, num_ranks, "parameters", (1,)),
+        order=_in_turn,
+    ),
+}
+
+
+def kept_alike(segments: Segments, order: Order, activation_budget: Column) -> Schedule:
+    """The order of passes with the fastest memory choices that fit, the same for every microbatch; each rank by
     itself."""
-    found: list[Schedule] = []
+    schedules: list[Schedule] = []
     least: Schedule | None = None
     for level in range(0, LEVELS + 1, 2):
         changed, choice = from_level(segments, level)
-        schedule = order(changed, room)
+        schedule = order(changed, activation_budget)
         least = least or schedule
-        if (schedule.peak > room).any():
+        if (schedule.peak > activation_budget).any():
             continue
-        found.append(retime(segments, schedule.pair, schedule.kind, choice))
-        # The order stands; ranks with room to spare keep more.
+        schedules.append(retime(segments, schedule.pair, schedule.kind, choice))
+        # The order stands; ranks with memory to spare keep more.
         mixed = choice.copy()
         for more in range(level + 1, LEVELS + 1):
-            _, kept = from_level(segments, more)
-            fits = retime(segments, schedule.pair, schedule.kind, kept).peak <= room
-            mixed[:, fits] = kept[:, fits]
-        found.append(retime(segments, schedule.pair, schedule.kind, mixed))
-    if not found:
+            _, richer = from_level(segments, more)
+            fits = retime(segments, schedule.pair, schedule.kind, richer).peak <= activation_budget
+            mixed[:, fits] = richer[:, fits]
+        schedules.append(retime(segments, schedule.pair, schedule.kind, mixed))
+    if not schedules:
         assert least is not None
-        rank = int(np.argmax(least.peak - room))
-        needed = int(least.peak[rank])
+        rank = int(np.argmax(least.peak - activation_budget))
+        needed, budget = int(least.peak[rank]), int(activation_budget[rank])
         raise DoesNotFitError(
-            f"pipeline rank {rank} would keep {needed:,} bytes of activations, and has room for {int(room[rank]):,}, "
-            "even if all is recomputed",
+            f"pipeline rank {rank} would keep {needed:,} bytes of activations, and has a budget of {budget:,}, even if "
+            "all is recomputed",
             needed,
         )
-    return min(found, key=lambda one: one.makespan_ns)
+    return min(schedules, key=lambda schedule: schedule.makespan_ns)
 
 
 def from_level(segments: Segments, level: int) -> tuple[Segments, Column]:

@@ -8,66 +8,21 @@ every rank; one chain through all modules is how pipelines are cut elsewhere.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spindle.errors import PlanError
 from spindle.graph import MetaGraph
+from spindle.planners.options import Chain, Layout, PlanOptions
 from spindle.profile import Profile
 
 Loads = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
-    """Modules in a row, each with so many layers, cut in front of these layers (numbered through all of them); chunks
-    may be empty."""
-
-    modules: tuple[str, ...]
-    num_layers: tuple[int, ...]
-    bounds: tuple[int, ...]
-
-    @property
-    def num_chunks(self) -> int:
-        return len(self.bounds) - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Chains over so many pipeline ranks, in as many replicas as the devices allow; a rank is a tensor group."""
-
-    num_ranks: int
-    num_replicas: int
-    tensor_degree: int
-    chains: tuple[Chain, ...]
-
-    def __post_init__(self) -> None:
-        for chain in self.chains:
-            if chain.num_chunks % self.num_ranks or any(last < first for first, last in pairwise(chain.bounds)):
-                raise PlanError(
-                    f"a chain over {self.num_ranks} ranks needs a multiple of as many chunks in order, "
-                    f"got bounds {list(chain.bounds)}"
-                )
-
-    def rounds_of(self, chain: Chain) -> int:
-        """How many times a chain passes all ranks."""
-        return chain.num_chunks // self.num_ranks
-
-    def devices(self, replica: int, rank: int) -> tuple[int, ...]:
-        first = (replica * self.num_ranks + rank) * self.tensor_degree
-        return tuple(range(first, first + self.tensor_degree))
-
-
 def layout_of(profile: Profile, num_ranks: int, chains: Sequence[Chain]) -> Layout:
-    """Chains on the devices of a profile, which has one tensor degree for all of its ops."""
-    degrees = {curve.tensor_degree for curves in profile.curves for curve in curves}
-    if len(degrees) > 1:
-        found = ", ".join(map(str, sorted(degrees)))
-        raise PlanError(f"a pipeline needs one tensor degree for all modules, got {found}")
-    (degree,) = degrees
+    """Chains on the devices of a profile."""
+    degree = tensor_degree_of(profile)
     num_replicas, rest = divmod(profile.cluster.num_devices, num_ranks * degree)
     if num_replicas < 1 or rest:
         raise PlanError(
@@ -76,18 +31,32 @@ def layout_of(profile: Profile, num_ranks: int, chains: Sequence[Chain]) -> Layo
     return Layout(num_ranks=num_ranks, num_replicas=num_replicas, tensor_degree=degree, chains=tuple(chains))
 
 
+def tensor_degree_of(profile: Profile) -> int:
+    """The one tensor degree that all ops of a pipeline have."""
+    degrees = sorted({curve.tensor_degree for curves in profile.curves for curve in curves})
+    if len(degrees) > 1:
+        raise PlanError(f"a pipeline needs one tensor degree for all modules, got {', '.join(map(str, degrees))}")
+    return degrees[0]
+
+
+def pipeline_ranks_of(profile: Profile, options: PlanOptions) -> int:
+    """The number of pipeline ranks: as given, or one for each tensor group."""
+    return options.pipeline_ranks or max(1, profile.cluster.num_devices // tensor_degree_of(profile))
+
+
 def layer_counts(graph: MetaGraph) -> dict[str, int]:
     """Layers of each module, in the order of the flows."""
     counts: dict[str, int] = {}
     for position in graph.order:
         op = graph.metaops[position]
-        assert op.module is not None
+        if op.module is None:
+            raise PlanError(f"a pipeline cuts modules into chunks, and op {op.name!r} is of none")
         counts[op.module] = max(counts.get(op.module, 0), op.first_layer + op.num_layers)
     return counts
 
 
 def layer_loads(profile: Profile, weight_of: str = "time") -> dict[str, Loads]:
-    """How heavy each layer of each module is in all calls of a batch together: seconds, or elements of weights."""
+    """The load of each layer of each module over all calls of a batch: seconds, or number of parameters."""
     setting, graph = profile.default_setting, profile.graph
     loads = {module: np.zeros(count) for module, count in layer_counts(graph).items()}
     seen: set[tuple[str, int]] = set()
@@ -120,11 +89,11 @@ def modules_in_rows(graph: MetaGraph) -> list[tuple[str, ...]]:
     calls: dict[tuple[str, str], set[str]] = {}
     for op in graph.metaops:
         calls.setdefault((op.module or "", op.task), set()).add(op.call or "")
-    most = {module: max(len(names) for (one, _), names in calls.items() if one == module) for module in counts}
+    most = {module: max(len(names) for (name, _), names in calls.items() if name == module) for module in counts}
     rows: dict[str, tuple[str, ...]] = {}
     order = list(counts)
     for module in order:
-        before = [one for one in order if one in feeders[module]]
+        before = [feeder for feeder in order if feeder in feeders[module]]
         # Where the feeder is called several times for a microbatch, there is no one place behind it.
         if counts[module] == 1 and before and most[module] == most[before[-1]] == 1:
             head = next(first for first, row in rows.items() if before[-1] in row)
@@ -135,7 +104,7 @@ def modules_in_rows(graph: MetaGraph) -> list[tuple[str, ...]]:
 
 
 def mixed_chain(loads: Mapping[str, Loads], num_chunks: int) -> Chain:
-    """One chain through all modules, cut so that its heaviest chunk is as light as can be."""
+    """One chain through all modules, cut so that its heaviest chunk is as light as possible."""
     together = np.concatenate(list(loads.values()))
     counts = tuple(map(len, loads.values()))
     return Chain(modules=tuple(loads), num_layers=counts, bounds=lightest_cuts(together, num_chunks))
@@ -188,7 +157,9 @@ def separate_chains(
     Each chain is cut by itself first; then cuts move by a layer as long as that makes the heaviest rank lighter, or
     keeps it and makes chunks of a chain more equal.
     """
-    together = {row: np.concatenate([loads[one] for one in row]) for row in rows or [(module,) for module in loads]}
+    together = {
+        row: np.concatenate([loads[module] for module in row]) for row in rows or [(module,) for module in loads]
+    }
     chains: dict[tuple[str, ...], list[int]] = {}
     for row, load in together.items():
         num_chunks = min(rounds[row[0]], max(1, len(load) // num_ranks)) * num_ranks
@@ -213,14 +184,14 @@ def separate_chains(
                 for step in (-1, 1):
                     bounds[cut] += step
                     if bounds[cut - 1] < bounds[cut] < bounds[cut + 1]:
-                        found = weights()
-                        if found[0] < best[0] * (1 - 1e-9) or (
-                            found[0] <= best[0] * (1 + 1e-9) and found[1] < best[1] * (1 - 1e-9)
+                        moved = weights()
+                        if moved[0] < best[0] * (1 - 1e-9) or (
+                            moved[0] <= best[0] * (1 + 1e-9) and moved[1] < best[1] * (1 - 1e-9)
                         ):
-                            best, improved = found, True
+                            best, improved = moved, True
                             continue
                     bounds[cut] -= step
     return tuple(
-        Chain(modules=row, num_layers=tuple(len(loads[one]) for one in row), bounds=tuple(bounds))
+        Chain(modules=row, num_layers=tuple(len(loads[module]) for module in row), bounds=tuple(bounds))
         for row, bounds in chains.items()
     )

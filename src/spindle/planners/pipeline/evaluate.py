@@ -32,7 +32,6 @@ Load = namedtuple(
         "base_backward",
         "base_memory",
         "base_choice",
-        "twin",  # per microbatch: the one before it that is its equal, or -1
         "microbatch_of",  # per group
     ],
 )
@@ -133,7 +132,6 @@ def load_of(segments: Segments, caps: Column, bases: list[tuple[int, Column]]) -
         base_backward=np.stack([backward for _, backward, _ in columns]),
         base_memory=np.stack([memory for _, _, memory in columns]),
         base_choice=np.stack([choice for _, choice in bases]),
-        twin=_twins(segments),
         microbatch_of=microbatch_of,
     )
 
@@ -150,7 +148,7 @@ def bases_of(segments: Segments, caps: Column, num_levels: int = 4) -> list[tupl
     for level in range(num_levels):
         choice = _level(segments, fastest, level / max(num_levels - 1, 1))
         fits = (least_caps_of(segments, choice) <= caps).all()
-        if fits and not any((choice == other).all() for _, other in bases):
+        if fits and not any((choice == known).all() for _, known in bases):
             bases.append((SAFE, choice))
     if (least_caps(segments, ADMISSION) <= caps).all():
         bases.append((ADMISSION, lean))
@@ -177,27 +175,6 @@ def _level(segments: Segments, fastest: Column, share: float) -> Column:
     unused = np.arange(time.shape[1]) >= segments.choice_count[segments.choice_of][:, :, None]
     times = np.where(unused | (sizes > limit[:, :, None]), np.iinfo(np.int64).max, times)
     return np.ascontiguousarray(times.argmin(axis=2).astype(np.int64))
-
-
-def _twins(segments: Segments) -> Column:
-    """Microbatches with the same work are interchangeable: an order need not distinguish which of them comes first."""
-    seen: dict[bytes, int] = {}
-    twins = np.full(segments.num_microbatches, -1, dtype=np.int64)
-    for microbatch in range(segments.num_microbatches):
-        pairs = np.flatnonzero(segments.microbatch == microbatch)
-        first = int(pairs[0])
-        rows = segments.choice_of[pairs]
-        tables = (segments.choice_forward_ns, segments.choice_backward_ns, segments.choice_memory)
-        key = [table[rows] for table in tables] + [segments.choice_count[rows]]
-        key += [segments.weight_ns[pairs], segments.hop_ns[pairs]]
-        key += [segments.group[pairs] - segments.group[first], pairs - first]
-        for pair in pairs.tolist():
-            part = slice(segments.predecessor_starts[pair], segments.predecessor_starts[pair + 1])
-            key += [segments.predecessors[part] - first, segments.wrap_ns[part]]
-        name = b"|".join(column.tobytes() for column in key)
-        twins[microbatch] = seen.get(name, -1)
-        seen[name] = microbatch
-    return twins
 
 
 def starting_orders(segments: Segments) -> list[Column]:

@@ -55,15 +55,15 @@ def is_safe_state(free, held, need, microbatch, rank, order, place, left, work):
     length = order[num_microbatches]
     is_new = place[microbatch] < 0
     beyond = length if is_new else place[microbatch]
-    room = free[rank]
+    available = free[rank]
     fits = True
     for position in range(beyond):
-        one = order[position]
-        if need[one, rank] > room:
+        holder = order[position]
+        if need[holder, rank] > available:
             fits = False
             break
-        room += held[one, rank]
-    if fits and need[microbatch, rank] <= room:
+        available += held[holder, rank]
+    if fits and need[microbatch, rank] <= available:
         if is_new:
             order[length] = microbatch
             place[microbatch] = length
@@ -71,41 +71,41 @@ def is_safe_state(free, held, need, microbatch, rank, order, place, left, work):
         return True
     # Another order, from the start.
     num_left = 0
-    for one in range(num_microbatches):
-        for other in range(ranks):
-            if held[one, other] > 0:
-                left[num_left] = one
+    for holder in range(num_microbatches):
+        for each_rank in range(ranks):
+            if held[holder, each_rank] > 0:
+                left[num_left] = holder
                 num_left += 1
                 break
-    for other in range(ranks):
-        work[other] = free[other]
+    for each_rank in range(ranks):
+        work[each_rank] = free[each_rank]
     # `left` is filled again from its end with those that can end, latest first.
     length = num_left
     while num_left > 0:
         was_left = num_left
         position = 0
         while position < num_left:
-            one = left[position]
+            holder = left[position]
             fits = True
-            for other in range(ranks):
-                if need[one, other] > work[other]:
+            for each_rank in range(ranks):
+                if need[holder, each_rank] > work[each_rank]:
                     fits = False
                     break
             if fits:
-                for other in range(ranks):
-                    work[other] += held[one, other]
+                for each_rank in range(ranks):
+                    work[each_rank] += held[holder, each_rank]
                 num_left -= 1
                 left[position] = left[num_left]
-                left[num_left] = one
+                left[num_left] = holder
             else:
                 position += 1
         if num_left == was_left:
             return False
     place[:] = -1
     for position in range(length):
-        one = left[length - 1 - position]
-        order[position] = one
-        place[one] = position
+        holder = left[length - 1 - position]
+        order[position] = holder
+        place[holder] = position
     order[num_microbatches] = length
     return True
 

@@ -45,34 +45,57 @@ class Schedule:
 
 
 @njit(inline="always")
-def _comes_first(at, priority, pair, other_at, other_priority, other_pair, last):
+def _comes_first(at, priority, pair, rival_at, rival_priority, rival_pair, last):
     """Is the first of two ready passes the one to take? By (max(start, last), -priority, start, pair)."""
     start = max(at, last)
-    other_start = max(other_at, last)
-    if start != other_start:
-        return start < other_start
-    if priority != other_priority:
-        return priority > other_priority
-    if at != other_at:
-        return at < other_at
-    return pair < other_pair
+    rival_start = max(rival_at, last)
+    if start != rival_start:
+        return start < rival_start
+    if priority != rival_priority:
+        return priority > rival_priority
+    if at != rival_at:
+        return at < rival_at
+    return pair < rival_pair
+
+
+@njit(inline="always")
+def _can_be_admitted(reserved, footprint, caps, microbatch):
+    """ADMISSION: is there room on every rank for all pairs of one more microbatch?"""
+    fits = True
+    for rank in range(caps.size):
+        if reserved[rank] + footprint[microbatch, rank] > caps[rank]:
+            fits = False
+            break
+    return fits
 
 
 @njit(cache=True, nogil=True)
 def interleave_passes(
     table, forward_ns, backward_ns, memory, priority, caps, gate, order_pair, order_kind, start_ns, end_ns, peak
 ):
-    """Fills the order of each rank with its times and peaks. Returns the makespan, or -1 for a deadlock (`HARD`)."""
+    """Fills the order of each rank with its times and peaks. Returns the makespan, or -1 for a deadlock (`HARD`).
+
+    A list scheduler that places one pass at a time: (1) keep the best entry of each rank's two queues, among those that
+    the gate allows; (2) take the rank that can start soonest, and one of its queues; (3) account for the memory of the
+    pass, where the SAFE gate may still refuse it; (4) append it to the rank's order; (5) put what it makes ready into
+    queues: the same pair on the next rank, or at an end of the pipeline the pairs that wait for this one.
+
+    One function on purpose: a function for each phase, even inlined, has references to its arrays counted at every
+    pass, and is 5 to 10 % slower.
+    """
     pairs, ranks = forward_ns.shape
     num_microbatches = table.serial_starts.size - 1
+    # By rank and direction: entries that are ready or will be, in no order, from when on, and which is the best.
     queue = np.empty((ranks, 2, pairs), np.int64)
     queue_at = np.empty((ranks, 2, pairs), np.int64)
     count = np.zeros((ranks, 2), np.int64)
     best = np.full((ranks, 2), -1, np.int64)
+    # By rank: the end of its last pass, and of which direction that was; passes so far; memory held.
     last = np.zeros(ranks, np.int64)
     last_kind = np.ones(ranks, np.int64)
     num_passes = np.zeros(ranks, np.int64)
     live = np.zeros(ranks, np.int64)
+    # By pair: how many neighbours it still waits for in each direction, and the latest of those that are done.
     waits_forward = np.empty(pairs, np.int64)
     waits_backward = np.empty(pairs, np.int64)
     ready_forward = np.zeros(pairs, np.int64)
@@ -99,6 +122,7 @@ def interleave_passes(
     work_scratch = np.empty(ranks, np.int64)
     epoch = np.zeros(ranks, np.int64)
 
+    # What can start at once: pairs without predecessors, on rank 0.
     for pair in range(pairs):
         microbatch = table.microbatch[pair]
         num_left[microbatch] += 1
@@ -126,7 +150,8 @@ def interleave_passes(
     placed = 0
     makespan = 0
     while placed < 2 * pairs * ranks:
-        # Best entry of each queue of the rank that changed; with `rescan` also of those with refused forwards.
+        # (1) Best entry of each queue of the rank that changed; with `rescan` also of those with refused forwards.
+        # Other ranks have kept theirs up to date in (5).
         for rank in range(ranks):
             if rank != changed and not (rescan and has_refused[rank]):
                 continue
@@ -139,14 +164,10 @@ def interleave_passes(
                     if direction == 0 and gate != NONE:
                         if gate == ADMISSION:
                             microbatch = table.microbatch[pair]
-                            if not is_admitted[microbatch]:
-                                fits = True
-                                for other in range(ranks):
-                                    if reserved[other] + footprint[microbatch, other] > caps[other]:
-                                        fits = False
-                                        break
-                                if not fits:
-                                    continue
+                            if not is_admitted[microbatch] and not _can_be_admitted(
+                                reserved, footprint, caps, microbatch
+                            ):
+                                continue
                         elif live[rank] + memory[pair, rank] > caps[rank]:
                             continue
                         elif gate == SAFE:
@@ -159,10 +180,10 @@ def interleave_passes(
                             ):
                                 has_refused[rank] = True
                                 continue
-                    one_priority = priority[table.group[pair], direction]
+                    entry_priority = priority[table.group[pair], direction]
                     if chosen < 0 or _comes_first(
                         queue_at[rank, direction, entry],
-                        one_priority,
+                        entry_priority,
                         pair,
                         queue_at[rank, direction, chosen],
                         chosen_priority,
@@ -170,41 +191,40 @@ def interleave_passes(
                         last[rank],
                     ):
                         chosen = entry
-                        chosen_priority = one_priority
+                        chosen_priority = entry_priority
                 best[rank, direction] = chosen
 
-        # The rank that can start soonest.
+        # (2) The pass: the rank that can start soonest, and one of its queues: in turn where both are ready when the
+        # last pass ends, else what comes first.
         rank = -1
         soonest = UNLIMITED
-        for one in range(ranks):
+        for candidate in range(ranks):
             for direction in range(2):
-                if best[one, direction] >= 0:
-                    start = max(last[one], queue_at[one, direction, best[one, direction]])
+                if best[candidate, direction] >= 0:
+                    start = max(last[candidate], queue_at[candidate, direction, best[candidate, direction]])
                     if start < soonest:
                         soonest = start
-                        rank = one
+                        rank = candidate
         if rank < 0:
             return -1
-
-        # Which of its queues.
-        of_forward = best[rank, 0]
-        of_backward = best[rank, 1]
-        if of_backward < 0:
+        best_forward = best[rank, 0]
+        best_backward = best[rank, 1]
+        if best_backward < 0:
             direction = 0
-        elif of_forward < 0:
+        elif best_forward < 0:
             direction = 1
         else:
-            forward_at = queue_at[rank, 0, of_forward]
-            backward_at = queue_at[rank, 1, of_backward]
+            forward_at = queue_at[rank, 0, best_forward]
+            backward_at = queue_at[rank, 1, best_backward]
             if forward_at <= last[rank] and backward_at <= last[rank]:
                 direction = 1 - last_kind[rank]
             elif _comes_first(
                 forward_at,
-                priority[table.group[queue[rank, 0, of_forward]], 0],
-                queue[rank, 0, of_forward],
+                priority[table.group[queue[rank, 0, best_forward]], 0],
+                queue[rank, 0, best_forward],
                 backward_at,
-                priority[table.group[queue[rank, 1, of_backward]], 1],
-                queue[rank, 1, of_backward],
+                priority[table.group[queue[rank, 1, best_backward]], 1],
+                queue[rank, 1, best_backward],
                 last[rank],
             ):
                 direction = 0
@@ -215,7 +235,7 @@ def interleave_passes(
         microbatch = table.microbatch[pair]
         start = max(last[rank], queue_at[rank, direction, entry])
 
-        # Memory.
+        # (3) Memory: a forward takes, a backward frees. What the banker's rule refuses stays in its queue.
         changed = rank
         rescan = False
         if direction == 0:
@@ -247,8 +267,8 @@ def interleave_passes(
                     epoch[rank] += 1
             elif gate == ADMISSION and not is_admitted[microbatch]:
                 is_admitted[microbatch] = True
-                for other in range(ranks):
-                    reserved[other] += footprint[microbatch, other]
+                for each in range(ranks):
+                    reserved[each] += footprint[microbatch, each]
             live[rank] += memory[pair, rank]
             peak[rank] = max(peak[rank], live[rank])
         else:
@@ -267,10 +287,10 @@ def interleave_passes(
                 # than this pass ends, so the release needs no time of its own.
                 num_left[microbatch] -= 1
                 if num_left[microbatch] == 0 and gate == ADMISSION:
-                    for other in range(ranks):
-                        reserved[other] -= footprint[microbatch, other]
+                    for each in range(ranks):
+                        reserved[each] -= footprint[microbatch, each]
 
-        # The pass takes its place.
+        # (4) The pass takes its place; the last entry of its queue takes the one that it leaves.
         count[rank, direction] -= 1
         queue[rank, direction, entry] = queue[rank, direction, count[rank, direction]]
         queue_at[rank, direction, entry] = queue_at[rank, direction, count[rank, direction]]
@@ -286,7 +306,8 @@ def interleave_passes(
         num_passes[rank] += 1
         placed += 1
 
-        # What it makes ready, at most one entry in a queue of another rank, or several on rank 0 or P-1.
+        # (5) What it makes ready: one entry on the next rank, or several on rank 0 or P-1, where edges [first, beyond)
+        # of the table are followed. Edge -1: a pair without successors turns around on rank P-1.
         first = 0
         beyond = 1
         if direction == 0 and rank == ranks - 1:
@@ -332,6 +353,7 @@ def interleave_passes(
             queue[next_rank, next_direction, entry] = next_pair
             queue_at[next_rank, next_direction, entry] = at
             count[next_rank, next_direction] += 1
+            # Better than its queue's best so far? The gates that look at one rank alone are asked here, too.
             is_gated = next_direction == 0 and gate % 2 == 1  # HARD or SAFE
             if is_gated and live[next_rank] + memory[next_pair, next_rank] > caps[next_rank]:
                 continue

@@ -1,6 +1,6 @@
 """Annealing over orders: moves of single tokens and exchanges of microbatches, compiled.
 
-Better per evaluation than the tree where memory binds (experiments/LOG.md), so a search is tree first, then this.
+The paper searches a tree (PipeWeaver §4.1); annealing alone is as good (experiments/LOG.md).
 """
 
 from __future__ import annotations
@@ -8,9 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from spindle.planners.anneal import random_below, random_share
+from spindle.planners.anneal import DONE, STOP, random_below, random_share
 from spindle.planners.pipeline.evaluate import evaluate
-from spindle.planners.pipeline.tree import DONE, STOP
 
 # Cumulative shares of the moves; single tokens have the rest.
 EXCHANGE_BELOW = 0.2
@@ -24,10 +23,10 @@ FAR = 0.3
 @njit(cache=True, nogil=True)
 def _exchange(load, order, place_of, state):
     """Two microbatches change places, group by group, as far as both have groups."""
-    microbatches = load.twin.size
-    one = random_below(state, microbatches)
-    other = random_below(state, microbatches)
-    if one == other:
+    microbatches = load.table.serial_starts.size - 1
+    one_microbatch = random_below(state, microbatches)
+    other_microbatch = random_below(state, microbatches)
+    if one_microbatch == other_microbatch:
         return
     tokens = order.size
     for place in range(tokens):
@@ -37,9 +36,9 @@ def _exchange(load, order, place_of, state):
     first = groups - 1
     second = groups - 1
     while True:
-        while first >= 0 and load.microbatch_of[first] != one:
+        while first >= 0 and load.microbatch_of[first] != one_microbatch:
             first -= 1
-        while second >= 0 and load.microbatch_of[second] != other:
+        while second >= 0 and load.microbatch_of[second] != other_microbatch:
             second -= 1
         if first < 0 or second < 0:
             return
@@ -76,8 +75,8 @@ def _jump(order, state):
 
 
 @njit(cache=True, nogil=True)
-def anneal_order(load, scratch, bound, seed, evaluations, hot, cold, control, best_order, found):
-    """Anneals from the best order known; `best_order` and `found` [makespan, base] are updated. Temperatures go from
+def anneal_order(load, scratch, bound, seed, evaluations, hot, cold, control, best_order, best):
+    """Anneals from the best order known; `best_order` and `best` [makespan, base] are updated. Temperatures go from
     `hot` to `cold`, as shares of the makespan. Returns (evaluations, makespan) of every improvement."""
     state = np.array([seed * 2 + 1], np.uint64)
     for _ in range(16):
@@ -86,13 +85,14 @@ def anneal_order(load, scratch, bound, seed, evaluations, hot, cold, control, be
     current = best_order.copy()
     order = best_order.copy()
     place_of = np.empty(tokens, np.int64)
-    makespan = found[0]
-    base = found[1]
+    makespan = best[0]
+    base = best[1]
     num_bases = load.base_gate.size
     record = np.empty((evaluations + 1, 2), np.int64)
     num_records = 0
     done = 0
-    while done < evaluations and found[0] > bound:
+    while done < evaluations and best[0] > bound:
+        # A neighbour of the current order: two microbatches exchanged, another base, or a token moved.
         temperature = hot * (cold / hot) ** (done / evaluations)
         order[:] = current
         new_base = base
@@ -105,13 +105,14 @@ def anneal_order(load, scratch, bound, seed, evaluations, hot, cold, control, be
             _jump(order, state)
         value = evaluate(load, new_base, order, scratch)
         done += 1
-        if value <= makespan - np.log(1.0 - random_share(state)) * temperature * found[0]:
+        # Metropolis: shorter ones are always accepted, longer ones the less likely the longer and the colder.
+        if value <= makespan - np.log(1.0 - random_share(state)) * temperature * best[0]:
             makespan = value
             base = new_base
             current[:] = order
-        if value < found[0]:
-            found[0] = value
-            found[1] = new_base
+        if value < best[0]:
+            best[0] = value
+            best[1] = new_base
             best_order[:] = order
             record[num_records, 0] = done
             record[num_records, 1] = value

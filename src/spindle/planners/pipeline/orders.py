@@ -44,8 +44,8 @@ def zero_bubble(segments: Segments) -> Schedule:
     plain = one_forward_one_backward(segments)
     table = table_of(segments)
     ranks = range(segments.num_ranks)
-    cut = [[one for whole in _passes(plain, rank) for one in _cut(segments, whole, rank)] for rank in ranks]
-    lanes = [[[one for one in order if one[1] in kinds] for kinds in LANES] for order in cut]
+    cut = [[pass_ for whole in _passes(plain, rank) for pass_ in _cut(segments, whole, rank)] for rank in ranks]
+    lanes = [[[pass_ for pass_ in order if pass_[1] in kinds] for kinds in LANES] for order in cut]
     candidates = [_timed(segments, cut, table)]
     fullest = np.full_like(plain.peak, plain.peak.max())
     for most, is_eager in ((fullest, True), (fullest, False), (plain.peak, True), (plain.peak, False)):
@@ -81,9 +81,9 @@ def _filling(segments: Segments, most: Column, is_eager: bool) -> Choose:
             return 2
         start = forward if chosen == 0 else back
         assert start is not None
-        room = start - walk.last[rank]
+        gap = start - walk.last[rank]
         needed = 1 if is_eager else max(1, int(segments.weight_ns[walk.head(rank, 2)[0], rank]))
-        return 2 if room >= needed else chosen
+        return 2 if gap >= needed else chosen
 
     return choose
 
@@ -95,12 +95,19 @@ def encoders_in_bubbles(segments: Segments, is_backbone: Column, caps: Column | 
     table = table_of(segments)
     inside = _restricted(segments, backbone)
     numbers = np.flatnonzero(backbone)
-    kept = interleaved(inside) if np.bincount(inside.microbatch).max() > 1 else one_forward_one_backward(inside)
-    own = [[(int(numbers[pair]), kind) for pair, kind in _passes(kept, rank)] for rank in range(segments.num_ranks)]
+    backbone_order = (
+        interleaved(inside) if np.bincount(inside.microbatch).max() > 1 else one_forward_one_backward(inside)
+    )
+    own = [
+        [(int(numbers[pair]), kind) for pair, kind in _passes(backbone_order, rank)]
+        for rank in range(segments.num_ranks)
+    ]
     candidates = []
     for together in sorted({1, segments.num_ranks, segments.num_microbatches}):
-        others = [[one for one in sequence if not backbone[one[0]]] for sequence in _sequences(segments, together)]
-        for first, second in (others, others[::-1]):
+        encoders = [
+            [pass_ for pass_ in sequence if not backbone[pass_[0]]] for sequence in _sequences(segments, together)
+        ]
+        for first, second in (encoders, encoders[::-1]):
             walked = Walk(segments, table, [[lane, first, second] for lane in own], soonest).run()
             if walked is not None:
                 candidates.append(_timed(segments, walked, table))
@@ -134,7 +141,7 @@ def _timed(segments: Segments, orders: list[list[Pass]], table: Table) -> Schedu
     length = max(len(order) for order in orders)
     pair, kind = np.full((len(orders), length), -1), np.zeros((len(orders), length), dtype=np.int64)
     for rank, order in enumerate(orders):
-        pair[rank, : len(order)] = [one for one, _ in order]
+        pair[rank, : len(order)] = [number for number, _ in order]
         kind[rank, : len(order)] = [of for _, of in order]
     return retime(segments, pair, kind, table=table)
 
@@ -146,7 +153,7 @@ def _sequences(segments: Segments, together: int) -> tuple[list[Pass], list[Pass
     depth, height = [0] * len(pairs), [0] * len(pairs)
     for pair in pairs:
         before = segments.predecessors[starts[pair] : starts[pair + 1]].tolist()
-        depth[pair] = max((depth[one] + 1 for one in before), default=0)
+        depth[pair] = max((depth[predecessor] + 1 for predecessor in before), default=0)
     for pair in reversed(pairs):
         for predecessor in segments.predecessors[starts[pair] : starts[pair + 1]].tolist():
             height[predecessor] = max(height[predecessor], height[pair] + 1)
@@ -183,9 +190,9 @@ def _patterned(segments: Segments, forwards: list[Pass], backwards: list[Pass], 
         except PlanError:
             return None
 
-    found = attempt(0)
-    if found is not None:
-        return found
+    schedule = attempt(0)
+    if schedule is not None:
+        return schedule
     # With all forwards first nothing waits for itself; the fewest that will do lie between.
     low, high = 1, total
     while low < high:
@@ -194,9 +201,9 @@ def _patterned(segments: Segments, forwards: list[Pass], backwards: list[Pass], 
             low = middle + 1
         else:
             high = middle
-    found = attempt(high)
-    assert found is not None, "all forwards before all backwards cannot wait for themselves"
-    return found
+    schedule = attempt(high)
+    assert schedule is not None, "all forwards before all backwards cannot wait for themselves"
+    return schedule
 
 
 def _restricted(segments: Segments, is_inside: Column) -> Segments:

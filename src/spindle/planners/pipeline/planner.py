@@ -2,7 +2,7 @@
 
 Chunks stand where a layout has them, chosen before training. What the search finds becomes a plan, a program and a
 simulated step like any other; only there is counted what waits between ranks, so a plan that does not fit with it is
-made again with a little less room.
+made again with a smaller activation budget.
 """
 
 from __future__ import annotations
@@ -13,31 +13,32 @@ from dataclasses import replace
 import numpy as np
 
 from spindle.errors import DoesNotFitError
-from spindle.plan import Plan, check
-from spindle.planners.pipeline.bound import bound_ns
+from spindle.plan import Plan
+from spindle.planners.bounds import bound_ns
+from spindle.planners.finish import finished, simulated
+from spindle.planners.options import Layout, PlanOptions, Progress
 from spindle.planners.pipeline.chains import (
-    Layout,
     layer_counts,
     layer_loads,
     layout_of,
     modules_in_rows,
+    pipeline_ranks_of,
     separate_chains,
 )
 from spindle.planners.pipeline.interleave import Schedule
 from spindle.planners.pipeline.memory import fastest_choices
 from spindle.planners.pipeline.retime import stage_columns
-from spindle.planners.pipeline.search import Found, search
+from spindle.planners.pipeline.search import SearchResult, search
 from spindle.planners.pipeline.segments import Column
 from spindle.planners.pipeline.stages import NS, Batch, batches_of, plan_of
-from spindle.planners.wavefront import Effort, Progress
 from spindle.profile import Profile
-from spindle.program import lower, refuse_overfull, verify
-from spindle.simulate import simulate
+from spindle.program import refuse_overfull
 
 EVALUATIONS = 4000
 _LAYOUT_EVALUATIONS = 32
 _NEARLY = 1.01  # as short: chains of fewer chunks are searched faster
 _ATTEMPTS = 6
+_MARGIN_BYTES = 1 << 24  # taken from an activation budget beyond the excess
 _FIRST_EVALUATIONS = 16  # of a first attempt, which finds out how much is on its way between ranks
 
 
@@ -58,75 +59,76 @@ def natural_rounds(profile: Profile) -> dict[str, int]:
 
 
 def pipeline_layout(profile: Profile, num_ranks: int) -> Layout:
-    """Where the chunks of each module stand, chosen on a batch that stands for all.
+    """Choose where the chunks of each module stand, on a representative batch.
 
     Chains that pass the ranks more often fill and drain them faster, and send more; the best of a few is taken.
     """
     loads, rounds, rows = layer_loads(profile), natural_rounds(profile), modules_in_rows(profile.graph)
-    found: list[tuple[int, int, Layout]] = []
+    candidates: list[tuple[int, Layout]] = []  # with the length of the best schedule
     refusals: list[DoesNotFitError] = []
     for factor in (1, 2, 4):
         times = {module: factor * count for module, count in rounds.items()}
         layout = layout_of(profile, num_ranks, separate_chains(loads, times, num_ranks, rows))
-        if any(layout == other for _, _, other in found):
+        if any(layout == candidate for _, candidate in candidates):
             continue
         try:
             results = [
-                search(batch.segments, batch.room, evaluations=_LAYOUT_EVALUATIONS)
+                search(batch.segments, batch.activation_budget, evaluations=_LAYOUT_EVALUATIONS)
                 for batch in batches_of(profile, layout)
             ]
         except DoesNotFitError as error:
             refusals.append(error)
             continue
-        found.append((max(result.schedule.makespan_ns for result in results), factor, layout))
-    if not found:
+        candidates.append((max(result.schedule.makespan_ns for result in results), layout))
+    if not candidates:
         raise refusals[0]
-    shortest = min(makespan for makespan, _, _ in found)
-    return next(layout for makespan, _, layout in found if makespan <= _NEARLY * shortest)
+    shortest = min(makespan for makespan, _ in candidates)
+    return next(layout for makespan, layout in candidates if makespan <= _NEARLY * shortest)
 
 
-def plan_pipeline(profile: Profile, layout: Layout, effort: Effort, progress: Progress | None = None) -> Plan:
-    """The best plan found for a batch, finished."""
-    return search_pipeline(profile, layout, effort, progress)[0]
+def plan_pipeline(profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Plan:
+    """Search the best plan for a batch."""
+    return search_pipeline(profile, options, progress)[0]
 
 
 def search_pipeline(
-    profile: Profile, layout: Layout, effort: Effort, progress: Progress | None = None
-) -> tuple[Plan, list[Found]]:
-    """The best plan found for a batch, finished, and how the search of each replica came to it."""
+    profile: Profile, options: PlanOptions, progress: Progress | None = None
+) -> tuple[Plan, list[SearchResult]]:
+    """Search the best plan for a batch; returns it with the search result of each replica."""
+    layout = options.layouts[0] if options.layouts else pipeline_layout(profile, pipeline_ranks_of(profile, options))
     batches = batches_of(profile, layout)
-    budget = EVALUATIONS if effort.evaluations is None else effort.evaluations
-    found: list[Found] = []
+    num_evaluations = EVALUATIONS if options.evaluations is None else options.evaluations
+    results: list[SearchResult] = []
 
-    def schedules(rooms: Sequence[Column], is_first: bool) -> list[Schedule]:
-        found.clear()
-        for number, (batch, room) in enumerate(zip(batches, rooms, strict=True)):
+    def schedules(activation_budgets: Sequence[Column], is_first: bool) -> list[Schedule]:
+        results.clear()
+        for number, (batch, activation_budget) in enumerate(zip(batches, activation_budgets, strict=True)):
 
             def tell(evaluations: int, _: int, before: int = number) -> None:
                 if progress is not None:
-                    progress((before + min(1.0, evaluations / budget)) / len(batches))
+                    progress((before + min(1.0, evaluations / num_evaluations)) / len(batches))
 
-            limit_s = None if effort.time_limit_s is None else effort.time_limit_s / len(batches)
-            found.append(
+            limit_s = None if options.time_limit_s is None else options.time_limit_s / len(batches)
+            results.append(
                 search(
                     batch.segments,
-                    room,
-                    evaluations=min(budget, _FIRST_EVALUATIONS) if is_first else budget,
-                    seed=effort.seed + number,
+                    activation_budget,
+                    evaluations=min(num_evaluations, _FIRST_EVALUATIONS) if is_first else num_evaluations,
+                    seed=options.seed + number,
                     time_limit_s=limit_s,
                     progress=tell,
                 )
             )
-        return [one.schedule for one in found]
+        return [result.schedule for result in results]
 
     plan = fitting_plan(profile, layout, "pipeline", batches, schedules)
     plan = replace(
         plan,
-        seed=effort.seed,
-        evaluations=sum(one.evaluations for one in found),
-        cut_s=effort.time_limit_s if any(one.is_cut for one in found) else None,
+        seed=options.seed,
+        evaluations=sum(result.evaluations for result in results),
+        cut_s=options.time_limit_s if any(result.is_cut for result in results) else None,
     )
-    return plan, found
+    return plan, results
 
 
 def fitting_plan(
@@ -136,25 +138,26 @@ def fitting_plan(
     batches: Sequence[Batch],
     schedules: Callable[[Sequence[Column], bool], Sequence[Schedule]],
 ) -> Plan:
-    """The finished plan of the schedules under the room there is, less what turned out to be on its way between ranks.
+    """Make a plan of schedules that fits, bytes in flight between ranks included.
 
-    `schedules` hears whether this is the first attempt, which only finds that out.
+    Only the simulated step counts what is in flight, so budgets shrink by the excess from attempt to attempt.
+    `schedules` is told whether this is the first attempt, which only finds out how much that is.
     """
     limit = profile.cluster.kind.memory_bytes
-    rooms = [batch.room for batch in batches]
+    activation_budgets = [batch.activation_budget for batch in batches]
     for attempt in range(_ATTEMPTS):
-        plan = plan_of(profile, layout, planner, batches, schedules(rooms, attempt == 0))
-        timeline = simulate(lower(plan, profile), profile)
-        peaks = timeline.peak_bytes()
-        by_rank = peaks.reshape(layout.num_replicas, layout.num_ranks, -1).max(axis=2)
-        over = [by_rank[batch.replica] - limit for batch in batches]
-        if max(one.max() for one in over) <= 0 and attempt:
+        plan = plan_of(profile, layout, planner, batches, schedules(activation_budgets, attempt == 0))
+        plan, peak_bytes = simulated(plan, profile)
+        by_rank = peak_bytes.reshape(layout.num_replicas, layout.num_ranks, -1).max(axis=2)
+        excesses = [by_rank[batch.replica] - limit for batch in batches]
+        if max(excess.max() for excess in excesses) <= 0 and attempt:
             break
-        rooms = [room - np.maximum(0, one + (one > 0) * (1 << 24)) for room, one in zip(rooms, over, strict=True)]
-    refuse_overfull(peaks, profile)
-    check(plan, profile)
-    verify(lower(plan, profile), profile)
-    return replace(plan, makespan_s=timeline.makespan_s, bound_s=bound_s(batches))
+        activation_budgets = [
+            activation_budget - np.maximum(0, excess + (excess > 0) * _MARGIN_BYTES)
+            for activation_budget, excess in zip(activation_budgets, excesses, strict=True)
+        ]
+    refuse_overfull(peak_bytes, profile)
+    return finished(plan, profile, bound_s(batches))
 
 
 def bound_s(batches: Sequence[Batch]) -> float:

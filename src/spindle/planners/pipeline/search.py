@@ -1,7 +1,7 @@
-"""Which order of priorities gives the shortest step? Starting orders, then tree search, then annealing.
+"""Which order of priorities gives the shortest step? Starting orders, then annealing.
 
 The natural order comes first, so there is a plan at any time. The budget counts evaluations and is split evenly and in
-advance among workers, each with its own tree and seed; after each round all go on from the best of all. So the same
+advance among workers, each with its own seed; after each round all go on from the best of all. So the same
 seed, budget and number of workers give the same schedule, on any number of cores. A time limit only cuts.
 """
 
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spindle.planners.pipeline.bound import bound_ns
+from spindle.planners.anneal import DONE, STOP, new_control
+from spindle.planners.bounds import bound_ns
 from spindle.planners.pipeline.evaluate import (
     Load,
     bases_of,
@@ -28,18 +29,13 @@ from spindle.planners.pipeline.gates import SAFE, check_fits, limits_of
 from spindle.planners.pipeline.interleave import Schedule
 from spindle.planners.pipeline.moves import anneal_order
 from spindle.planners.pipeline.segments import Column, Segments
-from spindle.planners.pipeline.tree import STOP, search_tree
 
-# Shares of what is left after the starting orders: each round's, and the tree's of the first round.
+# Shares of what is left after the starting orders, by round.
 ROUNDS = (0.5, 0.5)
-TREE_SHARE = 0.3
 
 # Temperatures of annealing at the beginning of each round and at its end, as shares of the makespan.
 HOT = (0.02, 0.005)
 COLD = 0.0003
-
-# Mean distance by which rollouts of the tree leave the best order.
-SPREAD = 0.5
 
 # Between two looks at the clock.
 PATIENCE_S = 0.02
@@ -48,8 +44,8 @@ Progress = Callable[[int, int], None]  # evaluations done, best makespan so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The best schedule of a search, and how it came about."""
+class SearchResult:
+    """The best schedule of a search, and how the search went."""
 
     schedule: Schedule  # with its memory choices
     bound_ns: int
@@ -68,7 +64,7 @@ class _Best:
     base: int
     order: Column
 
-    def found(self) -> Column:
+    def as_column(self) -> Column:
         return np.array([self.makespan, self.base], dtype=np.int64)
 
 
@@ -81,7 +77,7 @@ def search(
     num_workers: int = 2,
     time_limit_s: float | None = None,
     progress: Progress | None = None,
-) -> Found:
+) -> SearchResult:
     """The best schedule found under caps on the memory of each rank."""
     began = time.monotonic()
     limits = limits_of(segments, caps)
@@ -111,10 +107,10 @@ def search(
                 (done + num_workers * count, makespan) for worker in workers for count, makespan in worker.record
             )
             done += sum(worker.done for worker in workers)
-            winner = min(workers, key=lambda worker: int(worker.found[0]))
-            if winner.found[0] < best.makespan:
-                best = _Best(int(winner.found[0]), int(winner.found[1]), winner.order)
-    return Found(
+            winner = min(workers, key=lambda worker: int(worker.best[0]))
+            if winner.best[0] < best.makespan:
+                best = _Best(int(winner.best[0]), int(winner.best[1]), winner.order)
+    return SearchResult(
         schedule=_schedule(segments, load, best),
         bound_ns=bound,
         natural_ns=natural,
@@ -154,32 +150,33 @@ class _Worker:
         self, segments: Segments, load: Load, bound: int, best: _Best, seed: int, evaluations: int, number: int
     ) -> None:
         self.load, self.bound, self.seed, self.evaluations = load, bound, seed, evaluations
-        self.in_tree = int(TREE_SHARE * evaluations) if number == 0 else 0
         self.hot = HOT[number]
         self.scratch = scratch_of(segments)
-        self.controls = np.zeros((2, 2), dtype=np.int64)
-        self.order, self.found = best.order.copy(), best.found()
-        self.record: list[tuple[int, int]] = []
+        self.control = new_control()
+        self.order, self.best = best.order.copy(), best.as_column()
+        self.record: list[tuple[int, int]] = []  # (evaluations, makespan) of every improvement
 
     @property
     def done(self) -> int:
-        return int(self.controls[:, 1].sum())
+        return int(self.control[DONE])
 
     def stop(self) -> None:
-        self.controls[:, STOP] = 1
+        self.control[STOP] = 1
 
     def run(self) -> None:
-        shared = (self.load, self.scratch, self.bound)
-        if self.in_tree:
-            start, base = self.order.copy(), int(self.found[1])
-            record = search_tree(
-                *shared, start, base, self.seed, self.in_tree, SPREAD, self.controls[0], self.order, self.found
-            )
-            self.record += [(int(count), int(makespan)) for count, makespan in record]
-        before = int(self.controls[0, 1])
-        left = self.evaluations - before
-        record = anneal_order(*shared, self.seed, left, self.hot, COLD, self.controls[1], self.order, self.found)
-        self.record += [(before + int(count), int(makespan)) for count, makespan in record]
+        record = anneal_order(
+            self.load,
+            self.scratch,
+            self.bound,
+            self.seed,
+            self.evaluations,
+            self.hot,
+            COLD,
+            self.control,
+            self.order,
+            self.best,
+        )
+        self.record = [(int(count), int(makespan)) for count, makespan in record]
 
 
 def _watch(
@@ -191,7 +188,7 @@ def _watch(
     done: int,
     best: _Best,
 ) -> bool:
-    """Waits for a round; ends it when the time is over, and says whether it did."""
+    """Wait for a round; ends it when the time limit is over, and returns whether it did."""
     if time_limit_s is None and progress is None:
         wait(futures)
         return False
@@ -202,8 +199,8 @@ def _watch(
             for worker in workers:
                 worker.stop()
         if progress is not None:
-            found = min(int(worker.found[0]) for worker in workers)
-            progress(done + sum(worker.done for worker in workers), min(found, best.makespan))
+            shortest = min(int(worker.best[0]) for worker in workers)
+            progress(done + sum(worker.done for worker in workers), min(shortest, best.makespan))
     return is_cut
 
 
@@ -235,9 +232,9 @@ def _schedule(segments: Segments, load: Load, best: _Best) -> Schedule:
 
 
 def _falling(improvements: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Only what improved on all before it."""
-    kept: list[tuple[int, int]] = []
+    """Those that improved on all before them."""
+    falling: list[tuple[int, int]] = []
     for count, makespan in improvements:
-        if not kept or makespan < kept[-1][1]:
-            kept.append((count, makespan))
-    return tuple(kept)
+        if not falling or makespan < falling[-1][1]:
+            falling.append((count, makespan))
+    return tuple(falling)

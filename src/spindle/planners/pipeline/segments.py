@@ -222,26 +222,26 @@ def _serial_passes(segments: Segments) -> tuple[Column, Column, Column]:
     def run_forward(pair: int) -> None:
         stack = [pair]
         while stack:
-            one = stack[-1]
-            missing = [other for other in before[one] if not is_done[other]]
+            current = stack[-1]
+            missing = [predecessor for predecessor in before[current] if not is_done[predecessor]]
             if missing:
                 stack.extend(reversed(missing))
                 continue
             stack.pop()
-            if not is_done[one]:
-                is_done[one] = True
-                passes[segments.microbatch[one]].append((one, FORWARD))
+            if not is_done[current]:
+                is_done[current] = True
+                passes[segments.microbatch[current]].append((current, FORWARD))
 
     for pair in np.flatnonzero(waiting == 0).tolist():
         run_forward(pair)
         returning = [pair]
         while returning:
-            one = returning.pop()
-            passes[segments.microbatch[one]].append((one, BACKWARD))
-            for other in before[one]:
-                waiting[other] -= 1
-                if waiting[other] == 0:
-                    returning.append(other)
+            current = returning.pop()
+            passes[segments.microbatch[current]].append((current, BACKWARD))
+            for predecessor in before[current]:
+                waiting[predecessor] -= 1
+                if waiting[predecessor] == 0:
+                    returning.append(predecessor)
     flat = np.array([entry for of_one in passes for entry in of_one], dtype=np.int64)
     lengths = [len(of_one) for of_one in passes]
     return np.cumsum([0, *lengths]).astype(np.int64), flat[:, 0].copy(), flat[:, 1].copy()

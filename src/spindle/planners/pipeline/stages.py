@@ -1,4 +1,4 @@
-"""From a profile of a batch to the columns that the search works on, and from what it found back to a plan.
+"""From a profile of a batch to the columns that the search works on, and from its schedules back to a plan.
 
 A microbatch is a task of the profile's graph. A stage is one chunk of a chain for one call (a sub-microbatch), or for
 one microbatch where the chain passes several modules; it is a few pieces of ops. Stages that are alike, in space and in
@@ -16,7 +16,7 @@ import numpy as np
 from spindle.errors import DoesNotFitError, PlanError
 from spindle.graph import MetaGraph
 from spindle.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Piece, Plan, assemble_passes
-from spindle.planners.pipeline.chains import Chain, Layout
+from spindle.planners.options import Chain, Layout
 from spindle.planners.pipeline.interleave import Schedule
 from spindle.planners.pipeline.segments import Column, Segments
 from spindle.profile import Curve, Profile, backward_bytes, bytes_text, saved_bytes, state_bytes
@@ -65,7 +65,7 @@ class Batch:
     segments: Segments
     pieces: tuple[tuple[tuple[StagePiece, ...], ...], ...]  # by pair and rank
     stages: tuple[tuple[Stage, ...], ...]  # by pair and rank
-    room: Column  # by rank: bytes for activations
+    activation_budget: Column  # by rank: bytes for activations
     update_ns: Column  # by rank: the optimizer's step
     least: Segments  # with transfers no longer than any is, for a bound
 
@@ -91,10 +91,10 @@ def plan_of(
     for batch, schedule in zip(batches, schedules, strict=True):
         numbers: dict[tuple[int, int], list[int]] = {}
         for pair, ranks in enumerate(batch.pieces):
-            for rank, some in enumerate(ranks):
+            for rank, stage_pieces in enumerate(ranks):
                 taken = 0 if schedule.choice is None else int(schedule.choice[pair, rank])
                 choice = batch.stages[pair][rank].choices[taken]
-                numbers[pair, rank] = list(range(len(pieces), len(pieces) + len(some)))
+                numbers[pair, rank] = list(range(len(pieces), len(pieces) + len(stage_pieces)))
                 pieces += [
                     Piece(
                         op=piece.op,
@@ -103,7 +103,9 @@ def plan_of(
                         recomputed=recomputed,
                         offloaded=offloaded,
                     )
-                    for piece, recomputed, offloaded in zip(some, choice.recomputed, choice.offloaded, strict=True)
+                    for piece, recomputed, offloaded in zip(
+                        stage_pieces, choice.recomputed, choice.offloaded, strict=True
+                    )
                 ]
         rank_of, place = np.nonzero(schedule.pair >= 0)
         by_start = np.argsort(schedule.start_ns[rank_of, place], kind="stable")
@@ -125,8 +127,8 @@ def _shares(profile: Profile, num_replicas: int) -> list[list[str]]:
         load[op.task] += op.num_layers * curve.layer_s(curve.num_devices[0])
     total = [0.0] * num_replicas
     share_of: dict[str, int] = {}
-    for task in sorted(tasks, key=lambda one: -load[one]):
-        share_of[task] = min(range(num_replicas), key=lambda one: (total[one], one))
+    for task in sorted(tasks, key=lambda task: -load[task]):
+        share_of[task] = min(range(num_replicas), key=lambda replica: (total[replica], replica))
         total[share_of[task]] += load[task]
     return [[task for task in tasks if share_of[task] == replica] for replica in range(num_replicas)]
 
@@ -149,22 +151,24 @@ def _runs(graph: MetaGraph, layout: Layout, tasks: Sequence[str]) -> list[_Run]:
         op = graph.metaops[position]
         if op.task in wanted:
             calls[op.task].setdefault(op.call or "", []).append(position)
-    known = {module for chain in layout.chains for module in chain.modules}
     for module in graph.modules:
-        if module not in known:
-            raise PlanError(f"chunks are placed for {', '.join(sorted(known))}; this batch has {module!r}, too")
+        if module not in layout.modules:
+            placed = ", ".join(sorted(layout.modules))
+            raise PlanError(f"chunks are placed for {placed}; this batch has {module!r}, too")
     runs: list[_Run] = []
     run_of: dict[int, int] = {}
     for task in tasks:
         for chain in layout.chains:
             begins = dict(zip(chain.modules, np.cumsum([0, *chain.num_layers]), strict=False))
-            mine = [ops for ops in calls[task].values() if graph.metaops[ops[0]].module in chain.modules]
-            together = mine if len(chain.modules) == 1 else [[op for ops in mine for op in ops]] if mine else []
+            of_chain = [ops for ops in calls[task].values() if graph.metaops[ops[0]].module in chain.modules]
+            together = (
+                of_chain if len(chain.modules) == 1 else [[op for ops in of_chain for op in ops]] if of_chain else []
+            )
             for ops in together:
                 run_of.update(dict.fromkeys(ops, len(runs)))
                 metaops = [(graph.metaops[op], op) for op in ops]
-                placed = [(int(begins[one.module or ""]) + one.first_layer, op) for one, op in metaops]
-                runs.append(_Run(task, chain, sorted(placed), {}))
+                by_layer = [(int(begins[metaop.module or ""]) + metaop.first_layer, op) for metaop, op in metaops]
+                runs.append(_Run(task, chain, sorted(by_layer), {}))
     for producer, consumer in graph.edges:
         source, target = run_of.get(producer), run_of.get(consumer)
         if source is not None and target is not None and source != target:
@@ -188,9 +192,9 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
         cut = [_between(graph, run.ops, first, last) for first, last in pairwise(run.chain.bounds)]
         received = sum(run.feeds.values())
         chunks: list[Stage] = []
-        for some in cut:
-            chunks.append(known.stage(some, received))
-            received = chunks[-1].output_bytes if some else received
+        for stage_pieces in cut:
+            chunks.append(known.stage(stage_pieces, received))
+            received = chunks[-1].output_bytes if stage_pieces else received
         for turn in range(layout.rounds_of(run.chain)):
             here = slice(turn * num_ranks, (turn + 1) * num_ranks)
             before = [(last_pair[source], num_bytes) for source, num_bytes in sorted(run.feeds.items())]
@@ -199,7 +203,7 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
             last_pair[number] = len(pieces)
             microbatch.append(microbatch_of[run.task])
             group.append(group_of.setdefault((run.task, run.chain), len(group_of)))
-            hops = [wire.hop_ns(rank, one.output_bytes) for rank, one in enumerate(chunks[here][:-1])]
+            hops = [wire.hop_ns(rank, stage.output_bytes) for rank, stage in enumerate(chunks[here][:-1])]
             hop_ns.append(round(sum(hops) / max(1, len(hops))))
             least_hop_ns.append(min(hops, default=0))
             predecessors += [pair for pair, _ in before]
@@ -208,12 +212,12 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
             pieces.append(tuple(cut[here]))
             stages.append(tuple(chunks[here]))
     tables, row_of = _tables(stages)
-    rows = np.array([[row_of[id(one)] for one in of_pair] for of_pair in stages])
+    rows = np.array([[row_of[id(stage)] for stage in of_pair] for of_pair in stages])
     static, update_ns = _held(profile, layout)
-    working = np.array([[one.working for one in of_pair] for of_pair in stages]).max(axis=0)
-    room = profile.cluster.kind.memory_bytes - static - working
-    if room.min() <= 0:
-        rank = int(np.argmin(room))
+    working = np.array([[stage.working for stage in of_pair] for of_pair in stages]).max(axis=0)
+    activation_budget = profile.cluster.kind.memory_bytes - static - working
+    if activation_budget.min() <= 0:
+        rank = int(np.argmin(activation_budget))
         raise DoesNotFitError(
             f"{graph.name} does not fit: pipeline rank {rank} would need "
             f"{bytes_text(int(static[rank] + working[rank]))} before it keeps any activations, "
@@ -226,7 +230,7 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
         group=np.array(group),
         forward_ns=tables[0][rows, 0],
         backward_ns=tables[1][rows, 0],
-        weight_ns=np.array([[one.weight_ns for one in of_pair] for of_pair in stages]),
+        weight_ns=np.array([[stage.weight_ns for stage in of_pair] for of_pair in stages]),
         memory=tables[2][rows, 0],
         hop_ns=np.array(hop_ns),
         predecessor_starts=np.array(starts),
@@ -243,7 +247,7 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
         segments=segments,
         pieces=tuple(pieces),
         stages=tuple(stages),
-        room=room,
+        activation_budget=activation_budget,
         update_ns=update_ns,
         least=replace(segments, hop_ns=np.array(least_hop_ns), wrap_ns=np.zeros_like(segments.wrap_ns)),
     )
@@ -251,27 +255,27 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
 
 def _between(graph: MetaGraph, ops: Iterable[tuple[int, int]], first: int, last: int) -> tuple[StagePiece, ...]:
     """The parts of ops that lie between two cuts of a chain."""
-    found = []
+    parts = []
     for begin, op in ops:
         low, high = max(first, begin), min(last, begin + graph.metaops[op].num_layers)
         if low < high:
-            found.append(StagePiece(op, low - begin, high - begin))
-    return tuple(found)
+            parts.append(StagePiece(op, low - begin, high - begin))
+    return tuple(parts)
 
 
 def _tables(stages: Iterable[Sequence[Stage]]) -> tuple[tuple[Column, Column, Column, Column], dict[int, int]]:
     """Memory choices of the stages that differ: forward, backward, memory, how many; and the row of each stage."""
-    distinct = list({id(one): one for of_pair in stages for one in of_pair}.values())
-    most = max(len(one.choices) for one in distinct)
+    distinct = list({id(stage): stage for of_pair in stages for stage in of_pair}.values())
+    most = max(len(stage.choices) for stage in distinct)
     shape = (len(distinct), most)
     forward, backward, memory = (np.zeros(shape, dtype=np.int64) for _ in range(3))
     for row, stage in enumerate(distinct):
         padded = stage.choices + stage.choices[-1:] * (most - len(stage.choices))
         forward[row] = stage.forward_ns
-        backward[row] = [one.backward_ns for one in padded]
-        memory[row] = [one.memory for one in padded]
-    counts = np.array([len(one.choices) for one in distinct], dtype=np.int64)
-    return (forward, backward, memory, counts), {id(one): row for row, one in enumerate(distinct)}
+        backward[row] = [choice.backward_ns for choice in padded]
+        memory[row] = [choice.memory for choice in padded]
+    counts = np.array([len(stage.choices) for stage in distinct], dtype=np.int64)
+    return (forward, backward, memory, counts), {id(stage): row for row, stage in enumerate(distinct)}
 
 
 class _Stages:
@@ -299,69 +303,92 @@ class _Stages:
         )
         key = (facts, received_bytes if pieces else 0.0)
         if key not in self._known:
-            self._known[key] = self._worked_out(pieces, facts, received_bytes)
+            self._known[key] = self._cost(pieces, facts, received_bytes)
         return self._known[key]
 
-    def _worked_out(
+    def _cost(
         self,
         pieces: Sequence[StagePiece],
         facts: Sequence[tuple[LayerCost | None, Curve, int, int | None]],
         received_bytes: float,
     ) -> Stage:
+        """The times of a stage, and its memory choices (DIP §4.3).
+
+        A choice recomputes some layers and offloads others; all counts of recomputed layers are tried, with nothing
+        offloaded and with as much as copies can hide.
+        """
         if not pieces:
             return Stage(0, 0, 0.0, 0, (Choice(0, 0, (), ()),))
+        # Data, by piece: layers, seconds of a layer forward and backward, rows, and whether the user asked for it to be
+        # recomputed as a whole, which then is no choice.
         ops = [self._profile.graph.metaops[piece.op] for piece in pieces]
-        times = [curve.times_s(self._degree) for _, curve, _, _ in facts]
-        # What the user wants to run again does so, whatever is chosen here.
-        always = [self._setting.recompute[piece.op] for piece in pieces]
-        weights = [curve.weight_time_s(self._degree) for _, curve, _, _ in facts]
         counts = [count for _, _, count, _ in facts]
+        times = [curve.times_s(self._degree) for _, curve, _, _ in facts]
+        weight_times = [curve.weight_time_s(self._degree) for _, curve, _, _ in facts]
+        rows = [op.batch_size or 1 for op in ops]
+        is_recomputed = [self._setting.recompute[piece.op] for piece in pieces]
+        # Bytes that a layer keeps from forward to backward: as it is, and if it is recomputed.
+        saved = [
+            saved_bytes(op, count, 1, self._degree, recompute)
+            for op, count, recompute in zip(ops, rows, is_recomputed, strict=True)
+        ]
+        recomputed_saved = [saved_bytes(op, count, 1, self._degree, True) for op, count in zip(ops, rows, strict=True)]
+        # Times of the stage as it is.
         forward_s = sum(count * forward for count, (forward, _) in zip(counts, times, strict=True))
         backward_s = sum(
-            count * (backward + forward * twice)
-            for count, (forward, backward), twice in zip(counts, times, always, strict=True)
+            count * (backward + forward * recompute)
+            for count, (forward, backward), recompute in zip(counts, times, is_recomputed, strict=True)
         )
         weight_s = 0.0
-        if None not in weights:
-            weight_s = sum(count * (weight or 0.0) for count, weight in zip(counts, weights, strict=True))
-        rows = [op.batch_size or 1 for op in ops]
-        kept = [
-            saved_bytes(op, count, 1, self._degree, twice) for op, count, twice in zip(ops, rows, always, strict=True)
+        if None not in weight_times:
+            weight_s = sum(count * (weight or 0.0) for count, weight in zip(counts, weight_times, strict=True))
+        # The layers that free most bytes for each second of recomputation are the first to be recomputed.
+        gains = [
+            (whole - less) / max(forward, 1e-12)
+            for whole, less, (forward, _) in zip(saved, recomputed_saved, times, strict=True)
         ]
-        again = [saved_bytes(op, count, 1, self._degree, True) for op, count in zip(ops, rows, strict=True)]
-        # The layers that free most for each second of running again are the first to do so.
-        gains = [(one - other) / max(time, 1e-12) for one, other, (time, _) in zip(kept, again, times, strict=True)]
         ranking = sorted(range(len(pieces)), key=lambda number: -gains[number])
 
         def choice(num_recomputed: int, num_offloaded: int) -> Choice:
             recomputed, offloaded = [0] * len(pieces), [0] * len(pieces)
             for number in ranking:
-                if always[number]:
+                if is_recomputed[number]:
                     continue
                 recomputed[number] = min(num_recomputed, counts[number])
                 num_recomputed -= recomputed[number]
                 offloaded[number] = min(num_offloaded, counts[number] - recomputed[number])
                 num_offloaded -= offloaded[number]
             memory = sum(
-                (count - twice - away) * one + twice * other
-                for count, twice, away, one, other in zip(counts, recomputed, offloaded, kept, again, strict=True)
+                (count - on_recompute - on_host) * whole + on_recompute * less
+                for count, on_recompute, on_host, whole, less in zip(
+                    counts, recomputed, offloaded, saved, recomputed_saved, strict=True
+                )
             )
-            extra_s = sum(twice * forward for twice, (forward, _) in zip(recomputed, times, strict=True))
+            recompute_s = sum(count * forward for count, (forward, _) in zip(recomputed, times, strict=True))
             return Choice(
-                round((backward_s + extra_s) * NS), int(memory + received_bytes), tuple(recomputed), tuple(offloaded)
+                round((backward_s + recompute_s) * NS),
+                int(memory + received_bytes),
+                tuple(recomputed),
+                tuple(offloaded),
             )
 
-        most = self._most_offloaded_bytes(forward_s)
-        smallest_first = np.cumsum(sorted(one for one, count in zip(kept, counts, strict=True) for _ in range(count)))
-        away, total = int(np.searchsorted(smallest_first, most, side="right")), sum(counts)
+        # Offloading counts in layers, smallest first, as far as their copies are hidden.
+        most_bytes = self._most_offloaded_bytes(forward_s)
+        smallest_first = np.cumsum(
+            sorted(size for size, count in zip(saved, counts, strict=True) for _ in range(count))
+        )
+        most_offloaded = int(np.searchsorted(smallest_first, most_bytes, side="right"))
         choices = [
-            one
-            for some in {0, away}
-            for one in (choice(twice, some) for twice in range(total - some + 1))
-            if sum(count * size for count, size in zip(one.offloaded, kept, strict=True)) <= most
+            candidate
+            for num_offloaded in {0, most_offloaded}
+            for candidate in (
+                choice(num_recomputed, num_offloaded) for num_recomputed in range(sum(counts) - num_offloaded + 1)
+            )
+            if sum(count * size for count, size in zip(candidate.offloaded, saved, strict=True)) <= most_bytes
         ]
-        # Waiting on the host takes no time; what has room keeps all the same.
-        choices.append(replace(choice(0, 0), backward_ns=max(0, choice(0, 0).backward_ns - 1)))
+        # Offloading is modelled as free; -1 ns makes "keep" win ties.
+        keep = choice(0, 0)
+        choices.append(replace(keep, backward_ns=max(0, keep.backward_ns - 1)))
         last = ops[-1].cost
         return Stage(
             round(forward_s * NS),
@@ -372,8 +399,8 @@ class _Stages:
         )
 
     def _most_offloaded_bytes(self, forward_s: float) -> float:
-        """How much of a stage can wait on the host without anyone waiting for it: it is on its way while the stage
-        runs, and the host has room for all microbatches at once."""
+        """Bytes that a stage can offload for free: copies are hidden while the stage runs, and the host has memory for
+        all microbatches at once."""
         kind = self._profile.cluster.kind
         return min(forward_s * kind.host_bytes_per_s, kind.host_memory_bytes / self._most_stages)
 
@@ -381,7 +408,7 @@ class _Stages:
 def _worth_having(choices: Iterable[Choice]) -> tuple[Choice, ...]:
     """The leanest, the fastest, and the fastest of each of some equal ranges of memory between (DIP §4.3)."""
     falling: list[Choice] = []  # rising memory, each faster than those before
-    for choice in sorted(choices, key=lambda one: (one.memory, one.backward_ns)):
+    for choice in sorted(choices, key=lambda choice: (choice.memory, choice.backward_ns)):
         if not falling or choice.backward_ns < falling[-1].backward_ns:
             falling.append(choice)
     if len(falling) <= MOST_CHOICES:
@@ -389,8 +416,8 @@ def _worth_having(choices: Iterable[Choice]) -> tuple[Choice, ...]:
     least, most = falling[0].memory, falling[-1].memory
     width = (most - least) / (MOST_CHOICES - 2)
     buckets: dict[int, Choice] = {}
-    for one in falling[1:-1]:  # later ones are faster
-        buckets[min(int((one.memory - least) / width), MOST_CHOICES - 3)] = one
+    for choice in falling[1:-1]:  # later ones are faster
+        buckets[min(int((choice.memory - least) / width), MOST_CHOICES - 3)] = choice
     return (falling[0], *(buckets[key] for key in sorted(buckets)), falling[-1])
 
 
@@ -401,16 +428,16 @@ class _Wire:
         cluster, degree = profile.cluster, layout.tensor_degree
         island = [cluster.island_of[layout.devices(0, rank)[0]] for rank in range(layout.num_ranks)]
 
-        def between(one: int, other: int) -> tuple[float, float]:
+        def between(source: int, target: int) -> tuple[float, float]:
             """Seconds per byte, and before the first."""
-            inside, first = cluster.islands[island[one]], cluster.islands[island[other]]
-            if island[one] == island[other]:
+            inside, first = cluster.islands[island[source]], cluster.islands[island[target]]
+            if island[source] == island[target]:
                 return 1 / inside.link.bytes_per_s, inside.link.latency_s
             slowest = max(1 / inside.link.bytes_per_s, degree / inside.uplink.bytes_per_s)
             return max(slowest, degree / first.uplink.bytes_per_s), max(inside.uplink.latency_s, first.uplink.latency_s)
 
         ranks = range(layout.num_ranks)
-        self._hops = [between(one, other) for one, other in pairwise(ranks)]
+        self._hops = [between(source, target) for source, target in pairwise(ranks)]
         self._wrap = between(layout.num_ranks - 1, 0) if layout.num_ranks > 1 else (0.0, 0.0)
 
     def hop_ns(self, rank: int, num_bytes: float) -> int:
@@ -437,14 +464,14 @@ def held_by_ranks(graph: MetaGraph, layout: Layout) -> list[set[int]]:
     return held
 
 
-def holders_in(graph: MetaGraph, layout: Layout) -> dict[int, tuple[int, ...]]:
+def owning_ranks_in(graph: MetaGraph, layout: Layout) -> dict[int, tuple[int, ...]]:
     """By parameter: the devices of its chunk, in all replicas."""
-    found: dict[int, list[int]] = {}
+    devices_of: dict[int, list[int]] = {}
     for replica in range(layout.num_replicas):
         for rank, parameters in enumerate(held_by_ranks(graph, layout)):
             for parameter in parameters:
-                found.setdefault(parameter, []).extend(layout.devices(replica, rank))
-    return {parameter: tuple(sorted(devices)) for parameter, devices in found.items()}
+                devices_of.setdefault(parameter, []).extend(layout.devices(replica, rank))
+    return {parameter: tuple(sorted(devices)) for parameter, devices in devices_of.items()}
 
 
 def _held(profile: Profile, layout: Layout) -> tuple[Column, Column]:
@@ -452,8 +479,8 @@ def _held(profile: Profile, layout: Layout) -> tuple[Column, Column]:
     graph = profile.graph
     static = np.zeros(layout.num_ranks, dtype=np.int64)
     elements = np.zeros(layout.num_ranks)
-    for rank, some in enumerate(held_by_ranks(graph, layout)):
-        for parameter in some:
+    for rank, parameters in enumerate(held_by_ranks(graph, layout)):
+        for parameter in parameters:
             static[rank] += state_bytes(graph, parameter, layout.tensor_degree)
             if graph.parameters[parameter].trainable:
                 elements[rank] += graph.parameters[parameter].elements_at(layout.tensor_degree)

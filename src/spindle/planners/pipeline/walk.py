@@ -39,8 +39,8 @@ class Walk:
             assert option is not None
             self._place(rank, start, option[1])
             # What it makes ready lies on this rank, its neighbours, or the ends.
-            for other in {rank, max(rank - 1, 0), min(rank + 1, top), 0, top}:
-                options[other] = self._option(other)
+            for affected in {rank, max(rank - 1, 0), min(rank + 1, top), 0, top}:
+                options[affected] = self._option(affected)
         is_complete = all(
             place == len(lane)
             for lanes, places in zip(self.lanes, self.places, strict=True)

@@ -15,14 +15,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from spindle.errors import PlanError, SpindleError
 from spindle.plan import Plan
-from spindle.planners.pipeline.chains import Layout
+from spindle.planners.options import PlanOptions
 from spindle.planners.pipeline.planner import plan_pipeline
-from spindle.planners.wavefront import Effort
 from spindle.profile import Profile
 from spindle.program import Program, lower, verify
 
@@ -31,13 +30,12 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A step to plan; `holders` are devices that keep parameters from step to step, whatever a step uses."""
+    """A step to plan; `owning_ranks` are the devices that keep each parameter in every step, used there or not."""
 
     number: int
     profile: Profile
-    layout: Layout
-    holders: Mapping[int, tuple[int, ...]]
-    effort: Effort
+    owning_ranks: Mapping[int, tuple[int, ...]]
+    options: PlanOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,21 +48,21 @@ class Answer:
     error: Exception | None = None
 
 
-def planned(job: Job, effort: Effort) -> Program:
-    """The verified program of a job."""
-    plan: Plan = plan_pipeline(job.profile, job.layout, effort)
-    program = lower(plan, job.profile, holders=job.holders)
+def planned(job: Job, options: PlanOptions) -> Program:
+    """Plan a job; returns its verified program."""
+    plan: Plan = plan_pipeline(job.profile, options)
+    program = lower(plan, job.profile, owning_ranks=job.owning_ranks)
     verify(program, job.profile)
     return program
 
 
 def answers(job: Job, is_awaited: Callable[[], bool]) -> Iterator[Answer]:
-    """The natural order first, then the best that was found, unless others wait."""
+    """Answer with the natural order first, then with the best order, unless another job is waiting."""
     try:
-        natural = planned(job, Effort(seed=job.effort.seed, evaluations=1))
+        natural = planned(job, replace(job.options, evaluations=1, time_limit_s=None))
         yield Answer(number=job.number, is_final=False, program=natural)
         if not is_awaited():
-            yield Answer(number=job.number, is_final=True, program=planned(job, job.effort))
+            yield Answer(number=job.number, is_final=True, program=planned(job, job.options))
     except SpindleError as error:
         yield Answer(number=job.number, is_final=True, error=error)
     except Exception as error:  # a fault of ours, which is to be told where it can be seen

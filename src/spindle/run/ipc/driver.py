@@ -1,7 +1,5 @@
-"""The few calls of CUDA's driver that torch does not offer, through ctypes.
-
-Memory that other processes can map, and streams that write a word and wait for one. Everything happens in the context
-that is current in the calling thread, which is torch's.
+"""The few calls of the CUDA driver API that torch does not offer, through ctypes: IPC memory handles, and stream memory
+operations. All act on the context that is current in the calling thread, which is torch's.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class Driver:
         return context.value
 
     def use(self, context: int) -> None:
-        """Makes a context current in this thread."""
+        """Make a context current in this thread."""
         self._call("cuCtxSetCurrent", ctypes.c_void_p(context))
 
     def allocate(self, num_bytes: int) -> int:
@@ -57,13 +55,13 @@ class Driver:
         self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def export(self, address: int) -> bytes:
-        """What another process needs to map this allocation."""
+        """The IPC handle by which another process maps this allocation."""
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
         return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
 
     def allocation_of(self, address: int) -> tuple[int, int, int] | None:
-        """Where the allocation around an address begins, its bytes, and its number, which no other ever has."""
+        """Base address, bytes and buffer ID of the allocation around an address; the driver never reuses an ID."""
         base, size, number = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
         try:
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
@@ -84,7 +82,7 @@ class Driver:
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def register(self, address: int, num_bytes: int) -> int:
-        """Makes host memory visible to the GPU; the address by which it sees it."""
+        """Register host memory with the GPU. Returns its device address."""
         size, seen = ctypes.c_size_t(num_bytes), ctypes.c_uint64()
         self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), size, ctypes.c_uint(_PORTABLE | _MAPPED))
         self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(seen), ctypes.c_void_p(address), ctypes.c_uint(0))
@@ -94,12 +92,12 @@ class Driver:
         self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def write_value(self, stream: int, address: int, value: int) -> None:
-        """After all that the stream has to do so far, and visibly after it, writes a word of 64 bits."""
+        """Enqueue a write of a 64-bit word behind all work of the stream, with its memory fence."""
         words = ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint64(value)
         self._call("cuStreamWriteValue64_v2", *words, ctypes.c_uint(0))
 
     def wait_values(self, stream: int, values: Sequence[tuple[int, int]]) -> None:
-        """The stream goes on when each of some words of 64 bits, by their addresses, has reached its value."""
+        """Enqueue a wait until each 64-bit word, given by address, has reached its value."""
         waits = b"".join(_WAIT.pack(_WAIT_VALUE_64, address, value, _AT_LEAST, 0) for address, value in values)
         self._call(
             "cuStreamBatchMemOp_v2", ctypes.c_void_p(stream), ctypes.c_uint(len(values)), waits, ctypes.c_uint(0)

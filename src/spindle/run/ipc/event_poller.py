@@ -1,7 +1,7 @@
-"""Has our GPU got to what somebody waits for? One thread looks on behalf of all groups of a process.
+"""One thread that polls CUDA events on behalf of all process groups of a process.
 
-A GPU wakes nobody, so somebody has to look again and again. If every group's thread did, they would keep the
-interpreter from each other and from the code that launches work.
+Nothing wakes a host thread when an event completes, so events have to be polled. If the thread of every group did, they
+would take the GIL from each other and from the code that launches kernels.
 """
 
 from __future__ import annotations
@@ -12,50 +12,50 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 
-_TICK_S = 1e-4
+_POLL_S = 1e-4
 
-Waiting = tuple[Callable[[], bool], Callable[[], None]]  # whether it is time, and whom to tell
+Pending = tuple[Callable[[], bool], Callable[[], None]]  # whether it is ready, and what to call then
 
 
 class EventPoller:
     def __init__(self) -> None:
-        self._new: list[Waiting] = []
-        self._some = threading.Event()
-        threading.Thread(target=self._run, name="spindle ticker", daemon=True).start()
+        self._new: list[Pending] = []
+        self._has_new = threading.Event()
+        threading.Thread(target=self._run, name="spindle event poller", daemon=True).start()
 
-    def watch(self, is_time: Callable[[], bool], tell: Callable[[], None]) -> None:
-        """Calls `tell` once, soon after `is_time()` has become true, or has failed."""
-        self._new.append((is_time, tell))
-        self._some.set()
+    def watch(self, is_ready: Callable[[], bool], callback: Callable[[], None]) -> None:
+        """Call `callback` once, soon after `is_ready()` has become true or has raised."""
+        self._new.append((is_ready, callback))
+        self._has_new.set()
 
     def _run(self) -> None:
-        waiting: list[Waiting] = []
+        pending: list[Pending] = []
         while True:
-            if not waiting:
-                self._some.wait()
-                self._some.clear()
+            if not pending:
+                self._has_new.wait()
+                self._has_new.clear()
             while self._new:
-                waiting.append(self._new.pop(0))
-            still = []
-            for is_time, tell in waiting:
-                if not _is_time(is_time):
-                    still.append((is_time, tell))
+                pending.append(self._new.pop(0))
+            unready = []
+            for is_ready, callback in pending:
+                if not _is_ready_or_failed(is_ready):
+                    unready.append((is_ready, callback))
                     continue
-                with suppress(Exception):  # the others must still be looked after
-                    tell()
-            waiting = still
-            if waiting:
-                time.sleep(_TICK_S)
+                with suppress(Exception):  # one callback must not end the thread
+                    callback()
+            pending = unready
+            if pending:
+                time.sleep(_POLL_S)
 
 
-def _is_time(ask: Callable[[], bool]) -> bool:
+def _is_ready_or_failed(is_ready: Callable[[], bool]) -> bool:
     try:
-        return ask()
-    except Exception:  # whoever waits will ask, too, and can say what failed
+        return is_ready()
+    except Exception:  # the thread that waits will query the event itself, and can report the error
         return True
 
 
 @cache
 def event_poller() -> EventPoller:
-    """This process's."""
+    """The event poller of this process."""
     return EventPoller()

@@ -1,4 +1,4 @@
-"""One operation of a group, from its call until it is over."""
+"""One operation of a process group, from its call until it is done."""
 
 from __future__ import annotations
 
@@ -14,66 +14,66 @@ from spindle.run.ipc.memory_backend import MemoryBackend
 
 
 class Job:
-    """An operation as its caller sees it: over when it is carried out, or put on a stream, or has failed."""
+    """An operation as its caller sees it: done when it was executed, was enqueued on a stream, or has failed."""
 
     def __init__(
         self,
         name: str,
         tensors: list[torch.Tensor],
-        medium: MemoryBackend,
+        backend: MemoryBackend,
         timeout_s: float,
-        note_end: Callable[[list[Callable[[], None]]], None],
+        on_done: Callable[[list[Callable[[], None]]], None],
         wake: Callable[[], None],
     ) -> None:
-        self.name, self.tensors, self.medium = name, tensors, medium
+        self.name, self.tensors, self.backend = name, tensors, backend
         self.deadline_s = time.monotonic() + timeout_s
         self.error: RuntimeError | None = None
-        self.done: Any = None
-        self._called = medium.moment()
+        self.done_event: Any = None
+        self._called = backend.record_event()  # what the caller had enqueued before
         self._begun = self._is_watched = False
         self._wake = wake
-        self._over = False
+        self._done = False
         self._callbacks: list[Callable[[], None]] = []
-        self._note_end = note_end  # takes what is to be called, which must not be in the middle of anything
+        self._on_done = on_done  # takes the callbacks; it calls them outside of its own critical section
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """What follows on the medium comes after what the caller had started. Only the first time counts."""
+        """Order the backend's work after what the caller had enqueued. Only the first call has an effect."""
         if not self._begun:
             self._begun = True
-            self.medium.after(self._called, self.tensors)
+            self.backend.wait_event(self._called, self.tensors)
 
-    def is_due(self) -> bool:
-        """Whether what the caller had started is over, so that nothing of this has to wait for it on a stream.
+    def is_ready(self) -> bool:
+        """Whether what the caller had enqueued is done, so that no stream has to wait for it.
 
-        If it is not, those who carry out jobs will be woken when it is.
+        If it is not, the event poller wakes the transport when it is.
         """
-        if self._begun or self.medium.is_past(self._called):
+        if self._begun or self.backend.is_event_done(self._called):
             return True
         if not self._is_watched:
             self._is_watched = True
-            event_poller().watch(lambda: self.medium.is_past(self._called), self._wake)
+            event_poller().watch(lambda: self.backend.is_event_done(self._called), self._wake)
         return False
 
     def finish(self, error: RuntimeError | None = None) -> None:
         if error is None:
-            self.done = self.medium.done()
+            self.done_event = self.backend.record_done()
         self.error, self.tensors = error, []
         with self._lock:
-            self._over = True
-        self._note_end(self._callbacks)
+            self._done = True
+        self._on_done(self._callbacks)
 
-    def is_over(self) -> bool:
-        return self._over
+    def is_done(self) -> bool:
+        return self._done
 
-    def when_over(self, callback: Callable[[], None]) -> None:
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
         with self._lock:
-            if not self._over:
+            if not self._done:
                 self._callbacks.append(callback)
                 return
         callback()
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's memory as bytes, unseen by autograd."""
+    """View a tensor's memory as bytes, without autograd."""
     return tensor.data.view(-1).view(torch.uint8)

@@ -1,8 +1,9 @@
-"""Memory through which tensors pass from process to process, of the host and of a GPU.
+"""Memory through which tensors pass from process to process, on the host and on a GPU.
 
-A medium hands out segments that other processes map, and keeps order. On the host a copy is over when it returns. On a
-GPU it is merely on a stream: `signal` puts a mark behind all that is on the stream, and `wait_for` lets the stream wait
-for another rank's mark. Marks are words of the group's board, which the GPU writes and polls and the host sees, too.
+A memory backend allocates segments that other processes map, and orders work on them. On the host a copy is done when
+it returns. On a GPU it is merely enqueued: `signal` enqueues a write of this rank's next signal value behind it, and
+`wait_signals` makes the stream wait until another rank's signal has reached a value. Signals are words of the group's
+`ShmControl`, which the GPU writes and polls and the host can read, too.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from typing import Any, Protocol
 import torch
 
 from spindle.run.ipc.driver import Driver
-from spindle.run.ipc.shm_control import FREED, HANDLE_WORDS, Board, make_memory, open_memory
+from spindle.run.ipc.shm_control import FREED, HANDLE_WORDS, ShmControl, make_memory, open_memory
 
-_KINDS = 4  # of segments a medium may have, for collectives and for messages
+_KINDS = 4  # sizes of segments that a backend may have, for collectives and for messages
 _SWITCH_S = 1e-4
-Handle = tuple[int, ...]  # the words by which other processes find memory
+Handle = tuple[int, ...]  # the words by which other processes map memory
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor of this process is, for others: in an allocation of so many bytes, from an offset on. No two
-    allocations of a process have one number, while a handle may come again."""
+    """Where other processes find a tensor of this one: at an offset in an allocation of `num_bytes`. The `number` of an
+    allocation is never reused, while its handle may be."""
 
     num_bytes: int
     offset: int
@@ -45,110 +46,111 @@ class MemoryBackend(Protocol):
     slots: tuple[tuple[int, int], ...]  # of the segments for messages: how many of how many bytes
 
     def enter(self) -> Any:
-        """From here on the calling thread uses this medium; gives what `leave` needs."""
+        """Make the calling thread use this backend. Returns what `leave` needs."""
 
     def leave(self, entered: Any) -> None: ...
 
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, Handle]:
-        """A segment, and how others find it."""
+        """Allocate a segment. Returns it with the handle by which others map it."""
 
     def attach(self, pid: int, handle: Handle, num_bytes: int) -> torch.Tensor:
-        """Memory of another process."""
+        """Map memory of another process."""
 
     def detach(self, memory: torch.Tensor) -> None:
-        """Lets go of what `attach` gave."""
+        """Unmap what `attach` mapped."""
 
     def place_of(self, tensor: torch.Tensor) -> Place | None:
-        """Where others find a tensor's own memory, if they can."""
+        """Where others find a tensor's own memory; None where it cannot be shared."""
 
     def has_freed(self) -> bool:
-        """Whether memory that `place_of` spoke of is gone since it was last asked. Others still hold on to it."""
+        """Whether memory that `place_of` has exported was freed since the last call. Others still have it mapped."""
 
-    def moment(self) -> Any:
-        """What the caller has started so far, to be waited for by `after`."""
+    def record_event(self) -> Any:
+        """An event behind what the caller has enqueued so far."""
 
-    def is_past(self, moment: Any) -> bool: ...
+    def is_event_done(self, event: Any) -> bool: ...
 
-    def after(self, moment: Any, tensors: list[torch.Tensor]) -> None:
-        """What follows here, on these tensors, comes after that moment."""
+    def wait_event(self, event: Any, tensors: list[torch.Tensor]) -> None:
+        """Order what follows here, on these tensors, after an event."""
 
     def signal(self) -> int:
-        """A mark behind what has been done here so far."""
+        """Enqueue this rank's next signal behind the work so far. Returns its value."""
 
-    def wait_for(self, marks: Mapping[int, int]) -> None:
-        """What follows here comes after the marks of some ranks."""
+    def wait_signals(self, signals: Mapping[int, int]) -> None:
+        """Order what follows here after signals of other ranks, by rank."""
 
-    def done(self) -> Any:
-        """What has been done here so far, for whoever waits for it; None when it is over."""
+    def record_done(self) -> Any:
+        """An event behind the work so far; None where it is done already."""
 
     def is_busy(self) -> bool:
-        """Whether something here may still be waiting for another rank."""
+        """Whether enqueued work may still be waiting for another rank."""
 
     def close(self) -> None:
-        """Frees what is ours, which no other rank may be using any more."""
+        """Free this rank's memory, which no other rank may be using any more."""
 
 
 class Segments:
-    """Pieces of memory of a group's ranks, by rank and number. Ours are made when they are needed; those of others are
-    mapped once they have said where they are."""
+    """Segments of memory of a group's ranks, by rank and number. This rank's are allocated on first use; others' are
+    mapped once they have published their handles."""
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, control: ShmControl) -> None:
+        self._control = control
         self._tensors: dict[tuple[int, int], torch.Tensor] = {}
         self._placed: dict[tuple[int, int], tuple[MemoryBackend, Handle, torch.Tensor]] = {}  # by rank and number
-        self._freed: dict[int, int] = {}  # how often ranks have freed what is placed, as far as we know
+        self._freed: dict[int, int] = {}  # by rank: its count of freed allocations when last checked
 
-    def at(self, rank: int, medium: MemoryBackend, place: Place) -> torch.Tensor:
-        """The bytes from a place of another rank on."""
+    def at(self, rank: int, backend: MemoryBackend, place: Place) -> torch.Tensor:
+        """The memory of another rank from a place on."""
         key = (rank, place.number)
         if key not in self._placed:
-            for other in [one for one, (_, handle, _) in self._placed.items() if one[0] == rank]:
-                if self._placed[other][1] == place.handle:
-                    self._detach(other)
-            memory = medium.attach(self._board.pid(rank), place.handle, place.num_bytes)
-            self._placed[key] = medium, place.handle, memory
+            # A handle that comes again stands for new memory at the same address.
+            stale = [old for old, (_, handle, _) in self._placed.items() if old[0] == rank and handle == place.handle]
+            for old in stale:
+                self._detach(old)
+            memory = backend.attach(self._control.pid(rank), place.handle, place.num_bytes)
+            self._placed[key] = backend, place.handle, memory
         return self._placed[key][2][place.offset :]
 
     def _detach(self, key: tuple[int, int]) -> None:
-        medium, _, memory = self._placed.pop(key)
-        medium.detach(memory)
+        backend, _, memory = self._placed.pop(key)
+        backend.detach(memory)
 
     def release(self) -> None:
-        """Of all placed memory of ranks that have freed some of it; what is still there is attached again."""
+        """Unmap tensors of ranks that have freed some; those that still exist are mapped again on their next use."""
         for rank in {rank for rank, _ in self._placed}:
-            freed = self._board.words[self._board.row(rank) + FREED]
+            freed = self._control.words[self._control.row(rank) + FREED]
             if self._freed.get(rank, 0) != freed:
                 self._freed[rank] = freed
                 for key in [key for key in self._placed if key[0] == rank]:
                     self._detach(key)
 
-    def number_for_collectives(self, medium: MemoryBackend, kind: int) -> int:
-        return medium.number * 2 * _KINDS + kind
+    def number_for_collectives(self, backend: MemoryBackend, kind: int) -> int:
+        return backend.number * 2 * _KINDS + kind
 
-    def for_collectives(self, medium: MemoryBackend, kind: int, num_bytes: int) -> int:
-        return self._ours(medium, self.number_for_collectives(medium, kind), num_bytes)
+    def for_collectives(self, backend: MemoryBackend, kind: int, num_bytes: int) -> int:
+        return self._ours(backend, self.number_for_collectives(backend, kind), num_bytes)
 
-    def for_messages(self, medium: MemoryBackend, kind: int, num_bytes: int) -> int:
-        return self._ours(medium, (medium.number * 2 + 1) * _KINDS + kind, num_bytes)
+    def for_messages(self, backend: MemoryBackend, kind: int, num_bytes: int) -> int:
+        return self._ours(backend, (backend.number * 2 + 1) * _KINDS + kind, num_bytes)
 
-    def _ours(self, medium: MemoryBackend, number: int, num_bytes: int) -> int:
-        """Makes a segment of ours if there is none yet."""
-        if (self._board.rank, number) not in self._tensors:
-            tensor, handle = medium.allocate(num_bytes)
-            self._tensors[self._board.rank, number] = tensor
-            words, place = self._board.words, self._board.segment(self._board.rank, number)
+    def _ours(self, backend: MemoryBackend, number: int, num_bytes: int) -> int:
+        """Allocate a segment of this rank on its first use, and publish its handle."""
+        if (self._control.rank, number) not in self._tensors:
+            tensor, handle = backend.allocate(num_bytes)
+            self._tensors[self._control.rank, number] = tensor
+            words, place = self._control.words, self._control.segment(self._control.rank, number)
             for offset, word in enumerate(handle, start=1):
                 words[place + offset] = word
             words[place] = num_bytes
         return number
 
-    def of(self, rank: int, medium: MemoryBackend, number: int) -> torch.Tensor:
-        """The bytes of a segment that its rank has spoken of."""
+    def of(self, rank: int, backend: MemoryBackend, number: int) -> torch.Tensor:
+        """The memory of a segment that its rank has published."""
         if (rank, number) not in self._tensors:
-            place = self._board.segment(rank, number)
-            num_bytes, *handle = self._board.words[place : place + 1 + HANDLE_WORDS]
+            place = self._control.segment(rank, number)
+            num_bytes, *handle = self._control.words[place : place + 1 + HANDLE_WORDS]
             assert num_bytes
-            self._tensors[rank, number] = medium.attach(self._board.pid(rank), tuple(handle), num_bytes)
+            self._tensors[rank, number] = backend.attach(self._control.pid(rank), tuple(handle), num_bytes)
         return self._tensors[rank, number]
 
     def forget(self) -> None:
@@ -165,7 +167,7 @@ class HostMemoryBackend:
 
     def __init__(self) -> None:
         self._files: list[int] = []
-        self._placed: set[tuple[int, int]] = set()  # numbers of files and of what is behind them
+        self._placed: set[tuple[int, int]] = set()  # file descriptors and inodes
 
     def enter(self) -> Any:
         return None
@@ -182,42 +184,42 @@ class HostMemoryBackend:
         return _bytes_of(open_memory(pid, handle[0], num_bytes))
 
     def place_of(self, tensor: torch.Tensor) -> Place | None:
-        """What `share_memory_()` made of a tensor, others can open."""
+        """Others can open the file behind a tensor on which `share_memory_()` was called."""
         storage = tensor.untyped_storage()
         by_file = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
         if not (by_file and storage.is_shared()):
             return None
         file, num_bytes = storage._share_fd_cpu_()
-        # The number of a file is given away again, the number behind it is not.
+        # A file descriptor is reused, an inode is not.
         inode = os.fstat(file).st_ino
         self._placed.add((file, inode))
         handle = (file, inode) + (0,) * (HANDLE_WORDS - 2)
         return Place(num_bytes, tensor.data_ptr() - storage.data_ptr(), inode, handle)
 
     def detach(self, memory: torch.Tensor) -> None:
-        pass  # it goes with the last tensor of it
+        pass  # it is unmapped with the last tensor of it
 
     def has_freed(self) -> bool:
         gone = {(file, inode) for file, inode in self._placed if not _is_open(file, inode)}
         self._placed -= gone
         return bool(gone)
 
-    def moment(self) -> Any:
+    def record_event(self) -> Any:
         return None
 
-    def is_past(self, moment: Any) -> bool:
+    def is_event_done(self, event: Any) -> bool:
         return True
 
-    def after(self, moment: Any, tensors: list[torch.Tensor]) -> None:
+    def wait_event(self, event: Any, tensors: list[torch.Tensor]) -> None:
         pass
 
     def signal(self) -> int:
         return 0
 
-    def wait_for(self, marks: Mapping[int, int]) -> None:
+    def wait_signals(self, signals: Mapping[int, int]) -> None:
         pass
 
-    def done(self) -> Any:
+    def record_done(self) -> Any:
         return None
 
     def is_busy(self) -> bool:
@@ -241,27 +243,27 @@ def _bytes_of(memory: mmap.mmap) -> torch.Tensor:
 
 
 class CudaMemoryBackend:
-    """Memory of a GPU that several processes use, and a stream for what is done with it."""
+    """Memory of a GPU that several processes use, and the stream on which all copies are enqueued."""
 
     number = 1
     half_bytes: tuple[int, ...] = (1 << 18, 1 << 22, 1 << 24, 1 << 26)
     slots: tuple[tuple[int, int], ...] = ((32, 1 << 16), (4, 1 << 25))
 
-    def __init__(self, board: Board, device: torch.device) -> None:
+    def __init__(self, control: ShmControl, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._key = (self.stream.stream_id, self.stream.device_index, self.stream.device_type)
-        self._driver, self._board, self._count = Driver(), board, 0
+        self._driver, self._control, self._count = Driver(), control, 0
         with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # so that there is a context
+            torch.cuda.current_stream().synchronize()  # creates the context
             self._context = self._driver.context()
-            self._words = self._driver.register(board.address, board.num_bytes)
-        # A thread that is woken gets the interpreter from one that launches work only after this time, 5 ms at first.
+            self._words = self._driver.register(control.address, control.num_bytes)
+        # A thread that wakes up gets the GIL from one that launches kernels only after this interval, by default 5 ms.
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         self._owned: list[int] = []
         self._opened: list[int] = []
-        # Where allocations begin, and how others find them, by the driver's number, which it never uses again.
+        # Base addresses and handles of allocations, by the driver's buffer ID, which it never reuses.
         self._handles: dict[int, tuple[int, Handle | None]] = {}
         self._last: Any = None
         self._thread = threading.local()
@@ -289,11 +291,11 @@ class CudaMemoryBackend:
         return self._tensor(address, num_bytes)
 
     def place_of(self, tensor: torch.Tensor) -> Place | None:
-        """Torch's own memory, unless it comes from an allocator whose memory cannot be shared."""
-        found = self._driver.allocation_of(tensor.data_ptr())
-        if found is None:
+        """Memory of torch's allocator can be shared, but not that of every other allocator."""
+        allocation = self._driver.allocation_of(tensor.data_ptr())
+        if allocation is None:
             return None
-        base, num_bytes, number = found
+        base, num_bytes, number = allocation
         if number not in self._handles:
             self._handles[number] = base, self._handle_of(base)
         handle = self._handles[number][1]
@@ -305,8 +307,8 @@ class CudaMemoryBackend:
         self._opened.remove(memory.data_ptr())
 
     def has_freed(self) -> bool:
-        known = {number: self._driver.allocation_of(base) for number, (base, _) in self._handles.items()}
-        gone = [number for number, found in known.items() if found is None or found[2] != number]
+        allocations = {number: self._driver.allocation_of(base) for number, (base, _) in self._handles.items()}
+        gone = [number for number, now in allocations.items() if now is None or now[2] != number]
         for number in gone:
             del self._handles[number]
         return bool(gone)
@@ -320,33 +322,33 @@ class CudaMemoryBackend:
     def _tensor(self, address: int, num_bytes: int) -> torch.Tensor:
         return torch.as_tensor(_Allocation(address, num_bytes), device=self.device)
 
-    def moment(self) -> Any:
+    def record_event(self) -> Any:
         return torch.cuda.current_stream(self.device).record_event()
 
-    def is_past(self, moment: Any) -> bool:
-        return bool(moment.query())
+    def is_event_done(self, event: Any) -> bool:
+        return bool(event.query())
 
-    def after(self, moment: Any, tensors: list[torch.Tensor]) -> None:
-        self.stream.wait_event(moment)
+    def wait_event(self, event: Any, tensors: list[torch.Tensor]) -> None:
+        self.stream.wait_event(event)
         for tensor in tensors:
-            tensor.record_stream(self.stream)  # else its memory could be given away while we use it
+            tensor.record_stream(self.stream)  # else the allocator could reuse its memory meanwhile
 
     def signal(self) -> int:
         self._count += 1
-        address = self._words + self._board.signal_offset(self._board.rank)
+        address = self._words + self._control.signal_offset(self._control.rank)
         self._driver.write_value(self.stream.cuda_stream, address, self._count)
         return self._count
 
-    def wait_for(self, marks: Mapping[int, int]) -> None:
+    def wait_signals(self, signals: Mapping[int, int]) -> None:
         values = [
-            (self._words + self._board.signal_offset(rank), signal)
-            for rank, signal in marks.items()
-            if rank != self._board.rank  # our own mark is on this very stream
+            (self._words + self._control.signal_offset(rank), signal)
+            for rank, signal in signals.items()
+            if rank != self._control.rank  # its own signal is on this very stream
         ]
         if values:
             self._driver.wait_values(self.stream.cuda_stream, values)
 
-    def done(self) -> Any:
+    def record_done(self) -> Any:
         self._last = self.stream.record_event()
         return self._last
 
@@ -354,7 +356,7 @@ class CudaMemoryBackend:
         return self._last is not None and not self._last.query()
 
     def release(self) -> None:
-        """Waits for what was started here, and uses no other rank's memory any more."""
+        """Synchronize the stream and unmap other ranks' memory."""
         self.stream.synchronize()
         for address in self._opened:
             self._driver.close(address)
@@ -364,11 +366,11 @@ class CudaMemoryBackend:
         for address in self._owned:
             self._driver.free(address)
         self._owned.clear()
-        self._driver.unregister(self._board.address)
+        self._driver.unregister(self._control.address)
 
 
 class _Allocation:
-    """Memory of a GPU as torch takes it from others."""
+    """GPU memory as `torch.as_tensor` takes it from other libraries."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -1,14 +1,15 @@
-"""Point to point: messages between the ranks of a group.
+"""Point-to-point messages between the ranks of a group.
 
-    receiver   posts what it expects                copies the chunk, acknowledges it
+    receiver   posts a receive                      copies the chunk, acknowledges it
                         │                                  ▲            │
     sender              └─▶ stages a chunk in a free slot ─┘            └─▶ the slot is free again
 
-Only messages that both sides have begun use slots, so slots always become free. Order is that of the calls, for each
-pair of ranks and tag; different tags overtake each other. What is larger than a slot goes in chunks.
+Only messages that both sides have posted use slots, so slots always become free. Messages of one pair of ranks and one
+tag stay in the order of the calls; different tags may overtake each other. A message that is larger than a slot goes in
+chunks.
 
-Both sides wait on the host until their own GPU has got to the call: all messages share a stream, on which one that has
-to wait would hold up the others.
+Both sides wait on the host until their own GPU has reached the call: all messages share a stream, on which one that
+waits would block the others.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from spindle.run.ipc.shm_control import (
     SENT,
     TAKEN,
     WAITING,
-    Board,
+    ShmControl,
 )
 
 
 @dataclass(slots=True)
 class _Message:
-    """A send or a receive, from the call until its last chunk."""
+    """A send or a receive, from the call to its last chunk."""
 
     job: Job
     flat: torch.Tensor  # bytes
@@ -58,7 +59,7 @@ class _Message:
 
 @dataclass(slots=True)
 class _Slot:
-    """A place in a segment for one chunk, and who may still be reading it."""
+    """Room for one chunk in a segment, and the rank that read it last, with its signal."""
 
     segment: int
     offset: int
@@ -69,12 +70,12 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Pair:
-    """Messages between this rank and another one. Counts are those of our row of the board."""
+    """Messages between this rank and a peer. Counts are those in this rank's row of control words."""
 
     sends: dict[int, deque[_Message]] = field(default_factory=lambda: defaultdict(deque))  # by tag
     posts: dict[int, deque[tuple[int, int]]] = field(default_factory=lambda: defaultdict(deque))  # number, bytes
     sending: deque[_Message] = field(default_factory=deque)
-    away: deque[_Slot] = field(default_factory=deque)  # in the order of their chunks
+    unacknowledged: deque[_Slot] = field(default_factory=deque)  # in the order of their chunks
     receives: deque[tuple[int, _Message]] = field(default_factory=deque)  # to be posted, with their tags
     expected: dict[int, _Message] = field(default_factory=dict)  # by number of the post
     num_posted: int = 0
@@ -93,12 +94,12 @@ class _Pair:
 class Messages:
     """All messages of one rank in one group."""
 
-    def __init__(self, board: Board, segments: Segments, names: Sequence[str]) -> None:
-        self._board, self._segments, self._names = board, segments, names
-        self._pairs = [_Pair() for _ in range(board.size)]
-        self._active: set[int] = set()  # peers with whom there is anything to do
+    def __init__(self, control: ShmControl, segments: Segments, names: Sequence[str]) -> None:
+        self._control, self._segments, self._names = control, segments, names
+        self._pairs = [_Pair() for _ in range(control.size)]
+        self._active: set[int] = set()  # peers with messages in flight
         self._slots: dict[int, deque[_Slot]] = {}  # free ones, by segment
-        self._told: set[int] = set()  # peers for whom we have written something
+        self._notified: set[int] = set()  # peers for which control words were written
 
     def send(self, job: Job, peer: int, tag: int) -> None:
         self._pairs[peer].sends[tag].append(_Message(job, flat_bytes(job.tensors[0])))
@@ -116,89 +117,94 @@ class Messages:
         return {peer for peer, pair in enumerate(self._pairs) if next(pair.jobs(), None) is not None}
 
     def readers(self) -> set[int]:
-        """Ranks that are still to copy what they were sent."""
-        return {peer for peer, pair in enumerate(self._pairs) if pair.away or pair.sending or any(pair.sends.values())}
+        """Ranks that have yet to copy what was sent to them."""
+        return {
+            peer
+            for peer, pair in enumerate(self._pairs)
+            if pair.unacknowledged or pair.sending or any(pair.sends.values())
+        }
 
     def advance(self) -> bool:
-        """Does what can be done without waiting; whether it is worth another look."""
+        """Advance as far as possible without waiting. Returns whether another call may advance further."""
         moving = False
         for peer in tuple(self._active):
             pair = self._pairs[peer]
-            if pair.away or pair.sending or pair.sends:
+            if pair.unacknowledged or pair.sending or pair.sends:
                 moving |= self._advance_sends(peer, pair)
             if pair.receives or pair.expected:
                 moving |= self._advance_receives(peer, pair)
-            moving |= self._say_whether_waiting(peer, pair)
-        if self._told:
-            self._board.fence()
-            for peer in self._told:
-                if self._board.words[self._board.pair(peer, self._board.rank) + WAITING]:
-                    self._board.ring(peer)
-            self._told.clear()
+            moving |= self._publish_waiting(peer, pair)
+        if self._notified:
+            self._control.fence()
+            for peer in self._notified:
+                if self._control.words[self._control.pair(peer, self._control.rank) + WAITING]:
+                    self._control.ring(peer)
+            self._notified.clear()
         return moving
 
-    def _say_whether_waiting(self, peer: int, pair: _Pair) -> bool:
-        """Peers wake those who wait. Whoever begins to looks once more: what came before nobody will wake it for."""
+    def _publish_waiting(self, peer: int, pair: _Pair) -> bool:
+        """Publish whether this rank waits for a peer, which then wakes it. Returns whether it begins to wait: then it
+        must look once more, because nobody wakes it for what was written before."""
         waiting = bool(pair.sending or pair.sends or pair.receives or pair.expected)
-        if not waiting and not pair.away:
+        if not waiting and not pair.unacknowledged:
             self._active.discard(peer)
         if waiting == pair.is_waiting:
             return False
         pair.is_waiting = waiting
-        self._board.words[self._board.pair(self._board.rank, peer) + WAITING] = waiting
-        self._board.fence()
+        self._control.words[self._control.pair(self._control.rank, peer) + WAITING] = waiting
+        self._control.fence()
         return waiting
 
     def _advance_sends(self, peer: int, pair: _Pair) -> bool:
-        words, rank = self._board.words, self._board.rank
-        ours, theirs = self._board.pair(rank, peer), self._board.pair(peer, rank)
+        words, rank = self._control.words, self._control.rank
+        ours, theirs = self._control.pair(rank, peer), self._control.pair(peer, rank)
         num_posted, num_acknowledged = words[theirs + POSTED], words[theirs + ACKNOWLEDGED]
         for number in range(pair.num_taken, num_posted):
             place = theirs + POSTS + number % RING * POST_WORDS
             pair.posts[words[place]].append((number, words[place + 1]))
         if num_posted > pair.num_taken:
             words[ours + TAKEN] = pair.num_taken = num_posted
-            self._told.add(peer)
-        for number in range(pair.num_sent - len(pair.away), num_acknowledged):
-            slot = pair.away.popleft()
+            self._notified.add(peer)
+        for number in range(pair.num_sent - len(pair.unacknowledged), num_acknowledged):
+            slot = pair.unacknowledged.popleft()
             slot.reader, slot.signal = peer, words[theirs + ACKNOWLEDGEMENTS + number % RING]
             self._slots[slot.segment].append(slot)
         self._match(peer, pair)
         return self._stage(peer, pair, ours, RING - (pair.num_sent - num_acknowledged))
 
     def _match(self, peer: int, pair: _Pair) -> None:
-        """Sends and posts of one tag belong to each other in their order."""
+        """Pair sends with posted receives of the same tag, in order."""
         for tag in list(pair.sends):
             sends, posts = pair.sends[tag], pair.posts[tag]
             while sends and posts:
                 message = sends.popleft()
                 message.post, expected = posts.popleft()
                 pair.sending.append(message)
-                if expected != message.flat.numel():  # the receiver learns it from the chunk that comes
+                if expected != message.flat.numel():  # the receiver finds out from the chunk
                     message.job.finish(self._unequal(peer, expected, message))
             if not sends:
                 del pair.sends[tag]
             if not posts:
                 del pair.posts[tag]
 
-    def _stage(self, peer: int, pair: _Pair, ours: int, room: int) -> bool:
-        """Stages chunks while there are slots. Messages take turns: a small one need not wait for a large one."""
+    def _stage(self, peer: int, pair: _Pair, ours: int, num_free: int) -> bool:
+        """Stage chunks while slots are free. Messages take turns, so that a small one need not wait for a large one."""
         moved = False
         num_stuck = 0
-        while num_stuck < len(pair.sending) and room > 0:
+        while num_stuck < len(pair.sending) and num_free > 0:
             message = pair.sending.popleft()
-            slot = self._free_slot(message) if message.job.is_due() else None
+            slot = self._free_slot(message) if message.job.is_ready() else None
             if slot is None:
                 pair.sending.append(message)
                 num_stuck += 1
                 continue
             self._stage_chunk(message, slot, ours + CHUNKS + pair.num_sent % RING * CHUNK_WORDS)
-            pair.away.append(slot)
+            pair.unacknowledged.append(slot)
             pair.num_sent += 1
-            self._board.words[ours + SENT] = pair.num_sent
-            self._told.add(peer)
-            room, num_stuck, moved = room - 1, 0, True
-            if not message.job.is_over():
+            self._control.words[ours + SENT] = pair.num_sent
+            self._notified.add(peer)
+            num_free, num_stuck, moved = num_free - 1, 0, True
+            if not message.job.is_done():
                 if message.left:
                     pair.sending.append(message)
                 else:
@@ -206,31 +212,31 @@ class Messages:
         return moved
 
     def _stage_chunk(self, message: _Message, slot: _Slot, note: int) -> None:
-        medium, whole = message.job.medium, message.flat.numel()
+        backend, whole = message.job.backend, message.flat.numel()
         message.job.begin()
         if slot.reader >= 0:
-            medium.wait_for({slot.reader: slot.signal})
+            backend.wait_signals({slot.reader: slot.signal})
         num_bytes = min(slot.num_bytes, message.left)
-        place = self._segments.of(self._board.rank, medium, slot.segment)[slot.offset : slot.offset + num_bytes]
+        place = self._segments.of(self._control.rank, backend, slot.segment)[slot.offset : slot.offset + num_bytes]
         place.copy_(message.next_part(num_bytes))
-        words = (message.post, slot.segment, slot.offset, num_bytes, whole, medium.signal())
+        words = (message.post, slot.segment, slot.offset, num_bytes, whole, backend.signal())
         for offset, word in enumerate(words):
-            self._board.words[note + offset] = word
+            self._control.words[note + offset] = word
 
     def _free_slot(self, message: _Message) -> _Slot | None:
-        medium = message.job.medium
-        largest = len(medium.slots) - 1
-        kind = next((one for one, (_, size) in enumerate(medium.slots) if message.left <= size), largest)
-        count, num_bytes = medium.slots[kind]
-        segment = self._segments.for_messages(medium, kind, count * num_bytes)
+        backend = message.job.backend
+        largest = len(backend.slots) - 1
+        kind = next((index for index, (_, size) in enumerate(backend.slots) if message.left <= size), largest)
+        count, num_bytes = backend.slots[kind]
+        segment = self._segments.for_messages(backend, kind, count * num_bytes)
         if segment not in self._slots:
             self._slots[segment] = deque(_Slot(segment, place * num_bytes, num_bytes) for place in range(count))
         return self._slots[segment].popleft() if self._slots[segment] else None
 
     def _advance_receives(self, peer: int, pair: _Pair) -> bool:
         moved = False
-        words, rank = self._board.words, self._board.rank
-        ours, theirs = self._board.pair(rank, peer), self._board.pair(peer, rank)
+        words, rank = self._control.words, self._control.rank
+        ours, theirs = self._control.pair(rank, peer), self._control.pair(peer, rank)
         num_taken = words[theirs + TAKEN]
         while pair.receives and pair.num_posted - num_taken < RING:
             tag, message = pair.receives.popleft()
@@ -239,35 +245,35 @@ class Messages:
             pair.expected[pair.num_posted] = message
             pair.num_posted += 1
             words[ours + POSTED] = pair.num_posted
-            self._told.add(peer)
+            self._notified.add(peer)
             moved = True
         for number in range(pair.num_acknowledged, words[theirs + SENT]):
             place = theirs + CHUNKS + number % RING * CHUNK_WORDS
             post, segment, offset, num_bytes, whole, signal = words[place : place + CHUNK_WORDS]
             message = pair.expected[post]
-            mark, error = 0, None
+            copied, error = 0, None  # the signal behind the copy
             if whole == message.flat.numel():
-                if not message.job.is_due():
+                if not message.job.is_ready():
                     break
-                mark = self._copy_chunk(message, peer, segment, slice(offset, offset + num_bytes), signal)
+                copied = self._copy_chunk(message, peer, segment, slice(offset, offset + num_bytes), signal)
             else:
                 error = self._unequal(peer, whole, message)
             if error or not message.left:
                 del pair.expected[post]
                 message.job.finish(error)
-            words[ours + ACKNOWLEDGEMENTS + number % RING] = mark
+            words[ours + ACKNOWLEDGEMENTS + number % RING] = copied
             words[ours + ACKNOWLEDGED] = pair.num_acknowledged = number + 1
-            self._told.add(peer)
+            self._notified.add(peer)
             moved = True
         return moved
 
     def _copy_chunk(self, message: _Message, peer: int, segment: int, place: slice, signal: int) -> int:
-        medium = message.job.medium
+        backend = message.job.backend
         message.job.begin()
-        source = self._segments.of(peer, medium, segment)[place]
-        medium.wait_for({peer: signal})
+        source = self._segments.of(peer, backend, segment)[place]
+        backend.wait_signals({peer: signal})
         message.next_part(source.numel()).copy_(source)
-        return medium.signal()
+        return backend.signal()
 
     def _unequal(self, peer: int, theirs: int, message: _Message) -> RuntimeError:
         return RuntimeError(f"a message of {message.flat.numel()} bytes here has {theirs} bytes at {self._names[peer]}")

@@ -1,7 +1,7 @@
-"""The sum of equal tensors, added up in float32: one pass over memory where Triton is there.
+"""The sum of tensors of one shape, accumulated in float32: in one pass over memory where Triton is installed.
 
-The parts are memory of other processes, so there is no one tensor of them all. Elements are added in the order of the
-parts, so that the result is the same bits on every way.
+The parts are memory of other processes, so no single tensor holds them all. Elements are added in the order of the
+parts, so that every path gives the same bits.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 try:
     import triton
     import triton.language as tl
-except ImportError:  # torch for the CPU comes without
+except ImportError:  # CPU builds of torch come without it
     triton = tl = None
 
 _BLOCK = 2048
 _ALIGNMENT = 16  # bytes that a thread can take at once
-_MOST_KNOWN = 4096
+_MAX_CACHED = 4096
 
 HALF_PRECISIONS = (torch.bfloat16, torch.float16)
 SUMMED = (*HALF_PRECISIONS, torch.float32)
@@ -40,8 +40,8 @@ _addresses: dict[tuple[int, ...], torch.Tensor] = {}
 
 
 def sum_into(into: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    """Writes the sum of parts, all of one type, into a tensor of the same, which may be one of them."""
-    aligned = all(one.data_ptr() % _ALIGNMENT == 0 for one in (into, *parts))
+    """Write the sum of parts of one dtype into a tensor of the same dtype, which may be one of them."""
+    aligned = all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in (into, *parts))
     if aligned and into.is_cuda and _one_pass_works(into.device, into.dtype):
         _sum_in_one_pass(into, parts)
     else:
@@ -50,7 +50,7 @@ def sum_into(into: torch.Tensor, parts: list[torch.Tensor]) -> None:
 
 @cache
 def _one_pass_works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tried once: there may be no compiler on this machine."""
+    """Whether the kernel compiles and gives the expected sum here; tried once, as there may be no compiler."""
     if triton is None:
         return False
     numbers = torch.arange(3 * _BLOCK + 5, device=device)
@@ -75,7 +75,7 @@ def _sum_in_one_pass(into: torch.Tensor, parts: list[torch.Tensor]) -> None:
     key = tuple(part.data_ptr() for part in parts)
     addresses = _addresses.get(key)
     if addresses is None:
-        if len(_addresses) > _MOST_KNOWN:
+        if len(_addresses) > _MAX_CACHED:
             _addresses.clear()
         addresses = _addresses[key] = torch.tensor(key, dtype=torch.int64, device=into.device)
     grid = (-(-into.numel() // _BLOCK),)

@@ -1,14 +1,14 @@
-"""Who carries out the messages and collectives of a group, and notices when others are gone.
+"""Progress of the messages and collectives of a group, and detection of ranks that have died.
 
-Callers hand in jobs. Each of them does at once what can be done at once; whoever waits for a job does, while waiting,
-what there is to do; when nobody waits, a thread does it. Nobody waits for one job while another could go on.
+Callers submit jobs. The submitting thread advances them as far as it can; a thread that waits for a job advances all
+jobs meanwhile; when no thread waits, a background thread does. No thread blocks on one job while another could advance.
 
-On a GPU, "staged" and "read" mean: put on a stream. A stream waits for another rank's mark only when that rank has
-already put the mark on its own stream. So whatever order operations are called in, however the hardware folds streams
-into its few queues, and whenever the driver waits for all streams (to load a kernel, to free memory), no stream waits
-for work that is still to come.
+On a GPU, "staged" and "read" mean: enqueued on a stream. A stream waits for another rank's signal only once that rank
+has enqueued the signal on its own stream. So in whatever order operations are called, however the hardware maps streams
+to its few queues, and whenever the driver synchronizes all streams (to load a kernel, to free memory), no stream waits
+for work that is not enqueued yet.
 
-A rank that waits for one that has ended or left fails within a fraction of a second, with everything it has pending.
+A rank that waits for one that has died or left fails within a fraction of a second, with all of its pending jobs.
 """
 
 from __future__ import annotations
@@ -27,96 +27,98 @@ from spindle.run.ipc.collectives import Collectives, Steps
 from spindle.run.ipc.job import Job
 from spindle.run.ipc.memory_backend import CudaMemoryBackend, HostMemoryBackend, MemoryBackend, Segments
 from spindle.run.ipc.messages import Messages
-from spindle.run.ipc.shm_control import CLOSED, DRIVERS, FAILED, FREED, LEFT, Board
+from spindle.run.ipc.shm_control import CLOSED, FAILED, FREED, LEFT, WAITERS, ShmControl
 
-_LOOK_S = 0.2  # how often we look whether those we wait for are still there
-_LEAVE_S = 10.0  # how long we wait for others to let go of our memory
+_CHECK_S = 0.2  # interval of checks whether awaited ranks are alive
+_LEAVE_S = 10.0  # limit for other ranks to unmap this rank's memory
 
 
 class Transport:
-    """One rank's part of a group. Public methods are for callers in any thread."""
+    """One rank's end of a group. Public methods may be called by any thread."""
 
-    def __init__(self, board: Board, names: Sequence[str], timeout_s: float) -> None:
-        self._board, self._names, self._timeout_s = board, names, timeout_s
-        self._segments = Segments(board)
-        self.messages = Messages(board, self._segments, names)
-        self.collectives = Collectives(board, self._segments, names)
-        self._work = threading.Lock()  # held by whoever is doing what there is to do
+    def __init__(self, control: ShmControl, names: Sequence[str], timeout_s: float) -> None:
+        self._control, self._names, self._timeout_s = control, names, timeout_s
+        self._segments = Segments(control)
+        self.messages = Messages(control, self._segments, names)
+        self.collectives = Collectives(control, self._segments, names)
+        self._work = threading.Lock()  # held by the thread that advances jobs
         self._entered: list[tuple[MemoryBackend, Any]] = []
-        self._look_s = 0.0
+        self._next_check_s = 0.0
         self._num_started = self._num_ended = 0
-        self._to_call: deque[Callable[[], None]] = deque()
-        self._state = threading.Lock()  # held for a moment, for what follows
+        self._callbacks: deque[Callable[[], None]] = deque()
+        self._state = threading.Lock()  # held briefly; guards the attributes below
         self._submitted: deque[tuple[Job, Callable[[], None]]] = deque()
-        self._media: dict[str, MemoryBackend] = {}
-        self._num_drivers = 0
+        self._backends: dict[str, MemoryBackend] = {}
+        self._num_waiters = 0
         self._error: RuntimeError | None = None
         self._leaving = False
         self._thread: threading.Thread | None = None
 
     def start(self, name: str, tensors: list[torch.Tensor], steps: Callable[[Job], Steps]) -> Job:
-        """Starts a collective over these tensors, all of one device."""
+        """Start a collective over tensors of one device."""
         job = self._job(name, tensors)
         self._submit(job, lambda: self.collectives.add(job, steps(job)))
         return job
 
     def start_message(self, is_receive: bool, tensor: torch.Tensor, peer: int, tag: int) -> Job:
-        if not 0 <= peer < self._board.size or peer == self._board.rank:
-            raise ValueError(f"rank {self._board.rank} of {self._board.size} cannot exchange messages with rank {peer}")
+        if not 0 <= peer < self._control.size or peer == self._control.rank:
+            raise ValueError(
+                f"rank {self._control.rank} of {self._control.size} cannot exchange messages with rank {peer}"
+            )
         job = self._job("recv" if is_receive else "send", [tensor])
         add = self.messages.receive if is_receive else self.messages.send
         self._submit(job, lambda: add(job, peer, tag))
         return job
 
     def finish(self, job: Job, limit_s: float | None) -> bool:
-        """Waits for a job, doing what there is to do; whether it is over."""
-        if job.is_over():
+        """Wait for a job, advancing all jobs meanwhile. Returns whether it is done."""
+        if job.is_done():
             return True
         end_s = None if limit_s is None else time.monotonic() + limit_s
-        self._count_drivers(1)
+        self._count_waiters(1)
         try:
             while True:
-                seen = self._board.doorbell()
+                seen = self._control.doorbell()
                 with self._work:
-                    self._step(num_others=self._num_drivers - 1)
+                    self._step(num_other_waiters=self._num_waiters - 1)
                 self._call()
-                left_s = _LOOK_S if end_s is None else min(_LOOK_S, end_s - time.monotonic())
-                if job.is_over() or left_s < 0:
-                    return job.is_over()
-                self._board.sleep(seen, left_s, as_driver=True)
+                left_s = _CHECK_S if end_s is None else min(_CHECK_S, end_s - time.monotonic())
+                if job.is_done() or left_s < 0:
+                    return job.is_done()
+                self._control.sleep(seen, left_s, as_waiter=True)
         finally:
-            self._count_drivers(-1)
+            self._count_waiters(-1)
             if self._num_started > self._num_ended:
-                self._board.ring(self._board.rank)  # the thread, to take over
+                self._control.ring(self._control.rank)  # the background thread takes over
 
     def leave(self) -> None:
-        """Finishes what others still read from us, and ends the thread."""
+        """Finish what other ranks still read from this one, and end the background thread."""
         with self._state:
             self._leaving, thread = True, self._thread
         if thread is None:
             self._close()
         else:
-            self._board.ring(self._board.rank)
+            self._control.ring(self._control.rank)
             thread.join()
 
     def _job(self, name: str, tensors: list[torch.Tensor]) -> Job:
         devices = {tensor.device for tensor in tensors} or {torch.device("cpu")}
         if len(devices) > 1:
             raise ValueError(f"{name}: tensors on several devices ({', '.join(sorted(map(str, devices)))})")
-        wake = partial(self._board.ring, self._board.rank)
-        return Job(name, tensors, self._medium(devices.pop()), self._timeout_s, self._note_end, wake)
+        wake = partial(self._control.ring, self._control.rank)
+        return Job(name, tensors, self._backend(devices.pop()), self._timeout_s, self._on_done, wake)
 
-    def _note_end(self, callbacks: list[Callable[[], None]]) -> None:
+    def _on_done(self, callbacks: list[Callable[[], None]]) -> None:
         self._num_ended += 1
-        self._to_call.extend(callbacks)
+        self._callbacks.extend(callbacks)
 
-    def _medium(self, device: torch.device) -> MemoryBackend:
+    def _backend(self, device: torch.device) -> MemoryBackend:
         with self._state:
-            if device.type not in self._media:
-                self._media[device.type] = (
-                    HostMemoryBackend() if device.type == "cpu" else CudaMemoryBackend(self._board, device)
+            if device.type not in self._backends:
+                self._backends[device.type] = (
+                    HostMemoryBackend() if device.type == "cpu" else CudaMemoryBackend(self._control, device)
                 )
-            return self._media[device.type]
+            return self._backends[device.type]
 
     def _submit(self, job: Job, add: Callable[[], None]) -> None:
         with self._state:
@@ -129,64 +131,64 @@ class Transport:
                 self._thread.start()
         if self._work.acquire(blocking=False):
             try:
-                self._step(num_others=self._num_drivers)
+                self._step(num_other_waiters=self._num_waiters)
             finally:
                 self._work.release()
             self._call()
         else:
-            self._board.ring(self._board.rank)  # whoever is at it will look again
+            self._control.ring(self._control.rank)  # the thread that advances jobs looks again
 
-    def _count_drivers(self, more: int) -> None:
+    def _count_waiters(self, more: int) -> None:
         with self._state:
-            self._num_drivers += more
-            self._board.words[self._board.row(self._board.rank) + DRIVERS] = self._num_drivers
+            self._num_waiters += more
+            self._control.words[self._control.row(self._control.rank) + WAITERS] = self._num_waiters
 
-    # What there is to do. Called by whoever holds `_work`.
+    # Advancing jobs. Called by the thread that holds `_work`.
 
     def _run(self) -> None:
-        """The thread's life."""
+        """The loop of the background thread."""
         while True:
-            seen = self._board.doorbell()
-            if not self._num_drivers:
+            seen = self._control.doorbell()
+            if not self._num_waiters:
                 with self._work:
-                    self._step(num_others=self._num_drivers)
+                    self._step(num_other_waiters=self._num_waiters)
                     leaving = self._leaving and not (self._error is None and self._is_needed())
                 self._call()
                 if leaving:
                     break
-            self._board.sleep(seen, _LOOK_S, as_driver=False)
+            self._control.sleep(seen, _CHECK_S, as_waiter=False)
         with self._work:
             self._drop(str(self._error or "this process has left the group"))
             self._close()
         self._call()
 
-    def _step(self, num_others: int) -> None:
-        """Does what can be done now; wakes others who wait if anything came to its end, in good or in bad."""
+    def _step(self, num_other_waiters: int) -> None:
+        """Advance all jobs, and wake other waiting threads if any job was finished or has failed."""
         if self._error is not None:
             return
         num_ended = self._num_ended
         try:
             self._advance()
-            if time.monotonic() > self._look_s:
-                self._look()
-                self._look_s = time.monotonic() + _LOOK_S
-        except BaseException as error:  # nobody else would ever finish what is pending
+            if time.monotonic() > self._next_check_s:
+                self._check_peers()
+                self._next_check_s = time.monotonic() + _CHECK_S
+        except BaseException as error:  # else pending jobs would never be finished
             self._error = error if isinstance(error, RuntimeError) else RuntimeError(repr(error))
             self._drop(str(self._error))
             if not isinstance(error, Exception):
                 raise
         finally:
-            for medium, before in reversed(self._entered):
-                medium.leave(before)
+            for backend, before in reversed(self._entered):
+                backend.leave(before)
             self._entered.clear()
-            if num_others and self._num_ended > num_ended:
-                self._board.ring(self._board.rank)
+            if num_other_waiters and self._num_ended > num_ended:
+                self._control.ring(self._control.rank)
 
     def _enter(self) -> None:
-        """This thread uses all media that there are by now: a job may be the first of its medium."""
-        for medium in tuple(self._media.values()):
-            if all(medium is not known for known, _ in self._entered):
-                self._entered.append((medium, medium.enter()))
+        """Make this thread use all memory backends that exist by now: a job may be the first of its backend."""
+        for backend in tuple(self._backends.values()):
+            if all(backend is not known for known, _ in self._entered):
+                self._entered.append((backend, backend.enter()))
 
     def _advance(self) -> None:
         while True:
@@ -200,10 +202,10 @@ class Transport:
                 return
 
     def _call(self) -> None:
-        """Calls whom a job's end concerns; not in the middle of anything, because they may start new jobs."""
-        while self._to_call:
+        """Run callbacks of finished jobs, without holding `_work`, because they may start new jobs."""
+        while self._callbacks:
             try:
-                callback = self._to_call.popleft()
+                callback = self._callbacks.popleft()
             except IndexError:  # another thread was faster
                 return
             callback()
@@ -212,94 +214,95 @@ class Transport:
         return chain(self.collectives.jobs(), self.messages.jobs())
 
     def _is_computing(self) -> bool:
-        return any(medium.is_busy() for medium in tuple(self._media.values()))
+        return any(backend.is_busy() for backend in tuple(self._backends.values()))
 
     def _is_needed(self) -> bool:
-        """Whether others still need us for what we have started with them."""
+        """Whether other ranks still need this one for what it has started with them."""
         return (
             self._is_computing()
-            or self.collectives.is_held
+            or self.collectives.waits_for_device
             or bool(self.collectives.waited_for())
             or any(map(self._is_there, self.messages.readers()))
         )
 
-    # When others are gone.
+    # When other ranks are gone.
 
     def _is_there(self, rank: int) -> bool:
-        return not self._board.is_closed(rank) and self._board.is_alive(rank)
+        return not self._control.is_closed(rank) and self._control.is_alive(rank)
 
     def _waited_for(self) -> set[int]:
         return self.collectives.waited_for() | self.messages.waited_for()
 
-    def _look(self) -> None:
-        """Lets go of memory that its owner has freed. Fails if somebody we wait for has left, has ended, or is late."""
-        board = self._board
-        if any(medium.has_freed() for medium in tuple(self._media.values())):
-            board.words[board.row(board.rank) + FREED] += 1
+    def _check_peers(self) -> None:
+        """Unmap memory that its owner has freed. Raise if an awaited rank has left, has died, or is late."""
+        control = self._control
+        if any(backend.has_freed() for backend in tuple(self._backends.values())):
+            control.words[control.row(control.rank) + FREED] += 1
         waited, computing = self._waited_for(), self._is_computing()
         if not (waited or computing):
-            self._segments.release()  # which waits for the stream: nothing on it may wait for a rank that is gone
+            self._segments.release()  # synchronizes the stream, which must not wait for a dead rank
             return
-        # What is on a stream may wait for the mark of a rank that ended before its GPU got there.
-        cut_off = set(filter(board.is_cut_off, range(board.size)))
+        # Enqueued work may wait for the signal of a rank that died before its GPU got there.
+        cut_off = set(filter(control.is_cut_off, range(control.size)))
         gone = {rank for rank in waited if not self._is_there(rank)} | (cut_off if computing else set())
         if gone:
-            self._advance()  # it may have done its part between our last step and its end
+            self._advance()  # it may have done its part between the last step and its end
             gone &= self._waited_for() | cut_off
         for rank in cut_off:
-            board.give_up_on(rank)
+            control.give_up_on(rank)
         if gone:
-            first = min(cut_off or gone)  # others may have left because of it
+            first = min(cut_off or gone)  # the others may have left because of it
             how = "has ended" if first in cut_off else "has left the group"
-            raise RuntimeError(f"{self._names[first]} (process {board.pid(first)}) {how}")
+            raise RuntimeError(f"{self._names[first]} (process {control.pid(first)}) {how}")
         now_s = time.monotonic()
         for job in self._jobs():
             if now_s > job.deadline_s:
-                others = ", ".join(self._names[rank] for rank in sorted(self._waited_for()))
-                raise RuntimeError(f"{job.name} timed out after {self._timeout_s:g} s, waiting for {others}")
+                awaited = ", ".join(self._names[rank] for rank in sorted(self._waited_for()))
+                raise RuntimeError(f"{job.name} timed out after {self._timeout_s:g} s, waiting for {awaited}")
 
     def _drop(self, why: str) -> None:
-        """Ends everything that is pending; what comes later is refused."""
+        """Fail all pending jobs; later ones are refused."""
         with self._state:
             self._leaving = True
             jobs = [job for job, _ in self._submitted]
             self._submitted.clear()
         for job in chain(jobs, self._jobs()):
-            if not job.is_over():
+            if not job.is_done():
                 job.finish(RuntimeError(why))
 
     def _close(self) -> None:
-        """Lets go of what is others', then of what is ours once they have let go of it.
+        """Unmap other ranks' memory, then free this rank's once they have unmapped it.
 
-        Others may be still to map memory of the host that they are to read from, and memory of a GPU goes with us, so
-        we wait for them. After an error nobody knows what the GPU still does: then it stays until the process ends.
+        Other ranks may have yet to map host memory that they are to read, and GPU memory disappears with this process,
+        so this waits for them. After an error it is unknown what the GPU still does: its memory then stays until the
+        process ends.
         """
-        board = self._board
-        host, gpu = self._media.get("cpu"), self._media.get("cuda")
+        control = self._control
+        host, gpu = self._backends.get("cpu"), self._backends.get("cuda")
         assert gpu is None or isinstance(gpu, CudaMemoryBackend)
         try:
             if gpu is not None and self._error is None:
                 gpu.enter()
                 gpu.release()
             self._segments.forget()
-            board.words[board.row(board.rank) + CLOSED] = LEFT if self._error is None else FAILED
-            board.ring_all()
-            have_left = self._error is None and self._media and self._have_others_left()
+            control.words[control.row(control.rank) + CLOSED] = LEFT if self._error is None else FAILED
+            control.ring_all()
+            have_left = self._error is None and self._backends and self._have_others_left()
             if host is not None:
                 host.close()
             if gpu is not None and have_left:
                 gpu.close()
         finally:
-            board.close()
+            control.close()
 
     def _have_others_left(self) -> bool:
-        """Waits for it, but not for ever."""
+        """Wait until all other ranks have left, up to a limit. Returns whether they have."""
         end_s = time.monotonic() + _LEAVE_S
-        others = [rank for rank in range(self._board.size) if rank != self._board.rank]
-        while any(map(self._is_there, others)):
+        peers = [rank for rank in range(self._control.size) if rank != self._control.rank]
+        while any(map(self._is_there, peers)):
             if time.monotonic() > end_s:
                 return False
-            seen = self._board.doorbell()
-            if any(map(self._is_there, others)):
-                self._board.sleep(seen, _LOOK_S, as_driver=False)
+            seen = self._control.doorbell()
+            if any(map(self._is_there, peers)):
+                self._control.sleep(seen, _CHECK_S, as_waiter=False)
         return True

@@ -1,4 +1,4 @@
-"""Plans of coming steps, searched in another process while this one trains. Rank 0 has it."""
+"""A process that searches plans of coming steps while rank 0 trains."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from spindle.program import Program
 _LONGEST_S = 600.0  # for a first plan; a process that takes longer hangs
 
 
-class Planning:
-    """A process that plans. Whoever asks for a program gets the best that is there: it is waited for only as long as
-    there is none at all."""
+class BackgroundPlanner:
+    """Plan steps in another process. `best` returns the best program so far, and waits only while there is none."""
 
     def __init__(self) -> None:
         root = str(Path(__file__).resolve().parents[2])
@@ -31,7 +30,7 @@ class Planning:
         self._reader.start()
 
     def ask(self, job: Job) -> None:
-        """Plans a step, behind what was asked for before."""
+        """Queue a step to plan."""
         assert self._process.stdin is not None
         try:
             write_frame(self._process.stdin, job)
@@ -51,9 +50,9 @@ class Planning:
         return answer.program, answer.is_final
 
     def keep(self, numbers: Collection[int]) -> None:
-        """Nobody asks for others any more."""
+        """Drop the answers to all other jobs."""
         with self._news:
-            self._answers = {one: answer for one, answer in self._answers.items() if one in numbers}
+            self._answers = {number: answer for number, answer in self._answers.items() if number in numbers}
 
     def close(self) -> None:
         if self._process.stdin is not None:
@@ -76,8 +75,8 @@ class Planning:
                 answer = read_frame(self._process.stdout)
                 with self._news:
                     if answer is not None:
-                        known = self._answers.get(answer.number)
-                        if known is None or answer.program is not None:  # a later failure does not undo a plan
+                        earlier = self._answers.get(answer.number)
+                        if earlier is None or answer.program is not None:  # a later failure does not undo a plan
                             self._answers[answer.number] = answer
                     self._news.notify_all()
                 if answer is not None:

@@ -1,0 +1,97 @@
+"""From a recipe to what planners take: the profile of one step on a cluster.
+
+Planners differ in what they are given: `pipeline` splits encoders' microbatches into sub-microbatches, the others take
+whole ones. So one batch of a multimodal model has two profiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from spindle.cluster import Cluster
+from spindle.errors import InputError
+from spindle.graph import metagraph_of
+from spindle.profile import Profile, roofline_profile
+from spindle.recipes.data import t2v_batch, vlm_batch
+from spindle.recipes.multimodal import MultimodalModel, batch_profile, emulator, model_flops, sub_microbatch_sizes
+from spindle.recipes.recipe import Recipe
+from spindle.workload import VIDEO, Microbatch, pack_clips, pack_images, read_samples
+from spindle.workload.batches import SampleError, line_of_sample
+
+NUM_MICROBATCHES = 32  # of a batch, unless others are asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions:
+    """Which batch of a multimodal model: how many microbatches, drawn with which seed or packed from which samples."""
+
+    num_microbatches: int | None = None
+    seed: int | None = None
+    samples: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step to plan. `profile` gives it with encoders' microbatches split, or whole; steps of pipelines have
+    `pipeline_ranks`, and `peak_s`: what the model's own FLOPs take at the peak of all devices."""
+
+    profile: Callable[[bool], Profile]
+    pipeline_ranks: int | None = None
+    peak_s: float | None = None
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.pipeline_ranks is not None
+
+
+def step_of(recipe: Recipe | MultimodalModel, cluster: Cluster, batch: BatchOptions = BatchOptions()) -> Step:  # noqa: B008
+    """A step of a recipe, or of one batch of a multimodal model."""
+    if isinstance(recipe, MultimodalModel):
+        return _model_step(recipe, cluster, batch)
+    profile = roofline_profile(metagraph_of(recipe.workload()), cluster, recipe.roofline)
+    return Step(profile=lambda splits_microbatches: profile)
+
+
+def _model_step(model: MultimodalModel, cluster: Cluster, batch: BatchOptions) -> Step:
+    model.refuse_cluster(cluster)
+    try:
+        (microbatches,) = islice(
+            batches(model, batch.num_microbatches or NUM_MICROBATCHES, batch.seed or 0, batch.samples), 1
+        )
+    except SampleError as error:
+        if batch.samples is None:
+            raise
+        line = line_of_sample(batch.samples, error.number)
+        raise InputError(f"{batch.samples}, line {line}: {error.reason} (this is {model.name})") from error
+    semu = emulator(cluster)
+
+    def profile(splits_microbatches: bool) -> Profile:
+        sizes = sub_microbatch_sizes(model, microbatches, semu) if splits_microbatches else {}
+        return batch_profile(model, microbatches, sizes, cluster, semu)
+
+    peak_flops = cluster.kind.peak_flops * cluster.num_devices
+    return Step(profile=profile, pipeline_ranks=model.num_stages, peak_s=model_flops(model, microbatches) / peak_flops)
+
+
+def batches(
+    model: MultimodalModel, num_microbatches: int, seed: int, samples: Path | None = None
+) -> Iterator[tuple[Microbatch, ...]]:
+    """Batches without end like the paper's data, or one after another of a file's samples until it is used up."""
+    is_video = any(chain.name == VIDEO for chain in model.chains)
+    if samples is None:
+        random = np.random.default_rng(seed)
+        while True:
+            yield (t2v_batch if is_video else vlm_batch)(num_microbatches, random)
+    packed = (pack_clips if is_video else pack_images)(read_samples(samples))
+    if len(packed) < num_microbatches:
+        raise InputError(
+            f"{samples}: its samples make {len(packed)} microbatches, a batch has {num_microbatches}; "
+            "give more samples, or fewer --microbatches"
+        )
+    for first in range(0, len(packed) - num_microbatches + 1, num_microbatches):
+        yield packed[first : first + num_microbatches]

@@ -1,0 +1,141 @@
+"""Which steps run as CUDA graphs: sets of them, cached by the shapes of the batches that they were captured for."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from functools import partial
+
+import torch
+
+from spindle.run.gradients import Gradients
+from spindle.run.graphs import GraphMemory, Graphs
+from spindle.run.op_code import LayersCode
+from spindle.run.rank_program import RankProgram
+from spindle.run.step import Step
+
+_WARM_UP_STEPS = 2  # in which libraries choose their kernels
+_MAX_SETS = 64  # of graphs, each for one choice of tasks and shapes of their batches
+_MAX_SHAPES = 10_000  # whose steps are counted
+_AMORTIZED_STEPS, _MAX_WASTED = 8, 8  # replays that make up for a capture, and evictions before that many
+Shapes = frozenset[tuple[str, int]]  # signatures of batches, by task
+
+
+class GraphCache:
+    """The sets of CUDA graphs of one rank; least recently used ones are evicted first."""
+
+    def __init__(self, rank_program: RankProgram, gradients: Gradients, *, is_enabled: bool) -> None:
+        self.is_enabled = is_enabled
+        self.refused: dict[str, str] = {}  # why slots run without a graph, by name
+        self._rank_program, self._gradients = rank_program, gradients
+        self._sets: dict[Shapes, Graphs] = {}  # most recently used last
+        self._memory = GraphMemory()
+        self._max_sets = _MAX_SETS  # lowered when memory runs out
+        self._num_steps: Counter[Shapes] = Counter()
+        self._num_wasted = 0  # sets that were evicted before they had paid off
+        self._addresses: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # of parameters and buffers, by slot
+
+    @property
+    def num_captured(self) -> int:
+        """How many slots run as CUDA graphs."""
+        return max((graphs.num_slots for graphs in self._sets.values()), default=0)
+
+    def use(self, step: Step) -> None:
+        """Let a step replay the graphs for its shapes; after some warm-up steps on batches of the same shapes, capture
+        them in this step."""
+        if not self.is_enabled or step.check_losses:
+            return
+        tasks = {slot.task for slot in self._rank_program.slots.values() if slot.task in step.signatures}
+        shapes = frozenset((task, step.signatures[task]) for task in tasks)
+        self._check_addresses()
+        if shapes in self._sets:
+            self._sets[shapes] = self._sets.pop(shapes)
+            self._sets[shapes].num_steps += 1
+        else:
+            if len(self._num_steps) > _MAX_SHAPES:
+                self._num_steps.clear()
+            self._num_steps[shapes] += 1
+            if self._num_steps[shapes] > _WARM_UP_STEPS and self._max_sets > 0:
+                self._begin_capture(step, shapes)
+        step.graphs = self._sets.get(shapes)
+        if step.graphs is not None:
+            step.batches = step.graphs.batches(step.batches)
+
+    def finish(self, step: Step, num_sets: int) -> None:
+        """End the capture of a step before which there were `num_sets`."""
+        if step.graphs is None or step.graphs.is_complete:
+            return
+        step.graphs.finish()
+        if step.graphs.ran_out_of_memory:
+            self._limit_sets(num_sets - 1)
+        elif step.graphs.is_spoiled:
+            self.drop()
+
+    def __len__(self) -> int:
+        return len(self._sets)
+
+    def _begin_capture(self, step: Step, shapes: Shapes) -> None:
+        """Evict sets until there is room for a new one, and begin it. Where sets are often evicted before they have
+        paid off, there are more shapes than the cache can hold, and it stays as it is."""
+        while len(self._sets) >= self._max_sets:
+            oldest = next(iter(self._sets))
+            self._num_wasted += self._sets[oldest].num_steps < _AMORTIZED_STEPS
+            if self._num_wasted > _MAX_WASTED:
+                return
+            del self._sets[oldest]
+            self._num_steps.pop(oldest, None)
+        try:
+            self._sets[shapes] = Graphs(
+                self._gradients, step.batches, self.refused, self._memory, partial(self._evict_all_but, shapes)
+            )
+        except torch.OutOfMemoryError:
+            self._limit_sets(len(self._sets))
+
+    def _limit_sets(self, num_sets: int) -> None:
+        """Hold no more sets than this from now on: memory has run out."""
+        self._max_sets = num_sets
+        self.drop()
+        if num_sets == 0:
+            self.refused["every slot"] = "memory ran out while steps were captured"
+
+    def _check_addresses(self) -> None:
+        """Drop graphs when parameters or buffers have moved since they were captured. A slot that replaces its buffers
+        in every step is refused."""
+        for slot in self._rank_program.slots.values():
+            if not isinstance(slot.code, LayersCode):
+                continue
+            layers = slot.code.layers[slot.chunks[0][0] : slot.chunks[-1][1]]
+            weights = tuple(parameter.data_ptr() for layer in layers for parameter in layer.parameters)
+            buffers = tuple(buffer.data_ptr() for layer in layers for buffer in layer.buffers())
+            before = self._addresses.get(slot.number)
+            self._addresses[slot.number] = (weights, buffers)
+            if before is None or before == (weights, buffers) or slot.name in self.refused:
+                continue
+            if before[0] == weights:
+                self.refused[slot.name] = "it replaces its buffers"
+            self.drop()
+
+    def replays_all_layers(self, step: Step) -> bool:
+        """Whether all layers of a step are replayed, so that each gradient exists in every such step."""
+        layers = (
+            slot
+            for slot in self._rank_program.slots.values()
+            if isinstance(slot.code, LayersCode) and slot.task in step.signatures
+        )
+        return (
+            step.graphs is not None
+            and step.graphs.is_complete
+            and all(layer.name not in self.refused for layer in layers)
+        )
+
+    def _evict_all_but(self, shapes: Shapes) -> None:
+        self._sets = {key: graphs for key, graphs in self._sets.items() if key == shapes}
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def drop(self) -> None:
+        """Drop all graphs and their memory."""
+        self._sets.clear()
+        self._gradients.forget_taken()
+        self._memory.release()
+        self._num_steps.clear()

@@ -1,0 +1,136 @@
+"""What the user gave the Trainer. Frozen: a change of tasks or plan makes a new `TrainConfig` with `replace`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from spindle.errors import TrainingError, WorkloadError
+from spindle.graph import MetaGraph
+from spindle.plan import Plan
+from spindle.profile import Profile
+from spindle.train.optimizer import MakeLRScheduler, MakeOptimizer
+from spindle.train.sampling import SamplingWeight
+from spindle.train.task import TaskDefinition
+
+PIPELINE = "pipeline"
+
+MakePlan = Callable[[Profile], Plan]
+MakeProfile = Callable[[MetaGraph, int], Profile]  # of a graph and a number of devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planning:
+    """How `spindle.Trainer` plans its steps, and from which measurements. The defaults measure this machine and search.
+
+    `plan` is a plan to run: a Plan, its text, or the file of one. Without it `planner` makes one: the name of a planner
+    (`spindle plan --help` lists them), or a function from a Profile to a Plan. It plans from measurements of this
+    machine, or from `profile`: a Profile, the file that `spindle profile` wrote, or a function that makes one for a
+    graph and a number of devices.
+
+    `tensor_parallel_degrees` fixes how many devices share each layer of the modules that it names (`{"language": 4}`);
+    the planner chooses otherwise. With `shard_optimizer`, the ranks that hold a parameter each keep the optimizer state
+    of a part of it (ZeRO-1): the Trainer's `optimizer` function is then called with these parts, which have as many
+    dimensions as the parameter. None lets the planner shard when memory is short. An optimizer that does not update
+    each element by itself is not sharded.
+
+    With `planner="pipeline"`, layers are spread over `pipeline_parallel_degree` ranks (all of them, unless given;
+    further ranks are replicas), and the `gradient_accumulation_steps` batches of a step are the microbatches of one
+    pipeline. Their contents may differ from step to step: the order of a step's passes is searched in a process of its
+    own while the step before runs.
+
+    Each rank may hold `memory_limit_bytes` of tensors: plans keep to it, and a step that exceeds it raises an error.
+    Without a GPU tensors are counted operation by operation, which takes time.
+    """
+
+    planner: str | MakePlan = "wavefront"
+    plan: Plan | Path | str | None = None
+    profile: Profile | Path | str | MakeProfile | None = None
+    tensor_parallel_degrees: Mapping[str, int] = field(default_factory=dict)
+    pipeline_parallel_degree: int | None = None
+    shard_optimizer: bool | None = None
+    memory_limit_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        # A copy, which nobody else can change.
+        object.__setattr__(self, "tensor_parallel_degrees", dict(self.tensor_parallel_degrees))
+        if self.planner != PIPELINE:
+            if self.pipeline_parallel_degree is not None:
+                raise TrainingError(
+                    f"spindle.Planning(pipeline_parallel_degree={self.pipeline_parallel_degree}): goes with "
+                    f'planner="{PIPELINE}"'
+                )
+            return
+        if self.shard_optimizer:
+            raise TrainingError(
+                'spindle.Planning(planner="pipeline", shard_optimizer=True): each step of a pipeline has a program of '
+                "its own, and a sharded optimizer needs the same one in every step; leave one of them out"
+            )
+        if any(degree > 1 for degree in self.tensor_parallel_degrees.values()):
+            raise TrainingError(
+                'spindle.Planning(planner="pipeline", tensor_parallel_degrees=...): stages of a pipeline run on one '
+                "device each; leave the degrees out"
+            )
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether each step has a program of its own, searched while the step before runs."""
+        return self.planner == PIPELINE and self.plan is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """The Trainer's arguments, checked."""
+
+    tasks: tuple[TaskDefinition, ...]
+    optimizer: MakeOptimizer
+    lr_scheduler: MakeLRScheduler | None = None
+    max_grad_norm: float | None = None
+    gradient_accumulation_steps: int = 1
+    autocast: torch.dtype | None = None
+    sampling_weights: Mapping[str, SamplingWeight] | None = None
+    tasks_per_step: int = 1
+    planning: Planning = field(default_factory=Planning)
+    seed: int = 0
+    name: str = "training"
+    cuda_graphs: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise WorkloadError("spindle.Trainer needs at least one task")
+        for task in self.tasks:
+            if not isinstance(task, TaskDefinition):
+                raise WorkloadError(
+                    f"spindle.Trainer([...]): expected tasks, got {task!r}; "
+                    "write @spindle.task(batch_size=...) above it"
+                )
+        names = self.task_names
+        for name in names:
+            if names.count(name) > 1:
+                raise WorkloadError(
+                    f"two tasks are called {name!r}; give one of them another name, @spindle.task(name=...)"
+                )
+        if self.gradient_accumulation_steps < 1:
+            raise TrainingError(
+                f"spindle.Trainer(gradient_accumulation_steps={self.gradient_accumulation_steps}): must be at least 1"
+            )
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise TrainingError(f"spindle.Trainer(max_grad_norm={self.max_grad_norm}): must be above 0")
+        if self.autocast not in (None, torch.bfloat16):
+            raise TrainingError(
+                f"spindle.Trainer(autocast={self.autocast}): expected torch.bfloat16; other types need loss scaling"
+            )
+        if not isinstance(self.planning, Planning):
+            raise TrainingError(
+                f"spindle.Trainer(planning={self.planning!r}): expected spindle.Planning(...), for example "
+                'spindle.Planning(planner="sequential")'
+            )
+        if self.sampling_weights is not None:
+            object.__setattr__(self, "sampling_weights", dict(self.sampling_weights))
+
+    @property
+    def task_names(self) -> list[str]:
+        return [task.name for task in self.tasks]

@@ -1,0 +1,67 @@
+"""The feeds of a session's tasks, made from the loaders that a fit is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spindle.errors import TrainingError
+from spindle.run import World
+from spindle.train.feed import Feed, LoaderPosition, RandomState, draw, random_state
+from spindle.train.progress import Progress
+from spindle.train.samples import sample_feed
+from spindle.train.session import TrainSession
+from spindle.train.task import TaskDefinition
+
+
+def make_feeds(
+    session: TrainSession, loaders: Mapping[str, Any], progress: Progress, *, drop_last: bool
+) -> dict[str, Feed]:
+    """A feed for each task; refuses loaders that are missing or of no task."""
+    names = session.config.task_names
+    problems = [f"none for {name!r}" for name in names if name not in loaders]
+    problems += [f"{name!r} is no task (tasks: {', '.join(names)})" for name in loaders if name not in names]
+    if problems:
+        raise TrainingError(f"fit needs one loader for each task: {'; '.join(problems)}")
+    is_resumed = set(names) <= session.loader_positions.keys()  # in the midst of a fit: nothing is drawn
+    state = None if is_resumed else shared_random_state(session.world)
+    return {
+        task.name: make_feed(session, task, loaders[task.name], progress, drop_last=drop_last, state=state)
+        for task in session.config.tasks
+    }
+
+
+def make_feed(
+    session: TrainSession,
+    definition: TaskDefinition,
+    loader: Any,
+    progress: Progress,
+    *,
+    drop_last: bool,
+    state: RandomState | None = None,
+) -> Feed:
+    """A task's feed, which goes on after the batches of earlier fits where its loader is a dataset. `state` is that of
+    the random numbers that its loader draws; rank 0's unless given."""
+    config, world = session.config, session.world
+    position = session.loader_positions.pop(definition.name, None)
+    if position is None:
+        position = LoaderPosition(random_state=shared_random_state(world) if state is None else state)
+    shared: dict[str, Any] = {
+        "definition": definition,
+        "drop_last": drop_last,
+        "position": position,
+        "notify": session.notifier(progress),
+        "compared": world.size > 1,
+    }
+    feed = sample_feed(loader, config.seed, session.num_batches[definition.name], **shared)
+    if feed is None:
+        return Feed(loader=loader, **shared)
+    feed.num_again = config.gradient_accumulation_steps
+    return feed
+
+
+def shared_random_state(world: World) -> RandomState:
+    """Rank 0's random state, from which loaders draw their order; what is drawn later starts from another one."""
+    state: RandomState = world.broadcast_object(random_state())
+    draw()
+    return state

@@ -1,0 +1,106 @@
+"""What one rank runs a plan with: its weights, the executors of its steps, and an optimizer over what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from spindle.models import split_dims
+from spindle.program import main_replicas, optimizer_sharding
+from spindle.run import World
+from spindle.run.shards import Shards
+from spindle.run.weights import Weights
+from spindle.train.agreement import compare, compare_held, optimizer_items
+from spindle.train.analyze import AnalyzedWorkload
+from spindle.train.config import TrainConfig
+from spindle.train.optimizer import Named, Update
+from spindle.train.optimizer_reshard import OptimizerState
+from spindle.train.plan import PlannedWorkload
+from spindle.train.steps import PipelinedSteps, StaticSteps, Steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRuntime:
+    """One rank's share of a planned workload."""
+
+    workload: AnalyzedWorkload
+    planned: PlannedWorkload
+    weights: Weights
+    shards: Shards | None
+    steps: Steps
+
+
+def make_runtime(
+    workload: AnalyzedWorkload,
+    planned: PlannedWorkload,
+    config: TrainConfig,
+    world: World,
+    examples: Mapping[str, Any],
+) -> RankRuntime:
+    """This rank's weights and executors; `examples` has the batch on which each task variant was measured."""
+    bound, program = workload.bound, planned.program
+    parameters = [bound.parameters[parameter.name] for parameter in workload.graph.parameters]
+    split = split_dims(bound.styled)
+    dims = {number: split[id(parameter)] for number, parameter in enumerate(parameters) if id(parameter) in split}
+    weights = Weights(program, workload.graph, parameters, world, dims)
+    shards = Shards(program, parameters, world) if planned.plan.shard_optimizer else None
+    steps: Steps
+    if planned.layout is None:
+        steps = StaticSteps(workload, planned, weights.parameters, shards, config, world)
+    else:
+        steps = PipelinedSteps(workload, planned, planned.layout, weights.parameters, examples, config, world)
+    return RankRuntime(workload=workload, planned=planned, weights=weights, shards=shards, steps=steps)
+
+
+def make_update(runtime: RankRuntime, config: TrainConfig, world: World, state: OptimizerState | None) -> Update:
+    """The optimizer over what this rank holds, which must be here, with the state that an earlier plan's left."""
+    weights, shards, parameters = runtime.weights, runtime.shards, runtime.workload.graph.parameters
+    program = runtime.planned.program
+    owned = shards.owned if shards is not None else {}
+    dtypes = [parameter.dtype for parameter in weights.parameters]
+    sharding = optimizer_sharding(program, runtime.workload.graph, weights.sharding, dtypes)
+    named: list[Named] = []
+    counted: list[nn.Parameter] = []
+    for number, entry in enumerate(parameters):
+        slices = sharding.get(entry.name, {})
+        if world.rank in slices:
+            updated = owned.get(number, weights.parameters[number])
+            assert updated is not None
+            assert tuple(updated.shape) == slices[world.rank].shape
+            named.append((entry.name, updated))
+            if world.rank in main_replicas(slices):
+                counted.append(updated)
+    trained = {number: entry.name for number, entry in enumerate(parameters) if entry.name in sharding}
+    if world.size > 1:  # before the real optimizer is made: a function that keeps its last optimizer keeps that one
+        whole = [(name, weights.parameters[number], weights.shapes[number]) for number, name in trained.items()]
+        compare(world, optimizer_items(config.optimizer, config.lr_scheduler, whole))
+    ranks = sorted({rank for slot in program.slots for rank in slot.ranks.tolist()})
+    update = Update(
+        config.optimizer,
+        config.lr_scheduler,
+        config.max_grad_norm,
+        named=named,
+        counted=counted,
+        sharding=sharding,
+        ranks=tuple(ranks),
+        world=world,
+        state=state,
+    )
+    names = [parameter.name for parameter in parameters]
+    compare_held(world, names, update.group_settings(), "the optimizer's settings of parameter")
+    return update
+
+
+def resident_tensors(runtime: RankRuntime, update: Update | None) -> Iterator[torch.Tensor]:
+    """What stays on this rank from step to step: weights, buffers, gradients and optimizer state."""
+    yield from runtime.weights.parameters
+    for handle in runtime.workload.bound.handles.values():
+        yield from handle.module.buffers()
+    yield from runtime.steps.gradient_tensors()
+    optimizer = update.optimizer if update is not None else None
+    for state in optimizer.state.values() if optimizer is not None else ():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))

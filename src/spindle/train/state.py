@@ -1,0 +1,97 @@
+"""The state of a training beside its weights: what a run that is resumed needs to go on with the same numbers.
+
+Random layers are seeded by seed, step and task variant, and sampled tasks by seed and step, so neither has a state of
+its own beyond the step and the names of variants. What is left out: weights and buffers (`Trainer.state_dict`), the
+plan, which follows from the machines, and functions of the script (sampling weights, loss weights, schedules).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+
+from spindle.errors import TrainingError
+from spindle.train.config import TrainConfig
+from spindle.train.feed import LoaderPosition, RandomState, random_state, set_random_state
+from spindle.train.optimizer_reshard import OptimizerState
+from spindle.train.session import TrainSession
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataPosition:
+    """Where a task's data goes on: after so many batches of all fits.
+
+    A map-style dataset goes on there. Another loader starts with each fit, so it has a position only in the midst of
+    one.
+    """
+
+    num_batches: int
+    loader: LoaderPosition | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainState:
+    """The state of a training before step `step`."""
+
+    step: int
+    tasks: tuple[str, ...]
+    data: Mapping[str, DataPosition]  # by task; of tasks that have ended, too
+    random_state: RandomState  # of torch, Python and numpy, on this rank
+    sampling_weights: Mapping[str, float | None] | None  # None for those that are functions of the step
+    variants: Mapping[tuple[str, int], str]  # names of task variants, by task and key
+    optimizer: OptimizerState  # this rank's share, by parameter, with the learning-rate scheduler's state
+
+
+def take_state(
+    session: TrainSession, step: int, num_batches: Mapping[str, int], loaders: Mapping[str, LoaderPosition]
+) -> TrainState:
+    """The state of a session before this step, after `num_batches` batches of each task in all fits; all ranks must
+    call it. `loaders` are positions in the midst of a fit."""
+    config = session.config
+    weights = config.sampling_weights
+    return TrainState(
+        step=step,
+        tasks=tuple(config.task_names),
+        data={name: DataPosition(num_batches=count, loader=loaders.get(name)) for name, count in num_batches.items()},
+        random_state=random_state(),
+        sampling_weights=None
+        if weights is None
+        else {name: None if callable(weight) else float(weight) for name, weight in weights.items()},
+        variants=session.variants.names,
+        optimizer=deepcopy(session.optimizer_state()),  # which training goes on to change
+    )
+
+
+def restore_state(session: TrainSession, state: TrainState) -> None:
+    """Have a session go on from a state: its next fit begins with step `state.step`. The session must not have trained
+    yet; all ranks must call it, each with its own state."""
+    config = _restored_config(session.config, state)
+    if session.runtime is not None or session.num_batches:
+        raise TrainingError("a training that has begun cannot take another one's state; make a new Trainer")
+    session.config = config
+    session.num_batches.update({name: position.num_batches for name, position in state.data.items()})
+    session.loader_positions = {
+        name: position.loader for name, position in state.data.items() if position.loader is not None
+    }
+    session.variants.restore_names(state.variants)
+    session.restore_optimizer_state(deepcopy(state.optimizer))
+    set_random_state(state.random_state)
+
+
+def _restored_config(config: TrainConfig, state: TrainState) -> TrainConfig:
+    if config.task_names != list(state.tasks):
+        raise TrainingError(
+            f"the state is of a training of the tasks {', '.join(state.tasks)}, this Trainer has "
+            f"{', '.join(config.task_names)}; make one with the same tasks, in the same order"
+        )
+    if (config.sampling_weights is None) != (state.sampling_weights is None):
+        raise TrainingError(
+            "the state is of a training "
+            + ("without" if state.sampling_weights is None else "with")
+            + " sampling_weights, and this Trainer is not; give it the same arguments"
+        )
+    if state.sampling_weights is None or config.sampling_weights is None:
+        return config
+    saved = {name: weight for name, weight in state.sampling_weights.items() if weight is not None}
+    return replace(config, sampling_weights={**config.sampling_weights, **saved})

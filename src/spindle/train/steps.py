@@ -1,0 +1,307 @@
+"""The programs of a training's steps, each with this rank's executor.
+
+A static plan runs the same program in every step, once for each micro-step. A pipeline runs all micro-steps of a step
+as the microbatches of one program, which is made for their contents. The training loop knows neither: it is given the
+runs of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from spindle.planners import Layout, owning_ranks_in
+from spindle.profile import Profile
+from spindle.program import Program
+from spindle.run import Executor, MicroStep, ShapeInference, World
+from spindle.run.pytrees import PytreeMeta
+from spindle.run.shape_inference import Cuts
+from spindle.run.shards import Shards
+from spindle.train.agreement import compare, shape_items
+from spindle.train.analyze import AnalyzedWorkload
+from spindle.train.config import TrainConfig
+from spindle.train.header import BatchHeader, MicroSteps
+from spindle.train.microbatches import Key, Microbatches, StepGraph, microbatch_name, without_values
+from spindle.train.plan import PlannedWorkload, program_for_rows
+from spindle.train.samples import Needs, needs_of
+
+_MOST_SHAPES = 10_000  # of batches, remembered
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """A task's batch in one micro-step, and the variant of the task that it takes."""
+
+    task: str
+    variant: str
+    micro_step: int
+    header: BatchHeader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRun:
+    """One run of a program, with some of a step's microbatches or all of them, by the task names of the program."""
+
+    executor: Executor
+    profile: Profile  # of the program
+    microbatches: Mapping[str, Microbatch]
+    micro_step: MicroStep
+    checks_losses: bool  # whether a loss that is summed from parts is compared with the whole one first
+    is_as_planned: bool = True  # whether its batches have the sizes that were planned for
+    cuts: Mapping[tuple[int, int], PytreeMeta] = field(default_factory=dict)
+
+
+class Steps:
+    """Abstract: the runs of each step. `main` is the executor of the plan's own program."""
+
+    plans_ahead: bool  # whether a step should be announced while the step before runs
+
+    def __init__(self, main: Executor) -> None:
+        self.main = main
+        self._needs: dict[str, Needs] = {}
+
+    def needs(self, variant: str) -> Needs:
+        """What this rank's slots look at, of a task variant's batch that is as large as planned."""
+        if variant not in self._needs:
+            uses = [(code, first, last) for task, code, first, last in self.main.uses if task == variant]
+            self._needs[variant] = needs_of(uses)
+        return self._needs[variant]
+
+    def reads(self, variants: Iterable[str]) -> bool:
+        """Whether this rank needs batches that take any of these task variants."""
+        return not self.main.reads.isdisjoint(variants)
+
+    def runs(self, microbatches: Sequence[Microbatch], num_micro_steps: int, batches: MicroSteps) -> Iterator[StepRun]:
+        """The runs of a step with these microbatches, of which this rank has read `batches`."""
+        raise NotImplementedError
+
+    def plan_ahead(
+        self,
+        microbatches: Sequence[Microbatch],
+        num_micro_steps: int,
+        batches: MicroSteps,
+        time_limit_s: float | None,
+    ) -> None:
+        """Start planning a step that is to run after the current one."""
+
+    def gradient_tensors(self) -> Iterator[torch.Tensor]:
+        """The memory that gradients keep from step to step."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End processes that plan steps."""
+
+
+class _Executors:
+    """Makes this rank's executors over its parameters."""
+
+    def __init__(
+        self,
+        workload: AnalyzedWorkload,
+        parameters: Sequence[nn.Parameter],
+        config: TrainConfig,
+        world: World,
+    ) -> None:
+        self._workload, self._parameters, self._config, self._world = workload, parameters, config, world
+
+    def of_plan(self, program: Program, shards: Shards | None, *, captures: bool) -> Executor:
+        """An executor of a program of the plan."""
+        workload, config = self._workload, self._config
+        return Executor(
+            program,
+            workload.graph,
+            workload.code,
+            self._parameters,
+            workload.bound.batch_axes,
+            self._world,
+            reached=workload.reached,
+            seed=config.seed,
+            cuda_graphs=config.cuda_graphs and captures,
+            autocast=config.autocast,
+            shards=shards,
+        )
+
+    def of_step(self, program: Program, step: StepGraph, last: Executor) -> Executor:
+        """An executor of one step's own program, over the memory for gradients of the last one, which is over."""
+        axes = self._workload.bound.batch_axes
+        return Executor(
+            program,
+            step.profile.graph,
+            step.code,
+            self._parameters,
+            {task: axes[variant] for task, variant in step.variants.items()},
+            self._world,
+            reached=step.reached,
+            seed=self._config.seed,
+            cuda_graphs=False,
+            autocast=self._config.autocast,
+            gradient_buffers=last.release_gradient_buffers(),
+        )
+
+
+class StaticSteps(Steps):
+    """Steps that all run the plan's program, once for each micro-step."""
+
+    plans_ahead = False
+
+    def __init__(
+        self,
+        workload: AnalyzedWorkload,
+        planned: PlannedWorkload,
+        parameters: Sequence[nn.Parameter],
+        shards: Shards | None,
+        config: TrainConfig,
+        world: World,
+    ) -> None:
+        self._planned, self._shards, self._world = planned, shards, world
+        self._make = _Executors(workload, parameters, config, world)
+        super().__init__(self._make.of_plan(planned.program, shards, captures=True))
+        self._planned_rows = {name: task.recorded.definition.batch_size for name, task in workload.bound.tasks.items()}
+        self._executors = {tuple(self._planned_rows.values()): self.main}
+
+    def runs(self, microbatches: Sequence[Microbatch], num_micro_steps: int, batches: MicroSteps) -> Iterator[StepRun]:
+        used: frozenset[str] = frozenset()
+        for number in range(num_micro_steps):
+            taken = {microbatch.variant: microbatch for microbatch in microbatches if microbatch.micro_step == number}
+            used |= frozenset(taken)
+            executor = self._executor_for({name: microbatch.header.num_rows for name, microbatch in taken.items()})
+            yield StepRun(
+                executor=executor,
+                profile=self._planned.profile,
+                microbatches=taken,
+                micro_step=MicroStep(number, num_micro_steps, used),
+                checks_losses=True,
+                is_as_planned=executor is self.main,
+            )
+
+    def _executor_for(self, rows: Mapping[str, int]) -> Executor:
+        """The executor for these numbers of rows; others than planned come with a loader's short last batch."""
+        key = tuple(rows.get(name, planned) for name, planned in self._planned_rows.items())
+        if key not in self._executors:
+            program = program_for_rows(self._planned, dict(zip(self._planned_rows, key, strict=True)), self._world)
+            self._executors[key] = self._make.of_plan(program, self._shards, captures=False)
+        return self._executors[key]
+
+    def gradient_tensors(self) -> Iterator[torch.Tensor]:
+        for executor in self._executors.values():
+            yield from executor.gradient_memory
+
+
+class PipelinedSteps(Steps):
+    """Steps whose microbatches run in one program that was made for them."""
+
+    plans_ahead = True
+
+    def __init__(
+        self,
+        workload: AnalyzedWorkload,
+        planned: PlannedWorkload,
+        layout: Layout,
+        parameters: Sequence[nn.Parameter],
+        examples: Mapping[str, Any],
+        config: TrainConfig,
+        world: World,
+    ) -> None:
+        """`examples` has the batch on which each task variant was measured."""
+        self._workload, self._layout, self._world = workload, layout, world
+        self._make = _Executors(workload, parameters, config, world)
+        super().__init__(self._make.of_plan(planned.program, None, captures=False))
+        self._last = self.main
+        modules = [handle.module for handle in workload.bound.handles.values()]
+        self._microbatches = Microbatches(
+            planned.profile,
+            layout,
+            workload.code,
+            examples,
+            ShapeInference(modules, world.device, config.autocast),
+            is_first=world.rank == 0,
+            seed=config.seed,
+        )
+        self._microbatches.owning_ranks = owning_ranks_in(workload.graph, layout)
+        self._shapes: dict[tuple[str, int, int], Any] = {}  # batches without values
+
+    def reads(self, variants: Iterable[str]) -> bool:
+        # Which replica runs which microbatch is known when all of them are read.
+        return self._layout.num_replicas > 1 or super().reads(variants)
+
+    def runs(self, microbatches: Sequence[Microbatch], num_micro_steps: int, batches: MicroSteps) -> Iterator[StepRun]:
+        world = self._world
+        key = _key_of(microbatches, num_micro_steps)
+        shapes = self._shapes_of(microbatches, batches)
+        step = self._step_graph(key, microbatches, num_micro_steps)
+        program = world.broadcast_object(self._microbatches.program(key, step.profile) if world.rank == 0 else None)
+        self._last = self._make.of_step(program, step, self._last)
+        by_name = {
+            microbatch_name(microbatch.variant, microbatch.micro_step): microbatch for microbatch in microbatches
+        }
+        yield StepRun(
+            executor=self._last,
+            profile=step.profile,
+            microbatches=by_name,
+            micro_step=MicroStep(tasks=frozenset(by_name)),
+            checks_losses=False,
+            cuts=self._microbatches.forms.of(step.profile.graph, step.code, shapes),
+        )
+
+    def plan_ahead(
+        self,
+        microbatches: Sequence[Microbatch],
+        num_micro_steps: int,
+        batches: MicroSteps,
+        time_limit_s: float | None,
+    ) -> None:
+        self._shapes_of(microbatches, batches)
+        if self._world.rank == 0:
+            key = _key_of(microbatches, num_micro_steps)
+            profile = self._step_graph(key, microbatches, num_micro_steps).profile
+            self._microbatches.ask(key, profile, time_limit_s)
+
+    def _step_graph(self, key: Key, microbatches: Sequence[Microbatch], num_micro_steps: int) -> StepGraph:
+        counts = {microbatch.variant: num_micro_steps for microbatch in microbatches}
+        return self._microbatches.graph(key, self._workload.reached, counts)
+
+    def _shapes_of(self, microbatches: Sequence[Microbatch], batches: MicroSteps) -> dict[str, Any]:
+        """The batch of each microbatch without values, which a rank that does not read it needs to know what it will
+        receive."""
+        if len(self._shapes) > _MOST_SHAPES:  # on all ranks at once
+            self._shapes.clear()
+        shapes = {}
+        new_cuts: dict[str, Cuts] = {}
+        for microbatch in microbatches:
+            name, header = microbatch_name(microbatch.variant, microbatch.micro_step), microbatch.header
+            key = (microbatch.task, header.variant, header.signature)
+            if key not in self._shapes:
+                is_reader = self._world.rank == header.reader
+                mine = without_values(batches[microbatch.micro_step][microbatch.task].nest) if is_reader else None
+                self._shapes[key] = self._world.broadcast_object(mine, header.reader)
+            shapes[name] = self._shapes[key]
+            cuts = self._microbatches.meet(microbatch.variant, header.signature, shapes[name])
+            if cuts is not None:
+                new_cuts[name] = cuts
+        if new_cuts:
+            compare(self._world, shape_items(new_cuts))
+        return shapes
+
+    def gradient_tensors(self) -> Iterator[torch.Tensor]:
+        yield from self.main.gradient_memory
+        if self._last is not self.main:
+            yield from self._last.gradient_memory
+
+    def close(self) -> None:
+        self._microbatches.close()
+
+
+def _key_of(microbatches: Sequence[Microbatch], num_micro_steps: int) -> Key:
+    """What a program depends on: by micro-step, the variants, rows and signatures of its batches."""
+    return tuple(
+        tuple(
+            (microbatch.variant, microbatch.header.num_rows, microbatch.header.signature)
+            for microbatch in microbatches
+            if microbatch.micro_step == number
+        )
+        for number in range(num_micro_steps)
+    )
