@@ -1,7 +1,8 @@
 """The paper's cells, simulated with transfers, synchronisation and optimizer: python benchmarks/cells.py
 
-Every planner on CLIP-4/7/10 and OFASys-4/7 on 8, 16 and 32 A800s and QWen-VAL on 32 and 64, beside the LP bound, the
-paper's speedups, and what the bound allows; then the 30B and 70B QWen-VAL that the paper simulated on 256.
+Every planner on CLIP-4/7/10 and OFASys-4/7 with 8, 16 and 32 A800s and on QWen-VAL with 32 and 64, compared with the LP
+bound, the paper's speedups, and the speedup that the bound allows; then the 30B and 70B QWen-VAL that the paper
+simulated on 256.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ def measure_cell(recipe: str, num_devices: int) -> dict[str, Any]:
     cell: dict[str, Any] = {"recipe": recipe, "num_devices": num_devices, "planners": {}}
     for planner in PLANNERS:
         print(f"\r{recipe} on {num_devices}: {planner}          ", end="", file=sys.stderr, flush=True)
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             plan = make_plan(profile, planner)
         except DoesNotFitError as error:
             cell["planners"][planner] = {"refused": str(error)}
             continue
-        planning_s = time.perf_counter() - began
+        planning_s = time.perf_counter() - start
         measures = measure(simulate(lower(plan, profile), profile))
         cell["bound_s"] = plan.bound_s
         cell["planners"][planner] = {

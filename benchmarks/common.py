@@ -1,4 +1,4 @@
-"""What every benchmark needs: where results go, and what they were measured on."""
+"""Shared by all benchmarks: where results are written, and what they were measured on."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from spindle.artifact import write_whole
+from spindle.artifact import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
 def circumstances() -> dict[str, Any]:
-    """Commit (with a mark when the tree differs from it) and hardware."""
+    """The commit (marked if the tree differs from it) and the hardware."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -33,12 +33,12 @@ def circumstances() -> dict[str, Any]:
 
 
 def publish(name: str, data: dict[str, Any], table: str) -> None:
-    """Writes results as data and as a table for people, and prints the table."""
+    """Write results as JSON and as a table, and print the table."""
     RESULTS.mkdir(exist_ok=True)
     about = circumstances()
-    write_whole(RESULTS / f"{name}.json", json.dumps({"measured_on": about} | data, indent=1) + "\n")
+    write_atomically(RESULTS / f"{name}.json", json.dumps({"measured_on": about} | data, indent=1) + "\n")
     note = f"Commit {about['commit']}; {about['hardware']}; Python {about['python']}."
-    write_whole(RESULTS / f"{name}.md", f"{table}\n\n{note}\n")
+    write_atomically(RESULTS / f"{name}.md", f"{table}\n\n{note}\n")
     print(f"{table}\n\n{note}\n", flush=True)
 
 
@@ -48,7 +48,7 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def write_between(path: Path, name: str, body: str) -> None:
-    """Replaces what stands between the markers of this name in a document."""
+    """Replace the text between the markers of this name in a document."""
     start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     head, rest = path.read_text(encoding="utf-8").split(start)
-    write_whole(path, f"{head}{start}\n{body}\n{end}{rest.split(end)[1]}")
+    write_atomically(path, f"{head}{start}\n{body}\n{end}{rest.split(end)[1]}")

@@ -1,7 +1,7 @@
-"""How many NCCL communicators does a rank need? python benchmarks/communicators.py
+"""Count the NCCL communicators that a rank needs: python benchmarks/communicators.py
 
-For wavefront plans of the paper's workloads: one for all transfers, one for each set of ranks that sums gradients or
-losses, one for each tensor parallel group, as `run/world.py` makes them.
+For wavefront plans of the paper's workloads: one for all transfers, one for each set of ranks that reduces gradients or
+losses, one for each tensor-parallel group, as `run/world.py` creates them.
 """
 
 from __future__ import annotations

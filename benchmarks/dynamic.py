@@ -1,10 +1,11 @@
-"""What do changing tasks cost? Simulated at the paper's size, and trained at ours: python benchmarks/dynamic.py
+"""The cost of changing tasks, simulated at the paper's size and trained on this machine: python benchmarks/dynamic.py
 
-Simulated: the paper's dynamic CLIP and OFASys, whose tasks leave one after another. Their schedules and totals are read
-off its figure; that there are 16 A800s, and which task leaves, is ours. Planners other than wavefront plan each phase
-anew as well, and pay nothing for a change.
+Simulated: the paper's dynamic CLIP and OFASys, whose tasks leave one after another. Schedules and totals are read off
+its figure; that there are 16 A800s, and which task leaves, is our choice. The other planners plan each phase anew as
+well, and pay nothing for a change.
 
-Trained: four tasks on two processes of this machine, which leave and come back, beside starting anew without one.
+Trained: four tasks on two processes of this machine, which leave and return, compared with a restart without one of
+them.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ REPEATS, PROCESSES = 3, 2
 
 
 def profile_of(recipe: str, num_tasks: int, cluster: str = CLUSTER) -> Profile:
-    one = RECIPES[recipe]
-    graph = metagraph_of(one.build(dict(one.batch_sizes[:num_tasks])))
-    return roofline_profile(graph, cluster_named(cluster), one.roofline)
+    workload = RECIPES[recipe]
+    graph = metagraph_of(workload.build(dict(workload.batch_sizes[:num_tasks])))
+    return roofline_profile(graph, cluster_named(cluster), workload.roofline)
 
 
 def sequential_s(recipe: str, cluster: str) -> float:
-    """All phases one module at a time, which tells how many devices the paper may have had."""
+    """The total of all phases one module at a time, which hints at how many devices the paper had."""
     num_tasks = len(RECIPES[recipe].batch_sizes)
     return sum(
         make_plan(profile_of(recipe, num_tasks - number, cluster), "sequential").makespan_s * (last - first) * 1000
@@ -64,10 +65,10 @@ def sequential_s(recipe: str, cluster: str) -> float:
 
 
 def checkpoint_s(profile: Profile) -> float:
-    """All S bytes of state on H hosts, each of which writes its share of it and reads all of it through its uplink:
-    (S / H + S) / uplink. Storage slower than that comes on top, and the start of processes."""
+    """Lower bound for a change through a checkpoint of S bytes on H hosts, each of which writes its share and reads all
+    of it through its uplink: (S / H + S) / uplink. Slower storage and the start of processes come on top."""
     hosts, numerics = profile.cluster.islands, profile.graph.numerics
-    elements = sum(one.num_elements for one in profile.graph.parameters)
+    elements = sum(parameter.num_elements for parameter in profile.graph.parameters)
     state_bytes = elements * (numerics.parameter_bytes + numerics.optimizer_bytes)
     return state_bytes * (1 / len(hosts) + 1) / min(host.uplink.bytes_per_s for host in hosts)
 
@@ -107,7 +108,7 @@ def simulate(recipe: str) -> dict[str, Any]:
             phase["change"] = {"task": task, "at": first * 1000} | change_of(before, held, profile)
         phases.append(phase)
     bound_s = sum(phase["bound_s"] * phase["iterations"] for phase in phases)
-    totals = {one: sum(phase["step_s"][one] * phase["iterations"] for phase in phases) for one in PLANNERS}
+    totals = {planner: sum(phase["step_s"][planner] * phase["iterations"] for phase in phases) for planner in PLANNERS}
     lost_s = sum(phase["planning_s"] + phase["change"]["moving_s"] for phase in phases[1:])
     return {
         "recipe": recipe,
@@ -120,13 +121,13 @@ def simulate(recipe: str) -> dict[str, Any]:
     }
 
 
-def simulated_tables(one: dict[str, Any]) -> list[str]:
-    recipe, totals, phases = one["recipe"], one["total_s"], one["phases"]
-    paper, ours = PAPER[recipe], totals["wavefront"] + one["lost_s"]
+def simulated_tables(result: dict[str, Any]) -> list[str]:
+    recipe, totals, phases = result["recipe"], result["total_s"], result["phases"]
+    paper, ours = PAPER[recipe], totals["wavefront"] + result["lost_s"]
     rows = [
         [
             planner,
-            f"{(total + (one['lost_s'] if planner == 'wavefront' else 0)) / 1e3:.1f}",
+            f"{(total + (result['lost_s'] if planner == 'wavefront' else 0)) / 1e3:.1f}",
             f"{total / ours:.2f}" if planner != "wavefront" else "",
             system,
             str(paper[system]),
@@ -135,7 +136,7 @@ def simulated_tables(one: dict[str, Any]) -> list[str]:
         for planner, total in totals.items()
         for system in [PLANNERS[planner]]
     ]
-    rows.append(["(bound)", f"{one['bound_s'] / 1e3:.1f}", f"{one['bound_s'] / ours:.2f}", "", "", ""])
+    rows.append(["(bound)", f"{result['bound_s'] / 1e3:.1f}", f"{result['bound_s'] / ours:.2f}", "", "", ""])
     rows.append(["", "", "", "Megatron", str(paper["Megatron"]), f"{paper['Megatron'] / paper['Spindle']:.2f}"])
     header = ["planner", "10³ s", "wavefront's speedup", "the paper's system", "10³ s there", "Spindle's speedup there"]
     steps = [
@@ -163,19 +164,19 @@ def simulated_tables(one: dict[str, Any]) -> list[str]:
         f"## {recipe}, {last},000 iterations on {CLUSTER}, simulated",
         markdown(header, rows),
         "Sequential on other clusters: "
-        + ", ".join(f"{total / 1e3:.0f} on {cluster}" for cluster, total in one["sequential_s"].items())
+        + ", ".join(f"{total / 1e3:.0f} on {cluster}" for cluster, total in result["sequential_s"].items())
         + f"; the paper's DeepSpeed {paper['DeepSpeed']}.",
         "Milliseconds of a step in each phase:",
         markdown(["tasks", "10³ iterations", "bound", *PLANNERS], steps),
-        f"Wavefront's changes, which together take {one['lost_s']:.1f} s of {ours / 1e3:.1f} · 10³:",
+        f"Wavefront's changes, which together take {result['lost_s']:.1f} s of {ours / 1e3:.1f} · 10³:",
         markdown(["at 10³", "leaves", "planning ms", "GB moved", "GB to one device", "moving ms"], changes),
-        f"Through a checkpoint, state would take {one['checkpoint_s'] * 1e3:.0f} ms at the least. Every minute that "
+        f"Through a checkpoint, state would take {result['checkpoint_s'] * 1e3:.0f} ms at the least. Every minute that "
         f"starting anew takes would make all of it {60 * len(changes) / ours * 100:.1f} % longer.",
     ]
 
 
 def train() -> dict[str, Any]:
-    """Fits with changes, turn and turn about with starts anew: that measure layers, and that find a profile of them."""
+    """Fits with changes, alternating with restarts that measure layers and restarts that read a profile."""
     fits, measuring, measured = [], [], []
     launch = [sys.executable, "-m", "spindle.cli", "launch", "-n", str(PROCESSES), str(SCRIPT)]
     for _ in range(REPEATS):
@@ -193,11 +194,11 @@ def spread(values: Sequence[float], digits: int = 0) -> str:
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def trained_tables(one: dict[str, Any], load: float) -> list[str]:
-    fits, starts, measuring = one["fits"], one["restarts"], one["restarts_measuring"]
+def trained_tables(result: dict[str, Any], load: float) -> list[str]:
+    fits, starts, measuring = result["fits"], result["restarts"], result["restarts_measuring"]
     apart = fits[0]["apart"]
     rows = []
-    for number, what in enumerate(fits[0]["changes"]):
+    for number, change in enumerate(fits[0]["changes"]):
         place = apart * (number + 1)
         # The steps around a change may still warm up, or wait for it.
         before, after = (
@@ -207,7 +208,7 @@ def trained_tables(one: dict[str, Any], load: float) -> list[str]:
         longest = [max(fit["step_s"][place : place + 3]) for fit in fits]
         rows.append(
             [
-                what,
+                change,
                 spread([fit["changes_s"][number] * 1e3 for fit in fits]),
                 spread([fit["planning_s"][number] * 1e3 for fit in fits]),
                 spread([fit["moved_bytes"][number] / 1e6 for fit in fits], 1),
@@ -217,7 +218,7 @@ def trained_tables(one: dict[str, Any], load: float) -> list[str]:
             ]
         )
     stages = [
-        [stage, *(spread([start[stage] for start in some], 1) for some in (measuring, starts))] for stage in starts[0]
+        [stage, *(spread([start[stage] for start in runs], 1) for runs in (measuring, starts))] for stage in starts[0]
     ]
     changes_s = [time_s for fit in fits for time_s in fit["changes_s"]]
     start_s = [start["first step"] for start in starts]
@@ -255,7 +256,7 @@ def main() -> None:
     print(file=sys.stderr)
     load = os.getloadavg()[0]  # planning is 1 of it; other programs the rest
     trained = train()
-    tables = [table for one in simulated for table in simulated_tables(one)]
+    tables = [table for result in simulated for table in simulated_tables(result)]
     publish(
         "dynamic",
         {"cluster": CLUSTER, "paper_thousand_s": PAPER, "simulated": simulated, "trained": trained, "load": load},

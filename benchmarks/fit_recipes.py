@@ -1,8 +1,8 @@
-"""Fits the recipes to the paper's DeepSpeed times: python benchmarks/fit_recipes.py
+"""Fit the recipes to the paper's DeepSpeed times: python benchmarks/fit_recipes.py
 
-Unknown of each workload are what share of peak its layers reach (efficiency) and what a layer costs however small it
-is (overhead). Both are chosen to minimise the squared relative error of the simulated `sequential` plan against the
-paper's DeepSpeed milliseconds at all its cluster sizes; no other column of the paper is looked at. Writes
+Unknown for each workload are the share of peak that its layers reach (efficiency) and the fixed cost of a layer
+(overhead). Both are chosen to minimise the squared relative error of the simulated `sequential` plan against the
+paper's DeepSpeed milliseconds at all its cluster sizes; no other column of the paper is used. Writes
 src/spindle/recipes/fitted.json and the tables of docs/recipes.md.
 """
 
@@ -22,7 +22,7 @@ from spindle.profile import Roofline, roofline_profile
 from spindle.recipes import CELLS, RECIPES, Cell, Fit, Fits, FittedCell, Recipe
 from spindle.recipes.recipe import FITS_KIND
 
-EFFICIENCY = (0.15, 0.6)  # of peak; what layers of this size are known to reach lies between
+EFFICIENCY = (0.15, 0.6)  # limits, as shares of peak
 OVERHEAD_MS = (0.3, 5.0)  # per layer, both passes
 
 
@@ -32,7 +32,7 @@ def sequential_ms(graph: MetaGraph, cell: Cell, roofline: Roofline) -> float:
 
 
 def fit_recipe(recipe: Recipe, cells: Sequence[Cell]) -> Fit:
-    """The efficiency and overhead with the least squared relative error, rounded to what a file should say."""
+    """The efficiency and overhead with the least squared relative error, rounded for the file."""
     graph = metagraph_of(recipe.workload())
 
     def roofline_at(x: np.ndarray) -> Roofline:
@@ -42,8 +42,8 @@ def fit_recipe(recipe: Recipe, cells: Sequence[Cell]) -> Fit:
         return [sequential_ms(graph, cell, roofline_at(x)) / cell.deepspeed_ms - 1 for cell in cells]
 
     bounds = np.array([EFFICIENCY, OVERHEAD_MS]).T
-    found = least_squares(residuals, [0.35, 1.5], bounds=bounds, diff_step=1e-3).x
-    efficiency, overhead_ms = (round(float(value), 3) for value in found)
+    solution = least_squares(residuals, [0.35, 1.5], bounds=bounds, diff_step=1e-3).x
+    efficiency, overhead_ms = (round(float(value), 3) for value in solution)
     roofline = Roofline(efficiency=efficiency, overhead_s=overhead_ms * 1e-3)
     predicted = [sequential_ms(graph, cell, roofline) for cell in cells]
     return Fit(

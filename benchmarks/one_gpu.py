@@ -1,7 +1,7 @@
 """What Spindle costs on one GPU, where it cannot help: python benchmarks/one_gpu.py [--only CASE,...] [--trace FOLDER]
 
-The same models (built from Hugging Face configs), batches and optimizer in a plain PyTorch loop and in a Trainer, a
-round of one after a round of the other, in one process: eager, with CUDA graphs, and the plain loop under
+The same models (built from Hugging Face configs), batches and optimizer in a plain PyTorch loop and in a Trainer, in
+alternating rounds, in one process: eager, with CUDA graphs, and the plain loop under
 `torch.compile`. All read a loss two steps behind the GPU; the time of a step is that from one loss to the next, without
 the first and the last ones of a round. The ratio of each pair of rounds; the median of all pairs and their middle half.
 """
@@ -58,9 +58,9 @@ def mean_of(output: Any) -> Tensor:
     return output.last_hidden_state.float().mean(1)  # type: ignore[no-any-return]
 
 
-def contrast(one: Tensor, other: Tensor) -> Tensor:
-    logits = F.normalize(one, dim=-1) @ F.normalize(other, dim=-1).T * 10
-    return F.cross_entropy(logits, torch.arange(one.shape[0], device=one.device))
+def contrast(first: Tensor, second: Tensor) -> Tensor:
+    logits = F.normalize(first, dim=-1) @ F.normalize(second, dim=-1).T * 10
+    return F.cross_entropy(logits, torch.arange(first.shape[0], device=first.device))
 
 
 def bert_base() -> dict[str, nn.Module]:
@@ -159,8 +159,10 @@ class Loop:
         torch.manual_seed(0)
         self._case, self._batches = case, batches
         modules = {name: module.cuda() for name, module in case.modules().items()}
-        self._modules: Modules = {name: torch.compile(one) if compiled else one for name, one in modules.items()}
-        parameters = [one for module in modules.values() for one in module.named_parameters()]
+        self._modules: Modules = {
+            name: torch.compile(module) if compiled else module for name, module in modules.items()
+        }
+        parameters = [named for module in modules.values() for named in module.named_parameters()]
         self._optimizer = make_optimizer(case)(parameters)
 
     def step(self) -> Tensor:
@@ -193,7 +195,7 @@ def step_s_of(known_s: list[float]) -> float:
 
 
 def make_optimizer(case: Case) -> Callable[[Any], torch.optim.Optimizer]:
-    return lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-5, fused=case.fused)
+    return lambda named: torch.optim.AdamW([parameter for _, parameter in named], lr=1e-5, fused=case.fused)
 
 
 class Ours:
@@ -223,7 +225,9 @@ class Ours:
 
 
 def measure(name: str, case: Case, pairs: int, trace: Path | None, compiles: bool) -> dict[str, Any]:
-    batches = {task: {key: one.cuda() for key, one in make().items()} for task, (_, make, _) in case.tasks.items()}
+    batches = {
+        task: {key: tensor.cuda() for key, tensor in make().items()} for task, (_, make, _) in case.tasks.items()
+    }
     contenders: dict[str, Any] = {"plain": Loop(case, batches)}
     contenders["eager"] = Ours(case, batches, graphs=False)
     contenders["graphs"] = Ours(case, batches, graphs=True)
@@ -248,9 +252,9 @@ def measure(name: str, case: Case, pairs: int, trace: Path | None, compiles: boo
     return {"rounds_s": rounds, "notices": notices}
 
 
-def rows_of(found: dict[str, Any]) -> list[list[str]]:
+def rows_of(results: dict[str, Any]) -> list[list[str]]:
     rows = []
-    for name, result in found.items():
+    for name, result in results.items():
         rounds = result["rounds_s"]
         row = [name, f"{statistics.median(rounds['plain']) * 1e3:.2f}"]
         for key in ("eager", "graphs", "compiled"):
@@ -271,22 +275,22 @@ def main() -> None:
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("-o", "--output", type=Path)
-    given = parser.parse_args()
-    found: dict[str, Any] = {}
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {}
     for name, case in CASES.items():
-        if given.only and name not in given.only.split(","):
+        if arguments.only and name not in arguments.only.split(","):
             continue
-        found[name] = measure(name, case, given.pairs, given.trace, not given.no_compile)
-        print(name, rows_of({name: found[name]}), *found[name]["notices"], sep="\n  ", flush=True)
-        if given.output is not None:
-            given.output.write_text(json.dumps(found))
+        results[name] = measure(name, case, arguments.pairs, arguments.trace, not arguments.no_compile)
+        print(name, rows_of({name: results[name]}), *results[name]["notices"], sep="\n  ", flush=True)
+        if arguments.output is not None:
+            arguments.output.write_text(json.dumps(results))
     header = ["ms per step", "plain", "Spindle eager / plain", "Spindle graphs / plain", "plain compiled / plain"]
-    table = markdown(header, rows_of(found))
-    if given.only or given.trace:
+    table = markdown(header, rows_of(results))
+    if arguments.only or arguments.trace:
         print(table)
     else:
         gpu = torch.cuda.get_device_name()
-        publish("one_gpu", {"gpu": gpu, "torch": torch.__version__, "cases": found}, f"{table}\n\n{gpu}.")
+        publish("one_gpu", {"gpu": gpu, "torch": torch.__version__, "cases": results}, f"{table}\n\n{gpu}.")
 
 
 if __name__ == "__main__":

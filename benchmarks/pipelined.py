@@ -104,7 +104,7 @@ def torch_schedule(setup: Setup, blocks: list[nn.Module], rank: int) -> Any:
 
 def by_torch(setup: Setup, blocks: list[nn.Module], rank: int, dtype: torch.dtype = torch.float32) -> Run:
     schedule, (x, y) = torch_schedule(setup, blocks, rank), setup.data(dtype, _device_of(blocks))
-    parameters = [one for block in blocks for one in block.parameters()]
+    parameters = [parameter for block in blocks for parameter in block.parameters()]
 
     def run() -> list[float]:
         for parameter in parameters:
@@ -127,23 +127,30 @@ def by_spindle(
 ) -> Run:
     """Every microbatch is a task. `order` has what each rank does."""
     names = {
-        id(one): f"{number}.{name}" for number, block in enumerate(blocks) for name, one in block.named_parameters()
+        id(parameter): f"{number}.{name}"
+        for number, block in enumerate(blocks)
+        for name, parameter in block.named_parameters()
     }
-    parameters = [one for block in blocks for one in block.parameters()]
-    flops = 2.0 * setup.rows * setup.length * sum(one.numel() for one in blocks[0].parameters())
+    parameters = [parameter for block in blocks for parameter in block.parameters()]
+    flops = 2.0 * setup.rows * setup.length * sum(parameter.numel() for parameter in blocks[0].parameters())
     cost = LayerCost(forward_flops=flops, backward_flops=2 * flops, traffic_bytes=1, saved_bytes=1, output_bytes=1)
     tasks = [f"m{number}" for number in range(setup.num_microbatches)]
     calls = (
         Call(name="chain", module="chain", costs=(("block", cost),)),
         Call(name="loss", module="loss", costs=(("loss", cost),)),
     )
-    layers = [Layer(kind="block", parameters=tuple(names[id(one)] for one in block.parameters())) for block in blocks]
+    layers = [
+        Layer(kind="block", parameters=tuple(names[id(parameter)] for parameter in block.parameters()))
+        for block in blocks
+    ]
     graph = metagraph_of(
         Workload(
             name="chain",
             modules=(Module(name="chain", layers=tuple(layers)), Module(name="loss", layers=(Layer(kind="loss"),))),
-            parameters=tuple(Parameter(name=names[id(one)], num_elements=one.numel()) for one in parameters),
-            tasks=tuple(Task(name=one, batch_size=1, calls=calls, flows=(("chain", "loss"),)) for one in tasks),
+            parameters=tuple(
+                Parameter(name=names[id(parameter)], num_elements=parameter.numel()) for parameter in parameters
+            ),
+            tasks=tuple(Task(name=task, batch_size=1, calls=calls, flows=(("chain", "loss"),)) for task in tasks),
         )
     )
     chain = LayersCode(
@@ -218,9 +225,9 @@ def order_of(setup: Setup, schedule: Any) -> list[list[tuple[int, int, str]]]:
     if setup.stages_per_rank > 1:
         return [
             [
-                (one.stage_index, one.microbatch_index, _KINDS[one.computation_type.name])
-                for one in schedule.pipeline_order[rank]
-                if one is not None and one.computation_type.name in _KINDS
+                (action.stage_index, action.microbatch_index, _KINDS[action.computation_type.name])
+                for action in schedule.pipeline_order[rank]
+                if action is not None and action.computation_type.name in _KINDS
             ]
             for rank in range(setup.num_ranks)
         ]

@@ -1,4 +1,4 @@
-"""Planner `pipeline` beside the pipelines of others, simulated: python benchmarks/pipelines.py [MODEL ...]
+"""Planner `pipeline` compared with other pipeline schedules, simulated: python benchmarks/pipelines.py [MODEL ...]
 
 The five models of the DIP paper (§5) on its clusters, with efficiencies measured on an H200 (SEMU). Batches are drawn
 like its data; chunks are placed once, on the first batch. Each cell is the mean over some batches of 32 microbatches:
@@ -142,7 +142,7 @@ def ladder() -> dict[str, float]:
         for rung, plan in plans.items():
             times.setdefault(rung, []).append(plan.makespan_s)
             print(f"ladder {rung} {plan.makespan_s:.2f} s", flush=True)
-    return {rung: float(np.mean(one)) for rung, one in times.items()}
+    return {rung: float(np.mean(times_s)) for rung, times_s in times.items()}
 
 
 def natural(profile: Profile, layout: Layout, batch: Batch) -> Callable[[Segments, Column], Schedule]:
@@ -170,7 +170,7 @@ def alike(segments: Segments, activation_budget: Column, evaluations: int) -> Sc
     fitting = [
         level for level in range(0, LEVELS + 1, 2) if _natural_ns(segments, level, activation_budget) is not None
     ]
-    level = min(fitting, key=lambda one: _natural_ns(segments, one, activation_budget) or 0)
+    level = min(fitting, key=lambda level: _natural_ns(segments, level, activation_budget) or 0)
     changed, choice = from_level(segments, level)
     fixed = replace(changed, choice_count=np.ones_like(changed.choice_count))
     return replace(search(fixed, activation_budget, evaluations=evaluations).schedule, choice=choice)
@@ -197,19 +197,19 @@ def rows_of(cell: dict[str, Any]) -> list[list[str]]:
     reference = mean(planners[REFERENCE], "step_s") if REFERENCE in planners else None
     rows = []
     for planner in order:
-        one = planners[planner]
-        step_s = mean(one, "step_s")
+        batches_rows = planners[planner]
+        step_s = mean(batches_rows, "step_s")
         rows.append(
             [
                 cell["model"] if planner == order[0] else "",
                 planner,
                 f"{step_s:.2f}",
                 "-" if reference is None else f"{100 * (reference / step_s - 1):+.1f} %",
-                f"{100 * mean(one, 'bubble'):.1f}",
-                f"{max(row['peak_gib'] for row in one):.1f}",
-                f"{100 * mean(one, 'mfu'):.1f}",
-                f"{float(np.mean([row['step_s'] / row['bound_s'] for row in one])):.3f}",
-                f"{100 * mean(one, 'recomputed'):.0f} / {100 * mean(one, 'offloaded'):.0f}",
+                f"{100 * mean(batches_rows, 'bubble'):.1f}",
+                f"{max(row['peak_gib'] for row in batches_rows):.1f}",
+                f"{100 * mean(batches_rows, 'mfu'):.1f}",
+                f"{float(np.mean([row['step_s'] / row['bound_s'] for row in batches_rows])):.3f}",
+                f"{100 * mean(batches_rows, 'recomputed'):.0f} / {100 * mean(batches_rows, 'offloaded'):.0f}",
             ]
         )
     return rows
@@ -218,23 +218,23 @@ def rows_of(cell: dict[str, Any]) -> list[list[str]]:
 def gain_row(cell: dict[str, Any]) -> list[str]:
     planners = cell["planners"]
     ours = mean(planners["pipeline"], "step_s")
-    others = {planner: mean(rows, "step_s") for planner, rows in planners.items() if planner != "pipeline"}
-    best = min(others, key=lambda planner: others[planner])
+    baselines = {planner: mean(rows, "step_s") for planner, rows in planners.items() if planner != "pipeline"}
+    best = min(baselines, key=lambda planner: baselines[planner])
     low, high = PAPER[cell["model"][:3]]
-    over_vpp = f"{100 * (others[REFERENCE] / ours - 1):+.1f} %" if REFERENCE in others else "vpp does not fit"
+    over_vpp = f"{100 * (baselines[REFERENCE] / ours - 1):+.1f} %" if REFERENCE in baselines else "vpp does not fit"
     over_bound = float(np.mean([row["step_s"] / row["bound_s"] for row in planners["pipeline"]]))
     return [
         cell["model"],
         f"{over_bound:.3f}",
         over_vpp,
-        f"{100 * (others[best] / ours - 1):+.1f} % ({best})",
+        f"{100 * (baselines[best] / ours - 1):+.1f} % ({best})",
         f"+{low} to +{high} %",
     ]
 
 
 def first_table(cells: list[dict[str, Any]]) -> str:
     headings = ["throughput of `pipeline`", "x its bound", "over vpp", "over the best baseline", "the paper's range"]
-    return markdown(headings, [gain_row(one) for one in cells])
+    return markdown(headings, [gain_row(cell) for cell in cells])
 
 
 def report(cells: list[dict[str, Any]], rungs: dict[str, float]) -> str:

@@ -35,10 +35,10 @@ def random_graph(generator: np.random.Generator, num_devices: int, powers_of_two
         a, b = generator.uniform(0.3, 1.5), generator.uniform(0.03, 0.4)
         times = {str(n): (a + b * math.ceil(batch / n)) * 1e-3 for n in range(1, min(num_devices, batch) + 1)}
         ops.append({"name": f"op{number}", "layers": layers, "batch": batch, "time_s": times})
-        above = [other for other, its_level in enumerate(levels) if its_level == level - 1]
+        above = [position for position, its_level in enumerate(levels) if its_level == level - 1]
         if above:
             chosen = generator.choice(above, size=min(len(above), int(generator.integers(1, 4))), replace=False)
-            edges += [[f"op{other}", f"op{number}"] for other in sorted(chosen.tolist())]
+            edges += [[f"op{position}", f"op{number}"] for position in sorted(chosen.tolist())]
     return {"ops": ops, "edges": edges}
 
 

@@ -1,4 +1,4 @@
-"""SEMU beside measured layers: one member's part of a layer, forward and backward, on one GPU.
+"""SEMU compared with measured layers: one member's part of a layer, forward and backward, on one GPU.
 
     python benchmarks/semu_layers.py -o benchmarks/results/semu_layers.json [--measured EARLIER.json]
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from spindle.artifact import read_json_file, write_whole
+from spindle.artifact import read_json_file, write_atomically
 from spindle.cluster import PRESETS
 from spindle.profile import Attention, Gemm, LayerOperators, MemoryBound, Semu
 from spindle.recipes.layers import Block, num_tokens
@@ -111,13 +111,13 @@ class AsRun:
         tokens, num_norms = num_tokens(block.lengths), 3 if block.context else 2
         row = 2 * tokens * tower.width  # bytes of a tensor of the layer's width
         hidden = 2 * tokens * tower.hidden // tensor_degree
-        heads = 2 * tokens * sum(one.outputs for one in known.forward[:3] if isinstance(one, Gemm))
+        heads = 2 * tokens * sum(gemm.outputs for gemm in known.forward[:3] if isinstance(gemm, Gemm))
 
         def memory(kind: str, num_bytes: float) -> MemoryBound:
             return MemoryBound(kind=kind, num_bytes=num_bytes)
 
         def kernels(operators: tuple) -> list:
-            return [one for one in operators if isinstance(one, Gemm | Attention)]
+            return [operator for operator in operators if isinstance(operator, Gemm | Attention)]
 
         forward = [memory("norm", 2 * row / tensor_degree), memory("add", 2 * row), memory("add", 3 * row)] * num_norms
         # Gradients of the two slices of a normed tensor: zeros and a copy each, then two sums with the residual's.
@@ -130,7 +130,7 @@ class AsRun:
         else:
             forward.append(memory("activation", 2 * hidden))
             back.append(memory("activation", 3 * hidden))
-        sums = [memory("accumulate", 10 * one.outputs * one.inputs) for one in kernels(known.weight)]
+        sums = [memory("accumulate", 10 * gemm.outputs * gemm.inputs) for gemm in kernels(known.weight)]
         return LayerOperators(
             forward=(*kernels(known.forward), *forward),
             input=(*kernels(known.input), *back),
@@ -164,10 +164,10 @@ def measured(block: Block, degree: int) -> tuple[float, float]:
                     events[0].record()
                     output = part(x_TD, context_TD)
                     events[1].record()
-                    wanted = [x_TD, *([] if context_TD is None else [context_TD]), *part.parameters()]
-                    found = torch.autograd.grad(output, wanted, gradient)
-                    for total, one in zip(sums, found[-len(sums) :], strict=True):
-                        total.add_(one)
+                    inputs = [x_TD, *([] if context_TD is None else [context_TD]), *part.parameters()]
+                    gradients = torch.autograd.grad(output, inputs, gradient)
+                    for total, weight_gradient in zip(sums, gradients[-len(sums) :], strict=True):
+                        total.add_(weight_gradient)
                     events[2].record()
                     marks.append(events)
             torch.cuda.synchronize()
@@ -175,7 +175,8 @@ def measured(block: Block, degree: int) -> tuple[float, float]:
             print(backend.name, str(error)[:100])
             continue
         times = [
-            statistics.median(one[at].elapsed_time(one[at + 1]) for one in marks[_WARM_UPS:]) / 1e3 for at in (0, 1)
+            statistics.median(events[at].elapsed_time(events[at + 1]) for events in marks[_WARM_UPS:]) / 1e3
+            for at in (0, 1)
         ]
         if best is None or sum(times) < sum(best):
             best = times
@@ -187,23 +188,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--measured", type=Path)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     island = PRESETS["h200"]
     semu = Semu(island.kind, island.link, measured_efficiencies())
-    earlier = read_json_file(given.measured) if given.measured else None
+    earlier = read_json_file(arguments.measured) if arguments.measured else None
     rows = []
     for number, (name, module, lengths, context) in enumerate(CASES):
         model = MODELS[name]
         chain = model.chain(module)
         block = Block(tower=chain.tower, lengths=lengths, causal=chain.causal, context=context)
-        says = semu.layer(AsRun(block, model.tensor_degree), model.tensor_degree)
+        predicted = semu.layer(AsRun(block, model.tensor_degree), model.tensor_degree)
         if earlier is None:
             forward_s, backward_s = measured(block, model.tensor_degree)
         else:
             row = earlier["rows"][number]
-            assert (row["model"], row["module"], row["lengths"]) == (name, module, [list(one) for one in lengths])
+            assert (row["model"], row["module"], row["lengths"]) == (name, module, [list(length) for length in lengths])
             forward_s, backward_s = row["forward_ms"] / 1e3, row["backward_ms"] / 1e3
-        error = (says.forward_s + says.backward_s) / (forward_s + backward_s) - 1
+        error = (predicted.forward_s + predicted.backward_s) / (forward_s + backward_s) - 1
         rows.append(
             {
                 "model": name,
@@ -212,8 +213,8 @@ def main() -> None:
                 "lengths": lengths,
                 "forward_ms": round(forward_s * 1e3, 3),
                 "backward_ms": round(backward_s * 1e3, 3),
-                "semu_forward_ms": round(says.forward_s * 1e3, 3),
-                "semu_backward_ms": round(says.backward_s * 1e3, 3),
+                "semu_forward_ms": round(predicted.forward_s * 1e3, 3),
+                "semu_backward_ms": round(predicted.backward_s * 1e3, 3),
                 "error_percent": round(error * 100, 1),
             }
         )
@@ -221,8 +222,8 @@ def main() -> None:
     mean = statistics.mean(abs(row["error_percent"]) for row in rows)
     print(f"mean error {mean:.1f} % over {len(rows)} layers")
     on = earlier["measured_on"] if earlier else f"one {torch.cuda.get_device_name()} with torch {torch.__version__}"
-    write_whole(
-        given.output,
+    write_atomically(
+        arguments.output,
         json.dumps({"measured_on": on, "mean_error_percent": round(mean, 1), "rows": rows}, indent=1) + "\n",
     )
 

@@ -93,7 +93,7 @@ def main() -> None:
         ratios = sorted(pair["sharded"] / pair["plain"] for pair in pairs)
         of_cpu = statistics.median(pair["sharded_cpu"] / pair["plain_cpu"] for pair in pairs)
         data[model] = pairs
-        elements = sum(one.numel() for one in Encoder(width, num_blocks).parameters())
+        elements = sum(parameter.numel() for parameter in Encoder(width, num_blocks).parameters())
         rows.append(
             [
                 f"{elements / 1e6:.1f} M parameters",

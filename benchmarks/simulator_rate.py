@@ -35,9 +35,9 @@ def main() -> None:
             loop.append(time.perf_counter() - began)
         count = program.num_instructions
         rates = [count / statistics.median(times) for times in (whole, loop)]
-        num_rendezvous = instances.num_rendezvous
-        rows.append([str(num_devices), f"{count:,}", f"{num_rendezvous:,}", *(f"{rate:,.0f}" for rate in rates)])
-        data.append({"num_devices": num_devices, "instructions": count, "rendezvous": num_rendezvous, "rates": rates})
+        rendezvous = instances.num_rendezvous
+        rows.append([str(num_devices), f"{count:,}", f"{rendezvous:,}", *(f"{rate:,.0f}" for rate in rates)])
+        data.append({"num_devices": num_devices, "instructions": count, "rendezvous": rendezvous, "rates": rates})
     header = ["devices", "instructions", "rendezvous", "instructions/s", "in the compiled loop alone"]
     publish("simulator_rate", {"cells": data}, markdown(header, rows))
 

@@ -62,9 +62,9 @@ def clip() -> Made:
     text = CLIPTextModel(CLIPTextConfig(**SIZES, vocab_size=WORDS, max_position_embeddings=LENGTH, eos_token_id=2))
 
     def loss(modules: Modules, batch: Any) -> Tensor:
-        one = modules["vision"](pixel_values=batch["pixels"]).pooler_output
-        other = modules["text"](input_ids=batch["words"]).pooler_output
-        return F.cross_entropy(one @ other.T / 16, torch.arange(one.shape[0]))
+        images = modules["vision"](pixel_values=batch["pixels"]).pooler_output
+        texts = modules["text"](input_ids=batch["words"]).pooler_output
+        return F.cross_entropy(images @ texts.T / 16, torch.arange(images.shape[0]))
 
     return {"vision": vision, "text": text}, loss
 
@@ -89,7 +89,7 @@ def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimiz
 def pairs_of(
     make: Callable[[], Made],
 ) -> list[dict[str, float]]:
-    """Medians of a few plain steps and of a few of ours, turn and turn about."""
+    """Medians of a few plain steps and of a few steps with Spindle, alternating."""
     torch.manual_seed(0)
     modules, loss = make()
     handles: Modules = {name: spindle.module(name, module) for name, module in modules.items()}
@@ -97,15 +97,15 @@ def pairs_of(
     trainer = spindle.Trainer([task], optimizer=make_optimizer, planning=spindle.Planning(planner="sequential"))
     torch.manual_seed(0)
     plain, plain_loss = make()
-    optimizer = make_optimizer([one for module in plain.values() for one in module.named_parameters()])
+    optimizer = make_optimizer([named for module in plain.values() for named in module.named_parameters()])
 
     def plain_step(batch: dict[str, Tensor]) -> float:
         begin = time.perf_counter()
         optimizer.zero_grad()
-        found = plain_loss(plain, batch)  # type: ignore[arg-type]
-        found.backward()
+        value = plain_loss(plain, batch)  # type: ignore[arg-type]
+        value.backward()
         optimizer.step()
-        found.item()
+        value.item()
         return time.perf_counter() - begin
 
     data, pairs = batches(), []
@@ -124,9 +124,9 @@ def pairs_of(
 
 
 def main() -> None:
-    rows, found = [], {}
+    rows, pairs_by_model = [], {}
     for make in (bert, llama, clip):
-        pairs = found[make.__name__] = pairs_of(make)
+        pairs = pairs_by_model[make.__name__] = pairs_of(make)
         ratios = sorted(pair["spindle"] / pair["plain"] for pair in pairs)
         rows.append(
             [
@@ -138,7 +138,7 @@ def main() -> None:
             ]
         )
     table = markdown(["model", "plain", "Spindle", f"ratio, median of {PAIRS} pairs", "middle half"], rows)
-    publish("twins", {"pairs": found, "steps_of_a_pair": STEPS_OF_A_PAIR}, table)
+    publish("twins", {"pairs": pairs_by_model, "steps_of_a_pair": STEPS_OF_A_PAIR}, table)
 
 
 if __name__ == "__main__":

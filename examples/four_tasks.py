@@ -5,9 +5,9 @@
     image_audio    contrastive                     vision, audio, head
     captioning     next word, a mean over words    vision, decoder
 
-The data is made here, from a seed. A scene is a square of some colour at some place on a ground of some colour. Its
-image shows that; its sound is a hum for the ground and a tone for the square, whose pitch is the colour and whose onset
-is the place; its sentence names the three behind a varying number of filler words. Images and sounds are noisy.
+The data is made here, from a seed. A scene is a square of some colour at some place, on a background of some colour. An
+image shows it. Its sound is a hum for the background and a tone for the square, whose pitch is the colour and whose
+onset is the place. Its sentence names all three, after a varying number of filler words. Images and sounds are noisy.
 
     python examples/four_tasks.py                          # one process
     spindle launch -n 4 examples/four_tasks.py             # four processes on this machine
@@ -29,11 +29,11 @@ import spindle
 # Words: four special ones, then 8 grounds, 8 colours and 9 places.
 PAD, BEGIN, END, FILLER, GROUND, COLOUR, PLACE, NUM_WORDS = 0, 1, 2, 3, 4, 12, 20, 29
 MOST_FILLERS, LENGTH = 4, 9  # of a sentence
-WIDTH = 96  # of the features that towers give
+WIDTH = 96  # of the output features of towers
 
 
 def make_scenes(num_scenes: int, seed: int) -> dict[str, Tensor]:
-    """The images, sounds and sentences of some scenes."""
+    """Images, sounds and sentences of scenes."""
     generator = torch.Generator().manual_seed(seed)
     drawn = (torch.rand(num_scenes, 4, generator=generator) * torch.tensor([8, 8, 9, MOST_FILLERS + 1])).long()
     ground_B1, colour_B1, place_B1, fillers_B1 = drawn.split(1, dim=1)
@@ -41,7 +41,7 @@ def make_scenes(num_scenes: int, seed: int) -> dict[str, Tensor]:
     # Image: 3 × 3 places for a square of half its side. Colours are corners of the RGB cube, those of grounds are dull.
     row_BH, column_BW = torch.arange(32) // 8 - place_B1 // 3, torch.arange(32) // 8 - place_B1 % 3
     inside_BHW = (row_BH // 2 == 0)[:, :, None] & (column_BW // 2 == 0)[:, None, :]
-    square_BC, ground_BC = (2.0 * (one_B1 >> torch.arange(3) & 1) - 1.0 for one_B1 in (colour_B1, ground_B1))
+    square_BC, ground_BC = (2.0 * (code_B1 >> torch.arange(3) & 1) - 1.0 for code_B1 in (colour_B1, ground_B1))
     pixels_BCHW = torch.where(inside_BHW[:, None], square_BC[:, :, None, None], 0.5 * ground_BC[:, :, None, None])
     pixels_BCHW += 0.3 * torch.randn(pixels_BCHW.shape, generator=generator)
 
@@ -55,15 +55,17 @@ def make_scenes(num_scenes: int, seed: int) -> dict[str, Tensor]:
     # Sentence: BEGIN, fillers, ground, colour, place, END, and padding.
     words_BL = torch.where(torch.arange(LENGTH) <= fillers_B1, FILLER, PAD)
     words_BL[:, 0] = BEGIN
-    said = torch.cat([GROUND + ground_B1, COLOUR + colour_B1, PLACE + place_B1, torch.full_like(place_B1, END)], dim=1)
-    words_BL.scatter_(1, 1 + fillers_B1 + torch.arange(4), said)
+    sentence = torch.cat(
+        [GROUND + ground_B1, COLOUR + colour_B1, PLACE + place_B1, torch.full_like(place_B1, END)], dim=1
+    )
+    words_BL.scatter_(1, 1 + fillers_B1 + torch.arange(4), sentence)
     return {"pixels": pixels_BCHW, "sound": sound_BTF, "words": words_BL}
 
 
 class DecoderBlock(nn.TransformerDecoderLayer):
-    def forward(self, x_BLD: Tensor, seen_BLD: Tensor) -> Tensor:
+    def forward(self, x_BLD: Tensor, features_BLD: Tensor) -> Tensor:
         causal_LL = nn.Transformer.generate_square_subsequent_mask(x_BLD.shape[1], x_BLD.device, x_BLD.dtype)
-        return super().forward(x_BLD, seen_BLD, tgt_mask=causal_LL)
+        return super().forward(x_BLD, features_BLD, tgt_mask=causal_LL)
 
 
 class Tower(nn.Module):
@@ -86,26 +88,26 @@ class Tower(nn.Module):
 
 
 class Decoder(Tower):
-    """For every word, the logits of the one behind it, given what is seen."""
+    """The logits of each next word, given the words before it and an image."""
 
     block = DecoderBlock
 
-    def forward(self, words_BL: Tensor, seen_BLD: Tensor) -> Tensor:
+    def forward(self, words_BL: Tensor, features_BLD: Tensor) -> Tensor:
         x_BLD = self.stem(words_BL) + self.position_LD
         for block in self.blocks:
-            x_BLD = block(x_BLD, seen_BLD)
+            x_BLD = block(x_BLD, features_BLD)
         return self.out(x_BLD)
 
 
 class Similarity(nn.Module):
-    """How alike each sample of one kind is to each of another, at a learned temperature."""
+    """Similarities of all pairs of samples of two modalities, at a learned temperature."""
 
     def __init__(self) -> None:
         super().__init__()
         self.log_scale = nn.Parameter(torch.tensor(math.log(10.0)))
 
-    def forward(self, one_BD: Tensor, other_BD: Tensor) -> Tensor:
-        return F.normalize(one_BD, dim=1) @ F.normalize(other_BD, dim=1).T * self.log_scale.exp()
+    def forward(self, first_BD: Tensor, second_BD: Tensor) -> Tensor:
+        return F.normalize(first_BD, dim=1) @ F.normalize(second_BD, dim=1).T * self.log_scale.exp()
 
 
 torch.manual_seed(0)
@@ -117,13 +119,13 @@ head = spindle.module("head", Similarity(), whole_batch=True)  # each sample is 
 
 
 def see(batch):
-    """Features of an image's patches. What stands between modules is ordinary code."""
+    """Features of an image's patches. Code between modules is ordinary PyTorch."""
     return vision(F.unfold(batch["pixels"], 8, stride=8).transpose(1, 2))
 
 
-def contrastive(one_BLD, other_BLD):
-    """A sample and its partner should find each other in the batch."""
-    logits_BB = head(one_BLD.mean(1), other_BLD.mean(1))
+def contrastive(first_BLD, second_BLD):
+    """Each sample should be most similar to its partner, among all samples of the batch."""
+    logits_BB = head(first_BLD.mean(1), second_BLD.mean(1))
     return -(logits_BB.log_softmax(0) + logits_BB.log_softmax(1)).diagonal().mean() / 2
 
 

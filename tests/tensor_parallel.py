@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from spindle.models import plan_inside
+from spindle.models import builtin_tp_plan
 from spindle.train import mean, module, task
 from trainings import Fit, Training
 from zoo import Tower, Workload
@@ -136,7 +136,7 @@ def hugging_face(name: str, seed: int = 0, cuts: bool = False, **changes: Any) -
     encodes = name == "EuroBert"
     kind = getattr(hf, f"{name}Model" if encodes else f"{name}ForCausalLM")
     model = hugging.without_dropout(kind(getattr(hf, f"{name}Config")(**config)).double().train())
-    plan = {**plan_inside(model), "model.layers.*": "sequence_parallel"} if cuts else None
+    plan = {**builtin_tp_plan(model), "model.layers.*": "sequence_parallel"} if cuts else None
     language = module("language", model, tensor_parallel=plan)
 
     @task(batch_size=4)

@@ -29,8 +29,8 @@ import four_tasks
 
 IMPORTED = time.time()
 TASKS = {
-    one.name: one
-    for one in (four_tasks.image_text, four_tasks.audio_text, four_tasks.image_audio, four_tasks.captioning)
+    task.name: task
+    for task in (four_tasks.image_text, four_tasks.audio_text, four_tasks.image_audio, four_tasks.captioning)
 }
 APART = 30  # steps between changes
 CHANGES = ("-captioning", "-image_audio", "+captioning", "-image_text", "+image_audio", "+image_text")
@@ -55,7 +55,7 @@ def loader(name: str) -> DataLoader[Any]:
 def trainer_of(names: list[str], profile: Path | None = None) -> spindle.Trainer:
     return spindle.Trainer(
         [TASKS[name] for name in names],
-        optimizer=lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-3),
+        optimizer=lambda named: torch.optim.AdamW([parameter for _, parameter in named], lr=1e-3),
         planning=spindle.Planning(planner=timed_plan, profile=profile),
     )
 
@@ -97,7 +97,7 @@ def changing(checkpoint: Path) -> dict[str, Any]:
     return {
         "changes": CHANGES,
         "apart": APART,
-        "changes_s": [max(one) for one in zip(*by_rank, strict=True)],
+        "changes_s": [max(times_s) for times_s in zip(*by_rank, strict=True)],
         "planning_s": planning_s[1:],  # the first plan is no change's
         "moved_bytes": moved_bytes,
         "step_s": result.step_s,
@@ -111,12 +111,16 @@ def restarting(checkpoint: Path, launched: float, profile: Path) -> dict[str, fl
     profile of them, which is left for the next start."""
     stages = {"imported": IMPORTED - launched}
     names = [name for name in TASKS if f"-{name}" != CHANGES[0]]
-    modules = {one.name: one.module for one in vars(four_tasks).values() if isinstance(one, spindle.train.ModuleHandle)}
+    modules = {
+        handle.name: handle.module
+        for handle in vars(four_tasks).values()
+        if isinstance(handle, spindle.train.ModuleHandle)
+    }
     nn.ModuleDict(modules).load_state_dict(torch.load(checkpoint))
     trainer = trainer_of(names, profile if profile.exists() else None)
     loaders = {name: loader(name) for name in names}
     stages["loaded"] = time.time() - launched
-    found = trainer.prepare(loaders, progress=False)
+    measured = trainer.prepare(loaders, progress=False)
     stages["recorded and measured"] = time.time() - launched
 
     def on_step(step: int, losses: dict[str, float]) -> None:
@@ -124,7 +128,7 @@ def restarting(checkpoint: Path, launched: float, profile: Path) -> dict[str, fl
 
     trainer.fit(loaders, steps=1, progress=False, on_step=on_step)
     if trainer.rank == 0:
-        write_profile(profile, found)
+        write_profile(profile, measured)
     return stages | {"of which planning": sum(planning_s)}
 
 
@@ -134,13 +138,13 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("profile", type=Path)
     parser.add_argument("--launched", type=float, help="start anew; when this was launched, by the clock")
-    given = parser.parse_args()
-    if given.launched is None:
-        report: dict[str, Any] = changing(given.checkpoint)
+    arguments = parser.parse_args()
+    if arguments.launched is None:
+        report: dict[str, Any] = changing(arguments.checkpoint)
     else:
-        report = restarting(given.checkpoint, given.launched, given.profile)
+        report = restarting(arguments.checkpoint, arguments.launched, arguments.profile)
     if planning_s:  # on rank 0
-        given.report.write_text(json.dumps(report))
+        arguments.report.write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,9 @@ def caption(batch):
     return F.cross_entropy(language(inputs_embeds=seen).logits.reshape(-1, WORDS), batch["words"].reshape(-1))
 
 
-trainer = spindle.Trainer([text, caption], optimizer=lambda named: torch.optim.AdamW([one for _, one in named]))
+trainer = spindle.Trainer(
+    [text, caption], optimizer=lambda named: torch.optim.AdamW([parameter for _, parameter in named])
+)
 texts = [{"words": torch.randint(0, WORDS, (16, 512))}]
 images = [{"pixels": torch.randn(16, 3, 336, 336).bfloat16(), "words": torch.randint(0, WORDS, (16, 577))}]
 trainer.fit({"text": texts, "caption": images}, steps=1)

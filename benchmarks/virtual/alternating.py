@@ -49,8 +49,8 @@ def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimiz
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
-    given = parser.parse_args()
-    found: dict[str, Any] = {"measured_on": circumstances()}
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {"measured_on": circumstances()}
     for name, lengths in (("one length", LENGTHS[:1]), ("two lengths in turn", LENGTHS)):
         torch.manual_seed(0)
         handles = {key: spindle.module(key, module) for key, module in small_towers().items()}
@@ -66,7 +66,7 @@ def main() -> None:
             tail = result.step_s[STEPS // 2 :]
             predicted = [predicted_s for predicted_s, _ in result.sampled_s]
             measured = [measured_s for _, measured_s in result.sampled_s]
-            found[name] = {
+            results[name] = {
                 "step_s": result.step_s,
                 "sampled_s": result.sampled_s,
                 "notices": result.notices,
@@ -74,13 +74,13 @@ def main() -> None:
             }
             print(
                 f"{name}: {statistics.median(tail) * 1e3:.1f} ms a step, sampled "
-                f"{', '.join(f'{one * 1e3:.1f}' for one in measured)} ms, predicted {predicted[0] * 1e3:.1f} ms",
+                f"{', '.join(f'{time_s * 1e3:.1f}' for time_s in measured)} ms, predicted {predicted[0] * 1e3:.1f} ms",
                 *result.notices,
                 sep="\n  ",
                 flush=True,
             )
-    if given.output is not None and trainer.rank == 0:
-        given.output.write_text(json.dumps(found, indent=1))
+    if arguments.output is not None and trainer.rank == 0:
+        arguments.output.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from spindle.artifact import write_whole
+from spindle.artifact import write_atomically
 
 _MOST_BEGINNINGS = 2
 
@@ -55,4 +55,4 @@ class Cells:
 
     def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, json.dumps(self._data, indent=1) + "\n")
+        write_atomically(self.path, json.dumps(self._data, indent=1) + "\n")

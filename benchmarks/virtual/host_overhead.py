@@ -84,7 +84,7 @@ class Timers:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.manual_seed(0)
     handles = {name: spindle.module(name, module) for name, module in small_towers().items()}
     tasks = [
@@ -93,13 +93,13 @@ def main() -> None:
     ]
     autocast = torch.bfloat16 if torch.cuda.is_available() else None
     trainer = spindle.Trainer(tasks, optimizer=make_optimizer, autocast=autocast)
-    trainer.fit(batches(LENGTHS[:1]), steps=given.steps // 2, progress=False)
+    trainer.fit(batches(LENGTHS[:1]), steps=arguments.steps // 2, progress=False)
     timers = Timers()
     with timers.running():
-        result = trainer.fit(batches(LENGTHS[:1]), steps=given.steps, progress=False)
+        result = trainer.fit(batches(LENGTHS[:1]), steps=arguments.steps, progress=False)
     lines = [f"rank {trainer.rank}, milliseconds and calls per step:"]
     for label, seconds in timers.seconds.most_common():
-        lines.append(f"  {seconds / given.steps * 1e3:7.3f} {timers.calls[label] / given.steps:6.1f}  {label}")
+        lines.append(f"  {seconds / arguments.steps * 1e3:7.3f} {timers.calls[label] / arguments.steps:6.1f}  {label}")
     print("\n".join(lines), flush=True)
     if trainer.rank == 0:
         predicted_s, measured_s = result.sampled_s[0]

@@ -103,11 +103,11 @@ def main() -> None:
     )
     parser.add_argument("--patches", type=int, default=1024, help="of an image; 256 for the same")
     parser.add_argument("--output", type=Path, required=True)
-    given = parser.parse_args()
-    on_gpu = torch.cuda.is_available() and not given.small
+    arguments = parser.parse_args()
+    on_gpu = torch.cuda.is_available() and not arguments.small
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    vision_size, language_size = ((given.width, 12), (1536, 16)) if on_gpu else ((64, 3), (64, 3))
-    length, vocabulary, patches = (2048, 32000, given.patches) if on_gpu else (256, 100, 64)
+    vision_size, language_size = ((arguments.width, 12), (1536, 16)) if on_gpu else ((64, 3), (64, 3))
+    length, vocabulary, patches = (2048, 32000, arguments.patches) if on_gpu else (256, 100, 64)
     torch.manual_seed(0)
     encoder = Vision(*vision_size, language_size[0]).to(dtype)
     model = Language(*language_size, vocabulary).to(dtype)
@@ -122,24 +122,24 @@ def main() -> None:
 
     trainer = spindle.Trainer(
         [caption],
-        optimizer=lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-4, fused=on_gpu),
-        gradient_accumulation_steps=given.microbatches,
+        optimizer=lambda named: torch.optim.AdamW([parameter for _, parameter in named], lr=1e-4, fused=on_gpu),
+        gradient_accumulation_steps=arguments.microbatches,
         planning=spindle.Planning(planner="pipeline"),
         cuda_graphs=False,
     )
-    loader = microbatches(given.steps, given.microbatches, length, vocabulary, patches, dtype)
-    result = trainer.fit({"caption": loader}, steps=given.steps, progress=False)
+    loader = microbatches(arguments.steps, arguments.microbatches, length, vocabulary, patches, dtype)
+    result = trainer.fit({"caption": loader}, steps=arguments.steps, progress=False)
     if trainer.rank == 0:
         assert trainer.profile is not None
         errors = [predicted / measured - 1 for predicted, measured in result.sampled_s]
-        found = {
+        results = {
             "device": torch.cuda.get_device_name() if on_gpu else "CPU",
             "torch": torch.__version__,
             "num_ranks": result.program.num_ranks,
             "sampled_s": result.sampled_s,
             "mean_error": statistics.mean(map(abs, errors)),
             "step_s": result.step_s,
-            "losses": [one["caption"] for one in result.losses],
+            "losses": [losses["caption"] for losses in result.losses],
             "host_rates": trainer.profile.host_rates,
             "host": asdict(trainer.profile.host) if trainer.profile.host else None,
             "layers": {
@@ -148,9 +148,9 @@ def main() -> None:
             },
             "notices": result.notices,
         }
-        given.output.write_text(json.dumps(found, indent=1) + "\n")
+        arguments.output.write_text(json.dumps(results, indent=1) + "\n")
         shown = [(round(1e3 * predicted, 1), round(1e3 * measured, 1)) for predicted, measured in result.sampled_s]
-        print(f"mean error {found['mean_error']:.3f}: {shown}")
+        print(f"mean error {results['mean_error']:.3f}: {shown}")
         result.print()
 
 

@@ -77,10 +77,12 @@ def measure_plain(workload: Workload, variant: str, world: World, warm_up: int, 
         losses = _step(wrapped, optimizer, tasks, {name: few[number % len(few)] for name, few in batches.items()})
         step_s.append(_ended(world) - begin)
     slowest_s = [max(times) for times in zip(*_from_all(world, step_s), strict=True)]
-    found = _from_all(world, {name: float(loss) for name, loss in losses.items()})
+    by_rank = _from_all(world, {name: float(loss) for name, loss in losses.items()})
     return PlainResult(
         step_s=tuple(slowest_s),
-        losses={task.name: sum(one[task.name] for one in found) / world.size for task in workload.tasks},
+        losses={
+            task.name: sum(rank_losses[task.name] for rank_losses in by_rank) / world.size for task in workload.tasks
+        },
         peak_bytes=_peak_bytes(world, bool(graphs.captured)),
         num_graphs=len(graphs.captured),
         num_eager=graphs.num_eager,
@@ -195,7 +197,7 @@ class _Graphs:
             task.loss(self._noting(inputs, kept_bytes), batches[task.name][0])
         for key, sample in inputs.items():
             tower = self.modules[key[0]]
-            gradients = sum(one.numel() * one.element_size() for one in tower.parameters())
+            gradients = sum(parameter.numel() * parameter.element_size() for parameter in tower.parameters())
             if kept_bytes[key] + gradients > self._free_bytes():
                 self.num_eager += 1
                 continue
@@ -218,12 +220,14 @@ class _Graphs:
         """Towers that note what they are called with, and how much they keep for backward."""
 
         def noting(name: str, tower: nn.Module) -> Callable[..., Any]:
-            def call(*given: Tensor) -> Any:
+            def call(*tensors: Tensor) -> Any:
                 before = torch.cuda.memory_allocated()
-                result = tower(*given)
-                key = (name, _shapes(given))
+                result = tower(*tensors)
+                key = (name, _shapes(tensors))
                 if key not in inputs and hasattr(tower, "blocks"):
-                    inputs[key] = tuple(one.detach().clone().requires_grad_(one.requires_grad) for one in given)
+                    inputs[key] = tuple(
+                        tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors
+                    )
                     kept_bytes[key] = torch.cuda.memory_allocated() - before
                 return result
 
@@ -235,13 +239,13 @@ class _Graphs:
         """What is left of this rank's share beside a gradient and two moments of every parameter, still to come."""
         torch.cuda.empty_cache()
         share = torch.cuda.get_device_properties().total_memory * torch.cuda.get_per_process_memory_fraction()
-        parameters = {id(one): one for tower in self.modules.values() for one in tower.parameters()}
-        to_come = 3 * sum(one.numel() * one.element_size() for one in parameters.values())
+        parameters = {id(parameter): parameter for tower in self.modules.values() for parameter in tower.parameters()}
+        to_come = 3 * sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
         return int(share) - torch.cuda.memory_reserved() - to_come - _SPARE_BYTES
 
 
 def _shapes(inputs: tuple[Tensor, ...]) -> Shapes:
-    return tuple(tuple(one.shape) for one in inputs)
+    return tuple(tuple(tensor.shape) for tensor in inputs)
 
 
 def _clock(world: World) -> float:

@@ -15,7 +15,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from spindle.artifact import write_whole
+from spindle.artifact import write_atomically
 from spindle.planners import step_bound_s
 from spindle.profile import read_profile
 
@@ -55,12 +55,12 @@ class Results:
 
     def cell(self, workload: str, variant: str) -> dict[str, Any] | None:
         """A cell that was measured without an error."""
-        found = self.cells.get(f"{workload}/{variant}")
-        return None if found is None or "error" in found else found
+        cell = self.cells.get(f"{workload}/{variant}")
+        return None if cell is None or "error" in cell else cell
 
     def time_s(self, workload: str, variant: str) -> float | None:
-        found = self.cell(workload, variant)
-        return None if found is None else float(found["median_s"])
+        cell = self.cell(workload, variant)
+        return None if cell is None else float(cell["median_s"])
 
     @property
     def sharing(self) -> str:
@@ -74,17 +74,17 @@ class Results:
     def at_other_commits(self) -> dict[str, list[str]]:
         """Workloads with the variants that were measured at a commit other than that of the rest, by commit."""
         lines: dict[str, dict[str, list[str]]] = {}
-        for cell, found in self.cells.items():
-            if "commit" in found:
+        for cell, result in self.cells.items():
+            if "commit" in result:
                 workload, _, variant = cell.partition("/")
-                lines.setdefault(found["commit"], {}).setdefault(workload, []).append(variant)
+                lines.setdefault(result["commit"], {}).setdefault(workload, []).append(variant)
         return {
             commit: [f"{workload} ({', '.join(variants)})" for workload, variants in by_workload.items()]
             for commit, by_workload in lines.items()
         }
 
     def errors(self) -> list[tuple[str, str]]:
-        return [(cell, found["error"]) for cell, found in self.cells.items() if "error" in found]
+        return [(cell, result["error"]) for cell, result in self.cells.items() if "error" in result]
 
 
 def times_table(results: Results) -> str:
@@ -142,14 +142,14 @@ def _error(cell: dict[str, Any]) -> float:
 
 def speedups_table(results: Results) -> str:
     """How many times faster our plans are: geometric means over CLIP-4, 7 and 10."""
-    others = {
+    baselines = {
         f"best of {', '.join(BASELINES)}": BASELINES,
         "paper": ("paper",),
         "ddp-eager": ("ddp-eager",),
         "ddp-graphed": ("ddp-graphed",),
     }
     rows = []
-    for name, variants in others.items():
+    for name, variants in baselines.items():
         row = [name]
         for size in BATCH_SIZES:
             ratios = [_ratio(results, f"clip-{count}-{size}", variants) for count in CLIPS]
@@ -165,8 +165,8 @@ def speedups_table(results: Results) -> str:
 
 def _ratio(results: Results, workload: str, variants: Sequence[str]) -> float | None:
     """The best of some variants over ours; None unless all were tried. One that does not run is not the best."""
-    tried = all(f"{workload}/{one}" in results.cells for one in variants)
-    ours, theirs = results.time_s(workload, OURS), [results.time_s(workload, one) for one in variants]
+    tried = all(f"{workload}/{variant}" in results.cells for variant in variants)
+    ours, theirs = results.time_s(workload, OURS), [results.time_s(workload, variant) for variant in variants]
     known = [time_s for time_s in theirs if time_s is not None]
     return min(known) / ours if tried and known and ours is not None else None
 
@@ -180,7 +180,12 @@ def _mean_ratio(ratios: list[float]) -> str:
 
 def prediction_sentences(results: Results) -> list[str]:
     """How good the predictions are, in words."""
-    cells = {(one, plan): cell for one in results.workloads for plan in PLANNERS if (cell := results.cell(one, plan))}
+    cells = {
+        (workload, plan): cell
+        for workload in results.workloads
+        for plan in PLANNERS
+        if (cell := results.cell(workload, plan))
+    }
     if not cells:
         return []
     errors = {key: abs(_error(cell)) for key, cell in cells.items()}
@@ -205,7 +210,7 @@ def prediction_sentences(results: Results) -> list[str]:
 def _order_sentences(results: Results) -> list[str]:
     in_order = num_pairs = 0
     wrong = []
-    complete = [one for one in results.workloads if all(results.cell(one, plan) for plan in PLANNERS)]
+    complete = [workload for workload in results.workloads if all(results.cell(workload, plan) for plan in PLANNERS)]
     for workload in complete:
         cells = {plan: results.cells[f"{workload}/{plan}"] for plan in PLANNERS}
         by_predicted, by_measured = (
@@ -230,10 +235,10 @@ def _loss_sentences(results: Results) -> list[str]:
     """Whether all plans trained alike: they start from the same weights."""
     spreads = []
     for workload in results.workloads:
-        found = [cell["losses"] for plan in PLANNERS if (cell := results.cell(workload, plan))]
+        losses = [cell["losses"] for plan in PLANNERS if (cell := results.cell(workload, plan))]
         spreads += [
-            (max(one[task] for one in found) - min(one[task] for one in found)) / abs(found[0][task])
-            for task in (found[0] if len(found) > 1 else ())
+            (max(by_task[task] for by_task in losses) - min(by_task[task] for by_task in losses)) / abs(losses[0][task])
+            for task in (losses[0] if len(losses) > 1 else ())
         ]
     return [f"Losses of the last step differ by at most {100 * max(spreads):.2g} % between plans."] if spreads else []
 
@@ -246,8 +251,10 @@ def draw(results: Results, path: Path) -> None:
     from matplotlib import pyplot
 
     groups = {f"CLIP, {size} samples per task": [f"clip-{count}-{size}" for count in CLIPS] for size in BATCH_SIZES}
-    groups["OFASys and QWen-VAL"] = [one for one in results.workloads if not one.startswith("clip-")]
-    groups = {title: [one for one in names if one in results.workloads] for title, names in groups.items()}
+    groups["OFASys and QWen-VAL"] = [workload for workload in results.workloads if not workload.startswith("clip-")]
+    groups = {
+        title: [workload for workload in names if workload in results.workloads] for title, names in groups.items()
+    }
     groups = {title: names for title, names in groups.items() if names}
     rows = -(-len(groups) // 2)
     figure, panels = pyplot.subplots(
@@ -329,8 +336,8 @@ def text_of(results: Results) -> str:
         "the optimizer, waiting right before it, other waiting. Peak is the fullest device's.",
         predictions_table(results),
     ]
-    if others := results.at_other_commits():
-        lines = [f"- {commit}: {'; '.join(cells)}" for commit, cells in others.items()]
+    if by_commit := results.at_other_commits():
+        lines = [f"- {commit}: {'; '.join(cells)}" for commit, cells in by_commit.items()]
         parts.append("Cells that were measured at another commit:\n\n" + "\n".join(lines))
     if results.errors():
         lines = [f"- {cell}: {error.splitlines()[0]}" for cell, error in results.errors()]
@@ -342,11 +349,11 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description="Tables and a figure from raw results.")
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--folder", type=Path, default=RESULTS)
-    given = parser.parse_args(arguments)
-    results = Results(given.files)
+    options = parser.parse_args(arguments)
+    results = Results(options.files)
     text = text_of(results)
-    write_whole(given.folder / "virtual.md", text)
-    draw(results, given.folder / "virtual.png")
+    write_atomically(options.folder / "virtual.md", text)
+    draw(results, options.folder / "virtual.png")
     print(text)
 
 

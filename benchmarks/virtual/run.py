@@ -76,8 +76,10 @@ class Experiment:
 
     def todo(self, workload: str, variants: list[str]) -> list[str]:
         """Variants without a result; none once time is up."""
-        done = self.decide(lambda cells: cells.done() if self.has_time() else {f"{workload}/{one}" for one in variants})
-        return [one for one in variants if f"{workload}/{one}" not in done]
+        done = self.decide(
+            lambda cells: cells.done() if self.has_time() else {f"{workload}/{variant}" for variant in variants}
+        )
+        return [variant for variant in variants if f"{workload}/{variant}" not in done]
 
     def has_time(self) -> bool:
         return time.monotonic() - self.begin_s < self.budget_s
@@ -92,26 +94,26 @@ class Experiment:
             return True
         begin_s = time.monotonic()
         self.note(lambda cells: cells.begin(cell))
-        found = self._once(cell, run)
-        if "error" not in found and self.decide(lambda _: found["stolen"] > _STOLEN and self.has_time()):
+        result = self._once(cell, run)
+        if "error" not in result and self.decide(lambda _: result["stolen"] > _STOLEN and self.has_time()):
             free()
             again = self._once(cell, run)
-            if "error" in again or again["stolen"] < found["stolen"]:
-                found = again
-        found["cell_s"] = time.monotonic() - begin_s
-        self.note(lambda cells: cells.finish(cell, found))
-        return "error" not in found
+            if "error" in again or again["stolen"] < result["stolen"]:
+                result = again
+        result["cell_s"] = time.monotonic() - begin_s
+        self.note(lambda cells: cells.finish(cell, result))
+        return "error" not in result
 
     def _once(self, cell: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         held = _allocated_bytes()
         stolen, all_of_it = host_time()
         result, error = attempt(self.world, run)
-        found = {"error": error} if result is None else result
+        record = {"error": error} if result is None else result
         now, all_by_now = host_time()
-        found |= {"stolen": (now - stolen) / max(1, all_by_now - all_of_it), "held_bytes": held}
+        record |= {"stolen": (now - stolen) / max(1, all_by_now - all_of_it), "held_bytes": held}
         if self.cells is not None:
-            print(f"{time.monotonic() - self.begin_s:6.0f} s  {cell:26} {_summary(found)}", flush=True)
-        return found
+            print(f"{time.monotonic() - self.begin_s:6.0f} s  {cell:26} {_summary(record)}", flush=True)
+        return record
 
 
 def attempt(world: World, run: Callable[[], Answer]) -> tuple[Answer | None, str]:
@@ -152,7 +154,7 @@ def _flags(world: World, failure: Exception | None) -> list[bool]:
 def host_time() -> tuple[int, int]:
     """What the machine that hosts this one has taken from it so far, and all there was, in ticks of a core."""
     try:
-        ticks = [int(one) for one in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     except OSError:
         return 0, 0
     return ticks[7], sum(ticks)
@@ -164,7 +166,7 @@ def _allocated_bytes() -> int:
 
 def measure_plain(experiment: Experiment, name: str, variants: list[str]) -> None:
     """Torch's own variants of a workload that have no result yet."""
-    for variant in experiment.todo(name, [one for one in variants if one in plain.VARIANTS]):
+    for variant in experiment.todo(name, [variant for variant in variants if variant in plain.VARIANTS]):
         if variant == "ddp-graphed" and experiment.world.device.type == "cpu":
             continue
         experiment.measure(f"{name}/{variant}", partial(plain_cell, experiment, name, variant))
@@ -185,7 +187,7 @@ def plain_cell(experiment: Experiment, name: str, variant: str) -> dict[str, Any
 
 def measure_planners(experiment: Experiment, name: str, planners: list[str]) -> None:
     """Spindle's variants, all under one profile. After an error weights may be anywhere, so it starts anew."""
-    left = experiment.todo(name, [one for one in planners if one in PLANNERS])
+    left = experiment.todo(name, [planner for planner in planners if planner in PLANNERS])
     while left:
         workload = workloads.build(name, experiment.world.device, experiment.small)
         trainer = spindle.Trainer(
@@ -288,11 +290,11 @@ def _steps(experiment: Experiment, workload: Workload) -> tuple[int, int]:
     return (SMALL_WARM_UP, SMALL_STEPS) if experiment.small else (WARM_UP, workload.num_steps)
 
 
-def _summary(found: dict[str, Any]) -> str:
-    if "error" in found:
-        return found["error"].splitlines()[0][:100]
-    predicted = f", predicted {found['predicted_s'] * 1e3:.1f} ms" if "predicted_s" in found else ""
-    return f"{found['median_s'] * 1e3:.1f} ms{predicted}, {found['stolen']:.1%} stolen"
+def _summary(result: dict[str, Any]) -> str:
+    if "error" in result:
+        return result["error"].splitlines()[0][:100]
+    predicted = f", predicted {result['predicted_s'] * 1e3:.1f} ms" if "predicted_s" in result else ""
+    return f"{result['median_s'] * 1e3:.1f} ms{predicted}, {result['stolen']:.1%} stolen"
 
 
 def free() -> None:
@@ -311,8 +313,8 @@ def about(world: World, small: bool) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(world.device)
         facts |= {"device": properties.name, "multiprocessors_per_rank": properties.multi_processor_count}
     try:
-        found = circumstances()
-        facts |= {"commit": found["commit"]} | ({} if "device" in facts else {"device": found["hardware"]})
+        facts_now = circumstances()
+        facts |= {"commit": facts_now["commit"]} | ({} if "device" in facts else {"device": facts_now["hardware"]})
     except (OSError, subprocess.CalledProcessError):  # the tree was copied without its history
         facts["commit"] = "unknown"
     return facts
@@ -325,31 +327,31 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no cell after so many seconds")
     parser.add_argument("--small", action="store_true", help="tiny towers, to try it out")
-    given = parser.parse_args(arguments)
-    given.only, given.variants = given.only.split(","), given.variants.split(",")
-    for chosen, known in ((given.only, workloads.NAMES), (given.variants, VARIANTS)):
-        for one in chosen:
-            if one not in known:
-                parser.error(f"there is no {one!r}; choose from {', '.join(known)}")
-    return given
+    options = parser.parse_args(arguments)
+    options.only, options.variants = options.only.split(","), options.variants.split(",")
+    for chosen, known in ((options.only, workloads.NAMES), (options.variants, VARIANTS)):
+        for name in chosen:
+            if name not in known:
+                parser.error(f"there is no {name!r}; choose from {', '.join(known)}")
+    return options
 
 
 def main(arguments: list[str]) -> None:
-    given = parse(arguments)
+    options = parse(arguments)
     begin_s = time.monotonic()
     world = join_world()
     experiment = Experiment(
         world=world,
-        cells=Cells(given.output) if world.rank == 0 else None,
-        output=given.output,
-        small=given.small,
+        cells=Cells(options.output) if world.rank == 0 else None,
+        output=options.output,
+        small=options.small,
         begin_s=begin_s,
-        budget_s=given.budget_s,
+        budget_s=options.budget_s,
     )
-    experiment.note(lambda cells: cells.describe(about(world, given.small)))
+    experiment.note(lambda cells: cells.describe(about(world, options.small)))
     for measure in (measure_planners, measure_plain):
-        for name in given.only:
-            measure(experiment, name, given.variants)
+        for name in options.only:
+            measure(experiment, name, options.variants)
 
 
 if __name__ == "__main__":

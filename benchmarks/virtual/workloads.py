@@ -95,11 +95,11 @@ def build(name: str, device: torch.device, small: bool = False) -> Workload:
 
 def clip_workload(name: str, num_tasks: int, batch_size: int, device: torch.device, small: bool = False) -> Workload:
     pairs = [tuple(pair.split("-")) for pair in list(clip.BATCH_SIZES)[:num_tasks]]
-    towers = _made(lambda: models.clip_towers({one for pair in pairs for one in pair}, small), device)
+    towers = _made(lambda: models.clip_towers({modality for pair in pairs for modality in pair}, small), device)
     draw = _drawing(device, towers["text"].stem.table.num_embeddings)
     batches = {
         "-".join(pair): [
-            {one: draw(one, number, batch_size, _length(clip.TOKENS[one], small)) for one in pair}
+            {modality: draw(modality, number, batch_size, _length(clip.TOKENS[modality], small)) for modality in pair}
             for number in range(NUM_BATCHES)
         ]
         for pair in pairs
@@ -127,15 +127,19 @@ def contrastive(one_BD: Tensor, other_BD: Tensor) -> Tensor:
 def ofasys_workload(name: str, num_tasks: int, device: torch.device, small: bool = False) -> Workload:
     shapes = {task: ofasys.SHAPES[task] for task in ofasys.TASKS[:num_tasks]}
     tasks = tuple(
-        _sequence_task(task, [one for one, _ in shape.inputs], shape.target or "text") for task, shape in shapes.items()
+        _sequence_task(task, [modality for modality, _ in shape.inputs], shape.target or "text")
+        for task, shape in shapes.items()
     )
-    towers = _made(lambda: models.ofasys_towers({one for task in tasks for one in task.towers}, small), device)
+    towers = _made(lambda: models.ofasys_towers({tower for task in tasks for tower in task.towers}, small), device)
     draw = _drawing(device, towers["text"].table.num_embeddings)
 
     def batch(shape: Any, number: int) -> Batch:
         length = _length(shape.target_tokens, small)
         return {
-            **{one: draw(one, number, OFASYS_BATCH_SIZE, _length(tokens, small)) for one, tokens in shape.inputs},
+            **{
+                modality: draw(modality, number, OFASYS_BATCH_SIZE, _length(tokens, small))
+                for modality, tokens in shape.inputs
+            },
             "given": draw(shape.target or "text", number, OFASYS_BATCH_SIZE, length),
             "target": draw("target", number, OFASYS_BATCH_SIZE, length),
         }
@@ -148,7 +152,7 @@ def _sequence_task(name: str, inputs: list[str], target: str) -> Task:
     """Adaptors of the inputs, encoder, decoder behind the adaptor of the target."""
 
     def loss(towers: Towers, batch: Batch) -> Any:
-        memory = towers["encoder"](torch.cat([towers[one](batch[one]) for one in inputs], dim=1))
+        memory = towers["encoder"](torch.cat([towers[modality](batch[modality]) for modality in inputs], dim=1))
         return token_mean(towers["decoder"](towers[target](batch["given"]), memory, batch["target"]), batch["target"])
 
     used = tuple(dict.fromkeys([*inputs, target, "encoder", "decoder"]))
@@ -158,12 +162,12 @@ def _sequence_task(name: str, inputs: list[str], target: str) -> Task:
 def qwen_val_workload(name: str, device: torch.device, small: bool = False) -> Workload:
     towers = _made(lambda: models.qwen_val_towers(small), device)
     draw = _drawing(device, towers["words"].table.num_embeddings)
-    length = {one: _length(tokens, small) for one, tokens in QWEN_TOKENS.items()}
+    length = {modality: _length(tokens, small) for modality, tokens in QWEN_TOKENS.items()}
 
     def batch(inputs: tuple[str, ...], number: int) -> Batch:
-        seen = sum(length[one] // models.POOLED for one in inputs)
+        seen = sum(length[modality] // models.POOLED for modality in inputs)
         return {
-            **{one: draw(one, number, QWEN_BATCH_SIZE, length[one]) for one in inputs},
+            **{modality: draw(modality, number, QWEN_BATCH_SIZE, length[modality]) for modality in inputs},
             "words": draw("words", number, QWEN_BATCH_SIZE, length["language"] - seen),
             "target": draw("target", number, QWEN_BATCH_SIZE, length["target"]),
         }
@@ -177,7 +181,7 @@ def _language_task(name: str, inputs: tuple[str, ...]) -> Task:
     """Encoders and words, one behind the other, into the language model."""
 
     def loss(towers: Towers, batch: Batch) -> Any:
-        x_BLD = torch.cat([towers[one](batch[one]) for one in (*inputs, "words")], dim=1)
+        x_BLD = torch.cat([towers[modality](batch[modality]) for modality in (*inputs, "words")], dim=1)
         return token_mean(towers["language"](x_BLD, batch["target"]), batch["target"])
 
     return Task(name=name, batch_size=QWEN_BATCH_SIZE, towers=(*inputs, "words", "language"), loss=loss)

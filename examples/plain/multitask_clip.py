@@ -3,9 +3,9 @@
     image_text, video_text, audio_text, motion_text, image_depth, video_audio
 
 Encoders are Hugging Face models with random weights. The data is made here, from a seed. A scene has one of 8 colours
-and one of 16 places: an image shows a square of that colour at that place, a video the square wandering from there,
-a depth map how it leans and where, a sound is a tone of that pitch that sets in then, a motion sensor feels a jolt in
-that direction then, and a sentence names both.
+and one of 16 places. An image shows a square of that colour at that place, a video the square moving from there, a
+depth map its tilt and place; a sound is a tone whose pitch is the colour and whose onset is the place, a motion sensor
+records a jolt with that direction and onset, and a sentence names both.
 
     python examples/plain/multitask_clip.py
 
@@ -22,7 +22,7 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-# Each task finds partners of two modalities, in batches of its own size.
+# Each task matches two modalities, with a batch size of its own.
 BATCH_SIZES = {
     ("image", "text"): 24,
     ("video", "text"): 8,
@@ -31,7 +31,7 @@ BATCH_SIZES = {
     ("image", "depth"): 16,
     ("video", "audio"): 8,
 }
-SIZES = {"small": (64, 1), "base": (768, 4)}  # width, and what the numbers of layers are multiples of
+SIZES = {"small": (64, 1), "base": (768, 4)}  # width, and a factor for the numbers of layers
 BEGIN, END, COLOUR, PLACE, NUM_WORDS = 0, 1, 2, 10, 26  # words
 
 
@@ -49,7 +49,7 @@ def draw_video(colour: int, place: int) -> Tensor:
 
 
 def draw_depth(colour: int, place: int) -> Tensor:
-    """The square leans in one of eight directions."""
+    """The square is tilted in one of eight directions."""
     angle = torch.tensor(colour * math.pi / 4)
     across = torch.arange(32) % 8 / 4 - 1
     return draw_square(7, place)[:1] * (1 + across * angle.cos() + across[:, None] * angle.sin())
@@ -63,7 +63,7 @@ def play(colour: int, place: int) -> Tensor:
 
 
 def shake(colour: int, place: int) -> Tensor:
-    """What a sensor of three directions and three turns measures at 32 times: a jolt that fades."""
+    """A sensor of three accelerations and three rotations at 32 times: a jolt that fades."""
     motion_TD = torch.zeros(32, 6)
     motion_TD[2 * place :] = torch.exp(-torch.arange(32 - 2 * place) / 8)[:, None]
     return motion_TD * torch.tensor([2 * (colour >> axis % 3 & 1) - 1 for axis in range(6)])
@@ -73,11 +73,18 @@ def say(colour: int, place: int) -> Tensor:
     return torch.tensor([BEGIN, COLOUR + colour, PLACE + place, END])
 
 
-SENSES = {"image": draw_square, "video": draw_video, "depth": draw_depth, "audio": play, "motion": shake, "text": say}
+RENDER = {
+    "image": draw_square,
+    "video": draw_video,
+    "depth": draw_depth,
+    "audio": play,
+    "motion": shake,
+    "text": say,
+}
 
 
 class Scenes(Dataset):
-    """Scenes by number, each as some of its modalities, with noise."""
+    """Scenes by number, in some of their modalities, with noise."""
 
     def __init__(self, modalities: tuple[str, ...], num_scenes: int) -> None:
         self.modalities, self.num_scenes = modalities, num_scenes
@@ -88,7 +95,7 @@ class Scenes(Dataset):
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(number)
         place, colour = divmod(int(torch.randint(16 * 8, (), generator=generator)), 8)
-        sample = {modality: SENSES[modality](colour, place) for modality in self.modalities}
+        sample = {modality: RENDER[modality](colour, place) for modality in self.modalities}
         for value in sample.values():
             if value.is_floating_point():
                 value += 0.1 * torch.randn(value.shape, generator=generator)
@@ -96,7 +103,7 @@ class Scenes(Dataset):
 
 
 class MotionModel(nn.Module):
-    """BERT over what a sensor measures instead of words."""
+    """BERT over sensor readings instead of words."""
 
     def __init__(self, config: hf.BertConfig) -> None:
         super().__init__()
@@ -108,7 +115,7 @@ class MotionModel(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A point of the space that all modalities share."""
+    """Maps a modality to the embedding space that all modalities share."""
 
     def __init__(self, model: nn.Module, width: int) -> None:
         super().__init__()
@@ -120,14 +127,14 @@ class Encoder(nn.Module):
 
 
 class Similarity(nn.Module):
-    """How alike each sample of one kind is to each of another, at a learned temperature."""
+    """Similarities of all pairs of samples of two modalities, at a learned temperature."""
 
     def __init__(self) -> None:
         super().__init__()
         self.log_scale = nn.Parameter(torch.tensor(math.log(10.0)))
 
-    def forward(self, one_BD: Tensor, other_BD: Tensor) -> Tensor:
-        return one_BD @ other_BD.T * self.log_scale.exp()
+    def forward(self, first_BD: Tensor, second_BD: Tensor) -> Tensor:
+        return first_BD @ second_BD.T * self.log_scale.exp()
 
 
 def make_encoders(size: str) -> dict[str, nn.Module]:
@@ -141,14 +148,14 @@ def make_encoders(size: str) -> dict[str, nn.Module]:
     words = {"vocab_size": NUM_WORDS, "bos_token_id": BEGIN, "eos_token_id": END, "max_position_embeddings": 4}
     bins = {"num_mel_bins": 16, "max_length": 32, "patch_size": 4, "frequency_stride": 4, "time_stride": 4}
     patches = {"image_size": 32, "patch_size": 8}
-    certain = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     models = {
         "image": hf.CLIPVisionModel(hf.CLIPVisionConfig(**options(3, **patches))),
         "text": hf.CLIPTextModel(hf.CLIPTextConfig(**options(3, **words))),
         "audio": hf.ASTModel(hf.ASTConfig(**options(2, **bins))),
         "video": hf.VideoMAEModel(hf.VideoMAEConfig(**options(3, **patches, num_frames=4))),
         "depth": hf.ViTModel(hf.ViTConfig(**options(2, **patches, num_channels=1)), add_pooling_layer=False),
-        "motion": MotionModel(hf.BertConfig(**options(2, **certain, vocab_size=1, max_position_embeddings=32))),
+        "motion": MotionModel(hf.BertConfig(**options(2, **no_dropout, vocab_size=1, max_position_embeddings=32))),
     }
     return {name: Encoder(model, width) for name, model in models.items()}
 
@@ -157,12 +164,12 @@ def show(step: int, losses: dict[str, float]) -> None:
     print(f"step {step:3}", *(f"{name} {loss:.5f}" for name, loss in losses.items()), sep="  ", flush=True)
 
 
-def make_task(one, other, encoders, similarity):
-    def find_partners(batch):
-        logits_BB = similarity(encoders[one](batch[one]), encoders[other](batch[other]))
+def make_task(first, second, encoders, similarity):
+    def contrastive(batch):
+        logits_BB = similarity(encoders[first](batch[first]), encoders[second](batch[second]))
         return -(logits_BB.log_softmax(0) + logits_BB.log_softmax(1)).diagonal().mean() / 2
 
-    return find_partners
+    return contrastive
 
 
 def main() -> None:
@@ -175,7 +182,7 @@ def main() -> None:
     torch.manual_seed(0)
     encoders = make_encoders(options.size)
     similarity = Similarity()
-    tasks = {f"{one}_{other}": make_task(one, other, encoders, similarity) for one, other in BATCH_SIZES}
+    tasks = {f"{first}_{second}": make_task(first, second, encoders, similarity) for first, second in BATCH_SIZES}
     loaders = {
         "_".join(pair): DataLoader(Scenes(pair, options.steps * batch_size), batch_size)
         for pair, batch_size in BATCH_SIZES.items()

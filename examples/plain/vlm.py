@@ -1,11 +1,11 @@
-"""A vision-language model in the way of LLaVA, with a text-only task on the same language model beside it.
+"""A vision-language model like LLaVA, and a text-only task on the same language model.
 
     describe    next word of a caption, given the image    vision, projector, words, language
     read        next word of a text                        words, language
 
 Vision encoder (CLIP) and language model (Llama) are Hugging Face models with random weights. The data is made here,
-from a seed. An image shows a square of one of 8 colours at one of 16 places; its caption names both, behind a varying
-number of filler words. A text counts modulo 29, from some number by some step, for a varying while.
+from a seed. An image shows a square of one of 8 colours at one of 16 places; its caption names both, after a varying
+number of filler words. A text counts modulo 29, with a start, a step and a length that vary.
 
     python examples/plain/vlm.py
 
@@ -28,7 +28,7 @@ SIZES = {"small": (64, 64, 3), "base": (768, 1024, 12)}  # widths of vision and 
 
 
 class Pictures(Dataset):
-    """Images, each with its caption. IMAGE stands in a caption where the features of a patch are put."""
+    """Images with captions. The features of a patch replace each IMAGE token of a caption."""
 
     def __init__(self, num_pictures: int) -> None:
         self.num_pictures = num_pictures
@@ -45,12 +45,12 @@ class Pictures(Dataset):
         row, column = divmod(place, 4)
         rgb = torch.tensor([colour >> bit & 1 for bit in range(3)])
         pixels_CHW[:, 8 * row : 8 * row + 8, 8 * column : 8 * column + 8] += (2.0 * rgb - 1)[:, None, None]
-        said = [*[FILLER] * num_fillers, COLOUR + colour, PLACE + place, END, *[PAD] * (3 - num_fillers)]
-        return {"pixels": pixels_CHW, "words": torch.tensor([BEGIN, *[IMAGE] * NUM_PATCHES, *said])}
+        caption = [*[FILLER] * num_fillers, COLOUR + colour, PLACE + place, END, *[PAD] * (3 - num_fillers)]
+        return {"pixels": pixels_CHW, "words": torch.tensor([BEGIN, *[IMAGE] * NUM_PATCHES, *caption])}
 
 
 class Texts(Dataset):
-    """Texts that count."""
+    """Texts of numbers."""
 
     def __init__(self, num_texts: int) -> None:
         self.num_texts = num_texts
@@ -61,8 +61,8 @@ class Texts(Dataset):
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(number)
         start, step, length = (int(torch.randint(choices, (), generator=generator)) for choices in (29, 4, 6))
-        counted = [NUMBER + (start + step * count) % 29 for count in range(8 + length)]
-        return {"words": torch.tensor([BEGIN, *counted, END, *[PAD] * (5 - length)])}
+        numbers = [NUMBER + (start + step * count) % 29 for count in range(8 + length)]
+        return {"words": torch.tensor([BEGIN, *numbers, END, *[PAD] * (5 - length)])}
 
 
 def make_modules(size: str) -> dict[str, nn.Module]:
@@ -90,16 +90,16 @@ def make_tasks(modules):
     vision, projector, words, language = modules.values()
 
     def next_word(embedded_BLD, words_BL):
-        """The mean over words that are neither padding nor stand for an image."""
+        """The mean loss over words that are neither padding nor IMAGE."""
         logits_BLD = language(inputs_embeds=embedded_BLD, attention_mask=(words_BL != PAD).long()).logits
         next_BL = words_BL[:, 1:].masked_fill(words_BL[:, 1:] == IMAGE, PAD)
         total = F.cross_entropy(logits_BLD[:, :-1].transpose(1, 2), next_BL, ignore_index=PAD, reduction="sum")
         return total / (next_BL != PAD).sum()
 
     def describe(batch):
-        seen_BLD = projector(vision(batch["pixels"]).last_hidden_state[:, 1:])
+        features_BLD = projector(vision(batch["pixels"]).last_hidden_state[:, 1:])
         places_BL1 = (batch["words"] == IMAGE).unsqueeze(-1)
-        return next_word(words(batch["words"]).masked_scatter(places_BL1, seen_BLD), batch["words"])
+        return next_word(words(batch["words"]).masked_scatter(places_BL1, features_BLD), batch["words"])
 
     def read(batch):
         return next_word(words(batch["words"]), batch["words"])

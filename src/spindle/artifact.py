@@ -1,8 +1,8 @@
-"""How values become files and come back.
+"""Values on disk.
 
-Every value that crosses a room is a frozen dataclass of numbers, strings, tuples and other such dataclasses; this
-module turns any of them into JSON and back, checking types on the way in and naming the place that is wrong. Files are
-written whole or not at all. It knows no particular value.
+Every value that passes between rooms is a frozen dataclass of numbers, strings, tuples and other such dataclasses. This
+module writes any of them as JSON and reads them back, checking types and naming the field that is wrong. Files are
+written completely or not at all. It knows no particular class.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def to_json(value: Any) -> Any:
-    """The JSON form of a value; fields that hold their default are left out."""
+    """The JSON form of a value; fields with their default value are left out."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
             field.name: to_json(getattr(value, field.name))
@@ -42,7 +42,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[T], data: Any, where: str) -> T:
-    """Reads `data` as a `kind`; `where` names the place for the message when it is not one."""
+    """Read `data` as a `kind`; `where` begins the error message if it is not one."""
     try:
         return typing.cast(T, _read(kind, data, where))
     except InputError:
@@ -61,7 +61,7 @@ def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
         )
         for field in dataclasses.fields(kind)
-        if field.init  # what a value works out itself is in no file
+        if field.init  # derived fields are not written
     )
 
 
@@ -142,7 +142,7 @@ def read_integer(data: Any, where: str) -> int:
 
 
 def read_text_file(path: Path) -> str:
-    """The text of a file, or one sentence that says why there is none."""
+    """Read a text file. Raises an InputError with one sentence if that fails."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
@@ -161,7 +161,7 @@ def read_json_file(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(text, object_pairs_hook=_object_without_repeats)
     except json.JSONDecodeError as error:
-        hint = "; is the file cut off?" if error.pos >= len(text.rstrip()) - 1 else ""
+        hint = "; is the file truncated?" if error.pos >= len(text.rstrip()) - 1 else ""
         raise InputError(f"{path}, line {error.lineno}, column {error.colno}: not JSON ({error.msg}){hint}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not JSON that can be read ({error})") from error
@@ -176,15 +176,15 @@ def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise InputError(f"the key {key!r} stands twice in one object")
+            raise InputError(f"the key {key!r} appears twice in one object")
         result[key] = value
     return result
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file whole or not at all: to a neighbour first, then renamed over the target.
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file completely or not at all: to a temporary file first, which is then renamed to the target.
 
-    A link stays a link, and a file that was there keeps its mode.
+    A symbolic link stays one, and an existing file keeps its mode.
     """
     target = writable_target(path)
     try:
@@ -204,26 +204,26 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def writable_target(path: Path) -> Path:
-    """Where a file of this name comes to lie, behind any links; refused where nothing can be written whole.
+    """The file that `path` refers to, after symbolic links. Raises an InputError if it cannot be written.
 
-    What is there and is no regular file is never replaced: renaming over a device or a pipe would take its place.
+    Anything but a regular file is refused: renaming onto a device or a pipe would replace it.
     """
     try:
-        found = path.stat().st_mode  # of the path itself: a pipe behind /dev/stdout has no name to resolve to
+        mode = path.stat().st_mode  # of `path`, not of its real path: a pipe behind /dev/stdout has no name
     except FileNotFoundError:
-        found = None
+        mode = None
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from error
-    if found is not None and stat.S_ISDIR(found):
+    if mode is not None and stat.S_ISDIR(mode):
         raise InputError(f"{path}: cannot be written, it is a directory; give the name of a file")
-    if found is not None and not stat.S_ISREG(found):
-        raise InputError(f"{path}: cannot be written, it is no regular file but {_special(found)}")
+    if mode is not None and not stat.S_ISREG(mode):
+        raise InputError(f"{path}: cannot be written, it is not a regular file but {_special(mode)}")
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise InputError(f"{path}: cannot be written, there is no directory {target.parent}")
     if not os.access(target.parent, os.W_OK):
         raise InputError(f"{path}: cannot be written, {target.parent} does not allow it")
-    if found is not None and not os.access(target, os.W_OK):
+    if mode is not None and not os.access(target, os.W_OK):
         raise InputError(f"{path}: cannot be written, the file is read-only")
     return target
 
@@ -241,32 +241,32 @@ def _umask() -> int:
 
 
 def write_artifact(path: Path, kind: str, value: Any) -> None:
-    """Writes a value as an artifact: its JSON with a first field that says what it is."""
-    write_whole(path, artifact_text(kind, value))
+    """Write a value as an artifact: its JSON, with a first field that says what it is."""
+    write_atomically(path, artifact_text(kind, value))
 
 
 def artifact_text(kind: str, value: Any) -> str:
-    """The text of an artifact: a line for each field, lists of numbers on one.
+    """The text of an artifact: one line per field, and lists of numbers on one line.
 
-    Its own fields are there with their defaults too, unless they are empty; what lies within leaves its defaults out.
+    Top-level fields are written even if they have their default value, unless they are empty.
     """
     fields = {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
-    filled = {name: item for name, item in fields.items() if item is not None and item not in ([], {})}
-    text = json.dumps({"spindle": kind, "version": 1} | filled, indent=1) + "\n"
+    nonempty = {name: item for name, item in fields.items() if item is not None and item not in ([], {})}
+    text = json.dumps({"spindle": kind, "version": 1} | nonempty, indent=1) + "\n"
     return re.sub(
         r"\[\n[\s\d.,eE+-]+\]", lambda match: " ".join(match[0].split()).replace("[ ", "[").replace(" ]", "]"), text
     )
 
 
 def read_artifact(path: Path, kind: str, value_kind: type[T]) -> T:
-    """Reads back what `write_artifact` wrote."""
+    """Read what `write_artifact` wrote."""
     return artifact_from_json(read_json_file(path), str(path), kind, value_kind)
 
 
 def artifact_from_json(data: dict[str, Any], where: str, kind: str, value_kind: type[T]) -> T:
-    found = data.get("spindle")
-    if found != kind:
-        what = f"a Spindle {found}" if isinstance(found, str) else "no Spindle artifact"
+    actual = data.get("spindle")
+    if actual != kind:
+        what = f"a Spindle {actual}" if isinstance(actual, str) else "not a Spindle artifact"
         raise InputError(f'{where}: expected a Spindle {kind} ("spindle": "{kind}"), this is {what}')
     if data.get("version") != 1:
         raise InputError(f"{where}: this Spindle reads version 1 of a {kind}, got {_shown(data.get('version'))}")

@@ -1,24 +1,24 @@
 """The errors a user can meet, as one tree.
 
-    SpindleError            anything Spindle refuses, with one clear message
-    ├── InputError          a file or argument that cannot be read as what it should be
-    ├── WorkloadError       tasks, modules, layers or flows that make no sense together
-    │   └── OtherWayError   a batch on which a module's code may take another way than the recorded one
-    ├── ClusterError        devices, islands or links that make no sense
-    ├── ProfileError        a time or a size that is unknown, refused or not allowed
+    SpindleError            anything that Spindle refuses, with one clear message
+    ├── InputError          a file or argument that cannot be read
+    ├── WorkloadError       tasks, modules, layers or flows that are inconsistent
+    │   └── GuardError      a batch for which a module's forward may take another branch than the recorded one
+    ├── ClusterError        devices, islands or links that are inconsistent
+    ├── ProfileError        a time or size that is unknown or not allowed
     ├── PlanError           a plan that is not legal; prints the plan with the place marked
-    ├── ProgramError        a program that would deadlock or use data it does not have
-    ├── DoesNotFitError     no plan within the memory there is
-    ├── OverBudgetError     a rank that holds more memory than it may
-    ├── TrainingError       a step that went wrong: a loss that is not a number, a loader that gives the wrong batch
-    └── PeerLostError       another rank ended, so this one must, too
+    ├── ProgramError        a program that would deadlock, or use data that it does not have
+    ├── DoesNotFitError     no plan fits into memory
+    ├── OverBudgetError     a rank exceeds its memory limit
+    ├── TrainingError       a step that failed: a loss that is not finite, a loader that yields a wrong batch
+    └── PeerLostError       another rank has ended, so this rank ends, too
 
-A user's mistake is one of these; `assert` is for our own bugs.
+Users' mistakes raise one of these; `assert` is for bugs of Spindle.
 """
 
 
 class SpindleError(Exception):
-    """Base of everything Spindle raises on purpose."""
+    """Base of all errors that Spindle raises deliberately."""
 
 
 class InputError(SpindleError):
@@ -52,8 +52,8 @@ class ProgramError(SpindleError):
 
 
 class DoesNotFitError(SpindleError):
-    """`needed_bytes` is what the fullest device would need, where that is known; `is_bound` says that this is what it
-    would need if everything was spread evenly, which no plan may reach."""
+    """`needed_bytes` is what the fullest device would need, if known. With `is_bound` it is a lower bound: what each
+    device would need if everything were spread evenly."""
 
     def __init__(self, text: str, needed_bytes: int = 0, *, is_bound: bool = False) -> None:
         super().__init__(text)
@@ -61,7 +61,7 @@ class DoesNotFitError(SpindleError):
 
 
 class OverBudgetError(SpindleError):
-    """A rank holds more memory than it may."""
+    """A rank has exceeded its memory limit."""
 
 
 class TrainingError(SpindleError):

@@ -479,9 +479,9 @@ X = torch.ones(3, zoo.WIDTH)
     ("given", "reason"),
     [
         (torch.Generator(), "it uses a torch.Generator"),
-        (nn.Linear(2, 2), "it uses a Linear that is no part of it"),
-        (torch.ones(2, requires_grad=True), "it uses a Tensor that is no part of it"),
-        (torch.ones(1 << 20), "it uses a tensor of 4194304 bytes that is no part of it"),
+        (nn.Linear(2, 2), "it uses a Linear that does not belong to it"),
+        (torch.ones(2, requires_grad=True), "it uses a Tensor that does not belong to it"),
+        (torch.ones(1 << 20), "it uses a tensor of 4194304 bytes that does not belong to it"),
         (lambda x: x, "lambda"),
     ],
 )
@@ -497,7 +497,7 @@ def test_a_gpu_becomes_that_of_the_receiver():
     chain = chain_of(module, X)
     source = load_source(module, dump_chain(chain), torch.device("cuda", 3))
     assert isinstance(source, RecordedForward)
-    assert torch.device("cuda", 3) in source.bound.values()
+    assert torch.device("cuda", 3) in source.namespace.values()
     assert torch.equal(build_chain(module, source)(X), module(X))
 
 

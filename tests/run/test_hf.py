@@ -116,7 +116,7 @@ def test_a_model_built_without_memory_is_cut_and_planned_for():
     ("change", "given", "reason"),
     [
         ({"layerdrop": 0.3}, {}, "decides by chance which blocks run"),
-        ({}, {"use_cache": True}, "a EncoderDecoderCache, which is no nest of tensors; pass use_cache=False"),
+        ({}, {"use_cache": True}, "a EncoderDecoderCache, which is not a nest of tensors; pass use_cache=False"),
     ],
 )
 def test_what_cannot_be_cut_says_why_and_what_to_pass(change, given, reason):

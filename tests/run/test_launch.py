@@ -402,7 +402,7 @@ def test_what_cannot_be_launched_is_refused_in_one_line(tmp_path, script, capsys
     assert "at least 1 process, got 0" in refusal(capsys, "-n", "0", path)
     assert "'--processes': expected a whole number" in refusal(capsys, "-n", "two", path)
     assert "give -n N before the script" in refusal(capsys, path, "-n", "2")
-    assert f"{path}: cannot be made a folder" in refusal(capsys, "-n", "2", "--logs", path, path)
+    assert f"{path}: cannot create this folder" in refusal(capsys, "-n", "2", "--logs", path, path)
     monkeypatch.setitem(sys.modules, "torch", None)
     assert "pip install 'spindle-train[train]'" in refusal(capsys, "-n", "2", path)
 
@@ -477,7 +477,7 @@ def follows(rank: int, time_ns: int) -> Failure:
 
 
 def ends(*codes: int, time_ns: int = 10**9, told: bool = False) -> list[Ending]:
-    return [Ending(rank=rank, code=code, time_ns=time_ns, told=told) for rank, code in enumerate(codes)]
+    return [Ending(rank=rank, code=code, time_ns=time_ns, was_signalled=told) for rank, code in enumerate(codes)]
 
 
 def test_reports_come_back_in_the_order_of_time_and_odd_files_are_skipped(tmp_path):
@@ -529,7 +529,7 @@ def test_ranks_that_only_lost_one_that_ended_well_say_so():
 
 
 def test_a_rank_that_was_told_to_end_is_no_cause():
-    endings = [*ends(-15, told=True), Ending(rank=1, code=3, time_ns=10**9, told=False)]
+    endings = [*ends(-15, told=True), Ending(rank=1, code=3, time_ns=10**9, was_signalled=False)]
     found = verdict(endings, [], lambda rank: f"log of {rank}")
     assert found.code == 3
     assert found.text.splitlines() == [
@@ -541,7 +541,7 @@ def test_a_rank_that_was_told_to_end_is_no_cause():
 
 
 def test_a_rank_that_was_stopped_is_the_cause_before_what_came_of_it():
-    stopped = Ending(rank=1, code=-9, time_ns=10**9, told=False, stopped_s=8.2)
+    stopped = Ending(rank=1, code=-9, time_ns=10**9, was_signalled=False, stopped_s=8.2)
     found = verdict([*ends(1, time_ns=9 * 10**9), stopped], [own(0, 9 * 10**9)], lambda rank: f"log of {rank}")
     assert found.code == 1
     assert found.text.splitlines() == [

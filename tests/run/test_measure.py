@@ -179,7 +179,7 @@ def test_an_op_that_runs_on_nothing_says_why_and_where():
 
     with pytest.raises(ValueError, match="no way back") as caught:
         measured([one_task(Layer())])
-    assert "in task 'a', trying out a/tower#0[0:1] on its first batch" in caught.value.__notes__
+    assert "in task 'a', running a/tower#0[0:1] on its first batch" in caught.value.__notes__
 
 
 def test_measuring_leaves_no_gradients_and_the_same_random_numbers():

@@ -188,7 +188,7 @@ def test_nothing_stays_after_a_launcher_that_is_stopped_or_killed(number, stage)
 
 def test_a_daemon_that_does_not_listen_is_killed_with_its_server_and_nothing_else(stage):
     bystander = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    text = "import sys, spindle.launch.mps as mps; mps.QUIT_S = 0.3; sys.exit(mps.keep())"
+    text = "import sys, spindle.launch.mps as mps; mps.QUIT_S = 0.3; sys.exit(mps.supervise())"
     environment = stage.environment(STAND_IN_MODE="deaf", CUDA_VISIBLE_DEVICES="0")
     keeper = subprocess.Popen(
         [sys.executable, "-c", text], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -245,7 +245,7 @@ def test_tensor_degrees_of_a_trainer_hold_for_its_plan(write, capfd):
     assert ["model", 4] in json.loads(capfd.readouterr().out)["tensor_degrees"]
     assert run(["plan", training, "--cluster", "h100x2"]) == 2
     told = " ".join(capfd.readouterr().err.split())
-    assert "train.py: tensor degree 4 is wanted for module 'model', which may have 1, 2" in told
+    assert "train.py: tensor degree 4 is given for module 'model', which can have 1, 2" in told
 
 
 @pytest.mark.parametrize(

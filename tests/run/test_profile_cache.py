@@ -102,7 +102,7 @@ def test_other_rows_have_times_of_their_own(cache):
         ({"forward_s": None}, "forward_s: expected a number, got null"),
         ({"forward_s": float("nan")}, "forward_s: expected a finite number"),
         ({"backward_s": -1.0}, "times must not be negative"),
-        ({"key": []}, "holds the time of another layer"),
+        ({"key": []}, "contains the time of another layer"),
         ({"extra": 1}, "unknown field 'extra'"),
     ],
 )
@@ -132,7 +132,7 @@ def test_a_folder_that_cannot_be_written_is_named_once_and_done_without(cache, t
     (tmp_path / "file").write_text("no folder")
     assert num_timed(cache(folder=tmp_path / "file")) == NUM_POINTS
     (notice,) = notices
-    assert notice.startswith("measured times are not kept: ")
+    assert notice.startswith("measured times are not cached: ")
     assert str(tmp_path / "file") in notice
 
 

@@ -157,3 +157,17 @@ def test_ci_calls_the_two_commands_of_the_readme():
     first, second = (block.strip() for block in blocks("README.md", "sh")[:2])
     for command in (*first.split(" && "), *second.split(" && ")):
         assert command.removeprefix("pip install ") in ci
+
+
+def test_the_layout_names_files_that_exist():
+    named = {Path(name).name for name in re.findall(r"`([\w/]+\.py)`", PAGES["layout.md"])}
+    assert named <= {path.name for path in (ROOT / "src" / "spindle").rglob("*.py")}
+
+
+def test_a_task_through_spindle_links_to_functions_that_exist():
+    links = re.findall(
+        r'^\[\w+\]: \.\./(\S+) "(?:\w+\.)?(\w+)"', PAGES["a_task_through_spindle.md"], flags=re.MULTILINE
+    )
+    assert len(links) == 10
+    for path, function in links:
+        assert f"def {function}(" in (ROOT / path).read_text(encoding="utf-8"), (path, function)

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
 import tensor_parallel  # noqa: E402
-from spindle.models import Rehearsal, shard_of, split_dims, styles_of, styles_on  # noqa: E402
+from spindle.models import EmulatedTensorGroup, apply_styles, resolve_styles, shard_of, split_dims  # noqa: E402
 from tensor_parallel import PLAN, SEQUENCE_PLAN, WIDTH, Decoder, sharing  # noqa: E402
 from test_tensor import degrees, find, trained  # noqa: E402
 
@@ -65,7 +65,7 @@ class Feed(nn.Module):
 
 def rehearsed(part, plan, degree, x):
     """What each member gets, and gradients, beside those of one process; with the whole gradients of what is split."""
-    styled = styles_of(part, plan, strict=True)
+    styled = resolve_styles(part, plan, strict=True)
     dims, names = split_dims(styled), dict(part.named_parameters())
     seed = torch.randn(x.shape, dtype=x.dtype)
 
@@ -75,7 +75,7 @@ def rehearsed(part, plan, degree, x):
 
     whole = x.clone().requires_grad_()
     expected = gradients(whole, part(whole), names.values())
-    rehearsal = Rehearsal(degree)
+    rehearsal = EmulatedTensorGroup(degree)
 
     def member(place):
         given, shards = x.clone().requires_grad_(), {}
@@ -84,7 +84,7 @@ def rehearsed(part, plan, degree, x):
                 shards[id(parameter)] = nn.Parameter(shard_of(parameter.detach(), dim, degree, place))
                 one.module._parameters[name] = shards[id(parameter)]
         try:
-            with styles_on(styled, rehearsal):
+            with apply_styles(styled, rehearsal):
                 mine = [shards.get(id(one), one) for one in names.values()]
                 return gradients(given, part(given), mine)
         finally:
@@ -126,12 +126,12 @@ def test_norms_inside_parts_are_named_or_the_parts_are(cuts):
 
 def test_members_drop_different_tokens():
     block = nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH)).train()
-    rehearsal, x = Rehearsal(2), torch.ones(1, 8, WIDTH)
-    styled = styles_of(block, {"0": "sequence_parallel"}, strict=True)
+    rehearsal, x = EmulatedTensorGroup(2), torch.ones(1, 8, WIDTH)
+    styled = resolve_styles(block, {"0": "sequence_parallel"}, strict=True)
 
     def member(place):
         torch.manual_seed(5)
-        with styles_on(styled, rehearsal):
+        with apply_styles(styled, rehearsal):
             return block[0](x), torch.rand(1)
 
     (one, number), (other, other_number) = rehearsal.run(member)

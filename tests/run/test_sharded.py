@@ -97,10 +97,10 @@ def test_verify_finds_a_forward_that_would_run_before_its_gather():
 def test_verify_finds_a_bucket_that_is_not_gathered():
     profile = two_modules()
     program = lower(parse_plan(SHARDED + TEXT, profile), profile)
-    with pytest.raises(ProgramError, match="bucket 0 needs no gathering of its parameters"):
+    with pytest.raises(ProgramError, match="bucket 0 needs no gather of its parameters"):
         verify(replace(program, plan=replace(program.plan, shard_optimizer=False)), profile)
     unsharded = lower(parse_plan(TEXT, profile), profile)
-    with pytest.raises(ProgramError, match="bucket 0 needs one gathering of its parameters"):
+    with pytest.raises(ProgramError, match="bucket 0 needs one gather of its parameters"):
         verify(replace(unsharded, plan=replace(unsharded.plan, shard_optimizer=True)), profile)
 
 

@@ -18,7 +18,7 @@ from spindle import Planning, Trainer, module, task  # noqa: E402
 from spindle.cluster import Cluster, cluster_named  # noqa: E402
 from spindle.errors import ProfileError, SpindleError, WorkloadError  # noqa: E402
 from spindle.graph import metagraph_of  # noqa: E402
-from spindle.models import plan_inside, styles_of, without_tied  # noqa: E402
+from spindle.models import builtin_tp_plan, drop_tied_conflicts, resolve_styles  # noqa: E402
 from spindle.planners import PlanOptions, make_plan  # noqa: E402
 from spindle.profile import LayerSamples, roofline_profile, sampled_profile  # noqa: E402
 from spindle.train import bind, trace_all  # noqa: E402
@@ -139,9 +139,9 @@ def test_what_was_measured_on_one_device_is_planned_for_several(own):
     assert whole.forward_s[0] / 2 < halves.forward_s[0] < whole.forward_s[0]
     fixed = profile.with_degrees({"language": 4})
     assert fixed.degrees_of("language") == (4,)
-    with pytest.raises(ProfileError, match=r"tensor degree 8 is wanted for module 'language', which may have 1, 2, 4"):
+    with pytest.raises(ProfileError, match=r"tensor degree 8 is given for module 'language', which can have 1, 2, 4"):
         profile.with_degrees({"language": 8})
-    with pytest.raises(ProfileError, match=r"tensor degree 2 is wanted for 'audio', which is no module"):
+    with pytest.raises(ProfileError, match=r"tensor degree 2 is given for 'audio', which is not a module"):
         profile.with_degrees({"audio": 2})
 
 
@@ -151,9 +151,9 @@ def test_what_was_measured_on_one_device_is_planned_for_several(own):
 @pytest.mark.parametrize(
     ("plan", "sentence"),
     [
-        ({"head": "diagonal"}, r"'diagonal' is no style that is known; known: all_reduce, colwise,"),
-        ({"layers.*.up": "colwise"}, r"'layers\.\*\.up' names no part of the Language"),
-        ({"words": "colwise"}, r"'colwise' is for an nn\.Linear, but 'words' is a Embedding"),
+        ({"head": "diagonal"}, r"unknown style 'diagonal'; known styles: all_reduce, colwise,"),
+        ({"layers.*.up": "colwise"}, r"'layers\.\*\.up' matches no submodule of the Language"),
+        ({"words": "colwise"}, r"style 'colwise' needs an nn\.Linear, but 'words' is a Embedding"),
     ],
 )
 def test_a_plan_that_names_what_there_is_not_is_refused(plan, sentence):
@@ -211,9 +211,9 @@ def test_no_plan_means_no_groups():
 def test_a_table_that_is_used_otherwise_too_stays_whole():
     language = Language()
     loose = {path: style for path, style in PLAN.items() if path != "head"}
-    untied = without_tied(styles_of(language, loose), [language])
+    untied = drop_tied_conflicts(resolve_styles(language, loose), [language])
     assert "words" not in [style.path for style in untied]
-    assert "words" in [style.path for style in without_tied(styles_of(language, PLAN), [language])]
+    assert "words" in [style.path for style in drop_tied_conflicts(resolve_styles(language, PLAN), [language])]
 
 
 def test_experts_stay_whole_and_attention_is_shared():
@@ -226,7 +226,7 @@ def test_experts_stay_whole_and_attention_is_shared():
     def predict(batch):
         return mixtral(**batch).logits.square().mean()
 
-    assert any(style == "moe_tp_experts" for style in plan_inside(mixtral.module).values())
+    assert any(style == "moe_tp_experts" for style in builtin_tp_plan(mixtral.module).values())
     sharing, _ = find(Workload(tasks=[predict], batches=lambda step: {"predict": hugging.batch_of("Mixtral", 4, 9)}))
     assert sharing.most == {"language": 2}
 
@@ -252,7 +252,7 @@ def test_degrees_that_cannot_be_are_refused(pool):
     for message in pool.run(2, refusal_of, {"vision": 2}):
         assert "'vision' has no tensor parallel plan; give one with spindle.module('vision'" in message
     for message in pool.run(2, refusal_of, {"language": 4}):
-        assert "tensor degree 4 is wanted for module 'language', which may have 1, 2" in message
+        assert "tensor degree 4 is given for module 'language', which can have 1, 2" in message
 
 
 def test_an_optimizer_that_needs_whole_parameters_is_refused(pool):

@@ -65,8 +65,8 @@ def test_samples_come_from_a_file_of_one_object_per_line(tmp_path):
         ('{"text_tokens": 4.5}', r"line 2\.text_tokens: expected a whole number, got 4\.5"),
         ('{"text_tokens": 1, "pictures": 2}', r"line 2: unknown field 'pictures'; a Sample has text_tokens, images"),
         ('{"text_tokens": 1, "images": -2}', r"line 2: text_tokens and images must not be negative, got 1 and -2"),
-        ('{"text_tokens": 1, "clips": [{"seconds": 0}]}', r"line 2\.clips\[0\]: a clip lasts more than 0 seconds"),
-        ('{"text_tokens": 0}', r"line 2: a sample holds at least one token, image or clip"),
+        ('{"text_tokens": 1, "clips": [{"seconds": 0}]}', r"line 2\.clips\[0\]: a clip must be longer than 0 seconds"),
+        ('{"text_tokens": 0}', r"line 2: a sample needs at least one token, image or clip"),
     ],
 )
 def test_a_line_that_is_no_sample_is_named(tmp_path, line, message):
@@ -120,7 +120,7 @@ def test_a_clip_has_as_many_tokens_as_its_frames_ask_for():
 def test_no_microbatch_has_more_than_eight_clips():
     packed = pack_clips([Sample(text_tokens=30, clips=(Clip(seconds=1.0),) * 3)] * 6, TIGHT)
     assert [(one.num_clips, one.num_tokens) for one in packed] == [(8, 80), (8, 80), (2, 20)]
-    with pytest.raises(WorkloadError, match="sample 0: text to video takes samples with clips"):
+    with pytest.raises(WorkloadError, match="sample 0: text-to-video takes samples with clips"):
         pack_clips([Sample(text_tokens=30)])
 
 

@@ -63,7 +63,7 @@ def test_a_forward_that_draws_between_its_blocks_is_not_traced_once_for_all():
             x = x if random.random() < 0.5 else block(x)
         return x
 
-    assert "draws random numbers of Python or numpy" in chain_of(Forward(dropping).double(), X).reason
+    assert "draws random numbers with Python or numpy" in chain_of(Forward(dropping).double(), X).reason
 
 
 def test_a_forward_that_makes_tensors_and_takes_remainders_of_sizes_between_its_blocks_is_cut():
@@ -125,7 +125,7 @@ def test_a_chain_takes_any_number_of_tensors():
     chain = chain_of(whole, X, X, X)
     assert len(chain.layers) == 4
     assert torch.equal(chain(X, X, X + 1), whole(X, X, X + 1))
-    with pytest.raises(WorkloadError, match="was recorded with other arguments"):
+    with pytest.raises(WorkloadError, match="was recorded with arguments of another structure"):
         chain(X, X)
 
 
@@ -185,7 +185,7 @@ def test_a_batch_that_would_lead_another_way_is_refused():
     chain = chain_of(whole, torch.randn(3, 5, WIDTH, dtype=torch.float64))
     x = torch.randn(2, 7, WIDTH, dtype=torch.float64)
     assert torch.equal(chain(x), whole(x))
-    with pytest.raises(WorkloadError, match=r"recorded on sizes for which \(a0.shape\[1\] < 8\), which does not hold"):
+    with pytest.raises(WorkloadError, match=r"recorded for sizes with \(a0.shape\[1\] < 8\), which does not hold"):
         chain(torch.randn(3, 9, WIDTH, dtype=torch.float64))
 
 

@@ -80,7 +80,7 @@ BAD_GRAPHS = {
     "a time that is not a number": (with_op(time_s={"1": float("nan")}), r'vision.*time_s\["1"\].*finite.*nan'),
     "an infinite time": (with_op(time_s={"1": float("inf")}), r'vision.*time_s\["1"\].*finite.*inf'),
     "a time in words": (with_op(time_s={"1": "fast"}), r'vision.*time_s\["1"\].*number, got "fast"'),
-    "half a device": (with_op(time_s={"0.5": 0.1}), r"vision.*'0.5' is no number of devices"),
+    "half a device": (with_op(time_s={"0.5": 0.1}), r"vision.*'0.5' is not a number of devices"),
     "zero layers": (with_op(layers=0), r"ops\[0\] \(vision\).layers.*at least one.*got 0"),
     "half a layer": (with_op(layers=1.5), r"vision.*layers.*whole number, got 1.5"),
     "no layers": (with_op(layers=None), r'ops\[0\] \(vision\).*"layers" is missing'),
@@ -112,7 +112,7 @@ def test_a_truncated_file_is_refused_with_its_line(share, tmp_path, capsys):
     path.write_text(text[: int(share * len(text))])
     said = refusal(capsys, "plan", str(path), "--devices", "4")
     assert f"{path}, line " in said
-    assert "cut off" in said
+    assert "truncated" in said
 
 
 def test_a_file_that_is_not_text_is_refused(tmp_path, capsys):
@@ -159,7 +159,7 @@ def test_a_graph_is_no_plan_and_a_plan_is_no_graph(graph, plan, capsys):
         (["plan", "nowhere.json", "--devices", "4"], "nowhere.json: no such file"),
         (["plan", "clap-4", "--devices", "4"], "no recipe of that name; recipes: clip-4"),
         (["plan", "clip-4", "--devices", "16"], "give --cluster, not only --devices 16 (a800x16"),
-        (["plan", "clip-4", "--cluster", "b900x4"], "no cluster is called 'b900x4'"),
+        (["plan", "clip-4", "--cluster", "b900x4"], "unknown cluster 'b900x4'"),
         (["plan", "clip-4", "--cluster", "nowhere.toml"], "nowhere.toml: no such file"),
         (["recipes", "clap-4", "-o", "x.json"], "no recipe is called 'clap-4'"),
         (["recipes", "-o", "x.json"], "-o x.json: give the name of a recipe"),

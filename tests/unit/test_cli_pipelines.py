@@ -75,7 +75,7 @@ def test_a_plan_of_another_batch_is_called_that(capsys, tmp_path):
     ("model", "line", "message"),
     [
         ("vlm-s", '{"text_tokens": 9, "clips": [{"seconds": 3}]}', "it has clips; a vision-language model takes"),
-        ("t2v-s", '{"text_tokens": 9, "images": 1}', "text to video takes samples with clips and without images"),
+        ("t2v-s", '{"text_tokens": 9, "images": 1}', "text-to-video takes samples with clips and without images"),
         ("t2v-s", '{"text_tokens": 9000, "clips": [{"seconds": 3}]}', "9000 tokens of text for one clip"),
         ("vlm-s", '{"text_tokens": 9, "images": 1000001}', "at most 1,000,000 images and 1,000,000,000 tokens"),
         ("vlm-s", '{"text_tokens": 1000000001}', "got 0 and 1,000,000,001"),
@@ -136,7 +136,7 @@ def test_the_search_of_a_pipeline_can_be_shown(capsys, tmp_path):
 @pytest.mark.parametrize("verb", ["plan", "compare"])
 def test_what_the_times_leave_out_is_said(capsys, tmp_path, verb):
     out = answer(capsys, verb, "vlm-s", *QUICK)
-    assert "Left out: data loading, and whatever the host does between layers" in out
+    assert "Left out: data loading, and host time between layers" in out
     assert "Left out: kernels were measured on" in out
     printed = answer(capsys, verb, "vlm-s", *QUICK, "--json")
     leaves_out = json.loads(printed)["leaves_out"]

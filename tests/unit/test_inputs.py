@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import small
-from spindle.artifact import read_artifact, write_artifact, write_whole
+from spindle.artifact import read_artifact, write_artifact, write_atomically
 from spindle.cluster import PRESETS, cluster_named, read_cluster_file
 from spindle.errors import ClusterError, InputError, WorkloadError
 from spindle.graph import metagraph_of
@@ -70,7 +70,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
 
 
 def test_a_flow_to_a_call_that_is_not_there_is_refused():
-    with pytest.raises(WorkloadError, match=r"the flow 'a' -> 'b' names 'b', which is no call of it; calls: a"):
+    with pytest.raises(WorkloadError, match=r"the flow 'a' -> 'b' names 'b', which is not one of its calls: a"):
         Task(name="t", batch_size=1, calls=(Call(name="a", module="m", costs=()),), flows=(("a", "b"),))
 
 
@@ -131,11 +131,11 @@ def test_a_cluster_of_ones_own_comes_from_a_file(tmp_path):
     [
         ("peak_flops = 312e12", "peak_flops = -1", r"kinds\.big: .*peak_flops must be above 0"),
         ("memory_bytes = 80e9", "memory_bytes = nan", r"kinds\.big\.memory_bytes: expected a finite number"),
-        ("memory_bytes = 80e9", 'name = "z"', r"kinds\.big: a kind is named by its heading"),
+        ("memory_bytes = 80e9", 'name = "z"', r"kinds\.big: the name of a kind is in its heading"),
         ("memory_bytes = 80e9", "", r"kinds\.big: the field 'memory_bytes' is missing"),
-        ('kind = "big"', 'kind = "small"', r"islands\[0\]\.kind: no kind 'small'; this file has big"),
-        ('kind = "big"', 'kind = ["big"]', r"islands\[0\]\.kind: no kind"),
-        ("count = 2", "count = 1000000000", r"islands\[0\]\.count: must lie in 1 to"),
+        ('kind = "big"', 'kind = "small"', r"islands\[0\]\.kind: unknown kind 'small'; this file has big"),
+        ('kind = "big"', 'kind = ["big"]', r"islands\[0\]\.kind: unknown kind"),
+        ("count = 2", "count = 1000000000", r"islands\[0\]\.count: must be 1 to"),
         ("num_devices = 4", "num_devices = 0", r"islands\[0\]: an island needs at least one device"),
         ("[[islands]]", "[islands]", r"expected one or more \[\[islands\]\]"),
         ('name = "two hosts"', 'names = "x"', r"unknown key 'names'"),
@@ -181,7 +181,7 @@ def test_a_link_stays_a_link_and_its_target_is_written(tmp_path):
     target, link = tmp_path / "target.txt", tmp_path / "link.txt"
     link.symlink_to(target.name)
     for text in ("first", "second"):  # the first time, nothing is at the end of the link
-        write_whole(link, text)
+        write_atomically(link, text)
         assert link.is_symlink()
         assert target.read_text() == text
     assert len(list(tmp_path.iterdir())) == 2
@@ -191,7 +191,7 @@ def test_a_file_that_is_written_again_keeps_its_mode(tmp_path):
     path = tmp_path / "secret.txt"
     path.write_text("old")
     path.chmod(0o600)
-    write_whole(path, "new")
+    write_atomically(path, "new")
     assert path.read_text() == "new"
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -201,13 +201,13 @@ def test_what_is_no_regular_file_is_never_replaced(tmp_path):
     os.mkfifo(pipe)
     link.symlink_to(pipe)
     for path in (pipe, link):
-        with pytest.raises(InputError, match="no regular file but a pipe"):
-            write_whole(path, "text")
+        with pytest.raises(InputError, match="it is not a regular file but a pipe"):
+            write_atomically(path, "text")
     with pytest.raises(InputError, match="it is a directory"):
-        write_whole(tmp_path, "text")
+        write_atomically(tmp_path, "text")
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(InputError, match="cannot be written"):
-        write_whole(tmp_path / "loop", "text")
+        write_atomically(tmp_path / "loop", "text")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "loop", "pipe"]
     assert pipe.is_fifo()
 

@@ -46,7 +46,7 @@ def test_the_error_of_a_plan_prints_it_with_the_slot_marked():
 
 def test_a_number_of_devices_that_has_no_time_is_refused():
     profile = small.linear_profile([("a", 16, 2, 1, 1)], num_devices=4, divisors_only=True)
-    with pytest.raises(Exception, match=r"no time is known on 3 devices; known: 1-2, 4"):
+    with pytest.raises(Exception, match=r"no time is known for 3 devices; known: 1-2, 4"):
         small.plan("a*2@0-2", profile)
 
 

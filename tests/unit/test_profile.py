@@ -42,7 +42,7 @@ def test_a_smaller_batch_takes_no_less_than_its_launch():
 def test_a_curve_refuses_a_number_of_devices_it_does_not_know():
     curve = Curve(num_devices=(1, 2, 4), forward_s=(3.0, 2.0, 1.0), backward_s=(6.0, 4.0, 2.0))
     assert curve.times_s(2) == (2.0, 4.0)
-    with pytest.raises(ProfileError, match=r"no time is known on 3 devices; known: 1-2, 4"):
+    with pytest.raises(ProfileError, match=r"no time is known for 3 devices; known: 1-2, 4"):
         curve.times_s(3)
 
 

@@ -67,12 +67,15 @@ def test_a_profile_comes_back_from_its_file_equal(profile):
         (lambda data: data.update(spindle="plan"), "expected a Spindle profile .*, this is a Spindle plan"),
         (lambda data: data.update(version=2), "reads version 1 of a profile, got 2"),
         (lambda data: data.pop("curves"), "the field 'curves' is missing"),
-        (lambda data: data["curves"].pop(), "4 ops need as many curves, got 3"),
+        (lambda data: data["curves"].pop(), "expected curves for 4 ops, got them for 3"),
         (
             lambda data: data["curves"][1][0].update(forward_s=["slow"]),
             r'curves\[1\]\[0\]\.forward_s\[0\]: expected a number, got "slow"',
         ),
-        (lambda data: data["curves"][1][0].update(num_devices=[1, 3]), "times beyond the 2 devices there are"),
+        (
+            lambda data: data["curves"][1][0].update(num_devices=[1, 3]),
+            "times for more devices than the 2 of the cluster",
+        ),
         (lambda data: data["graph"]["metaops"][0].update(num_layers=0), r"metaops\[0\]: .* needs at least one layer"),
         (lambda data: data["graph"].update(order=[0]), "graph: unknown field 'order'"),
         (lambda data: data.update(host_rates=[1.0, 0.0]), "host_rates must be above 0"),

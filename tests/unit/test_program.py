@@ -244,18 +244,18 @@ def test_verify_finds_gradients_that_are_not_summed():
     profile, program = shared_program()
     verify(program, profile)
     with pytest.raises(
-        ProgramError, match=r"the gradient of \w+\.\d is not summed once over just the ranks that hold it"
+        ProgramError, match=r"the gradient of \w+\.\d is not reduced once over exactly the ranks that hold it"
     ):
         verify(replace(program, buckets=program.buckets[1:]), profile)
     short = replace(program.buckets[-1], ranks=program.buckets[-1].ranks[:-1])
-    with pytest.raises(ProgramError, match=r"is not summed once"):
+    with pytest.raises(ProgramError, match=r"is not reduced once"):
         verify(replace(program, buckets=(*program.buckets[:-1], short)), profile)
 
 
 def test_verify_finds_a_synchronisation_that_does_not_wait():
     profile, program = shared_program()
     early = replace(program.buckets[0], after=())
-    with pytest.raises(ProgramError, match=r"is not synchronised after every backward"):
+    with pytest.raises(ProgramError, match=r"is not reduced after every backward"):
         verify(replace(program, buckets=(early, *program.buckets[1:])), profile)
 
 

@@ -173,9 +173,9 @@ def test_attention_reaches_what_its_length_and_planes_allow():
 
 
 def test_a_table_must_be_whole():
-    with pytest.raises(ProfileError, match=r"a grid of 2 x 2 shapes needs as many columns"):
+    with pytest.raises(ProfileError, match=r"a grid of 2 x 2 shapes needs one column for each"):
         Efficiencies(gemm_grid=COLUMNS[:3])
-    with pytest.raises(ProfileError, match=r"norm: sizes must rise"):
+    with pytest.raises(ProfileError, match=r"norm: sizes must be increasing"):
         MemoryTable(kind="norm", num_bytes=(4, 2), efficiency=(0.5, 0.5))
     with pytest.raises(ProfileError, match=r"expected 2 efficiencies, got 1"):
         MemoryTable(kind="norm", num_bytes=(2, 4), efficiency=(0.5,))
@@ -264,7 +264,7 @@ def test_a_curve_knows_its_part_that_may_wait_or_says_nothing_of_it():
     assert curve.weight_time_s(4) == 0.5
     assert curve.up_to(3).weight_s == (1.5,)
     assert Curve(num_devices=(1,), forward_s=(1.0,), backward_s=(2.0,)).weight_time_s(1) is None
-    with pytest.raises(ProfileError, match="must lie between 0 and backward_s"):
+    with pytest.raises(ProfileError, match="must be between 0 and backward_s"):
         Curve(num_devices=(1,), forward_s=(1.0,), backward_s=(2.0,), weight_s=(2.5,))
     with pytest.raises(ProfileError, match="or none"):
         Curve(num_devices=(1,), forward_s=(1.0,), backward_s=(2.0,), weight_s=(1.0, 1.0))

@@ -81,7 +81,7 @@ def test_a_module_that_cannot_be_cut_is_one_layer_and_says_why():
     assert chain_of(nn.Linear(3, 3), torch.ones(2, 3)).reason == "it has no list of two or more equal blocks"
     chain = chain_of(Branching(), torch.randn(3, 5, 4), torch.ones(3, 5, 1))
     assert len(chain.layers) == 1
-    assert "its forward decides by values of tensors between its blocks (test_train.py, line" in chain.reason
+    assert "its forward branches on values of tensors between its blocks (test_train.py, line" in chain.reason
 
 
 def test_a_recorded_task_computes_what_the_function_does():

@@ -61,7 +61,7 @@ def compare(
     """
     import json
 
-    from spindle.artifact import to_json, write_whole
+    from spindle.artifact import to_json, write_atomically
     from spindle.cli.inputs import LEAVES_OUT, left_out, load_step
     from spindle.cli.terminal import fits, notice, progress_bar, refuse_outputs, show, show_json
     from spindle.errors import DoesNotFitError
@@ -103,12 +103,12 @@ def compare(
         unknown = list(dict.fromkeys(text for _, profile in plans.values() for text in profile.leaves_out))
     table = {"spindle": "comparison", "version": 1} | to_json(comparison) | ({LEAVES_OUT: unknown} if unknown else {})
     if output is not None:
-        write_whole(output, json.dumps(table, indent=1) + "\n")
+        write_atomically(output, json.dumps(table, indent=1) + "\n")
     if figure is not None:
         drawn = [planner for planner in (reference, planners[0]) if planner in plans]
         if not drawn:
             raise DoesNotFitError(f"{figure}: not drawn, {reference} has no plan: {refusals[reference]}")
-        write_whole(figure, comparison_figure([plans[planner] for planner in drawn]))
+        write_atomically(figure, comparison_figure([plans[planner] for planner in drawn]))
     if as_json:
         show_json(table)
     else:

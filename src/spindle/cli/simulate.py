@@ -37,7 +37,7 @@ def simulate(
     spindle simulate vlm-s plan.json --microbatches 16
     """
     import spindle.simulate
-    from spindle.artifact import to_json, write_whole
+    from spindle.artifact import to_json, write_atomically
     from spindle.cli.inputs import load_plan, load_step, planner_in
     from spindle.cli.terminal import notice, refuse_outputs, show, show_chart, show_json
     from spindle.planners import PLANNERS, graph_bound_s
@@ -62,7 +62,7 @@ def simulate(
     measures = measure(timeline)
     bound_s = made.bound_s if step.is_pipeline else graph_bound_s(profile)
     if trace is not None:
-        write_whole(trace, trace_of(timeline, program))
+        write_atomically(trace, trace_of(timeline, program))
     if as_json:
         facts = {"workload": made.workload, "cluster": profile.cluster.name, "num_devices": profile.cluster.num_devices}
         plan_facts = {"planner": made.planner, "folded_s": made.folded_s, "bound_s": bound_s}

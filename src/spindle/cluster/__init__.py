@@ -1,4 +1,4 @@
-"""On what machines? Device kinds, islands, links; presets and files. Knows no workload."""
+"""Clusters: kinds of devices, islands, links; presets and files. Knows no workload."""
 
 from spindle.cluster.cluster import Cluster, DeviceKind, Island, Link
 from spindle.cluster.presets import PRESETS, cluster_named, read_cluster_file, uniform_cluster

@@ -1,4 +1,4 @@
-"""Machines as values: islands of equal devices, joined inside by fast links and to each other by uplinks."""
+"""Clusters: islands of equal devices, connected by fast links inside and by uplinks to each other."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from spindle.errors import ClusterError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
-    """What one device can do at its peak; what a layer reaches of it is the profile's business.
+    """The peak performance of a kind of device; the efficiency of layers is part of a profile.
 
-    `host_bytes_per_s` is one direction of its link to the host's memory, `host_memory_bytes` its share of that memory;
-    0 means that there is none, or that it is not known.
+    `host_bytes_per_s` is one direction of its link to host memory, `host_memory_bytes` its share of that memory; 0
+    means none, or not known.
     """
 
     name: str
@@ -31,9 +31,9 @@ class DeviceKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One direction of a link; both directions run at this rate at once.
+    """One direction of a full-duplex link.
 
-    `collective_s` is what a collective takes beside its bytes, where that was measured; else it is the hops of a tree.
+    `collective_s` is the measured overhead of a collective besides its bytes; if None, it is the latency of a tree.
     """
 
     bytes_per_s: float
@@ -49,7 +49,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Island:
-    """Devices joined by fast links; links between islands are slower.
+    """Devices connected by fast links; links between islands are slower.
 
     `link` is each device's own port inside the island; `uplink` is shared by all its devices.
     """
@@ -66,7 +66,7 @@ class Island:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Islands in order; devices are numbered through them from 0."""
+    """Islands in order; devices are numbered across them from 0."""
 
     name: str
     islands: tuple[Island, ...]
@@ -86,11 +86,11 @@ class Cluster:
 
     @property
     def place_in_island(self) -> tuple[int, ...]:
-        """Where each device stands in its island; with tensor degree d it holds shard `place % d`."""
-        return tuple(place for island in self.islands for place in range(island.num_devices))
+        """The number of each device in its island; with tensor degree d the device holds shard `number % d`."""
+        return tuple(number for island in self.islands for number in range(island.num_devices))
 
     def tensor_groups(self, degree: int) -> tuple[tuple[int, ...], ...]:
-        """The groups of devices that can hold a tensor group of this degree: side by side inside one island."""
+        """The groups of devices that can be a tensor group of this degree: consecutive, inside one island."""
         groups = []
         first = 0
         for island in self.islands:
@@ -100,7 +100,7 @@ class Cluster:
         return tuple(groups)
 
     def with_memory(self, memory_bytes: int) -> Cluster:
-        """The same cluster, every device of which has so much memory."""
+        """The same cluster with this much memory on every device."""
         islands = tuple(
             replace(island, kind=replace(island.kind, memory_bytes=memory_bytes)) for island in self.islands
         )
@@ -108,7 +108,8 @@ class Cluster:
 
     @property
     def kind(self) -> DeviceKind:
-        """The one kind of device there is; planners for a single workload need it to be one."""
+        """The kind of all devices. Raises a ClusterError if there are several: a workload is planned on equal
+        devices."""
         kinds = {island.kind for island in self.islands}
         if len(kinds) > 1:
             raise ClusterError(

@@ -1,11 +1,11 @@
 """Clusters by name and from files.
 
-`a800x32` is 32 A800s in islands of eight. Peak FLOP/s are dense 16-bit, link rates one direction, from the vendors'
-data sheets; uplinks are what such hosts usually have. The Spindle paper says "400 Gb/s InfiniBand" of its A800 hosts;
-its synchronisation share (at most 15 % of 1231 ms for 9.25 B parameters on eight hosts, not overlapped) needs at least
-175 GB/s out of each host, so we take four such adapters. H800 hosts are those of the DIP paper: eight adapters of
-200 Gb/s, 256 GB of host memory for eight devices. Host links are PCIe 5 (about 50 GB/s a direction), where given. A
-TOML file describes any other cluster:
+`a800x32` is 32 A800s in islands of eight. Peak FLOP/s are dense 16-bit, link rates are one direction, from the vendors'
+data sheets; uplinks are what such hosts usually have. The Spindle paper says that its A800 hosts have "400 Gb/s
+InfiniBand"; its share of synchronisation (at most 15 % of 1231 ms for 9.25 B parameters on eight hosts, not overlapped)
+needs at least 175 GB/s out of each host, so we assume four such adapters. H800 hosts are those of the DIP paper: eight
+adapters of 200 Gb/s, 256 GB of host memory for eight devices. Host links are PCIe 5 (about 50 GB/s per direction),
+where given. A TOML file describes any other cluster:
 
     name = "two hosts"
     [kinds.big]
@@ -14,7 +14,7 @@ TOML file describes any other cluster:
     memory_bytes_per_s = 2.0e12
     [[islands]]
     kind = "big"
-    count = 2                 # this island twice; 1 when left out
+    count = 2                 # two such islands; 1 if left out
     num_devices = 4
     link = {bytes_per_s = 200e9, latency_s = 5e-6}
     uplink = {bytes_per_s = 25e9, latency_s = 12e-6}
@@ -65,7 +65,7 @@ def _island(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _IslandBody:
-    """An island as a file has it: its kind stands there by name."""
+    """An island in a file, without its kind, which is given by name."""
 
     num_devices: int
     link: Link
@@ -85,11 +85,11 @@ PRESETS: dict[str, Island] = {
 
 
 def cluster_named(name: str) -> Cluster:
-    """The cluster of a name like `a800x32`."""
+    """The cluster for a name like `a800x32`."""
     match = re.fullmatch(r"([a-z0-9]+?)x([0-9]+)", name.lower())
     if match is None or match[1] not in PRESETS:
         raise ClusterError(
-            f"no cluster is called {name!r}; write KINDxCOUNT with a kind of {', '.join(PRESETS)} "
+            f"unknown cluster {name!r}; write KINDxCOUNT with a kind of {', '.join(PRESETS)} "
             "(a800x32), or give a .toml file"
         )
     count = int(match[2])
@@ -108,7 +108,7 @@ def uniform_cluster(name: str, island: Island, num_devices: int) -> Cluster:
 
 
 def read_cluster_file(path: Path) -> Cluster:
-    """The cluster of a TOML file, in the form this module's head shows."""
+    """Read a cluster from a TOML file; the module docstring shows the format."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
@@ -133,21 +133,21 @@ def read_cluster_file(path: Path) -> Cluster:
             raise InputError(f"{where}: expected a table with kind, num_devices, link and uplink, got {entry!r}")
         count = read_integer(entry.get("count", 1), f"{where}.count")
         if not 1 <= count <= MAX_ISLANDS:
-            raise InputError(f"{where}.count: must lie in 1 to {MAX_ISLANDS}, got {count}")
+            raise InputError(f"{where}.count: must be 1 to {MAX_ISLANDS}, got {count}")
         name = entry.get("kind")
         if not isinstance(name, str) or name not in kinds.keys() | PRESETS.keys():
             raise InputError(
-                f"{where}.kind: no kind {name!r}; this file has {', '.join(kinds) or 'none'}, "
+                f"{where}.kind: unknown kind {name!r}; this file has {', '.join(kinds) or 'none'}, "
                 f"presets are {', '.join(PRESETS)}"
             )
         kind = kinds[name] if name in kinds else PRESETS[name].kind
         body = {key: value for key, value in entry.items() if key not in ("kind", "count")}
         island = from_json(_IslandBody, body, where)
         try:
-            one = Island(kind=kind, num_devices=island.num_devices, link=island.link, uplink=island.uplink)
+            complete = Island(kind=kind, num_devices=island.num_devices, link=island.link, uplink=island.uplink)
         except ClusterError as error:
             raise InputError(f"{where}: {error}") from error
-        islands += [one] * count
+        islands += [complete] * count
     name = data.get("name", path.stem)
     if not isinstance(name, str):
         raise InputError(f"{path}: name must be a string")
@@ -167,8 +167,8 @@ def _kind(name: str, body: Any, where: str) -> DeviceKind:
             f"{where}: expected a table with peak_flops, memory_bytes and memory_bytes_per_s, got {body!r}"
         )
     if "name" in body:
-        raise InputError(f"{where}: a kind is named by its heading, [kinds.{name}], and has no other name")
+        raise InputError(f"{where}: the name of a kind is in its heading, [kinds.{name}]; leave out `name`")
     for key in ("memory_bytes", "host_memory_bytes"):
-        if isinstance(body.get(key), float):  # TOML has no whole number like 80e9
+        if isinstance(body.get(key), float):  # in TOML, 80e9 is a float
             body = body | {key: int(read_number(body[key], f"{where}.{key}"))}
     return from_json(DeviceKind, {"name": name} | body, where)

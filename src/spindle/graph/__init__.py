@@ -1,4 +1,4 @@
-"""Which pieces, in which order? Contraction of a workload into MetaOps, and their levels. Knows no time."""
+"""MetaGraphs: a workload contracted to MetaOps, with edges and levels. Knows no time."""
 
 from spindle.graph.contract import Operator, contract, metagraph_of
 from spindle.graph.metagraph import MetaGraph, MetaOp

@@ -1,7 +1,7 @@
-"""From tasks to MetaOps: unfold every call into its layers, then contract runs of identical ones.
+"""From tasks to MetaOps: unfold every call into its layers, then contract runs of identical layers.
 
-§3.1 of the Spindle paper: operators i and j merge when the edge between them is the only one out of i and the only one
-into j, and both have the same type and the same input size. Applied until nothing changes.
+§3.1 of the Spindle paper: operators i and j are merged if the edge between them is the only one out of i and the only
+one into j, and both have the same type and the same input size; repeated until nothing changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spindle.workload import LayerCost, Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """One layer of one call. `type` and `input_size` decide what it may merge with."""
+    """One layer of one call. It may be merged with an operator of the same `type` and `input_size`."""
 
     name: str
     type: object
@@ -31,11 +31,12 @@ def contract(operators: Sequence[Operator], edges: Sequence[tuple[int, int]]) ->
     for producer, consumer in edges:
         out_degree[producer] += 1
         in_degree[consumer] += 1
+    # Which operator continues a run with which. Degrees of one on both sides make it unique.
     following: dict[int, int] = {}
     for producer, consumer in edges:
         first, second = operators[producer], operators[consumer]
-        alike = first.type == second.type and first.input_size == second.input_size
-        if alike and out_degree[producer] == 1 and in_degree[consumer] == 1:
+        is_same = first.type == second.type and first.input_size == second.input_size
+        if is_same and out_degree[producer] == 1 and in_degree[consumer] == 1:
             following[producer] = consumer
     continued = set(following.values())
     runs = []
@@ -47,14 +48,14 @@ def contract(operators: Sequence[Operator], edges: Sequence[tuple[int, int]]) ->
             run.append(following[run[-1]])
         runs.append(run)
     if sum(map(len, runs)) != len(operators):
-        looped = set(range(len(operators))) - {operator for run in runs for operator in run}
-        raise WorkloadError(f"the flows form a cycle through {operators[min(looped)].name}")
+        in_cycle = set(range(len(operators))) - {operator for run in runs for operator in run}
+        raise WorkloadError(f"the flows form a cycle through {operators[min(in_cycle)].name}")
     return runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Where an operator stands in the workload."""
+class _Origin:
+    """The layer of the workload that an operator stands for."""
 
     task: str
     batch_size: int
@@ -66,11 +67,11 @@ class _Place:
 
 
 def metagraph_of(workload: Workload) -> MetaGraph:
-    """Contracts a workload's tasks into one MetaGraph."""
+    """Contract the tasks of a workload to one MetaGraph."""
     parameter_position = {parameter.name: position for position, parameter in enumerate(workload.parameters)}
     modules = {module.name: module for module in workload.modules}
     operators: list[Operator] = []
-    places: list[_Place] = []
+    origins: list[_Origin] = []
     edges: list[tuple[int, int]] = []
     for task in workload.tasks:
         ends: dict[str, tuple[int, int]] = {}
@@ -81,7 +82,8 @@ def metagraph_of(workload: Workload) -> MetaGraph:
                 cost = costs[layer.kind]
                 weights = [workload.parameters[parameter_position[name]] for name in layer.parameters]
                 sizes = tuple((weight.num_elements, weight.trainable) for weight in weights)
-                # Layers with the same weights' sizes, batch and cost are alike; the cost stands for the input's shape.
+                # Layers with equal parameter sizes, batch and cost are identical; equal cost implies equal input
+                # shapes.
                 operators.append(
                     Operator(
                         name=f"{task.name}/{call.name}[{position}]",
@@ -89,8 +91,8 @@ def metagraph_of(workload: Workload) -> MetaGraph:
                         input_size=(task.batch_size, cost),
                     )
                 )
-                places.append(
-                    _Place(
+                origins.append(
+                    _Origin(
                         task=task.name,
                         batch_size=task.batch_size,
                         call=call.name,
@@ -105,37 +107,38 @@ def metagraph_of(workload: Workload) -> MetaGraph:
             ends[call.name] = (first, len(operators) - 1)
         edges += [(ends[producer][1], ends[consumer][0]) for producer, consumer in task.flows]
 
-    runs = [piece for run in contract(operators, edges) for piece in _cut_at_calls(run, places)]
+    # Contract, then name each operator's run, so that edges between operators become edges between runs.
+    runs = [piece for run in contract(operators, edges) for piece in _cut_at_calls(run, origins)]
     run_of = {operator: number for number, run in enumerate(runs) for operator in run}
     return MetaGraph(
         name=workload.name,
-        metaops=tuple(_metaop([places[operator] for operator in run]) for run in runs),
+        metaops=tuple(_metaop([origins[operator] for operator in run]) for run in runs),
         edges=tuple(dict.fromkeys((run_of[a], run_of[b]) for a, b in edges if run_of[a] != run_of[b])),
         parameters=workload.parameters,
         numerics=workload.numerics,
     )
 
 
-def _cut_at_calls(run: list[int], places: list[_Place]) -> list[list[int]]:
-    """A MetaOp stays inside one call: a module fed straight into itself gives two, which share parameters."""
+def _cut_at_calls(run: list[int], origins: list[_Origin]) -> list[list[int]]:
+    """Keep a MetaOp inside one call: a module whose output feeds another call of itself gives two MetaOps."""
     pieces: list[list[int]] = [[run[0]]]
     for before, operator in pairwise(run):
-        if places[operator].call != places[before].call:
+        if origins[operator].call != origins[before].call:
             pieces.append([])
         pieces[-1].append(operator)
     return pieces
 
 
-def _metaop(run: list[_Place]) -> MetaOp:
-    head = run[0]
+def _metaop(run: list[_Origin]) -> MetaOp:
+    first = run[0]
     return MetaOp(
-        name=f"{head.task}/{head.call}[{head.position}:{head.position + len(run)}]",
+        name=f"{first.task}/{first.call}[{first.position}:{first.position + len(run)}]",
         num_layers=len(run),
-        task=head.task,
-        batch_size=head.batch_size,
-        module=head.module,
-        call=head.call,
-        first_layer=head.position,
-        cost=head.cost,
-        parameters=tuple(place.parameters for place in run),
+        task=first.task,
+        batch_size=first.batch_size,
+        module=first.module,
+        call=first.call,
+        first_layer=first.position,
+        cost=first.cost,
+        parameters=tuple(origin.parameters for origin in run),
     )

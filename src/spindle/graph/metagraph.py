@@ -1,4 +1,4 @@
-"""The graph that planners see: MetaOps (runs of identical layers) and the data that flows between them."""
+"""The graph that planners work on: MetaOps (runs of identical layers) and the data flow between them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class MetaGraph:
     successors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     order: tuple[int, ...] = field(init=False, repr=False, compare=False)  # topological, stable
     levels: tuple[int, ...] = field(init=False, repr=False, compare=False)  # longest path from a source, in edges
-    fingerprint: str = field(init=False, repr=False, compare=False)  # tells one graph from another; times are not in it
+    fingerprint: str = field(init=False, repr=False, compare=False)  # identifies the graph; does not depend on times
 
     def __post_init__(self) -> None:
         if not self.metaops:
@@ -62,7 +62,7 @@ class MetaGraph:
         names = [op.name for op in self.metaops]
         if len(set(names)) < len(names):
             repeated = next(name for name in names if names.count(name) > 1)
-            raise WorkloadError(f"two ops are called {repeated!r}; tasks and calls need names that tell them apart")
+            raise WorkloadError(f"two ops are called {repeated!r}; give tasks and calls different names")
         predecessors: list[list[int]] = [[] for _ in self.metaops]
         successors: list[list[int]] = [[] for _ in self.metaops]
         for producer, consumer in self.edges:
@@ -90,23 +90,23 @@ class MetaGraph:
 
 
 def topological_order(names: list[str], predecessors: list[list[int]], successors: list[list[int]]) -> list[int]:
-    """Positions in an order that respects the edges, lowest position first; a cycle is refused by name."""
-    waiting = [len(producers) for producers in predecessors]
-    ready = [position for position, count in enumerate(waiting) if count == 0]
+    """A topological order, lowest position first. Raises a WorkloadError that shows a cycle, if there is one."""
+    num_waiting = [len(producers) for producers in predecessors]
+    ready = [position for position, count in enumerate(num_waiting) if count == 0]
     order: list[int] = []
     while ready:
         position = ready.pop(0)
         order.append(position)
         for consumer in successors[position]:
-            waiting[consumer] -= 1
-            if waiting[consumer] == 0:
+            num_waiting[consumer] -= 1
+            if num_waiting[consumer] == 0:
                 ready.append(consumer)
     if len(order) < len(names):
-        raise WorkloadError(f"the flows form a cycle: {' -> '.join(_a_cycle(names, predecessors, set(order)))}")
+        raise WorkloadError(f"the flows form a cycle: {' -> '.join(_find_cycle(names, predecessors, set(order)))}")
     return order
 
 
-def _a_cycle(names: list[str], predecessors: list[list[int]], done: set[int]) -> list[str]:
+def _find_cycle(names: list[str], predecessors: list[list[int]], done: set[int]) -> list[str]:
     position = next(position for position in range(len(names)) if position not in done)
     path: list[int] = []
     while position not in path:

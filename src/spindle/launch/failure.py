@@ -1,8 +1,7 @@
-"""What does a failing process say, and how does it end?
+"""How a failing process reports its error, and how it ends.
 
-One report for each failure, a small file in the folder that the environment names in SPINDLE_FAILURES. Whoever started
-the processes reads the reports and tells people about the first cause. Without such a folder (under torchrun, or alone)
-the process tells people itself.
+A failure is reported in a small file in the folder $SPINDLE_FAILURES. The launcher reads the reports and prints the
+first cause. Without such a folder (under torchrun, or alone) the process prints its error itself.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ from typing import Literal, NoReturn
 from spindle.errors import PeerLostError, SpindleError
 
 FOLDER_VARIABLE = "SPINDLE_FAILURES"
-INTERRUPTED = 130  # as shells say it: 128 + SIGINT
+INTERRUPTED = 130  # as in shells: 128 + SIGINT
 _RUNNERS = frozenset({runpy.run_path.__code__.co_filename, str(Path(__file__).with_name("worker.py"))})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why one rank ended. `own` is a cause; `follows` is a rank that ended only because another had gone."""
+    """Why a rank ended: because of an error of its `own`, or because it `follows` another rank that was lost."""
 
     rank: int
     time_ns: int  # time.monotonic_ns, one clock for all processes of a host
     kind: Literal["own", "follows"]
     summary: str  # one line
-    text: str  # a traceback; or a message, of which the summary is the first line; or nothing, after sys.exit
+    text: str  # a traceback; or a message whose first line is the summary; or empty, after sys.exit
 
     def __post_init__(self) -> None:
-        """Reports come from files, so this is where one that is none is noticed."""
+        """Validate the fields: reports are read from files."""
         if not (isinstance(self.rank, int) and isinstance(self.time_ns, int) and self.kind in ("own", "follows")):
-            raise ValueError(f"no report of a failure: {self!r}")
+            raise ValueError(f"not a report of a failure: {self!r}")
         if not (isinstance(self.summary, str) and isinstance(self.text, str)):
-            raise ValueError(f"no report of a failure: {self!r}")
+            raise ValueError(f"not a report of a failure: {self!r}")
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
-    """The report of an exception that nobody caught, as of now."""
+    """The report of an uncaught exception, with the present time."""
     return Failure(
         rank=rank,
         time_ns=time.monotonic_ns(),
@@ -56,15 +55,15 @@ def failure_of(error: BaseException, rank: int) -> Failure:
 
 
 def write_failure(folder: Path, failure: Failure) -> None:
-    """Writes a report whole or not at all. A rank's second report does not replace its first."""
+    """Write a report completely or not at all. A second report of a rank does not replace its first."""
     name = f"rank-{failure.rank}-{failure.time_ns}"
-    half = folder / f"{name}.half"
-    half.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-    os.replace(half, folder / f"{name}.json")
+    partial = folder / f"{name}.part"
+    partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    os.replace(partial, folder / f"{name}.json")
 
 
 def read_failures(folder: Path) -> tuple[Failure, ...]:
-    """All reports in a folder, earliest first. One that cannot be read is skipped: its writer was failing."""
+    """All reports in a folder, earliest first. Reports that cannot be read are skipped: their writer was failing."""
     failures = []
     for path in folder.glob("*.json"):
         with suppress(OSError, ValueError, TypeError):
@@ -73,40 +72,40 @@ def read_failures(folder: Path) -> tuple[Failure, ...]:
 
 
 def install_hook() -> None:
-    """From now on an exception that nobody catches is reported and ends this process at once. Calling it again is fine.
+    """From now on, an uncaught exception is reported and ends this process immediately. May be called repeatedly.
 
-    At once, because a process that merely returns destroys its process groups, which can wait for operations in flight
-    with ranks that will never answer. So functions registered with `atexit` do not run; `finally` blocks do. At a
-    prompt nothing is installed: there an exception is no end.
+    Immediately, because a normal exit destroys process groups, which may wait for operations in flight with ranks that
+    will never answer. So `finally` blocks run, and functions registered with `atexit` do not. In an interactive session
+    nothing is installed, because an exception does not end it.
     """
     if not (hasattr(sys, "ps1") or sys.flags.interactive):
         sys.excepthook = _end_by_exception
 
 
-def end_by_exit(ended: SystemExit) -> NoReturn:
-    """Ends this process as `sys.exit` asked, and as promptly as an exception when that means failure.
+def end_by_exit(exit_: SystemExit) -> NoReturn:
+    """End this process as `sys.exit` asked; immediately, with a report, if the exit code means failure.
 
-    The report is of now: a launcher could see the end of the process only later than the ranks that wait for this one.
+    The report has the present time. The launcher may see the exit only after the ranks that wait for this one fail.
     """
-    code = ended.code
+    code = exit_.code
     if code is None or code == 0:
-        raise ended
+        raise exit_
     try:
         if not isinstance(code, int):
             print(code, file=sys.stderr)
-        _report(ended)
+        _report(exit_)
     finally:
-        # Eight bits are all that the system keeps of a code, and those may be 0.
-        _end_at_once(code if isinstance(code, int) and 1 <= code <= 255 else 1)
+        # The system keeps the low eight bits of a code, which may be 0.
+        _exit_now(code if isinstance(code, int) and 1 <= code <= 255 else 1)
 
 
 def end_by_error(error: BaseException) -> NoReturn:
-    """Reports an error and ends this process at once, from any thread: the main one may be in a call that waits."""
+    """Report an error and end this process immediately, from any thread: the main thread may be in a blocking call."""
     try:
         if not _report(error):
-            _tell(error)
+            _print_error(error)
     finally:
-        _end_at_once(1)
+        _exit_now(1)
 
 
 def _end_by_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -115,22 +114,22 @@ def _end_by_exception(kind: type[BaseException], error: BaseException, trace: Tr
         if isinstance(error, KeyboardInterrupt):
             code = INTERRUPTED
         elif not _report(error):
-            _tell(error)
-    except BaseException:  # a failure of the report itself must hide neither the error nor the end
+            _print_error(error)
+    except BaseException:  # if reporting fails, print the error and end all the same
         sys.__excepthook__(kind, error, trace)
     finally:
-        _end_at_once(code)
+        _exit_now(code)
 
 
-def _end_at_once(code: int) -> NoReturn:
+def _exit_now(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # closed, or its reader has gone
+        with suppress(Exception):  # closed, or its reader is gone
             stream.flush()
     os._exit(code)
 
 
 def _report(error: BaseException) -> bool:
-    """Writes a report where the launcher looks for it, if there is a launcher and a place."""
+    """Write a report for the launcher; False if there is no launcher or the file cannot be written."""
     folder, rank = os.environ.get(FOLDER_VARIABLE), _rank()
     if not folder or rank is None:
         return False
@@ -141,15 +140,15 @@ def _report(error: BaseException) -> bool:
     return True
 
 
-def _tell(error: BaseException) -> None:
-    """Says to people on stderr what would stand in the report."""
-    rank, place = _rank(), sys.stderr
+def _print_error(error: BaseException) -> None:
+    """Print to stderr what a report would contain."""
+    rank = _rank()
     if _follows(error):
-        print(f"{'' if rank is None else f'rank {rank} '}stopped: {_summary(error)}", file=place)
+        print(f"{'' if rank is None else f'rank {rank} '}stopped: {_summary(error)}", file=sys.stderr)
         return
     if rank is not None:
-        print(f"rank {rank} failed:", file=place)
-    print(f"{'error: ' if isinstance(error, SpindleError) else ''}{_text(error)}", file=place)
+        print(f"rank {rank} failed:", file=sys.stderr)
+    print(f"{'error: ' if isinstance(error, SpindleError) else ''}{_text(error)}", file=sys.stderr)
 
 
 def _rank() -> int | None:
@@ -158,14 +157,14 @@ def _rank() -> int | None:
 
 
 def _follows(error: BaseException) -> bool:
-    """Whether a lost peer stands anywhere behind this error: whatever fails while one is dealt with is no cause."""
+    """Whether a lost peer is among the causes of this error: an error while handling one is not the first cause."""
     seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        if isinstance(one, PeerLostError):
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        if isinstance(cause, PeerLostError):
             return True
-        seen.add(id(one))
-        one = one.__cause__ or one.__context__
+        seen.add(id(cause))
+        cause = cause.__cause__ or cause.__context__
     return False
 
 
@@ -175,14 +174,14 @@ def _summary(error: BaseException) -> str:
     if isinstance(error, SpindleError):
         return _message(error).split("\n")[0]
     lines = "".join(traceback.format_exception_only(error)).strip().split("\n")
-    # A syntax error says where before it says what; others say what first and may go on for many lines.
+    # The last line of a syntax error says what is wrong; of other errors the first line, and many may follow.
     return (lines[-1] if isinstance(error, SyntaxError) else lines[0]).strip()
 
 
 def _text(error: BaseException) -> str:
-    """What people need to see. Our frames say nothing to them about a mistake that has a message of ours."""
+    """What the user needs to see. For an error of ours the message is enough; our stack frames do not help."""
     if isinstance(error, SystemExit):
-        return ""  # the script has said itself what it had to say
+        return ""  # the script has printed what it wanted to
     if not isinstance(error, SpindleError):
         return _traceback(error)
     cause = error.__cause__
@@ -194,7 +193,7 @@ def _message(error: SpindleError) -> str:
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback from the script on, without the frames of whoever ran the script."""
+    """The traceback without the frames that ran the script."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in _RUNNERS:
         trace = trace.tb_next

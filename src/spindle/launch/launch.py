@@ -1,13 +1,13 @@
-"""Starts the processes of a training script on this machine, watches them, and never leaves one behind.
+"""Start the processes of a training script on this machine, watch them, and leave none behind.
 
-    start ──▶ watch ──▶ all ended with 0                                        ──▶ 0
+    start ──▶ watch ──▶ all exited with 0                                       ──▶ 0
                    ├──▶ one failed: 2 s for the others, SIGTERM, 3 s, SIGKILL   ──▶ its code, or 1, and the verdict
                    ├──▶ one is stopped (SIGSTOP) for 8 s: SIGKILL, then as above ──▶ 1, and the verdict
-                   └──▶ Ctrl-C, SIGTERM, SIGHUP: passed on, then as above       ──▶ 130, 143, 129
+                   └──▶ Ctrl-C, SIGTERM, SIGHUP: forwarded, then as above       ──▶ 130, 143, 129
 
-Every rank leads a session and a process group of its own, so that a signal reaches what the rank has started, too.
-Whatever the way out, each group gets a SIGKILL at the end. Left out: a process that a rank has put into yet another
-session, and, when this launcher itself dies by SIGKILL, what the ranks have started (`worker` ends the ranks).
+Every rank leads a session and a process group of its own, so that a signal reaches the rank's children, too. In any
+case each group gets a SIGKILL at the end. Not covered: a process that a rank has moved to another session; and children
+of ranks, if this launcher itself is killed by SIGKILL (`worker` ends the ranks then).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from spindle.launch.verdict import Ending, verdict
 from spindle.launch.worker import LAUNCHER_VARIABLE
 
 POLL_S = 0.02
-LAST_WORDS_S = 0.2
-STOPPED_LIMIT_S = 8.0  # a rank that is stopped for longer has failed: the others would wait for it without end
+SWEEP_S = 0.2
+STOPPED_LIMIT_S = 8.0  # a rank that is stopped for longer counts as failed: the others would wait for it forever
 STOPPED_POLL_S = 0.5
 REAP_S = 5.0
 LOG_END_LINES = 20
 LOG_END_BYTES = 1 << 16
 
-# How ranks are told to end: wait so long, then send this to those that are left.
-Ladder = tuple[tuple[float, signal.Signals], ...]
-AFTER_FAILURE: Ladder = ((2.0, signal.SIGTERM), (3.0, signal.SIGKILL))
-AFTER_SIGNAL: Mapping[int, Ladder] = {
+# How ranks are ended: wait for some seconds, then send a signal to those that still run.
+Escalation = tuple[tuple[float, signal.Signals], ...]
+AFTER_FAILURE: Escalation = ((2.0, signal.SIGTERM), (3.0, signal.SIGKILL))
+AFTER_SIGNAL: Mapping[int, Escalation] = {
     signal.SIGINT: ((0.0, signal.SIGINT), (2.0, signal.SIGTERM), (3.0, signal.SIGKILL)),
     signal.SIGTERM: ((0.0, signal.SIGTERM), (3.0, signal.SIGKILL)),
     signal.SIGHUP: ((0.0, signal.SIGTERM), (3.0, signal.SIGKILL)),
@@ -56,21 +56,22 @@ def launch(
     share_gpu: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> int:
-    """Runs a script in so many processes and returns the exit code of the job; says on stderr why it is not 0.
+    """Run a script in `num_processes` processes. Returns the exit code of the job, and prints on stderr why it is not
+    0.
 
-    Rank 0 writes where this process writes. What other ranks write goes to `rank-1.log`… in the folder `logs`, or into
-    files that are gone at the end. With `share_gpu` all ranks use one GPU, through MPS. They find `environment`
-    in theirs. Must be called in the main thread, the only one that signals reach.
+    Rank 0 shares this process's output. The output of other ranks goes to `rank-1.log`… in the folder `logs`, or to
+    temporary files. With `share_gpu` all ranks use one GPU, through MPS. `environment` is added to that of the ranks.
+    Must be called in the main thread, which is the only one to receive signals.
     """
     if num_processes < 1:
         raise InputError(f"expected at least 1 process, got {num_processes}")
     if not script.is_file():
         raise InputError(f"{script}: {'is a directory; give a script' if script.is_dir() else 'no such file'}")
     with ExitStack() as stack:
-        signals = stack.enter_context(_noted_signals())  # first, so that nothing can interrupt the cleaning up
+        signals = stack.enter_context(_collected_signals())  # first, so that nothing interrupts the cleanup
         scratch = Path(stack.enter_context(_scratch_folder()))
-        failures = _made_folder(scratch / "failures")
-        log_folder = _made_folder(logs or scratch / "logs")
+        failures = _make_folder(scratch / "failures")
+        log_folder = _make_folder(logs or scratch / "logs")
         shared = stack.enter_context(shared_gpu(num_processes)) if share_gpu else {}
         job = stack.enter_context(closing(_Job()))
 
@@ -82,38 +83,41 @@ def launch(
             log = None if rank == 0 else _log_path(log_folder, rank)
             job.start(rank, command, common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, log)
 
+        # Watch until all are done, one fails, or we are asked to stop.
         while job.running() and not job.failed() and not signals:
             job.kill_stopped()
             time.sleep(POLL_S)
         if signals:
-            asked = signal.Signals(signals[0])
-            _end(job, AFTER_SIGNAL[asked], signals)
-            _say("interrupted" if asked == signal.SIGINT else f"stopped by {asked.name}")
-            return 128 + asked
+            received = signal.Signals(signals[0])
+            _end(job, AFTER_SIGNAL[received], signals)
+            _print("interrupted" if received == signal.SIGINT else f"stopped by {received.name}")
+            return 128 + received
         if not job.failed():
             job.sweep()
             return 0
         _end(job, AFTER_FAILURE, signals)
-        found = verdict(job.endings(), read_failures(failures), lambda rank: _log_end(_log_path(log_folder, rank)))
-        _say(found.text)
+        result = verdict(job.endings(), read_failures(failures), lambda rank: _log_end(_log_path(log_folder, rank)))
+        _print(result.text)
         if logs is not None and num_processes > 1:
-            _say(f"the output of all ranks but 0 is in {logs}")
-        return found.code
+            _print(f"the output of all ranks but 0 is in {logs}")
+        return result.code
 
 
 class _Job:
-    """The processes of one launch, while they start and end. Signals go only to groups that are surely its own."""
+    """The processes of one launch. Signals are sent only to process groups that are certainly its own."""
 
     def __init__(self) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._endings: dict[int, Ending] = {}
         self._stopped_since_ns: dict[int, int] = {}
-        self._killed_after_s: dict[int, float] = {}  # how long ranks that we killed for it had been stopped
-        self._looked_ns = 0
-        self._told = False
+        self._killed_after_s: dict[
+            int, float
+        ] = {}  # ranks killed because they were stopped, and for how long they were
+        self._last_poll_ns = 0
+        self._has_signalled = False
 
     def start(self, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> None:
-        """Starts one rank. Without a log it shares input, output and errors with this process."""
+        """Start one rank. Without a log it shares stdin, stdout and stderr with this process."""
         try:
             if log is None:
                 process = subprocess.Popen(command, env=environment, start_new_session=True)
@@ -132,24 +136,26 @@ class _Job:
         self._processes[rank] = process
 
     def running(self) -> bool:
-        """Whether any rank has not ended yet, as of now."""
+        """Whether any rank is still running. Records the endings of those that are not."""
         for rank, process in self._processes.items():
             if rank not in self._endings and (code := _exit_code(process)) is not None:
                 stopped_s = self._killed_after_s.get(rank)
                 time_ns = time.monotonic_ns() if stopped_s is None else self._stopped_since_ns[rank]
-                told = self._told and stopped_s is None
-                self._endings[rank] = Ending(rank=rank, code=code, time_ns=time_ns, told=told, stopped_s=stopped_s)
+                was_signalled = self._has_signalled and stopped_s is None
+                self._endings[rank] = Ending(
+                    rank=rank, code=code, time_ns=time_ns, was_signalled=was_signalled, stopped_s=stopped_s
+                )
         return len(self._endings) < len(self._processes)
 
     def kill_stopped(self) -> None:
-        """Kills ranks that have been stopped for too long, by SIGSTOP or a terminal; not those in a debugger.
+        """Kill ranks that have been stopped for too long, by SIGSTOP or a terminal; not those in a debugger.
 
-        By SIGKILL, the only signal that ends a stopped process.
+        SIGKILL is the only signal that ends a stopped process.
         """
         now_ns = time.monotonic_ns()
-        if now_ns - self._looked_ns < STOPPED_POLL_S * 1e9:
+        if now_ns - self._last_poll_ns < STOPPED_POLL_S * 1e9:
             return
-        self._looked_ns = now_ns
+        self._last_poll_ns = now_ns
         for rank, process in self._processes.items():
             if rank in self._endings or not _is_stopped(process.pid):
                 self._stopped_since_ns.pop(rank, None)
@@ -165,39 +171,39 @@ class _Job:
     def endings(self) -> tuple[Ending, ...]:
         return tuple(self._endings[rank] for rank in sorted(self._endings))
 
-    def tell(self, number: signal.Signals) -> None:
-        """Sends a signal to every rank that has not ended, and to what it has started."""
-        self._told = True
+    def signal_running(self, number: signal.Signals) -> None:
+        """Send a signal to every running rank and its children."""
+        self._has_signalled = True
         for rank, process in self._processes.items():
             if rank not in self._endings:
                 _signal_group(process, number)
 
     def sweep(self) -> None:
-        """Asks what the ranks have left behind to end, and gives it a moment before `close`.
+        """Send SIGTERM to processes that the ranks have left behind, and give them a moment before `close`.
 
-        Python's tracker of shared memory needs it: it heeds no signal, and cleans up when the last process that a rank
-        has started is gone.
+        Python's shared memory tracker needs that: it ignores signals, and cleans up when the last child of a rank is
+        gone.
         """
         for process in self._processes.values():
             _signal_group(process, signal.SIGTERM)
-        time.sleep(LAST_WORDS_S)
+        time.sleep(SWEEP_S)
 
     def close(self) -> None:
-        """Kills whatever is left in any group, then lets go of the leaders."""
+        """Kill whatever is left in any group, then reap the ranks."""
         for process in self._processes.values():
             _signal_group(process, signal.SIGKILL)
         for process in self._processes.values():
-            with suppress(subprocess.TimeoutExpired):  # stuck in the kernel; it ends when it comes back
+            with suppress(subprocess.TimeoutExpired):  # stuck in a system call; it ends when the call returns
                 process.wait(timeout=REAP_S)
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
-    """How a process has ended, if it has, leaving it a zombie.
+    """The exit code of a process, if it has ended. The process stays a zombie.
 
-    A zombie keeps its number. As long as we do not reap it, no other process or group can have this number, and a
-    signal to its group reaches what the rank has left behind or nobody.
+    A zombie keeps its pid. As long as it is not reaped, no other process or group can get this pid, so a signal to its
+    group reaches the rank's children or nobody.
     """
-    if not hasattr(os, "waitid"):  # macOS: reaped here and now, so its group is killed here and now
+    if not hasattr(os, "waitid"):  # macOS: `poll` reaps the process, so its group must be killed now
         code = process.poll()
         if code is not None:
             with suppress(ProcessLookupError, PermissionError):
@@ -210,28 +216,28 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped (T), not traced (t). Only Linux says."""
+    """Whether a process is stopped (T), not traced (t). Known on Linux only."""
     try:
-        # The name, in parentheses, may hold anything; after it comes the state.
+        # The name, in parentheses, may contain anything; the state comes after it.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except (OSError, IndexError):
         return False
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Sends a signal to the group that a process of ours leads, unless we have reaped it: then it leads none."""
+    """Send a signal to the process group of one of our processes, unless it has been reaped."""
     if process.returncode is None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
 
 
-def _end(job: _Job, ladder: Ladder, signals: Sequence[int]) -> None:
-    """Ends all ranks, gently first. A further signal to this process takes the next step at once."""
-    for wait_s, number in ladder:
+def _end(job: _Job, escalation: Escalation, signals: Sequence[int]) -> None:
+    """End all ranks, gently first. Another signal to this process skips the present wait."""
+    for wait_s, number in escalation:
         _wait(job, wait_s, signals)
         if not job.running():
             break
-        job.tell(number)
+        job.signal_running(number)
     _wait(job, REAP_S, ())
     job.sweep()
 
@@ -243,34 +249,34 @@ def _wait(job: _Job, limit_s: float, signals: Sequence[int]) -> None:
 
 
 @contextmanager
-def _noted_signals() -> Iterator[list[int]]:
-    """The signals that ask this process to end, in a list instead of as exceptions or as its end.
+def _collected_signals() -> Iterator[list[int]]:
+    """Collect the signals that ask this process to end in a list, instead of raising or ending.
 
-    An exception could come between the start of a process and the moment we know of it.
+    An exception could be raised between the start of a process and the assignment of its handle.
     """
     signals: list[int] = []
     before = {}
     for number in AFTER_SIGNAL:
-        # What our caller ignores (nohup, a shell's background jobs) we ignore as well.
+        # Signals that our caller ignores (nohup, background jobs of a shell) stay ignored.
         if signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, lambda number, _: signals.append(number))
-    # Where the caller ignores the ends of its children, the kernel would keep no exit codes for us.
+    # If the caller ignores SIGCHLD, the kernel keeps no exit codes.
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield signals
     finally:
         for number, handler in before.items():
-            if handler is not None:  # else it was not Python that had set it
+            if handler is not None:  # None: it was not set by Python
                 signal.signal(number, handler)
 
 
 def _common_environment(num_processes: int, failures: Path) -> dict[str, str]:
-    """What all ranks find in their environment: the names torchrun gives, and where to report a failure."""
+    """The environment of all ranks: the variables that torchrun sets, and where to report a failure."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     defaults = {
-        "GLOO_SOCKET_IFNAME": loopback,  # else gloo asks for the host's name, which may lead anywhere
+        "GLOO_SOCKET_IFNAME": loopback,  # otherwise gloo resolves the host name, which may be any address
         "OMP_NUM_THREADS": str(max(1, _num_usable_cores() // num_processes)),
-        # A rank whose peer has gone says so in pages of C++ frames, before we can tell the first cause.
+        # A rank that loses a peer prints pages of C++ frames, above the first cause that we print.
         "TORCH_CPP_LOG_LEVEL": "FATAL",
     }
     return (
@@ -294,7 +300,7 @@ def _num_usable_cores() -> int:
 
 
 def _free_port() -> int:
-    """A port that was free a moment ago. Rank 0 binds it later; the system hands out others until it comes round."""
+    """A port that was free a moment ago. Rank 0 binds it later; the system hands out other ports in between."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -304,14 +310,16 @@ def _scratch_folder() -> tempfile.TemporaryDirectory[str]:
     try:
         return tempfile.TemporaryDirectory(prefix="spindle-launch-", ignore_cleanup_errors=True)
     except OSError as error:
-        raise InputError(f"no temporary folder can be made ({error.strerror}); set TMPDIR to a folder") from error
+        raise InputError(
+            f"cannot create a temporary folder ({error.strerror}); set TMPDIR to one that is writable"
+        ) from error
 
 
-def _made_folder(folder: Path) -> Path:
+def _make_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{folder}: cannot be made a folder ({error.strerror})") from error
+        raise InputError(f"{folder}: cannot create this folder ({error.strerror})") from error
     return folder
 
 
@@ -320,7 +328,7 @@ def _log_path(folder: Path, rank: int) -> Path:
 
 
 def _log_end(path: Path) -> str:
-    """The last lines of a log, as a terminal would show them; nothing if there is no log."""
+    """The last lines of a log, as a terminal would show them; empty if there is no log."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -328,10 +336,10 @@ def _log_end(path: Path) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    # A progress bar writes over its own line: what comes after the last return is what one would see.
+    # A progress bar overwrites its line: only the text after the last carriage return is visible.
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip().split("\n")]
     return "\n".join(lines[-LOG_END_LINES:])
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

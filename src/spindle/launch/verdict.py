@@ -1,4 +1,4 @@
-"""Which rank failed first, and what do we tell people? From how the processes ended and what they reported.
+"""Find the rank that failed first, and explain the failure, from exit codes and reports.
 
 A pure function: it knows neither processes nor files.
 """
@@ -11,71 +11,71 @@ from dataclasses import dataclass, replace
 
 from spindle.launch.failure import Failure
 
-# How much later than it happened an end may be seen. A rank that is killed says nothing, while its neighbours can
-# report their lost connections before the launcher looks again; without this they would stand as the cause.
+# How late the launcher may see that a rank has ended. A killed rank reports nothing, while its peers can report lost
+# connections before the launcher polls again; without this allowance they would seem to be the cause.
 SEEN_LATE_NS = 100_000_000
-# A process that is killed takes those down that share its GPU through MPS, and the driver holds it back before its end
-# can be seen.
+# A killed process takes down the processes that share its GPU through MPS, and the driver delays its own exit.
 KILLED_LATE_NS = 5_000_000_000
 _CUDA_ERROR = "CUDA error: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How one rank's process ended, and when that was seen."""
+    """How the process of a rank ended, and when the launcher saw it."""
 
     rank: int
-    code: int  # as subprocess gives it: below 0 for a signal
+    code: int  # as in subprocess: negative for a signal
     time_ns: int  # time.monotonic_ns
-    told: bool  # whether the launcher had already told it to end
-    stopped_s: float | None = None  # how long it had been stopped (SIGSTOP) when the launcher killed it for that
+    was_signalled: bool  # whether the launcher had asked it to end before
+    stopped_s: float | None = None  # if the launcher killed it because it was stopped (SIGSTOP): for how long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What to print, first cause on top, and the exit code of the job."""
+    """What to print, with the first cause on top, and the exit code of the job."""
 
     text: str
     code: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Mishap:
-    """One rank that did not end well by itself."""
+class _RankFailure:
+    """A rank that failed or died."""
 
     rank: int
     time_ns: int
-    happened: str  # "failed: ValueError: boom", "was killed by SIGKILL"
-    text: str | None  # what there is to read below that, if anything; none from a rank that did not say why
+    outcome: str  # "failed: ValueError: boom", "was killed by SIGKILL"
+    text: str | None  # details to print below; None from a rank that did not report
 
 
 def verdict(endings: Sequence[Ending], failures: Sequence[Failure], log_end: Callable[[int], str]) -> Verdict:
-    """The story of a failed job. `log_end` gives the last lines that a rank wrote, for those that died without a word.
+    """Explain a failed job. `log_end` returns the last lines of a rank's output, for ranks that died without a report.
 
-    The cause is what came first among the failures that ranks call their own and the deaths without a report. A rank
-    that only lost its peers is the cause when there is nothing better.
+    The cause is the earliest of the ranks' own failures and of deaths without a report. A rank that only lost its peers
+    is the cause if there is none of these.
     """
     failed = {ending.rank: ending for ending in endings if ending.code != 0}
     reports: dict[int, Failure] = {}
     for failure in sorted(failures, key=lambda failure: failure.time_ns):
         if failure.rank in failed:
             reports.setdefault(failure.rank, failure)
-    died = [ending for ending in failed.values() if ending.rank not in reports and not ending.told]
+    # Ranks that ended without a report and without being asked to: killed, or crashed outside of Python.
+    died = [ending for ending in failed.values() if ending.rank not in reports and not ending.was_signalled]
     killed_ns = [ending.time_ns for ending in died if ending.code == -signal.SIGKILL]
     own = [_behind_kill(report, killed_ns) for report in reports.values() if report.kind == "own"]
     causes = [*map(_reported, own), *map(_died, died)]
     followers = [_reported(report) for report in reports.values() if report.kind == "follows"]
     first = min(causes or followers, key=_in_order)
-    others = sorted((mishap for mishap in causes if mishap is not first), key=_in_order)
-    ended_well = [ending.rank for ending in endings if ending.code == 0 and not ending.told]
+    later = sorted((failure for failure in causes if failure is not first), key=_in_order)
+    ended_well = [ending.rank for ending in endings if ending.code == 0 and not ending.was_signalled]
 
-    lines = [f"error: rank {first.rank} {first.happened}"]
+    lines = [f"error: rank {first.rank} {first.outcome}"]
     if first.text:
         lines.append(first.text)
     elif first.text is None and (end := log_end(first.rank)):
         lines += ["the end of its output:", end]
-    lines += _about_others(first, others)
-    mentioned = {first.rank, *ended_well, *(mishap.rank for mishap in others)}
+    lines += _later_failures(first, later)
+    mentioned = {first.rank, *ended_well, *(failure.rank for failure in later)}
     if stopped := [ending.rank for ending in endings if ending.rank not in mentioned]:
         lines.append(f"{_ranks(stopped)} stopped because of it")
     if not causes and ended_well:
@@ -85,22 +85,23 @@ def verdict(endings: Sequence[Ending], failures: Sequence[Failure], log_end: Cal
 
 
 def _behind_kill(report: Failure, killed_ns: Iterable[int]) -> Failure:
-    """A CUDA error as if it came when the end of a killed rank was seen, if that was soon afterwards."""
+    """Move a CUDA error to the time at which a killed rank was seen to end, if that was soon afterwards: the kill is
+    the cause."""
     kills_ns = [time_ns for time_ns in killed_ns if 0 < time_ns - report.time_ns < KILLED_LATE_NS]
     return replace(report, time_ns=min(kills_ns)) if kills_ns and _CUDA_ERROR in report.summary else report
 
 
-def _in_order(mishap: _Mishap) -> tuple[int, int]:
-    return mishap.time_ns, mishap.rank
+def _in_order(failure: _RankFailure) -> tuple[int, int]:
+    return failure.time_ns, failure.rank
 
 
-def _reported(failure: Failure) -> _Mishap:
+def _reported(failure: Failure) -> _RankFailure:
     text = failure.text.removeprefix(failure.summary).lstrip("\n") if failure.text else None
-    return _Mishap(rank=failure.rank, time_ns=failure.time_ns, happened=f"failed: {failure.summary}", text=text)
+    return _RankFailure(rank=failure.rank, time_ns=failure.time_ns, outcome=f"failed: {failure.summary}", text=text)
 
 
-def _died(ending: Ending) -> _Mishap:
-    return _Mishap(rank=ending.rank, time_ns=ending.time_ns - SEEN_LATE_NS, happened=_death(ending), text=None)
+def _died(ending: Ending) -> _RankFailure:
+    return _RankFailure(rank=ending.rank, time_ns=ending.time_ns - SEEN_LATE_NS, outcome=_death(ending), text=None)
 
 
 def _death(ending: Ending) -> str:
@@ -116,20 +117,20 @@ def _death(ending: Ending) -> str:
     return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
 
-def _about_others(first: _Mishap, others: Iterable[_Mishap]) -> list[str]:
-    """One line for the ranks that failed as the first did, and one for each other thing that happened."""
-    ranks: dict[str, list[int]] = {}
-    for mishap in others:
-        ranks.setdefault(mishap.happened, []).append(mishap.rank)
-    same = ranks.pop(first.happened, [])
+def _later_failures(first: _RankFailure, later: Iterable[_RankFailure]) -> list[str]:
+    """One line for the ranks that failed like the first, and one for each other outcome."""
+    ranks_by_outcome: dict[str, list[int]] = {}
+    for failure in later:
+        ranks_by_outcome.setdefault(failure.outcome, []).append(failure.rank)
+    same = ranks_by_outcome.pop(first.outcome, [])
     lines = [f"{_ranks(same)} failed the same way"] if same else []
-    for happened, those in ranks.items():
-        plural = happened.replace("was ", "were ", 1) if len(those) > 1 else happened
-        lines.append(f"then {_ranks(those)} {plural}")
+    for outcome, ranks in ranks_by_outcome.items():
+        plural = outcome.replace("was ", "were ", 1) if len(ranks) > 1 else outcome
+        lines.append(f"then {_ranks(ranks)} {plural}")
     return lines
 
 
 def _ranks(ranks: Iterable[int]) -> str:
     """ "rank 2"; "ranks 0, 1 and 3"."""
-    *most, last = map(str, sorted(ranks))
-    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+    *leading, last = map(str, sorted(ranks))
+    return f"ranks {', '.join(leading)} and {last}" if leading else f"rank {last}"

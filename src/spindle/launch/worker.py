@@ -1,8 +1,8 @@
-"""`python -m spindle.launch.worker SCRIPT [ARGUMENTS]...`: one process of a job, around a script.
+"""`python -m spindle.launch.worker SCRIPT [ARGUMENTS]...`: one process of a job, which runs a script.
 
-The script runs as `python SCRIPT` would run it, in a process that ends with its launcher, says where it crashed and
-reports why it failed. Nothing heavy is imported before the first line of the script, unless the launcher names a
-function (`package.module:function`) to be called before it.
+The script runs as under `python SCRIPT`, in a process that ends with its launcher, prints where it crashed and reports
+why it failed. Nothing heavy is imported before the first line of the script, unless the launcher names a function
+(`package.module:function`) to call first.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def run_script(script: str, arguments: Sequence[str]) -> None:
-    """Runs a script in this process as its main module."""
+    """Run a script in this process as its main module."""
     launcher = os.environ.pop(LAUNCHER_VARIABLE, None)
     if launcher is not None:
-        _end_with(int(launcher))
+        _die_with(int(launcher))
     install_hook()
     if sys.stderr is not None:  # closed by the caller
         faulthandler.enable()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            # Into a file or a pipe Python writes pages, and a process that is killed takes its last page along.
+            # Python buffers output to files and pipes, and a process that is killed loses what is in the buffer.
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     prelude = os.environ.pop(PRELUDE_VARIABLE, None)
     if prelude is not None:
         module, _, function = prelude.partition(":")
         getattr(importlib.import_module(module), function)()
     sys.argv = [script, *arguments]
-    # Unless -P was given, the first entry is the current folder, which `python SCRIPT` would not look in.
+    # Without -P, the first entry is the current folder, which `python SCRIPT` would not have.
     sys.path[: 0 if sys.flags.safe_path else 1] = [os.path.dirname(os.path.realpath(script))]
     try:
         with capturing(capture_from()):
             runpy.run_path(script, run_name="__main__")
-    except SystemExit as ended:
-        end_by_exit(ended)
+    except SystemExit as exit_:
+        end_by_exit(exit_)
 
 
-def _end_with(launcher: int) -> None:
-    """Has the kernel kill this process when its launcher is gone, even by SIGKILL. Only Linux can.
+def _die_with(launcher: int) -> None:
+    """Have the kernel kill this process when its launcher is gone, even by SIGKILL. Works on Linux only.
 
-    Processes that the script starts are not covered; those of a DataLoader look for their parent themselves.
+    Child processes of the script are not covered; DataLoader workers watch their parent themselves.
     """
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-        if os.getppid() != launcher:  # it ended before the kernel knew
+        if os.getppid() != launcher:  # the launcher ended before the call
             os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""How fast are the pieces really? Layers timed on this machine, links between its processes. Needs torch."""
+"""Measure layers, links and the optimizer on this machine, as a profile. Needs torch."""
 
 from spindle.measure.layers import Kind, LayerMeter, measure_layers
 from spindle.measure.links import measure_link

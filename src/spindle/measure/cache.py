@@ -1,8 +1,8 @@
-"""Measured times on disk: one small file for each point, under `layers/` in Spindle's cache folder.
+"""A cache of measured times: one small file per point, under `layers/` in Spindle's cache folder.
 
 The folder is `$SPINDLE_CACHE`, or `spindle` in `$XDG_CACHE_HOME`, or `~/.cache/spindle`. A file is named by a digest of
-its key and holds the key itself, so a file that does not belong where it lies is noticed. Nothing here is needed: a
-file that cannot be read is named and measured again, a folder that cannot be written is named once.
+its key and contains the key, so that a misplaced file is detected. The cache is optional: if a file cannot be read, a
+notice names it and the point is measured again; if the folder cannot be written, one notice says so.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spindle.artifact import read_artifact, write_artifact
 from spindle.errors import InputError, ProfileError
 
 FOLDER_VARIABLE = "SPINDLE_CACHE"
-_FORMAT = 3  # of what is measured and how; another one is another key
+_FORMAT = 3  # part of the key; increased when measurements change
 _KIND = "layer-time"
 
 Key = tuple[tuple[str, str], ...]
@@ -36,7 +36,7 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTime:
-    """The times of one layer, under the key that says of what and where."""
+    """The times of one layer; the key says which layer, and on which machine."""
 
     key: Key
     forward_s: float
@@ -54,48 +54,49 @@ class LayerTime:
 
 
 def cache_folder() -> Path:
-    if given := os.environ.get(FOLDER_VARIABLE):
-        return Path(given)
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        return Path(folder)
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "spindle"
 
 
 class Cache:
-    """Times measured before on a machine, which `machine` describes. A fresh one looks nothing up, and only stores."""
+    """Times that were measured before on the machine that `machine` describes. With `fresh` it stores and never
+    finds."""
 
     def __init__(
         self, machine: Mapping[str, str], notify: Callable[[str], None], *, folder: Path | None = None, fresh: bool
     ) -> None:
         self._folder = (folder or cache_folder()) / "layers"
         self._machine, self._notify, self._fresh = {**machine, "format": str(_FORMAT)}, notify, fresh
-        self._writes = True
+        self._is_writable = True
 
     def find(self, point: Mapping[str, str]) -> Times | None:
-        """What was measured at a point, if anything was."""
-        path, key = self._place(point)
+        """The times that were measured for a point, if any."""
+        path, key = self._entry(point)
         try:
             if self._fresh or not path.exists():
                 return None
-            found = read_artifact(path, _KIND, LayerTime)
-            if found.key != key:
-                raise InputError(f"{path}: holds the time of another layer")
+            cached = read_artifact(path, _KIND, LayerTime)
+            if cached.key != key:
+                raise InputError(f"{path}: contains the time of another layer")
         except (InputError, OSError) as error:
             self._notify(f"{error}; it is measured again")
             return None
-        return found.times
+        return cached.times
 
     def store(self, point: Mapping[str, str], times: Times) -> None:
-        if not self._writes:
+        if not self._is_writable:
             return
-        path, key = self._place(point)
+        path, key = self._entry(point)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_artifact(path, _KIND, LayerTime(key=key, **times._asdict()))
         except (InputError, OSError) as error:
-            self._writes = False
-            self._notify(f"measured times are not kept: {error}")
+            self._is_writable = False
+            self._notify(f"measured times are not cached: {error}")
 
-    def _place(self, point: Mapping[str, str]) -> tuple[Path, Key]:
+    def _entry(self, point: Mapping[str, str]) -> tuple[Path, Key]:
         key = tuple(sorted({**self._machine, **point}.items()))
         digest = hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
         return self._folder / f"{digest}.json", key

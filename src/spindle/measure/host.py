@@ -1,7 +1,7 @@
-"""How long does a host take to give its GPU work?
+"""Measure the time that a host takes to launch work on its GPU.
 
-A step's passes, messages and collectives each take some Python on the host, whatever they compute. Measured is what one
-kernel takes to launch while all ranks launch. How many times longer the parts of a step take comes from timers in the
+Each pass, message and collective of a step takes some host time, whatever it computes. Measured here is the launch of
+one kernel while all ranks launch kernels. How many times longer the parts of a step take is known from timers in the
 executor (benchmarks/virtual/host_overhead.py; experiments/LOG.md, "Host overhead").
 """
 
@@ -21,8 +21,10 @@ _KERNELS, _ROUNDS = 200, 15
 
 
 def measure_host_overhead(world: World) -> HostOverhead | None:
-    """The same on every rank, all of which must ask. None where ranks do not share a GPU: a host then runs ahead of its
-    GPU, and is in nobody's way unless passes are very short."""
+    """Measure the host overhead. A collective: all ranks call it, and get the same result.
+
+    None if ranks do not share a GPU: a host then runs ahead of its GPU, and costs no time unless passes are very short.
+    """
     if not world.shares_gpu:
         return None
     launches_s = RankSync(world, enabled=True).all_gather(_launch_s(world.device))
@@ -30,7 +32,7 @@ def measure_host_overhead(world: World) -> HostOverhead | None:
 
 
 def overhead_from(launch_s: float) -> HostOverhead:
-    """The overhead on a machine where a kernel takes so long to launch."""
+    """The overhead on a machine where the launch of a kernel takes this long."""
     return HostOverhead(
         step_s=100 * launch_s,
         task_s=70 * launch_s,
@@ -40,12 +42,12 @@ def overhead_from(launch_s: float) -> HostOverhead:
         collective_start_s=105 * launch_s,
         collective_finish_s=19 * launch_s,
         optimizer_s=88 * launch_s,
-        ahead=MAX_AHEAD + 1,  # a host waits for the end of what comes before the event that it waits for
+        ahead=MAX_AHEAD + 1,  # the event that a host waits for is recorded after the pass before it
     )
 
 
 def _launch_s(device: torch.device) -> float:
-    """Seconds of the host for one small kernel. The queue of a GPU has room for many."""
+    """Host seconds to launch one small kernel. The queue of a GPU has room for many."""
     with on_compute_stream(device):
         value = torch.zeros(1, device=device)
         rounds_s = []

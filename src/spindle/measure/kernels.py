@@ -1,12 +1,13 @@
-"""What do kernels reach of a GPU's peaks? GEMM, attention and memory-bound kernels, each at many sizes, as a table.
+"""Measure the efficiency of GEMM, attention and memory-bound kernels on a GPU, each at many sizes, as a table.
 
     python -m spindle.measure.kernels -o kernels.json
 
 Times are those of a busy GPU: a large GEMM runs before each group of repeats, so that launches are ahead of the GPU and
-its clock is that of sustained work; operands are random numbers from far apart, so that none waits in a cache. Medians
-of several groups. The shapes are those of the recipes' models at their tensor degrees, and a grid around them.
+its clock is that of sustained work. Operands are random numbers from different places of a large pool, so that none is
+in a cache. Times are medians of several groups. The shapes are those of the recipes' models at their tensor degrees,
+and a grid around them.
 
-Left out: several kernels at once, links, and kernels other than torch's own (cuBLAS, the faster of its flash and cuDNN
+Not covered: concurrent kernels, links, and kernels other than torch's own (cuBLAS, the faster of flash and cuDNN
 attention).
 """
 
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,10 +39,10 @@ from spindle.recipes.multimodal import MODELS, Chain
 
 _DEVICE = torch.device("cuda")
 _GROUPS = 3
-_GROUP_S, _MOST_REPEATS = 1e-3, 48
-_FILLER = 8192  # of a GEMM that takes about a millisecond
-_POOL = 1 << 31  # elements that operands are taken from
-_LAUNCH_S = 1.5e-6  # a guess for choosing repeats; it is measured
+_GROUP_S, _MAX_REPEATS = 1e-3, 48
+_FILLER = 8192  # size of a GEMM that takes about a millisecond
+_POOL = 1 << 31  # elements of a pool of random numbers for operands
+_LAUNCH_S = 1.5e-6  # a guess, to choose the number of repeats; the real value is measured
 
 _GRID = tuple(1 << power for power in range(7, 15))  # of outputs and inputs
 _GRID_TOKENS = tuple(1 << power for power in range(7, 17))
@@ -50,24 +52,24 @@ _SEQUENCES = (512, 1024, 2048, 4096, 8192, 16384)
 _CLIPS = tuple(1 << power for power in range(10, 18))
 _CLIP_TEXT = (128, 512, 1024, 2048, 4096, 8192)
 
-# Head width, mask, planes, lengths. A ViT of width 1792 has heads of 112; 2704 are the patches of an image.
+# Head width, causal, planes, lengths. A ViT of width 1792 has heads of width 112; an image has 2704 patches.
 _ATTENTION = (
     (112, False, (2, 4, 8, 16, 32, 64, 128, 256), (256, 1024, 2704, 8192)),
     (128, False, (2, 4, 8, 16, 32, 64, 128, 256), (256, 1024, 2704, 4096, 8192, 16384)),
     (128, True, (2, 4, 8, 16, 32), (512, 1024, 2048, 4096, 8192, 16384)),
 )
-_MOST_ATTENTION_FLOPS = 1.2e13
+_MAX_ATTENTION_FLOPS = 1.2e13
 _MEMORY_BYTES = tuple(1 << power for power in range(20, 32))
 
 
 @dataclass(slots=True)
 class _Bench:
-    """One GPU with its filler, its pools of random numbers and a place in them."""
+    """One GPU with a filler GEMM, pools of random numbers, and the present position in them."""
 
     kind: DeviceKind
     pools: list[torch.Tensor] = field(default_factory=list)
     filler: list[torch.Tensor] = field(default_factory=list)
-    place: int = 0
+    position: int = 0
     launch_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -77,25 +79,25 @@ class _Bench:
                 pool[start : start + _POOL // 8].normal_()
             self.pools.append(pool)
         self.filler = [torch.randn(_FILLER, _FILLER // 2, device=_DEVICE, dtype=torch.bfloat16) for _ in range(2)]
-        one = torch.zeros(1, device=_DEVICE)
-        self.launch_s = self.seconds([lambda: one.add_(1.0)] * _MOST_REPEATS)
+        scalar = torch.zeros(1, device=_DEVICE)
+        self.launch_s = self.seconds([lambda: scalar.add_(1.0)] * _MAX_REPEATS)
 
     def operand(self, pool: int, *shape: int) -> torch.Tensor:
-        """Random numbers that no kernel has touched for long."""
+        """Random numbers that no kernel has used for a long time, so that they are in no cache."""
         size = math.prod(shape)
-        if self.place + size > _POOL:
-            self.place = 0
-        return self.pools[pool][self.place : self.place + size].view(*shape)
+        if self.position + size > _POOL:
+            self.position = 0
+        return self.pools[pool][self.position : self.position + size].view(*shape)
 
     def step(self, elements: int) -> None:
-        self.place = (self.place + -(-elements // 512) * 512) % _POOL
+        self.position = (self.position + -(-elements // 512) * 512) % _POOL
 
     def num_repeats(self, flops: float, num_bytes: float) -> int:
         roofline_s = max(flops / self.kind.peak_flops, num_bytes / self.kind.memory_bytes_per_s)
-        return max(1, min(_MOST_REPEATS, round(_GROUP_S / (1.6 * roofline_s + _LAUNCH_S))))
+        return max(1, min(_MAX_REPEATS, round(_GROUP_S / (1.6 * roofline_s + _LAUNCH_S))))
 
     def seconds(self, calls: list[Callable[[], object]]) -> float:
-        """Seconds of each of these calls, one straight behind another."""
+        """Seconds per call, with the calls back to back."""
         calls[0]()
         marks = []
         for _ in range(_GROUPS):
@@ -155,7 +157,7 @@ def _column(bench: _Bench, outputs: int, inputs: int, tokens: Iterable[int]) -> 
 
 
 def recipe_shapes() -> dict[tuple[int, int], set[int]]:
-    """The shapes of weights in the recipes' models at their tensor degrees, each with numbers of tokens."""
+    """The weight shapes (outputs, inputs) of the recipes' models at their tensor degrees, with numbers of tokens."""
     shapes: dict[tuple[int, int], set[int]] = {}
     for model in MODELS.values():
         for chain in model.chains:
@@ -181,7 +183,7 @@ def _operators(chain: Chain, degree: int) -> Iterable[Operator]:
 def _attention_table(
     bench: _Bench, head_width: int, causal: bool, planes: tuple[int, ...], lengths: tuple[int, ...], deadline: float
 ) -> AttentionTable:
-    """A row for each number of planes; what is too much work for a table has the efficiency of half the planes."""
+    """One row per number of planes; points with too much work take the efficiency of the row above."""
     forward: list[tuple[float, ...]] = []
     backward: list[tuple[float, ...]] = []
     for count in planes:
@@ -196,11 +198,11 @@ def _attention_table(
                 head_width=head_width,
                 causal=causal,
             )
-            if attention.flops > _MOST_ATTENTION_FLOPS and forward:
-                found = forward[-1][position], backward[-1][position]
+            if attention.flops > _MAX_ATTENTION_FLOPS and forward:
+                efficiencies = forward[-1][position], backward[-1][position]
             else:
-                found = _attention(bench, attention, deadline)
-            for row, value in zip(rows, found, strict=True):
+                efficiencies = _attention(bench, attention, deadline)
+            for row, value in zip(rows, efficiencies, strict=True):
                 row.append(value)
         forward.append(tuple(rows[0]))
         backward.append(tuple(rows[1]))
@@ -215,30 +217,30 @@ def _attention_table(
 
 
 def _attention(bench: _Bench, attention: Attention, deadline: float) -> tuple[float, float]:
-    """Forward and backward efficiency, of the backend that is faster in both together."""
+    """Forward and backward efficiency of the backend with the smaller total time."""
     shape = (1, attention.heads, attention.queries, attention.head_width)
-    again = replace(attention, backward=True)
+    backward = replace(attention, backward=True)
     best: tuple[float, float, float] | None = None
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         if best is not None and time.monotonic() > deadline:
             break
         try:
             with sdpa_kernel(backend):
-                found = _attention_s(bench, attention, again, shape)
+                times_s = _attention_s(bench, attention, shape)
         except RuntimeError as error:
             print(f"{backend.name}: no attention of {shape}: {str(error)[:80]}", file=sys.stderr)
             continue
-        if best is None or sum(found) < best[0]:
-            best = (sum(found), *found)
+        if best is None or sum(times_s) < best[0]:
+            best = (sum(times_s), *times_s)
     if best is None:
         raise ProfileError(f"no attention kernel of torch runs {shape}")
     return (
         bench.efficiency(attention.flops, attention.memory_bytes, best[1]),
-        bench.efficiency(again.flops, again.memory_bytes, best[2]),
+        bench.efficiency(backward.flops, backward.memory_bytes, best[2]),
     )
 
 
-def _attention_s(bench: _Bench, attention: Attention, again: Attention, shape: tuple[int, ...]) -> tuple[float, float]:
+def _attention_s(bench: _Bench, attention: Attention, shape: tuple[int, ...]) -> tuple[float, float]:
     repeats = max(1, min(12, bench.num_repeats(2 * attention.flops, attention.memory_bytes)))
 
     def inputs() -> list[torch.Tensor]:
@@ -247,20 +249,18 @@ def _attention_s(bench: _Bench, attention: Attention, again: Attention, shape: t
 
     sets = [inputs() for _ in range(repeats)]
 
-    def run(one: list[torch.Tensor]) -> torch.Tensor:
-        return F.scaled_dot_product_attention(one[0], one[1], one[2], is_causal=attention.causal)
+    def run_forward(qkv: list[torch.Tensor]) -> torch.Tensor:
+        return F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=attention.causal)
 
     with torch.no_grad():
-        forward_s = bench.seconds([lambda one=one: run(one) for one in sets])  # type: ignore[misc]
-    outputs = [run(one) for one in sets]
+        forward_s = bench.seconds([partial(run_forward, qkv) for qkv in sets])
+    outputs = [run_forward(qkv) for qkv in sets]
     gradient = torch.randn_like(outputs[0])
 
-    def back(one: list[torch.Tensor], output: torch.Tensor) -> object:
-        return torch.autograd.grad(output, one, gradient, retain_graph=True)
+    def run_backward(qkv: list[torch.Tensor], output: torch.Tensor) -> object:
+        return torch.autograd.grad(output, qkv, gradient, retain_graph=True)
 
-    backward_s = bench.seconds(
-        [lambda one=one, output=output: back(one, output) for one, output in zip(sets, outputs, strict=True)]  # type: ignore[misc]
-    )
+    backward_s = bench.seconds([partial(run_backward, qkv, output) for qkv, output in zip(sets, outputs, strict=True)])
     return forward_s, backward_s
 
 
@@ -270,7 +270,7 @@ def _memory_tables(bench: _Bench) -> tuple[MemoryTable, ...]:
     table = bench.pools[2][: 131_072 * width].view(-1, width)
 
     def kernel(kind: str, elements: int) -> tuple[Callable[[], object], float]:
-        """A call over so many elements, and its bytes as the operators count them."""
+        """A call over this many elements, and its bytes as `profile.operators` counts them."""
         bench.step(elements)
         rows = elements // width
         x, y = (bench.operand(pool, rows, width) for pool in range(2))
@@ -290,8 +290,8 @@ def _memory_tables(bench: _Bench) -> tuple[MemoryTable, ...]:
             case "add":
                 return lambda: x + y, 6 * elements
             case "lookup":
-                places = torch.randint(table.shape[0], (rows,), device=_DEVICE)
-                return lambda: F.embedding(places, table), 4 * elements
+                ids = torch.randint(table.shape[0], (rows,), device=_DEVICE)
+                return lambda: F.embedding(ids, table), 4 * elements
             case "loss":
                 logits = bench.operand(0, max(1, elements // vocabulary), vocabulary)
                 targets = torch.randint(vocabulary, (logits.shape[0],), device=_DEVICE)
@@ -348,27 +348,28 @@ def _memory_tables(bench: _Bench) -> tuple[MemoryTable, ...]:
 
 
 def measure_kernels(kind: DeviceKind, limit_s: float) -> Efficiencies:
-    """The table of this GPU, whose peaks are those of `kind`. Past the limit, attention has one backend only."""
-    began = time.monotonic()
+    """The tables of this GPU, whose peaks are those of `kind`. Past the limit, only one backend of attention is
+    tried."""
+    start = time.monotonic()
     bench = _Bench(kind=kind)
 
-    def said(what: str) -> None:
-        print(f"{time.monotonic() - began:6.1f} s  {what}", file=sys.stderr, flush=True)
+    def report(what: str) -> None:
+        print(f"{time.monotonic() - start:6.1f} s  {what}", file=sys.stderr, flush=True)
 
-    said(f"one launch takes {bench.launch_s * 1e6:.2f} us")
+    report(f"one launch takes {bench.launch_s * 1e6:.2f} us")
     columns = tuple(
         _column(bench, outputs, inputs, tokens) for (outputs, inputs), tokens in sorted(recipe_shapes().items())
     )
-    said(f"{len(columns)} shapes of the recipes")
+    report(f"{len(columns)} shapes of the recipes")
     grid = tuple(_column(bench, outputs, inputs, _GRID_TOKENS) for outputs in _GRID for inputs in _GRID)
-    said(f"{len(grid)} shapes of a grid")
+    report(f"{len(grid)} shapes of a grid")
     memory = _memory_tables(bench)
-    said("memory-bound kernels")
+    report("memory-bound kernels")
     attention = tuple(
-        _attention_table(bench, head_width, causal, planes, lengths, began + limit_s)
+        _attention_table(bench, head_width, causal, planes, lengths, start + limit_s)
         for head_width, causal, planes, lengths in _ATTENTION
     )
-    said("attention")
+    report("attention")
     return Efficiencies(
         launch_s=round(bench.launch_s, 8),
         gemm=columns,
@@ -381,14 +382,14 @@ def measure_kernels(kind: DeviceKind, limit_s: float) -> Efficiencies:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What kernels reach of this GPU's peaks, as a table.")
+    parser = argparse.ArgumentParser(description="Measure the efficiency of kernels on this GPU, as a table.")
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--kind", default="h200", choices=sorted(PRESETS), help="the peaks of this GPU")
-    parser.add_argument("--limit-s", type=float, default=90.0, help="after so long, leave out what can be left out")
-    given = parser.parse_args()
+    parser.add_argument("--limit-s", type=float, default=90.0, help="after so many seconds, skip what can be skipped")
+    arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("spindle.measure.kernels: needs a GPU, torch sees none; run it where there is one")
-    write_artifact(given.output, KIND, measure_kernels(PRESETS[given.kind].kind, given.limit_s))
+    write_artifact(arguments.output, KIND, measure_kernels(PRESETS[arguments.kind].kind, arguments.limit_s))
 
 
 if __name__ == "__main__":

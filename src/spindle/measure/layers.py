@@ -1,8 +1,8 @@
-"""Times of every op, forward and backward apart, at the batch shares that a planner can choose.
+"""Measure the times of all ops, forward and backward, at the batch shares that a planner can choose.
 
-Each task runs once, forward, on its first batch; what reaches an op there, cut to a share, is what the op is timed on.
-An op is a run of equal layers: three of them stand for all, different ones, so that weights do not come from a cache.
-What is alike is timed once: the same block in five tasks, on inputs of one form, is one measurement.
+Each task runs one forward on its first batch. The inputs that reach an op there, cut to a share of the batch, are what
+the op is timed on. An op is a run of equal layers, of which three different ones are timed, so that weights do not come
+from a cache. Equal work is timed once: the same block in five tasks, on inputs of the same shapes, is one measurement.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from spindle.profile import LayerSamples
 from spindle.run.op_code import LayerCode, LayersCode, LossCode, OpCode
 from spindle.run.pytrees import Axes, as_leaves, copied, cut, pytree_meta, takes_gradient
 
-_MOST_SIZES, _MOST_SIZES_ON_GPU = 6, 8
-_MOST_LAYERS = 3  # of an op that are timed
+_MAX_SIZES, _MAX_SIZES_ON_GPU = 6, 8
+_MAX_LAYERS = 3  # of an op that are timed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What an op computes, in words that differ where the code does.
+    """A description of what an op computes, which differs if the code differs.
 
-    `glue` is what stands before the first layer of a call, or a loss; empty where it only picks parts of the batch.
+    `glue` is the code before the first layer of a call, or of a loss; empty if it only selects parts of the batch.
     """
 
     layer: str
@@ -41,47 +41,47 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Point:
-    """An op on some rows. What has the same key takes the same time."""
+    """An op on some rows. Points with the same key take the same time."""
 
     key: Mapping[str, str]
     work: Work
     num_layers: int
 
 
-def shares(batch_size: int, num_devices: int, most_sizes: int = _MOST_SIZES) -> list[int]:
-    """Rows on one device that splits over up to so many devices can give; at most a handful, the ends among them."""
+def shares(batch_size: int, num_devices: int, max_sizes: int = _MAX_SIZES) -> list[int]:
+    """Numbers of rows per device in splits over up to `num_devices`; at most `max_sizes`, first and last included."""
     sizes = sorted({-(-batch_size // count) for count in range(1, min(batch_size, num_devices) + 1)})
-    if len(sizes) <= most_sizes:
+    if len(sizes) <= max_sizes:
         return sizes
-    step = (len(sizes) - 1) / (most_sizes - 1)
-    return sorted({sizes[round(number * step)] for number in range(most_sizes)})
+    step = (len(sizes) - 1) / (max_sizes - 1)
+    return sorted({sizes[round(number * step)] for number in range(max_sizes)})
 
 
 class LayerMeter:
-    """Times points, each kind of them once, and remembers the longest."""
+    """Times points, each key once, and remembers the longest."""
 
     def __init__(self, rank_sync: RankSync, cache: Cache | None = None) -> None:
         self.num_timed = 0
         self.longest: Work | None = None
         self._longest_s = 0.0
-        self._rank_sync, self._cache = rank_sync, cache  # the cache is the first rank's alone
+        self._rank_sync, self._cache = rank_sync, cache  # the first rank has the cache
         self._known: dict[tuple[tuple[str, str], ...], Times] = {}
 
     def times(self, points: Sequence[_Point | Exception]) -> list[Times | Exception]:
-        """Forward and backward seconds of one layer at each point, or why there are none."""
-        # What one rank could not even set up, none times.
+        """The times of one layer at each point, or the error that prevented them."""
+        # A point that one rank could not set up is timed on no rank.
         set_up = self._rank_sync.all_gather(*(float(not isinstance(point, Exception)) for point in points))
         known = self._rank_sync.broadcast([self._find(point) for point in points])
-        found: list[Times | Exception] = []
+        results: list[Times | Exception] = []
         for number, point in enumerate(points):
             if isinstance(point, Exception):
-                found.append(point)
+                results.append(point)
             elif not all(row[number] for row in set_up):
-                found.append(PeerLostError("another rank could not run it"))
+                results.append(PeerLostError("another rank could not run it"))
             else:
-                found.append(known[number] or self._measure(point))
-                self._remember(point, found[-1])
-        return found
+                results.append(known[number] or self._measure(point))
+                self._remember(point, results[-1])
+        return results
 
     def _find(self, point: _Point | Exception) -> Times | None:
         if isinstance(point, Exception):
@@ -121,12 +121,12 @@ def measure_layers(
     graphs: bool = False,
     progress: Callable[[float], None] = lambda share: None,
 ) -> dict[str, LayerSamples]:
-    """Seconds of one layer of each op, by op name. Leaves no gradients behind."""
+    """Times of one layer of each op, by op name. Leaves no gradients behind."""
     sizes = [_sizes(graph, position, num_devices, device) for position in range(len(graph.metaops))]
     samples: dict[str, LayerSamples] = {}
     num_done = 0
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        for position, taken in _walk(graph, code, batches):
+        for position, op_inputs in _walk(graph, code, batches):
             op = graph.metaops[position]
             assert op.batch_size is not None
             points: list[_Point | Exception] = []
@@ -134,7 +134,7 @@ def measure_layers(
                 batch = cut(batches[op.task], batch_axes[op.task], op.batch_size, 0, rows)
                 inputs = {
                     graph.metaops[source].call: as_leaves(cut(nest, _axes(code[source]), op.batch_size, 0, rows))
-                    for source, nest in taken.items()
+                    for source, nest in op_inputs.items()
                 }
                 points.append(_point(code[position], kinds[position], batch, inputs, device, graphs))
             samples[op.name] = _samples(op.task, op.name, sizes[position], meter.times(points))
@@ -148,44 +148,44 @@ def _sizes(graph: MetaGraph, position: int, num_devices: int, device: torch.devi
     assert op.batch_size is not None
     if op.cost is not None and op.cost.whole_batch:
         return [op.batch_size]
-    return shares(op.batch_size, num_devices, _MOST_SIZES_ON_GPU if device.type == "cuda" else _MOST_SIZES)
+    return shares(op.batch_size, num_devices, _MAX_SIZES_ON_GPU if device.type == "cuda" else _MAX_SIZES)
 
 
-def _samples(task: str, name: str, sizes: Sequence[int], found: Sequence[Times | Exception]) -> LayerSamples:
-    """An op that does not run on some share is planned with the shares that it ran on."""
-    known = [(rows, *times) for rows, times in zip(sizes, found, strict=True) if not isinstance(times, Exception)]
+def _samples(task: str, name: str, sizes: Sequence[int], results: Sequence[Times | Exception]) -> LayerSamples:
+    """The samples of an op, from the shares on which it ran. Raises the error if it ran on none."""
+    known = [(rows, *times) for rows, times in zip(sizes, results, strict=True) if not isinstance(times, Exception)]
     if not known:
-        error = found[-1]
+        error = results[-1]
         assert isinstance(error, Exception)
-        error.add_note(f"in task {task!r}, trying out {name} on its first batch")
+        error.add_note(f"in task {task!r}, running {name} on its first batch")
         raise error
     rows, forward_s, backward_s, forward_launch_s, backward_launch_s = zip(*known, strict=True)
-    # Launching takes as long for any number of rows; what is more was disturbed.
+    # Launch time does not depend on the rows; larger values were disturbed.
     launch_s = min(forward_launch_s), min(backward_launch_s)
     return LayerSamples(rows=rows, forward_s=forward_s, backward_s=backward_s, launch_s=launch_s)
 
 
 def _walk(graph: MetaGraph, code: Sequence[OpCode], batches: Mapping[str, Any]) -> Iterator[tuple[int, dict[int, Any]]]:
-    """Every op with what reaches it from other ops on its task's whole batch. One layer runs at a time, and nothing is
-    kept for a backward pass."""
+    """Yield every op with its inputs from other ops, on the whole batch of its task. One layer runs at a time, and
+    nothing is saved for backward."""
     for task in graph.tasks:
-        given: dict[int, Any] = {}
+        outputs: dict[int, Any] = {}
         for position in graph.order:
-            op, one = graph.metaops[position], code[position]
+            op, op_code = graph.metaops[position], code[position]
             if op.task != task:
                 continue
-            taken = {source: given[source] for source in graph.predecessors[position]}
-            yield position, taken
-            if isinstance(one, LossCode):
+            op_inputs = {source: outputs[source] for source in graph.predecessors[position]}
+            yield position, op_inputs
+            if isinstance(op_code, LossCode):
                 continue
             try:
-                inputs = {graph.metaops[source].call: values for source, values in taken.items()}
+                inputs = {graph.metaops[source].call: values for source, values in op_inputs.items()}
                 values: Any = None
-                for run in _steps(one, batches[task], inputs):
+                for run in _steps(op_code, batches[task], inputs):
                     values = as_leaves(run(copied(values)))  # a layer may write to its input
-                given[position] = values
+                outputs[position] = values
             except Exception as error:
-                error.add_note(f"in task {task!r}, trying out {op.name} on its first batch")
+                error.add_note(f"in task {task!r}, running {op.name} on its first batch")
                 raise
 
 
@@ -195,16 +195,16 @@ def _axes(code: OpCode) -> Axes:
 
 
 def _steps(code: LayersCode, batch: Any, inputs: Mapping[str | None, Any]) -> Iterator[Callable[[Any], Any]]:
-    """An op's layers, each a function of the values before it; the first finds its own."""
+    """The layers of an op, each as a function of the values before it; the first takes the op's own inputs."""
     first, *rest = code.layers
 
     def begin(_: Any) -> Any:
-        given = (batch, *_outputs(code, inputs)) if code.arguments is not None else next(iter(inputs.values()))
+        values = (batch, *_outputs(code, inputs)) if code.arguments is not None else next(iter(inputs.values()))
         if first.writes_input:
-            given = copied(given)
+            values = copied(values)
         if code.arguments is None:
-            return first.run(*given)
-        args, kwargs = code.arguments(*given)
+            return first.run(*values)
+        args, kwargs = code.arguments(*values)
         return first.run(*args, **kwargs)
 
     yield begin
@@ -223,9 +223,9 @@ def _outputs(code: OpCode, inputs: Mapping[str | None, Any]) -> list[Any]:
 def _point(
     code: OpCode, kind: Kind, batch: Any, inputs: Mapping[str | None, Any], device: torch.device, graphs: bool
 ) -> _Point | Exception:
-    """What to time for an op on this batch and these inputs, under a key that says all that its time depends on."""
+    """What to time for an op on this batch and these inputs; the key has all that the time depends on."""
     try:
-        seen: dict[str, Any] = {}
+        read: dict[str, Any] = {}
         match code:
             case LossCode():
                 layers: tuple[LayerCode, ...] = ()
@@ -236,7 +236,7 @@ def _point(
                     return result[0] / result[1] if code.is_mean else result
 
             case LayersCode():
-                layers = code.layers[:_MOST_LAYERS]
+                layers = code.layers[:_MAX_LAYERS]
                 is_random = any(layer.is_random for layer in layers)
                 steps = list(
                     _steps(LayersCode(layers=layers, arguments=code.arguments, sources=code.sources), batch, inputs)
@@ -249,17 +249,18 @@ def _point(
                     return values
 
                 if code.arguments is None:
-                    seen["inputs"] = tuple(inputs.values())
+                    read["inputs"] = tuple(inputs.values())
                 else:
-                    seen["arguments"] = code.arguments(*copied((batch, *_outputs(code, inputs))))
+                    read["arguments"] = code.arguments(*copied((batch, *_outputs(code, inputs))))
         if kind.glue:
-            seen["glue inputs"] = (batch, _outputs(code, inputs))
+            read["glue inputs"] = (batch, _outputs(code, inputs))
     except Exception as error:
         return error
+    # The key: equal for points that run the same kernels.
     parameters = list(dict.fromkeys(parameter for layer in layers for parameter in layer.parameters))
     buffers = [buffer for layer in layers for buffer in layer.buffers()]
     is_graphed = graphs and device.type == "cuda"
-    key = {name: _form(nest) for name, nest in seen.items()} | {
+    key = {name: _form(nest) for name, nest in read.items()} | {
         "layer": kind.layer,
         "glue": kind.glue,
         "parameters": _form(parameters),
@@ -279,7 +280,7 @@ def _point(
 
 
 def _form(nest: Any) -> str:
-    """Shapes, dtypes and what takes a gradient; values that are no tensors as they are."""
+    """Shapes, dtypes and which tensors require gradients; other values as they are."""
     form = pytree_meta(nest, 0)
     return f"{form.spec} {form.leaves}"
 

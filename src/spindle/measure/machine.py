@@ -1,4 +1,4 @@
-"""The profile of a workload on the very processes that will train it."""
+"""Measure the profile of a workload, on the processes that will train it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from spindle.run.op_code import OpCode
 from spindle.run.pytrees import Axes
 from spindle.run.world import World
 
-# Of a GPU's memory: in a step that filled the rest, 7 % lay unused between the blocks of torch's allocator.
+# Share of a GPU's memory: in a step that filled it, 7 % were lost to fragmentation in torch's allocator.
 _USABLE = 0.9
 
 
@@ -51,15 +51,16 @@ def local_profile(
     graphs: bool = False,
     capture: ProfileCapture | None = None,
 ) -> Profile:
-    """Layers, optimizer and links, measured here; every rank gets the same profile.
+    """Measure layers, optimizer and links. A collective: every rank gets the same profile.
 
-    Rank 0 measures layers and optimizer by itself, and processes that share cores slow each other: k busy ones of a
-    host run at the rate of its cores over the threads they start. Ranks that share one GPU measure all at once, so
-    their curves hold with every neighbour busy, and a rate says how much faster a device is when fewer are.
+    Without a shared GPU, rank 0 measures layers and optimizer alone. Processes that share cores slow each other down: k
+    busy processes of a host run at the rate of its cores divided by their threads. Ranks that share one GPU measure at
+    the same time, so curves hold with all neighbours busy, and rates say how much faster a device is with fewer.
 
-    Times of layers that were measured before are taken from the cache on a GPU, where they repeat; on a CPU, whose load
-    changes, only where a profile was asked for.
+    On a GPU, where times are repeatable, layers are looked up in the cache; on a CPU, whose load changes, only if a
+    profile was requested.
     """
+    # Links first, while nothing computes; then layers, and what else needs the longest of them.
     rank_sync = RankSync(world, enabled=VIRTUAL_VARIABLE in os.environ)
     summed = torch.bfloat16 if graph.numerics.gradient_bytes == 2 else torch.float32
     cluster = _cluster(world, summed)
@@ -78,8 +79,9 @@ def local_profile(
         if world.device.type == "cuda":
             overlap = measure_overlap(meter.longest, rank_sync, world, cluster.islands[0].link, summed)
         longest = meter.longest if rank_sync.size > 1 else None
-        found = [rate for (rate,) in rank_sync.all_gather(update_bytes_per_s() or math.nan) if not math.isnan(rate)]
-        update = statistics.median(found) if found else None
+        updates = [rate for (rate,) in rank_sync.all_gather(update_bytes_per_s() or math.nan) if not math.isnan(rate)]
+        update = statistics.median(updates) if updates else None
+    # All ranks again: messages while devices compute, and launches.
     latency_s = measure_p2p_latency(longest, world)
     host = measure_host_overhead(world)
     profile: Profile | None = None
@@ -90,14 +92,14 @@ def local_profile(
             exchange_overlap=overlap.exchange_overlap,
             gradients_stay=world.device.type == "cuda",
             host=host,
-            measured_on=_place(world),
+            measured_on=_where_and_when(world),
         )
     shared: Profile = world.broadcast_object(profile)
     return shared
 
 
 def _machine(world: World, rank_sync: RankSync) -> dict[str, str]:
-    """What a measured time depends on beside the layer."""
+    """What a measured time depends on besides the layer; part of the cache key."""
     switches = (
         torch.backends.cudnn.benchmark,
         torch.are_deterministic_algorithms_enabled(),
@@ -117,12 +119,12 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return named or platform.processor() or platform.machine()
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return name or platform.processor() or platform.machine()
 
 
-def _place(world: World) -> str:
-    """Where and when a profile was measured, for people."""
+def _where_and_when(world: World) -> str:
+    """Where and when a profile was measured, as text."""
     name = _processor()
     if world.device.type == "cuda":
         properties = torch.cuda.get_device_properties(world.device)
@@ -131,7 +133,7 @@ def _place(world: World) -> str:
 
 
 def _cluster(world: World, summed: torch.dtype) -> Cluster:
-    """One island for each host, in the order of ranks; its link is measured between two ranks of a host, its uplink
+    """One island per host, in the order of ranks. Its link is measured between two ranks of one host, its uplink
     between two hosts."""
     hosts = world.broadcast_object(world.gather_objects(_host()))
     sizes = [len(list(ranks)) for _, ranks in groupby(hosts)]
@@ -146,7 +148,7 @@ def _cluster(world: World, summed: torch.dtype) -> Cluster:
         link = measure_link(world, summed=summed if world.device.type == "cuda" else None)
     islands = tuple(
         Island(
-            kind=_kind(world, island.kind, most=max(sizes)),
+            kind=_kind(world, island.kind, max_ranks=max(sizes)),
             num_devices=size,
             link=link,
             uplink=uplink,
@@ -158,15 +160,16 @@ def _cluster(world: World, summed: torch.dtype) -> Cluster:
 
 
 def _host() -> str:
-    """What ranks of one host have in common. Containers may all have one name; torchrun numbers its nodes."""
+    """A name that ranks of one host share. Containers may all have the same host name, so torchrun's node number is in
+    it."""
     return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
 
 
 def _adjusted(
     cluster: Cluster, update_bytes_per_s: float | None, collective_s: float | None, latency_s: float | None
 ) -> Cluster:
-    """The cluster with the rate at which an optimizer step was seen to move its bytes, and what an all-reduce and a
-    message take beside their bytes while devices compute, where these were measured."""
+    """The cluster with the measured speed of the optimizer, and the overhead of an all-reduce and of a message while
+    devices compute, where these were measured."""
     islands = cluster.islands
     if update_bytes_per_s is not None:
         islands = tuple(
@@ -186,15 +189,15 @@ def _adjusted(
     return replace(cluster, islands=islands)
 
 
-def _kind(world: World, guess: DeviceKind, most: int) -> DeviceKind:
-    """What a rank has: its GPU, or its part of the host's memory."""
+def _kind(world: World, guess: DeviceKind, max_ranks: int) -> DeviceKind:
+    """The device of a rank: its GPU, or its share of the host's memory."""
     if world.device.type == "cuda":
         properties = torch.cuda.get_device_properties(world.device)
         share = _USABLE * torch.cuda.get_per_process_memory_fraction(world.device)
         memory = int(properties.total_memory * share)
         return replace(guess, name=properties.name, memory_bytes=memory, memory_bytes_per_s=2e12)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return replace(guess, memory_bytes=memory // most)
+    return replace(guess, memory_bytes=memory // max_ranks)
 
 
 def _host_rates(world: World) -> tuple[float, ...]:

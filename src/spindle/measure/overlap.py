@@ -1,8 +1,8 @@
-"""How do compute and the exchange of gradients slow each other on devices that are shares of one GPU?
+"""Measure how compute and gradient all-reduces slow each other down on devices that are shares of one GPU.
 
-All ranks compute without a pause, as in a backward pass, while small and large all-reduces go on beside it. What the
-small ones take is what an all-reduce costs beside its bytes: its steps on the host, and waiting for a place among
-kernels that are running. What the large ones take more is for their bytes.
+All ranks compute continuously, as in a backward pass, while small and large all-reduces run. The time of a small one is
+the fixed overhead of an all-reduce: its work on the host, and waiting for SMs among running kernels. The additional
+time of a large one is due to its bytes.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from spindle.run.step import Pace
 from spindle.run.world import World, compute_stream, peers
 
 _PASSES = 8
-_SMALL, _LARGE = 1 << 22, 1 << 28  # bytes, both large enough to go the way of gradients
-_FEWEST, _MOST = 12, 200  # sums
-_TELLING = 0.25  # of a sum's time, at least, must be for its bytes, to say how they slow compute
+_SMALL, _LARGE = 1 << 22, 1 << 28  # bytes; both large enough to use the protocol of gradients
+_MIN_COUNT, _MAX_COUNT = 12, 200  # all-reduces
+_MIN_BYTE_SHARE = 0.25  # of the time of an all-reduce; below it, the effect of its bytes on compute is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """How many times longer compute and the bytes of an exchange take beside each other, and what an all-reduce takes
-    beside its bytes meanwhile."""
+    """Slowdown of compute during all-reduces (`overlap`) and of the bytes of all-reduces during compute
+    (`exchange_overlap`), and the fixed overhead of an all-reduce during compute."""
 
     overlap: float = 1.0
     exchange_overlap: float = 1.0
@@ -41,45 +41,49 @@ class Overlap:
 
 
 def measure_overlap(work: Work | None, rank_sync: RankSync, world: World, link: Link, summed: torch.dtype) -> Overlap:
-    """The same on every rank, all of which must ask; `work` is something heavy, `link` was measured without it."""
+    """Measure the overlap. A collective: all ranks call it, and get the same result.
+
+    `work` is a long layer; `link` was measured without compute.
+    """
     if work is None or rank_sync.size == 1:
         return Overlap(collective_s=link.collective_s)
     passes, alone_s = None, math.nan
     try:
         passes = warmed(work)
         alone_s = sum(medians(passes, _PASSES, work.device))
-    except Exception:  # then it was not measured before, either
+    except Exception:  # out of memory, for example
         pass
     alone = [row[0] for row in rank_sync.all_gather(alone_s)]
     if any(map(math.isnan, alone)):
         return Overlap(collective_s=link.collective_s)
     assert passes is not None
-    found = []
-    with peers("measuring sums beside compute"):
+    times = []
+    with peers("measuring all-reduces during compute"):
         for num_bytes in (_SMALL, _LARGE):
             expected_s = 2 * all_reduce_s(num_bytes, world.size, link)
-            count = max(_FEWEST, min(_MOST, math.ceil(4 * max(alone) / expected_s)))
+            count = max(_MIN_COUNT, min(_MAX_COUNT, math.ceil(4 * max(alone) / expected_s)))
             buffer = torch.zeros(num_bytes // summed.itemsize, dtype=summed, device=world.device)
-            found.append(_sums_beside(passes, buffer, count, world))
-    gathered = rank_sync.all_gather(*(number for pair in found for number in pair))
+            times.append(_all_reduces_during_compute(passes, buffer, count, world))
+    gathered = rank_sync.all_gather(*(seconds for pair in times for seconds in pair))
     if any(math.isnan(number) for row in gathered for number in row):
         return Overlap(collective_s=link.collective_s)
     small_s, _, large_s, pass_s = (statistics.median(column) for column in zip(*gathered, strict=True))
+    # Two sizes give two unknowns: the rate of bytes and the fixed overhead.
     rate = ring_bytes(_LARGE - _SMALL, world.size) / max(large_s - small_s, 1e-6)
     fixed_s = max(0.0, small_s - ring_bytes(_SMALL, world.size) / rate)
-    share = max(0.0, 1 - fixed_s / large_s)  # of the time in which its bytes were moving
+    share = max(0.0, 1 - fixed_s / large_s)  # of the time of a large all-reduce that is due to its bytes
     slowness = pass_s / statistics.median(alone)
     return Overlap(
-        overlap=max(1.0, (slowness - (1 - share)) / share if share > _TELLING else slowness),
+        overlap=max(1.0, (slowness - (1 - share)) / share if share > _MIN_BYTE_SHARE else slowness),
         exchange_overlap=max(1.0, link.bytes_per_s / rate),
-        # All sums are started at once, and may be carried out before the first is waited for: then all marks come at
-        # the end, and say nothing. Beside compute none is faster than without.
+        # All are started at once, and may run before the first is waited for: then all marks come at the end and say
+        # nothing. During compute an all-reduce is never faster than without.
         collective_s=max(fixed_s, link.collective_s or 0.0),
     )
 
 
-def _sums_beside(passes: Passes, buffer: torch.Tensor, count: int, world: World) -> tuple[float, float]:
-    """Seconds of a sum and of both passes, while all ranks do the one and the other; NaN where compute failed."""
+def _all_reduces_during_compute(passes: Passes, buffer: torch.Tensor, count: int, world: World) -> tuple[float, float]:
+    """Seconds of an all-reduce, and of a forward and backward pass, while all ranks do both; NaN if compute failed."""
     device, group = world.device, world.everyone
     for _ in range(2):
         dist.all_reduce(buffer, group=group)  # warm-up
@@ -88,30 +92,30 @@ def _sums_beside(passes: Passes, buffer: torch.Tensor, count: int, world: World)
     busy.start()
     try:
         ends = []
-        for one in [dist.all_reduce(buffer, group=group, async_op=True) for _ in range(count)]:
-            assert one is not None
-            one.wait()
+        for request in [dist.all_reduce(buffer, group=group, async_op=True) for _ in range(count)]:
+            assert request is not None
+            request.wait()
             ends.append(mark(device))
     finally:
         stop.set()
         busy.join()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    sum_s = statistics.median(between_s(begin, end) for begin, end in pairwise(ends))
+    all_reduce_time_s = statistics.median(between_s(begin, end) for begin, end in pairwise(ends))
     if not spans:
-        return sum_s, math.nan
-    # The first ones may have begun before the sums did.
-    return sum_s, statistics.median(between_s(begin, end) for begin, end in spans[len(spans) // 3 :])
+        return all_reduce_time_s, math.nan
+    # The first passes may have begun before the all-reduces.
+    return all_reduce_time_s, statistics.median(between_s(begin, end) for begin, end in spans[len(spans) // 3 :])
 
 
 def _compute(passes: Passes, world: World, stop: threading.Event, spans: list[tuple[object, object]]) -> None:
-    """Without a pause until it is stopped."""
+    """Compute continuously until `stop` is set; append the begin and end of each pass to `spans`."""
     device, on_gpu = world.device, world.device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
     with torch.cuda.stream(compute_stream()) if on_gpu else nullcontext():
         pace = Pace(world)
-        with suppress(Exception):  # out of memory, say: then there is nothing to tell
+        with suppress(Exception):  # out of memory, for example: then there are no spans
             while not (stop.is_set() and spans):
                 pace.keep()
                 begin = mark(device)

@@ -1,12 +1,12 @@
-"""How long does a small message take that a rank waits for, while all of them compute?
+"""Measure the latency of a small message that a rank waits for, while all ranks compute.
 
-    one    ▐██ work ██▌▒ more ▒ · · · · · · · ▐██ work ██▌▒ more ▒
+    rank 0 ▐██ work ██▌▒ more ▒ · · · · · · · ▐██ work ██▌▒ more ▒
                       ╲                      ╱
-    other   · · · · · · ▐██ work ██▌▒ more ▒ · · · · · ·
+    rank 1  · · · · · · ▐██ work ██▌▒ more ▒ · · · · · ·
 
-Ranks in pairs hand on to each other. As in a step, whoever has sent goes on computing, so a message has to find its
-place among kernels, and threads of the host among others. A round is the work of both and two hand-overs: no process
-needs another's clock.
+Ranks play ping-pong in pairs. As in a step, the sender goes on computing, so a message competes with kernels for the
+GPU, and with other threads for the host. A round consists of the work of both ranks and two messages, so no clocks need
+to be compared.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from spindle.measure.timing import Passes, Work, between_s, mark, medians, warme
 from spindle.run.step import Pace
 from spindle.run.world import Message, World, compute_stream, peers, wait
 
-_SECONDS = 1.0  # of all rounds, about
+_SECONDS = 1.0  # for all rounds, about
 _ROUNDS, _ROUNDS_ON_GPU = (16, 25), (6, 100)  # at least and at most
-_WARM_UP = 0.25  # of them
-_STAND_IN, _STAND_IN_ON_GPU = 256, 4096  # rows and width
+_WARM_UP = 0.25  # share of the rounds
+_WIDTH, _WIDTH_ON_GPU = 256, 4096  # of the linear layer that is used where there is no work
 
 
 def measure_p2p_latency(work: Work | None, world: World) -> float | None:
-    """Seconds from the end of what one rank waits for to its own start, bytes aside; None where nobody waits for
-    anybody or one cannot compute.
+    """Seconds from the end of the sender's work to the start of the receiver's, for a message without bytes; None if
+    there is one rank only, or a rank cannot compute.
 
-    The same on every rank, all of which must ask. Either all have work or none; then a layer stands in for it.
+    A collective: all ranks call it, and get the same result. Either all have `work` or none, which then is a linear.
     """
     if world.size == 1:
         return None
@@ -43,76 +43,76 @@ def measure_p2p_latency(work: Work | None, world: World) -> float | None:
     passes, once_s = None, math.nan
     with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
         try:
-            passes = warmed(work or _stand_in(world.device))
+            passes = warmed(work or _linear_work(world.device))
             once_s = sum(medians(passes, 1, world.device))
-        except Exception:  # then it was not measured before, either
+        except Exception:  # out of memory, for example
             pass
     gathered = [seconds for (seconds,) in rank_sync.all_gather(once_s)]
     if any(map(math.isnan, gathered)):
         return None
     assert passes is not None
-    fewest, most = _ROUNDS_ON_GPU if world.device.type == "cuda" else _ROUNDS
-    count = max(fewest, min(most, int(_SECONDS / (2 * max(*gathered, 1e-6)))))
-    with peers("measuring hand-overs"):
-        works_s, others_s = _rounds(passes, count, world)
-    rows = rank_sync.all_gather(*works_s, *others_s)
+    min_rounds, max_rounds = _ROUNDS_ON_GPU if world.device.type == "cuda" else _ROUNDS
+    count = max(min_rounds, min(max_rounds, int(_SECONDS / (2 * max(*gathered, 1e-6)))))
+    with peers("measuring message latency"):
+        works_s, waits_s = _rounds(passes, count, world)
+    rows = rank_sync.all_gather(*works_s, *waits_s)
     if any(math.isnan(number) for row in rows for number in row):
         return None
     return p2p_latency_from([(row[:count], row[count:]) for row in rows])
 
 
 def p2p_latency_from(rounds: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:
-    """The median, from what `_rounds` gives on each rank: what the first of a pair waits beyond the other's work is two
-    hand-overs."""
-    found = [
-        (other_s - work_s) / 2
-        for (_, others_s), (works_s, _) in zip(rounds[::2], rounds[1::2], strict=False)
-        for other_s, work_s in list(zip(others_s, works_s, strict=True))[int(_WARM_UP * len(works_s)) : -1]
+    """The median latency, from the results of `_rounds` by rank: the wait of the first rank of a pair, less the work of
+    the second, is two messages."""
+    latencies_s = [
+        (wait_s - work_s) / 2
+        for (_, waits_s), (works_s, _) in zip(rounds[::2], rounds[1::2], strict=False)
+        for wait_s, work_s in list(zip(waits_s, works_s, strict=True))[int(_WARM_UP * len(works_s)) : -1]
     ]
-    return max(0.0, statistics.median(found))
+    return max(0.0, statistics.median(latencies_s))
 
 
 def _rounds(passes: Passes, count: int, world: World) -> tuple[list[float], list[float]]:
-    """In each round, seconds of this rank's work, and from its end to the next one's begin; NaN where it failed. The
-    last round has no next one."""
+    """For each round, the seconds of this rank's work, and of its wait until the next round begins (0 for the last);
+    NaN if this rank failed."""
     device, partner = world.device, world.rank ^ 1
-    is_first, is_alone = world.rank < partner, partner >= world.size
-    value, place = torch.zeros(1, device=device), torch.zeros(1, device=device)
-    coming, sending, begins, ends, failed = None, [], [], [], False
+    is_first, is_unpaired = world.rank < partner, partner >= world.size
+    outgoing, incoming = torch.zeros(1, device=device), torch.zeros(1, device=device)
+    receive, sends, begins, ends, failed = None, [], [], [], False
     with torch.cuda.stream(compute_stream()) if device.type == "cuda" else nullcontext():
         pace = Pace(world)
-        if not (is_first or is_alone):
-            coming = _receive(world, place)
+        if not (is_first or is_unpaired):
+            receive = _receive(world, incoming)
         for number in range(count):
-            if coming is not None:
-                wait(coming)
+            if receive is not None:
+                wait(receive)
             pace.keep()
             begins.append(mark(device))
             failed = failed or not _computes(passes, whole=True)
             ends.append(mark(device))
-            if not is_alone:
-                sending += world.start_exchange([Message(value, partner)], [])[0]
-                # Behind the send: some backends carry out the messages of a pair in the order of the calls.
-                coming = _receive(world, place) if is_first or number < count - 1 else None
+            if not is_unpaired:
+                sends += world.start_exchange([Message(outgoing, partner)], [])[0]
+                # After the send: some backends process the messages of a pair in the order of the calls.
+                receive = _receive(world, incoming) if is_first or number < count - 1 else None
             pace.keep()
-            failed = failed or not _computes(passes, whole=is_alone)
-        for request in (*sending, *([] if coming is None else [coming])):
+            failed = failed or not _computes(passes, whole=is_unpaired)
+        for request in (*sends, *([] if receive is None else [receive])):
             wait(request)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     if failed:
         return [math.nan] * count, [math.nan] * count
     works_s = [between_s(begin, end) for begin, end in zip(begins, ends, strict=True)]
-    others_s = [between_s(end, begin) for end, begin in zip(ends, begins[1:], strict=False)]
-    return works_s, [*others_s, 0.0]
+    waits_s = [between_s(end, begin) for end, begin in zip(ends, begins[1:], strict=False)]
+    return works_s, [*waits_s, 0.0]
 
 
-def _receive(world: World, place: torch.Tensor) -> Any:
-    return world.start_exchange([], [Message(place, world.rank ^ 1)])[1][0]
+def _receive(world: World, buffer: torch.Tensor) -> Any:
+    return world.start_exchange([], [Message(buffer, world.rank ^ 1)])[1][0]
 
 
 def _computes(passes: Passes, *, whole: bool) -> bool:
-    """Whether it did. A rank that cannot goes on all the same, because its partner waits for it."""
+    """Run a pass, and return whether that worked. A rank that cannot compute goes on: its partner waits for it."""
     try:
         passes.forward()
         if whole:
@@ -122,8 +122,8 @@ def _computes(passes: Passes, *, whole: bool) -> bool:
     return True
 
 
-def _stand_in(device: torch.device) -> Work:
-    width = _STAND_IN_ON_GPU if device.type == "cuda" else _STAND_IN
+def _linear_work(device: torch.device) -> Work:
+    width = _WIDTH_ON_GPU if device.type == "cuda" else _WIDTH
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layer = nn.Linear(width, width, device=device, dtype=dtype)
     rows = torch.randn(width, width, device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Who measures: one rank by itself, or all ranks the same at the same time."""
+"""Ranks that measure at the same time, or one rank that measures alone."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from spindle.run.world import World
 
 
 class RankSync:
-    """Ranks that share one GPU measure each point side by side, so that every neighbour is as busy as in a step.
+    """Ranks that share one GPU measure each point at the same time, so that all neighbours are as busy as in a step.
 
-    They take the same decisions: whatever one of them finds alone (a time, a failure) is told to all. A rank that
-    measures by itself tells nobody.
+    They share every result (a time, a failure), so that all take the same decisions. If not `enabled`, each rank
+    measures alone, as rank 0 of 1.
     """
 
     def __init__(self, world: World, *, enabled: bool) -> None:
@@ -21,11 +21,11 @@ class RankSync:
         self.rank, self.size = (world.rank, world.size) if self._is_enabled else (0, 1)
 
     def all_gather(self, *numbers: float) -> list[tuple[float, ...]]:
-        """Everybody's numbers, by rank. Nobody leaves before all have come."""
+        """The numbers of all ranks, by rank. Synchronizes them."""
         record = torch.tensor(numbers, dtype=torch.float64)
         table = self._world.start_all_gather(record).wait() if self._is_enabled else [record]
         return [tuple(row.tolist()) for row in table]
 
     def broadcast(self, value: Any) -> Any:
-        """What the first of them says, for all."""
+        """The value of the first rank, on all ranks."""
         return self._world.broadcast_object(value) if self._is_enabled else value

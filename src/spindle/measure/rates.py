@@ -1,7 +1,7 @@
-"""How much faster is a device while its neighbours idle? For devices that are shares of one GPU.
+"""Measure how much faster a device is while its neighbours are idle, for devices that are shares of one GPU.
 
-Curves are measured with all of them busy, so that is the rate of one; power, clocks and bandwidth that idle neighbours
-leave make it more.
+Curves are measured with all devices busy, which is rate 1. With idle neighbours a device has more power, clock and
+bandwidth, and a higher rate.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from spindle.measure.timing import Work, time_passes
 
 
 def measure_rates(work: Work | None, rank_sync: RankSync) -> tuple[float, ...]:
-    """The rate of each of 1, 2, ... busy ranks, from one heavy piece of work; nothing where it could not be found."""
+    """The rate of a device while 1, 2, ... ranks are busy, measured on a long layer; empty if that fails."""
     if work is None or rank_sync.size == 1:
         return ()
     counts = [1 << power for power in range(rank_sync.size.bit_length()) if 1 << power < rank_sync.size]
@@ -27,14 +27,15 @@ def measure_rates(work: Work | None, rank_sync: RankSync) -> tuple[float, ...]:
 
 
 def rates_from(times_s: dict[int, float]) -> tuple[float, ...]:
-    """Rates from times with so many busy, the last of them all: straight lines between, never rising."""
+    """Rates from times by number of busy ranks: interpolated linearly, and never increasing with that number."""
     counts = sorted(times_s)
-    known = [times_s[counts[-1]] / times_s[count] for count in counts]
-    for place in reversed(range(len(known) - 1)):
-        known[place] = max(known[place], known[place + 1])
+    measured = [times_s[counts[-1]] / times_s[count] for count in counts]
+    # Noise may make more busy ranks look faster: a rate is at least that of the next larger number.
+    for position in reversed(range(len(measured) - 1)):
+        measured[position] = max(measured[position], measured[position + 1])
     rates = []
     for busy in range(1, counts[-1] + 1):
-        place = min(bisect_right(counts, busy) - 1, len(counts) - 2)
-        share = (busy - counts[place]) / (counts[place + 1] - counts[place])
-        rates.append(known[place] + share * (known[place + 1] - known[place]))
+        position = min(bisect_right(counts, busy) - 1, len(counts) - 2)
+        share = (busy - counts[position]) / (counts[position + 1] - counts[position])
+        rates.append(measured[position] + share * (measured[position + 1] - measured[position]))
     return tuple(rates)

@@ -1,7 +1,7 @@
-"""How long do a forward and a backward pass take? Medians after a warm-up, by the GPU's own clock where there is one.
+"""Time a forward and a backward pass: medians after a warm-up, by CUDA events on a GPU.
 
-On a GPU the two passes may run as CUDA graphs, as slots do in a step; then a copy of each parameter's gradient to its
-place is part of the backward pass, as it is there.
+On a GPU the two passes may run as CUDA graphs, as slots do in a step. Then the copy of each parameter's gradient to its
+buffer is part of the backward pass, as in a step.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from spindle.run.world import compute_stream
 
 _REPEATS = 3  # on a CPU
 _GPU_WARM_UPS = 3
-# So often, but for so long: neighbours must overlap, and heavy work lowers the clock, which takes half a second.
-_GPU_REPEATS, _GPU_LEAST_S, _GPU_MOST_S = 50, 0.05, 0.4
-_GPU_FEWEST, _GPU_MOST = 10, 2000
+# Repetitions, within limits of time: neighbours must overlap, and the clock drops under load within half a second.
+_GPU_REPEATS, _GPU_MIN_S, _GPU_MAX_S = 50, 0.05, 0.4
+_GPU_MIN_REPEATS, _GPU_MAX_REPEATS = 10, 2000
 _LAUNCH_REPEATS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Something to time: `run()` is a forward pass, whose backward pass gives gradients of leaves and parameters."""
+    """Something to time: `run()` is a forward pass; its backward computes gradients of leaves and parameters."""
 
     run: Callable[[], Any]
     leaves: tuple[torch.Tensor, ...]
@@ -45,9 +45,10 @@ class Work:
 
 
 def time_passes(work: Work, rank_sync: RankSync, num_busy: int | None = None) -> Times | Exception:
-    """Seconds of both passes and of their launches, medians over the ranks that measure; or why one of them could not.
+    """Seconds of both passes and of their launches, as medians over the ranks that measure; or the error on one of
+    them.
 
-    With `num_busy`, only so many of the ranks work while the others wait.
+    With `num_busy`, only this many ranks work while the others wait.
     """
     failure: Exception | None = None
     passes: Passes | None = None
@@ -57,6 +58,7 @@ def time_passes(work: Work, rank_sync: RankSync, num_busy: int | None = None) ->
         once_s = sum(medians(passes, 1, work.device)) if work.device.type == "cuda" else 0.0
     except Exception as error:
         failure = error
+    # Ranks agree on the number of repeats, so that all of them are busy all the time.
     gathered = [row[0] for row in rank_sync.all_gather(once_s)]
     num_busy = num_busy or rank_sync.size
     if not any(map(math.isnan, gathered)) and passes is not None:
@@ -67,29 +69,30 @@ def time_passes(work: Work, rank_sync: RankSync, num_busy: int | None = None) ->
                 seconds += _launch_medians(passes, work.device) if is_eager else (0.0, 0.0)
         except Exception as error:
             failure = error
-    passes = None
+    passes = None  # frees its graphs
     if work.device.type == "cuda":
-        torch.cuda.empty_cache()  # a graph's memory is of no use to the next
-    found = rank_sync.all_gather(*seconds)[:num_busy]
+        torch.cuda.empty_cache()  # the memory of a graph cannot be reused by the next one
+    rows = rank_sync.all_gather(*seconds)[:num_busy]
     if failure is not None:
         return failure
-    if any(math.isnan(row[0]) for row in found):
+    if any(math.isnan(row[0]) for row in rows):
         return PeerLostError("another rank could not run it")
-    return Times(*(statistics.median(column) for column in zip(*found, strict=True)))
+    return Times(*(statistics.median(column) for column in zip(*rows, strict=True)))
 
 
 def _num_repeats(once_s: float, device: torch.device) -> int:
     if device.type != "cuda":
         return _REPEATS
-    busy_s = min(_GPU_MOST_S, max(_GPU_LEAST_S, _GPU_REPEATS * once_s))
-    return max(_GPU_FEWEST, min(_GPU_MOST, math.ceil(busy_s / max(once_s, 1e-6))))
+    busy_s = min(_GPU_MAX_S, max(_GPU_MIN_S, _GPU_REPEATS * once_s))
+    return max(_GPU_MIN_REPEATS, min(_GPU_MAX_REPEATS, math.ceil(busy_s / max(once_s, 1e-6))))
 
 
 def warmed(work: Work) -> Passes:
+    """The passes of some work after a warm-up, as CUDA graphs if it asks for them and they can be captured."""
     passes = _Eager(work)
     if work.device.type != "cuda":
         return passes
-    # What a stream captures must have run on it before.
+    # Work must have run on a stream before the stream captures it.
     stream = compute_stream() if work.is_graphed else torch.cuda.current_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -104,7 +107,7 @@ def warmed(work: Work) -> Passes:
         graphed.forward()
         graphed.backward()
         return graphed
-    except Exception:  # code that waits for the GPU, say; the runtime runs it without a graph, too
+    except Exception:  # code that synchronizes, for example; the runtime runs it eagerly, too
         torch.cuda.synchronize()
         return passes
 
@@ -114,28 +117,28 @@ class _Eager:
     work: Work
     outputs: list[torch.Tensor] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)  # of the outputs
-    places: list[torch.Tensor] = field(default_factory=list)  # for gradients of parameters
+    buffers: list[torch.Tensor] = field(default_factory=list)  # for gradients of parameters
 
     def __post_init__(self) -> None:
         self.forward()
-        # Numbers as they come: a GPU that multiplies zeros draws less power and runs faster.
+        # Not zeros: a GPU that multiplies zeros draws less power and runs faster.
         self.gradients = [torch.randn_like(output) for output in self.outputs]
         if self.work.is_graphed:
-            self.places = [torch.empty_like(parameter) for parameter in self.work.parameters]
+            self.buffers = [torch.empty_like(parameter) for parameter in self.work.parameters]
         self.backward()
 
     def forward(self) -> None:
         self.outputs = [leaf for leaf in tree_leaves(self.work.run()) if takes_gradient(leaf)]
 
     def backward(self) -> None:
-        wanted = (*self.work.leaves, *self.work.parameters)
+        inputs = (*self.work.leaves, *self.work.parameters)
         outputs, self.outputs = self.outputs, []
-        if not outputs or not wanted:
+        if not outputs or not inputs:
             return
-        found = torch.autograd.grad(outputs, wanted, self.gradients, allow_unused=True)
-        for place, gradient in zip(self.places, found[len(self.work.leaves) :], strict=False):
+        gradients = torch.autograd.grad(outputs, inputs, self.gradients, allow_unused=True)
+        for buffer, gradient in zip(self.buffers, gradients[len(self.work.leaves) :], strict=False):
             if gradient is not None:
-                place.copy_(gradient)
+                buffer.copy_(gradient)
 
 
 class _Graphed:
@@ -144,7 +147,7 @@ class _Graphed:
         pool = torch.cuda.graph_pool_handle()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # A layer that draws random numbers runs as a graph in a step, too.
+            # Layers that draw random numbers are captured in a step, too.
             with capturing(self._forward, pool, torch.Generator(device="cuda")):
                 passes.forward()
             self._has_backward = bool(passes.outputs)
@@ -165,8 +168,8 @@ Passes = _Eager | _Graphed
 
 
 def medians(passes: Passes, num_repeats: int, device: torch.device) -> tuple[float, float]:
-    """Forward and backward seconds in the second half of some repeats; nothing waits between them, so the device is
-    never idle."""
+    """Forward and backward seconds, as medians over the second half of the repeats. Nothing waits between them, so the
+    device is never idle."""
     marks = []
     for _ in range(num_repeats):
         begin = mark(device)
@@ -215,7 +218,7 @@ def between_s(begin: Any, end: Any) -> float:
 
 
 def median_s(repeat: Callable[[], object], times: int, device: torch.device) -> float:
-    """The median of some repeats, one straight after another, behind one that warms up."""
+    """The median seconds of back-to-back repeats, after a warm-up."""
     repeat()
     marks = [mark(device)]
     for _ in range(times):

@@ -1,49 +1,49 @@
-"""What do the pieces compute? Chains of layers from `nn.Module`s. Needs torch; knows no rank and no plan."""
+"""Cut modules into chains of layers, and run layers tensor parallel. Needs torch; knows no rank and no plan."""
 
 from spindle.models.chain import Chain, ChainLayer, build_chain, chain_and_output, chain_of, whole_chain
-from spindle.models.crossings import Members, shard_of, span_of
-from spindle.models.serialize import NotSerializableError, dump_chain, load_source, source_text
-from spindle.models.state import keep_state
-from spindle.models.tensor import (
-    MOST_MEMBERS,
-    Rehearsal,
-    Styled,
-    plan_inside,
+from spindle.models.fake import FakeWeights, as_when_compiling, device_of, fake_like, without_caches
+from spindle.models.mappings import TensorGroup, shard_of, span_of
+from spindle.models.parallel_styles import (
+    MAX_TENSOR_DEGREE,
+    EmulatedTensorGroup,
+    StyledModule,
+    apply_styles,
+    builtin_tp_plan,
+    drop_tied_conflicts,
+    resolve_styles,
     split_dims,
-    styles_of,
-    styles_on,
     with_styles,
-    without_tied,
 )
-from spindle.models.valueless import Swapped, as_when_compiling, device_of, stand_in, without_caches
+from spindle.models.serialize import NotSerializableError, dump_chain, load_source, source_text
+from spindle.models.state import ModuleSnapshot
 
 __all__ = [
-    "MOST_MEMBERS",
+    "MAX_TENSOR_DEGREE",
     "Chain",
     "ChainLayer",
-    "Members",
+    "EmulatedTensorGroup",
+    "FakeWeights",
+    "ModuleSnapshot",
     "NotSerializableError",
-    "Rehearsal",
-    "Styled",
-    "Swapped",
+    "StyledModule",
+    "TensorGroup",
+    "apply_styles",
     "as_when_compiling",
     "build_chain",
+    "builtin_tp_plan",
     "chain_and_output",
     "chain_of",
     "device_of",
+    "drop_tied_conflicts",
     "dump_chain",
-    "keep_state",
+    "fake_like",
     "load_source",
-    "plan_inside",
+    "resolve_styles",
     "shard_of",
     "source_text",
     "span_of",
     "split_dims",
-    "stand_in",
-    "styles_of",
-    "styles_on",
     "whole_chain",
     "with_styles",
     "without_caches",
-    "without_tied",
 ]

@@ -1,8 +1,8 @@
-"""Which modules inside a module are its blocks? The items of its lists of like modules: a transformer's layers, those
-of encoder and decoder, the stages of a vision tower or what stands in them.
+"""Find the blocks of a module: the items of its lists of equal modules, such as a transformer's layers, those of an
+encoder and a decoder, or the stages of a vision tower.
 
-A list counts when two of its items are alike. Lists inside a block (its experts) do not; where no two items of a list
-are alike (stages of growing width), what stands in them is looked at instead.
+A list counts if at least two of its items are equal. Lists inside a block (its experts) do not count. Where no two
+items of a list are equal (stages of growing width), the lists inside its items are searched instead.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ BlockLists = list[list[nn.Module]]
 
 
 def block_lists(module: nn.Module) -> BlockLists:
-    """The outermost lists of blocks: of modules with parts, or else of any."""
+    """The outermost lists of blocks. Lists whose items have submodules are preferred to lists of simple layers."""
+    # Blocks are modules with submodules. Only where there are none, a list of simple layers (linears) counts.
     for only_composed in (True, False):
-        found = [items for child in module.children() for items in _lists(child, only_composed)]
-        if found:
-            return found
+        lists = [items for child in module.children() for items in _lists_in(child, only_composed)]
+        if lists:
+            return lists
     return []
 
 
 def is_plain_sequence(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Whether its children, one after the other, are its layers."""
+    """Whether a module is an `nn.Sequential` whose children can be its layers."""
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward or len(module) < 2:
         return False
-    return _has_alike(list(module), True) or not any(_lists(child, True) for child in module)
+    return _has_equal_items(list(module), True) or not any(_lists_in(child, True) for child in module)
 
 
-def _lists(module: nn.Module, only_composed: bool) -> BlockLists:
+def _lists_in(module: nn.Module, only_composed: bool) -> BlockLists:
     items = _items(module)
-    if items is not None and _has_alike(items, only_composed):
+    if items is not None and _has_equal_items(items, only_composed):
         return [items]
-    return [found for child in module.children() for found in _lists(child, only_composed)]
+    return [items for child in module.children() for items in _lists_in(child, only_composed)]
 
 
 def _items(module: nn.Module) -> list[nn.Module] | None:
@@ -46,8 +47,8 @@ def _items(module: nn.Module) -> list[nn.Module] | None:
     return list(module.values()) if isinstance(module, nn.ModuleDict) and len(module) > 0 else None
 
 
-def _has_alike(items: list[nn.Module], only_composed: bool) -> bool:
-    if any(isinstance(item, nn.ModuleList | nn.ModuleDict) for item in items):  # which are not called themselves
+def _has_equal_items(items: list[nn.Module], only_composed: bool) -> bool:
+    if any(isinstance(item, nn.ModuleList | nn.ModuleDict) for item in items):  # containers are never called
         return False
     candidates = [
         item
@@ -57,6 +58,6 @@ def _has_alike(items: list[nn.Module], only_composed: bool) -> bool:
     counts = Counter(signature_of(candidate) for candidate in candidates)
     if any(count > 1 for count in counts.values()):
         return True
-    # One block that is called again and again, or a first block with something more than the second and last.
+    # A list of one block that is called repeatedly (ALBERT), or of two of which the first has something extra.
     same_type = len(items) == len(candidates) and len({type(item) for item in items}) == 1
-    return same_type and not any(_lists(item, only_composed) for item in items)
+    return same_type and not any(_lists_in(item, only_composed) for item in items)

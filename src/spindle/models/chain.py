@@ -1,15 +1,19 @@
 """A module as a chain of layers.
 
-A module's forward is recorded on its first arguments (`recording`) and cut before each block, and behind the last of
-each list of blocks. What crosses a cut is whatever later layers still need: tensors, and numbers that are sizes. A
-layer is a function made of the text of its steps, so nothing is interpreted when it runs. A module that cannot be
-recorded or has no blocks is one layer, and `reason` says why.
+    module, arguments ── record_forward ─▶ Recording ── cut ─▶ ChainSource ── build_chain ─▶ Chain
 
-A recording follows one way through the code. Arguments that are no tensors (a flag, a mask that is left out) decide
-that way, so a call that gives others has a chain of its own.
+1. The module's forward is recorded on its first arguments (`recording`), as a list of statements.
+2. The list is cut before each block, and after the last block of each list of blocks. Each segment is a layer. What
+   crosses a cut is whatever later layers still need: tensors, and ints that are sizes.
+3. Each layer becomes a Python function, compiled from the text of its statements, so running it interprets nothing.
 
-Cutting gives a `ChainSource`, a value that `serialize` can send to another process; `build_chain` makes the runnable
-`Chain` of it, in the process that recorded and in every other one.
+A module that has no blocks, or whose forward cannot be recorded, is one layer; `Chain.reason` says why.
+
+A recording holds for one branch of the code. Arguments other than tensors (a flag, a mask that is left out) select the
+branch, so a call with other such arguments needs a chain of its own.
+
+`ChainSource` is the part that can be sent to another process (`serialize`), where `build_chain` makes the runnable
+`Chain` from it and that process's own module.
 """
 
 from __future__ import annotations
@@ -27,27 +31,28 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from spindle.errors import WorkloadError
 from spindle.models.blocks import BlockLists, block_lists, is_plain_sequence
+from spindle.models.fake import fake_output
 from spindle.models.recording import (
+    Attribute,
     Context,
     Recording,
-    Refusal,
-    Step,
-    normaliser,
-    other_way,
-    reason_of,
+    Statement,
+    UnsupportedForwardError,
+    argument_normalizer,
+    failure_reason,
+    guard_error,
     record_forward,
     signature_of,
 )
-from spindle.models.state import keep_state
-from spindle.models.valueless import without_values
+from spindle.models.state import ModuleSnapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainLayer:
-    """One layer: `run(*values)` gives the values that cross the cut behind it, as a tuple.
+    """One layer. `run(*values)` returns a tuple of the values that cross the cut after it.
 
-    Layers of one `kind` are alike but for their weights. Layers with the same `settings`, where there are any, do the
-    same with them.
+    Layers of the same `kind` differ in their weights only. If two layers have the same non-empty `settings`, they also
+    have the same attributes throughout, so what was traced for one holds for the other.
     """
 
     kind: str
@@ -58,7 +63,7 @@ class ChainLayer:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """What it may change beside its output, as it is now: moving a module to a device replaces its buffers."""
+        """The buffers that it may update. Looked up each time: moving a module to a device replaces its buffers."""
         return list(dict.fromkeys(self.find_buffers()))
 
 
@@ -72,30 +77,29 @@ class WholeModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildModules:
-    """A sequence whose children are its layers, of these kinds."""
+    """An `nn.Sequential` whose children are its layers; `kinds` has one entry per child."""
 
     kinds: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerSource:
-    """One layer of a recorded forward: the text of its function `run`, the modules that it calls, and the tensors that
-    it reads from modules, by owner and attribute."""
+    """One layer of a recorded forward: the text of its function `run`, the modules that it calls, and the module
+    tensors that it reads."""
 
     text: str
     kind: str
     settings: str
     modules: tuple[nn.Module, ...]
-    fetched: tuple[tuple[nn.Module, str], ...]
+    attributes: tuple[Attribute, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedForward:
-    """A forward as the text of its layers. `bound` has what the text names beside variables; `spec`, `inputs` and
-    `constants` are of the arguments, as in `Recording`."""
+    """A recorded forward as the text of its layers. The other fields are those of `Recording`."""
 
     layers: tuple[LayerSource, ...]
-    bound: Mapping[str, Any]
+    namespace: Mapping[str, Any]
     spec: Any
     inputs: tuple[str | None, ...]
     constants: tuple[Any, ...]
@@ -106,7 +110,7 @@ ChainSource = WholeModule | ChildModules | RecordedForward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """The layers of a module in order. The first takes the call's own arguments, the last gives the output alone."""
+    """The layers of a module in order. The first takes the arguments of the call, the last returns `(output,)`."""
 
     module: nn.Module
     source: ChainSource
@@ -114,16 +118,16 @@ class Chain:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether code of the module's forward is in the layers."""
+        """Whether the layers run recorded code, not only modules."""
         return isinstance(self.source, RecordedForward)
 
     @property
     def reason(self) -> str:
-        """Why there is one layer only."""
+        """Why the module is one layer; empty if it is not."""
         return self.source.reason if isinstance(self.source, WholeModule) else ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs all layers: the same as the module."""
+        """Run all layers; equal to calling the module."""
         values = self.layers[0].run(*args, **kwargs)
         for layer in self.layers[1:]:
             values = layer.run(*values)
@@ -136,13 +140,13 @@ def whole_chain(module: nn.Module, reason: str) -> Chain:
 
 
 def build_chain(module: nn.Module, source: ChainSource) -> Chain:
-    """The runnable chain of a module, from what was recorded of it here or in another process."""
+    """Make the runnable chain of a module from what was recorded of it, in this process or in another."""
     match source:
         case WholeModule(kind=kind):
             layers: tuple[ChainLayer, ...] = (_module_layer(module, kind),)
         case ChildModules(kinds=kinds):
-            assert isinstance(module, nn.Sequential)  # in which a module may be twice
-            layers = tuple(_module_layer(one, kind) for one, kind in zip(module, kinds, strict=True))
+            assert isinstance(module, nn.Sequential)  # iterated, not `children()`: a module may be in it twice
+            layers = tuple(_module_layer(child, kind) for child, kind in zip(module, kinds, strict=True))
         case RecordedForward():
             layers = tuple(_recorded_layer(module, source, number) for number in range(len(source.layers)))
         case _:
@@ -151,58 +155,72 @@ def build_chain(module: nn.Module, source: ChainSource) -> Chain:
 
 
 def chain_of(module: nn.Module, *args: Any, **kwargs: Any) -> Chain:
-    """Splits a module into layers, for calls with arguments like these, or explains why it stays whole."""
+    """Split a module into layers, for calls with arguments like these."""
     return chain_and_output(module, args, kwargs)[0]
 
 
 def chain_and_output(module: nn.Module, args: Any, kwargs: Any, split: bool = True) -> tuple[Chain, Callable[[], Any]]:
-    """The chain of a module for such arguments, of one layer if it must not be `split`, and a function that gives its
-    output as tensors without values."""
+    """The chain of a module for arguments like these, and a function that returns the output as fake tensors.
 
-    def run() -> Any:
-        put_back = keep_state([module])
+    With `split=False` the chain is one layer. The output is computed lazily because recording has it for free.
+    """
+
+    def run_on_fake_tensors() -> Any:
+        snapshot = ModuleSnapshot([module])
         try:
-            return without_values(module, args, kwargs)
+            return fake_output(module, args, kwargs)
         finally:
-            put_back()
+            snapshot.restore()
 
+    def whole(reason: str) -> tuple[Chain, Callable[[], Any]]:
+        return whole_chain(module, reason), run_on_fake_tensors
+
+    # From cheap to expensive: reasons to stay whole, children that are layers already, and a recording.
     if not split:
-        return whole_chain(module, ""), run
-    if _is_hooked(module):
-        return whole_chain(module, "it has hooks, which run around all of it"), run
+        return whole("")
+    if _has_hooks(module):
+        return whole("it has hooks, which run around all of it")
     if is_plain_sequence(module):
-        return build_chain(module, ChildModules(kinds=tuple(map(signature_of, module)))), run
+        return build_chain(module, ChildModules(kinds=tuple(map(signature_of, module)))), run_on_fake_tensors
     lists = block_lists(module)
     if not lists:
-        return whole_chain(module, "it has no list of two or more equal blocks"), run
+        return whole("it has no list of two or more equal blocks")
     try:
-        recording = _recorded(module, args, kwargs, lists)
+        recording = _record_pure(module, args, kwargs, lists)
         return build_chain(module, _cut(module, recording, lists)), lambda: recording.result
     except Exception as error:  # recording runs the user's code, which may raise anything
-        return whole_chain(module, reason_of(error, module)), run
+        return whole(failure_reason(error))
 
 
-def _recorded(module: nn.Module, args: Any, kwargs: Any, lists: BlockLists) -> Recording:
-    """A forward that keeps nothing on what is opened; setting up something with the first call is no harm."""
+def _record_pure(module: nn.Module, args: Any, kwargs: Any, lists: BlockLists) -> Recording:
+    """Record a forward whose inlined code leaves no state on modules: recorded code would not update that state.
+
+    State that is set up by the first call only is fine, so a forward that changed something is recorded once more, and
+    that second recording must change nothing.
+    """
     blocks = {id(block): block for items in lists for block in items}
-    opened = {id(one) for one in module.modules() if any(id(each) in blocks for each in one.modules())} - blocks.keys()
-    for one in module.modules():
-        if id(one) in opened and _is_hooked(one):
-            raise Refusal(f"its {type(one).__name__} has hooks, which run around several blocks")
-    put_back = keep_state([module])
+    inlined = {
+        id(submodule)
+        for submodule in module.modules()
+        if any(id(descendant) in blocks for descendant in submodule.modules())
+    } - blocks.keys()
+    for submodule in module.modules():
+        if id(submodule) in inlined and _has_hooks(submodule):
+            raise UnsupportedForwardError(f"its {type(submodule).__name__} has hooks, which run around several blocks")
+    before = ModuleSnapshot([module])
     try:
         recording = record_forward(module, args, kwargs, blocks.values())
-        again = keep_state([module])
-        if _ids(put_back.changed()) & opened:
+        after_first = ModuleSnapshot([module])
+        if _ids(before.changed_modules()) & inlined:
             recording = record_forward(module, args, kwargs, blocks.values())
-            if _ids(again.changed()) & opened:
-                raise Refusal("its forward keeps something on the module itself")
+            if _ids(after_first.changed_modules()) & inlined:
+                raise UnsupportedForwardError("its forward changes attributes of the module itself")
         return recording
     finally:
-        put_back()
+        before.restore()
 
 
-def _is_hooked(module: nn.Module) -> bool:
+def _has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
@@ -221,225 +239,252 @@ def _module_layer(module: nn.Module, kind: str) -> ChainLayer:
     )
 
 
+# From a recording to the text of layers.
+
+_BOOKKEEPING = ("pick", "size", "check")  # kinds of statements that compute nothing
+
+
 def _cut(module: nn.Module, recording: Recording, lists: BlockLists) -> RecordedForward:
-    steps = _used(recording)
-    calls = [place for place, step in enumerate(steps) if step.is_block]
-    if len(calls) < 2:
-        raise Refusal("its forward calls fewer than two of its blocks one by one")
-    # Before each block; and behind the last of each list, with what only takes apart what that block gave.
-    starts = {0, *calls}
-    for items in lists:
-        of_list = [place for place in calls if id(steps[place].module) in _ids(items)]
-        if of_list:
-            behind = of_list[-1] + 1
-            while behind < len(steps) and steps[behind].kind in ("pick", "size", "check"):
-                behind += 1
-            starts.add(behind)
-    # What comes before the first block may be nothing but looking at sizes.
-    if all(step.kind in ("pick", "size", "check") for step in steps[: calls[0]]):
-        starts = (starts - {calls[0]}) | {0}
-    places = sorted(start for start in starts if start < len(steps))
-    segments = [steps[begin:end] for begin, end in zip(places, [*places[1:], len(steps)], strict=True)]
+    """Cut a recording into layers."""
+    segments = _segments(_live_statements(recording), lists)
+    # On the meta device, blocks that differ only in their stored index count as equal, so that one is traced for all.
+    index_in_list: dict[int, int] = {}
+    if any(parameter.is_meta for parameter in module.parameters()):
+        index_in_list = {id(block): index for items in lists for index, block in enumerate(items)}
 
     layers = []
-    place_of: dict[int, int] = {}
-    if any(parameter.is_meta for parameter in module.parameters()):
-        place_of = {id(block): place for items in lists for place, block in enumerate(items)}
-    inputs = [name for name in recording.inputs if name is not None]
-    available = inputs
+    available = [name for name in recording.inputs if name is not None]  # the variables that cross the last cut
     for number, segment in enumerate(segments):
-        later = recording.output_uses.union(*(step.uses for rest in segments[number + 1 :] for step in rest))
-        made = [step.name for step in segment if step.name]
-        needed = [name for name in dict.fromkeys([*available, *made]) if name in later]
+        used_later = recording.output_uses.union(
+            *(statement.uses for later in segments[number + 1 :] for statement in later)
+        )
+        assigned = [statement.name for statement in segment if statement.name]
+        crossing = [name for name in dict.fromkeys([*available, *assigned]) if name in used_later]
         is_last = number == len(segments) - 1
-        _refuse_shared_writes(recording, segment, available, later)
-        layers.append(_layer_source(recording, segment, available, None if is_last else needed, place_of))
-        available = needed
+        _refuse_shared_writes(recording, segment, available, used_later)
+        layers.append(_layer_source(recording, segment, available, None if is_last else crossing, index_in_list))
+        available = crossing
+    # Dead code may have bound large constants: keep only what the text still names.
     words = frozenset(word for layer in layers for word in re.findall(r"\w+", layer.text))
     return RecordedForward(
         layers=tuple(layers),
-        bound={name: value for name, value in recording.bound.items() if name in words},
+        namespace={name: value for name, value in recording.namespace.items() if name in words},
         spec=recording.spec,
         inputs=recording.inputs,
         constants=recording.constants,
     )
 
 
-def _used(recording: Recording) -> list[Step]:
-    """Steps that matter to the output, or to something else outside."""
-    wanted = set(recording.output_uses)
-    kept = []
-    for step in reversed(recording.steps):
-        if step.has_effect or step.name in wanted:
-            wanted |= step.uses
-            kept.append(step)
-    return kept[::-1]
+def _live_statements(recording: Recording) -> list[Statement]:
+    """Dead code elimination: the statements that the output depends on, or that have an effect."""
+    needed = set(recording.output_uses)
+    live = []
+    # Backwards: a statement is live if a live one after it uses its variable.
+    for statement in reversed(recording.statements):
+        if statement.has_effect or statement.name in needed:
+            needed |= statement.uses
+            live.append(statement)
+    return live[::-1]
+
+
+def _segments(statements: list[Statement], lists: BlockLists) -> list[list[Statement]]:
+    """Statements grouped by layer."""
+    calls = [position for position, statement in enumerate(statements) if statement.is_block]
+    if len(calls) < 2:
+        raise UnsupportedForwardError("its forward calls fewer than two of its blocks one by one")
+    # Cut before each block, and after the last block of each list, with the statements that take its output apart.
+    starts = {0, *calls}
+    for items in lists:
+        calls_of_list = [position for position in calls if id(statements[position].module) in _ids(items)]
+        if calls_of_list:
+            end = calls_of_list[-1] + 1
+            while end < len(statements) and statements[end].kind in _BOOKKEEPING:
+                end += 1
+            starts.add(end)
+    # Statements before the first block that compute nothing are no layer: they join that block.
+    if all(statement.kind in _BOOKKEEPING for statement in statements[: calls[0]]):
+        starts = (starts - {calls[0]}) | {0}
+    cuts = sorted(start for start in starts if start < len(statements))
+    return [statements[begin:end] for begin, end in zip(cuts, [*cuts[1:], len(statements)], strict=True)]
 
 
 def _refuse_shared_writes(
-    recording: Recording, segment: list[Step], available: list[str], later: Iterable[str]
+    recording: Recording, segment: list[Statement], available: list[str], used_later: Iterable[str]
 ) -> None:
-    """A tensor that crosses a cut is a copy of its own: what is written to it must not be looked for elsewhere."""
-    read = set(later).union(*(step.uses for step in segment))
-    for name in {name for step in segment for name in step.writes}:
-        memory = recording.aliases.get(name)
-        shared = [one for one in available if one in read and recording.aliases.get(one) == memory is not None]
+    """Refuse an in-place write that another variable would see, if both cross the cut before this segment: a tensor
+    that crosses a cut is a copy, so views that shared memory no longer do."""
+    read = set(used_later).union(*(statement.uses for statement in segment))
+    for name in {name for statement in segment for name in statement.writes}:
+        storage = recording.storages.get(name)
+        shared = [
+            variable
+            for variable in available
+            if variable in read and recording.storages.get(variable) == storage is not None
+        ]
         if len(shared) > 1 or (shared and shared != [name]):
-            raise Refusal("its forward changes a tensor in place of which it has used a part before a block")
+            raise UnsupportedForwardError("its forward changes a tensor in place that it used a view of before a block")
 
 
 def _layer_source(
     recording: Recording,
-    segment: list[Step],
+    segment: list[Statement],
     inputs: list[str],
     outputs: list[str] | None,
-    place_of: Mapping[int, int],
+    index_in_list: Mapping[int, int],
 ) -> LayerSource:
-    """A layer from some steps; without `outputs` it gives the module's own output."""
+    """The source of one layer. `outputs` is None for the last layer, which returns the module's own output."""
     result = f"({recording.output},)" if outputs is None else f"({''.join(f'{name}, ' for name in outputs)})"
-    text = _source(recording, segment, inputs, result)
-    modules = tuple(step.module for step in segment if step.module is not None)
-    fetched = [place for step in segment for place in step.fetched]
-    fetched += recording.output_fetched if outputs is None else ()
-    does = [step for step in segment if step.kind not in ("pick", "size", "check")]
+    text = _function_text(recording, segment, inputs, result)
+    modules = tuple(statement.module for statement in segment if statement.module is not None)
+    attributes = [attribute for statement in segment for attribute in statement.attributes]
+    attributes += recording.output_attributes if outputs is None else ()
+    computing = [statement for statement in segment if statement.kind not in _BOOKKEEPING]
     settings = ""
-    if outputs is not None and does and not fetched and all(step.module is not None for step in does):
-        described = f"{_renamed(text)} {[_settings(module, place_of.get(id(module))) for module in modules]}"
-        settings = hashlib.blake2b(described.encode(errors="replace"), digest_size=16).hexdigest()
+    # Only a layer that does nothing but call modules gets settings: constants in other code are not compared.
+    calls_modules_only = bool(computing) and all(statement.module is not None for statement in computing)
+    if outputs is not None and calls_modules_only and not attributes:
+        module_settings = [_settings(module, index_in_list.get(id(module))) for module in modules]
+        description = f"{_with_canonical_names(text)} {module_settings}"
+        settings = hashlib.blake2b(description.encode(errors="replace"), digest_size=16).hexdigest()
     return LayerSource(
         text=text,
-        kind=";".join(step.kind for step in does),
+        kind=";".join(statement.kind for statement in computing),
         settings=settings,
         modules=modules,
-        fetched=tuple(fetched),
+        attributes=tuple(attributes),
     )
+
+
+def _function_text(recording: Recording, segment: Sequence[Statement], inputs: Sequence[str], result: str) -> str:
+    """The text of `def run(inputs)`, with grad mode and autocast switched where the recorded code had switched them."""
+    sizes = {statement.name: statement.text for statement in recording.statements if statement.kind == "size"}
+    lines = [f"def run({', '.join(inputs)}):"]
+    outer = current = recording.outer_context
+    for statement in segment:
+        if statement.context and statement.context != current:
+            current = statement.context
+            if current != outer:
+                lines.append(f"    with {', '.join(_context_managers(current, outer))}:")
+        indent = "    " if current == outer else "        "
+        if statement.kind == "check":
+            # The error shows sizes as the user knows them: `a0.shape[1]` instead of `s3`.
+            condition = re.sub(r"\w+", lambda word: sizes.get(word[0], word[0]), statement.text)
+            lines.append(f"{indent}if not {statement.text}: raise _guard_error(_module, {condition!r})")
+        else:
+            assignment = f"{statement.name} = " if statement.name else ""
+            lines.append(f"{indent}{assignment}{statement.text}")
+    return "\n".join([*lines, f"    return {result}", ""])
+
+
+def _context_managers(inner: Context, outer: Context) -> list[str]:
+    managers = [] if inner[0] == outer[0] else [f"torch.set_grad_enabled({inner[0]})"]
+    return managers + [
+        f"torch.autocast({kind!r}, dtype={dtype}, enabled={enabled})"
+        for (kind, enabled, dtype), outer_state in zip(inner[1:], outer[1:], strict=True)
+        if (kind, enabled, dtype) != outer_state
+    ]
+
+
+def _with_canonical_names(text: str) -> str:
+    """The text with variables renamed in order of appearance: equal for texts that differ in variable names only."""
+    names: dict[str, str] = {}
+    return re.sub(r"\b[atsum]\d+_?\b", lambda word: names.setdefault(word[0], f"v{len(names)}"), text)
+
+
+_TENSOR_DICTS = ("_parameters", "_buffers", "_modules")
+
+
+def _settings(module: nn.Module, index: int | None) -> str:
+    """A string that is equal for modules of the same types and attributes throughout, whatever their tensors' values.
+
+    Where `index` is given, an attribute that equals it is left out: decoder blocks store their index in the list for
+    their caches. It is given only for modules on the meta device, which are planned for and never run.
+    """
+    parts = []
+    for path, submodule in module.named_modules():
+        attributes = {
+            name: value if isinstance(value, bool | int | float | str | tuple | None) else id(value)
+            for name, value in vars(submodule).items()
+            if name not in _TENSOR_DICTS and not (isinstance(value, dict | set | None) and not value)
+            if not (type(value) is int and value == index)
+        }
+        tensors = [
+            (name, tensor.shape, tensor.dtype)
+            for group in ("_parameters", "_buffers")
+            for name, tensor in vars(submodule)[group].items()
+            if tensor is not None
+        ]
+        parts.append((path, type(submodule), attributes, tensors))
+    return repr(parts)
+
+
+# From the text of layers to functions.
+
+# Names that the text of every layer may use.
+_BUILTIN_NAMESPACE: Mapping[str, Any] = {
+    "math": math,
+    "torch": torch,
+    "_leaves": tree_leaves,
+    "_unflatten": tree_unflatten,
+    "_guard_error": guard_error,
+}
 
 
 def _recorded_layer(module: nn.Module, source: RecordedForward, number: int) -> ChainLayer:
     layer = source.layers[number]
-    scope = {**_ALWAYS_BOUND, **source.bound, "_module": module}
-    exec(compile(layer.text, f"<layer of {type(module).__name__}>", "exec"), scope)
+    namespace = {**_BUILTIN_NAMESPACE, **source.namespace, "_module": module}
+    exec(compile(layer.text, f"<layer of {type(module).__name__}>", "exec"), namespace)
     parameters = [parameter for module in layer.modules for parameter in module.parameters()]
-    tensors = (getattr(owner, name) for owner, name in layer.fetched)
+    tensors = (getattr(owner, name) for owner, name in layer.attributes)
     parameters += [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
 
     submodules = [submodule for module in layer.modules for submodule in module.modules()]
 
     def find_buffers() -> list[torch.Tensor]:
-        own = [getattr(owner, name) for owner, name in layer.fetched]
-        # Every step asks: `Module.buffers()` takes a hundred times as long.
-        return [
-            *(
-                buffer
-                for submodule in submodules
-                if submodule._buffers
-                for buffer in submodule._buffers.values()
-                if buffer is not None
-            ),
-            *(one for one in own if not isinstance(one, nn.Parameter)),
+        # Called in every step: `Module.buffers()` would take a hundred times as long.
+        buffers = [
+            buffer
+            for submodule in submodules
+            if submodule._buffers
+            for buffer in submodule._buffers.values()
+            if buffer is not None
         ]
+        # Module tensors that recorded code reads and that are no parameters are buffers, too.
+        tensors = (getattr(owner, name) for owner, name in layer.attributes)
+        return buffers + [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
 
+    run = namespace["run"]
     return ChainLayer(
         kind=layer.kind,
-        run=_called_like(module, source, scope["run"]) if number == 0 else scope["run"],
+        run=_with_forward_signature(module, source, run) if number == 0 else run,
         parameters=tuple(dict.fromkeys(parameters)),
         find_buffers=find_buffers,
         settings=layer.settings,
     )
 
 
-# What the text of every layer may name.
-_ALWAYS_BOUND: Mapping[str, Any] = {
-    "math": math,
-    "torch": torch,
-    "_leaves": tree_leaves,
-    "_unflatten": tree_unflatten,
-    "_other_way": other_way,
-}
-
-
-def _source(recording: Recording, segment: Sequence[Step], inputs: Sequence[str], result: str) -> str:
-    sizes = {step.name: step.text for step in recording.steps if step.kind == "size"}
-    lines = [f"def run({', '.join(inputs)}):"]
-    outside = inside = recording.outside
-    for step in segment:
-        if step.context and step.context != inside:
-            inside = step.context
-            if inside != outside:
-                lines.append(f"    with {', '.join(_managers(inside, outside))}:")
-        indent = "    " if inside == outside else "        "
-        if step.kind == "check":
-            shown = re.sub(r"\w+", lambda found: sizes.get(found[0], found[0]), step.text)
-            lines.append(f"{indent}if not {step.text}: raise _other_way(_module, {shown!r})")
-        else:
-            lines.append(f"{indent}{step.name} = {step.text}" if step.name else f"{indent}{step.text}")
-    return "\n".join([*lines, f"    return {result}", ""])
-
-
-def _managers(inside: Context, outside: Context) -> list[str]:
-    managers = [] if inside[0] == outside[0] else [f"torch.set_grad_enabled({inside[0]})"]
-    return managers + [
-        f"torch.autocast({kind!r}, dtype={dtype}, enabled={enabled})"
-        for (kind, enabled, dtype), other in zip(inside[1:], outside[1:], strict=True)
-        if (kind, enabled, dtype) != other
-    ]
-
-
-def _renamed(source: str) -> str:
-    """Equal for texts that differ in the names of variables alone."""
-    names: dict[str, str] = {}
-    return re.sub(r"\b[atsum]\d+_?\b", lambda found: names.setdefault(found[0], f"v{len(names)}"), source)
-
-
-def _settings(module: nn.Module, place: int | None) -> str:
-    """Equal for modules of the same type with the same attributes all through, but for the values of their tensors.
-
-    And but for the number that a block has in its list, where its place is given: decoders keep it for their caches.
-    It is given for modules without weights alone, which are planned for, never run.
-    """
-    parts = []
-    for path, one in module.named_modules():
-        own = {
-            name: value if isinstance(value, bool | int | float | str | tuple | None) else id(value)
-            for name, value in vars(one).items()
-            if name not in _TENSORS and not (isinstance(value, dict | set | None) and not value)
-            if not (type(value) is int and value == place)
-        }
-        tensors = [
-            (name, each.shape, each.dtype)
-            for group in _TENSORS[:2]
-            for name, each in vars(one)[group].items()
-            if each is not None
-        ]
-        parts.append((path, type(one), own, tensors))
-    return repr(parts)
-
-
-_TENSORS = ("_parameters", "_buffers", "_modules")
-
-
-def _called_like(
-    module: nn.Module, source: RecordedForward, inner: Callable[..., tuple[Any, ...]]
+def _with_forward_signature(
+    module: nn.Module, source: RecordedForward, run: Callable[..., tuple[Any, ...]]
 ) -> Callable[..., tuple[Any, ...]]:
-    """A module's first layer as a function of the arguments of its forward."""
-    normalised = normaliser(module)
+    """The first layer as a function of the arguments of the module's forward."""
+    normalize = argument_normalizer(module)
 
-    def run(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        leaves, spec = tree_flatten(normalised(args, kwargs))
+    def run_first_layer(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        leaves, spec = tree_flatten(normalize(args, kwargs))
         if spec != source.spec:
             raise WorkloadError(
-                f"{type(module).__name__} was recorded with other arguments than these; expected {source.spec}, got "
-                f"{spec}"
+                f"{type(module).__name__} was recorded with arguments of another structure: expected {source.spec}, "
+                f"got {spec}"
             )
-        given = []
+        inputs = []
         for leaf, name, constant in zip(leaves, source.inputs, source.constants, strict=True):
             if name is not None:
-                given.append(leaf)
-            elif leaf is not constant and leaf != constant:
+                inputs.append(leaf)
+            elif leaf is not constant and leaf != constant:  # it may have selected another branch of the code
                 raise WorkloadError(
-                    f"{type(module).__name__} was recorded with {constant!r} for an argument that is no tensor, and "
+                    f"{type(module).__name__} was recorded with {constant!r} for an argument that is not a tensor, and "
                     f"now gets {leaf!r}"
                 )
-        return inner(*given)
+        return run(*inputs)
 
-    return run
+    return run_first_layer

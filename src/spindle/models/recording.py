@@ -1,13 +1,23 @@
-"""What does a module's forward do around its blocks? Its own Python runs once, on tensors without values.
+"""Record a module's forward as a list of statements, by running it once on fake tensors.
 
-Noted are the calls of blocks and of modules that hold none, each as one step whose own forward runs later, unchanged;
-and the torch operations in between (masks, positions, residual sums), as the dispatcher sees them, below autograd,
-autocast and vmap. Sizes are symbols: a step that needs a batch's rows or a sentence's length computes it when it runs.
-Where the code branches on sizes, the way it took holds for some of them; those conditions are steps too, and raise
-where a later batch does not meet them. What a module gives is opaque: its sizes are read when it has run.
+What is recorded
+    A call of a block, or of a submodule that contains no block, is one statement; that submodule's own forward runs
+    unchanged when the statement runs. Modules that contain blocks are inlined: the torch operations of their forward
+    (masks, position ids, residual sums) are recorded one by one, as the dispatcher sees them, that is below autograd,
+    autocast and vmap.
 
-Left out: code that decides by values of tensors, and objects that are no nests of tensors (a cache). Both are refused
-with a sentence.
+How sizes stay dynamic
+    Tensor sizes are SymInts of a `ShapeEnv`. A statement that needs the batch size or the sequence length reads it
+    from a tensor when it runs. When the Python code branches on a size, the ShapeEnv notes a guard. Guards become
+    "check" statements, which raise `GuardError` for a batch that would have taken the other branch.
+
+Two fake tensors for each tensor
+    Inlined code sees *symbolic* fake tensors, whose sizes are SymInts. Submodules run on *concrete* ones, with plain
+    sizes, while recording is paused: their code may do anything with sizes, and a block's sizes never enter the
+    ShapeEnv. The sizes of what a submodule returns are new symbols, read from its output.
+
+Two things cannot be recorded and raise `UnsupportedForwardError`: control flow that depends on tensor values, and
+objects other than nests of tensors (a KV cache) that pass between statements.
 """
 
 from __future__ import annotations
@@ -42,21 +52,23 @@ from torch.utils._sympy.printers import PythonPrinter
 from torch.utils.checkpoint import CheckpointFunction
 
 from spindle.errors import GuardError
-from spindle.models.valueless import Swapped, as_when_compiling, device_of, run_opaque, stand_in, without_caches
+from spindle.models.fake import FakeWeights, as_when_compiling, device_of, fake_like, run_on_fakes, without_caches
 
-Context = tuple[Any, ...]  # whether gradients are noted, and how autocast stands
+Context = tuple[Any, ...]  # whether gradients are enabled, and the state of autocast for each device type
+Attribute = tuple[nn.Module, str]  # a tensor of a module, by owner and attribute name
 
 
-class Refusal(Exception):
-    """A forward cannot be recorded; says why, as the end of a sentence about the module."""
+class UnsupportedForwardError(Exception):
+    """A forward that cannot be recorded. The message is the end of a sentence that starts with the module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One line of a forward: a variable `name` gets the value of `text`. Without a name, it is done for its effect.
+class Statement:
+    """One line of the recorded code: `name = text`, or `text` alone where the statement runs for its side effect.
 
-    `kind` is equal for steps that do alike. `fetched` are tensors that it reads from modules, by owner and attribute;
-    `writes` are variables whose tensors it changes.
+    `kind` is "pick" (takes an output apart), "size" (reads a size), "check" (tests a guard), or else equal for
+    statements that do the same work. `uses` are the variables that it reads, `attributes` the module tensors that it
+    reads, `writes` the variables whose tensors it modifies in place.
     """
 
     name: str
@@ -65,7 +77,7 @@ class Step:
     kind: str = ""
     module: nn.Module | None = None
     is_block: bool = False
-    fetched: tuple[tuple[nn.Module, str], ...] = ()
+    attributes: tuple[Attribute, ...] = ()
     writes: tuple[str, ...] = ()
     has_effect: bool = False
     context: Context = ()
@@ -73,47 +85,50 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """A forward as steps over `inputs`, the variables of the arguments' leaves; None stands for one that is no tensor
-    and no number, which must be as it was. `bound` has what the text names beside variables, `math`, `torch`, and
-    pytree's `_leaves` and `_unflatten`."""
+    """A forward as statements.
 
-    steps: tuple[Step, ...]
-    spec: Any  # of the arguments
+    `inputs` has the variable of each leaf of the arguments, or None for a leaf that is neither a tensor nor an int:
+    such a leaf must equal its entry in `constants` in every later call. `namespace` maps the other names in the text to
+    their values, except `math`, `torch`, and pytree's `_leaves` and `_unflatten`.
+    """
+
+    statements: tuple[Statement, ...]
+    spec: Any  # pytree spec of (args, kwargs)
     inputs: tuple[str | None, ...]
     constants: tuple[Any, ...]
-    output: str  # text
+    output: str  # text of the returned value
     output_uses: frozenset[str]
-    output_fetched: tuple[tuple[nn.Module, str], ...]
-    bound: Mapping[str, Any]
-    outside: Context
-    aliases: Mapping[str, int]  # variables of one memory have one number
-    result: Any  # the output, as tensors without values
+    output_attributes: tuple[Attribute, ...]
+    namespace: Mapping[str, Any]
+    outer_context: Context
+    storages: Mapping[str, int]  # by variable; views of one another have the same storage
+    result: Any  # the output, as concrete fake tensors
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def normaliser(module: nn.Module) -> Callable[[Any, Any], Arguments]:
-    """A function that brings a call's arguments into one form, by place as far as that goes."""
+def argument_normalizer(module: nn.Module) -> Callable[[Any, Any], Arguments]:
+    """A function that makes arguments positional where the signature of the module's forward allows it."""
     try:
         signature = inspect.signature(module.forward)
     except (TypeError, ValueError):
         return lambda args, kwargs: (args, kwargs)
 
-    def normalised(args: Any, kwargs: Any) -> Arguments:
+    def normalize(args: Any, kwargs: Any) -> Arguments:
         try:
-            given = signature.bind(*args, **kwargs)
-        except TypeError:  # a wrapper takes more than the signature says
+            arguments = signature.bind(*args, **kwargs)
+        except TypeError:  # a wrapper accepts more than the signature it shows
             return args, kwargs
-        return given.args, given.kwargs
+        return arguments.args, arguments.kwargs
 
-    return normalised
+    return normalize
 
 
 def record_forward(module: nn.Module, args: Any, kwargs: Any, blocks: Iterable[nn.Module]) -> Recording:
-    """Records a forward over arguments like these, of which shapes and types count. Raises what the forward raises."""
+    """Record a forward on arguments with these shapes and dtypes. Whatever the forward raises is raised here."""
     recorder = _Recorder(module, blocks)
-    return recorder.record(*normaliser(module)(args, kwargs))
+    return recorder.record(*argument_normalizer(module)(args, kwargs))
 
 
 def _context() -> Context:
@@ -123,19 +138,21 @@ def _context() -> Context:
     )
 
 
-class _Sizes(ShapeEnv):
-    """Does not note from which line of code a symbol came: for that, torch would import its compiler. `values` has the
-    value of each symbol."""
+class _ShapeEnv(ShapeEnv):
+    """A ShapeEnv that knows the example value of each of its symbols.
+
+    It does not look up the user's stack frame for each symbol: torch would import its compiler for that.
+    """
 
     def __init__(self) -> None:
-        super().__init__(duck_shape=False)
+        super().__init__(duck_shape=False)  # equal sizes get different symbols: they may be equal by coincidence
         self.values: dict[sympy.Symbol, int] = {}
 
     def _get_user_frame(self) -> None:
         return None
 
     def evaluate_expr(self, orig_expr: Any, hint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """torch cannot decide about remainders of floats (`height % 0.5`): the sizes in them are fixed instead."""
+        """Specialize sizes in remainders of floats (`height % 0.5`), which torch cannot evaluate symbolically."""
         if hint is None or all(remainder.args[1].is_integer for remainder in orig_expr.atoms(Mod, PythonMod)):
             return super().evaluate_expr(orig_expr, hint, *args, **kwargs)
         for symbol in orig_expr.free_symbols & self.values.keys():
@@ -144,150 +161,159 @@ class _Sizes(ShapeEnv):
 
 
 @dataclass(slots=True)
-class _Known:
-    """A tensor of the forward: its text, and what made it where that was a torch operation."""
+class _TensorInfo:
+    """How the recorded code refers to a tensor, and the operation that produced it: (operator, args, kwargs)."""
 
     text: str
     uses: frozenset[str]
-    fetched: tuple[tuple[nn.Module, str], ...] = ()
-    made_by: tuple[Any, Any, Any] | None = None
+    attributes: tuple[Attribute, ...] = ()
+    producer: tuple[Any, Any, Any] | None = None
     is_constant: bool = False
 
 
 @dataclass(slots=True)
-class _Phrase:
-    """Text under construction, with what it names."""
+class _References:
+    """The variables and module tensors that a piece of generated text refers to."""
 
     uses: set[str] = field(default_factory=set)
-    fetched: list[tuple[nn.Module, str]] = field(default_factory=list)
+    attributes: list[Attribute] = field(default_factory=list)
 
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_IN_SIGHT = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
-_BY_NAME = (torch.memory_format, torch.Generator, enum.Enum, type(Ellipsis))
-_VIEWS = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}  # strides may be others when it runs
+_LITERALS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
+_NAMED_CONSTANTS = (torch.memory_format, torch.Generator, enum.Enum, type(Ellipsis))
+# A view in the recording may need a copy at run time, where strides can differ.
+_REPLACED_OPERATORS = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
 
 
-_CALL = "_compiled_call_impl"  # what nn.Module.__call__ runs instead of a module's own forward
+_CALL = "_compiled_call_impl"  # the attribute that nn.Module.__call__ calls instead of the module's forward
 _recording_lock = threading.RLock()
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes steps while a forward runs. Two worlds: tensors of the forward have symbols for sizes; modules run on
-    twins of them with plain sizes, out of sight."""
+    """The state of one recording. `record` runs the forward; three hooks turn what it does into statements:
+    intercepted calls of modules and of autograd functions, and `__torch_dispatch__` for torch operations."""
 
     def __init__(self, module: nn.Module, blocks: Iterable[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._module = module
         self._blocks = {id(block) for block in blocks}
-        inner = list(module.modules())
-        # What holds a block is opened; all else that belongs to the module is a step.
-        self._opened = {id(one) for one in inner if any(id(each) in self._blocks for each in one.modules())}
-        self._opened -= self._blocks
-        self._inside = {id(one): path for path, one in module.named_modules()}
-        self._sizes = _Sizes()
-        self._mode = FakeTensorMode(shape_env=self._sizes, allow_non_fake_inputs=True)
-        self._mode.cache_enabled = False  # no two operations are alike where sizes are symbols
-        self._plain = FakeTensorMode(allow_non_fake_inputs=True)
-        self._steps: list[Step] = []
-        self._bound: dict[str, Any] = {}
-        self._bound_names: dict[int, str] = {}
-        self._known: dict[int, _Known] = {}
-        self._twins: dict[int, torch.Tensor] = {}
-        self._originals: dict[int, torch.Tensor] = {}
-        self._alive: list[Any] = []  # so that no id is used twice
-        self._aliases: dict[str, int] = {}
-        self._pieces: dict[int, tuple[torch.Tensor, int, int]] = {}  # entries of tensors, with axis and number
-        self._named: set[str] = set()
-        self._num_guards = 0
-        self._asked_sizes = False
-        self._is_out_of_sight = self._is_vmapped = False
-        self._outside: Context = ()
+        self._paths = {id(submodule): path for path, submodule in module.named_modules()}
+        # Modules that contain a block are inlined; every other submodule is a leaf, one statement for each call.
+        self._inlined = {
+            id(submodule)
+            for submodule in module.modules()
+            if any(id(descendant) in self._blocks for descendant in submodule.modules())
+        } - self._blocks
 
-    # The run.
+        self._shape_env = _ShapeEnv()
+        self._symbolic_mode = FakeTensorMode(shape_env=self._shape_env, allow_non_fake_inputs=True)
+        self._symbolic_mode.cache_enabled = False  # with symbolic sizes, hardly any operation is a cache hit
+        self._concrete_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._concrete_of: dict[int, torch.Tensor] = {}  # by the id of the symbolic tensor
+        self._symbolic_of: dict[int, torch.Tensor] = {}  # by the id of the concrete tensor
+        self._alive: list[Any] = []  # objects whose ids are keys: while they live, no id is reused
+
+        self._statements: list[Statement] = []
+        self._variables: set[str] = set()
+        self._tensors: dict[int, _TensorInfo] = {}
+        self._storages: dict[str, int] = {}
+        self._namespace: dict[str, Any] = {}
+        self._namespace_names: dict[int, str] = {}
+        self._num_recorded_guards = 0
+        # Entries of an unbound tensor that no statement stands for yet: (tensor, axis, index).
+        self._entries: dict[int, tuple[torch.Tensor, int, int]] = {}
+
+        self._depends_on_sizes = False  # set by `_evaluate`
+        self._is_paused = self._is_in_vmap = False
+        self._outer_context: Context = ()
 
     def record(self, args: Any, kwargs: Any) -> Recording:
         leaves, spec = tree_flatten((args, kwargs))
-        device = device_of(leaves)
-        self._outside = _context()
-        self._swapped = Swapped(self._module, self._plain, device)
+        self._outer_context = _context()
+        self._weights = FakeWeights(self._module, self._concrete_mode, device_of(leaves))
+
+        # Tensors and ints become symbolic inputs; any other argument is a constant of the recording.
         inputs: list[str | None] = []
         values: list[Any] = []
         for number, leaf in enumerate(leaves):
             name = f"a{number}"
-            is_named = isinstance(leaf, torch.Tensor) or type(leaf) is int
-            inputs.append(name if is_named else None)
-            values.append(self._symbolic(leaf, name, "argument") if is_named else leaf)
-        before = _chance()
+            is_input = isinstance(leaf, torch.Tensor) or type(leaf) is int
+            inputs.append(name if is_input else None)
+            values.append(self._make_symbolic(leaf, name) if is_input else leaf)
+
+        rng_state = _host_rng_state()
         try:
-            with self._swapped, without_caches(self._module), self._watching(), ExitStack() as stack:
+            with self._weights, without_caches(self._module), self._intercepted_calls(), ExitStack() as stack:
                 stack.enter_context(as_when_compiling())
-                stack.enter_context(self._mode)
+                stack.enter_context(self._symbolic_mode)
                 stack.enter_context(self)
                 stack.enter_context(torch._C._AutoDispatchBelowAutograd())
                 args, kwargs = tree_unflatten(values, spec)
                 result = self._module(*args, **kwargs)
         finally:
-            # Whatever else went wrong went wrong because of it.
-            if _chance() != before:
-                raise Refusal(
-                    "its forward draws random numbers of Python or numpy between its blocks, which would be drawn once "
-                    "for all; switch that off (layerdrop, apply_spec_augment) or draw them with torch"
+            # Raised even while another error is on its way, because that error is usually a consequence.
+            if _host_rng_state() != rng_state:
+                raise UnsupportedForwardError(
+                    "its forward draws random numbers with Python or numpy between its blocks, and the recording would "
+                    "repeat one draw forever; switch that off (layerdrop, apply_spec_augment) or draw them with torch"
                 )
-        self._note_guards()
-        phrase = _Phrase()
-        output = self._text(result, phrase, "it returns")
+        self._record_guards()
+        references = _References()
+        output = self._text(result, references, "it returns")
         return Recording(
-            steps=tuple(self._steps),
+            statements=tuple(self._statements),
             spec=spec,
             inputs=tuple(inputs),
             constants=tuple(None if name else leaf for name, leaf in zip(inputs, leaves, strict=True)),
             output=output,
-            output_uses=frozenset(phrase.uses),
-            output_fetched=tuple(phrase.fetched),
-            bound=self._bound,
-            outside=self._outside,
-            aliases=self._aliases,
-            result=tree_map(self._twin, result),
+            output_uses=frozenset(references.uses),
+            output_attributes=tuple(references.attributes),
+            namespace=self._namespace,
+            outer_context=self._outer_context,
+            storages=self._storages,
+            result=tree_map(self._to_concrete, result),
         )
 
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Have calls of the module's parts and of custom autograd functions come here.
+    # Hooks into the running forward.
 
-        A part is intercepted by its own `_compiled_call_impl`, which `nn.Module.__call__` calls where there is one
+    @contextmanager
+    def _intercepted_calls(self) -> Iterator[None]:
+        """Route calls of leaf modules and of custom autograd functions through the recorder.
+
+        A module is intercepted by its own `_compiled_call_impl`, which `nn.Module.__call__` calls where there is one
         (`nn.Module.compile` sets it), so no other module is touched. `torch.autograd.Function.apply` and
-        `torch.Tensor.__len__` have no such hook and are replaced: calls of other threads pass through. One thread
+        `torch.Tensor.__len__` have no such hook and are replaced; calls of other threads pass through. One thread
         records at a time; a recording inside a recording is fine.
         """
         apply, length = torch.autograd.Function.__dict__["apply"], torch.Tensor.__len__
         thread = threading.get_ident()
 
-        def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._is_out_of_sight or self._is_vmapped or threading.get_ident() != thread:
+        def apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._is_paused or self._is_in_vmap or threading.get_ident() != thread:
                 return apply.__func__(cls, *args, **kwargs)
             if torch._C._are_functorch_transforms_active():
-                # Arguments are no tensors of the forward: what the function does with them is noted instead.
-                self._is_vmapped = True
+                # The arguments are vmap's wrappers, which have no variables: the operations inside are recorded.
+                self._is_in_vmap = True
                 try:
                     return apply.__func__(cls, *args, **kwargs)
                 finally:
-                    self._is_vmapped = False
-            if cls is CheckpointFunction:  # what is recomputed in backward is seen when it runs
+                    self._is_in_vmap = False
+            if cls is CheckpointFunction:  # the statements inside are recorded; recomputation is up to the run
                 return args[0](*args[2:])
-            return self._opaque(cls, lambda a, k: apply.__func__(cls, *a, **k), args, kwargs)
+            return self._record_call(cls, lambda a, k: apply.__func__(cls, *a, **k), args, kwargs)
 
-        def measured(tensor: torch.Tensor) -> int:
-            if threading.get_ident() == thread and _is_hint(sys._getframe(1)):
-                raise TypeError("a list of unknown length")  # which is caught by who asked
+        def tensor_length(tensor: torch.Tensor) -> int:
+            if threading.get_ident() == thread and _is_length_hint(sys._getframe(1)):
+                raise TypeError("a list of unknown length")  # `list` ignores it and appends entry by entry
             return length(tensor)  # type: ignore[no-any-return, no-untyped-call]
 
         with _recording_lock, ExitStack() as stack:
-            for part in self._module.modules():
-                if id(part) not in self._opened:
-                    stack.enter_context(self._intercepted(part, thread))
-            torch.Tensor.__len__ = measured  # type: ignore[method-assign]
-            torch.autograd.Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
+            for submodule in self._module.modules():
+                if id(submodule) not in self._inlined:
+                    stack.enter_context(self._intercepted(submodule, thread))
+            torch.Tensor.__len__ = tensor_length  # type: ignore[method-assign]
+            torch.autograd.Function.apply = classmethod(apply_function)  # type: ignore[method-assign, assignment]
             try:
                 yield
             finally:
@@ -295,18 +321,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 
     @contextmanager
-    def _intercepted(self, part: nn.Module, thread: int) -> Iterator[None]:
-        """Have calls of one module, in this thread, come here."""
-        attributes = vars(part)
+    def _intercepted(self, module: nn.Module, thread: int) -> Iterator[None]:
+        """Route calls of one module, in this thread, through the recorder."""
+        attributes = vars(module)
         compiled = attributes.get(_CALL)
-        run = part._call_impl if compiled is None else compiled
+        run = module._call_impl if compiled is None else compiled
 
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if self._is_out_of_sight or threading.get_ident() != thread:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._is_paused or threading.get_ident() != thread:
                 return run(*args, **kwargs)
-            return self._opaque(part, lambda a, k: run(*a, **k), args, kwargs)
+            return self._record_call(module, lambda a, k: run(*a, **k), args, kwargs)
 
-        attributes[_CALL] = called
+        attributes[_CALL] = call
         try:
             yield
         finally:
@@ -315,376 +341,422 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 attributes[_CALL] = compiled
 
-    def _opaque(self, target: Any, run: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:
-        """Notes a call as one step; it runs on twins."""
-        self._note_guards()
+    def _record_call(self, target: Any, run: Callable[[Any, Any], Any], args: Any, kwargs: Any) -> Any:
+        """Record a call of a leaf module or an autograd function as one statement, and run it on concrete tensors."""
+        self._record_guards()  # guards of the code before the call come before it
         module = target if isinstance(target, nn.Module) else None
-        where = f"it gives {self._inside[id(module)]!r}" if module is not None else f"it gives {target.__name__}"
-        phrase = _Phrase()
+        label = repr(self._paths[id(module)]) if module is not None else target.__name__
         callee = self._name_of(target, "m") if module is not None else f"{self._name_of(target, 'c')}.apply"
-        given = [self._text(arg, phrase, where) for arg in args]
-        given += [f"{name}={self._text(arg, phrase, where)}" for name, arg in kwargs.items()]
-        twins = tree_map(self._twin, (tuple(args), dict(kwargs)))
-        self._is_out_of_sight = True
+        arguments, references = self._call_text(args, kwargs, f"it passes {label}")
+
+        # What the module does inside is its own business: it is neither recorded nor symbolic.
+        concrete = tree_map(self._to_concrete, (tuple(args), dict(kwargs)))
+        self._is_paused = True
         try:
-            result = run_opaque(run, twins, self._plain, self._swapped)
+            result = run_on_fakes(run, concrete, self._concrete_mode, self._weights)
         finally:
-            self._is_out_of_sight = False
-        name = f"t{len(self._steps)}"
+            self._is_paused = False
+
+        name = f"t{len(self._statements)}"
         self._add(
-            Step(
+            Statement(
                 name=name,
-                text=f"{callee}({', '.join(given)})",
-                uses=frozenset(phrase.uses),
+                text=f"{callee}({arguments})",
+                uses=frozenset(references.uses),
                 kind=signature_of(module) if module is not None else str(target),
                 module=module,
                 is_block=id(module) in self._blocks,
-                fetched=tuple(phrase.fetched),
+                attributes=tuple(references.attributes),
                 has_effect=True,
                 context=_context(),
             )
         )
-        return self._picked(result, name, where.replace("it gives", "it gets from"))
+        return self._register_output(result, name, f"it gets from {label}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_out_of_sight or func.namespace == "prim":
+        if self._is_paused or func.namespace == "prim":
             return func(*args, **kwargs)
-        aten = torch.ops.aten
-        args, kwargs = tree_map(self._original, (args, kwargs))
-        if func in (aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default):
-            answer = self._answer(func, args[0])
-            if answer is not None:
-                return answer
-        if func is aten.unbind.int and isinstance(args[0].shape[(*args[1:], 0)[0]], torch.SymInt):
-            return self._taken_apart(args[0], (*args[1:], 0)[0])
-        if func in (aten.cat.default, aten.stack.default):
-            joined = self._put_together(func is aten.cat.default, args[0], (*args[1:], 0)[0])
-            if joined is not None:
-                return joined
-        with enable_python_dispatcher():  # code that finds shapes from symbols needs it
+        # Parameters, outputs of leaf modules and constants may arrive in other forms.
+        args, kwargs = tree_map(self._to_symbolic, (args, kwargs))
+        is_handled, result = self._dispatch_special(func, args)
+        if is_handled:
+            return result
+        with enable_python_dispatcher():  # decompositions that propagate symbolic shapes need it
             result = func(*args, **kwargs)
-        self._note_guards()
-        phrase = _Phrase()
-        where = f"it gives {func}"
-        given = [self._text(arg, phrase, where) for arg in args]
-        given += [f"{name}={self._text(arg, phrase, where)}" for name, arg in kwargs.items()]
-        if func is aten.detach_.default:  # a new variable: others keep theirs
+        self._record_guards()
+        self._record_operation(func, args, kwargs, result)
+        return result
+
+    def _dispatch_special(self, func: Any, args: Any) -> tuple[bool, Any]:
+        """Run operators that would need a tensor's values, or would fix the number of entries of an axis. Returns
+        whether the operator was one of them, and its result."""
+        aten = torch.ops.aten
+        if func in (aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default):
+            value = self._constant_value(func, args[0])
+            return value is not None, value
+        if func is aten.unbind.int:
+            axis = (*args[1:], 0)[0]
+            if isinstance(args[0].shape[axis], torch.SymInt):
+                return True, self._unbind(args[0], axis)
+        if func in (aten.cat.default, aten.stack.default):
+            joined = self._rejoin(func is aten.cat.default, args[0], (*args[1:], 0)[0])
+            return joined is not None, joined
+        return False, None
+
+    def _record_operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Record one torch operation that has run on symbolic tensors."""
+        aten = torch.ops.aten
+        arguments, references = self._call_text(args, kwargs, f"it passes {func}")
+        if func is aten.detach_.default:
+            # Recorded as a detach into a new variable: other uses of the old variable keep their gradient.
             func = aten.detach.default
-            self._known.pop(id(result), None)
+            self._tensors.pop(id(result), None)
         writes = tuple(
-            self._known[id(arg)].text
+            self._tensors[id(arg)].text
             for schema, arg in zip(func._schema.arguments, args, strict=False)
-            if schema.alias_info is not None and schema.alias_info.is_write and id(arg) in self._known
+            if schema.alias_info is not None and schema.alias_info.is_write and id(arg) in self._tensors
         )
         for arg in args if writes else ():
-            if id(arg) in self._known:
-                self._known[id(arg)].made_by = None
-        if func is aten.lift_fresh.default:  # the constant itself must stay as it is
+            if id(arg) in self._tensors:
+                self._tensors[id(arg)].producer = None  # its value is no longer what the producer gave
+        if func is aten.lift_fresh.default:  # the recorded constant itself must never be written to
             func = aten.clone.default
-        text = f"{self._name_of(_VIEWS.get(func, func), 'o')}({', '.join(given)})"
-        name = f"t{len(self._steps)}"
+
+        name = f"t{len(self._statements)}"
+        text = f"{self._name_of(_REPLACED_OPERATORS.get(func, func), 'o')}({arguments})"
         numbers = [leaf for leaf in tree_leaves(result) if isinstance(leaf, _SYMBOLIC)]
         if numbers and not isinstance(result, tuple | list):
-            # A number from a tensor: its symbol is the variable. A flag is noted as the number that it is.
+            # A number read from a tensor: its symbol is the variable. A bool is recorded as an int.
             (symbol,) = numbers[0].node.expr.free_symbols
             name, text = str(symbol), f"int({text})" if isinstance(result, torch.SymBool) else text
         self._add(
-            Step(
+            Statement(
                 name=name,
                 text=text,
-                uses=frozenset(phrase.uses),
+                uses=frozenset(references.uses),
                 kind=str(func),
-                fetched=tuple(phrase.fetched),
+                attributes=tuple(references.attributes),
                 writes=writes,
                 has_effect=bool(writes) or result is None,
                 context=_context(),
             )
         )
-        made_by = (func, args, kwargs)
         if isinstance(result, torch.Tensor):
-            self._know(result, name, made_by)
+            self._register(result, name, (func, args, kwargs))
         elif isinstance(result, tuple | list):
             for number, leaf in enumerate(result):
                 if isinstance(leaf, torch.Tensor):
-                    self._know(leaf, self._pick(f"{name}[{number}]", name))
-        return result
+                    self._register(leaf, self._add_pick(f"{name}[{number}]", name))
 
-    def _taken_apart(self, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
-        """The entries of a tensor one by one, as loops over it want them. How many there are is not fixed yet: they may
-        all be put together again."""
-        size = tensor.shape[axis]
-        pieces = [torch.ops.aten.select.int(tensor, axis, 0) for _ in range(self._twin(size))]
-        self._alive.append(pieces)
-        self._pieces.update((id(piece), (tensor, axis, number)) for number, piece in enumerate(pieces))
-        return pieces
+    # Loops over a tensor's entries: `for row in x` unbinds x, which fixes the number of rows. As long as all entries
+    # are only put together again, that number stays a symbol.
 
-    def _put_together(self, is_cat: bool, parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor | None:
-        """All entries of a tensor, in order, joined: the tensor in another shape, whatever their number."""
-        found = [self._pieces.get(id(part)) for part in parts]
-        if not found or found[0] is None:
+    def _unbind(self, tensor: torch.Tensor, axis: int) -> list[torch.Tensor]:
+        """The entries of a tensor, with no statements for them yet."""
+        num_entries = self._to_concrete(tensor.shape[axis])
+        entries = [torch.ops.aten.select.int(tensor, axis, 0) for _ in range(num_entries)]
+        self._alive.append(entries)
+        self._entries.update((id(entry), (tensor, axis, index)) for index, entry in enumerate(entries))
+        return entries
+
+    def _rejoin(self, is_cat: bool, tensors: Sequence[torch.Tensor], axis: int) -> torch.Tensor | None:
+        """The concatenation or stack of all entries of one tensor, in order, as a reshape of it; None for others."""
+        origins = [self._entries.get(id(tensor)) for tensor in tensors]
+        if not origins or origins[0] is None:
             return None
-        tensor, taken_from, _ = found[0]
-        every = [(id(tensor), taken_from, number) for number in range(self._twin(tensor.shape[taken_from]))]
-        if [(id(one[0]), *one[1:]) for one in found if one is not None] != every:
+        source, source_axis, _ = origins[0]
+        num_entries = self._to_concrete(source.shape[source_axis])
+        if [(id(origin[0]), *origin[1:]) for origin in origins if origin is not None] != [
+            (id(source), source_axis, index) for index in range(num_entries)
+        ]:
             return None
         with self:
-            axis %= tensor.dim() - is_cat
-            moved = tensor.movedim(taken_from, axis)
+            axis %= source.dim() - is_cat
+            moved = source.movedim(source_axis, axis)
             return moved.flatten(axis, axis + 1) if is_cat else moved
 
-    def _piece(self, piece: torch.Tensor) -> None:
-        """An entry that is used by itself: the number of entries is fixed from here on."""
-        tensor, axis, number = self._pieces[id(piece)]
-        bool(tensor.shape[axis] == self._twin(tensor.shape[axis]))  # which becomes a condition
-        self._note_guards()
+    def _select_entry(self, entry: torch.Tensor) -> None:
+        """Record the selection of an entry that is used on its own. From here on the number of entries is fixed."""
+        tensor, axis, index = self._entries[id(entry)]
+        bool(tensor.shape[axis] == self._to_concrete(tensor.shape[axis]))  # adds a guard
+        self._record_guards()
         with self:
-            self._known[id(piece)] = self._known[id(tensor.select(axis, number))]
+            self._tensors[id(entry)] = self._tensors[id(tensor.select(axis, index))]
 
-    # What is known.
+    # Statements, and the tensors that they produce.
 
-    def _add(self, step: Step) -> None:
-        self._steps.append(step)
-        self._named.add(step.name)
+    def _add(self, statement: Statement) -> None:
+        self._statements.append(statement)
+        self._variables.add(statement.name)
 
-    def _check(self, text: str, uses: frozenset[str]) -> None:
-        self._add(Step(name="", text=text, uses=uses, kind="check", has_effect=True))
+    def _add_check(self, text: str, uses: frozenset[str]) -> None:
+        self._add(Statement(name="", text=text, uses=uses, kind="check", has_effect=True))
 
-    def _know(self, tensor: torch.Tensor, name: str, made_by: Any = None) -> None:
-        """A tensor under its variable; sizes that depend on values are read from it."""
-        self._alive.append(tensor)
-        if id(tensor) in self._known:
-            return
-        self._known[id(tensor)] = _Known(text=name, uses=frozenset((name,)), made_by=made_by)
-        self._aliases[name] = tensor.untyped_storage()._cdata
-        size: Any
-        for axis, size in enumerate(tensor.shape):
-            if not isinstance(size, int) and str(size.node.expr) not in self._named and size.node.expr.is_symbol:
-                self._add(_size(str(size.node.expr), f"{name}.shape[{axis}]", name))
-
-    def _pick(self, text: str, source: str) -> str:
-        name = f"t{len(self._steps)}"
-        self._add(Step(name=name, text=text, uses=frozenset((source,)), kind="pick"))
+    def _add_pick(self, text: str, source: str) -> str:
+        name = f"t{len(self._statements)}"
+        self._add(Statement(name=name, text=text, uses=frozenset((source,)), kind="pick"))
         return name
 
-    def _symbolic(self, leaf: Any, name: str, where: str) -> Any:
-        """A tensor or number with symbols for its sizes, which are read from the variable `name`."""
-        if not isinstance(leaf, torch.Tensor):
-            return self._symbol(leaf, name, name)
-        sizes = [self._symbol(int(size), f"{name}.shape[{axis}]", name) for axis, size in enumerate(leaf.shape)]
-        with _disable_current_modes(), self._mode:
-            tensor = torch.empty(sizes, dtype=leaf.dtype, device=leaf.device)
-        self._know(tensor, name)
-        twin = leaf if isinstance(leaf, FakeTensor) and leaf.fake_mode is self._plain else stand_in(self._plain, leaf)
-        self._twins[id(tensor)], self._originals[id(twin)] = twin, tensor
-        self._alive.append(twin)
-        return tensor
+    def _add_size(self, symbol: str, text: str, source: str) -> None:
+        self._add(Statement(name=symbol, text=text, uses=frozenset((source,)), kind="size"))
 
-    def _symbol(self, value: int, text: str, source: str) -> Any:
-        """A symbol for a number that a variable has; one and nought stand for themselves, and are checked."""
-        uses = frozenset((source,))
-        if value in (0, 1) or value < 0:
-            self._check(f"{text} == {value}", uses)
-            return value
-        origin = ConstantSource(f"{source}_{len(self._steps)}")
-        symbol = self._sizes.create_symbol(value, origin, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-        self._sizes.values[symbol] = value
-        self._add(_size(str(symbol), text, source))
-        return self._sizes.create_symintnode(symbol, hint=value, source=origin)
+    def _record_guards(self) -> None:
+        """Record the guards that the ShapeEnv has added since the last call."""
+        guards = self._shape_env.guards
+        for guard in guards[self._num_recorded_guards :]:
+            references = _References()
+            text = self._expression(guard.expr, references)
+            self._add_check(text, frozenset(references.uses))
+        self._num_recorded_guards = len(guards)
 
-    def _picked(self, result: Any, name: str, where: str) -> Any:
-        """What a step gave, part by part, as the forward goes on with it."""
+    def _register(self, tensor: torch.Tensor, name: str, producer: Any = None) -> None:
+        """Assign a variable to a tensor. Sizes that depend on values (of `nonzero`) are read from it."""
+        self._alive.append(tensor)
+        if id(tensor) in self._tensors:
+            return
+        self._tensors[id(tensor)] = _TensorInfo(text=name, uses=frozenset((name,)), producer=producer)
+        self._storages[name] = tensor.untyped_storage()._cdata
+        # Symbols that are not bound yet are sizes that this operation made: they depend on values.
+        size: Any
+        for axis, size in enumerate(tensor.shape):
+            if not isinstance(size, int) and str(size.node.expr) not in self._variables and size.node.expr.is_symbol:
+                self._add_size(str(size.node.expr), f"{name}.shape[{axis}]", name)
+
+    def _register_output(self, result: Any, name: str, where: str) -> Any:
+        """The output of a leaf module as symbolic values, with a pick statement for each part of a nest."""
         if isinstance(result, torch.Tensor):
-            if id(result) in self._originals:  # it passed on what it was given
-                return self._originals[id(result)]
-            return self._symbolic(result, name, where)
+            if id(result) in self._symbolic_of:  # the module returned one of its inputs
+                return self._symbolic_of[id(result)]
+            return self._make_symbolic(result, name)
         if type(result) is torch.Size:
             result = tuple(result)
         if type(result) in (tuple, list):
-            return type(result)(self._part(part, f"{name}[{place}]", name, where) for place, part in enumerate(result))
+            return type(result)(
+                self._register_part(part, f"{name}[{index}]", name, where) for index, part in enumerate(result)
+            )
         if type(result) is dict:
-            return {key: self._part(part, f"{name}[{key!r}]", name, where) for key, part in result.items()}
+            return {key: self._register_part(part, f"{name}[{key!r}]", name, where) for key, part in result.items()}
         leaves, spec = tree_flatten(result)
         if len(leaves) == 1 and leaves[0] is result:
             if type(result) is int:
-                return self._symbol(result, name, name)
-            if isinstance(result, _IN_SIGHT):
+                return self._make_symbol(result, name, name)
+            if isinstance(result, _LITERALS):
                 return result
-            raise Refusal(f"{where} a {type(result).__name__}, which is no nest of tensors")
-        listed = self._pick(f"_leaves({name})", name)
-        parts = [self._part(part, f"{listed}[{place}]", listed, where) for place, part in enumerate(leaves)]
+            raise UnsupportedForwardError(f"{where} a {type(result).__name__}, which is not a nest of tensors")
+        # A registered pytree (a Hugging Face ModelOutput): its leaves by position.
+        flat = self._add_pick(f"_leaves({name})", name)
+        parts = [self._register_part(part, f"{flat}[{index}]", flat, where) for index, part in enumerate(leaves)]
         return tree_unflatten(parts, spec)
 
-    def _part(self, part: Any, text: str, source: str, where: str) -> Any:
+    def _register_part(self, part: Any, text: str, source: str, where: str) -> Any:
         if part is None:
             return None
-        if id(part) in self._originals:
-            return self._originals[id(part)]
-        return self._picked(part, self._pick(text, source), where)
+        if id(part) in self._symbolic_of:
+            return self._symbolic_of[id(part)]
+        return self._register_output(part, self._add_pick(text, source), where)
 
-    def _original(self, leaf: Any) -> Any:
-        """The tensor of the forward that a twin or a parameter stands for."""
-        if not isinstance(leaf, torch.Tensor) or id(leaf) in self._known:
+    # Between symbolic and concrete fake tensors.
+
+    def _make_symbolic(self, leaf: Any, name: str) -> Any:
+        """A tensor or int in symbolic form; its sizes are read from the variable `name`."""
+        if not isinstance(leaf, torch.Tensor):
+            return self._make_symbol(leaf, name, name)
+        sizes = [self._make_symbol(int(size), f"{name}.shape[{axis}]", name) for axis, size in enumerate(leaf.shape)]
+        with _disable_current_modes(), self._symbolic_mode:
+            symbolic = torch.empty(sizes, dtype=leaf.dtype, device=leaf.device)
+        self._register(symbolic, name)
+        is_concrete = isinstance(leaf, FakeTensor) and leaf.fake_mode is self._concrete_mode
+        self._pair(symbolic, leaf if is_concrete else fake_like(self._concrete_mode, leaf))
+        return symbolic
+
+    def _make_symbol(self, value: int, text: str, source: str) -> Any:
+        """A symbol for an int that the code reads as `text`.
+
+        As in torch.compile, 0 and 1 are specialized: they broadcast, so code for them is no code for other sizes.
+        """
+        if value in (0, 1) or value < 0:
+            self._add_check(f"{text} == {value}", frozenset((source,)))
+            return value
+        origin = ConstantSource(f"{source}_{len(self._statements)}")
+        symbol = self._shape_env.create_symbol(value, origin, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+        self._shape_env.values[symbol] = value
+        self._add_size(str(symbol), text, source)
+        return self._shape_env.create_symintnode(symbol, hint=value, source=origin)
+
+    def _pair(self, symbolic: torch.Tensor, concrete: torch.Tensor) -> None:
+        self._concrete_of[id(symbolic)], self._symbolic_of[id(concrete)] = concrete, symbolic
+        self._alive += [symbolic, concrete]
+
+    def _to_symbolic(self, leaf: Any) -> Any:
+        """The symbolic tensor for a concrete one, a parameter or a buffer. Real tensors become constants."""
+        if not isinstance(leaf, torch.Tensor) or id(leaf) in self._tensors:
             return leaf
-        if id(leaf) in self._originals:
-            return self._originals[id(leaf)]
-        owner = self._swapped.owners.get(id(leaf))
+        if id(leaf) in self._symbolic_of:
+            return self._symbolic_of[id(leaf)]
+        owner = self._weights.owners.get(id(leaf))
         if owner is not None:
-            # Fetched when it runs: moving a module to a device replaces its buffers.
-            with _disable_current_modes(), self._mode:
-                tensor = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-            name = self._name_of(owner[0], "m")
-            self._alive += [leaf, tensor]
-            self._originals[id(leaf)], self._twins[id(tensor)] = tensor, leaf
-            self._known[id(tensor)] = _Known(text=f"{name}.{owner[1]}", uses=frozenset(), fetched=(owner,))
-            return tensor
-        if id(leaf) in self._pieces:
+            # Referred to by attribute, not by value: moving a module to a device replaces its buffers.
+            with _disable_current_modes(), self._symbolic_mode:
+                symbolic = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+            text = f"{self._name_of(owner[0], 'm')}.{owner[1]}"
+            self._pair(symbolic, leaf)
+            self._tensors[id(symbolic)] = _TensorInfo(text=text, uses=frozenset(), attributes=(owner,))
+            return symbolic
+        if id(leaf) in self._entries:
             return leaf
         if isinstance(leaf, FakeTensor):
-            raise Refusal("it uses a tensor from inside one of its blocks; ask for less (output_attentions=False)")
+            raise UnsupportedForwardError(
+                "it uses a tensor from inside one of its blocks; ask for less (output_attentions=False)"
+            )
         if torch._C._functorch.is_functorch_wrapped_tensor(leaf):
-            raise Refusal("it uses a tensor inside vmap in a way that cannot be followed")
+            raise UnsupportedForwardError("it uses a tensor inside vmap in a way that cannot be recorded")
         self._alive.append(leaf)
-        self._known[id(leaf)] = _Known(text=self._name_of(leaf, "c"), uses=frozenset(), is_constant=True)
+        self._tensors[id(leaf)] = _TensorInfo(text=self._name_of(leaf, "c"), uses=frozenset(), is_constant=True)
         return leaf
 
-    def _twin(self, leaf: Any) -> Any:
-        """What stands for a tensor or a number of the forward out of sight."""
+    def _to_concrete(self, leaf: Any) -> Any:
+        """The concrete counterpart of a symbolic tensor or size."""
         if isinstance(leaf, _SYMBOLIC):
             if leaf.node.hint is None:
-                raise Refusal("a size between its blocks depends on values of tensors")
+                raise UnsupportedForwardError("a size between its blocks depends on values of tensors")
             return leaf.node.hint
         if type(leaf) is torch.Size:
-            return tuple(map(self._twin, leaf))
+            return tuple(map(self._to_concrete, leaf))
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if id(leaf) in self._originals or id(leaf) in self._swapped.owners:
+        if id(leaf) in self._symbolic_of or id(leaf) in self._weights.owners:
             return leaf
-        if id(leaf) not in self._twins:
-            sizes = tuple(map(self._twin, leaf.shape))
-            with _disable_current_modes(), self._plain:
-                twin = torch.empty(sizes, dtype=leaf.dtype, device=leaf.device)
-            self._twins[id(leaf)], self._originals[id(twin)] = twin, leaf
-            self._alive += [leaf, twin]
-        return self._twins[id(leaf)]
+        if id(leaf) not in self._concrete_of:
+            sizes = tuple(map(self._to_concrete, leaf.shape))
+            with _disable_current_modes(), self._concrete_mode:
+                concrete = torch.empty(sizes, dtype=leaf.dtype, device=leaf.device)
+            self._pair(leaf, concrete)
+        return self._concrete_of[id(leaf)]
 
-    # As text.
+    # Values as Python source text.
 
     def _name_of(self, value: Any, letter: str) -> str:
-        if id(value) not in self._bound_names:
-            name = f"{letter}{len(self._bound_names)}_"
-            self._bound_names[id(value)] = name
-            self._bound[name] = value
-        return self._bound_names[id(value)]
+        """The name under which the text finds an object in its namespace."""
+        if id(value) not in self._namespace_names:
+            name = f"{letter}{len(self._namespace_names)}_"
+            self._namespace_names[id(value)] = name
+            self._namespace[name] = value
+        return self._namespace_names[id(value)]
 
-    def _text(self, value: Any, phrase: _Phrase, where: str) -> str:
-        value = self._original(value)
+    def _call_text(self, args: Any, kwargs: Any, where: str) -> tuple[str, _References]:
+        references = _References()
+        texts = [self._text(arg, references, where) for arg in args]
+        texts += [f"{name}={self._text(arg, references, where)}" for name, arg in kwargs.items()]
+        return ", ".join(texts), references
+
+    def _text(self, value: Any, references: _References, where: str) -> str:
+        """The source text of a value. `where` begins the error message for a value that has none."""
+        value = self._to_symbolic(value)
         if isinstance(value, torch.Tensor):
-            if id(value) in self._pieces and id(value) not in self._known:
-                self._piece(value)
-            if id(value) not in self._known:
-                raise Refusal("it uses a tensor that was made out of sight")
-            known = self._known[id(value)]
-            phrase.uses |= known.uses
-            phrase.fetched += known.fetched
-            return known.text
+            if id(value) in self._entries and id(value) not in self._tensors:
+                self._select_entry(value)
+            if id(value) not in self._tensors:
+                raise UnsupportedForwardError("it uses a tensor that was made where it could not be recorded")
+            info = self._tensors[id(value)]
+            references.uses |= info.uses
+            references.attributes += info.attributes
+            return info.text
         if isinstance(value, _SYMBOLIC):
-            return self._expression(value.node.expr, phrase)
+            return self._expression(value.node.expr, references)
         if type(value) in (list, tuple, torch.Size):
-            parts = [self._text(part, phrase, where) for part in value]
+            parts = [self._text(part, references, where) for part in value]
             if type(value) is list:
                 return f"[{', '.join(parts)}]"
             return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
         if type(value) is dict and all(isinstance(key, str | int) for key in value):
-            return "{" + ", ".join(f"{key!r}: {self._text(part, phrase, where)}" for key, part in value.items()) + "}"
+            items = (f"{key!r}: {self._text(item, references, where)}" for key, item in value.items())
+            return "{" + ", ".join(items) + "}"
         if isinstance(value, slice):
-            return (
-                f"slice({', '.join(self._text(one, phrase, where) for one in (value.start, value.stop, value.step))})"
-            )
+            limits = (self._text(limit, references, where) for limit in (value.start, value.stop, value.step))
+            return f"slice({', '.join(limits)})"
         if isinstance(value, bool | int | str | type(None)) and type(value).__module__ == "builtins":
             return repr(value)
         if isinstance(value, float) and math.isfinite(value):
             return repr(value)
         if isinstance(value, torch.dtype):
             return str(value)
-        if isinstance(value, (*_IN_SIGHT, *_BY_NAME)) or callable(value):
+        if isinstance(value, (*_LITERALS, *_NAMED_CONSTANTS)) or callable(value):
             return self._name_of(value, "c")
+        # Any other registered pytree is rebuilt from its leaves; what pytree does not know is a leaf itself.
         leaves, spec = tree_flatten(value)
         if not (len(leaves) == 1 and leaves[0] is value):
-            parts = [self._text(part, phrase, where) for part in leaves]
+            parts = [self._text(part, references, where) for part in leaves]
             return f"_unflatten([{', '.join(parts)}], {self._name_of(spec, 'c')})"
         hint = "; pass use_cache=False" if "Cache" in type(value).__name__ else ""
-        raise Refusal(f"{where} a {type(value).__name__}, which is no nest of tensors{hint}")
+        raise UnsupportedForwardError(f"{where} a {type(value).__name__}, which is not a nest of tensors{hint}")
 
-    def _expression(self, expression: Any, phrase: _Phrase) -> str:
+    def _expression(self, expression: Any, references: _References) -> str:
         names = {str(symbol) for symbol in expression.free_symbols}
-        if names - self._named:
-            raise Refusal("a size between its blocks depends on values of tensors")
-        phrase.uses |= names
+        if names - self._variables:
+            raise UnsupportedForwardError("a size between its blocks depends on values of tensors")
+        references.uses |= names
         return f"({PythonPrinter().doprint(expression)})"
 
-    def _note_guards(self) -> None:
-        """Conditions on sizes under which the forward went this way."""
-        guards = self._sizes.guards
-        for guard in guards[self._num_guards :]:
-            phrase = _Phrase()
-            text = self._expression(guard.expr, phrase)
-            self._check(text, frozenset(phrase.uses))
-        self._num_guards = len(guards)
+    # `if tensor:` and `tensor.item()`, where the value is the same for every batch.
 
-    def _answer(self, func: Any, tensor: torch.Tensor) -> Any:
-        """The value of a tensor of one element that no input has a part in, where chance has no say in it. One that
-        depends on sizes is looked at again whenever it runs."""
-        self._asked_sizes = False
-        least, most = (self._evaluated(tensor, drawn) for drawn in (0.0, 1.0 - 2.0**-24))
-        if least is None or most is None:
+    def _constant_value(self, func: Any, tensor: torch.Tensor) -> Any:
+        """The value of a one-element tensor that no input contributes to; None if one does.
+
+        A random number is replaced by the smallest and by the largest that can be drawn. If both give the same value
+        (`torch.rand(1) < 0.0`, layerdrop that is off), it does not depend on the draw. A value that depends on sizes is
+        checked at run time.
+        """
+        self._depends_on_sizes = False
+        lowest, highest = (self._evaluate(tensor, draw) for draw in (0.0, 1.0 - 2.0**-24))
+        if lowest is None or highest is None:
             return None
         with _disable_current_modes():
-            if not torch.equal(least, most):
-                raise Refusal("it decides by chance which blocks run (layerdrop); set that chance to 0")
-            answer = func(least)
-        if self._asked_sizes:
-            phrase = _Phrase()
-            given = self._text(tensor, phrase, "")
-            self._check(f"{self._name_of(func, 'o')}({given}) == {answer!r}", frozenset(phrase.uses))
-        return answer
+            if not torch.equal(lowest, highest):
+                raise UnsupportedForwardError(
+                    "it decides by chance which blocks run (layerdrop); set that probability to 0"
+                )
+            value = func(lowest)
+        if self._depends_on_sizes:
+            references = _References()
+            text = self._text(tensor, references, "")
+            self._add_check(f"{self._name_of(func, 'o')}({text}) == {value!r}", frozenset(references.uses))
+        return value
 
-    def _evaluated(self, tensor: Any, drawn: float) -> torch.Tensor | None:
-        known = self._known.get(id(tensor))
-        if known is not None and known.is_constant:
+    def _evaluate(self, tensor: Any, draw: float) -> torch.Tensor | None:
+        """Compute a tensor from constants and sizes by running its producers, with `draw` for every `torch.rand`."""
+        info = self._tensors.get(id(tensor))
+        if info is not None and info.is_constant:
             return tensor  # type: ignore[no-any-return]
-        if known is None or known.made_by is None:
+        if info is None or info.producer is None:
             return None
-        func, args, kwargs = known.made_by
+        func, args, kwargs = info.producer
         leaves, spec = tree_flatten((args, kwargs))
         values: list[Any] = []
         for leaf in leaves:
-            value = self._evaluated(leaf, drawn) if isinstance(leaf, torch.Tensor) else self._twin(leaf)
-            if value is None and leaf is not None:
+            value = self._evaluate(leaf, draw) if isinstance(leaf, torch.Tensor) else self._to_concrete(leaf)
+            if value is None and leaf is not None:  # it depends on an input
                 return None
-            self._asked_sizes |= value is not leaf and not isinstance(leaf, torch.Tensor)
+            self._depends_on_sizes |= value is not leaf and not isinstance(leaf, torch.Tensor)
             values.append(value)
         args, kwargs = tree_unflatten(values, spec)
         with _disable_current_modes():
             if func is torch.ops.aten.rand.default:
-                return torch.full(args[0], drawn, dtype=kwargs.get("dtype"))
+                return torch.full(args[0], draw, dtype=kwargs.get("dtype"))
             if torch.Tag.nondeterministic_seeded in func.tags:
                 return None
             result = func(*args, **kwargs)
         return result if isinstance(result, torch.Tensor) else None
 
 
-def _chance() -> bytes:
-    """The states of the generators that torch does not know of."""
+def _host_rng_state() -> bytes:
+    """The states of Python's and numpy's generators, which recorded torch operations do not draw from."""
     return pickle.dumps((random.getstate(), numpy.random.get_state()))
 
 
-def _size(symbol: str, text: str, source: str) -> Step:
-    return Step(name=symbol, text=text, uses=frozenset((source,)), kind="size")
-
-
-def _is_hint(frame: types.FrameType) -> bool:
-    """Whether a length is asked for by `list(x)`, which would fix the number of entries, and does well without."""
+def _is_length_hint(frame: types.FrameType) -> bool:
+    """Whether this frame runs `list(x)` or `tuple(x)`, which ask for a length only to allocate: answering would fix the
+    number of entries for nothing."""
     line, last_line, begin, end = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     if line is None or line != last_line:
         return False
@@ -693,33 +765,34 @@ def _is_hint(frame: types.FrameType) -> bool:
 
 
 def signature_of(module: nn.Module) -> str:
-    """Equal for modules of the same type, settings and parameter shapes."""
+    """A string that is equal for modules of the same type, settings and parameter shapes."""
     shapes = ",".join(f"{name}{tuple(parameter.shape)}" for name, parameter in module.named_parameters())
     return f"{type(module).__name__}|{module!r}|{shapes}"
 
 
-def reason_of(error: BaseException, module: nn.Module) -> str:
-    """Why a forward could not be recorded, with its line where that helps."""
-    if isinstance(error, Refusal):
+def failure_reason(error: BaseException) -> str:
+    """Why a forward could not be recorded, with the user's line of code where that helps."""
+    if isinstance(error, UnsupportedForwardError):
         return str(error)
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if not _is_ours(one.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
     line = f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
     if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException):
         return (
-            f"its forward decides by values of tensors between its blocks{line}; leave out what it decides about "
-            "(labels), or let a module inside it decide"
+            f"its forward branches on values of tensors between its blocks{line}; leave out what the branch is about "
+            "(labels), or move it into a submodule"
         )
     text = (str(error).splitlines() or [""])[0][:200]
     return f"its forward cannot be recorded ({type(error).__name__}: {text}){line}"
 
 
-def _is_ours(file: str) -> bool:
+def _is_library(file: str) -> bool:
     return "/torch/" in file or "/spindle/" in file
 
 
-def other_way(module: nn.Module, text: str) -> GuardError:
+def guard_error(module: nn.Module, text: str) -> GuardError:
     return GuardError(
         module,
-        f"{type(module).__name__} was recorded on sizes for which {text}, which does not hold for this batch: its "
-        "forward may take another way. Pad batches alike, or register it with spindle.module(..., split=False)",
+        f"{type(module).__name__} was recorded for sizes with {text}, which does not hold for this batch: its forward "
+        "may take another branch. Pad batches to the same sizes, or register the module with "
+        "spindle.module(..., split=False)",
     )

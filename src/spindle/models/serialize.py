@@ -1,10 +1,10 @@
-"""How does a recorded chain reach another process? As bytes, in which whatever belongs to the module is named by its
-path there, so that the other process finds its own.
+"""Send a recorded chain to another process, as bytes in which everything that belongs to the module is a path, so that
+the receiver finds it in its own module.
 
-Modules, parameters, buffers and other tensors that are attributes of modules travel as paths; torch operators as their
-qualified names; a GPU as "the receiver's"; small constant tensors by value; classes and functions as pickle does it, by
-the name under which they are imported. What has no such name (a local class, a lambda) or must be one object for all
-who use it (a generator, a module from elsewhere) is refused: then every process has to record the module itself.
+Modules, and tensors that are attributes of modules, travel as paths; torch operators as their qualified names; a GPU as
+"the receiver's GPU"; small constant tensors by value; classes and functions by their import name, as pickle does it.
+`NotSerializableError` refuses what has no import name (a local class, a lambda) and what processes cannot share (a
+generator, a module from elsewhere). Then every process has to record the module itself.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class NotSerializableError(Exception):
-    """A recorded chain cannot be sent to another process; says why."""
+    """A recorded chain that cannot be sent to another process; the message says why."""
 
 
 def dump_chain(chain: Chain) -> bytes:
-    """The source of a chain as bytes."""
+    """Serialize the source of a chain, and check that it can be loaded again."""
     source = chain.source
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, chain.module).dump(_fields(source))
         data = buffer.getvalue()
-        loaded = _load_source(chain.module, data, None)
+        loaded = _load_source(chain.module, data, None)  # whatever cannot be loaded is found here, not on another rank
     except NotSerializableError:
         raise
     except Exception as error:  # pickling runs code of whatever a recording holds
@@ -45,12 +45,12 @@ def dump_chain(chain: Chain) -> bytes:
         assert isinstance(loaded, RecordedForward)
         for constant, copy in zip(source.constants, loaded.constants, strict=True):
             if copy is not constant and copy != constant:
-                raise NotSerializableError(f"its argument {constant!r} is not equal to its copy")
+                raise NotSerializableError(f"its argument {constant!r} does not equal its copy")
     return data
 
 
 def load_source(module: nn.Module, data: bytes, device: torch.device) -> ChainSource:
-    """The source of a chain, for a module like the one that was recorded, whose tensors are on this device."""
+    """Load the source of a chain for a module equal to the recorded one, whose tensors are on this device."""
     return _load_source(module, data, device)
 
 
@@ -60,13 +60,13 @@ def _load_source(module: nn.Module, data: bytes, device: torch.device | None) ->
         return WholeModule(reason=fields[0], kind=fields[1])
     if kind == "children":
         return ChildModules(kinds=fields[0])
-    layers, bound, spec, inputs, constants = fields
+    layers, namespace, spec, inputs, constants = fields
     return RecordedForward(
         layers=tuple(
-            LayerSource(text=text, kind=name, settings=settings, modules=modules, fetched=fetched)
-            for text, name, settings, modules, fetched in layers
+            LayerSource(text=text, kind=name, settings=settings, modules=modules, attributes=attributes)
+            for text, name, settings, modules, attributes in layers
         ),
-        bound=bound,
+        namespace=namespace,
         spec=spec,
         inputs=inputs,
         constants=constants,
@@ -77,35 +77,35 @@ def _fields(source: ChainSource) -> tuple[Any, ...]:
     match source:
         case WholeModule(reason=reason, kind=kind):
             return "whole", reason, kind
-        case ChildModules(kinds=every):
-            return "children", every
+        case ChildModules(kinds=child_kinds):
+            return "children", child_kinds
         case RecordedForward():
-            kinds: dict[str, str] = {}  # pickle writes a string once if it is the same object
+            kinds: dict[str, str] = {}  # interned: pickle writes an object once, however often it appears
             layers = tuple(
-                (layer.text, kinds.setdefault(layer.kind, layer.kind), layer.settings, layer.modules, layer.fetched)
+                (layer.text, kinds.setdefault(layer.kind, layer.kind), layer.settings, layer.modules, layer.attributes)
                 for layer in source.layers
             )
-            return "recorded", layers, dict(source.bound), source.spec, source.inputs, source.constants
+            return "recorded", layers, dict(source.namespace), source.spec, source.inputs, source.constants
 
 
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, module: nn.Module) -> None:
         super().__init__(file)
-        self._paths = {id(one): path for path, one in module.named_modules()}
+        self._paths = {id(submodule): path for path, submodule in module.named_modules()}
         self._tensors = {id(tensor): (path, name) for path, name, tensor in _tensors_of(module)}
 
     def persistent_id(self, value: Any) -> Any:
         match value:
             case nn.Module():
                 if id(value) not in self._paths:
-                    raise NotSerializableError(f"it uses a {type(value).__name__} that is no part of it")
+                    raise NotSerializableError(f"it uses a {type(value).__name__} that does not belong to it")
                 return "module", self._paths[id(value)]
             case torch.Tensor():
                 return self._tensor(value)
-            case TreeSpec():  # as a nest: the fields of specs change with torch's versions
+            case TreeSpec():  # as a nest: the fields of a spec differ between versions of torch
                 nest = tree_unflatten(list(range(value.num_leaves)), value)
                 if tree_structure(nest) != value:
-                    raise NotSerializableError(f"the structure {value} is not equal to its copy")
+                    raise NotSerializableError(f"the structure {value} does not equal its copy")
                 return "structure", nest
             case torch._ops.OpOverload():
                 return "operator", value.namespace, value._opname, value._overloadname
@@ -119,10 +119,10 @@ class _Pickler(pickle.Pickler):
         if id(tensor) in self._tensors:
             return "attribute", *self._tensors[id(tensor)]
         if type(tensor) is not torch.Tensor or tensor.requires_grad:
-            raise NotSerializableError(f"it uses a {type(tensor).__name__} that is no part of it")
+            raise NotSerializableError(f"it uses a {type(tensor).__name__} that does not belong to it")
         num_bytes = tensor.numel() * tensor.element_size()
         if num_bytes > _LARGEST_CONSTANT_BYTES:
-            raise NotSerializableError(f"it uses a tensor of {num_bytes} bytes that is no part of it")
+            raise NotSerializableError(f"it uses a tensor of {num_bytes} bytes that does not belong to it")
         buffer = io.BytesIO()
         torch.save(tensor.cpu(), buffer)
         return "tensor", buffer.getvalue(), tensor.device.type
@@ -157,23 +157,23 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Parameters, buffers and other tensors of a module and those inside it: path, attribute, tensor."""
-    for path, one in module.named_modules():
-        for group in (vars(one), one._buffers, one._parameters):
-            for name, value in group.items():
+    """All tensors of a module and its submodules: path, attribute name, tensor."""
+    for path, submodule in module.named_modules():
+        for attributes in (vars(submodule), submodule._buffers, submodule._parameters):
+            for name, value in attributes.items():
                 if isinstance(value, torch.Tensor):
                     yield path, name, value
 
 
 def source_text(chain: Chain) -> str:
-    """A chain as text, equal in all processes in which it does the same."""
+    """Describe a chain as text that is equal in all processes where the chain does the same, for their digests."""
     source = chain.source
     match source:
         case WholeModule(reason=reason):
             return f"one layer: {reason}"
         case ChildModules():
             return f"its {len(chain.layers)} children"
-    paths = {id(one): path for path, one in chain.module.named_modules()}
+    paths = {id(submodule): path for path, submodule in chain.module.named_modules()}
     tensors = {id(tensor): f"{path}.{name}" for path, name, tensor in _tensors_of(chain.module)}
 
     def name_of(value: Any) -> str:
@@ -183,22 +183,22 @@ def source_text(chain: Chain) -> str:
             return f"tensor {tensors[id(value)]!r}"
         if isinstance(value, torch.Tensor):
             return f"tensor {value.dtype} {tuple(value.shape)} {value.tolist() if value.numel() <= 64 else ''}"
-        if isinstance(value, torch.device):  # each process has its own
+        if isinstance(value, torch.device):  # each process has a GPU of its own
             return f"device {value.type}"
         if callable(value) and hasattr(value, "__qualname__"):
             return f"{value.__module__}.{value.__qualname__}"
-        if isinstance(value, set | frozenset):  # whose order differs from process to process
+        if isinstance(value, set | frozenset):  # iteration order differs between processes
             return f"{{{', '.join(sorted(map(name_of, value)))}}}"
         if type(value) in (tuple, list):
             return f"({', '.join(map(name_of, value))})"
         if type(value) is dict:
-            return f"{{{', '.join(f'{name_of(key)}: {name_of(one)}' for key, one in value.items())}}}"
+            return f"{{{', '.join(f'{name_of(key)}: {name_of(item)}' for key, item in value.items())}}}"
         return _ADDRESS.sub("", repr(value))
 
     lines = []
     for number, layer in enumerate(source.layers):
         lines += [f"layer {number}: {_ADDRESS.sub('', layer.kind)}", _ADDRESS.sub("", layer.text)]
-        lines += [f"reads {name_of(owner)} {name}" for owner, name in layer.fetched]
-    lines += [f"{name} = {name_of(value)}" for name, value in source.bound.items()]
+        lines += [f"reads {name_of(owner)} {name}" for owner, name in layer.attributes]
+    lines += [f"{name} = {name_of(value)}" for name, value in source.namespace.items()]
     constants = [name_of(value) for value in source.constants]
     return "\n".join([*lines, f"arguments {source.inputs} {constants} {_ADDRESS.sub('', str(source.spec))}"])

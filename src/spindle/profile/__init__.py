@@ -1,4 +1,4 @@
-"""How long, how much memory, on n devices? Curves, link costs and memory; analytic where nothing was measured."""
+"""Times and memory of layers on n devices, and costs of links: measured, or analytic where nothing was measured."""
 
 from spindle.profile.abstract import abstract_profile, read_abstract_graph
 from spindle.profile.communication import all_reduce_s, collective_latency_s, ring_bytes

@@ -1,11 +1,12 @@
-"""The abstract graph: ops with known times, for people who already have them.
+"""Abstract graphs: ops with known times, for users who already have them.
 
     {"ops": [{"name": "vision", "layers": 32, "time_s": {"1": 0.031, "2": 0.017}}, ...],
      "edges": [["vision", "lm"], ...]}
 
-`time_s` is seconds per layer, forward and backward together, on n devices, split 1:2; `forward_s` and `backward_s` may
-stand in its place. An n that is not listed is not allowed. An op may carry `batch`, and `task` (what runs for one loss;
-ops without one belong with what they are connected to). Nothing is known of bytes, so none are moved.
+`time_s` is seconds per layer, forward and backward together, on n devices; a third of it is forward. `forward_s` and
+`backward_s` may be given instead. An n that is not listed is not allowed. An op may have a `batch` and a `task` (the
+ops of one loss; an op without a task belongs to the ops it is connected with). Bytes are not known, so none are
+transferred.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from spindle.profile.curve import Curve
 from spindle.profile.profile import Profile
 
 LEAVES_OUT = ("bytes: no transfer, gradient synchronisation, optimizer or memory is counted for an abstract graph",)
-# Beyond these a number is surely a mistake, and times would no longer be counted in nanoseconds.
+# Beyond these limits a number is surely a mistake, and times could not be counted in nanoseconds.
 MAX_LAYERS, MAX_BATCH = 1_000_000, 1_000_000_000
 SHORTEST_S, LONGEST_S = 1e-9, 1e5
 _OP_FIELDS = ("name", "layers", "time_s", "forward_s", "backward_s", "batch", "task")
 
 
 def read_abstract_graph(path: Path, cluster: Cluster) -> Profile:
-    """Reads an abstract graph file for a cluster."""
+    """Read an abstract graph file for a cluster."""
     return abstract_profile(read_json_file(path), cluster, str(path), name=path.stem)
 
 
@@ -48,13 +49,13 @@ def abstract_profile(data: Mapping[str, Any], cluster: Cluster, where: str = "gr
     for position, entry in enumerate(ops):
         metaop, curve = _read_op(entry, f"{where}: ops[{position}]")
         if metaop.name in positions:
-            raise InputError(f"{where}: ops[{position}]: the name {metaop.name!r} is there twice; names must differ")
+            raise InputError(f"{where}: ops[{position}]: the name {metaop.name!r} is used twice; names must differ")
         positions[metaop.name] = position
-        usable = curve.up_to(cluster.num_devices)
+        usable = curve.up_to(cluster.num_devices)  # times for more devices than there are do no harm
         if usable is None:
             raise ProfileError(
-                f"{where}: op {metaop.name!r} fits on no allowed number of devices: it has times for "
-                f"{curve.num_devices[0]} devices and more, the cluster has {cluster.num_devices}"
+                f"{where}: op {metaop.name!r} fits on no allowed number of devices: its times start at "
+                f"{curve.num_devices[0]} devices, and the cluster has {cluster.num_devices}"
             )
         metaops.append(metaop)
         curves.append((usable,))
@@ -97,17 +98,17 @@ def _read_curve(entry: dict[str, Any], where: str) -> Curve:
     if "time_s" in entry and parts:
         raise InputError(f"{where}: give either time_s or forward_s and backward_s, not both")
     if "time_s" in entry:
-        together = _read_times(entry["time_s"], f"{where}.time_s")
-        forward = {count: value / 3 for count, value in together.items()}
-        backward = {count: value - forward[count] for count, value in together.items()}
+        combined = _read_times(entry["time_s"], f"{where}.time_s")
+        forward = {count: value / 3 for count, value in combined.items()}
+        backward = {count: value - forward[count] for count, value in combined.items()}
     elif len(parts) == 2:
         forward = _read_times(parts["forward_s"], f"{where}.forward_s")
         backward = _read_times(parts["backward_s"], f"{where}.backward_s")
         if forward.keys() != backward.keys():
-            odd = min(forward.keys() ^ backward.keys())
-            raise InputError(f"{where}: {odd} devices have a time in only one of forward_s and backward_s")
+            unmatched = min(forward.keys() ^ backward.keys())
+            raise InputError(f"{where}: {unmatched} devices have a time in only one of forward_s and backward_s")
     else:
-        raise InputError(f"{where}: no time: expected time_s, or forward_s and backward_s")
+        raise InputError(f"{where}: the op has no time; expected time_s, or forward_s and backward_s")
     counts = tuple(sorted(forward))
     return Curve(
         num_devices=counts,
@@ -122,7 +123,7 @@ def _read_times(data: Any, where: str) -> dict[int, float]:
     times: dict[int, float] = {}
     for key, value in data.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 9) or int(key) < 1:
-            raise InputError(f"{where}: {key[:20]!r} is no number of devices; expected a whole number of at least 1")
+            raise InputError(f"{where}: {key[:20]!r} is not a number of devices; expected a whole number of at least 1")
         if int(key) in times:
             raise InputError(f"{where}: {int(key)} devices are listed twice")
         time_s = read_number(value, f'{where}["{key}"]')
@@ -143,7 +144,7 @@ def _read_edges(data: Any, positions: dict[str, int], where: str) -> tuple[tuple
             raise InputError(f"{where}: edges[{number}]: expected [producer, consumer], got {edge!r}")
         for end in edge:
             if end not in positions:
-                raise InputError(f"{where}: edges[{number}]: no op is called {end!r}; ops: {', '.join(positions)}")
+                raise InputError(f"{where}: edges[{number}]: there is no op {end!r}; ops: {', '.join(positions)}")
         if edge[0] == edge[1]:
             raise InputError(f"{where}: edges[{number}]: {edge[0]!r} feeds itself, which is a cycle")
         edges[(positions[edge[0]], positions[edge[1]])] = None
@@ -151,7 +152,7 @@ def _read_edges(data: Any, positions: dict[str, int], where: str) -> tuple[tuple
 
 
 def _with_tasks(metaops: list[MetaOp], edges: tuple[tuple[int, int], ...]) -> tuple[MetaOp, ...]:
-    """Names the task of every op: ops that are connected, or carry the same task, belong together."""
+    """Give every op a task: ops that are connected, or have the same task, belong together (union-find)."""
     root = list(range(len(metaops)))
 
     def find(position: int) -> int:
@@ -163,13 +164,14 @@ def _with_tasks(metaops: list[MetaOp], edges: tuple[tuple[int, int], ...]) -> tu
     same_task = [
         (first_of_task.setdefault(op.task, position), position) for position, op in enumerate(metaops) if op.task
     ]
-    for one, other in (*edges, *same_task):
-        low, high = sorted((find(one), find(other)))
+    for first, second in (*edges, *same_task):
+        low, high = sorted((find(first), find(second)))
         root[high] = low
-    named: dict[int, str] = {}
+    task_of_root: dict[int, str] = {}
     for position, op in enumerate(metaops):
         if op.task:
-            named.setdefault(find(position), op.task)
+            task_of_root.setdefault(find(position), op.task)
     return tuple(
-        replace(op, task=named.get(find(position), metaops[find(position)].name)) for position, op in enumerate(metaops)
+        replace(op, task=task_of_root.get(find(position), metaops[find(position)].name))
+        for position, op in enumerate(metaops)
     )

@@ -1,4 +1,4 @@
-"""The time of one layer on n devices."""
+"""The time of one layer as a function of the number of devices."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from spindle.workload import LayerCost
 class Curve:
     """Forward and backward seconds of one layer over its whole batch, for each allowed number of devices.
 
-    A number that is not listed is not allowed: a curve never guesses between or beyond its points. `weight_s` is the
-    part of `backward_s` that makes gradients of weights and may run later; without it, nothing is known of such a part.
-    `launch_s` is the host time to launch the forward and the backward kernels of one layer one by one, whatever the
-    batch size; zero for layers that run as CUDA graphs, and where it was not measured.
+    A number that is not listed is not allowed: a curve neither interpolates nor extrapolates. `weight_s` is the part of
+    `backward_s` that computes weight gradients and may run later; empty if it is not known. `launch_s` is the host time
+    to launch the forward and the backward kernels of one layer, for any batch size; zero for layers that run as CUDA
+    graphs, and where it was not measured.
     """
 
     num_devices: tuple[int, ...]
@@ -34,51 +34,55 @@ class Curve:
         if not self.num_devices:
             raise ProfileError("a curve needs at least one number of devices")
         if not len(self.num_devices) == len(self.forward_s) == len(self.backward_s):
-            raise ProfileError("a curve needs as many forward and backward times as numbers of devices")
+            raise ProfileError("a curve needs one forward and one backward time for each number of devices")
         if self.num_devices[0] < 1 or any(b <= a for a, b in zip(self.num_devices, self.num_devices[1:], strict=False)):
-            raise ProfileError(f"numbers of devices must rise from at least 1, got {list(self.num_devices)[:8]}")
+            raise ProfileError(
+                f"numbers of devices must be increasing and at least 1, got {list(self.num_devices)[:8]}"
+            )
         if self.num_devices[0] % self.tensor_degree:
-            raise ProfileError(f"{self.num_devices[0]} devices cannot hold tensor groups of {self.tensor_degree}")
+            raise ProfileError(
+                f"{self.num_devices[0]} devices cannot be split into tensor groups of {self.tensor_degree}"
+            )
         times = np.asarray(self.forward_s + self.backward_s + self.launch_s)
         if not (np.isfinite(times).all() and (times >= 0).all()):
             raise ProfileError("times must be finite and not negative")
         if self.weight_s:
             if len(self.weight_s) != len(self.backward_s):
-                raise ProfileError("a curve needs as many times of weights' gradients as numbers of devices, or none")
+                raise ProfileError("a curve needs one weight_s for each number of devices, or none")
             if not all(0 <= part <= whole for part, whole in zip(self.weight_s, self.backward_s, strict=True)):
-                raise ProfileError("weight_s is a part of backward_s: it must lie between 0 and backward_s")
+                raise ProfileError("weight_s is a part of backward_s: it must be between 0 and backward_s")
 
     def allows(self, num_devices: int) -> bool:
         position = bisect_left(self.num_devices, num_devices)
         return position < len(self.num_devices) and self.num_devices[position] == num_devices
 
     def times_s(self, num_devices: int) -> tuple[float, float]:
-        """Forward and backward seconds on exactly so many devices."""
+        """Forward and backward seconds on exactly this many devices."""
         position = bisect_left(self.num_devices, num_devices)
         if position == len(self.num_devices) or self.num_devices[position] != num_devices:
             raise ProfileError(
-                f"no time is known on {num_devices} devices; known: {_ranges(self.num_devices)} "
+                f"no time is known for {num_devices} devices; known: {_ranges(self.num_devices)} "
                 "(measure it, or plan with these)"
             )
         return self.forward_s[position], self.backward_s[position]
 
     def weight_time_s(self, num_devices: int) -> float | None:
-        """The part of backward that makes the gradients of weights, where it is known."""
+        """The part of backward that computes weight gradients, if it is known."""
         self.times_s(num_devices)
         return self.weight_s[bisect_left(self.num_devices, num_devices)] if self.weight_s else None
 
     def layer_s(self, num_devices: int, recompute: bool = False) -> float:
-        """Forward and backward together on so many devices; recomputation pays the forward pass twice."""
+        """Forward and backward seconds together; recomputation adds a second forward."""
         forward_s, backward_s = self.times_s(num_devices)
         return forward_s * (2 if recompute else 1) + backward_s
 
     def folded_s(self, recompute: bool = False) -> NDArray[np.float64]:
-        """`layer_s` at each allowed number."""
+        """`layer_s` for each allowed number of devices."""
         forward: NDArray[np.float64] = np.asarray(self.forward_s)
         return forward * (2 if recompute else 1) + np.asarray(self.backward_s, dtype=np.float64)
 
     def up_to(self, num_devices: int) -> Curve | None:
-        """The part of the curve that so many devices can use, if any."""
+        """The part of the curve for up to `num_devices`, if any."""
         count = bisect_left(self.num_devices, num_devices + 1)
         if count == len(self.num_devices):
             return self
@@ -117,9 +121,11 @@ class Curve:
 
 
 def tensor_degrees(cost: LayerCost | None, cluster: Cluster) -> list[int]:
-    """The tensor degrees that a layer may have: powers of two up to its largest, inside one island."""
-    most = min(1 if cost is None else cost.max_tensor_degree, max(island.num_devices for island in cluster.islands))
-    return [1 << power for power in range(most.bit_length())]
+    """The tensor degrees that a layer may have: powers of two up to its maximum, inside one island."""
+    max_degree = min(
+        1 if cost is None else cost.max_tensor_degree, max(island.num_devices for island in cluster.islands)
+    )
+    return [1 << power for power in range(max_degree.bit_length())]
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

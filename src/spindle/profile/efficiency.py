@@ -1,9 +1,9 @@
-"""What kernels reach of a device's peaks, by their size: tables of measured efficiencies.
+"""Tables of measured kernel efficiencies, by the size of the kernel.
 
-An efficiency is relative to the roofline: the larger of FLOPs over the peak and bytes over the bandwidth, over the time
-measured. So a table carries over to a device of other peaks, as far as its kernels are as good; that it does is an
-assumption, and profiles say so. Between points, efficiencies are joined by straight pieces over the logarithm of the
-size. Beyond the first or last point that of the edge is taken, and the answer says so: whoever asks passes it on.
+An efficiency is the roofline time (the larger of FLOPs over the peak and bytes over the bandwidth) divided by the
+measured time. So a table can be used for a device with other peaks; that its kernels are equally good is an assumption,
+and profiles say so. Between points, efficiency is linear in the logarithm of the size. Beyond the first or last point
+it is that of the edge, and every lookup returns whether the size was inside the table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KIND = "kernel-efficiencies"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmColumn:
-    """The three products of one shape of weights, by the number of tokens."""
+    """The three GEMMs of one weight shape (forward, input gradient, weight gradient), by the number of tokens."""
 
     outputs: int
     inputs: int
@@ -50,7 +50,7 @@ class GemmColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTable:
-    """Attention of one head width, by the number of planes (instances times heads) and the length: a row for each
+    """Attention of one head width, by the number of planes (instances times heads) and the length; one row for each
     number of planes."""
 
     head_width: int
@@ -80,7 +80,7 @@ class AttentionTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTable:
-    """A kind of memory-bound kernel, by the bytes it moves."""
+    """A kind of memory-bound kernel, by the bytes that it reads and writes."""
 
     kind: str
     num_bytes: tuple[int, ...]
@@ -93,10 +93,11 @@ class MemoryTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiencies:
-    """What kernels reach of the peaks. Where there is no table, one number holds for all sizes.
+    """Efficiencies of all kinds of kernels. Where there is no table, the `flat_` number holds for all sizes.
 
-    `gemm_grid` has a column for every pair of its outputs and inputs; a shape in `gemm` was measured itself and goes
-    first. `launch_s` is what each kernel takes beside its work; `network` is what collectives reach of a link.
+    `gemm_grid` has a column for every pair of its outputs and inputs; a shape in `gemm` was measured itself and takes
+    precedence. `launch_s` is the overhead of each kernel; `network` is the share of a link's bandwidth that collectives
+    reach.
     """
 
     flat_gemm: float = 0.65
@@ -117,67 +118,71 @@ class Efficiencies:
                 raise ProfileError(f"{name} must lie in (0, 1], got {getattr(self, name)}")
         if not self.launch_s >= 0:
             raise ProfileError(f"launch_s must not be negative, got {self.launch_s}")
-        outputs, inputs = ({getattr(one, name) for one in self.gemm_grid} for name in ("outputs", "inputs"))
+        outputs, inputs = ({getattr(column, name) for column in self.gemm_grid} for name in ("outputs", "inputs"))
         if len(self.gemm_grid) != len(outputs) * len(inputs):
-            raise ProfileError(f"a grid of {len(outputs)} x {len(inputs)} shapes needs as many columns, once each")
+            raise ProfileError(
+                f"a grid of {len(outputs)} x {len(inputs)} shapes needs one column for each, got {len(self.gemm_grid)}"
+            )
 
 
 class Lookup:
-    """Efficiencies of operators out of tables."""
+    """Looks up the efficiency of operators. Every method returns it with whether the size was inside the table."""
 
     def __init__(self, efficiencies: Efficiencies) -> None:
-        self._all = efficiencies
-        self._exact = {(one.outputs, one.inputs): one for one in efficiencies.gemm}
-        self._grid = {(one.outputs, one.inputs): one for one in efficiencies.gemm_grid}
-        self._outputs = tuple(sorted({one.outputs for one in efficiencies.gemm_grid}))
-        self._inputs = tuple(sorted({one.inputs for one in efficiencies.gemm_grid}))
-        self._memory = {one.kind: one for one in efficiencies.memory}
+        self._efficiencies = efficiencies
+        self._exact = {(column.outputs, column.inputs): column for column in efficiencies.gemm}
+        self._grid = {(column.outputs, column.inputs): column for column in efficiencies.gemm_grid}
+        self._outputs = tuple(sorted({column.outputs for column in efficiencies.gemm_grid}))
+        self._inputs = tuple(sorted({column.inputs for column in efficiencies.gemm_grid}))
+        self._memory = {table.kind: table for table in efficiencies.memory}
 
     def gemm(self, gemm: Gemm) -> tuple[float, bool]:
-        """The efficiency, and whether it lies within what was measured."""
+        """Of a shape that was measured itself, or bilinear between the four nearest shapes of the grid."""
         if gemm.pass_ not in ("forward", "input", "weight"):
-            raise ProfileError(f"a GEMM is forward, input or weight, got {gemm.pass_!r}")
+            raise ProfileError(f"a GEMM's pass_ is forward, input or weight, got {gemm.pass_!r}")
         exact = self._exact.get((gemm.outputs, gemm.inputs))
-        if exact is not None:
+        if exact is not None:  # this weight shape was measured itself
             return exact.at(gemm)
         if not self._grid:
-            return self._all.flat_gemm, True
+            return self._efficiencies.flat_gemm, True
+        # Bilinear over the logarithms of outputs and inputs.
         total, inside = 0.0, True
         for row, row_share, row_inside in _neighbours(self._outputs, gemm.outputs):
-            for place, share, place_inside in _neighbours(self._inputs, gemm.inputs):
-                value, is_inside = self._grid[self._outputs[row], self._inputs[place]].at(gemm)
-                total += row_share * share * value
-                inside = inside and row_inside and place_inside and is_inside
+            for column, column_share, column_inside in _neighbours(self._inputs, gemm.inputs):
+                value, tokens_inside = self._grid[self._outputs[row], self._inputs[column]].at(gemm)
+                total += row_share * column_share * value
+                inside = inside and row_inside and column_inside and tokens_inside
         return total, inside
 
     def attention(self, attention: Attention) -> tuple[float, bool]:
-        """By the table of the nearest head width, of the same mask where there is one."""
-        tables = [one for one in self._all.attention if one.causal == attention.causal] or list(self._all.attention)
+        """From the table with the nearest head width, and with the same mask if there is one."""
+        every_table = self._efficiencies.attention
+        tables = [table for table in every_table if table.causal == attention.causal] or list(every_table)
         if not tables:
-            one = self._all
-            return (one.flat_attention_backward if attention.backward else one.flat_attention), True
+            flat, flat_backward = self._efficiencies.flat_attention, self._efficiencies.flat_attention_backward
+            return (flat_backward if attention.backward else flat), True
         table = min(tables, key=lambda table: (abs(table.head_width - attention.head_width), table.head_width))
         value, inside = table.at(attention)
         return value, inside and table.head_width == attention.head_width and table.causal == attention.causal
 
     def memory(self, kernel: MemoryBound) -> tuple[float, bool]:
         if not self._memory:
-            return self._all.flat_memory, True
+            return self._efficiencies.flat_memory, True
         table = self._memory.get(kernel.kind)
         if table is None:
-            return self._all.flat_memory, False
+            return self._efficiencies.flat_memory, False
         return _between(table.num_bytes, table.efficiency, kernel.num_bytes)
 
 
 def _between(sizes: tuple[int, ...], values: tuple[float, ...] | list[float], size: float) -> tuple[float, bool]:
-    """A value between its neighbours, and whether it lies within the sizes there are."""
+    """Interpolate a value, and say whether `size` is within `sizes`."""
     near = _neighbours(sizes, size)
     return sum(values[position] * share for position, share, _ in near), near[0][2]
 
 
 def _neighbours(sizes: tuple[int, ...], size: float) -> tuple[tuple[int, float, bool], ...]:
-    """Which sizes stand next to this one, with the share of each over the logarithm; at an edge only that, with whether
-    it is the edge itself and not beyond."""
+    """The one or two positions in `sizes` to interpolate between: (position, weight, whether `size` is within
+    `sizes`)."""
     if size <= sizes[0]:
         return ((0, 1.0, size == sizes[0]),)
     if size >= sizes[-1]:
@@ -195,11 +200,11 @@ def _log(size: int) -> float:
 
 def _rising(what: str, sizes: tuple[int, ...]) -> None:
     if not sizes or sizes[0] < 1 or any(b <= a for a, b in pairwise(sizes)):
-        raise ProfileError(f"{what}: sizes must rise from at least 1, got {list(sizes)[:8]}")
+        raise ProfileError(f"{what}: sizes must be increasing and at least 1, got {list(sizes)[:8]}")
 
 
 def _positive(what: str, values: tuple[float, ...], count: int) -> None:
     if len(values) != count:
         raise ProfileError(f"{what}: expected {count} efficiencies, got {len(values)}")
     if not all(0 < value < 2 for value in values):
-        raise ProfileError(f"{what}: efficiencies must lie above 0 (and below 2), got {list(values)[:8]}")
+        raise ProfileError(f"{what}: efficiencies must be above 0 and below 2, got {list(values)[:8]}")

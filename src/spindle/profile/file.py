@@ -1,4 +1,4 @@
-"""Profiles as files, so that what was measured on one machine can be planned on another."""
+"""Profiles on disk, so that one machine can measure and another can plan."""
 
 from __future__ import annotations
 
@@ -23,32 +23,35 @@ def read_profile(path: Path) -> Profile:
 
 
 def fitting(profile: Profile, graph: MetaGraph, num_devices: int, where: str) -> Profile:
-    """The profile for a graph that is the one it was measured for, but for what tracing found of its costs."""
+    """Use a profile for a graph, after checking that it was measured for the same ops, edges and parameters.
+
+    Costs may differ: they come from tracing, on each run.
+    """
     if profile.cluster.num_devices != num_devices:
         raise ProfileError(
-            f"{where} is for {profile.cluster.num_devices} devices, but {num_devices} ranks were started; start as "
-            "many, or measure again (spindle profile)"
+            f"{where} is for {profile.cluster.num_devices} devices, but {num_devices} ranks were started; start "
+            f"{profile.cluster.num_devices} ranks, or measure again (spindle profile)"
         )
-    measured, given = (
-        {op.name: (op.num_layers, op.batch_size) for op in one.metaops} for one in (profile.graph, graph)
+    measured, current = (
+        {op.name: (op.num_layers, op.batch_size) for op in metagraph.metaops} for metagraph in (profile.graph, graph)
     )
-    for name in (*given, *measured):
-        if given.get(name) != measured.get(name):
+    for name in (*current, *measured):
+        if current.get(name) != measured.get(name):
             raise ProfileError(
-                f"{where} was measured for other tasks: it has {_described(name, measured)}, this training has "
-                f"{_described(name, given)}; measure again (spindle profile)"
+                f"{where} was measured for other tasks: it has {_describe(name, measured)}, this training has "
+                f"{_describe(name, current)}; measure again (spindle profile)"
             )
-    if list(measured) != list(given) or profile.graph.edges != graph.edges:
+    if list(measured) != list(current) or profile.graph.edges != graph.edges:
         raise ProfileError(f"{where} was measured for tasks in another order; measure again (spindle profile)")
     if profile.graph.parameters != graph.parameters:
         raise ProfileError(
-            f"{where} was measured for modules with other weights, or others of them frozen; measure again "
+            f"{where} was measured for modules with other weights, or with other weights frozen; measure again "
             "(spindle profile)"
         )
     return replace(profile, graph=graph)
 
 
-def _described(name: str, ops: Mapping[str, tuple[int, int | None]]) -> str:
+def _describe(name: str, ops: Mapping[str, tuple[int, int | None]]) -> str:
     if name not in ops:
         return f"no {name}"
     num_layers, batch_size = ops[name]

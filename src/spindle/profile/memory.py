@@ -1,8 +1,8 @@
-"""How many bytes a device holds.
+"""Memory of a device.
 
-Counted: weights, gradients and optimizer state of the parameters a device uses; activations kept between a slot's
-forward and backward pass; one layer's activations as the working space of a backward pass. Left out: allocator
-fragmentation, kernels' workspaces, communication buffers beyond what is in flight.
+Counted: weights, gradients and optimizer state of the parameters a device uses; activations saved between a slot's
+forward and backward pass; one layer's activations as the working space of a backward pass. Not counted: allocator
+fragmentation, kernel workspaces, communication buffers beyond what is in flight.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ from spindle.graph import MetaGraph, MetaOp
 
 
 def state_bytes(graph: MetaGraph, parameter: int, tensor_degree: int = 1, num_owners: int = 1) -> int:
-    """Weights, gradient and optimizer state of one parameter on each device that uses it; as many devices as there are
-    owners have a part of the optimizer state each."""
+    """Bytes of weights, gradient and optimizer state of one parameter on each device that uses it, with the optimizer
+    state sharded over `num_owners` devices."""
     weights, numerics = graph.parameters[parameter], graph.numerics
     elements = weights.elements_at(tensor_degree)
     if not weights.trainable:
         return elements * numerics.parameter_bytes
-    owned = -(-elements // num_owners)
+    owned = -(-elements // num_owners)  # the largest shard
     return elements * (numerics.parameter_bytes + numerics.gradient_bytes) + owned * numerics.optimizer_bytes
 
 
 def saved_bytes(op: MetaOp, rows: int, num_layers: int, tensor_degree: int, recompute: bool) -> int:
-    """What a slot keeps on one device for its backward pass: with recomputation only the input of each layer."""
+    """Bytes that a slot saves on one device for its backward pass; with recomputation only the input of each layer."""
     if op.cost is None:
         return 0
-    per_row = op.cost.again_bytes_at(tensor_degree) if recompute else op.cost.saved_bytes_at(tensor_degree)
+    per_row = op.cost.recompute_bytes_at(tensor_degree) if recompute else op.cost.saved_bytes_at(tensor_degree)
     return int(rows * num_layers * per_row)
 
 
-# Of one layer's activations. With recomputation those of the layer that was just run again are there, too; counting
-# tensors of steps gave half as much beside them.
-_WORKING, _WORKING_AGAIN = 1.0, 1.5
+# In units of one layer's activations. With recomputation, those of the layer that was just recomputed are alive, too:
+# counting tensors in real steps gave half as much on top of them.
+_WORKING, _WORKING_RECOMPUTE = 1.0, 1.5
 
 
 def backward_bytes(op: MetaOp, rows: int, tensor_degree: int, recompute: bool = False) -> int:
     """The working space of a backward pass on one device."""
-    share = _WORKING_AGAIN if recompute else _WORKING
+    share = _WORKING_RECOMPUTE if recompute else _WORKING
     return 0 if op.cost is None else int(share * rows * op.cost.saved_bytes / tensor_degree)
 
 
 def bytes_text(num_bytes: float) -> str:
-    """A size of memory for people."""
+    """Format a size of memory."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.1f} MiB"

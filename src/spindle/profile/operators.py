@@ -1,7 +1,7 @@
-"""The operators a layer is made of, with what each asks of a device: FLOPs, bytes of memory, bytes of network.
+"""The operators of a layer, with the FLOPs, memory bytes and network bytes of each.
 
-A union of frozen values, one class per kind of kernel; all sizes are those of one member of a tensor group. Bytes count
-every operand once, so a kernel that reads something twice has a lower efficiency instead. Knows no time.
+A union of frozen values, one class per kind of kernel. All sizes are those of one member of a tensor group. Bytes count
+every operand once; a kernel that reads an operand twice has a lower efficiency instead. Knows no time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ MemoryKind = Literal["norm", "norm_backward", "activation", "add", "lookup", "lo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemm:
-    """One of the three products of a linear layer over so many tokens: its output, the gradient of its input, or that
-    of its weights. The three have the same FLOPs and operands in other places."""
+    """One of the three GEMMs of a linear layer: its output, the gradient of its input, or the gradient of its weights.
+    All three have the same FLOPs and the same operands in different roles."""
 
     tokens: int
     outputs: int
@@ -42,9 +42,9 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """`count` instances of one length, each seeing itself alone; scores never reach memory (flash attention).
+    """Attention of `count` sequences of equal length, each to itself; scores never reach memory (flash attention).
 
-    Backward has 2.5 times the FLOPs of forward: scores are computed again.
+    Backward has 2.5 times the FLOPs of forward, because scores are recomputed.
     """
 
     count: int
@@ -65,7 +65,7 @@ class Attention:
     def memory_bytes(self) -> float:
         queries = self.count * self.queries * self.heads * self.head_width
         keys = self.count * self.keys * self.key_heads * self.head_width
-        # Forward: read Q, K, V, write O. Backward: these and the gradient of O are read, three gradients written.
+        # Forward reads Q, K, V and writes O. Backward reads these and the gradient of O, and writes three gradients.
         return float(_BYTES * (4 * queries + 4 * keys if self.backward else 2 * queries + 2 * keys))
 
     @property
@@ -75,7 +75,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBound:
-    """A kernel that does little more than read and write: a norm, an activation, a sum, a look-up."""
+    """A memory-bound kernel: a norm, an activation function, a sum, an embedding lookup."""
 
     kind: MemoryKind
     num_bytes: float
@@ -95,9 +95,10 @@ class MemoryBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """A collective of a tensor group over `num_bytes` (all members' parts together), around a ring.
+    """A ring collective of a tensor group over `num_bytes` (of all members together).
 
-    With sequence parallelism an all-reduce is a reduce-scatter here and an all-gather there, each half of its bytes.
+    With sequence parallelism an all-reduce is split into a reduce-scatter and an all-gather, each with half of its
+    bytes.
     """
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -110,7 +111,7 @@ class Collective:
 
     @property
     def memory_bytes(self) -> float:
-        return 0.0  # copies of what the network moves; counted there
+        return 0.0  # memory traffic of a collective is part of its network time
 
     @property
     def network_bytes(self) -> float:
@@ -123,11 +124,11 @@ Operator = Gemm | Attention | MemoryBound | Collective
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOperators:
-    """A layer over one sub-microbatch, on one member of its tensor group.
+    """The operators of a layer over one sub-microbatch, on one member of its tensor group.
 
-    Backward in two parts: what makes the gradient of the layer's input, and what makes those of its weights and may run
-    later. `saved_bytes` is kept between the passes, `input_bytes` is what recomputation keeps instead, both on each
-    member; `cut_bytes` crosses a cut behind the layer, all members' parts together.
+    Backward has two parts: `input` computes the gradient of the layer's input; `weight` computes the gradients of its
+    weights, and may run later. Each member saves `saved_bytes` between the passes, or `input_bytes` with recomputation.
+    `cut_bytes` cross a cut after the layer, summed over members.
     """
 
     forward: tuple[Operator, ...]

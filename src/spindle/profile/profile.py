@@ -1,4 +1,4 @@
-"""A graph on a cluster with its curves: what planners plan from and what the simulator times with."""
+"""A graph on a cluster with the curves of its ops: the input of planners and of the simulator."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from spindle.profile.host import HostOverhead
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is decided before anything is scheduled: a tensor degree for each module, what is recomputed, and whether
-    the devices that hold a parameter share its optimizer state.
+    """Decisions that are made before scheduling: tensor degrees, what is recomputed, and whether optimizer state is
+    sharded.
 
-    The first two are by op position; ops of one module have the same degree, because a device always holds the same
-    shard.
+    The first two are by op. Ops of one module have the same degree, because a device always holds the same shard.
     """
 
     tensor_degrees: tuple[int, ...]
@@ -28,15 +27,15 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Curves of every op, one for each tensor degree it may have, in rising degree.
+    """Curves of every op: one for each tensor degree that it may have, in increasing degree.
 
-    `gangs` says that a time on n devices is a black box: the devices of a slot then start each layer run together,
-    because nothing is known of how they share it. `host_rates[k - 1]` is the rate of each of k busy devices of one
-    island; empty means that neighbours do not matter. `overlap` is how many times longer compute takes on a device that
-    exchanges gradients meanwhile, `exchange_overlap` how many times longer that exchange takes. `gradients_stay` says
-    that gradients keep their memory from step to step, as captured graphs have it. `host` is what hosts take to give
-    their GPUs work, where that may hold them up. `leaves_out` is what this model knows it does not know; `measured_on`
-    says where and when it was measured, if it was.
+    `gangs`: times on n devices are opaque (given by hand), so the devices of a slot start together.
+    `host_rates[k - 1]`: the speed of each device while k devices of its island are busy; empty if it does not matter.
+    `overlap`: slowdown of compute on a device that reduces gradients at the same time.
+    `exchange_overlap`: slowdown of that reduction.
+    `gradients_stay`: gradients keep their memory from step to step, as with CUDA graphs.
+    `host`: launch overhead, where hosts may be slower than their GPUs.
+    `leaves_out`: what is not modelled, in words. `measured_on`: where and when it was measured, if it was.
     """
 
     graph: MetaGraph
@@ -50,12 +49,12 @@ class Profile:
     host: HostOverhead | None = None
     leaves_out: tuple[str, ...] = ()
     measured_on: str = ""
-    families: tuple[frozenset[str], ...] = field(init=False, repr=False, compare=False)  # modules that share weights
+    families: tuple[frozenset[str], ...] = field(init=False, repr=False, compare=False)  # modules with tied weights
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "families", _families(self.graph))
         if len(self.curves) != len(self.graph.metaops):
-            raise ProfileError(f"{len(self.graph.metaops)} ops need as many curves, got {len(self.curves)}")
+            raise ProfileError(f"expected curves for {len(self.graph.metaops)} ops, got them for {len(self.curves)}")
         for op, curves in zip(self.graph.metaops, self.curves, strict=True):
             if not curves:
                 raise ProfileError(
@@ -63,7 +62,9 @@ class Profile:
                     f"the cluster {self.cluster.name!r} has {self.cluster.num_devices}"
                 )
             if max(curve.num_devices[-1] for curve in curves) > self.cluster.num_devices:
-                raise ProfileError(f"op {op.name!r} has times beyond the {self.cluster.num_devices} devices there are")
+                raise ProfileError(
+                    f"op {op.name!r} has times for more devices than the {self.cluster.num_devices} of the cluster"
+                )
         if self.host_rates and min(self.host_rates) <= 0:
             raise ProfileError(f"host_rates must be above 0, got {self.host_rates}")
         if not min(self.overlap, self.exchange_overlap) >= 1:
@@ -73,29 +74,30 @@ class Profile:
 
     @property
     def default_setting(self) -> Setting:
-        """The smallest degree each module has, nothing recomputed but what the user wants."""
+        """The smallest degree of each module; nothing is recomputed except what the user asked for."""
         return self.setting({})
 
     def family_of(self, module: str) -> frozenset[str]:
-        """A module with all it shares weights with, through others too: they are sharded alike or not at all."""
+        """A module with all modules that it shares weights with, directly or through others: they have one tensor
+        degree."""
         return next((family for family in self.families if module in family), frozenset({module}))
 
     def setting(
         self, degrees: dict[str, int], recompute: frozenset[str] = frozenset(), shard_optimizer: bool = False
     ) -> Setting:
-        """A setting from degrees by module and names of ops to recompute.
+        """Make a setting from degrees by module and names of ops to recompute.
 
-        A module that is not named takes the largest degree given to one that it shares weights with, else its smallest.
+        A module without a given degree takes the largest one given in its family, else its own smallest.
         """
-        named = dict(degrees)
+        degree_of = dict(degrees)
         for module in self.graph.modules if degrees else ():
             if module not in degrees:
-                known = [degrees[other] for other in self.family_of(module) if other in degrees]
-                if known:
-                    named[module] = max(known)
+                in_family = [degrees[relative] for relative in self.family_of(module) if relative in degrees]
+                if in_family:
+                    degree_of[module] = max(in_family)
         return Setting(
             tensor_degrees=tuple(
-                named.get(op.module or "", curves[0].tensor_degree)
+                degree_of.get(op.module or "", curves[0].tensor_degree)
                 for op, curves in zip(self.graph.metaops, self.curves, strict=True)
             ),
             recompute=tuple(
@@ -105,7 +107,7 @@ class Profile:
         )
 
     def degrees_of(self, module: str) -> tuple[int, ...]:
-        """Degrees that every op of a module, and of all it shares weights with, has a curve for."""
+        """Degrees for which every op of a module and its family has a curve."""
         family = self.family_of(module)
         choices = [
             {curve.tensor_degree for curve in curves}
@@ -115,32 +117,34 @@ class Profile:
         return tuple(sorted(set.intersection(*choices)))
 
     def with_degrees(self, degrees: Mapping[str, int]) -> Profile:
-        """The profile in which these modules, and all they share weights with, have these tensor degrees and no
-        others."""
-        wanted = {other: degree for module, degree in degrees.items() for other in self.family_of(module)}
-        for module, degree in {**wanted, **degrees}.items():
+        """The profile in which these modules and their families have only these tensor degrees."""
+        # A degree that is given for one module holds for all that share weights with it.
+        required = {relative: degree for module, degree in degrees.items() for relative in self.family_of(module)}
+        for module, degree in {**required, **degrees}.items():
             if module not in self.graph.modules:
                 raise ProfileError(
-                    f"tensor degree {degree} is wanted for {module!r}, which is no module; modules: "
+                    f"tensor degree {degree} is given for {module!r}, which is not a module; modules: "
                     f"{', '.join(self.graph.modules)}"
                 )
-            if degree not in self.degrees_of(module) or wanted[module] != degree:
+            if degree not in self.degrees_of(module) or required[module] != degree:
                 raise ProfileError(
-                    f"tensor degree {degree} is wanted for module {module!r}, which may have "
+                    f"tensor degree {degree} is given for module {module!r}, which can have "
                     f"{', '.join(map(str, self.degrees_of(module)))}"
                     + (f" and shares weights with {', '.join(sorted(self.family_of(module) - {module}))}")
                     * (len(self.family_of(module)) > 1)
                 )
         curves = tuple(
-            tuple(curve for curve in curves if curve.tensor_degree == wanted.get(op.module or "", curve.tensor_degree))
+            tuple(
+                curve for curve in curves if curve.tensor_degree == required.get(op.module or "", curve.tensor_degree)
+            )
             for op, curves in zip(self.graph.metaops, self.curves, strict=True)
         )
         return replace(self, curves=curves)
 
     def restricted(self, graph: MetaGraph) -> Profile:
-        """The profile of a graph of some of the same ops: with fewer tasks, say."""
-        known = {op.name: curves for op, curves in zip(self.graph.metaops, self.curves, strict=True)}
-        return replace(self, graph=graph, curves=tuple(known[op.name] for op in graph.metaops))
+        """The profile of a graph with a subset of the ops (fewer tasks)."""
+        curves_of = {op.name: curves for op, curves in zip(self.graph.metaops, self.curves, strict=True)}
+        return replace(self, graph=graph, curves=tuple(curves_of[op.name] for op in graph.metaops))
 
     def curve(self, op: int, setting: Setting) -> Curve:
         """The curve of an op at the setting's degree."""
@@ -155,17 +159,18 @@ class Profile:
 
 
 def _families(graph: MetaGraph) -> tuple[frozenset[str], ...]:
-    """Modules that share weights, in groups of two and more."""
+    """Groups of two or more modules that share weights, directly or through others."""
     users: dict[int, set[str]] = {}
     for op in graph.metaops:
         for layer in op.parameters:
             for parameter in layer:
                 users.setdefault(parameter, set()).add(op.module or "")
+    # Merge sets of modules that have a parameter in common, until all are disjoint.
     families: list[set[str]] = []
-    for using in users.values():
-        joined = set(using)
-        for family in [family for family in families if family & joined]:
+    for modules in users.values():
+        merged = set(modules)
+        for family in [family for family in families if family & merged]:
             families.remove(family)
-            joined |= family
-        families.append(joined)
+            merged |= family
+        families.append(merged)
     return tuple(frozenset(family) for family in families if len(family) > 1)

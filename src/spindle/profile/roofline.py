@@ -1,8 +1,8 @@
-"""Curves where nothing was measured: a roofline with a fixed overhead per layer.
+"""Curves without measurements: a roofline with a fixed overhead per layer.
 
-A layer on n devices, in tensor groups of d, works on ceil(batch / (n / d)) samples at a time, so n need not divide the
-batch. Its time is an overhead, plus the larger of its FLOPs over the reached peak and its bytes over the reached
-bandwidth, plus the all-reduces of its tensor group.
+A layer on n devices, in tensor groups of d, takes ceil(batch / (n / d)) samples, so n need not divide the batch. Its
+time is the overhead, plus the larger of FLOPs over effective peak and bytes over effective bandwidth, plus the
+all-reduces of its tensor group.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from spindle.profile.profile import Profile
 
 LEAVES_OUT = (
     "kernels whose efficiency changes with their size (one efficiency holds for all)",
-    "what compute and communication take from each other on one device",
-    "data loading, the loss, and whatever the host does between layers beyond the fixed overhead",
+    "how compute and communication on one device slow each other down",
+    "data loading, the loss, and host time between layers beyond the fixed overhead",
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """`overhead_s` is per layer, forward and backward together (a third of it is forward)."""
+    """Efficiencies are shares of peak; `overhead_s` is per layer, forward and backward together (a third is
+    forward)."""
 
     efficiency: float = 0.5
     bandwidth_efficiency: float = 0.8
@@ -53,7 +54,7 @@ def roofline_profile(graph: MetaGraph, cluster: Cluster, roofline: Roofline = Ro
 
 def _curves(graph: MetaGraph, op: MetaOp, cluster: Cluster, roofline: Roofline) -> tuple[Curve, ...]:
     if op.cost is None or op.batch_size is None:
-        raise ProfileError(f"op {op.name!r} has no cost to derive a time from; give it measured times")
+        raise ProfileError(f"op {op.name!r} has no cost to derive times from; give it measured times")
     return tuple(_curve(graph, op, cluster, roofline, degree) for degree in tensor_degrees(op.cost, cluster))
 
 
@@ -61,18 +62,20 @@ def _curve(graph: MetaGraph, op: MetaOp, cluster: Cluster, roofline: Roofline, d
     cost, kind = op.cost, cluster.kind
     assert cost is not None
     assert op.batch_size is not None
-    most_replicas = 1 if cost.whole_batch else min(len(cluster.tensor_groups(degree)), op.batch_size)
-    num_replicas = np.arange(1, most_replicas + 1)
+    max_replicas = 1 if cost.whole_batch else min(len(cluster.tensor_groups(degree)), op.batch_size)
+    # One entry per number of replicas: the largest share of the batch decides the time.
+    num_replicas = np.arange(1, max_replicas + 1)
     rows = -(-op.batch_size // num_replicas)
     weights = sum(graph.parameters[parameter].elements_at(degree) for parameter in op.parameters[0])
     weight_bytes = weights * graph.numerics.parameter_bytes
     divisor = cost.work_divisor(degree)
-    reached_flops = kind.peak_flops * roofline.efficiency * divisor
-    reached_bytes = kind.memory_bytes_per_s * roofline.bandwidth_efficiency
+    effective_flops = kind.peak_flops * roofline.efficiency * divisor
+    effective_bandwidth = kind.memory_bytes_per_s * roofline.bandwidth_efficiency
 
     def pass_s(flops: float, traffic_passes: int, overhead_s: float) -> list[float]:
+        # Weights are read once per pass, whatever the rows; backward reads and writes twice as much.
         traffic = traffic_passes * (rows * cost.traffic_bytes / divisor + weight_bytes)
-        compute = np.maximum(rows * flops / reached_flops, traffic / reached_bytes)
+        compute = np.maximum(rows * flops / effective_flops, traffic / effective_bandwidth)
         link_s = np.array([tensor_group_s(cost, count, degree, cluster) for count in rows.tolist()])
         return [float(time_s) for time_s in overhead_s + compute + link_s]
 

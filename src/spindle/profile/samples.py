@@ -1,8 +1,8 @@
 """Curves from measurements: piecewise α–β (§3.2 of the Spindle paper).
 
-A layer's time depends on the samples one device works on. Between two measured sizes it is α + β·rows with that piece's
-own α and β, because kernels change with their load; a whole curve then follows from rows = ceil(batch / n). Sizes
-outside what was measured are refused, never extrapolated: the n that would need them are left out of the curve.
+The time of a layer depends on the rows (samples) on one device. Between two measured sizes it is α + β·rows, with an
+own α and β for each piece, because kernels change with the load. A curve follows with rows = ceil(batch / n). Sizes
+outside the measured range are never extrapolated: an n that would need them is left out of the curve.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from spindle.profile.curve import Curve, tensor_degrees
 from spindle.profile.profile import Profile
 from spindle.workload import LayerCost
 
-LEAVES_OUT = ("whatever the measurement did not see: neighbours' load, clocks, other sizes",)
+LEAVES_OUT = ("what the measurement did not cover: load of neighbours, clocks, other sizes",)
 TENSOR_LEAVES_OUT = (
-    "tensor degrees above one, which were not measured: compute over the degree, and all-reduces over the link",
+    "tensor degrees above one, which were not measured: compute divided by the degree, plus all-reduces",
 )
 
 
@@ -36,14 +36,15 @@ class LayerSamples:
 
     def __post_init__(self) -> None:
         if not self.rows or any(b <= a for a, b in zip(self.rows, self.rows[1:], strict=False)) or self.rows[0] < 1:
-            raise ProfileError(f"measured rows must rise from at least 1, got {list(self.rows)}")
+            raise ProfileError(f"measured rows must be increasing and at least 1, got {list(self.rows)}")
         if not len(self.rows) == len(self.forward_s) == len(self.backward_s):
-            raise ProfileError("as many forward and backward times as measured rows are needed")
+            raise ProfileError("expected one forward and one backward time for each number of rows")
 
     def at(self, rows: int) -> tuple[float, float]:
-        """Forward and backward seconds for so many rows, on the piece that holds them."""
+        """Forward and backward seconds for this many rows, interpolated."""
         if not self.rows[0] <= rows <= self.rows[-1]:
             raise ProfileError(f"{rows} rows were not measured; measured: {self.rows[0]} to {self.rows[-1]}")
+        # On the piece between two measured sizes the time is linear.
         upper = bisect_left(self.rows, rows)
         if self.rows[upper] == rows:
             return self.forward_s[upper], self.backward_s[upper]
@@ -56,7 +57,7 @@ class LayerSamples:
 
 
 def curve_from_samples(samples: LayerSamples, batch_size: int, max_devices: int) -> Curve:
-    """The data-parallel curve of a layer whose batch is split over n devices, for every n that was measured."""
+    """The data-parallel curve of a layer whose batch is split over n devices, for every n within the measured sizes."""
     points = []
     for num_devices in range(1, min(batch_size, max_devices) + 1):
         rows = -(-batch_size // num_devices)
@@ -75,15 +76,17 @@ def curve_from_samples(samples: LayerSamples, batch_size: int, max_devices: int)
 def tensor_curve(
     samples: LayerSamples, cost: LayerCost, batch_size: int, cluster: Cluster, degree: int
 ) -> Curve | None:
-    """The curve of a layer in tensor groups, from what one device took for so many rows: as many times less as members
-    share the work, and what they add up. None where no size that it needs was measured."""
+    """The curve of a layer in tensor groups: the time of one device divided by the degree, plus all-reduces. None if no
+    size that it needs was measured."""
     points = []
-    most = 1 if cost.whole_batch else min(len(cluster.tensor_groups(degree)), batch_size)
-    for num_replicas in range(1, most + 1):
+    max_replicas = 1 if cost.whole_batch else min(len(cluster.tensor_groups(degree)), batch_size)
+    for num_replicas in range(1, max_replicas + 1):
         rows = -(-batch_size // num_replicas)
         if samples.rows[0] <= rows <= samples.rows[-1]:
-            sum_s = tensor_group_s(cost, rows, degree, cluster)
-            forward_s, backward_s = (time_s / cost.work_divisor(degree) + sum_s for time_s in samples.at(rows))
+            all_reduce_time_s = tensor_group_s(cost, rows, degree, cluster)
+            forward_s, backward_s = (
+                time_s / cost.work_divisor(degree) + all_reduce_time_s for time_s in samples.at(rows)
+            )
             points.append((num_replicas * degree, forward_s, backward_s))
     if not points:
         return None
@@ -100,18 +103,18 @@ def tensor_curve(
 def sampled_profile(
     graph: MetaGraph, cluster: Cluster, samples: Mapping[str, LayerSamples], host_rates: tuple[float, ...] = ()
 ) -> Profile:
-    """A profile from measured layers, by MetaOp name or, where that is missing, by module name."""
+    """A profile from samples, by MetaOp name or, if that is missing, by module name."""
     curves = []
     for op in graph.metaops:
         measured = samples.get(op.name) or samples.get(op.module or "")
         if measured is None or op.batch_size is None:
             raise ProfileError(f"op {op.name!r}: no samples under its name or its module's ({op.module!r})")
-        most = 1 if op.cost is not None and op.cost.whole_batch else cluster.num_devices
-        found = [curve_from_samples(measured, op.batch_size, most)]
+        max_devices = 1 if op.cost is not None and op.cost.whole_batch else cluster.num_devices
+        op_curves = [curve_from_samples(measured, op.batch_size, max_devices)]
         for degree in tensor_degrees(op.cost, cluster)[1:]:
             assert op.cost is not None
             curve = tensor_curve(measured, op.cost, op.batch_size, cluster, degree)
-            found += [] if curve is None else [curve]
-        curves.append(tuple(found))
+            op_curves += [] if curve is None else [curve]
+        curves.append(tuple(op_curves))
     leaves_out = LEAVES_OUT + (TENSOR_LEAVES_OUT if any(len(curve) > 1 for curve in curves) else ())
     return Profile(graph=graph, cluster=cluster, curves=tuple(curves), host_rates=host_rates, leaves_out=leaves_out)

@@ -1,14 +1,13 @@
-"""SEMU: how long a layer takes, and what it holds, from its operators (DIP §4.4; v1's step emulator).
+"""SEMU: the time and memory of a layer, from its operators (DIP §4.4; the step emulator of the paper's v1).
 
-The time of an operator is the largest of its FLOPs, its bytes and its network bytes, each over what the device reaches
-of that peak, plus a launch:
+The time of an operator is the largest of its compute, memory and network times at the efficiency of such a kernel, plus
+a launch:
 
     max(α_flop · N_flop / F,  α_mem · N_mem / B_mem,  α_net · N_net / B_net) + launch        α = 1 / efficiency
 
-Efficiencies are flat numbers or measured tables (`efficiency`). Rules of the user are asked first. A layer is evaluated
-once for each (layer, tensor degree, memory strategy), whatever microbatch, stage or device it stands in: a stage's
-graph does not depend on the schedule, so a batch of many microbatches costs as much as it has different shapes ("reuse
-in space and time", v1).
+Efficiencies are flat numbers or measured tables (`efficiency`). The user's rules take precedence. A layer is evaluated
+once for each (layer, tensor degree, memory strategy), in whatever microbatch, stage or device it appears. So a batch of
+many microbatches costs as many evaluations as it has different shapes ("reuse in space and time", v1).
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from spindle.profile.operators import Attention, Collective, Gemm, LayerOperator
 Strategy = Literal["keep", "recompute", "offload"]
 STRATEGIES: tuple[Strategy, ...] = ("keep", "recompute", "offload")
 
-# The seconds of an operator on a device, or nothing where the rule has no opinion.
+# The seconds of an operator on a device, or None where the rule does not apply.
 Rule = Callable[[Operator, DeviceKind], float | None]
 
 LEAVES_OUT = (
-    "what compute and communication take from each other on one device; collectives of tensor groups overlap nothing",
-    "data loading, and whatever the host does between layers: kernels are launched in time",
-    "the second all-gather that sequence parallelism needs for gradients of weights (usually behind other work)",
+    "how compute and communication on one device slow each other down; collectives of tensor groups overlap nothing",
+    "data loading, and host time between layers: kernels are launched in time",
+    "the second all-gather that sequence parallelism needs for weight gradients (usually hidden by other work)",
 )
 
 
 class LayerShape(Protocol):
-    """A kind of layer with the sizes of one sub-microbatch: hashable, so that equal ones are evaluated once."""
+    """A kind of layer with the sizes of one sub-microbatch; hashable, so that equal layers are evaluated once."""
 
     def operators(self, tensor_degree: int) -> LayerOperators: ...
 
@@ -49,10 +48,10 @@ class LayerShape(Protocol):
 class LayerTime:
     """One layer over one sub-microbatch on a tensor group, under one memory strategy.
 
-    `input_s` and `weight_s` are the two parts of backward; recomputation, or what offloading cannot hide, is in the
-    first. `kept_bytes` stay on each device from forward to backward, `host_bytes` on its host. `working_bytes` are
-    there during the backward pass besides (what was computed again or has come back). `cut_bytes` cross a cut behind
-    the layer, all members' parts together.
+    `input_s` and `weight_s` are the two parts of backward; `input_s` includes recomputation, or the part of offloading
+    that is not hidden. `kept_bytes` stay on each device from forward to backward, `host_bytes` on its host.
+    `working_bytes` are allocated during backward in addition (recomputed or copied back from the host). `cut_bytes`
+    cross a cut after the layer, summed over members.
     """
 
     forward_s: float
@@ -69,7 +68,7 @@ class LayerTime:
 
 
 class Semu:
-    """Times of layers on one kind of device, remembered. The only state is that memory and what it had to assume."""
+    """Times of layers on one kind of device, memoized."""
 
     def __init__(
         self,
@@ -79,8 +78,8 @@ class Semu:
         rules: Sequence[Rule] = (),
     ) -> None:
         self.kind, self.link, self.efficiencies, self.rules = kind, link, efficiencies, tuple(rules)
-        self.evaluations = 0  # layers that were worked out, not remembered
-        self.beyond: set[str] = set()  # what lay outside the measured sizes
+        self.evaluations = 0  # layers that were not found in the memo
+        self.beyond: set[str] = set()  # operators outside the measured sizes
         self._lookup = Lookup(efficiencies)
         self._operators: dict[Operator, float] = {}
         self._layers: dict[tuple[LayerShape, int], tuple[float, float, float, LayerOperators]] = {}
@@ -93,24 +92,26 @@ class Semu:
         efficiencies: Efficiencies = Efficiencies(),  # noqa: B008
         rules: Sequence[Rule] = (),
     ) -> Semu:
-        """For the one kind of device of a cluster, with the slowest link inside its islands."""
+        """For the device kind of a cluster, with the slowest link inside its islands."""
         slowest = min((island.link for island in cluster.islands), key=lambda link: link.bytes_per_s)
         return Semu(cluster.kind, slowest, efficiencies, rules)
 
     def operator_s(self, operator: Operator) -> float:
         """Seconds of one operator."""
-        known = self._operators.get(operator)
-        if known is None:
-            known = self._operators[operator] = self._operator_s(operator)
-        return known
+        time_s = self._operators.get(operator)
+        if time_s is None:
+            time_s = self._operators[operator] = self._operator_s(operator)
+        return time_s
 
     def _operator_s(self, operator: Operator) -> float:
+        # The user's rules take precedence.
         for rule in self.rules:
-            given = rule(operator, self.kind)
-            if given is not None:
-                if not 0 <= given < float("inf"):
-                    raise ProfileError(f"a rule gave {given} seconds for {operator}; expected a time of at least 0")
-                return given
+            time_s = rule(operator, self.kind)
+            if time_s is not None:
+                if not 0 <= time_s < float("inf"):
+                    raise ProfileError(f"a rule gave {time_s} seconds for {operator}; expected a time of at least 0")
+                return time_s
+        # The efficiency of such a kernel.
         launch_s = self.efficiencies.launch_s
         match operator:
             case Gemm():
@@ -123,12 +124,12 @@ class Semu:
                 if operator.num_members == 1:
                     return 0.0
                 efficiency, inside = self.efficiencies.network, True
-                given = self.link.collective_s
+                measured_s = self.link.collective_s
                 hops_s = collective_latency_s(operator.num_members, self.link.latency_s)
-                launch_s += hops_s if given is None else given
+                launch_s += hops_s if measured_s is None else measured_s
             case _:
                 assert_never(operator)
-        if not inside:
+        if not inside:  # the efficiency is that of the table's edge, and `leaves_out` says so
             self.beyond.add(_size_text(operator))
         roofline_s = max(
             operator.flops / self.kind.peak_flops,
@@ -140,14 +141,14 @@ class Semu:
     def layer(self, shape: LayerShape, tensor_degree: int, strategy: Strategy = "keep") -> LayerTime:
         """One layer under one memory strategy.
 
-        Offloading copies what would be kept to the host during forward and back during backward. It costs nothing as
-        long as the copy takes no longer than the pass beside it; a pass waits for what it cannot hide.
+        Offloading copies saved activations to the host during forward and back during backward. A copy is free as long
+        as it takes no longer than the pass that hides it; otherwise the pass waits for it.
         """
         key = (shape, tensor_degree, strategy)
-        known = self._times.get(key)
-        if known is None:
-            known = self._times[key] = self._layer(shape, tensor_degree, strategy)
-        return known
+        time = self._times.get(key)
+        if time is None:
+            time = self._times[key] = self._layer(shape, tensor_degree, strategy)
+        return time
 
     def _layer(self, shape: LayerShape, tensor_degree: int, strategy: Strategy) -> LayerTime:
         if (shape, tensor_degree) not in self._layers:
@@ -168,10 +169,11 @@ class Semu:
             case "offload":
                 if not self.kind.host_bytes_per_s:
                     raise ProfileError(
-                        f"device kind {self.kind.name!r} has no known link to its host, so nothing can wait there; "
+                        f"device kind {self.kind.name!r} has no known link to its host, so nothing can be offloaded; "
                         "give it host_bytes_per_s and host_memory_bytes, or leave out the strategy 'offload'"
                     )
                 copy_s = operators.saved_bytes / self.kind.host_bytes_per_s
+                # The copy back is hidden by both parts of backward, the copy out by forward.
                 input_s += max(0.0, copy_s - input_s - weight_s)
                 forward_s = max(forward_s, copy_s)
                 kept_bytes, host_bytes, working_bytes = 0.0, operators.saved_bytes, operators.saved_bytes
@@ -188,41 +190,41 @@ class Semu:
         )
 
     def curve(self, shape: LayerShape, tensor_degree: int) -> Curve:
-        """The layer on one tensor group, everything kept, with the part of backward that makes weights' gradients."""
+        """The curve of a layer on one tensor group, with all activations kept."""
         key = (shape, tensor_degree)
-        known = self._curves.get(key)
-        if known is None:
+        curve = self._curves.get(key)
+        if curve is None:
             time = self.layer(shape, tensor_degree)
-            known = self._curves[key] = Curve(
+            curve = self._curves[key] = Curve(
                 num_devices=(tensor_degree,),
                 forward_s=(time.forward_s,),
                 backward_s=(time.backward_s,),
                 tensor_degree=tensor_degree,
                 weight_s=(time.weight_s,),
             )
-        return known
+        return curve
 
     @property
     def leaves_out(self) -> tuple[str, ...]:
-        """What these times do not know, for a profile's reader."""
-        said = list(LEAVES_OUT)
-        one = self.efficiencies
-        if one.measured_on:
-            said.append(
-                f"kernels were measured on {one.measured_on}; a device of another kind is taken to reach as much of "
-                "its own peaks"
+        """What these times do not model or had to assume, in words, for a profile."""
+        sentences = list(LEAVES_OUT)
+        efficiencies = self.efficiencies
+        if efficiencies.measured_on:
+            sentences.append(
+                f"kernels were measured on {efficiencies.measured_on}; a device of another kind is assumed to reach "
+                "the same shares of its own peaks"
             )
         else:
-            said.append("nothing was measured: kernels reach the same share of the peaks at all sizes")
-        said.append(f"links were not measured: collectives reach {one.network:.0%} of their link")
+            sentences.append("nothing was measured: kernels reach the same share of the peaks at all sizes")
+        sentences.append(f"links were not measured: collectives reach {efficiencies.network:.0%} of their link")
         if self.beyond:
             names = sorted(self.beyond)
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            said.append(
+            sentences.append(
                 f"{len(names)} operators lie beyond what was measured and have the efficiency of its edge: "
                 f"{'; '.join(names[:3])}{more}"
             )
-        return tuple(said)
+        return tuple(sentences)
 
 
 def _size_text(operator: Operator) -> str:

@@ -1,4 +1,4 @@
-"""What does each rank do? Instructions, lowering from a plan, and `verify`. Knows ranks, not torch."""
+"""Programs: the instructions of every rank, lowering from a plan, and `verify`. Knows ranks, not torch."""
 
 from spindle.program.instances import Instances, instances_of
 from spindle.program.instructions import (

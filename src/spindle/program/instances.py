@@ -1,9 +1,11 @@
-"""Every instruction on every rank, what it waits for and with whom it runs: what `verify` and the simulator execute.
+"""The dependency graph of a program, which both `verify` and the simulator execute.
 
-An instance starts when those it needs are done: the one before it on its lane, and the ones that make its data. A
-rendezvous is work that several instances do together: a flow between two ranks, a collective, a gang of devices that
-run layers together, or one rank's own compute. It begins when all its members have started; an instance is done when
-all its rendezvous are.
+An *instance* is one instruction on one rank. It starts when the instances that it needs are done: the one before it on
+its lane, and those that produce its data.
+
+A *rendezvous* is work that several instances do together: a flow between two ranks, a collective, a gang of devices
+that run layers together, or one rank's own compute. It begins when all its members have started, and an instance is
+done when all its rendezvous are.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ from spindle.program.instructions import (
 )
 from spindle.program.program import Column, Program
 
-_BLOCK = 1 << 22
+_BLOCK = 1 << 22  # most entries of a table of (pairs, ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instances:
-    """Columns by instance and by rendezvous. Lists of lists are one list, cut at `..._starts`."""
+    """Columns by instance and by rendezvous. Lists of lists are stored as one list, cut at `..._starts`."""
 
     instruction: Column
     rank: Column
@@ -45,11 +47,11 @@ class Instances:
     rendezvous_ids: Column
     member_starts: Column  # instances of this rendezvous
     members: Column
-    rendezvous_instruction: Column  # for timing: which instruction a rendezvous belongs to
+    rendezvous_instruction: Column  # for timing: the instruction that a rendezvous belongs to
 
     @property
     def arrays(self) -> tuple[Column, ...]:
-        """What the compiled loops of `verify` and the simulator take, in their order."""
+        """The arguments of the compiled loops of `verify` and the simulator, in order."""
         return (
             self.num_needs,
             self.follower_starts,
@@ -70,13 +72,14 @@ class Instances:
 
 
 def instances_of(program: Program) -> Instances:
-    """Unfolds a program. Raises a ProgramError when an instruction misses a partner or stands twice on one rank."""
+    """Unfold a program. Raises a ProgramError if an instruction lacks a partner, or is twice on one rank."""
     lanes = program.lanes
     sizes = [len(lane.instructions) for lane in lanes]
     instruction = np.concatenate([lane.instructions for lane in lanes])
     rank = np.concatenate([np.repeat(np.arange(program.num_ranks), np.diff(lane.starts)) for lane in lanes])
     lane_number = np.repeat(np.arange(len(lanes)), sizes)
 
+    # The instance of each (instruction, rank), or -1.
     where = np.full((len(program.instructions), program.num_ranks), -1, dtype=np.int64)
     where[instruction, rank] = np.arange(len(instruction))
     if (where >= 0).sum() < len(instruction):
@@ -85,14 +88,14 @@ def instances_of(program: Program) -> Instances:
         raise ProgramError(f"rank {rank[repeated]} runs {name} twice on its {_LANE_NAMES[lane_number[repeated]]} lane")
 
     sources, targets = _needs(program, where)
-    # In a lane, each instance waits for the one before it on the same rank.
+    # On a lane, each instance waits for the one before it on the same rank.
     following = np.flatnonzero((rank[1:] == rank[:-1]) & (lane_number[1:] == lane_number[:-1]))
     sources.append(following)
     targets.append(following + 1)
     source, target = np.concatenate(sources), np.concatenate(targets)
     follower_starts, followers = cut_by(source, target, len(instruction))
 
-    owners, member_starts, members = _rendezvous(program, where)
+    owners, member_starts, members = _all_rendezvous(program, where)
     rendezvous_of_member = np.repeat(np.arange(len(owners)), np.diff(member_starts))
     rendezvous_starts, rendezvous_ids = cut_by(members, rendezvous_of_member, len(instruction))
     return Instances(
@@ -114,17 +117,18 @@ _LANE_NAMES = {COMPUTE: "compute", TRANSFER: "transfer", SYNC: "sync"}
 
 
 def cut_by(key: Column, value: Column, num_keys: int) -> tuple[Column, Column]:
-    """Values in the order of their keys, and where those of each key start."""
+    """Group values by key: where the values of each key start, and the values in the order of their keys."""
     starts = np.zeros(num_keys + 1, dtype=np.int64)
     np.cumsum(np.bincount(key, minlength=num_keys), out=starts[1:])
     return starts, value[np.argsort(key, kind="stable")]
 
 
 def needed_pairs(program: Program) -> Column:
-    """Pairs of instructions (made by, needed by) that follow from data, on every rank that has both."""
+    """Pairs of instructions (producer, consumer) that depend on each other through data, on every rank that has
+    both."""
     forward: dict[int, int] = {}
     backward: dict[int, list[int]] = {}
-    gradient_made: dict[int, int] = {}  # the last backward instruction of a slot that others wait for
+    gradient_ready: dict[int, int] = {}  # by slot: the backward instruction that completes the gradient of its input
     exchange: dict[tuple[int, bool], int] = {}
     syncs: list[int] = []
     gathers: list[tuple[int, int]] = []  # with the bucket
@@ -136,7 +140,7 @@ def needed_pairs(program: Program) -> Column:
             case Backward(slot=slot):
                 backward.setdefault(slot, []).append(number)
                 if instruction.makes_inputs:
-                    gradient_made[slot] = number
+                    gradient_ready[slot] = number
             case Exchange(link=link_number, backward=is_backward):
                 exchange[link_number, is_backward] = number
             case SyncGradients():
@@ -146,21 +150,25 @@ def needed_pairs(program: Program) -> Column:
             case OptimizerStep():
                 optimizer.append(number)
     pairs: list[tuple[int, int]] = []
+    # A slot's forward, then its backward chunks, then the optimizer.
     for slot, chunks in backward.items():
         pairs.append((forward[slot], chunks[0]))
         pairs += pairwise(chunks)
         pairs += [(chunks[-1], step) for step in optimizer]
+    # Data between slots: through the exchange where rows move, and directly on a rank that keeps them.
     for number, link in enumerate(program.links):
-        there, back = exchange[number, False], exchange[number, True]
-        made, used = forward[link.producer], forward[link.consumer]
-        pairs += [(made, there), (there, used), (made, used)]
-        made, used = gradient_made[link.consumer], backward[link.producer][0]
-        pairs += [(made, back), (back, used), (made, used)]
+        send_forward, send_backward = exchange[number, False], exchange[number, True]
+        producer, consumer = forward[link.producer], forward[link.consumer]
+        pairs += [(producer, send_forward), (send_forward, consumer), (producer, consumer)]
+        producer, consumer = gradient_ready[link.consumer], backward[link.producer][0]
+        pairs += [(producer, send_backward), (send_backward, consumer), (producer, consumer)]
+    # Gradients: reduced after the last backward that adds to them, and before the optimizer.
     for number in syncs:
         instruction = program.instructions[number]
         assert isinstance(instruction, SyncGradients)
         pairs += [(after, number) for after in program.buckets[instruction.bucket].after]
         pairs += [(number, step) for step in optimizer]
+    # Parameters of a sharded optimizer: gathered before the forward of every slot that uses them.
     for number, bucket in gathers:
         for after in program.buckets[bucket].after:
             backward_pass = program.instructions[after]
@@ -171,25 +179,25 @@ def needed_pairs(program: Program) -> Column:
 
 
 def _needs(program: Program, where: Column) -> tuple[list[Column], list[Column]]:
-    """The instances (made by, needed by) of all such pairs."""
-    unique = needed_pairs(program)
+    """The instances (producers, consumers) of `needed_pairs`."""
+    pairs = needed_pairs(program)
     sources, targets = [], []
-    # In blocks of pairs, so that thousands of ranks do not make one huge table.
+    # In blocks of pairs: with thousands of ranks, one table for all pairs would be huge.
     step = max(1, _BLOCK // program.num_ranks)
-    for start in range(0, len(unique), step):
-        makers, users = where[unique[start : start + step, 0]], where[unique[start : start + step, 1]]
-        both = (makers >= 0) & (users >= 0)
-        sources.append(makers[both])
-        targets.append(users[both])
+    for start in range(0, len(pairs), step):
+        producers, consumers = where[pairs[start : start + step, 0]], where[pairs[start : start + step, 1]]
+        both = (producers >= 0) & (consumers >= 0)
+        sources.append(producers[both])
+        targets.append(consumers[both])
     return sources, targets
 
 
-def _rendezvous(program: Program, where: Column) -> tuple[Column, Column, Column]:
-    """Owners and members (cut by rendezvous) of all rendezvous, in the order of instructions."""
-    owners: list[int] = []  # by block of rendezvous: the instruction, how many, and members of each
-    counts: list[int] = []
-    sizes: list[int] = []
-    ranks: list[Column] = []
+def _all_rendezvous(program: Program, where: Column) -> tuple[Column, Column, Column]:
+    """All rendezvous in the order of instructions: their instructions, where their members start, and their members."""
+    owners: list[int] = []  # by instruction
+    counts: list[int] = []  # its number of rendezvous
+    sizes: list[int] = []  # members of each
+    ranks: list[Column] = []  # ranks of all members
     size: int
     members: Column
     for number, instruction in enumerate(program.instructions):
@@ -216,7 +224,7 @@ def _rendezvous(program: Program, where: Column) -> tuple[Column, Column, Column
     member_owner = np.repeat(owners, [len(members) for members in ranks])
     member_rank = np.concatenate(ranks)
     instances = where[member_owner, member_rank]
-    if (instances < 0).any():
+    if (instances < 0).any():  # a member does not have the instruction on its list
         missing = int(np.flatnonzero(instances < 0)[0])
         name = code(program.instructions[member_owner[missing]])
         raise ProgramError(f"rank {member_rank[missing]} takes part in {name} but does not run it")

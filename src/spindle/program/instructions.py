@@ -1,8 +1,8 @@
-"""What a rank can be told to do, one class for each kind.
+"""The instructions of a program, one class per kind.
 
-An instruction is written once and stands in the lists of every rank that takes part in it; what differs from rank to
-rank (which rows, which peers) is looked up in the program. Each rank has three lanes that run side by side, each in its
-own order: compute, transfer, and sync.
+An instruction is stored once, and appears in the lists of all ranks that take part in it; what differs between ranks
+(rows, peers) is looked up in the program. Each rank has three lanes that run concurrently, each in its own order:
+compute, transfer, and sync.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ LANES = ("compute", "transfer", "sync")
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run a slot's layers forward on this rank's share."""
+    """Run the forward of a slot's layers on this rank's share of the batch."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Run layers `[first, last)` of a slot backward. A slot's backward comes in several of these, last layers first,
-    so that gradients can be synchronised while earlier layers still run. Or it comes in two parts, each over all of its
-    layers: the gradients of inputs, then those of weights."""
+    """Run the backward of layers `[first, last)` of a slot.
+
+    A slot has several of these, last layers first, so that gradients are reduced while earlier layers still run. Or it
+    has two, each over all of its layers: input gradients (`part=INPUT`), and later weight gradients (`part=WEIGHT`).
+    """
 
     slot: int
     first: int
@@ -45,8 +47,8 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Move the rows of one link between its producer's and its consumer's ranks: activations forward, their gradients
-    backward. All sends and receives of one exchange go at once, in no order."""
+    """Send the rows of one link between the ranks of its producer and its consumer: activations forward, or their
+    gradients backward. All sends and receives of an exchange start together, in no order."""
 
     link: int
     backward: bool
@@ -54,29 +56,29 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class SyncGradients:
-    """Sum the gradients of one bucket of parameters over the ranks that hold them: all of them on every rank, or, where
-    the optimizer is sharded, on each rank those that it updates."""
+    """Reduce the gradients of one bucket over the ranks that hold its parameters: an all-reduce, or a reduce-scatter
+    if the optimizer is sharded."""
 
     bucket: int
 
 
 @dataclass(frozen=True, slots=True)
 class GatherParameters:
-    """Bring together what each rank of a bucket has updated of its parameters, in the step before."""
+    """All-gather the parameters of one bucket, of which each rank updated its shard in the step before."""
 
     bucket: int
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """Update every parameter this rank holds, or its part of those that are sharded."""
+    """Update the parameters that this rank holds, or its shards of them."""
 
 
 Instruction = Forward | Backward | Exchange | SyncGradients | GatherParameters | OptimizerStep
 
 
 def code(instruction: Instruction) -> str:
-    """The short name that text forms use."""
+    """The short name in the text form."""
     match instruction:
         case Forward(slot=slot):
             return f"F{slot}"

@@ -1,13 +1,13 @@
-"""In which order does a rank launch its communication, when kernels of several communicators may not run side by side?
+"""One global order in which all ranks launch communication.
 
-NCCL runs each operation as a kernel that waits for its peers. Two kernels of different communicators may not both find
-room on a GPU, so ranks that share two communicators must launch their operations in the same order, and so must any
-circle of ranks. All ranks therefore follow one order of the whole program's instructions: a topological order in which
-a transfer or a collective comes as soon as what it needs. A rank launches its own part of it.
+NCCL runs each operation as a kernel that waits for its peers. Kernels of two communicators may not fit on a GPU at the
+same time, so ranks that share two communicators must launch their operations in the same order, and so must any cycle
+of ranks. Therefore all ranks follow one topological order of the program's instructions, in which a transfer or
+collective comes as early as its inputs allow. Each rank launches its own part of that order.
 
-Why this cannot deadlock, even if a rank's communication ran strictly one operation at a time: take the first operation,
-in the common order, that has not finished. On each of its ranks everything before it has finished, communication as
-well as the compute that it needs, so it is the next one there, and it can run.
+This cannot deadlock, even if each rank ran communication strictly one operation at a time: take the first operation in
+the global order that has not finished. On each of its ranks everything before it has finished, communication and the
+compute that it needs, so it is the next operation there, and can run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Key = tuple[int, ...]
 
 
 def launch_order(program: Program) -> Column:
-    """The place of each instruction in one order for all ranks. Raises a ProgramError where there is none."""
+    """The position of each instruction in the global order. Raises a ProgramError if there is no such order."""
     count = len(program.instructions)
     edges = _edges(program)
     followers: dict[int, list[int]] = defaultdict(list)
@@ -35,24 +35,25 @@ def launch_order(program: Program) -> Column:
     for before, after in edges.tolist():
         followers[before].append(after)
     keys = _keys(program)
+    # Kahn's algorithm, with a heap for the priorities of what is ready.
     ready = [(keys[number], number) for number in range(count) if num_needs[number] == 0]
     heapq.heapify(ready)
-    place = np.full(count, -1, dtype=np.int64)
-    for position in range(count):
+    position = np.full(count, -1, dtype=np.int64)
+    for next_position in range(count):
         if not ready:
-            raise ProgramError(_describe_circle(program, edges, place))
+            raise ProgramError(_describe_cycle(program, edges, position))
         _, number = heapq.heappop(ready)
-        place[number] = position
+        position[number] = next_position
         for follower in followers[number]:
             num_needs[follower] -= 1
             if num_needs[follower] == 0:
                 heapq.heappush(ready, (keys[follower], follower))
-    return place
+    return position
 
 
 def launches_collectives(program: Program, instruction: Instruction) -> bool:
-    """Whether an instruction on the compute lane launches collectives: those of a tensor parallel group, or the sum of
-    a loss over its ranks."""
+    """Whether an instruction on the compute lane launches collectives: those of a tensor-parallel group, or the
+    reduction of a loss over its ranks."""
     if not isinstance(instruction, Forward | Backward):
         return False
     shape = program.slots[instruction.slot]
@@ -60,7 +61,7 @@ def launches_collectives(program: Program, instruction: Instruction) -> bool:
 
 
 def _edges(program: Program) -> Column:
-    """Pairs (before, after): neighbours on a lane of any rank, and what data asks for."""
+    """Pairs (before, after): neighbours on a lane of any rank, and dependencies through data."""
     count = len(program.instructions)
     needs = needed_pairs(program)
     pairs = [needs[:, 0] * count + needs[:, 1]]
@@ -73,8 +74,8 @@ def _edges(program: Program) -> Column:
 
 
 def _keys(program: Program) -> list[Key]:
-    """Which of several instructions that could come next does: communication before compute, and compute in the plan's
-    own order, so that communication stands where it is expected to happen."""
+    """Priorities of instructions that are ready at the same time: communication before compute, and compute in the
+    order of the plan, so that communication is launched about when it is expected to run."""
     place = {(pass_.slot, pass_.kind): number for number, pass_ in enumerate(program.plan.order)}
     keys: list[Key] = []
     for instruction in program.instructions:
@@ -90,15 +91,17 @@ def _keys(program: Program) -> list[Key]:
     return keys
 
 
-def _describe_circle(program: Program, edges: Column, place: Column) -> str:
-    """Who would have to come before whom."""
-    left = {number for number in range(len(place)) if place[number] < 0}
-    before: dict[int, int] = {after: first for first, after in edges.tolist() if first in left and after in left}
-    number = min(left & before.keys())
+def _describe_cycle(program: Program, edges: Column, position: Column) -> str:
+    """The error message with one cycle among the instructions that have no position."""
+    unplaced = {number for number in range(len(position)) if position[number] < 0}
+    before: dict[int, int] = {
+        after: first for first, after in edges.tolist() if first in unplaced and after in unplaced
+    }
+    number = min(unplaced & before.keys())
     path: list[int] = []
     while number not in path:
         path.append(number)
         number = before[number]
-    circle = [*path[path.index(number) :], number]
-    text = " after ".join(code(program.instructions[number]) for number in circle)
+    cycle = [*path[path.index(number) :], number]
+    text = " after ".join(code(program.instructions[member]) for member in cycle)
     return f"ranks would launch communication in different orders, which can deadlock under NCCL: {text}"

@@ -1,4 +1,4 @@
-"""How many bytes each rank holds when: what instructions add and free, and whether that fits."""
+"""Memory of each rank over a step: the bytes that instructions allocate and free, and whether they fit."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from spindle.program.program import Column, Program
 
 
 class Memory:
-    """Bytes by rank and slot, from which every instruction's change follows."""
+    """Bytes by rank and slot, from which the change of each instruction follows."""
 
     def __init__(self, program: Program, profile: Profile) -> None:
         self.program, self.graph = program, profile.graph
-        self.static_bytes, self.update_bytes, alone = _held_bytes(program, profile)
-        self.passing = {} if profile.gradients_stay else _passing_gradients(program, profile, alone)
+        self.static_bytes, self.update_bytes, unshared = _held_bytes(program, profile)
+        self.passing = {} if profile.gradients_stay else _passing_gradients(program, profile, unshared)
         for (_, rank), passing_bytes in self.passing.items():
             self.static_bytes[rank] -= passing_bytes
         num_slots = len(program.slots)
-        # What each rank of a slot keeps for backward, works with in backward, and received from others.
+        # By slot and rank: activations saved for backward, working space of backward, and inputs received from others.
         self.saved = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
         self.working = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
         self.received = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
-        # What runs again, or comes back from the host, for the gradients of inputs stays for those of weights.
+        # Activations that are recomputed or copied back for input gradients, and stay until the weight gradients.
         self.returned = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
         for number, (slot, shape) in enumerate(zip(program.plan.slots, program.slots, strict=True)):
             op, degree = self.graph.metaops[shape.op], shape.tensor_degree
             if op.cost is not None:
                 rows = shape.rows_of_ranks()
-                again = slot.num_layers if op.name in program.plan.recompute else slot.recomputed
-                kept = slot.num_layers - again - slot.offloaded
+                num_recomputed = slot.num_layers if op.name in program.plan.recompute else slot.recomputed
+                num_kept = slot.num_layers - num_recomputed - slot.offloaded
                 self.saved[number, shape.ranks] = rows * (
-                    saved_bytes(op, 1, kept, degree, False) + saved_bytes(op, 1, again, degree, True)
+                    saved_bytes(op, 1, num_kept, degree, False) + saved_bytes(op, 1, num_recomputed, degree, True)
                 )
-                self.working[number, shape.ranks] = rows * backward_bytes(op, 1, degree, again > 0)
+                self.working[number, shape.ranks] = rows * backward_bytes(op, 1, degree, num_recomputed > 0)
                 whole = rows * saved_bytes(op, 1, slot.num_layers, degree, False)
                 self.returned[number, shape.ranks] = whole - self.saved[number, shape.ranks]
+        # By link and rank: bytes of activations that arrive.
         self.arrived = np.zeros((len(program.links), program.num_ranks), dtype=np.int64)
         for number, link in enumerate(program.links):
             if link.bytes_per_row:
@@ -48,7 +49,7 @@ class Memory:
                 self.received[link.consumer] += self.arrived[number]
 
     def changes(self, instances: Instances) -> tuple[Column, Column]:
-        """What each instance adds when it starts, and adds or frees when it ends."""
+        """Bytes that each instance allocates when it starts, and allocates (or frees, negative) when it ends."""
         starts = np.zeros((len(self.program.instructions), self.program.num_ranks), dtype=np.int64)
         ends = np.zeros_like(starts)
         for number, instruction in enumerate(self.program.instructions):
@@ -58,11 +59,11 @@ class Memory:
                 case Backward(slot=slot, first=first, last=last):
                     whole = self.program.plan.slots[slot]
                     if not instruction.makes_weights:
-                        # The gradients of outputs take the place of what the weights' part does not need.
+                        # Output gradients are saved for the weight gradients, in place of activations not needed there.
                         starts[number] = self.working[slot] + self.returned[slot]
                         ends[number] = -self.working[slot]
                         continue
-                    # A slot's activations are freed chunk by chunk, in whole numbers that add up.
+                    # Activations are freed chunk by chunk, in integers that add up to all of them.
                     before, after = whole.last - last, whole.last - first
                     freed = self.saved[slot] * after // whole.num_layers - self.saved[slot] * before // whole.num_layers
                     starts[number] = self.working[slot]
@@ -77,22 +78,22 @@ class Memory:
                     pass
         for (number, rank), passing_bytes in self.passing.items():
             starts[number, rank] += passing_bytes
-            ends[-1, rank] -= passing_bytes  # the optimizer's step is the last of all
+            ends[-1, rank] -= passing_bytes  # the optimizer step is the last instruction
         return starts[instances.instruction, instances.rank], ends[instances.instruction, instances.rank]
 
     def peaks_in_order(self, instances: Instances) -> Column:
-        """The largest live memory of each rank if data arrived just when it is needed: what no timing can undercut."""
+        """The peak memory of each rank if inputs arrived just in time: a lower bound for any timing."""
         at_start, at_end = self.changes(instances)
-        mine = np.flatnonzero(instances.lane == COMPUTE)
-        rank, instruction = instances.rank[mine], instances.instruction[mine]
+        computes = np.flatnonzero(instances.lane == COMPUTE)
+        rank, instruction = instances.rank[computes], instances.instruction[computes]
         slot_of = np.array(
             [instruction.slot if isinstance(instruction, Forward) else -1 for instruction in self.program.instructions]
         )
         slot = slot_of[instruction]
-        arrives = np.where(slot >= 0, self.received[slot, rank], 0)
-        live = np.cumsum(np.stack([at_start[mine] + arrives, at_end[mine]], axis=1).ravel())
+        inputs = np.where(slot >= 0, self.received[slot, rank], 0)
+        live = np.cumsum(np.stack([at_start[computes] + inputs, at_end[computes]], axis=1).ravel())
         peaks = self.static_bytes.copy()
-        # The compute lane lists rank after rank, and every rank ends where it began.
+        # The compute lane is one rank after another, so the running sum has to be cut by rank.
         first = np.searchsorted(rank, np.arange(self.program.num_ranks))
         present = np.flatnonzero(np.bincount(rank, minlength=self.program.num_ranks))
         if len(present):
@@ -102,12 +103,12 @@ class Memory:
 
 
 def counts_bytes(profile: Profile) -> bool:
-    """Whether anything is known of this workload's memory."""
+    """Whether anything is known about this workload's memory."""
     return bool(profile.graph.parameters) or any(op.cost for op in profile.graph.metaops)
 
 
 def refuse_overfull(peaks: Column, profile: Profile) -> None:
-    """Raises a DoesNotFitError that names the fullest device when it would hold more than it can."""
+    """Raise a DoesNotFitError that names the fullest device, if it has too little memory."""
     if not counts_bytes(profile):
         return
     device = int(np.argmax(peaks))
@@ -115,15 +116,16 @@ def refuse_overfull(peaks: Column, profile: Profile) -> None:
     if needed > limit:
         raise DoesNotFitError(
             f"{profile.graph.name} does not fit: device {device} would need {bytes_text(needed)} "
-            f"of the {bytes_text(limit)} there ({needed - limit:,} bytes too many)",
+            f"but has {bytes_text(limit)} ({needed - limit:,} bytes too many)",
             needed,
         )
 
 
-def _passing_gradients(program: Program, profile: Profile, alone: set[int]) -> dict[tuple[int, int], int]:
-    """Bytes of the gradients that are there from a backward instruction on, by that and the rank, until the optimizer's
-    step: those of parameters that no other rank has the same of, so that nothing keeps a place for their sum."""
-    graph, found = profile.graph, dict[tuple[int, int], int]()
+def _passing_gradients(program: Program, profile: Profile, unshared: set[int]) -> dict[tuple[int, int], int]:
+    """Bytes of gradients that are allocated by a backward instruction and freed after the optimizer step, by
+    instruction and rank: gradients of parameters that no other rank holds, which have no place in a reduction
+    buffer."""
+    graph, gradient_bytes = profile.graph, dict[tuple[int, int], int]()
     compute = program.lanes[COMPUTE]
     for rank in range(program.num_ranks):
         seen: set[int] = set()
@@ -133,17 +135,17 @@ def _passing_gradients(program: Program, profile: Profile, alone: set[int]) -> d
                 continue
             shape = program.slots[instruction.slot]
             for layer in graph.metaops[shape.op].parameters[instruction.first : instruction.last]:
-                for parameter in alone.intersection(layer) - seen:
+                for parameter in unshared.intersection(layer) - seen:
                     seen.add(parameter)
                     elements = graph.parameters[parameter].elements_at(shape.tensor_degree)
                     num_bytes = elements * graph.numerics.gradient_bytes
-                    found[number, rank] = found.get((number, rank), 0) + num_bytes
-    return found
+                    gradient_bytes[number, rank] = gradient_bytes.get((number, rank), 0) + num_bytes
+    return gradient_bytes
 
 
 def _held_bytes(program: Program, profile: Profile) -> tuple[Column, np.ndarray, set[int]]:
-    """Bytes of state each rank holds, bytes its optimizer step moves, and the parameters that are trained by one rank
-    alone, or one of each shard."""
+    """By rank: bytes of weights, gradients and optimizer state, and bytes that its optimizer step reads and writes; and
+    the trainable parameters (or shards) that only one rank holds."""
     graph = profile.graph
     static = np.zeros(program.num_ranks, dtype=np.int64)
     update = np.zeros(program.num_ranks, dtype=np.float64)
@@ -155,10 +157,10 @@ def _held_bytes(program: Program, profile: Profile) -> tuple[Column, np.ndarray,
             for parameter in op.parameters[layer]:
                 users.setdefault(parameter, []).append(number)
                 degree_of[parameter] = shape.tensor_degree
-    Key = tuple[tuple[int, ...], tuple[int, ...]]  # slots that use a parameter, and ranks that keep it all the same
-    together: dict[Key, tuple[int, float]] = {}
+    Key = tuple[tuple[int, ...], tuple[int, ...]]  # slots that use a parameter, and ranks that hold it without use
+    totals: dict[Key, tuple[int, float]] = {}  # summed first over parameters with the same key: there are far fewer
     ranks_of: dict[Key, Column] = {}
-    alone: set[int] = set()
+    unshared: set[int] = set()
     owning_ranks = dict(program.owning_ranks)
     for parameter in users.keys() | owning_ranks.keys():
         key = (tuple(dict.fromkeys(users.get(parameter, ()))), owning_ranks.get(parameter, ()))
@@ -168,15 +170,15 @@ def _held_bytes(program: Program, profile: Profile) -> tuple[Column, np.ndarray,
                 uses[program.slots[number].ranks] = True
             uses[list(key[1])] = True
             ranks_of[key] = np.flatnonzero(uses)
-        state, moved = together.get(key, (0, 0.0))
+        state, moved = totals.get(key, (0, 0.0))
         degree = degree_of.get(parameter, 1)
         owners = len(ranks_of[key]) // degree if program.plan.shard_optimizer else 1
         state += state_bytes(graph, parameter, degree, owners)
         if graph.parameters[parameter].trainable:
-            alone.update([parameter] if len(ranks_of[key]) == degree else [])
+            unshared.update([parameter] if len(ranks_of[key]) == degree else [])
             moved += graph.parameters[parameter].elements_at(degree) / owners * graph.numerics.update_bytes
-        together[key] = (state, moved)
-    for key, (state, moved) in together.items():
+        totals[key] = (state, moved)
+    for key, (state, moved) in totals.items():
         static[ranks_of[key]] += state
         update[ranks_of[key]] += moved
-    return static, update, alone
+    return static, update, unshared

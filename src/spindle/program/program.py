@@ -1,7 +1,7 @@
 """The Program: instructions, and for each rank and lane the order in which it runs them.
 
-Everything is held in columns, because a program for thousands of ranks is mostly the same few hundred instructions
-again and again: a lane is one list of instruction numbers for all ranks, cut where each rank begins.
+Everything is stored in columns, because a program for thousands of ranks consists of the same few hundred instructions
+over and over: a lane is one list of instruction numbers for all ranks, cut where each rank begins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Column = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotShape:
-    """How a slot's batch lies on its ranks: replica i of `tensor_degree` ranks holds rows `[bounds[i], bounds[i+1])`.
+    """How the batch of a slot is split: replica i, of `tensor_degree` ranks, has rows `[bounds[i], bounds[i+1])`.
 
     An op without a batch is one row for each rank.
     """
@@ -35,13 +35,13 @@ class SlotShape:
         return int(self.bounds[-1])
 
     def rows_of_ranks(self) -> Column:
-        """Rows that each rank works on, in the order of `ranks`."""
+        """The number of rows of each rank, in the order of `ranks`."""
         return np.repeat(np.diff(self.bounds), self.tensor_degree)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flows:
-    """Rows `[first, last)` from a source rank to a destination rank, one entry for each pair."""
+    """Messages: rows `[first, last)` from a source rank to a destination rank, one entry each."""
 
     source: Column
     destination: Column
@@ -51,9 +51,9 @@ class Flows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Data that one slot hands to another: what moves forward, and what moves back as gradient.
+    """Data that one slot sends to another: activations forward, gradients backward.
 
-    Rows are counted on the link's own scale, the finest that both sides can be cut on.
+    Rows are counted on a scale of the link's own, the coarsest on which the shares of both slots are whole numbers.
     """
 
     producer: int
@@ -65,7 +65,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Parameters that one group of ranks synchronises together, once the named backward instructions are done."""
+    """Parameters whose gradients one group of ranks reduces together, after these backward instructions."""
 
     parameters: tuple[int, ...]
     num_bytes: int
@@ -93,17 +93,17 @@ class Program:
     slots: tuple[SlotShape, ...]
     links: tuple[Link, ...]
     buckets: tuple[Bucket, ...]
-    # Parameters with ranks that keep them from step to step, whether or not their slots use them.
+    # By parameter: ranks that hold it from step to step, whether or not their slots use it.
     owning_ranks: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @property
     def num_instructions(self) -> int:
-        """How many instructions all ranks run together."""
+        """The number of instructions of all ranks together."""
         return sum(len(lane.instructions) for lane in self.lanes)
 
 
 def lane_from_pairs(num_ranks: int, instructions: Column, ranks: Column) -> Lane:
-    """A lane from (instruction, rank) pairs that stand in program order."""
+    """A lane from (instruction, rank) pairs in program order."""
     by_rank = np.argsort(ranks, kind="stable")
     starts = np.zeros(num_ranks + 1, dtype=np.int64)
     np.cumsum(np.bincount(ranks, minlength=num_ranks), out=starts[1:])

@@ -1,4 +1,4 @@
-"""The loop of `verify`, compiled: start everything that can start, without time."""
+"""The compiled loop of `verify`: run a program without time, starting everything that can start."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from numba import njit
 
 @njit(cache=True)
 def run_untimed(num_needs, follower_starts, followers, rendezvous_starts, rendezvous_ids, member_starts, members):
-    """Which instances can be brought to an end."""
+    """Whether each instance finishes. The arguments are `Instances.arrays`."""
     num_instances = len(num_needs)
     needs = num_needs.copy()
     done = np.zeros(num_instances, np.bool_)
     absent = member_starts[1:] - member_starts[:-1]
     unfinished = rendezvous_starts[1:] - rendezvous_starts[:-1]
+    # Instances that can start and have not.
     stack = np.empty(num_instances + 1, np.int64)
     size = 0
     for instance in range(num_instances):
@@ -24,6 +25,7 @@ def run_untimed(num_needs, follower_starts, followers, rendezvous_starts, rendez
     while size > 0:
         size -= 1
         instance = stack[size]
+        # Start it. This may complete rendezvous, and with them instances that were started before.
         num_finished = 0
         if unfinished[instance] == 0:
             finished[0] = instance
@@ -32,12 +34,13 @@ def run_untimed(num_needs, follower_starts, followers, rendezvous_starts, rendez
             rendezvous = rendezvous_ids[place]
             absent[rendezvous] -= 1
             if absent[rendezvous] == 0:
-                for other in range(member_starts[rendezvous], member_starts[rendezvous + 1]):
-                    member = members[other]
+                for member_place in range(member_starts[rendezvous], member_starts[rendezvous + 1]):
+                    member = members[member_place]
                     unfinished[member] -= 1
                     if unfinished[member] == 0:
                         finished[num_finished] = member
                         num_finished += 1
+        # Instances that waited for these may be able to start now.
         for number in range(num_finished):
             member = finished[number]
             done[member] = True

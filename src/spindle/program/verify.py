@@ -1,7 +1,7 @@
-"""Is this program safe to run? Every rank has what it needs, nothing runs twice, nothing waits in a circle, it fits.
+"""Prove that a program is safe to run: every rank has its inputs, nothing runs twice, nothing deadlocks, it fits.
 
-`verify` executes the program without time: it starts everything that can start until nothing can. What is left over is
-the deadlock that would have happened.
+For deadlocks, `verify` executes the program without time: it starts everything that can start, until nothing can. What
+is left over is the deadlock that would have happened.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from spindle.program.untimed import run_untimed
 
 
 def verify(program: Program, profile: Profile) -> None:
-    """Raises a ProgramError for the first thing that is wrong, a DoesNotFitError when memory is short."""
+    """Raise a ProgramError for the first thing that is wrong, or a DoesNotFitError if there is too little memory."""
     _every_slot_runs(program)
     _every_flow_has_its_link(program, profile)
     _every_row_arrives(program)
@@ -43,21 +43,21 @@ def verify(program: Program, profile: Profile) -> None:
     stuck = np.flatnonzero(~run_untimed(*instances.arrays))
     if len(stuck):
         raise ProgramError(describe_deadlock(program, instances, stuck))
-    launch_order(program)  # which there must be
+    launch_order(program)  # raises if there is none
     refuse_overfull(Memory(program, profile).peaks_in_order(instances), profile)
 
 
 def _every_slot_runs(program: Program) -> None:
-    """Every slot has a forward, and a backward over each of its layers, for inputs as for weights; `instances_of` sees
-    who runs them."""
+    """Every slot has a forward, and a backward over each of its layers, for input and for weight gradients. That the
+    right ranks run them is checked by `instances_of`."""
     parts: list[dict[int, list[tuple[int, int]]]] = [
         {number: [] for number in range(len(program.plan.slots))} for _ in range(2)
     ]
     forwards = set()
     for instruction in program.instructions:
         if isinstance(instruction, Backward):
-            for chunks, is_made in zip(parts, (instruction.makes_inputs, instruction.makes_weights), strict=True):
-                if is_made:
+            for chunks, is_computed in zip(parts, (instruction.makes_inputs, instruction.makes_weights), strict=True):
+                if is_computed:
                     chunks[instruction.slot].append((instruction.first, instruction.last))
         elif isinstance(instruction, Forward):
             forwards.add(instruction.slot)
@@ -76,11 +76,11 @@ def _every_slot_runs(program: Program) -> None:
 
 
 def _every_flow_has_its_link(program: Program, profile: Profile) -> None:
-    """Slot to next slot of an op, producer to consumer: each has one link, with an exchange for each direction."""
+    """Every pair of slots between which data flows has one link, with one exchange in each direction."""
     expected = set(slot_links([shape.op for shape in program.slots], profile.graph))
-    found = [(link.producer, link.consumer) for link in program.links]
-    for producer, consumer in sorted(expected.symmetric_difference(found)):
-        word = "no" if (producer, consumer) in expected else "a needless"
+    actual = [(link.producer, link.consumer) for link in program.links]
+    for producer, consumer in sorted(expected.symmetric_difference(actual)):
+        word = "no" if (producer, consumer) in expected else "an unnecessary"
         raise ProgramError(f"there is {word} link from slot {producer} to slot {consumer}")
     exchanges = Counter(instruction for instruction in program.instructions if isinstance(instruction, Exchange))
     for number in range(len(program.links)):
@@ -90,36 +90,36 @@ def _every_flow_has_its_link(program: Program, profile: Profile) -> None:
 
 
 def _every_row_arrives(program: Program) -> None:
-    """Each rank of a consumer holds or receives each of its rows exactly once, and likewise each gradient row back."""
-    right: set[tuple[int, ...]] = set()
+    """Each rank of a consumer holds or receives each of its rows exactly once; likewise the gradients, backward."""
+    checked: set[tuple[int, ...]] = set()
     for number, link in enumerate(program.links):
-        for giver, taker, flows, what in (
+        for source, target, flows, what in (
             (link.producer, link.consumer, link.forward, "activation"),
             (link.consumer, link.producer, link.backward, "gradient"),
         ):
-            key = (*placement_key(program.slots[giver]), *placement_key(program.slots[taker]), id(flows))
-            if key in right:
+            key = (*placement_key(program.slots[source]), *placement_key(program.slots[target]), id(flows))
+            if key in checked:
                 continue
-            right.add(key)
-            problem = _wrong_rows(program.slots[giver], program.slots[taker], flows, program.num_ranks)
+            checked.add(key)
+            problem = _wrong_rows(program.slots[source], program.slots[target], flows, program.num_ranks)
             if problem:
-                raise ProgramError(f"link {number}: {problem} ({what} rows for slot {taker})")
+                raise ProgramError(f"link {number}: {problem} ({what} rows for slot {target})")
 
 
-def _wrong_rows(giver: SlotShape, taker: SlotShape, flows: Flows, num_ranks: int) -> str:
-    """What is wrong with a link's flows, if anything."""
-    scale = common_scale(giver, taker)
-    had_first, had_last = _intervals(giver, scale, num_ranks)
-    want_first, want_last = _intervals(taker, scale, num_ranks)
+def _wrong_rows(source: SlotShape, target: SlotShape, flows: Flows, num_ranks: int) -> str:
+    """What is wrong with the flows of a link; empty if nothing is."""
+    scale = common_scale(source, target)
+    had_first, had_last = _intervals(source, scale, num_ranks)
+    want_first, want_last = _intervals(target, scale, num_ranks)
     sends_what_it_lacks = (flows.first < had_first[flows.source]) | (flows.last > had_last[flows.source])
     if sends_what_it_lacks.any():
         return f"rank {flows.source[int(np.argmax(sends_what_it_lacks))]} sends rows that it does not hold"
-    # What a rank has of its own and what it receives, one after another, must tile what it wants.
-    ranks = np.concatenate([taker.ranks, flows.destination])
-    first = np.concatenate([np.maximum(had_first, want_first)[taker.ranks], flows.first])
-    last = np.concatenate([np.minimum(had_last, want_last)[taker.ranks], flows.last])
-    held = first < last
-    ranks, first, last = ranks[held], first[held], last[held]
+    # The rows that a rank holds and those that it receives, sorted, must tile the rows that it needs.
+    ranks = np.concatenate([target.ranks, flows.destination])
+    first = np.concatenate([np.maximum(had_first, want_first)[target.ranks], flows.first])
+    last = np.concatenate([np.minimum(had_last, want_last)[target.ranks], flows.last])
+    is_empty = first >= last
+    ranks, first, last = ranks[~is_empty], first[~is_empty], last[~is_empty]
     order = np.lexsort((first, ranks))
     ranks, first, last = ranks[order], first[order], last[order]
     opens = np.append(True, ranks[1:] != ranks[:-1])
@@ -127,13 +127,13 @@ def _wrong_rows(giver: SlotShape, taker: SlotShape, flows: Flows, num_ranks: int
     expected = np.where(opens, want_first[ranks], np.append(0, last[:-1]))
     wrong = (first != expected) | (closes & (last != want_last[ranks]))
     if wrong.any():
-        return f"rank {ranks[int(np.argmax(wrong))]} needs other rows than it holds and receives"
-    missing = np.setdiff1d(taker.ranks[want_first[taker.ranks] < want_last[taker.ranks]], ranks)
+        return f"rank {ranks[int(np.argmax(wrong))]} needs other rows than those it holds and receives"
+    missing = np.setdiff1d(target.ranks[want_first[target.ranks] < want_last[target.ranks]], ranks)
     return f"rank {missing[0]} needs rows and has none" if len(missing) else ""
 
 
 def _intervals(shape: SlotShape, scale: int, num_ranks: int) -> tuple[Column, Column]:
-    """The first and last row of each rank, empty for those that have none."""
+    """The rows `[first, last)` of each rank; empty for ranks without rows."""
     first, last = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
     bounds = shape.bounds * (scale // shape.num_rows)
     first[shape.ranks] = np.repeat(bounds[:-1], shape.tensor_degree)
@@ -142,18 +142,19 @@ def _intervals(shape: SlotShape, scale: int, num_ranks: int) -> tuple[Column, Co
 
 
 def _every_gradient_is_summed(program: Program, profile: Profile) -> None:
-    """Each shard of a trainable parameter is in one bucket, over all ranks that hold it, after every use of it."""
+    """Each shard of a trainable parameter is in one bucket, over all ranks that hold it, after all its backwards."""
     graph = profile.graph
     place = np.asarray(profile.cluster.place_in_island)
     after: dict[int, set[int]] = defaultdict(set)
-    using: dict[int, list[int]] = defaultdict(list)
+    slots_using: dict[int, list[int]] = defaultdict(list)
     for number, instruction in enumerate(program.instructions):
         if isinstance(instruction, Backward) and instruction.makes_weights:
             op = graph.metaops[program.slots[instruction.slot].op]
             for layer in range(instruction.first, instruction.last) if op.parameters else ():
                 for parameter in op.parameters[layer]:
                     after[parameter].add(number)
-                    using[parameter].append(instruction.slot)
+                    slots_using[parameter].append(instruction.slot)
+    # Compare with the buckets that there are: one for each shard that several ranks hold.
     buckets: dict[int, list[Bucket]] = defaultdict(list)
     for bucket in program.buckets:
         for parameter in bucket.parameters:
@@ -161,41 +162,41 @@ def _every_gradient_is_summed(program: Program, profile: Profile) -> None:
     updated = {int(rank) for rank in _ranks_running(program, OptimizerStep())}
     owning_ranks = dict(program.owning_ranks)
     ranks_of: dict[tuple[tuple[int, ...], tuple[int, ...]], Column] = {}
-    for parameter, slots in using.items():
+    for parameter, slots in slots_using.items():
         if not graph.parameters[parameter].trainable:
             continue
         name, key = graph.parameters[parameter].name, (tuple(dict.fromkeys(slots)), owning_ranks.get(parameter, ()))
         if key not in ranks_of:
             used = [program.slots[slot].ranks for slot in key[0]]
             ranks_of[key] = np.unique(np.concatenate([*used, np.array(key[1], dtype=np.int64)]))
-            lazy = set(ranks_of[key].tolist()) - updated
-            if lazy:
-                raise ProgramError(f"rank {min(lazy)} holds {name} and never updates it")
+            never_updated = set(ranks_of[key].tolist()) - updated
+            if never_updated:
+                raise ProgramError(f"rank {min(never_updated)} holds {name} and never updates it")
         degree = program.slots[key[0][0]].tensor_degree
         groups = [ranks_of[key][place[ranks_of[key]] % degree == shard] for shard in range(degree)]
         expected = sorted(tuple(group.tolist()) for group in groups if len(group) > 1)
         if sorted(tuple(bucket.ranks.tolist()) for bucket in buckets[parameter]) != expected:
-            raise ProgramError(f"the gradient of {name} is not summed once over just the ranks that hold it")
+            raise ProgramError(f"the gradient of {name} is not reduced once over exactly the ranks that hold it")
         if any(set(bucket.after) != after[parameter] for bucket in buckets[parameter]):
-            raise ProgramError(f"the gradient of {name} is not synchronised after every backward that adds to it")
+            raise ProgramError(f"the gradient of {name} is not reduced after every backward that adds to it")
 
 
 def _every_bucket_has_its_collectives(program: Program) -> None:
-    """Gradients are summed once; parameters are gathered once where each rank updates a part of them, else never.
+    """Each bucket has one gradient reduction, and one gather of parameters if the optimizer is sharded.
 
-    That a forward waits for what its layers need follows from `instances_of`.
+    That a forward waits for the parameters of its layers follows from `instances_of`.
     """
     counts = Counter(program.instructions)
     for number in range(len(program.buckets)):
         if counts[SyncGradients(bucket=number)] != 1:
-            raise ProgramError(f"bucket {number} needs one synchronisation of its gradients")
+            raise ProgramError(f"bucket {number} needs one reduction of its gradients")
         if counts[GatherParameters(bucket=number)] != program.plan.shard_optimizer:
-            word = "one gathering" if program.plan.shard_optimizer else "no gathering"
+            word = "one gather" if program.plan.shard_optimizer else "no gather"
             raise ProgramError(f"bucket {number} needs {word} of its parameters")
 
 
 def _ranks_running(program: Program, instruction: Instruction) -> Column:
-    """The ranks whose lists hold an instruction."""
+    """The ranks that run an instruction."""
     if instruction not in program.instructions:
         return np.zeros(0, dtype=np.int64)
     number = program.instructions.index(instruction)
@@ -205,7 +206,7 @@ def _ranks_running(program: Program, instruction: Instruction) -> Column:
 
 
 def describe_deadlock(program: Program, instances: Instances, stuck: Column) -> str:
-    """Who waits for whom, from one stuck instance around the circle."""
+    """The error message for a deadlock, with one cycle of instances that wait for each other."""
     is_stuck = np.zeros(instances.num_instances, dtype=bool)
     is_stuck[stuck] = True
     waits_for: dict[int, list[int]] = {int(instance): [] for instance in stuck}
@@ -215,6 +216,7 @@ def describe_deadlock(program: Program, instances: Instances, stuck: Column) -> 
         ]:
             if is_stuck[follower]:
                 waits_for[int(follower)].append(int(instance))
+    # An instance that waits for nobody on its own rank waits for members of its rendezvous that do.
     blocked_by_needs = {instance for instance, sources in waits_for.items() if sources}
     for instance in stuck:
         if int(instance) in blocked_by_needs:
@@ -223,14 +225,16 @@ def describe_deadlock(program: Program, instances: Instances, stuck: Column) -> 
         for rendezvous in instances.rendezvous_ids[first:last]:
             members = instances.members[instances.member_starts[rendezvous] : instances.member_starts[rendezvous + 1]]
             waits_for[int(instance)] += [int(member) for member in members if int(member) in blocked_by_needs]
+    # Follow the waits until an instance comes up a second time: that is a cycle.
     path: list[int] = []
     instance = int(stuck[0])
     while instance not in path and waits_for[instance]:
         path.append(instance)
         instance = waits_for[instance][0]
-    circle = path[path.index(instance) :] if instance in path else path
+    cycle = path[path.index(instance) :] if instance in path else path
     lines = [
-        f"    rank {instances.rank[one]} {code(program.instructions[instances.instruction[one]])}" for one in circle
+        f"    rank {instances.rank[member]} {code(program.instructions[instances.instruction[member]])}"
+        for member in cycle
     ]
     return (
         f"deadlock: {len(stuck)} instructions cannot run; each of these waits for the next, the last for the first:\n"

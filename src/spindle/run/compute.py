@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from spindle.errors import TrainingError
-from spindle.models import styles_on, with_styles
+from spindle.models import apply_styles, with_styles
 from spindle.program import Backward
 from spindle.run.backward_split import run_input_part
 from spindle.run.graph_cache import GraphCache
@@ -294,7 +294,7 @@ class Compute:
         if len(slot.group) == 1 or not isinstance(slot.code, LayersCode):
             return nullcontext()
         styled = {id(part.module): part for layer in slot.code.layers[first:last] for part in layer.styled}
-        return styles_on(styled.values(), TensorParallelGroup(self._world, slot.group))
+        return apply_styles(styled.values(), TensorParallelGroup(self._world, slot.group))
 
     def _chunk(self, step: Step, slot: RankSlot, number: int) -> Chunk:
         """A chunk of a slot with the inputs and parameters that its backward has gradients for."""

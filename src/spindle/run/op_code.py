@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spindle.models import Styled
+from spindle.models import StyledModule
 from spindle.run.pytrees import Axes
 
 
@@ -28,7 +28,7 @@ class LayerCode:
     buffers: Callable[[], list[torch.Tensor]] = list
     writes_input: bool = False
     is_random: bool = False
-    styled: tuple[Styled, ...] = ()
+    styled: tuple[StyledModule, ...] = ()
     likeness: Any = None
 
 

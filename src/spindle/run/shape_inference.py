@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_unflatten
 
 from spindle.graph import MetaGraph
-from spindle.models import Swapped, as_when_compiling, keep_state
+from spindle.models import FakeWeights, ModuleSnapshot, as_when_compiling
 from spindle.run.op_code import LayerCode, LayersCode, OpCode
 from spindle.run.pytrees import PytreeMeta, TensorMeta, copied, pytree_meta
 
@@ -30,7 +30,7 @@ class ShapeInference:
     def __init__(self, modules: Sequence[nn.Module], device: torch.device, autocast: torch.dtype | None = None) -> None:
         self._modules, self._device, self._autocast = modules, device, autocast
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._swapped = [Swapped(module, self._mode, device) for module in modules]
+        self._swapped = [FakeWeights(module, self._mode, device) for module in modules]
         self._entered: ExitStack | None = None
         # With the functions whose ids are in the key, so that no other object gets these ids.
         self._known: dict[Any, tuple[Any, PytreeMeta | None]] = {}
@@ -80,7 +80,7 @@ class ShapeInference:
 
     def _enter(self, without_values: ExitStack) -> None:
         self._entered = without_values
-        without_values.callback(keep_state(self._modules))
+        without_values.callback(ModuleSnapshot(self._modules).restore)
         for swapped in self._swapped:
             without_values.enter_context(swapped)
         without_values.enter_context(self._mode)

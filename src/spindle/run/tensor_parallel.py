@@ -16,7 +16,7 @@ class TensorParallelGroup:
     """The members of a tensor-parallel group, whose process group must exist."""
 
     def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
-        self.size, self.place = len(ranks), ranks.index(world.rank)
+        self.size, self.group_rank = len(ranks), ranks.index(world.rank)
         self._rank, self._ranks = world.rank, tuple(sorted(ranks))  # a process group has its ranks in ascending order
         self._group = world.group(TENSOR, ranks)
         self._order = [self._ranks.index(rank) for rank in ranks]
@@ -27,7 +27,7 @@ class TensorParallelGroup:
             dist.all_reduce(total, group=self._group)
         return total
 
-    def add_up_shard(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         rows = tensor.movedim(dim, 0)
         most = -(-len(rows) // self.size)
         padded = rows.new_zeros(self.size, most, *rows.shape[1:])
@@ -36,11 +36,11 @@ class TensorParallelGroup:
             padded[row, : last - first] = rows[first:last]
         with peers("all-reducing in a tensor-parallel group"):
             start_reduce_scatter_in(padded.view(-1), self._group, self._ranks, self._rank).wait()
-        first, last = span_of(len(rows), self.size, self.place)
-        own = padded[self._order[self.place], : last - first].movedim(0, dim)
+        first, last = span_of(len(rows), self.size, self.group_rank)
+        own = padded[self._order[self.group_rank], : last - first].movedim(0, dim)
         return own.clone(memory_format=torch.contiguous_format)
 
-    def join(self, tensor: torch.Tensor, dim: int, length: int | None) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor, dim: int, length: int | None) -> torch.Tensor:
         lengths = self._lengths(tensor.shape[dim], length, tensor.device)
         padded = tensor
         if tensor.shape[dim] < max(lengths):  # all-gather takes equal sizes

@@ -1,4 +1,4 @@
-"""What would happen? Program × Profile → Timeline with memory."""
+"""The simulator: Program × Profile → Timeline, with memory."""
 
 from spindle.simulate.costs import Costs, costs_of
 from spindle.simulate.simulate import simulate

@@ -1,9 +1,9 @@
-"""What every rendezvous of a program costs under a profile: times, resources and bytes.
+"""Costs of a program's rendezvous under a profile: times, resources and bytes.
 
-Resources are, for each device, its port out and in; for each island, its uplink out and in, and its host (for profiles
-that say how busy neighbours slow each other). A transfer takes its bytes at the rate of each resource it crosses; a
-collective is a ring over its members. Where a profile says that compute and collectives slow each other on a device,
-the device is a resource, too.
+Resources are shared by what runs at the same time: each device's port out and in; each island's uplink out and in; and
+each island's host, if the profile says that busy neighbours slow each other down. A transfer sends its bytes through
+every resource on its path; a collective is a ring over its members. If the profile says that compute and collectives
+slow each other down, the device itself is a resource, too.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from spindle.program.program import Column
 
 NS = 1e9
 
-_EXCHANGE_WEIGHT = 2  # of an exchange of gradients on a device, on which compute weighs 1
-_MOST_EXCHANGES = 64  # on one device at once, told apart
+_REDUCTION_WEIGHT = 2  # of a gradient reduction in the load of a device, in which compute has weight 1
+_MAX_REDUCTIONS = 64  # loads of more reductions on one device count as this many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Columns by rendezvous (entries cut at `entry_starts`), and by instance and rank for memory."""
+    """Columns by rendezvous; its entries (resource, time alone on it, weight) are cut at `entry_starts`. Memory is by
+    instance (`bytes_at_...`) and by rank (`static_bytes`)."""
 
     delay_ns: Column
     fixed_ns: Column
@@ -43,15 +44,15 @@ class Costs:
     entry_resource: Column
     entry_ns: np.ndarray
     entry_weight: Column
-    slowness_of: Column  # by resource: -1 shares equally, else a row of `slowness`
-    slowness: np.ndarray
+    slowness_of: Column  # by resource: a row of `slowness`, or -1 for equal shares
+    slowness: np.ndarray  # by row and load: how many times longer than alone
     bytes_at_start: Column
     bytes_at_end: Column
     static_bytes: Column
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """What the compiled loop takes, in its order."""
+        """The arguments of the compiled loop, in order."""
         return (
             self.delay_ns,
             self.fixed_ns,
@@ -66,14 +67,14 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class _Topology:
-    """Resource numbers and rates of a cluster."""
+    """The numbers of a cluster's resources, and their rates."""
 
     num_devices: int
     num_islands: int
     island: np.ndarray
     link_bytes_per_s: np.ndarray  # by device
     link_latency_s: np.ndarray
-    link_collective_s: np.ndarray  # not a number where it was not measured
+    link_collective_s: np.ndarray  # NaN where it was not measured
     uplink_bytes_per_s: np.ndarray  # by island
     uplink_latency_s: np.ndarray
 
@@ -119,7 +120,7 @@ def _topology(profile: Profile) -> _Topology:
 
 
 class _Entries:
-    """Collects the entries of rendezvous in blocks, then joins them by rendezvous."""
+    """Collects entries in blocks, then groups them by rendezvous."""
 
     def __init__(self) -> None:
         self._blocks: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
@@ -129,18 +130,18 @@ class _Entries:
     ) -> None:
         self._blocks.append((rendezvous, resource, time_ns, np.ones_like(rendezvous) if weight is None else weight))
 
-    def joined(self, num_rendezvous: int) -> tuple[Column, Column, np.ndarray, Column]:
+    def grouped(self, num_rendezvous: int) -> tuple[Column, Column, np.ndarray, Column]:
         empty = np.zeros(0, dtype=np.int64)
         blocks = self._blocks or [(empty, empty, np.zeros(0), empty)]
         rendezvous, resource, time_ns, weight = (np.concatenate(part) for part in zip(*blocks, strict=True))
-        order = np.argsort(rendezvous, kind="stable")
+        order = np.argsort(rendezvous, kind="stable")  # stable: results do not depend on the order of equal keys
         starts = np.zeros(num_rendezvous + 1, dtype=np.int64)
         np.cumsum(np.bincount(rendezvous, minlength=num_rendezvous), out=starts[1:])
         return starts, resource[order], time_ns[order].astype(np.float64), weight[order].astype(np.int64)
 
 
 def costs_of(program: Program, instances: Instances, profile: Profile) -> Costs:
-    """Times and bytes of every instruction of a program."""
+    """Times and bytes of all instructions of a program."""
     topology = _topology(profile)
     entries = _Entries()
     delay_ns = np.zeros(instances.num_rendezvous, dtype=np.int64)
@@ -151,17 +152,18 @@ def costs_of(program: Program, instances: Instances, profile: Profile) -> Costs:
     _time_flows(program, topology, instances, delay_ns, entries)
     _time_collectives(program, profile, topology, instances, delay_ns, entries)
     _time_updates(program, profile, topology, instances, memory.update_bytes, fixed_ns, entries)
-    entry_starts, entry_resource, entry_ns, entry_weight = entries.joined(instances.num_rendezvous)
+    entry_starts, entry_resource, entry_ns, entry_weight = entries.grouped(instances.num_rendezvous)
 
+    # Ports and uplinks share equally (-1). Hosts and devices have measured slowdowns.
     slowness_of = np.full(topology.num_resources, -1, dtype=np.int64)
-    slowness = np.ones((2, max(2 + _EXCHANGE_WEIGHT * _MOST_EXCHANGES, 1 + len(profile.host_rates))))
+    slowness = np.ones((2, max(2 + _REDUCTION_WEIGHT * _MAX_REDUCTIONS, 1 + len(profile.host_rates))))
     for busy in range(1, slowness.shape[1]) if profile.host_rates else ():
         slowness[0, busy] = 1 / profile.host_rates[min(busy, len(profile.host_rates)) - 1]
-    # On a device compute weighs 1 and an exchange 2, so its load is odd where there is compute; and an exchange has the
-    # time there that it takes beside compute, over `overlap`.
-    slowness[1, 1] = 1 / max((1.0, *profile.host_rates))  # alone, its host says how fast it is
-    slowness[1, 2::2] = profile.overlap / profile.exchange_overlap
-    slowness[1, 3::2] = profile.overlap
+    # Compute has weight 1 on a device and a reduction 2, so the load is odd exactly when there is compute. The time of
+    # a reduction on the device is the one it takes next to compute, divided by `overlap` (see `_time_rings`).
+    slowness[1, 1] = 1 / max((1.0, *profile.host_rates))  # compute only: its speed follows from the island's host
+    slowness[1, 2::2] = profile.overlap / profile.exchange_overlap  # reductions only
+    slowness[1, 3::2] = profile.overlap  # both
     slowness_of[topology.host(np.arange(topology.num_islands))] = 0
     slowness_of[topology.device(np.arange(topology.num_devices))] = 1
     bytes_at_start, bytes_at_end = memory.changes(instances)
@@ -181,14 +183,14 @@ def costs_of(program: Program, instances: Instances, profile: Profile) -> Costs:
 
 
 def _rendezvous_of(program: Program, instances: Instances, kind: type) -> np.ndarray:
-    """Rendezvous whose instruction is of a kind, in order."""
+    """Rendezvous whose instruction is of this kind, in order."""
     is_kind = np.array([isinstance(instruction, kind) for instruction in program.instructions])
     return np.flatnonzero(is_kind[instances.rendezvous_instruction])
 
 
 def passes_s(program: Program, profile: Profile, *, launches: bool = False) -> np.ndarray:
-    """By instruction: seconds of a forward or backward pass, zero for others. On the device, or of the host that
-    launches it."""
+    """By instruction: seconds of a forward or backward pass on its device, or with `launches` on its host; zero for
+    other instructions."""
     setting = setting_of(program.plan, profile)
     curves = [profile.curve(shape.op, setting) for shape in program.slots]
     if launches:
@@ -215,14 +217,15 @@ def _time_compute(
     fixed_ns: np.ndarray,
     entries: _Entries,
 ) -> None:
-    """Forward and backward: a fixed time, or work at the rate that the island's busy devices leave."""
+    """Forward and backward: a fixed time, or work at a speed that depends on how many devices of the island are
+    busy."""
     time_ns = passes_s(program, profile) * NS
     computes = np.array([isinstance(instruction, Forward | Backward) for instruction in program.instructions])
     rendezvous_ids = np.flatnonzero(computes[instances.rendezvous_instruction])
-    # Idle neighbours make no launch faster.
+    # Launches do not become faster when neighbours are idle.
     fixed = passes_s(program, profile, launches=True) * NS if profile.host_rates else time_ns
     fixed_ns[:] = np.round(fixed[instances.rendezvous_instruction])
-    shares_device = _compute_meets_exchange(profile)
+    shares_device = _reductions_slow_compute(profile)
     for rendezvous in rendezvous_ids.tolist() if profile.host_rates or shares_device else ():
         members = instances.members[instances.member_starts[rendezvous] : instances.member_starts[rendezvous + 1]]
         ranks, work_ns = instances.rank[members], time_ns[instances.rendezvous_instruction[rendezvous]]
@@ -236,7 +239,7 @@ def _time_compute(
 def _time_flows(
     program: Program, topology: _Topology, instances: Instances, delay_ns: np.ndarray, entries: _Entries
 ) -> None:
-    """Transfers: a latency, then their bytes through both ports, and both uplinks when they leave an island."""
+    """Transfers: a latency, then their bytes through both ports, and through both uplinks between islands."""
     rendezvous_ids = _rendezvous_of(program, instances, Exchange)
     if not len(rendezvous_ids):
         return
@@ -246,15 +249,20 @@ def _time_flows(
         if isinstance(instruction, Exchange)
     ]
     columns = [(link.backward if backward else link.forward, link.bytes_per_row) for link, backward in flows]
-    source = np.concatenate([one.source for one, _ in columns])
-    destination = np.concatenate([one.destination for one, _ in columns])
-    num_bytes = np.concatenate([(one.last - one.first) * bytes_per_row for one, bytes_per_row in columns])
-    moving = num_bytes > 0
-    rendezvous_ids, num_bytes = rendezvous_ids[moving], num_bytes[moving]
-    source, destination = source[moving], destination[moving]
+    source = np.concatenate([flow.source for flow, _ in columns])
+    destination = np.concatenate([flow.destination for flow, _ in columns])
+    num_bytes = np.concatenate([(flow.last - flow.first) * bytes_per_row for flow, bytes_per_row in columns])
+    sent = num_bytes > 0
+    rendezvous_ids, source, destination, num_bytes = (
+        rendezvous_ids[sent],
+        source[sent],
+        destination[sent],
+        num_bytes[sent],
+    )
     inside = topology.island[source] == topology.island[destination]
     latency = np.where(inside, topology.link_latency_s[source], topology.uplink_latency_s[topology.island[source]])
     delay_ns[rendezvous_ids] = np.round(latency * NS)
+    # Both ports carry all bytes; the uplinks only what leaves an island.
     entries.add(rendezvous_ids, topology.port_out(source), num_bytes / topology.link_bytes_per_s[source] * NS)
     entries.add(rendezvous_ids, topology.port_in(destination), num_bytes / topology.link_bytes_per_s[destination] * NS)
     rendezvous_ids, num_bytes = rendezvous_ids[~inside], num_bytes[~inside]
@@ -263,8 +271,8 @@ def _time_flows(
         entries.add(rendezvous_ids, uplink(islands), num_bytes / topology.uplink_bytes_per_s[islands] * NS)
 
 
-def _compute_meets_exchange(profile: Profile) -> bool:
-    """Whether compute and the exchange of gradients slow each other on a device."""
+def _reductions_slow_compute(profile: Profile) -> bool:
+    """Whether compute and gradient reductions slow each other down on a device."""
     return max(profile.overlap, profile.exchange_overlap) > 1
 
 
@@ -276,22 +284,28 @@ def _time_collectives(
     delay_ns: np.ndarray,
     entries: _Entries,
 ) -> None:
-    """Collectives as rings over all members: every port carries it, and every uplink of a group that spans islands.
+    """Collectives: rings through the ports of all members, and through the uplinks if the group spans islands.
 
-    Reduce-scatter and all-gather are each half an all-reduce, but for what small messages pay.
+    A reduce-scatter or an all-gather has half the bytes of an all-reduce, and the same latency.
     """
     if not program.buckets:
         return
-    summed = [float(bucket.num_bytes) for bucket in program.buckets]
+    gradient_bytes = [float(bucket.num_bytes) for bucket in program.buckets]
     if not program.plan.shard_optimizer:
         _time_rings(
-            program, profile, topology, _rendezvous_of(program, instances, SyncGradients), summed, delay_ns, entries
+            program,
+            profile,
+            topology,
+            _rendezvous_of(program, instances, SyncGradients),
+            gradient_bytes,
+            delay_ns,
+            entries,
         )
         return
     numerics = profile.graph.numerics
-    gathered = [one * numerics.parameter_bytes / numerics.gradient_bytes for one in summed]
-    for kind, num_bytes in ((SyncGradients, summed), (GatherParameters, gathered)):
-        halves = [one / 2 for one in num_bytes]
+    parameter_bytes = [size * numerics.parameter_bytes / numerics.gradient_bytes for size in gradient_bytes]
+    for kind, num_bytes in ((SyncGradients, gradient_bytes), (GatherParameters, parameter_bytes)):
+        halves = [size / 2 for size in num_bytes]
         _time_rings(program, profile, topology, _rendezvous_of(program, instances, kind), halves, delay_ns, entries)
 
 
@@ -304,28 +318,30 @@ def _time_rings(
     delay_ns: np.ndarray,
     entries: _Entries,
 ) -> None:
-    """One collective for each bucket, with the bytes of an all-reduce."""
+    """Ring all-reduces, one per bucket; `by_bucket` has their rendezvous."""
     sizes = np.array([len(bucket.ranks) for bucket in program.buckets])
-    carried = np.array([ring_bytes(*one) * NS for one in zip(num_bytes, sizes.tolist(), strict=True)])
+    carried = np.array([ring_bytes(*ring) * NS for ring in zip(num_bytes, sizes.tolist(), strict=True)])
     bucket = np.repeat(np.arange(len(sizes)), sizes)
     ranks = np.concatenate([bucket.ranks for bucket in program.buckets])
     alone_ns = carried[bucket] / topology.link_bytes_per_s[ranks]
     for port in (topology.port_out, topology.port_in):
         entries.add(by_bucket[bucket], port(ranks), alone_ns)
-    if _compute_meets_exchange(profile):
-        beside_ns = alone_ns * profile.exchange_overlap / profile.overlap
-        entries.add(by_bucket[bucket], topology.device(ranks), beside_ns, np.full(len(ranks), _EXCHANGE_WEIGHT))
+    if _reductions_slow_compute(profile):
+        device_ns = alone_ns * profile.exchange_overlap / profile.overlap
+        entries.add(by_bucket[bucket], topology.device(ranks), device_ns, np.full(len(ranks), _REDUCTION_WEIGHT))
+    # A collective is as slow as the slowest link of its members.
     latency = np.zeros(len(sizes))
     np.maximum.at(latency, bucket, topology.link_latency_s[ranks])
 
-    # Each (bucket, island) once, for the buckets that have several.
+    # Each (bucket, island) once, of buckets that span several islands.
     bucket, island = np.divmod(np.unique(bucket * topology.num_islands + topology.island[ranks]), topology.num_islands)
     spans = np.bincount(bucket, minlength=len(sizes))[bucket] > 1
     bucket, island = bucket[spans], island[spans]
     for uplink in (topology.uplink_out, topology.uplink_in):
         entries.add(by_bucket[bucket], uplink(island), carried[bucket] / topology.uplink_bytes_per_s[island])
     np.maximum.at(latency, bucket, topology.uplink_latency_s[island])
-    delay_s = np.array([collective_latency_s(*one) for one in zip(sizes.tolist(), latency.tolist(), strict=True)])
+    delay_s = np.array([collective_latency_s(*ring) for ring in zip(sizes.tolist(), latency.tolist(), strict=True)])
+    # The overhead was measured inside one host: between islands the latency of a tree is all that is known.
     measured_s = np.array([topology.link_collective_s[bucket.ranks].max() for bucket in program.buckets])
     measured_s[bucket] = np.nan
     delay_ns[by_bucket] = np.round(np.where(np.isnan(measured_s), delay_s, measured_s) * NS)
@@ -340,7 +356,7 @@ def _time_updates(
     fixed_ns: np.ndarray,
     entries: _Entries,
 ) -> None:
-    """Optimizer steps run at the device's memory bandwidth, or what busy neighbours leave of it."""
+    """Optimizer steps: limited by memory bandwidth, which busy neighbours may share."""
     rendezvous_ids = _rendezvous_of(program, instances, OptimizerStep)
     ranks = instances.rank[instances.members[instances.member_starts[rendezvous_ids]]]
     time_ns = np.ceil(update_bytes[ranks] / profile.cluster.kind.memory_bytes_per_s * NS)

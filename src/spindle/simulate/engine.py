@@ -1,9 +1,12 @@
-"""The loop of the simulator, compiled. It knows instances, rendezvous and resources, not what they stand for.
+"""The compiled event loop of the simulator. It knows instances, rendezvous and resources, and not what they stand for.
 
-A rendezvous has a fixed time and entries (resource, time alone on it, weight). While it runs, each of its resources is
-shared by all rendezvous on it: with a total weight w there, the rendezvous would take its time alone times
-slowness[w]; the slowest of its resources decides. When a rendezvous starts or ends, those it shared with are timed
-again. Time is in integer nanoseconds; what is left of a rendezvous is a fraction.
+A rendezvous waits for all its members, then for a fixed delay (latency), then runs. It has a fixed time and entries
+(resource, time alone on it, weight). While it runs, each of its resources is shared by all rendezvous on it: at a total
+weight w it takes `slowness[w]` times its time alone, and its slowest resource decides. When a rendezvous starts or
+ends, the rendezvous that share a resource with it are re-timed: the fraction that is left stays, the rate changes.
+
+Events are (time, rendezvous) in a binary heap. Re-timing pushes a new event instead of moving the old one; an event
+whose time is not the present `finish` of its rendezvous is stale and skipped. Time is in integer nanoseconds.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ def _push(heap_time, heap_item, size, time, item):
 
 @njit(cache=True)
 def _pop(heap_time, heap_item, size):
-    """Takes the first entry off; the caller has read it."""
+    """Remove the first event, which the caller has read."""
     size -= 1
     time = heap_time[size]
     item = heap_item[size]
@@ -65,14 +68,14 @@ def _grown(column):
 
 @njit(cache=True)
 def _slowness(resource, load, slowness_of, slowness):
-    """How many times longer than alone a rendezvous takes on a resource under a load."""
+    """How many times longer than alone a rendezvous takes on a resource with this load (total weight)."""
     row = slowness_of[resource]
     return np.float64(load) if row < 0 else slowness[row, min(load, slowness.shape[1] - 1)]
 
 
 @njit(cache=True)
 def _span(rendezvous, fixed_ns, entry_starts, entry_resource, entry_ns, weight_on, slowness_of, slowness):
-    """How long the whole rendezvous would take at the present load."""
+    """The duration of a whole rendezvous at the present load."""
     span = np.float64(fixed_ns[rendezvous])
     for entry in range(entry_starts[rendezvous], entry_starts[rendezvous + 1]):
         resource = entry_resource[entry]
@@ -80,6 +83,39 @@ def _span(rendezvous, fixed_ns, entry_starts, entry_resource, entry_ns, weight_o
         if time > span:
             span = time
     return span
+
+
+@njit(cache=True)
+def _link(entry, resource, head, following, preceding):
+    """Insert an entry into the list of its resource."""
+    following[entry] = head[resource]
+    preceding[entry] = -1
+    if head[resource] >= 0:
+        preceding[head[resource]] = entry
+    head[resource] = entry
+
+
+@njit(cache=True)
+def _unlink(entry, resource, head, following, preceding):
+    """Remove an entry from the list of its resource."""
+    if preceding[entry] >= 0:
+        following[preceding[entry]] = following[entry]
+    else:
+        head[resource] = following[entry]
+    if following[entry] >= 0:
+        preceding[following[entry]] = preceding[entry]
+
+
+@njit(cache=True)
+def _release_followers(instance, follower_starts, followers, needs, ready, num_ready):
+    """An instance is done: add the instances that waited for nothing else to `ready`. Returns their new number."""
+    for place in range(follower_starts[instance], follower_starts[instance + 1]):
+        follower = followers[place]
+        needs[follower] -= 1
+        if needs[follower] == 0:
+            ready[num_ready] = follower
+            num_ready += 1
+    return num_ready
 
 
 @njit(cache=True)
@@ -100,7 +136,10 @@ def run(
     slowness_of,
     slowness,
 ):
-    """Runs everything; returns when each instance was posted, began and ended (-1: it never did)."""
+    """Run everything. Returns when each instance was posted, began and ended; -1 if it never did (a deadlock).
+
+    The arguments are `Instances.arrays` and `Costs.arrays`.
+    """
     num_instances = len(num_needs)
     num_rendezvous = len(fixed_ns)
     posted = np.full(num_instances, _NEVER)
@@ -110,14 +149,15 @@ def run(
     unfinished = rendezvous_starts[1:] - rendezvous_starts[:-1]
     absent = member_starts[1:] - member_starts[:-1]
 
-    # A running rendezvous: what is left of it, its span at the present load, since when, and when it will end.
+    # Running rendezvous: the fraction that is left, the span of the whole at the present load, the time since which
+    # this holds, and the time at which it ends.
     left = np.ones(num_rendezvous)
     span = np.zeros(num_rendezvous)
     since = np.zeros(num_rendezvous, np.int64)
     finish = np.full(num_rendezvous, _NEVER)
-    waits = np.zeros(num_rendezvous, np.bool_)  # in its delay, not on its resources yet
+    in_delay = np.zeros(num_rendezvous, np.bool_)  # not on its resources yet
 
-    # Rendezvous on each resource, as linked lists of entries.
+    # The entries on each resource, as doubly linked lists.
     num_resources = len(slowness_of)
     head = np.full(num_resources, -1, np.int64)
     following = np.full(len(entry_resource), -1, np.int64)
@@ -140,7 +180,8 @@ def run(
     now = np.int64(0)
 
     while True:
-        # Start what is ready; an instance without rendezvous is done at once.
+        # Phase 1: start what is ready. A rendezvous whose last member arrives enters its delay; an instance without
+        # rendezvous is done at once.
         while num_ready > 0:
             num_ready -= 1
             instance = ready[num_ready]
@@ -148,21 +189,16 @@ def run(
             if unfinished[instance] == 0:
                 began[instance] = now
                 ended[instance] = now
-                for place in range(follower_starts[instance], follower_starts[instance + 1]):
-                    follower = followers[place]
-                    needs[follower] -= 1
-                    if needs[follower] == 0:
-                        ready[num_ready] = follower
-                        num_ready += 1
+                num_ready = _release_followers(instance, follower_starts, followers, needs, ready, num_ready)
                 continue
             for place in range(rendezvous_starts[instance], rendezvous_starts[instance + 1]):
                 rendezvous = rendezvous_ids[place]
                 absent[rendezvous] -= 1
                 if absent[rendezvous] == 0:
-                    for other in range(member_starts[rendezvous], member_starts[rendezvous + 1]):
-                        if began[members[other]] < 0:
-                            began[members[other]] = now
-                    waits[rendezvous] = True
+                    for member_place in range(member_starts[rendezvous], member_starts[rendezvous + 1]):
+                        if began[members[member_place]] < 0:
+                            began[members[member_place]] = now
+                    in_delay[rendezvous] = True
                     finish[rendezvous] = now + delay_ns[rendezvous]
                     if heap_size + 1 >= len(heap_time):
                         heap_time = _grown(heap_time)
@@ -170,37 +206,30 @@ def run(
                     heap_size = _push(heap_time, heap_item, heap_size, finish[rendezvous], rendezvous)
         if heap_size == 0:
             break
+
+        # Phase 2: the next event. Either a delay is over and the rendezvous starts, or the rendezvous ends.
         time = heap_time[0]
         rendezvous = heap_item[0]
         heap_size = _pop(heap_time, heap_item, heap_size)
         if finish[rendezvous] != time:
-            continue  # it was timed again since
+            continue  # stale: the rendezvous was re-timed since
         now = time
 
-        starts = waits[rendezvous]
+        starts = in_delay[rendezvous]
         if starts:
-            waits[rendezvous] = False
+            in_delay[rendezvous] = False
             since[rendezvous] = now
         else:
             finish[rendezvous] = _NEVER
-        # Come onto the resources, or leave them.
+        # Occupy its resources, or leave them.
         for entry in range(entry_starts[rendezvous], entry_starts[rendezvous + 1]):
             resource = entry_resource[entry]
             if starts:
                 weight_on[resource] += entry_weight[entry]
-                following[entry] = head[resource]
-                preceding[entry] = -1
-                if head[resource] >= 0:
-                    preceding[head[resource]] = entry
-                head[resource] = entry
+                _link(entry, resource, head, following, preceding)
             else:
                 weight_on[resource] -= entry_weight[entry]
-                if preceding[entry] >= 0:
-                    following[preceding[entry]] = following[entry]
-                else:
-                    head[resource] = following[entry]
-                if following[entry] >= 0:
-                    preceding[following[entry]] = preceding[entry]
+                _unlink(entry, resource, head, following, preceding)
         if starts:
             span[rendezvous] = _span(
                 rendezvous, fixed_ns, entry_starts, entry_resource, entry_ns, weight_on, slowness_of, slowness
@@ -210,54 +239,52 @@ def run(
                 heap_time = _grown(heap_time)
                 heap_item = _grown(heap_item)
             heap_size = _push(heap_time, heap_item, heap_size, finish[rendezvous], rendezvous)
-        # Time again those that share a resource with it: only what this resource says of them has changed, so all of
-        # a rendezvous's entries are looked at again only when the one that held it back lets go.
+
+        # Phase 3: re-time the rendezvous that share a resource with it. Only this resource's load has changed. So
+        # unless this resource was a neighbour's slowest one and became faster, the neighbour's new span follows from
+        # the old one and this entry, without a look at its other entries.
         for entry in range(entry_starts[rendezvous], entry_starts[rendezvous + 1]):
             resource = entry_resource[entry]
             load = weight_on[resource]
             before = load - entry_weight[entry] if starts else load + entry_weight[entry]
             slow_before = _slowness(resource, before, slowness_of, slowness)
             slow_now = _slowness(resource, load, slowness_of, slowness)
-            other_entry = head[resource]
-            while other_entry >= 0:
-                other = entry_rendezvous[other_entry]
-                time_before = entry_ns[other_entry] * slow_before
-                time_now = entry_ns[other_entry] * slow_now
-                other_entry = following[other_entry]
-                if other == rendezvous:
+            neighbour_entry = head[resource]
+            while neighbour_entry >= 0:
+                neighbour = entry_rendezvous[neighbour_entry]
+                time_before = entry_ns[neighbour_entry] * slow_before
+                time_now = entry_ns[neighbour_entry] * slow_now
+                neighbour_entry = following[neighbour_entry]
+                if neighbour == rendezvous:
                     continue
-                new_span = span[other]
-                if time_now >= span[other]:
+                new_span = span[neighbour]
+                if time_now >= span[neighbour]:
                     new_span = time_now
-                elif time_before >= span[other] * (1 - 1e-12):
+                elif time_before >= span[neighbour] * (1 - 1e-12):
                     new_span = _span(
-                        other, fixed_ns, entry_starts, entry_resource, entry_ns, weight_on, slowness_of, slowness
+                        neighbour, fixed_ns, entry_starts, entry_resource, entry_ns, weight_on, slowness_of, slowness
                     )
-                if new_span == span[other]:
+                if new_span == span[neighbour]:
                     continue
-                if span[other] > 0:
-                    left[other] = max(0.0, left[other] - (now - since[other]) / span[other])
-                since[other] = now
-                span[other] = new_span
-                new_finish = now + np.int64(np.ceil(left[other] * new_span - 1e-6))
-                if new_finish != finish[other]:
-                    finish[other] = new_finish
+                if span[neighbour] > 0:
+                    left[neighbour] = max(0.0, left[neighbour] - (now - since[neighbour]) / span[neighbour])
+                since[neighbour] = now
+                span[neighbour] = new_span
+                new_finish = now + np.int64(np.ceil(left[neighbour] * new_span - 1e-6))
+                if new_finish != finish[neighbour]:
+                    finish[neighbour] = new_finish
                     if heap_size + 1 >= len(heap_time):
                         heap_time = _grown(heap_time)
                         heap_item = _grown(heap_item)
-                    heap_size = _push(heap_time, heap_item, heap_size, new_finish, other)
+                    heap_size = _push(heap_time, heap_item, heap_size, new_finish, neighbour)
         if starts:
             continue
-        # It ended: so do the members that had nothing else to do.
+
+        # Phase 4: the rendezvous ended, and with it the members that have no other rendezvous left.
         for place in range(member_starts[rendezvous], member_starts[rendezvous + 1]):
             instance = members[place]
             unfinished[instance] -= 1
             if unfinished[instance] == 0:
                 ended[instance] = now
-                for other in range(follower_starts[instance], follower_starts[instance + 1]):
-                    follower = followers[other]
-                    needs[follower] -= 1
-                    if needs[follower] == 0:
-                        ready[num_ready] = follower
-                        num_ready += 1
+                num_ready = _release_followers(instance, follower_starts, followers, needs, ready, num_ready)
     return posted, began, ended

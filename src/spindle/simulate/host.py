@@ -1,12 +1,12 @@
-"""The hosts of a program's ranks, as a lane before their compute lanes.
+"""The hosts of ranks, as an additional lane before the compute lane of each rank.
 
     host       ▐h1▌▐p1▌▐h2▌  · · · · ▐h3▌
                   ╲        ╲  ╱ message ╲
     compute      ▐ c1 ▌     ▐ c2 ▌       ▐ c3 ▌
 
-Each instance of the compute lane waits for one of the host lane (h), which waits for the messages that it needs. What a
-host does before it turns to the next pass, as launching the rest of its kernels and posting what it sends, is another
-one behind it (p). Both kinds stand behind all other instances.
+Each instance of the compute lane waits for an instance of the host lane (h), which waits for the messages that the pass
+needs. What the host does after that for the same pass, launching the rest of its kernels and posting its sends, is a
+second instance (p). Both kinds are appended to the other instances.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spindle.simulate.costs import NS, Costs, passes_s
 
 @dataclass(frozen=True, slots=True)
 class _Edges:
-    """Dependencies between instances, with the place of each instance among those of the compute lane (-1: none)."""
+    """Dependencies between instances; `place` is the position of each instance on the compute lane, or -1."""
 
     source: Column
     target: Column
@@ -36,8 +36,8 @@ class _Edges:
 def with_hosts(
     program: Program, instances: Instances, costs: Costs, overhead: HostOverhead, profile: Profile
 ) -> tuple[Instances, Costs]:
-    """Instances and costs with the hosts' behind them."""
-    computes = np.flatnonzero(instances.lane == COMPUTE)  # rank by rank, in the order of their programs
+    """The instances and costs of a program, with those of the hosts appended."""
+    computes = np.flatnonzero(instances.lane == COMPUTE)  # rank by rank, in program order
     count, first = len(computes), instances.num_instances
     rank = instances.rank[computes]
     place = np.full(first, -1)
@@ -54,14 +54,15 @@ def with_hosts(
 
     posting = np.flatnonzero(post_s > 0)
     hosts = first + np.arange(count)
-    posts = hosts.copy()  # the last thing that the host does for each pass
+    posts = hosts.copy()  # the last instance of the host for each pass
     posts[posting] = first + count + np.arange(len(posting))
     received = (instances.lane[edges.source] != COMPUTE) & (instances.lane[edges.target] == COMPUTE)
     sources = [edges.source, hosts, edges.source[received], hosts[posting], posts[last_pass]]
     targets = [edges.target, computes, hosts[place[edges.target[received]]], posts[posting], posted]
-    for distance, makers in ((1, posts), (overhead.ahead, computes)):
+    # A host launches one pass after another, at most `ahead` passes ahead of its GPU.
+    for distance, predecessors in ((1, posts), (overhead.ahead, computes)):
         on_one_rank = np.flatnonzero(rank[distance:] == rank[: max(count - distance, 0)])
-        sources.append(makers[on_one_rank])
+        sources.append(predecessors[on_one_rank])
         targets.append(hosts[on_one_rank + distance])
     all_sources, all_targets = np.concatenate(sources), np.concatenate(targets)
     owners = np.concatenate([computes, computes[posting]])  # of the hosts' instances
@@ -73,7 +74,7 @@ def with_hosts(
 
 
 def _with_instances(instances: Instances, owners: Column, sources: Column, targets: Column) -> Instances:
-    """The instances with one more for each owner, which stands for itself alone."""
+    """Append one instance for each owner, with a rendezvous of its own."""
     count, first, first_rendezvous = len(owners), instances.num_instances, instances.num_rendezvous
     follower_starts, followers = cut_by(sources, targets, first + count)
     return replace(
@@ -93,7 +94,8 @@ def _with_instances(instances: Instances, owners: Column, sources: Column, targe
 
 
 def _with_times(instances: Instances, costs: Costs, time_s: np.ndarray, overhead: HostOverhead) -> Costs:
-    # The latency of a link was measured with both hosts at work, which are simulated here.
+    """Append the times of the hosts' instances."""
+    # The measured latency of a link includes the work of both hosts, which is simulated here.
     is_transfer = instances.lane[instances.members[instances.member_starts[:-1]]] == TRANSFER
     host_ns = round((overhead.send_s + overhead.receive_s + overhead.pass_s) * NS)
     delay_ns = np.where(is_transfer, np.maximum(costs.delay_ns - host_ns, 0), costs.delay_ns)
@@ -113,7 +115,7 @@ def _one_more_each(starts: Column, count: int) -> Column:
 def _start_s(
     program: Program, instances: Instances, overhead: HostOverhead, computes: Column, edges: _Edges
 ) -> np.ndarray:
-    """The host's time before each instance of the compute lane begins, and to receive what it needs."""
+    """Host time before each instance of the compute lane begins, including the receipt of its inputs."""
     updates = np.array([isinstance(instruction, OptimizerStep) for instruction in program.instructions])
     is_update = updates[instances.instruction[computes]]
     time_s = np.where(is_update, overhead.optimizer_s, overhead.pass_s).astype(np.float64)
@@ -124,16 +126,16 @@ def _start_s(
 
 
 def _posted(instances: Instances, edges: _Edges) -> tuple[Column, Column]:
-    """Transfers and collectives that need a pass, and the place of the last pass that each of them needs."""
-    made = (instances.lane[edges.source] == COMPUTE) & (instances.lane[edges.target] != COMPUTE)
+    """Transfers and collectives that need a pass, and the position of the last pass that each of them needs."""
+    produced = (instances.lane[edges.source] == COMPUTE) & (instances.lane[edges.target] != COMPUTE)
     last = np.full(instances.num_instances, -1)
-    np.maximum.at(last, edges.target[made], edges.place[edges.source[made]])
+    np.maximum.at(last, edges.target[produced], edges.place[edges.source[produced]])
     posted = np.flatnonzero(last >= 0)
     return posted, last[posted]
 
 
 def _tasks_of_ranks(program: Program, graph: MetaGraph) -> Column:
-    """How many tasks each rank has a part in."""
+    """The number of tasks that each rank takes part in."""
     tasks: list[set[str]] = [set() for _ in range(program.num_ranks)]
     for shape in program.slots:
         for rank in shape.ranks.tolist():

@@ -1,4 +1,4 @@
-"""The simulator: executes the very instruction lists a runtime would."""
+"""Simulate a program: execute the same instruction lists as the runtime, with the times of a profile."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from spindle.timeline import Timeline
 
 
 def simulate(program: Program, profile: Profile) -> Timeline:
-    """The timeline of one step. Raises a ProgramError when the program deadlocks."""
+    """The timeline of one step. Raises a ProgramError if the program deadlocks."""
     instances = instances_of(program)
     costs = costs_of(program, instances, profile)
+    # Hosts are additional instances behind the program's own, and are cut off again afterwards.
     timed, times = instances, costs
     if profile.host is not None:
         timed, times = with_hosts(program, instances, costs, profile.host, profile)

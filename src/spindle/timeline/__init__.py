@@ -1,4 +1,4 @@
-"""What happened when? Spans in columns, the measures taken from them, and their Chrome/Perfetto trace."""
+"""Timelines: spans of instructions in columns, measures of them, and Chrome/Perfetto traces."""
 
 from spindle.timeline.measures import Measures, measure
 from spindle.timeline.timeline import Timeline

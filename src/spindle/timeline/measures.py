@@ -1,4 +1,4 @@
-"""Where the time of a step went."""
+"""Where the time of a step goes: compute, transfers, gradient reductions, idle."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from spindle.timeline.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measures:
-    """Shares are of all devices' time in the step.
+    """Shares of the time of all devices in a step.
 
-    A device is busy while it computes. What it waits for is charged, while it does not compute, to a transfer in flight
-    on it, else to a synchronisation in flight on it; the rest is idle. So the four shares add up to 1, and a transfer
-    hidden behind compute costs nothing.
+    Time in which a device does not compute counts as transfer if a transfer is in flight on it, else as sync if a
+    gradient reduction is in flight on it, else as idle. So the four shares add up to 1, and a transfer that is hidden
+    by compute costs nothing.
     """
 
     makespan_s: float
@@ -28,17 +28,18 @@ class Measures:
 
 
 def measure(timeline: Timeline) -> Measures:
-    """The measures of a timeline."""
+    """Compute the measures of a timeline."""
     total = timeline.makespan_ns * timeline.num_ranks
     busy = transfer = sync = 0
     order = np.argsort(timeline.rank, kind="stable")
     bounds = np.searchsorted(timeline.rank[order], np.arange(timeline.num_ranks + 1))
+    # Per rank, in order of precedence: what transfers add to the time that compute covers, and what reductions add.
     for rank in range(timeline.num_ranks):
-        mine = order[bounds[rank] : bounds[rank + 1]]
-        kinds = [_covered(timeline, mine[timeline.lane[mine] == lane]) for lane in (COMPUTE, TRANSFER, SYNC)]
-        compute_ns = _length(kinds[COMPUTE])
-        with_transfer_ns = _length(_union(kinds[COMPUTE], kinds[TRANSFER]))
-        with_sync_ns = _length(_union(_union(kinds[COMPUTE], kinds[TRANSFER]), kinds[SYNC]))
+        spans = order[bounds[rank] : bounds[rank + 1]]
+        by_lane = [_covered(timeline, spans[timeline.lane[spans] == lane]) for lane in (COMPUTE, TRANSFER, SYNC)]
+        compute_ns = _length(by_lane[COMPUTE])
+        with_transfer_ns = _length(_union(by_lane[COMPUTE], by_lane[TRANSFER]))
+        with_sync_ns = _length(_union(_union(by_lane[COMPUTE], by_lane[TRANSFER]), by_lane[SYNC]))
         busy += compute_ns
         transfer += with_transfer_ns - compute_ns
         sync += with_sync_ns - with_transfer_ns
@@ -52,7 +53,7 @@ def measure(timeline: Timeline) -> Measures:
     )
 
 
-Intervals = np.ndarray  # rows of (start, end), disjoint, rising
+Intervals = np.ndarray  # rows of (start, end), disjoint and sorted
 
 
 def _covered(timeline: Timeline, spans: np.ndarray) -> Intervals:
@@ -64,6 +65,7 @@ def _union(first: Intervals, second: Intervals) -> Intervals:
     if not len(both):
         return both
     both = both[np.argsort(both[:, 0], kind="stable")]
+    # Sorted by start, an interval opens a new piece if it starts after everything before it has ended.
     reach = np.maximum.accumulate(both[:, 1])
     opens = np.flatnonzero(np.append(True, both[1:, 0] > reach[:-1]))
     return np.stack([both[opens, 0], np.append(reach[opens[1:] - 1], reach[-1])], axis=1)

@@ -1,4 +1,4 @@
-"""A step as it was simulated or measured: one span for each instruction on each rank."""
+"""A step as it was simulated or measured: one span per instruction and rank."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Column = NDArray[np.int64]
 class Timeline:
     """Columns by span. Times are integer nanoseconds from the start of the step.
 
-    `posted` is when the rank was ready for it, `start` when the work itself began (a transfer waits for its peer),
-    `end` when it was done. `bytes_at_start` and `bytes_at_end` are what the rank's live memory changes by then;
-    `static_bytes` is what each rank holds all the time.
+    `posted`: the rank was ready for the instruction; `start`: the work began (a transfer waits for its peer); `end`: it
+    was done. `bytes_at_start` and `bytes_at_end` are changes of the rank's live memory; `static_bytes` is the memory
+    that each rank uses all the time.
     """
 
     instructions: tuple[Instruction, ...]
@@ -42,17 +42,17 @@ class Timeline:
         return self.makespan_ns * 1e-9
 
     def memory_of(self, rank: int) -> tuple[Column, Column]:
-        """Times and live bytes of one rank; between two times the bytes hold."""
-        mine = np.flatnonzero(self.rank == rank)
-        times = np.concatenate([self.start[mine], self.end[mine]])
-        changes = np.concatenate([self.bytes_at_start[mine], self.bytes_at_end[mine]])
-        # What is freed at an instant is free for what starts at it.
-        order = np.lexsort((np.repeat([1, 0], len(mine)), times))
+        """Times at which the live bytes of a rank change, and the live bytes from then on."""
+        spans = np.flatnonzero(self.rank == rank)
+        times = np.concatenate([self.start[spans], self.end[spans]])
+        changes = np.concatenate([self.bytes_at_start[spans], self.bytes_at_end[spans]])
+        # At equal times, memory is freed before it is allocated.
+        order = np.lexsort((np.repeat([1, 0], len(spans)), times))
         live = self.static_bytes[rank] + np.cumsum(changes[order])
         return np.concatenate([[0], times[order]]), np.concatenate([[self.static_bytes[rank]], live])
 
     def peak_bytes(self) -> Column:
-        """The largest live memory of each rank."""
+        """The peak of live memory of each rank."""
         times = np.concatenate([self.start, self.end])
         changes = np.concatenate([self.bytes_at_start, self.bytes_at_end])
         ranks = np.concatenate([self.rank, self.rank])

@@ -12,7 +12,7 @@ from spindle.timeline.timeline import Timeline
 
 
 def chrome_trace(timeline: Timeline, name_of: Callable[[Instruction], str]) -> str:
-    """JSON text: a process for each rank, a thread for each lane, a counter for live memory."""
+    """JSON text with one process per rank, one thread per lane, and a counter of live memory."""
     events: list[dict[str, object]] = []
     for rank in range(timeline.num_ranks):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})

@@ -13,7 +13,7 @@ from torch import nn
 
 from spindle.errors import GuardError
 from spindle.graph import MetaOp
-from spindle.models import ChainLayer, Styled, split_dims
+from spindle.models import ChainLayer, StyledModule, split_dims
 from spindle.run.op_code import LayerCode, LayersCode, LossCode, OpCode
 from spindle.run.pytrees import Axes
 from spindle.train.probe import Facts
@@ -37,7 +37,7 @@ class Bound:
     handles: Mapping[str, ModuleHandle]
     facts: Facts
     sharing: Sharing
-    styled: tuple[Styled, ...]
+    styled: tuple[StyledModule, ...]
 
     @property
     def batch_axes(self) -> dict[str, Axes]:

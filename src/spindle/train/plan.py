@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spindle.errors import PlanError, ProfileError, TrainingError
-from spindle.models import plan_inside
+from spindle.models import builtin_tp_plan
 from spindle.plan import Plan, check, parse_plan, read_plan
 from spindle.planners import Layout, PlanOptions, make_plan, owning_ranks_in, pipeline_layout
 from spindle.profile import Profile
@@ -108,7 +108,7 @@ def _with_degrees(profile: Profile, workload: AnalyzedWorkload, degrees: Mapping
         reasons += [
             f"{name!r} has no tensor parallel plan; give one with spindle.module({name!r}, tensor_parallel=...)"
             for name in degrees
-            if name in handles and not handles[name].tensor_parallel and not plan_inside(handles[name].module)
+            if name in handles and not handles[name].tensor_parallel and not builtin_tp_plan(handles[name].module)
         ]
         raise ProfileError(f"Planning(tensor_parallel_degrees=...): {'; '.join([str(error), *reasons])}") from error
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from spindle.errors import WorkloadError
-from spindle.models import Chain, as_when_compiling, device_of, stand_in, whole_chain
+from spindle.models import Chain, as_when_compiling, device_of, fake_like, whole_chain
 from spindle.run.pytrees import on_device, pytree_meta
 from spindle.train.task import Mean, ModuleHandle, TaskDefinition, called_module, recording
 from spindle.train.tracer import GradientTracer
@@ -296,7 +296,7 @@ def cut_all(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -> list[
 
 def _cut(task: RecordedTask, example: Any, known: dict[Any, tuple[Chain, Callable[[], Any]]]) -> RecordedTask:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    batch = tree_map(lambda leaf: stand_in(mode, leaf), example)
+    batch = tree_map(lambda leaf: fake_like(mode, leaf), example)
     outputs: dict[str, Any] = {}
     calls = []
     wanted = {source for call in task.calls for source in call.sources}
@@ -310,7 +310,7 @@ def _cut(task: RecordedTask, example: Any, known: dict[Any, tuple[Chain, Callabl
                 known[key] = call.handle.cut(args, kwargs)
             chain, give = known[key]
             if call.name in wanted:
-                outputs[call.name] = tree_map(lambda leaf: stand_in(mode, leaf), give())
+                outputs[call.name] = tree_map(lambda leaf: fake_like(mode, leaf), give())
         except Exception as error:
             error.add_note(f"in task {task.definition.name!r}, looking at the layers of {call.name}")
             raise

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from spindle.artifact import write_whole
+from spindle.artifact import write_atomically
 from spindle.graph import MetaGraph
 from spindle.plan import Plan
 from spindle.program import Program
@@ -72,7 +72,7 @@ class FitResult:
     def write_trace(self, path: Path | str) -> None:
         """Write the measured step as a trace for Perfetto, on rank 0."""
         if self.measured is not None:
-            write_whole(Path(path), trace_of(self.measured, self.program))
+            write_atomically(Path(path), trace_of(self.measured, self.program))
 
 
 def _loss_table(losses: tuple[dict[str, float], ...]) -> Table:

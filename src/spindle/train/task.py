@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from spindle.errors import WorkloadError
-from spindle.models import Chain, chain_and_output, styles_of, whole_chain
+from spindle.models import Chain, chain_and_output, resolve_styles, whole_chain
 
 
 class ModuleHandle:
@@ -84,7 +84,7 @@ def module(
         raise WorkloadError(f"spindle.module({name!r}, ...): a name must not be empty or hold '/' or '#'")
     if tensor_parallel is not None:
         where = f"spindle.module({name!r}, tensor_parallel=...)"
-        styles_of(user_module, tensor_parallel, where, strict=True)  # refuses what it does not know
+        resolve_styles(user_module, tensor_parallel, where, strict=True)  # refuses what it does not know
     return ModuleHandle(name, user_module, whole_batch, activation_checkpointing, split, tensor_parallel)
 
 

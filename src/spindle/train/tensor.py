@@ -1,10 +1,10 @@
 """Which modules can tensor groups share, how large may these be, and what do they send? Found out by trying.
 
 Every layer of a module that has a tensor parallel plan runs as the members of a group would run it, one after another
-in this process (`Rehearsal`): without values, for groups of two, four and eight, which shows whether shapes allow it
-(heads that do not divide, a forward that counts its heads itself), how much is added up and how many activations become
-fewer; and with values for groups of two, forward and backward, which shows whether the plan is right. Modules are in
-evaluation mode meanwhile, because dropout inside a part draws other numbers than in the whole.
+in this process (`EmulatedTensorGroup`): without values, for groups of two, four and eight, which shows whether shapes
+allow it (heads that do not divide, a forward that counts its heads itself), how much is added up and how many
+activations become fewer; and with values for groups of two, forward and backward, which shows whether the plan is
+right. Modules are in evaluation mode meanwhile, because dropout inside a part draws other numbers than in the whole.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spindle.models import (
-    MOST_MEMBERS,
-    Rehearsal,
-    Styled,
-    Swapped,
+    MAX_TENSOR_DEGREE,
+    EmulatedTensorGroup,
+    FakeWeights,
+    StyledModule,
+    apply_styles,
     as_when_compiling,
+    builtin_tp_plan,
     device_of,
-    plan_inside,
+    drop_tied_conflicts,
+    fake_like,
+    resolve_styles,
     shard_of,
     split_dims,
-    stand_in,
-    styles_of,
-    styles_on,
     with_styles,
     without_caches,
-    without_tied,
 )
 from spindle.run.pytrees import as_leaves, copied, cut, takes_gradient
 from spindle.train.record import handles_of
 from spindle.train.task import ModuleHandle
 from spindle.train.trace import TracedTask, Visit, unchanged, walk
 
-_DEGREES = tuple(degree for degree in (2, 4, 8) if degree <= MOST_MEMBERS)
+_DEGREES = tuple(degree for degree in (2, 4, 8) if degree <= MAX_TENSOR_DEGREE)
 _SEED = 20240611
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
 
@@ -61,18 +61,18 @@ class _NoShare(Exception):
     """A layer cannot be shared by so many; says why."""
 
 
-def styles_in(handles: Mapping[str, ModuleHandle]) -> list[Styled]:
+def styles_in(handles: Mapping[str, ModuleHandle]) -> list[StyledModule]:
     """The parts of modules that are split, by the plans that users gave or models bring along."""
-    found: dict[int, Styled] = {}
+    found: dict[int, StyledModule] = {}
     for handle in handles.values():
         given = handle.tensor_parallel
-        plan = plan_inside(handle.module) if given is None else given
-        for one in styles_of(handle.module, plan):
+        plan = builtin_tp_plan(handle.module) if given is None else given
+        for one in resolve_styles(handle.module, plan):
             found.setdefault(id(one.module), one)
-    return without_tied(list(found.values()), [handle.module for handle in handles.values()])
+    return drop_tied_conflicts(list(found.values()), [handle.module for handle in handles.values()])
 
 
-def parts_of(parameters: Sequence[nn.Parameter], styled: Sequence[Styled]) -> tuple[Styled, ...]:
+def parts_of(parameters: Sequence[nn.Parameter], styled: Sequence[StyledModule]) -> tuple[StyledModule, ...]:
     """Those of a layer with these parameters."""
     own = {id(parameter) for parameter in parameters}
     return tuple(one for one in styled if any(id(each) in own for each in one.module.parameters()))
@@ -98,9 +98,9 @@ def find_sharing(tasks: Sequence[TracedTask], batches: Mapping[str, Any], *, has
 
 
 class _Search:
-    def __init__(self, handles: Mapping[str, ModuleHandle], styled: Sequence[Styled]) -> None:
+    def __init__(self, handles: Mapping[str, ModuleHandle], styled: Sequence[StyledModule]) -> None:
         self._styled = styled
-        self.most = dict.fromkeys(_related(handles, styled), MOST_MEMBERS)
+        self.most = dict.fromkeys(_related(handles, styled), MAX_TENSOR_DEGREE)
         self.reasons: dict[str, str] = {}
         self.costs: dict[tuple[str, str, str], tuple[float, float]] = {}
         self._tried: set[tuple[str, str]] = set()
@@ -124,10 +124,10 @@ class _Search:
             try:
                 with ExitStack() as stack:
                     for module in modules.values():
-                        stack.enter_context(Swapped(module, mode, device_of(batch)))
+                        stack.enter_context(FakeWeights(module, mode, device_of(batch)))
                     stack.enter_context(mode)
                     stack.enter_context(as_when_compiling())
-                    self._walk(task, tree_map(lambda leaf: stand_in(mode, leaf), batch), measure)
+                    self._walk(task, tree_map(lambda leaf: fake_like(mode, leaf), batch), measure)
             except Exception:  # code that looks at values
                 if not has_values:
                     raise
@@ -154,7 +154,7 @@ class _Search:
             self.most[name] = degree
             self.reasons[name] = reason
 
-    def _measure(self, task: TracedTask, visit: Visit, parts: Sequence[Styled], rows: int) -> None:
+    def _measure(self, task: TracedTask, visit: Visit, parts: Sequence[StyledModule], rows: int) -> None:
         """Shapes alone: which degrees run, and what they send and keep."""
         name, key = visit.call.handle.name, (task.name, visit.call.name, visit.layer.kind)
         if not parts or key in self.costs:
@@ -164,10 +164,10 @@ class _Search:
         for degree in _DEGREES:
             if degree > self.most[name]:
                 return
-            rehearsal, counts = Rehearsal(degree), [0]
+            rehearsal, counts = EmulatedTensorGroup(degree), [0]
 
             def member(
-                place: int, rehearsal: Rehearsal = rehearsal, counts: list[int] = counts, degree: int = degree
+                place: int, rehearsal: EmulatedTensorGroup = rehearsal, counts: list[int] = counts, degree: int = degree
             ) -> Any:
                 with _shards(parts, degree, place), _counting() as kept_here:
                     values = _run(visit, with_styles(visit.layer.run, parts, rehearsal))
@@ -188,7 +188,7 @@ class _Search:
                 share = 2 * (1 - counts[0] / kept()) if kept() else 1.0
                 self.costs[key] = (rehearsal.sent_bytes / rows, min(1.0, max(0.0, round(share, 3))))
 
-    def _compare(self, visit: Visit, parts: Sequence[Styled]) -> None:
+    def _compare(self, visit: Visit, parts: Sequence[StyledModule]) -> None:
         """The numbers of a layer that two share, and its gradients, beside those of the whole one."""
         key = (visit.call.handle.name, visit.layer.kind)
         if not parts or key in self._tried:
@@ -198,12 +198,12 @@ class _Search:
         trained = [parameter for parameter in visit.layer.parameters if parameter.requires_grad]
         dims = split_dims(parts)
         values, gradients = _with_gradients(_run(visit, visit.layer.run), inputs + trained)
-        rehearsal = Rehearsal(2)
+        rehearsal = EmulatedTensorGroup(2)
 
         def member(place: int) -> Any:
-            with _shards(parts, 2, place) as shards, styles_on(parts, rehearsal):
+            with _shards(parts, 2, place) as shards, apply_styles(parts, rehearsal):
                 ours = _run(visit, visit.layer.run)
-                rehearsal.is_back = True
+                rehearsal.is_backward = True
                 return _with_gradients(ours, inputs + [shards.get(id(one), one) for one in trained])
 
         try:
@@ -230,7 +230,7 @@ class _Search:
                 )
 
 
-def _hint(parts: Sequence[Styled]) -> str:
+def _hint(parts: Sequence[StyledModule]) -> str:
     if not any(part.sequence for part in parts):
         return ""
     return (
@@ -239,7 +239,7 @@ def _hint(parts: Sequence[Styled]) -> str:
     )
 
 
-def _related(handles: Mapping[str, ModuleHandle], styled: Sequence[Styled]) -> list[str]:
+def _related(handles: Mapping[str, ModuleHandle], styled: Sequence[StyledModule]) -> list[str]:
     """Modules that have a part of a plan, or share weights with one that does, through others too."""
     weights = {name: {id(parameter) for parameter in handle.module.parameters()} for name, handle in handles.items()}
     reached = {id(parameter) for one in styled for parameter in one.module.parameters()}
@@ -263,7 +263,7 @@ def _run(visit: Visit, run: Callable[..., Any]) -> Any:
 
 
 @contextmanager
-def _shards(parts: Sequence[Styled], degree: int, place: int) -> Iterator[dict[int, nn.Parameter]]:
+def _shards(parts: Sequence[StyledModule], degree: int, place: int) -> Iterator[dict[int, nn.Parameter]]:
     """Inside, split parameters are a member's shards; these are by the id of the whole ones."""
     shards: dict[int, nn.Parameter] = {}
     before: list[tuple[nn.Module, str, nn.Parameter]] = []

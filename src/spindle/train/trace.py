@@ -24,7 +24,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from torch.utils.flop_counter import flop_registry
 
 from spindle.errors import GuardError, WorkloadError
-from spindle.models import ChainLayer, Swapped, as_when_compiling, device_of, keep_state
+from spindle.models import ChainLayer, FakeWeights, ModuleSnapshot, as_when_compiling, device_of
 from spindle.run.pytrees import Axes, axes_of, cut, pytree_meta
 from spindle.train.record import RecordedCall, RecordedTask
 
@@ -130,12 +130,12 @@ def walk(recorded: RecordedTask, batch: Any, outputs: dict[str, Any]) -> Iterato
 def unchanged(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Attributes and buffers of modules (caches, running statistics) and random state are put back."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    put_back = keep_state(modules)
+    snapshot = ModuleSnapshot(modules)
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
-        put_back()
+        snapshot.restore()
 
 
 def trace(recorded: RecordedTask, batch: Any) -> TracedTask:
@@ -206,7 +206,7 @@ def _layers(recorded: RecordedTask, batch: Any) -> tuple[dict[str, list[_Run]], 
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with ExitStack() as stack:
             for module in modules.values():
-                stack.enter_context(Swapped(module, mode, device_of(batch)))
+                stack.enter_context(FakeWeights(module, mode, device_of(batch)))
             stack.enter_context(mode)
             stack.enter_context(as_when_compiling())
             return _run_layers(recorded, tree_map(lambda leaf: _fake(mode, leaf), batch), {})

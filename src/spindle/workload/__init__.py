@@ -1,4 +1,4 @@
-"""What are we training? Tasks, modules (chains of layers), flows and batch sizes, as values. Knows no machine."""
+"""Workloads: tasks, modules (chains of layers), flows and batch sizes. Knows no machine."""
 
 from spindle.workload.batches import (
     FILLED,

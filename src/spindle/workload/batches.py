@@ -1,8 +1,8 @@
-"""What a batch holds: samples of real lengths, packed into microbatches.
+"""Batches of samples with real lengths, packed into microbatches.
 
-A microbatch says, for each module, how many tokens each of its instances has: an image is one instance of the vision
-encoder, a clip one of the video model, a packed sequence one of the language model. Instances of one module do not see
-each other; that is what makes sub-microbatches possible. Knows no model.
+A microbatch has, for each module, the number of tokens of each instance: an image is one instance of the vision
+encoder, a clip one of the video model, a packed sequence one of the language model. Instances of a module are
+independent of each other, so a microbatch can be split into sub-microbatches. Knows no model.
 
 Samples come from a file of one JSON object per line, or from a generator (`spindle.recipes`):
 
@@ -22,11 +22,11 @@ from spindle.artifact import from_json, read_text_file
 from spindle.errors import InputError, WorkloadError
 
 VISION, LANGUAGE, VIDEO = "vision", "language", "video"
-_MAX_IMAGES, _MAX_TOKENS = 10**6, 10**9  # of a sample in a file: more is a slip of the pen
+_MAX_IMAGES, _MAX_TOKENS = 10**6, 10**9  # of a sample in a file; more is surely a mistake
 
 
 class SampleError(WorkloadError):
-    """A sample that cannot be packed: its number, from 0, and why."""
+    """A sample that cannot be packed: its number (from 0) and the reason."""
 
     def __init__(self, number: int, reason: str) -> None:
         super().__init__(f"sample {number}: {reason}")
@@ -35,14 +35,14 @@ class SampleError(WorkloadError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """For each module, the tokens of each of its instances; a module without instances is not run."""
+    """For each module, the tokens of each of its instances; a module without instances does not run."""
 
     instances: tuple[tuple[str, tuple[int, ...]], ...]
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.instances]
         if len(set(names)) < len(names):
-            raise WorkloadError(f"a microbatch names each module once, got {', '.join(names)}")
+            raise WorkloadError(f"a microbatch must name each module once, got {', '.join(names)}")
         for name, tokens in self.instances:
             if any(count < 1 for count in tokens):
                 raise WorkloadError(f"module {name!r}: every instance needs at least one token, got {list(tokens)[:8]}")
@@ -50,7 +50,7 @@ class Microbatch:
             raise WorkloadError("a microbatch needs at least one instance of a module")
 
     def tokens_of(self, module: str) -> tuple[int, ...]:
-        """The tokens of each instance of a module; none where the microbatch skips it."""
+        """The tokens of each instance of a module; empty if the microbatch does not use the module."""
         return next((tokens for name, tokens in self.instances if name == module), ())
 
     @property
@@ -63,13 +63,13 @@ class Microbatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the language model, those that stand for images and those that fill up included."""
+        """Tokens of the language model, including image tokens and padding."""
         return sum(self.tokens_of(LANGUAGE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
-    """A video as it was cut; its frames are scaled to this size before they are encoded."""
+    """A video clip; its frames are scaled to this size before they are encoded."""
 
     seconds: float
     width: int = 256
@@ -77,9 +77,9 @@ class Clip:
 
     def __post_init__(self) -> None:
         if not self.seconds > 0:
-            raise WorkloadError(f"a clip lasts more than 0 seconds, got seconds={self.seconds}")
+            raise WorkloadError(f"a clip must be longer than 0 seconds, got seconds={self.seconds}")
         if min(self.width, self.height) < 1:
-            raise WorkloadError(f"a clip needs at least one pixel each way, got {self.width} x {self.height}")
+            raise WorkloadError(f"a clip needs at least one pixel in each direction, got {self.width} x {self.height}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +96,11 @@ class Sample:
                 f"text_tokens and images must not be negative, got {self.text_tokens} and {self.images}"
             )
         if not (self.text_tokens or self.images or self.clips):
-            raise WorkloadError("a sample holds at least one token, image or clip")
+            raise WorkloadError("a sample needs at least one token, image or clip")
 
 
 def read_samples(path: Path) -> tuple[Sample, ...]:
-    """The samples of a JSONL file, one per line; empty lines are passed over."""
+    """Read the samples of a JSONL file, one per line; empty lines are skipped."""
     samples = []
     for number, line in _lines(path):
         where = f"{path}, line {number}"
@@ -121,12 +121,12 @@ def read_samples(path: Path) -> tuple[Sample, ...]:
 
 
 def line_of_sample(path: Path, number: int) -> int:
-    """The line, from 1, on which a file has its sample of this number, from 0."""
+    """The line (from 1) of a sample (numbered from 0) in a file."""
     return _lines(path)[number][0]
 
 
 def _lines(path: Path) -> list[tuple[int, str]]:
-    """Lines that are not empty, with their numbers."""
+    """Non-empty lines with their numbers."""
     lines = enumerate(read_text_file(path).split("\n"), start=1)
     return [(number, line) for number, line in lines if line.strip()]
 
@@ -138,10 +138,10 @@ _EXAMPLE = '{"text_tokens": 812, "images": 3}'
 class Packing:
     """How samples become microbatches.
 
-    The limits and the frame rate are the DIP paper's (§5). An image of 728 pixels in patches of 14 has 52·52 = 2704
-    of them, and 4·4 patches become one of 169 tokens of the language model. Ours: a clip is encoded 8 times smaller
-    each way and 4 times shorter, in patches of 2 (so 16 pixels and 4 frames), at 256 pixels unless it says otherwise;
-    text is filled up to a multiple of `pad_tokens`.
+    The limits and the frame rate are from the DIP paper (§5). An image of 728 pixels has 52·52 = 2704 patches of 14
+    pixels, and 4·4 patches become one of 169 tokens of the language model. The rest is ours: latents of a clip are 8
+    times smaller in each direction and 4 times shorter, in patches of 2 (so a token is 16 pixels and 4 frames), at 256
+    pixels unless the clip says otherwise; text is padded to a multiple of `pad_tokens`.
     """
 
     max_tokens: int = 8192
@@ -163,23 +163,25 @@ class Packing:
             if not getattr(self, name) > 0:
                 raise WorkloadError(f"packing: {name} must be above 0, got {getattr(self, name)}")
         if self.image_tokens > self.max_tokens:
-            raise WorkloadError(f"packing: one image ({self.image_tokens} tokens) does not fit into {self.max_tokens}")
+            raise WorkloadError(
+                f"packing: one image ({self.image_tokens} tokens) does not fit into max_tokens={self.max_tokens}"
+            )
 
     def clip_tokens(self, clip: Clip) -> int:
-        """Tokens of the video model for a clip; what is longer than `max_seconds` is cut off."""
+        """Tokens of the video model for a clip, which is truncated to `max_seconds`."""
         frames = max(1, math.floor(min(clip.seconds, self.max_seconds) * self.frames_per_s))
         across = max(1, clip.width // self.pixels_per_token) * max(1, clip.height // self.pixels_per_token)
         return -(-frames // self.frames_per_token) * across
 
 
-FILLED = Packing(pad_tokens=8192)  # every sequence is filled up to the end, as static shapes have it
+FILLED = Packing(pad_tokens=8192)  # every sequence is padded to the full length, as static shapes need it
 
 
 def pack_images(samples: Iterable[Sample], packing: Packing = FILLED) -> tuple[Microbatch, ...]:
-    """Packs texts with images, in their order: a microbatch is one sequence of text and image tokens.
+    """Pack texts with images, in order: a microbatch is one sequence of text and image tokens.
 
-    A sample that is too long for a sequence is cut into parts, its images spread over them; one that no longer fits
-    into the open sequence begins the next.
+    A sample that does not fit into the current sequence begins the next one. A sample that is too long for any sequence
+    is split into parts, with its images spread over them.
     """
     microbatches: list[Microbatch] = []
     tokens = images = 0
@@ -188,13 +190,13 @@ def pack_images(samples: Iterable[Sample], packing: Packing = FILLED) -> tuple[M
         nonlocal tokens, images
         if tokens:
             sequence = -(-tokens // packing.pad_tokens) * packing.pad_tokens
-            held = ((VISION, (packing.image_patches,) * images),) if images else ()
-            microbatches.append(Microbatch(instances=(*held, (LANGUAGE, (sequence,)))))
+            vision = ((VISION, (packing.image_patches,) * images),) if images else ()
+            microbatches.append(Microbatch(instances=(*vision, (LANGUAGE, (sequence,)))))
         tokens = images = 0
 
     for number, sample in enumerate(samples):
         if sample.clips:
-            raise SampleError(number, "it has clips; a vision-language model takes texts with images, and no clips")
+            raise SampleError(number, "it has clips; a vision-language model takes text with images and no clips")
         for part in _cut(sample, packing):
             length = part.text_tokens + part.images * packing.image_tokens
             if tokens + length > packing.max_tokens or images + part.images > packing.max_images:
@@ -205,7 +207,7 @@ def pack_images(samples: Iterable[Sample], packing: Packing = FILLED) -> tuple[M
 
 
 def _cut(sample: Sample, packing: Packing) -> list[Sample]:
-    """A sample in as few equal parts as fit into a sequence each."""
+    """Split a sample into the fewest equal parts that each fit into a sequence."""
     length = sample.text_tokens + sample.images * packing.image_tokens
     count = max(-(-length // packing.max_tokens), -(-sample.images // packing.max_images))
     while count > 1:
@@ -217,8 +219,8 @@ def _cut(sample: Sample, packing: Packing) -> list[Sample]:
 
 
 def pack_clips(samples: Iterable[Sample], packing: Packing = FILLED) -> tuple[Microbatch, ...]:
-    """Packs clips with their texts, in their order: each clip is an instance of the video model; the texts of all
-    clips are one sequence of the language model."""
+    """Pack clips with their texts, in order: each clip is an instance of the video model, and the texts of all clips
+    are one sequence of the language model."""
     microbatches: list[Microbatch] = []
     clips: list[int] = []
     tokens = 0
@@ -233,12 +235,12 @@ def pack_clips(samples: Iterable[Sample], packing: Packing = FILLED) -> tuple[Mi
 
     for number, sample in enumerate(samples):
         if sample.images or not sample.clips:
-            raise SampleError(number, "text to video takes samples with clips and without images")
+            raise SampleError(number, "text-to-video takes samples with clips and without images")
         for clip, text in zip(sample.clips, even_parts(sample.text_tokens, len(sample.clips)), strict=True):
             if text > packing.max_tokens:
                 raise SampleError(
                     number,
-                    f"{text} tokens of text for one clip are more than a sequence of {packing.max_tokens} holds; "
+                    f"{text} tokens of text for one clip do not fit into a sequence of {packing.max_tokens}; "
                     "shorten the text",
                 )
             if len(clips) == packing.max_clips or tokens + text > packing.max_tokens:
@@ -250,16 +252,16 @@ def pack_clips(samples: Iterable[Sample], packing: Packing = FILLED) -> tuple[Mi
 
 
 def even_parts(total: int, count: int) -> list[int]:
-    """A whole number in so many parts that differ by at most one, larger ones first."""
-    least, larger = divmod(total, count)
-    return [least + 1] * larger + [least] * (count - larger)
+    """Split an integer into `count` parts that differ by at most one, larger parts first."""
+    smallest, num_larger = divmod(total, count)
+    return [smallest + 1] * num_larger + [smallest] * (count - num_larger)
 
 
 def split_evenly(instances: tuple[int, ...], most: int | None) -> tuple[tuple[int, ...], ...]:
-    """Instances in as few parts of at most `most` as there can be, of uniform size, larger parts first; all in one
-    part where there is no limit (DIP §4.1: 26 images with 12 are 9, 9 and 8)."""
+    """Split instances into the fewest parts of at most `most`, of even size, larger parts first (DIP §4.1: 26 images
+    with a limit of 12 are 9, 9 and 8). Without a limit, all are in one part."""
     if most is not None and most < 1:
-        raise WorkloadError(f"a sub-microbatch holds at least one instance, got {most}")
+        raise WorkloadError(f"a sub-microbatch needs at least one instance, got a limit of {most}")
     if not instances:
         return ()
     count = 1 if most is None else -(-len(instances) // most)

@@ -1,4 +1,4 @@
-"""Workloads as files, so that what a training script trains can be planned elsewhere."""
+"""Workloads on disk, so that one machine can trace a training script and another can plan it."""
 
 from __future__ import annotations
 

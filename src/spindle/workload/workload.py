@@ -1,8 +1,9 @@
 """Tasks over shared modules.
 
-A module is a named chain of layers; a task calls modules on a batch, and flows say which call feeds which. What a layer
-costs depends on the call (the same text tower reads 77 tokens here, 512 there), so costs live in the call, keyed by
-the kind of layer. Parameters are named on their own, so that tied weights are one parameter used by two layers.
+A module is a named chain of layers; a task calls modules on a batch, and flows say which call feeds which. The cost of
+a layer depends on the call (the same text tower may read 77 tokens in one task and 512 in another), so costs are part
+of the call, by kind of layer. Parameters have names of their own, so that a tied weight is one parameter that two
+layers use.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from spindle.errors import WorkloadError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One tensor of weights; a frozen one has no gradient and no optimizer state. One that is not split is whole on
-    every member of a tensor group."""
+    """One weight tensor. If it is not `trainable` it has no gradient and no optimizer state; if it is not `is_split`,
+    every member of a tensor group holds all of it."""
 
     name: str
     num_elements: int
@@ -27,13 +28,13 @@ class Parameter:
             raise WorkloadError(f"parameter {self.name!r}: num_elements must not be negative, got {self.num_elements}")
 
     def elements_at(self, tensor_degree: int) -> int:
-        """On each member of a tensor group."""
+        """Elements on each member of a tensor group."""
         return -(-self.num_elements // tensor_degree) if self.is_split else self.num_elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One link of a module's chain. Layers of one kind in one call are identical but for their weights."""
+    """One layer of a module. Layers of the same kind in one call differ in their weights only."""
 
     kind: str
     parameters: tuple[str, ...] = ()
@@ -51,21 +52,21 @@ class Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """What one layer costs per sample of the batch; parameters are counted apart."""
+    """The cost of one layer per sample of the batch; parameters are counted separately."""
 
     forward_flops: float
     backward_flops: float
     traffic_bytes: float  # activations read and written by the forward pass
-    saved_bytes: float  # activations kept for the backward pass
-    output_bytes: float  # what crosses a cut behind this layer
+    saved_bytes: float  # activations saved for the backward pass
+    output_bytes: float  # crosses a cut after this layer
     tensor_bytes: float = 0.0  # all-reduced by the forward pass of a tensor-parallel layer
-    tensor_share: float = 1.0  # of its activations that a tensor group splits; with none, members do the same work
+    tensor_share: float = 1.0  # share of its activations that a tensor group splits; 0: every member does all the work
     max_tensor_degree: int = 1
     whole_batch: bool = False  # samples depend on each other, so one device must see them all
-    meets: bool = False  # its devices exchange something small in the forward pass, so they run together
-    recompute: bool = False  # the user wants it to run again in backward instead of keeping activations
-    input_bytes: float | None = None  # kept where it runs again; as much as leaves it, unless given
-    sequence_parallel: bool = False  # members of a tensor group each have a part of what crosses cuts
+    meets: bool = False  # its devices synchronize in the forward pass (a reduced loss), so they run at the same time
+    recompute: bool = False  # the user asked for activation checkpointing
+    input_bytes: float | None = None  # saved with recomputation; None: as much as `output_bytes`
+    sequence_parallel: bool = False  # members of a tensor group each have a shard of what crosses cuts
 
     def __post_init__(self) -> None:
         for name in ("forward_flops", "backward_flops", "traffic_bytes", "saved_bytes", "output_bytes", "tensor_bytes"):
@@ -77,26 +78,26 @@ class LayerCost:
             raise WorkloadError(f"max_tensor_degree must be at least 1, got {self.max_tensor_degree}")
 
     def work_divisor(self, tensor_degree: int) -> int:
-        """How many times less each member of a tensor group computes."""
+        """The factor by which a tensor group reduces the work of each member."""
         return tensor_degree if self.tensor_share else 1
 
     def cut_bytes_at(self, tensor_degree: int) -> float:
-        """What each member has of what crosses a cut behind this layer."""
+        """Bytes on each member of what crosses a cut after this layer."""
         return self.output_bytes / (tensor_degree if self.sequence_parallel else 1)
 
-    def again_bytes_at(self, tensor_degree: int) -> float:
-        """What each member keeps of a layer that runs again."""
+    def recompute_bytes_at(self, tensor_degree: int) -> float:
+        """Bytes that each member saves for a layer that is recomputed."""
         whole = self.output_bytes if self.input_bytes is None else self.input_bytes
         return whole / (tensor_degree if self.sequence_parallel else 1)
 
     def saved_bytes_at(self, tensor_degree: int) -> float:
-        """What each member keeps for the backward pass."""
+        """Bytes that each member saves for the backward pass."""
         return self.saved_bytes * (1 - self.tensor_share + self.tensor_share / tensor_degree)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One use of a module by a task; `costs` has one entry per kind of layer of that module."""
+    """One call of a module by a task; `costs` has one entry for each kind of layer of the module."""
 
     name: str
     module: str
@@ -105,7 +106,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Calls joined by flows `(producer, consumer)`, over a batch of its own size."""
+    """Calls connected by flows `(producer, consumer)`, over a batch of its own size."""
 
     name: str
     batch_size: int
@@ -121,7 +122,7 @@ class Task:
                 if end not in names:
                     raise WorkloadError(
                         f"task {self.name!r}: the flow {producer!r} -> {consumer!r} names {end!r}, "
-                        f"which is no call of it; calls: {', '.join(sorted(names))}"
+                        f"which is not one of its calls: {', '.join(sorted(names))}"
                     )
 
 
@@ -143,7 +144,7 @@ class Workload:
     parameters: tuple[Parameter, ...]
     tasks: tuple[Task, ...]
     numerics: Numerics = Numerics()
-    tensor_degrees: tuple[tuple[str, int], ...] = ()  # of modules for which they are given, and no choice of planners
+    tensor_degrees: tuple[tuple[str, int], ...] = ()  # by module, where the user gave them; planners choose the others
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -157,13 +158,13 @@ class Workload:
                 for name in layer.parameters:
                     if name not in parameters:
                         raise WorkloadError(
-                            f"module {module.name!r}, layer {position}: parameter {name!r} is not in the list"
+                            f"module {module.name!r}, layer {position}: parameter {name!r} is not in the workload"
                         )
         for task in self.tasks:
             for call in task.calls:
                 if call.module not in modules:
                     raise WorkloadError(
-                        f"task {task.name!r}, call {call.name!r}: no module {call.module!r}; "
+                        f"task {task.name!r}, call {call.name!r}: unknown module {call.module!r}; "
                         f"modules: {', '.join(sorted(modules))}"
                     )
                 where = f"task {task.name!r}, call {call.name!r}"
@@ -180,6 +181,6 @@ def _unique(what: str, names: list[str]) -> set[str]:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise WorkloadError(f"{what} {name!r} is there twice; names must differ")
+            raise WorkloadError(f"{what} {name!r} appears twice; names must differ")
         seen.add(name)
     return seen

@@ -1,0 +1,186 @@
+"""Run code on fake tensors: shapes, dtypes and devices are right, nothing is computed, and weights need no memory.
+Code that reads tensor values is run on zeros instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+def fake_output(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The output of a module as fake tensors."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    arguments = tree_map(lambda leaf: fake_like(mode, leaf), (args, kwargs))
+    with FakeWeights(module, mode, device_of((args, kwargs))) as weights, as_when_compiling():
+        return run_on_fakes(lambda a, k: module(*a, **k), arguments, mode, weights)
+
+
+def fake_like(mode: FakeTensorMode, leaf: Any) -> Any:
+    """A contiguous fake tensor of the same shape, dtype and device; anything but a tensor is returned as it is."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    with mode:
+        return torch.empty(tuple(map(int, leaf.shape)), dtype=leaf.dtype, device=leaf.device)
+
+
+def device_of(nest: Any) -> torch.device:
+    """The device of the first tensor in a nest, or the CPU."""
+    return next((leaf.device for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
+
+
+class FakeWeights:
+    """A context in which the parameters and buffers of a module are fake tensors. Those on the `meta` device count as
+    being on `device`."""
+
+    def __init__(self, module: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
+        # (the module's dict, attribute name, real tensor, fake tensor)
+        self._entries: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
+        self.owners: dict[int, tuple[nn.Module, str]] = {}  # by the ids of the real and of the fake tensor
+        fakes: dict[int, torch.Tensor] = {}  # by the id of the real tensor: tied weights stay tied
+        for submodule in module.modules():
+            for tensors in (submodule._parameters, submodule._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in fakes:
+                        fake = _fake_weight(tensor, mode, device)
+                        fakes[id(tensor)] = fake
+                        self.owners[id(tensor)] = self.owners[id(fake)] = (submodule, name)
+                    self._entries.append((tensors, name, tensor, fakes[id(tensor)]))
+
+    def __enter__(self) -> FakeWeights:
+        for tensors, name, _, fake in self._entries:
+            tensors[name] = fake
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for tensors, name, real, _ in self._entries:
+            tensors[name] = real
+
+    @contextmanager
+    def real_weights(self) -> Iterator[None]:
+        """Within `with fake_weights`, a context in which the real weights are back."""
+        current = [tensors.get(name) for tensors, name, _, _ in self._entries]
+        self.__exit__()
+        try:
+            yield
+        finally:
+            for (tensors, name, _, _), tensor in zip(self._entries, current, strict=True):
+                tensors[name] = tensor
+
+
+def _fake_weight(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    with mode:
+        fake = torch.empty_strided(
+            tensor.shape,
+            tensor.stride(),
+            dtype=tensor.dtype,
+            device=device if tensor.is_meta else tensor.device,
+        )
+    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def run_on_fakes(run: Callable[[Any, Any], Any], arguments: Any, mode: FakeTensorMode, weights: FakeWeights) -> Any:
+    """Call `run(args, kwargs)` on fake tensors. If that fails because it reads values, call it on zeros with the real
+    weights, and return fake tensors like its output."""
+    try:
+        with _disable_current_modes(), mode:
+            return run(*arguments)
+    except Exception as error:
+        # Most likely it reads a value. Zeros have some; if they fail, too, the first error says more.
+        zeros = tree_map(_zeros_like, arguments)
+        try:
+            devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+            with _disable_current_modes(), weights.real_weights(), torch.no_grad(), torch.random.fork_rng(devices):
+                result = run(*zeros)
+        except Exception:
+            raise error from None
+        return tree_map(lambda leaf: fake_like(mode, leaf), result)
+
+
+def _zeros_like(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    with _disable_current_modes():
+        return torch.zeros(tuple(leaf.shape), dtype=leaf.dtype, device=leaf.device)
+
+
+@contextmanager
+def as_when_compiling() -> Iterator[None]:
+    """A context in which `torch.compiler.is_compiling()` is true.
+
+    Models that cache tensors outside of themselves, or read values to save work, skip both when they are compiled. On
+    fake tensors they must skip both, too.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        with _scripted_functions_in_python(), _without_needless_masks():
+            yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@contextmanager
+def _scripted_functions_in_python() -> Iterator[None]:
+    """Run functions under `torch.jit.script` as the Python code they were made from, as `torch.compile` does: their
+    fused kernels would read memory that fake tensors do not have."""
+    scripted: Any = torch.jit.ScriptFunction
+    call = scripted.__call__
+
+    def call_in_python(function: Any, *args: Any, **kwargs: Any) -> Any:
+        python = getattr(function, "_torchdynamo_inline", None)
+        return call(function, *args, **kwargs) if python is None else python(*args, **kwargs)
+
+    scripted.__call__ = call_in_python
+    try:
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+            yield
+    finally:
+        scripted.__call__ = call
+
+
+@contextmanager
+def _without_needless_masks() -> Iterator[None]:
+    """Keep transformers before 5.18 from making an attention mask where the caller gave none, as it does when it is
+    compiled: with a mask attention cannot use flash kernels, and takes up to twice the time."""
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    is_tracing = getattr(masking, "is_tracing", None)
+    if is_tracing is None:
+        yield
+        return
+    masking.is_tracing = lambda tensor=None: tensor is not None and is_tracing(tensor)
+    try:
+        yield
+    finally:
+        masking.is_tracing = is_tracing
+
+
+@contextmanager
+def without_caches(module: nn.Module) -> Iterator[None]:
+    """Switch off `use_cache` and `gradient_checkpointing` of Hugging Face models.
+
+    Decoders keep keys and values for generation by default, which training does not need. Checkpointing would hide a
+    block's operations; a block that recomputes itself still does so when it runs.
+    """
+    switched_off: list[tuple[Any, str]] = []
+    for submodule in module.modules():
+        config = getattr(submodule, "config", None)
+        for owner, name in ((config, "use_cache"), (submodule, "gradient_checkpointing")):
+            if owner is not None and getattr(owner, name, None) is True:
+                setattr(owner, name, False)
+                switched_off.append((owner, name))
+    try:
+        yield
+    finally:
+        for owner, name in switched_off:
+            setattr(owner, name, True)
