@@ -49,8 +49,8 @@ PROGRAMS = (
 
 NEEDS_GPU = "needs a GPU"
 INSTALLS = "installs the package, which .ci/run does"
-TWINS = "tests/test_examples.py runs this script with fewer steps, on one process and on two"
-QUICK_SEARCH = "takes half a minute; tests/test_cli_pipelines.py runs this verb with fewer evaluations"
+TWINS = "tests/run/test_examples.py runs this script with fewer steps, on one process and on two"
+QUICK_SEARCH = "takes half a minute; tests/unit/test_cli_pipelines.py runs this verb with fewer evaluations"
 NOT_RUN = {
     "pip install '.[train]'": INSTALLS,
     "pip install -e '.[dev]'": INSTALLS,
