@@ -56,9 +56,7 @@ def reshard_state(world: World, state: OptimizerState, sharding: Sharding) -> Op
     """This rank's share of the state under another sharding. All ranks call this; each receives what it lacks from one
     that has it. The state of parameters that are not in `sharding` stays with one rank, on the host."""
     described = {name: _describe(state.sharding[name][world.rank], values) for name, values in state.states.items()}
-    table = world.broadcast_object(
-        world.gather_objects((described, state.settings, state.num_steps, state.lr_scheduler))
-    )
+    table = world.broadcast_object(world.gather_objects((described, state.settings, state.num_steps)))
     descriptions = [row[0] for row in table]
     old = {
         name: {rank: part for rank, part in slices.items() if name in descriptions[rank]}
@@ -94,12 +92,12 @@ def reshard_state(world: World, state: OptimizerState, sharding: Sharding) -> Op
         if tensor is not None:
             states[name][key] = tensor if name in sharding else tensor.cpu()
     return OptimizerState(
-        num_steps=max(num_steps for _, _, num_steps, _ in table),  # a rank without parameters has counted none
+        num_steps=max(row[2] for row in table),  # a rank without parameters has counted none
         sharding=new,
         states=states,
-        settings={name: group for _, settings, _, _ in table for name, group in settings.items()},
+        settings={name: group for row in table for name, group in row[1].items()},
         old_settings=state.old_settings,
-        lr_scheduler=state.lr_scheduler or next((scheduler for *_, scheduler in table if scheduler is not None), None),
+        lr_scheduler=state.lr_scheduler,
     )
 
 
