@@ -79,7 +79,7 @@ def test_blocks_that_recompute_themselves_meet_in_backward_too(pool):
 def test_slots_of_tensor_groups_are_not_captured_and_others_are(pool):
     answers = trained(pool, 2, sharing("own", *degrees((2, "plan 3"), steps=5), captures=True))
     reasons = [text for text in answers[0].notices if "without a CUDA graph" in text]
-    assert any("language" in text and "its tensor group meets inside it" in text for text in reasons)
+    assert any("language" in text and "its tensor-parallel group communicates inside it" in text for text in reasons)
     assert not any("vision" in text for text in reasons)
 
 
