@@ -114,7 +114,7 @@ class Curve:
             forward_s=tuple(forward_s for _ in self.num_devices),
             backward_s=tuple(backward_s for _ in self.num_devices),
             weight_s=tuple(
-                backward_s * part / max(whole, 1e-30)
+                backward_s * min(1.0, part / max(whole, 1e-30))
                 for part, whole in zip(self.weight_s, self.backward_s, strict=bool(self.weight_s))
             ),
         )

@@ -88,7 +88,9 @@ def lower(
     ]
     transfer = _transfer_order(plan, links, link_base, clock)
     if profile.graph.parameters:
+        # Also on ranks whose parameters no microbatch of this step uses: schedulers and norms are those of all ranks.
         everywhere = [*(shape.ranks for shape in shapes), *(bucket.ranks for bucket in buckets)]
+        everywhere += [np.asarray(ranks) for ranks in owning_ranks.values()]
         compute.append((len(instructions) - 1, np.unique(np.concatenate(everywhere))))
     sync: Order = []
     if plan.shard_optimizer:

@@ -20,7 +20,7 @@ from spindle.train.agreement import compare, compare_attributes, task_items
 from spindle.train.bind import Bound, bind, code_of
 from spindle.train.config import TrainConfig
 from spindle.train.probe import Facts, facts_without_values, probe
-from spindle.train.record import handles_of, record_all
+from spindle.train.record import handles_of, parameter_names, record_all
 from spindle.train.task import TaskDefinition
 from spindle.train.tensor import Sharing, find_sharing
 from spindle.train.trace_broadcast import trace_on_rank_0
@@ -113,7 +113,7 @@ def without_tasks(workload: AnalyzedWorkload, ended: Collection[str], name: str)
         reached=reached,
     )
     remaining = [traced for task, traced in bound.tasks.items() if task not in ended]
-    restricted = _analyzed(bind(name, remaining, facts, bound.sharing))
+    restricted = _analyzed(bind(name, remaining, facts, bound.sharing, parameter_names(bound.handles)))
     ended_modules = frozenset(workload.graph.modules) - frozenset(restricted.graph.modules)
     return replace(restricted, ended_modules=ended_modules)
 

@@ -67,10 +67,17 @@ def trace_recorded(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -
             recorded = kept_whole(recorded, error.module, reason)
 
 
-def bind(name: str, tasks: Sequence[TracedTask], facts: Facts = _NO_FACTS, sharing: Sharing = _NO_SHARING) -> Bound:
-    """The workload of traced tasks."""
+def bind(
+    name: str,
+    tasks: Sequence[TracedTask],
+    facts: Facts = _NO_FACTS,
+    sharing: Sharing = _NO_SHARING,
+    names: Mapping[int, str] | None = None,
+) -> Bound:
+    """The workload of traced tasks. `names` are those that parameters had with more tasks: a tied one would change its
+    name with the module that it is named after."""
     handles = handles_of([task.recorded for task in tasks])
-    names = parameter_names(handles)
+    names = names or parameter_names(handles)
     styled = tuple(styles_in(handles)) if sharing.most else ()
     split = split_dims(styled)
     first: dict[str, nn.Parameter] = {}

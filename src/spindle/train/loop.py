@@ -25,7 +25,7 @@ from spindle.run.world import Gathering, copied_to
 from spindle.train.agreement import compare, config_items, module_items
 from spindle.train.config import TrainConfig
 from spindle.train.feed import Batch, Feed, LoaderPosition, MakeFeed
-from spindle.train.garbage import frozen_objects
+from spindle.train.garbage import collect_all, frozen_objects
 from spindle.train.header import (
     BatchHeader,
     Table,
@@ -114,7 +114,7 @@ class Loop:
         self._count_resident_tensors()
         if world.device.type == "cuda":
             limit_gpu_memory(self._config.planning.memory_limit_bytes, world.device)
-            torch.cuda.empty_cache()
+            self._free_gpu_memory()
             torch.cuda.reset_peak_memory_stats(world.device)
         self._times.start(steps)
         with frozen_objects():
@@ -186,6 +186,12 @@ class Loop:
         result = self._times.result(planned.program, planned.profile, self._history, session.notices, peak_bytes)
         return replace(result, num_captured_slots=main.num_captured, slots_without_cuda_graph=dict(main.without_graph))
 
+    def _free_gpu_memory(self) -> None:
+        """Free what tracing left, or the graphs of a plan that is no longer referred to."""
+        if self._world.device.type == "cuda":
+            collect_all()
+            torch.cuda.empty_cache()
+
     def _count_resident_tensors(self) -> None:
         """Count weights, and what optimizer and gradients keep, against the memory limit."""
         if self._budget is not None:
@@ -235,6 +241,7 @@ class Loop:
                 self._feeds[task.name] = self._make_feed(task, loaders[task.name], self._progress)
                 self._num_asked[task.name] = 0
         self._runtime = self._session.change_config(config, self._feeds, self._progress)
+        self._free_gpu_memory()
         self._times.forget()
         headers[:] = [{name: header for name, header in row.items() if name not in ended} for row in headers]
         batches[:] = [{name: batch for name, batch in row.items() if name not in ended} for row in batches]
@@ -296,6 +303,7 @@ class Loop:
                 self._requested = session.without_given_plan(config, NEW_VARIANT, self._progress), loaders
             self._times.forget(keep_watched=True)
             self._runtime = session.plan(session.trace_and_profile(self._feeds, self._progress), self._progress)
+            self._free_gpu_memory()
             session.scatter_parameters(self._runtime)
             self._count_resident_tensors()
             self._share_batches(headers, batches)

@@ -76,6 +76,8 @@ class Update:
 
     def _clip(self, limit: float) -> None:
         """As `torch.nn.utils.clip_grad_norm_` in one process: every parameter counts once, whoever holds it."""
+        if self._world.rank not in self._ranks:
+            return
         gradients = [parameter.grad for parameter in self._counted if parameter.grad is not None]
         square = get_total_norm(gradients).to(self._world.device, torch.float64).square().reshape(1)
         self._world.all_reduce(square, "norm", self._ranks)

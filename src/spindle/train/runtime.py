@@ -78,7 +78,7 @@ def make_update(runtime: RankRuntime, config: TrainConfig, world: World, state: 
     if world.size > 1:  # before the real optimizer is made: a function that keeps its last optimizer keeps that one
         whole = [(name, weights.parameters[number], weights.shapes[number]) for number, name in trained.items()]
         compare(world, optimizer_items(config.optimizer, config.lr_scheduler, whole))
-    ranks = sorted({rank for slot in program.slots for rank in slot.ranks.tolist()})
+    ranks = sorted({rank for slices in sharding.values() for rank in slices})
     update = Update(
         config.optimizer,
         config.lr_scheduler,

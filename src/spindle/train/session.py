@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from spindle.launch.capture import Capture
 from spindle.run import World
 from spindle.train.agreement import compare, config_items, module_items, version_items
@@ -160,10 +158,6 @@ class TrainSession:
             new.shards.attach()
         self.update = make_update(new, self.config, self.world, update.state())
         self.runtime = new
-        if self.world.device.type == "cuda":
-            del old, update
-            collect_all()  # graphs of the old plan hold memory of their device
-            torch.cuda.empty_cache()
         return new
 
     def _adopt(self, config: TrainConfig, progress: Progress) -> None:
