@@ -220,7 +220,7 @@ def test_a_module_that_gives_no_nest_of_tensors_is_refused():
     def pull(batch):
         return strange(batch["x"])
 
-    with pytest.raises(WorkloadError, match="module 'strange' returns a Answer, which is no nest of tensors"):
+    with pytest.raises(WorkloadError, match="module 'strange' returns a Answer, which is not a tensor or a nested"):
         fit(pull, rows(4), steps=1)
 
 
@@ -508,7 +508,7 @@ def test_everything_that_can_be_imported_is_described():
         assert getattr(spindle, name).__doc__, name
     for function in (spindle.module, spindle.task, spindle.Planning, spindle.Trainer):
         for argument in list(inspect.signature(function).parameters)[function in (spindle.module, spindle.Trainer) :]:
-            assert f"| `{argument}` |" in text or argument == "user_module", (function, argument)
+            assert f"| `{argument}` |" in text or argument == "nn_module", (function, argument)
     methods = {name for name, _ in inspect.getmembers(spindle.Trainer) if not name.startswith("_")}
     assert all(re.search(rf"`{name}\b", text) for name in methods), methods
 
