@@ -26,7 +26,7 @@ from spindle.launch.capture import WorkloadCapture, active_capture, capturing  #
 from spindle.planners import make_plan  # noqa: E402
 from spindle.workload import read_workload  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def sgd(named):
@@ -437,7 +437,7 @@ def test_importing_spindle_needs_no_torch():
 
 
 def test_the_example_trains_on_two_processes():
-    script = Path(__file__).resolve().parents[2] / "examples" / "four_tasks.py"
+    script = ROOT / "examples" / "four_tasks.py"
     done = subprocess.run(
         [sys.executable, "-m", "spindle.cli", "launch", "-n", "2", str(script), "--steps", "4"],
         capture_output=True,
