@@ -113,9 +113,10 @@ def readme_table(cells: list[dict[str, Any]], mean_ratio: float, slower: list[st
         )
     header = ["one step", "one module at a time", "best baseline", "Spindle", "bound", "speedup", "the paper's"]
     about = circumstances()
+    others = f"another planner is faster in {', '.join(slower)}" if slower else "no other planner is faster in any cell"
     note = (
-        f"Spindle's plans are {mean_ratio:.3f} times the bound (geometric mean of 17 cells). Cells in which another "
-        f"planner is faster: {', '.join(slower) or 'none'}. Simulated; commit {about['commit']}."
+        f"Spindle's plans take {mean_ratio:.3f} times the bound (geometric mean of 17 cells); {others}. "
+        f"Simulated; commit {about['commit']}."
     )
     return markdown(header, rows) + "\n\n" + note
 

@@ -1,7 +1,7 @@
 """The comparison of a run with one plain PyTorch process that all tests share.
 
-The error of a tensor is ‖ours − reference‖ / max(‖reference‖, 1e-3·‖all references‖/√(number of tensors)), as in
-DESIGN's first promise. A NaN on either side, a missing value or another shape is never close.
+The error of a tensor is ‖ours − reference‖ / max(‖reference‖, 1e-3·‖all references‖/√(number of tensors)). A NaN on
+either side, a missing value or another shape is never close.
 """
 
 from __future__ import annotations

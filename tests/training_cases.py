@@ -384,7 +384,7 @@ TRAININGS: dict[str, Callable[[], Training]] = {
 }
 
 
-# Tasks that change in the midst of a fit.
+# Tasks that change during a fit.
 
 CLIP = 3.0
 SIZES = {"pair": 5, "answer": 7, "sound": 4, "late": 6}

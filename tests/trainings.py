@@ -28,7 +28,7 @@ from zoo import Workload
 
 Modules = Mapping[str, nn.Module]
 LEARNING_RATE = 0.05
-FIRST_OF_JOINED = 100  # the number of the first batch of a task that joins in the midst of a fit
+FIRST_OF_JOINED = 100  # the number of the first batch of a task that joins during a fit
 
 
 def sgd(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

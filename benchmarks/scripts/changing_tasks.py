@@ -1,4 +1,4 @@
-"""The four tasks of the example on shared towers, for `dynamic`: tasks that leave and come back in the midst of a fit,
+"""The four tasks of the example on shared towers, for `dynamic`: tasks that leave and come back during a fit,
 or the same training started anew from a checkpoint without one of them.
 
 Writes what it measured on rank 0. There are no checkpoints yet, so one holds the weights alone: whoever starts anew

@@ -1,8 +1,8 @@
 """Values on disk.
 
-Every value that passes between rooms is a frozen dataclass of numbers, strings, tuples and other such dataclasses. This
-module writes any of them as JSON and reads them back, checking types and naming the field that is wrong. Files are
-written completely or not at all. It knows no particular class.
+Every value that passes between packages is a frozen dataclass of numbers, strings, tuples and other such dataclasses.
+This module writes any of them as JSON and reads them back, checking types and naming the field that is wrong. Files
+are written completely or not at all. It knows no particular class.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def run_sharded(world: World) -> None:
 
 
 def run_changing(world: World) -> None:
-    """Tasks that end, join and come back in the midst of a fit, under random plans, in float64: the weights of one
+    """Tasks that end, join and come back during a fit, under random plans, in float64: the weights of one
     process, which is the CPU."""
     sys.path.insert(0, str(Path(__file__).parent.parent))
     from comparison import assert_close

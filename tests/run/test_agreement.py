@@ -341,7 +341,7 @@ def changing_alone(rank: int, num_ranks: int, when: str) -> str:
         trainer = spindle.Trainer(tasks, optimizer=sgd)
         try:
             profile = trainer.prepare(loaders, progress=False)
-            # On rank 0 alone, so that it does not wait for rank 1 in the midst of a step.
+            # On rank 0 alone, so that it does not wait for rank 1 during a step.
             trainer.replan(plan="\n".join(f"{op.name}*{op.num_layers}@0" for op in profile.graph.metaops))
             trainer.fit(loaders, steps=6, progress=False, on_step=on_step)
             if rank == 1 and when == "between fits":
@@ -419,16 +419,16 @@ def test_ranks_may_have_different_parameters_groups_and_attributes_that_say_whic
     assert pool.run(2, differing, "apart") == ["", ""]
 
 
-CALLED = "rank 1 differs from rank 0 in what was called in the midst of the fit: rank 0 has "
+CALLED = r"rank 1 differs from rank 0 in what was called during fit\(\): rank 0 has "
 ALONE = {  # what ranks say
     "in a fit": (
-        r"step \d: rank 1 called remove_task, add_task or replan in the midst of the fit, and rank 0 did not",
-        r"step \d: rank 1 called remove_task\('push'\) in the midst of the fit, and rank 0 did not",
+        r"step \d: rank 1 called remove_task, add_task or replan during fit\(\), and rank 0 did not",
+        r"step \d: rank 1 called remove_task\('push'\) during fit\(\), and rank 0 did not",
     ),
     "in the last step": (CALLED + r"'nothing', rank 1 has 'replan'",),
     "which task": (CALLED + r""""remove_task\('pull'\)", rank 1 has "remove_task\('push'\)"; all""",),
     "between fits": (
-        r"rank 1 differs .* the Trainer's method .*: rank 0 has 'fit', rank 1 has .remove_task\('push'\)",
+        r"rank 1 differs .* the Trainer method called: rank 0 has 'fit', rank 1 has .remove_task\('push'\)",
     ),
     "frozen": (r"rank 1 differs from rank 0 in the parameters of module 'tower': .*=True.*=False",),
 }

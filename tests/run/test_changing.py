@@ -1,4 +1,4 @@
-"""Tasks that end, join and come back, and modules that are frozen and thawed, in the midst of a fit on gloo processes:
+"""Tasks that end, join and come back, and modules that are frozen and thawed, during a fit on gloo processes:
 the numbers of a plain PyTorch loop in one process."""
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def test_weights_of_sampling_change_with_them():
     with unmeasured():
         trainer, tasks = trainer_of("a", "b", sampling_weights={"a": 1.0, "b": 1.0})
         trainer.remove_task("a")
-        with pytest.raises(TrainingError, match="sampling_weight= goes with"):
+        with pytest.raises(TrainingError, match="sampling_weight= requires"):
             trainer.add_task(tasks["c"])
         trainer.add_task(tasks["c"], sampling_weight=0.0)
         result = trainer.fit({"b": batches, "c": batches}, steps=2, progress=False)
@@ -137,7 +137,7 @@ def test_changes_that_cannot_be_made_are_refused():
     trainer, tasks = trainer_of("a")
     with pytest.raises(TrainingError, match=r"no such task \(tasks: a\)"):
         trainer.remove_task("b")
-    with pytest.raises(TrainingError, match="the last one"):
+    with pytest.raises(TrainingError, match="the only remaining task"):
         trainer.remove_task("a")
     with pytest.raises(WorkloadError, match="already"):
         trainer.add_task(tasks["a"])

@@ -184,7 +184,7 @@ def test_an_option_that_cannot_be_is_explained(options, message):
 
 def test_a_schedule_that_wants_a_measure_is_refused():
     trainer = small(lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
-    with unmeasured(), pytest.raises(TrainingError, match="stepped without a measure, got ReduceLROnPlateau"):
+    with unmeasured(), pytest.raises(TrainingError, match=r"takes no metric .*, got ReduceLROnPlateau"):
         trainer.fit(BATCHES, steps=1, progress=False)
 
 

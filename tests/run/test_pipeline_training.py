@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_reported_by_the_planning_process(planning):
     [
         ({"planner": "pipeline", "shard_optimizer": True}, "a sharded optimizer needs the same one in every step"),
         ({"planner": "pipeline", "tensor_parallel_degrees": {"one": 2}}, "run on one device each"),
-        ({"pipeline_parallel_degree": 2}, r'pipeline_parallel_degree=2\): goes with planner="pipeline"'),
+        ({"pipeline_parallel_degree": 2}, r'pipeline_parallel_degree=2\): requires planner="pipeline"'),
     ],
 )
 def test_settings_that_pipelines_do_not_have_are_refused(options, message):

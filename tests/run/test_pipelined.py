@@ -1,6 +1,6 @@
 """Plans with passes on real gloo processes: the same numbers as one process, and as torch's own pipelines.
 
-The measure is DESIGN's first promise: float64 to 1e-9.
+Tolerance: float64 to 1e-9.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The runtime on real gloo processes: the same numbers as one process. One pool of processes serves all tests.
 
-The measure is DESIGN's first promise: float64 to 1e-9, float32 to 1e-5.
+Tolerance: float64 to 1e-9, float32 to 1e-5.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 
 from replay import graphs_without_cuda  # noqa: E402
 from spindle.run.gradients import Gradients  # noqa: E402
-from spindle.run.graphs import Chunk, GraphMemory, Graphs, Made  # noqa: E402
+from spindle.run.graphs import Chunk, GraphMemory, Graphs, SlotOutput  # noqa: E402
 from spindle.run.step import Piece  # noqa: E402
 
 STEPS = 3
@@ -35,7 +35,7 @@ def pooled(linear, rows):
     """A layer, and as another chunk the sum over its tokens, whose gradient has a stride of 0."""
     hidden = linear(rows)
     leaf = hidden.detach().requires_grad_()
-    return Made([Piece((), hidden), Piece((leaf,), leaf.sum(1))], leaf.sum(1))
+    return SlotOutput([Piece((), hidden), Piece((leaf,), leaf.sum(1))], leaf.sum(1))
 
 
 def weight_gradient(linear, graphs, slot, rows, gradient):

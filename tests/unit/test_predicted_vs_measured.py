@@ -1,4 +1,4 @@
-"""Predicted beside measured: a timeline that was changed by known amounts shows just these."""
+"""Predicted and measured: a timeline that was changed by known amounts shows just these."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spindle.errors import ProgramError
 from spindle.planners import make_plan
 from spindle.program import Backward, Exchange, Forward, OptimizerStep, lower
 from spindle.report.gantt import columns_for, timeline_chart
-from spindle.report.predicted_vs_measured import beside, beside_chart, beside_json, beside_table, draw_beside
+from spindle.report.predicted_vs_measured import compare_step, draw_steps, step_charts, step_json, step_tables
 from spindle.simulate import simulate
 
 TASKS = {"a": ["vision", "lm"], "b": ["text", "lm"]}
@@ -72,9 +72,9 @@ def all_pairs(both) -> list:
     return [pair for row in (both.totals, *both.modules, *both.waves) for pair in pairs_of(row).values()]
 
 
-def test_a_step_beside_itself_differs_in_nothing():
+def test_a_step_compared_with_itself_differs_in_nothing():
     timeline, program, graph = world()
-    both = beside(timeline, timeline, program, graph)
+    both = compare_step(timeline, timeline, program, graph)
     assert both.step_ratio == 1
     assert both.module_error == 0
     assert all(pair.difference_s == 0 for pair in all_pairs(both))
@@ -82,7 +82,7 @@ def test_a_step_beside_itself_differs_in_nothing():
 
 def test_where_all_takes_twice_as_long_every_ratio_is_two():
     timeline, program, graph = world()
-    both = beside(timeline, slower(timeline, 2), program, graph)
+    both = compare_step(timeline, slower(timeline, 2), program, graph)
     assert both.step_ratio == pytest.approx(2)
     assert both.module_error == pytest.approx(1)
     ratios = [pair.ratio for pair in all_pairs(both) if pair.predicted_s]
@@ -92,7 +92,7 @@ def test_where_all_takes_twice_as_long_every_ratio_is_two():
 
 def test_the_parts_of_a_step_add_up_to_it():
     timeline, program, graph = world({"a": ["vision", "lm"], "b": ["text"]}, num_devices=3)
-    totals = pairs_of(beside(timeline, slower(timeline, 3), program, graph).totals)
+    totals = pairs_of(compare_step(timeline, slower(timeline, 3), program, graph).totals)
     step = totals.pop("step")
     assert totals.keys() == {"compute", "optimizer", "transfer", "sync", "idle"}
     assert sum(pair.predicted_s for pair in totals.values()) == pytest.approx(step.predicted_s)
@@ -102,21 +102,21 @@ def test_the_parts_of_a_step_add_up_to_it():
 
 def test_a_slow_module_is_the_only_one_whose_ratio_changes():
     timeline, program, graph = world()
-    both = beside(timeline, longer(timeline, of_module(program, graph, "text"), 3), program, graph)
+    both = compare_step(timeline, longer(timeline, of_module(program, graph, "text"), 3), program, graph)
     ratios = {one.module: (one.forward.ratio, one.backward.ratio) for one in both.modules}
     assert ratios == {"vision": (1, 1), "lm": (1, 1), "text": (pytest.approx(3), pytest.approx(3))}
 
 
 def test_the_error_of_modules_weighs_them_by_what_was_predicted():
     timeline, program, graph = world()
-    both = beside(timeline, longer(timeline, of_module(program, graph, "text"), 3), program, graph)
+    both = compare_step(timeline, longer(timeline, of_module(program, graph, "text"), 3), program, graph)
     seconds = {one.module: one.both.predicted_s for one in both.modules}
     assert both.module_error == pytest.approx(2 * seconds["text"] / sum(seconds.values()))
 
 
 def test_a_slow_optimizer_is_not_slow_compute():
     timeline, program, graph = world()
-    both = beside(timeline, longer(timeline, lambda one: isinstance(one, OptimizerStep), 5), program, graph)
+    both = compare_step(timeline, longer(timeline, lambda one: isinstance(one, OptimizerStep), 5), program, graph)
     assert both.totals.optimizer.ratio == pytest.approx(5)
     assert both.totals.compute.ratio == pytest.approx(1)
     assert both.totals.optimizer.predicted_s > 0
@@ -124,7 +124,7 @@ def test_a_slow_optimizer_is_not_slow_compute():
 
 def test_device_seconds_of_modules_and_of_waves_are_the_compute_of_all_devices():
     timeline, program, graph = world()
-    both = beside(timeline, slower(timeline, 2), program, graph)
+    both = compare_step(timeline, slower(timeline, 2), program, graph)
     for rows in (both.modules, both.waves):
         assert sum(row.both.predicted_s for row in rows) == pytest.approx(4 * both.totals.compute.predicted_s)
         assert sum(row.both.measured_s for row in rows) == pytest.approx(4 * both.totals.compute.measured_s)
@@ -136,7 +136,7 @@ def test_a_wave_has_both_passes_of_its_slots_and_the_span_of_its_forward():
     timeline = simulate(program, profile)
     last = [number for number, slot in enumerate(program.plan.slots) if slot.wave == 1]
     measured = longer(timeline, lambda one: isinstance(one, Backward) and one.slot in last, 4)
-    towers, head = beside(timeline, measured, program, profile.graph).waves
+    towers, head = compare_step(timeline, measured, program, profile.graph).waves
     assert (towers.wave, head.wave) == (0, 1)
     assert (head.forward.ratio, head.backward.ratio) == (1, pytest.approx(4))
     assert (towers.forward.ratio, towers.backward.ratio) == (1, 1)
@@ -151,7 +151,7 @@ def test_ops_without_a_module_are_called_by_their_task():
     profile = small.linear_profile(small.CASE_C, num_devices=16)
     program = lower(make_plan(profile, "paper"), profile)
     timeline = simulate(program, profile)
-    both = beside(timeline, timeline, program, profile.graph)
+    both = compare_step(timeline, timeline, program, profile.graph)
     assert [one.module for one in both.modules] == ["t1", "t2", "t3", "t4"]
 
 
@@ -159,18 +159,18 @@ def test_a_timeline_of_another_program_is_refused():
     timeline, program, graph = world()
     cut = replace(timeline, instructions=timeline.instructions[:-1])
     with pytest.raises(ProgramError, match=r"the measured timeline is of another program: it has \d+ instructions"):
-        beside(timeline, cut, program, graph)
+        compare_step(timeline, cut, program, graph)
     swapped = replace(timeline, instructions=(timeline.instructions[1], *timeline.instructions[1:]))
     with pytest.raises(ProgramError, match=r"the predicted timeline .* its instruction 0 is F1, expected F0"):
-        beside(swapped, timeline, program, graph)
+        compare_step(swapped, timeline, program, graph)
     with pytest.raises(ProgramError, match=r"the measured timeline is of 5 ranks, the program of 4"):
-        beside(timeline, replace(timeline, num_ranks=5), program, graph)
+        compare_step(timeline, replace(timeline, num_ranks=5), program, graph)
 
 
 def test_a_program_of_another_workload_is_refused():
     timeline, program, _ = world()
     with pytest.raises(ProgramError, match="made for another workload"):
-        beside(timeline, timeline, program, small.two_towers(4).graph)
+        compare_step(timeline, timeline, program, small.two_towers(4).graph)
 
 
 def test_a_timeline_that_lacks_a_rank_or_holds_two_steps_is_refused():
@@ -179,10 +179,10 @@ def test_a_timeline_that_lacks_a_rank_or_holds_two_steps_is_refused():
     columns = {name: getattr(timeline, name) for name in names}
     lacking = replace(timeline, **{name: column[timeline.rank != 2] for name, column in columns.items()})
     with pytest.raises(ProgramError, match=r"on rank 2 it has 0 spans of F\d+, expected 1"):
-        beside(timeline, lacking, program, graph)
+        compare_step(timeline, lacking, program, graph)
     twice = replace(timeline, **{name: np.tile(column, 2) for name, column in columns.items()})
     with pytest.raises(ProgramError, match=r"on rank 0 it has 2 spans of F\d+, expected 1"):
-        beside(timeline, twice, program, graph)
+        compare_step(timeline, twice, program, graph)
 
 
 def test_spans_may_stand_in_any_order_and_carry_no_bytes():
@@ -197,7 +197,7 @@ def test_spans_may_stand_in_any_order_and_carry_no_bytes():
         bytes_at_end=nothing,
         static_bytes=np.zeros_like(timeline.static_bytes),
     )
-    assert beside(timeline, measured, program, graph) == beside(timeline, timeline, program, graph)
+    assert compare_step(timeline, measured, program, graph) == compare_step(timeline, timeline, program, graph)
 
 
 def test_a_transfer_noticed_late_is_waiting_and_not_compute():
@@ -206,7 +206,7 @@ def test_a_transfer_noticed_late_is_waiting_and_not_compute():
     program = lower(small.plan(f"{vision}*4@0-1\n{lm}*4@2-3", profile), profile)
     timeline = simulate(program, profile)
     measured = longer(timeline, lambda one: isinstance(one, Exchange), 20)
-    both = beside(timeline, measured, program, profile.graph)
+    both = compare_step(timeline, measured, program, profile.graph)
     assert both.totals.compute.ratio == pytest.approx(1)
     waiting = both.totals.transfer + both.totals.sync + both.totals.idle
     assert waiting.ratio == pytest.approx(1)
@@ -218,28 +218,28 @@ def test_where_nothing_was_predicted_or_measured_there_is_no_ratio_and_no_failur
     timeline, program, graph = world()
     nothing = slower(timeline, 0)
     for predicted, measured in ((nothing, timeline), (timeline, nothing), (nothing, nothing)):
-        both = beside(predicted, measured, program, graph)
+        both = compare_step(predicted, measured, program, graph)
         assert both.step_ratio == (0 if predicted is timeline else None)
         assert both.module_error == (1 if predicted is timeline else None)
-        json.dumps(beside_json(both), allow_nan=False)
-        assert "nan" not in shown(beside_table(both))
-        charts = beside_chart(predicted, measured, program, graph, 60)
-        assert shown([draw_beside(charts, 4, 80)])
+        json.dumps(step_json(both), allow_nan=False)
+        assert "nan" not in shown(step_tables(both))
+        charts = step_charts(predicted, measured, program, graph, 60)
+        assert shown([draw_steps(charts, 4, 80)])
 
 
 def test_a_module_that_was_not_predicted_does_not_spoil_the_error_of_the_others():
     timeline, program, graph = world()
     predicted = longer(timeline, of_module(program, graph, "text"), 0)
-    both = beside(predicted, timeline, program, graph)
+    both = compare_step(predicted, timeline, program, graph)
     assert both.module_error == 0
     text = next(one for one in both.modules if one.module == "text")
     assert text.forward.ratio is None
-    assert re.search(r"text +0\.000 → [\d.]+ +- ", shown(beside_table(both)))
+    assert re.search(r"text +0\.000 → [\d.]+ +- ", shown(step_tables(both)))
 
 
 def test_the_tables_say_what_is_predicted_and_what_is_measured():
     timeline, program, graph = world()
-    text = shown(beside_table(beside(timeline, slower(timeline, 2), program, graph)))
+    text = shown(step_tables(compare_step(timeline, slower(timeline, 2), program, graph)))
     step_ms = f"{timeline.makespan_s * 1e3:.1f}"
     assert re.search(rf"^step +{step_ms} ms predicted, [\d.]+ ms measured, ratio 2\.000$", text, re.MULTILINE)
     assert re.search(rf"^step +{step_ms} +[\d.]+ +\+{step_ms} +2\.000$", text, re.MULTILINE)
@@ -253,10 +253,8 @@ def test_tables_and_charts_fit_into_80_columns(factor):
     long_name = "a-module-with-a-name-that-is-longer-than-anyone-would-like"
     timeline, program, graph = world({"a": [long_name, "lm"], "b": ["text", "lm"]})
     measured = slower(timeline, factor)
-    parts = beside_table(beside(timeline, measured, program, graph))
-    wide = shown(
-        [*parts, draw_beside(beside_chart(timeline, measured, program, graph, columns_for(80, 4)), 4, 80)], 200
-    )
+    parts = step_tables(compare_step(timeline, measured, program, graph))
+    wide = shown([*parts, draw_steps(step_charts(timeline, measured, program, graph, columns_for(80, 4)), 4, 80)], 200)
     assert max(len(line.rstrip()) for line in wide.splitlines()) <= 80
     # Only the long name is cut: nothing is lost at 80 columns that a wider terminal would show.
     assert shown(parts, 80).count("…") == shown(parts, 200).count("…") == 1
@@ -269,28 +267,28 @@ def test_of_many_waves_the_first_and_the_furthest_off_are_shown_and_the_others_c
     for wave, factor in off.items():
         slots = [number for number, slot in enumerate(program.plan.slots) if slot.wave == wave]
         measured = longer(measured, lambda one, slots=slots: isinstance(one, Forward) and one.slot in slots, factor)
-    both = beside(timeline, measured, program, graph)
-    text = shown(beside_table(both))
+    both = compare_step(timeline, measured, program, graph)
+    text = shown(step_tables(both))
     waves = [int(number) for number in re.findall(r"^ *(\d+)  [\d.]+ → ", text, re.MULTILINE)]
     assert len(both.waves) == 31
     assert len(waves) == 12
     assert waves == sorted(waves)
     assert {0, 1, 2, 3, 4, 5, *off} <= set(waves)
     assert "19 waves left out, at most 0 ms of device time off" in text
-    assert len(beside_json(both)["waves"]) == 31
+    assert len(step_json(both)["waves"]) == 31
 
 
 def test_a_dozen_waves_are_all_shown():
     timeline, program, graph = many_waves(11)
-    text = shown(beside_table(beside(timeline, timeline, program, graph)))
+    text = shown(step_tables(compare_step(timeline, timeline, program, graph)))
     assert len(re.findall(r"^ *\d+  [\d.]+ → ", text, re.MULTILINE)) == 12
     assert "left out" not in text
 
 
 def test_the_json_has_every_pair_with_its_ratio():
     timeline, program, graph = world()
-    both = beside(timeline, slower(timeline, 2), program, graph)
-    data = json.loads(json.dumps(beside_json(both)))
+    both = compare_step(timeline, slower(timeline, 2), program, graph)
+    data = json.loads(json.dumps(step_json(both)))
     assert data["totals"]["step"] == {
         "predicted_s": both.totals.step.predicted_s,
         "measured_s": both.totals.step.measured_s,
@@ -304,7 +302,7 @@ def test_the_json_has_every_pair_with_its_ratio():
 def test_both_charts_are_on_one_scale():
     timeline, program, graph = world()
     measured = slower(timeline, 2)
-    predicted_chart, measured_chart = beside_chart(timeline, measured, program, graph, 60)
+    predicted_chart, measured_chart = step_charts(timeline, measured, program, graph, 60)
     assert predicted_chart.end_s == measured_chart.end_s == pytest.approx(measured.makespan_s)
     assert measured_chart.rows == timeline_chart(measured, program, graph, 60).rows
     over = (-2,) * 30
@@ -314,8 +312,8 @@ def test_both_charts_are_on_one_scale():
 
 def test_the_shorter_step_ends_in_blanks_and_the_legend_stands_once():
     timeline, program, graph = world()
-    charts = beside_chart(timeline, slower(timeline, 2), program, graph, columns_for(80, 4))
-    text = shown([draw_beside(charts, 4, 80)])
+    charts = step_charts(timeline, slower(timeline, 2), program, graph, columns_for(80, 4))
+    text = shown([draw_steps(charts, 4, 80)])
     rows = [len(line.rstrip()) for line in re.findall(r"^ *[\d,-]+ [A-Za-z].*$", text, re.MULTILINE)]
     half = len(rows) // 2
     label = 80 - columns_for(80, 4) - 1

@@ -149,10 +149,10 @@ def test_the_axis_has_round_numbers_from_zero():
 
 def test_the_figure_is_well_formed_and_names_every_module():
     profile = small.workload_profile({"a": ["vision", "lm"], "b": ["text", "lm"]})
-    panels = [("One task at a time", make_plan(profile, "sequential")), ("In waves", make_plan(profile, "paper"))]
+    panels = [("One module at a time", make_plan(profile, "sequential")), ("In waves", make_plan(profile, "paper"))]
     root = ElementTree.fromstring(step_figure(profile, panels))
     words = {element.text for element in root.iter(f"{SVG}text")}
-    assert {"vision", "text", "lm", "idle", "One task at a time", "In waves"} <= words
+    assert {"vision", "text", "lm", "idle", "One module at a time", "In waves"} <= words
 
 
 def test_the_figure_gives_a_module_the_same_colour_in_both_panels():

@@ -1,1 +1,1 @@
-"""How is it called? One verb in each file. Verbs load their rooms when they run, so that `--help` is quick."""
+"""How is it called? One verb in each file. Verbs import other packages when they run, so that `--help` is quick."""

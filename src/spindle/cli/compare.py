@@ -37,7 +37,7 @@ def compare(
         typer.Option(
             "--figure",
             metavar="STEP.svg",
-            help="Draw a step one task at a time above the same in waves; of a multimodal model, the pipeline as "
+            help="Draw a step one module at a time above the same in waves; of a multimodal model, the pipeline as "
             "others have it above ours.",
             show_default=False,
         ),

@@ -78,7 +78,7 @@ def launched(
     logs: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> JobEnded:
-    """Runs a script as these options ask; `environment` is what its processes find there beside all else."""
+    """Run a script as these options ask; `environment` is added to that of its processes."""
     import importlib.util
     import os
 

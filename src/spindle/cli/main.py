@@ -3,8 +3,9 @@
     0   done
     1   the answer is no: nothing fits, or a launched job failed (its own code, if it gave one)
     2   misuse: arguments, or a file that is not what it should be
+    129 a launched job was stopped by SIGHUP
     130 stopped by Ctrl-C
-    141 whoever read the output has gone
+    141 the reader of stdout has closed it (SIGPIPE)
     143 a launched job was stopped by SIGTERM
 
 A refusal is one line on stderr, never a traceback: a traceback is a bug of ours.
@@ -140,8 +141,8 @@ def give_numba_a_cache() -> None:
     if "NUMBA_CACHE_DIR" in os.environ:
         return
     package = Path(__file__).resolve().parent.parent
-    rooms = [folder / "__pycache__" for folder in package.iterdir() if (folder / "__init__.py").exists()]
-    if all(map(_can_be_written, rooms)) or _can_be_written(_numba_home()):
+    caches = [folder / "__pycache__" for folder in package.iterdir() if (folder / "__init__.py").exists()]
+    if all(map(_can_be_written, caches)) or _can_be_written(_numba_home()):
         return
     try:
         folder = tempfile.mkdtemp(prefix="spindle-numba-")

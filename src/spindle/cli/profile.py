@@ -26,9 +26,10 @@ def profile(
     """Measure the layers, links and optimizer of a training script, without training it.
 
     The script runs as under `spindle launch`, in one process unless told otherwise, until its first `Trainer.fit` has
-    measured; there it ends. The profile stands for the script and these machines: `spindle plan`, `simulate`, `compare`
-    and `bound` take it as their input, and so does `spindle.Planning(profile=...)`. Layers are measured once and kept
-    in ~/.cache/spindle. Options go before SCRIPT: what comes after it is the script's own. Examples:
+    measured; there it ends. The profile stands for the script and these machines: `spindle plan`, `simulate`,
+    `compare`, `bound` and `explain` take it as their input, and so does `spindle.Planning(profile=...)`. Layers are
+    measured once and kept in ~/.cache/spindle. Options go before SCRIPT: what comes after it is the script's own.
+    Examples:
 
     spindle profile -n 4 -o profile.json train.py
 

@@ -1,4 +1,4 @@
-"""Is this plan legal? Every rule of DESIGN's "Plan", with the place marked when one is broken."""
+"""Is this plan legal? The first broken rule is reported, with its place marked."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _ops_and_layers(plan: Plan, profile: Profile) -> None:
         if slot.op not in next_layer:
             raise _refuse(plan, slot, f"no op is called {slot.op!r}; ops: {', '.join(next_layer)}")
         if slot.last <= slot.first:
-            raise _refuse(plan, slot, f"{slot.op} runs layers [{slot.first}, {slot.last}), which is none")
+            raise _refuse(plan, slot, f"{slot.op} runs layers [{slot.first}, {slot.last}), which is empty")
         if slot.first != next_layer[slot.op]:
             raise _refuse(plan, slot, f"{slot.op} goes on at layer {slot.first}, expected {next_layer[slot.op]}")
         if slot.microbatch != microbatch_of[slot.op]:
@@ -253,7 +253,7 @@ def _waves(plan: Plan, profile: Profile) -> None:
     wave = 0
     for slot in plan.slots:
         if slot.wave < wave:
-            raise _refuse(plan, slot, f"waves must not fall in start order; wave {wave} came before")
+            raise _refuse(plan, slot, f"wave numbers must not decrease; wave {wave} came before")
         wave = slot.wave
         for device in slot.devices:
             if used.get(device) == slot.wave:

@@ -112,7 +112,7 @@ def write_plan(path: Path, plan: Plan) -> None:
 
 
 def read_plan(path: Path, graph: MetaGraph) -> Plan:
-    """Reads a plan and refuses one that was made for another workload."""
+    """Read a plan; refuse one that was made for another workload."""
     plan = read_artifact(path, "plan", Plan)
     if plan.fingerprint != graph.fingerprint:
         raise PlanError(

@@ -98,7 +98,7 @@ def find_entry(times, count, time):
 def find_wide(times, used, count, first, ready, duration, most_used):
     """Earliest window with room for the full width.
 
-    Returns its start, the profile entry it starts in, and the first entry at
+    Return its start, the profile entry it starts in, and the first entry at
     or after its end."""
     start = ready
     low = first
@@ -120,7 +120,7 @@ def find_narrow(times, used, count, first, ready, deadline, devices, op, layers,
     device and ends before the deadline; option -1 where there is none.
 
     A piece that takes what is free now instead of waiting keeps a change
-    elsewhere in the list from tearing the rest of the schedule apart.  With
+    elsewhere in the list from tearing the rest of the schedule apart. With
     the options taken written back to the list, this took the mean excess
     over the LP bound from 2.4 % to 2.0 % at 100k evaluations."""
     low = first
@@ -159,7 +159,7 @@ def insert_entry(times, used, count, position, time):
 
 @njit(cache=True, nogil=True)
 def occupy(times, used, count, low, high, start, end, width):
-    """Takes the devices from the profile; returns its new number of entries
+    """Take the devices from the profile; return its new number of entries
     and the end, snapped to the entry it meets."""
     if times[low] < start - TIME_STEP:
         low += 1
@@ -185,9 +185,9 @@ def sum_durations(table, pieces, count, remaining):
 
 @njit(cache=True, nogil=True)
 def decode(table, pieces, count, threshold, work_share, chosen, op_end, remaining, times, used, start_at, end_at):
-    """Places the pieces in list order; returns the makespan and the work
+    """Place the pieces in list order; return the makespan and the work
     above the least, or REJECTED as soon as the objective must pass the
-    threshold.  `chosen` gets the options really taken."""
+    threshold. `chosen` gets the options really taken."""
     devices = table.devices
     option_devices = table.option_devices
     option_time = table.option_time
@@ -244,8 +244,8 @@ def copy_piece(source, i, target, j):
 
 @njit(cache=True, nogil=True)
 def relocate(table, pieces, count, i, state):
-    """Moves piece i along the list, mostly a little, up to an op it must
-    precede or follow.  True where the list changed."""
+    """Move piece i along the list, mostly a little, up to an op it must
+    precede or follow. True where the list changed."""
     if random_share(state) < 0.1:
         target = random_below(state, count)
     else:
@@ -283,7 +283,7 @@ def near_option(table, op, option, state):
 
 @njit(cache=True, nogil=True)
 def change_width(table, pieces, i, state):
-    """Gives piece i another number of devices."""
+    """Give piece i another number of devices."""
     option = near_option(table, pieces[i, OP], pieces[i, OPTION], state)
     if option < 0:
         return False
@@ -305,8 +305,8 @@ def find_other(pieces, i, skip):
 
 @njit(cache=True, nogil=True)
 def shift_layers(pieces, count, pieces_of, i, state):
-    """Moves layers from piece i to another of its op, mostly one or two; a
-    piece left empty goes.  Returns the number of pieces, 0 for no move."""
+    """Move layers from piece i to another of its op, mostly one or two; a
+    piece left empty is dropped. Return the number of pieces, 0 for no move."""
     op = pieces[i, OP]
     if pieces_of[op] < 2:
         return 0
@@ -327,8 +327,8 @@ def shift_layers(pieces, count, pieces_of, i, state):
 
 @njit(cache=True, nogil=True)
 def split(table, pieces, count, pieces_of, i, state):
-    """Cuts piece i in two of different widths, the second part a little
-    later in the list.  Returns the number of pieces, 0 for no move."""
+    """Cut piece i in two of different widths, the second part a little
+    later in the list. Return the number of pieces, 0 for no move."""
     op = pieces[i, OP]
     if pieces_of[op] >= table.piece_limit or pieces[i, LAYERS] < 2:
         return 0
@@ -353,7 +353,7 @@ def split(table, pieces, count, pieces_of, i, state):
 
 @njit(cache=True, nogil=True)
 def move(table, pieces, count, pieces_of, state):
-    """One random change; returns the number of pieces, 0 for no change."""
+    """Make one random change; return the number of pieces, 0 for no change."""
     kind = random_share(state)
     i = random_below(state, count)
     if kind < RELOCATE_BELOW:
@@ -367,7 +367,7 @@ def move(table, pieces, count, pieces_of, state):
 
 @njit(cache=True, nogil=True)
 def anneal(table, first_pieces, first_count, seed, evaluations, control):
-    """Anneals from the given list; returns the best list found, its length
+    """Anneal from the given list; return the best list found, its length
     and its starts and ends."""
     ops = table.tail.shape[0]
     most_pieces = ops * table.piece_limit

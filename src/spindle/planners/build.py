@@ -78,9 +78,8 @@ def best_over_stages(
     closest = closest_of(refusals)
     enough = f"{'more than ' if closest.is_bound else ''}{bytes_text(closest.needed_bytes)}"
     raise DoesNotFitError(
-        f"{closest}, which is the closest of all that were tried, with a sharded optimizer, every task in a round of "
-        f"its own, recomputation and the largest tensor degrees; use devices of {enough}, more of them, or smaller "
-        "batches",
+        f"{closest}; this was the closest attempt (tried: a sharded optimizer, every task in a round of its own, "
+        f"recomputation, the largest tensor degrees). Use devices with {enough}, more devices, or smaller batches",
         closest.needed_bytes,
     )
 

@@ -1,4 +1,4 @@
-"""The picture of a step: one task at a time above the same step in waves, as SVG text.
+"""The picture of a step: one module at a time above the same step in waves, as SVG text.
 
 Folded time runs to the right on one scale for all panels, devices run down in the same order, a module has the colour
 it has everywhere. Grey is idle.

@@ -71,7 +71,7 @@ def _search_table(title: str, result: SearchResult) -> Table:
 
 def comparison_figure(plans: Sequence[tuple[Plan, Profile]]) -> str:
     """SVG text: finished plans of one step one above another, each with the profile it was made from."""
-    titles = {"sequential": "One task at a time", "wavefront": "In waves"}
+    titles = {"sequential": "One module at a time", "wavefront": "In waves"}
     panels = [(titles.get(plan.planner, plan.planner), plan, profile) for plan, profile in plans]
     if any(plan.passes for plan, _ in plans):
         return pipeline_figure(panels)

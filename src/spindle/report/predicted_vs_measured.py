@@ -1,8 +1,8 @@
-"""Predicted beside measured: where did the step go otherwise than the simulator said?
+"""Predicted and measured: where did the step differ from the simulation?
 
-Both timelines are of one program, so each number of one stands beside the same number of the other. Left out: memory,
-because a measured timeline may carry no bytes; and the transfers one by one, because a measured transfer ends when its
-rank notices, which says more of the rank than of the link.
+Both timelines are of one program, so their numbers can be compared one by one. Left out: memory, because a
+measured timeline may carry no bytes; and single transfers, because a measured transfer ends when its rank notices,
+which says more about the rank than about the link.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TotalsBeside:
+class TotalsComparison:
     """The step, and what a device did in it, as a mean over devices: the five add up to the step.
 
     Transfers and synchronisation count only while a device does not compute, as in `Measures`.
@@ -74,7 +74,7 @@ class TotalsBeside:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleBeside:
+class ModuleComparison:
     """Device-seconds of compute in all slots of a module; of a task, for ops that have no module."""
 
     module: str
@@ -87,7 +87,7 @@ class ModuleBeside:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WaveBeside:
+class WaveComparison:
     """When the first device begins a wave's forward and the last one ends it; device-seconds of compute."""
 
     wave: int
@@ -102,15 +102,15 @@ class WaveBeside:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """One step twice. Modules are in the order of the graph, waves in their own."""
+class StepComparison:
+    """One step, predicted and measured. Modules are in the order of the graph, waves in their own."""
 
     workload: str
     planner: str
     num_ranks: int
-    totals: TotalsBeside
-    modules: tuple[ModuleBeside, ...]
-    waves: tuple[WaveBeside, ...]
+    totals: TotalsComparison
+    modules: tuple[ModuleComparison, ...]
+    waves: tuple[WaveComparison, ...]
 
     @property
     def step_ratio(self) -> float | None:
@@ -127,8 +127,8 @@ class Beside:
         return sum(abs(pair.difference_s) for pair in predicted) / weight_s if predicted else None
 
 
-def beside(predicted: Timeline, measured: Timeline, program: Program, graph: MetaGraph) -> Beside:
-    """Lays a measured step over its prediction. Raises a ProgramError when one of them is not of this program."""
+def compare_step(predicted: Timeline, measured: Timeline, program: Program, graph: MetaGraph) -> StepComparison:
+    """Compare a measured step with its prediction. Raise a ProgramError if one of them is not of this program."""
     if program.plan.fingerprint != graph.fingerprint:
         raise ProgramError(
             f"this program was made for another workload: {program.plan.workload!r} (fingerprint "
@@ -139,13 +139,13 @@ def beside(predicted: Timeline, measured: Timeline, program: Program, graph: Met
     predicted_sums, measured_sums = _sums(predicted), _sums(measured)
     modules = _passes_by(program, lambda slot: _name_of(graph.metaops[program.slots[slot].op]))
     waves = _passes_by(program, lambda slot: program.plan.slots[slot].wave)
-    return Beside(
+    return StepComparison(
         workload=program.plan.workload,
         planner=program.plan.planner,
         num_ranks=program.num_ranks,
         totals=_totals(predicted, measured),
         modules=tuple(
-            ModuleBeside(
+            ModuleComparison(
                 module=name,
                 forward=_device_s(predicted_sums, measured_sums, modules[name].forward),
                 backward=_device_s(predicted_sums, measured_sums, modules[name].backward),
@@ -153,7 +153,7 @@ def beside(predicted: Timeline, measured: Timeline, program: Program, graph: Met
             for name in dict.fromkeys(map(_name_of, graph.metaops))
         ),
         waves=tuple(
-            WaveBeside(
+            WaveComparison(
                 wave=wave,
                 forward_start=_pair(
                     predicted_sums.start_ns[passes.forward].min(), measured_sums.start_ns[passes.forward].min()
@@ -264,9 +264,9 @@ def _device_s(predicted: _Sums, measured: _Sums, instructions: list[int]) -> Pai
     return _pair(predicted.device_ns[instructions].sum(), measured.device_ns[instructions].sum())
 
 
-def _totals(predicted: Timeline, measured: Timeline) -> TotalsBeside:
+def _totals(predicted: Timeline, measured: Timeline) -> TotalsComparison:
     predicted_totals, measured_totals = _seconds_of(predicted), _seconds_of(measured)
-    return TotalsBeside(
+    return TotalsComparison(
         **{
             name: Pair(predicted_s=predicted_totals[name], measured_s=measured_totals[name])
             for name in predicted_totals
@@ -291,21 +291,21 @@ def _seconds_of(timeline: Timeline) -> dict[str, float]:
     return {name: value / timeline.num_ranks / NS for name, value in device_ns.items()}
 
 
-def beside_json(beside: Beside) -> dict[str, Any]:
-    """The same for programs, with the ratios; a ratio to nothing is null."""
+def step_json(comparison: StepComparison) -> dict[str, Any]:
+    """The comparison as JSON, with the ratios; a ratio to zero is null."""
     return {
-        "workload": beside.workload,
-        "planner": beside.planner,
-        "num_ranks": beside.num_ranks,
-        "step_ratio": beside.step_ratio,
-        "module_error": beside.module_error,
-        "totals": _row_json(beside.totals),
-        "modules": [_row_json(module) for module in beside.modules],
-        "waves": [_row_json(wave) for wave in beside.waves],
+        "workload": comparison.workload,
+        "planner": comparison.planner,
+        "num_ranks": comparison.num_ranks,
+        "step_ratio": comparison.step_ratio,
+        "module_error": comparison.module_error,
+        "totals": _row_json(comparison.totals),
+        "modules": [_row_json(module) for module in comparison.modules],
+        "waves": [_row_json(wave) for wave in comparison.waves],
     }
 
 
-def _row_json(row: TotalsBeside | ModuleBeside | WaveBeside) -> dict[str, Any]:
+def _row_json(row: TotalsComparison | ModuleComparison | WaveComparison) -> dict[str, Any]:
     values = {field.name: getattr(row, field.name) for field in fields(row)}
     return {
         name: to_json(value) | {"ratio": value.ratio} if isinstance(value, Pair) else value
@@ -313,18 +313,21 @@ def _row_json(row: TotalsBeside | ModuleBeside | WaveBeside) -> dict[str, Any]:
     }
 
 
-def beside_table(beside: Beside) -> list[RenderableType]:
-    """In a few words, then the totals, the modules and the waves."""
-    tables = (_totals_table(beside.totals), _module_table(beside.modules), _wave_table(beside.waves))
-    return [_headline(beside), *(part for table in tables for part in ("", table))]
+def step_tables(comparison: StepComparison) -> list[RenderableType]:
+    """A summary, then tables of the totals, the modules and the waves."""
+    tables = (_totals_table(comparison.totals), _module_table(comparison.modules), _wave_table(comparison.waves))
+    return [_headline(comparison), *(part for table in tables for part in ("", table))]
 
 
-def _headline(beside: Beside) -> Table:
-    step, error = beside.totals.step, beside.module_error
+def _headline(comparison: StepComparison) -> Table:
+    step, error = comparison.totals.step, comparison.module_error
     off = "not predicted" if error is None else f"{percent(error)} off on average, weighted by predicted device time"
     return facts(
         [
-            ("workload", f"{beside.workload} on {count_of(beside.num_ranks, 'device')}, planned by {beside.planner}"),
+            (
+                "workload",
+                f"{comparison.workload} on {count_of(comparison.num_ranks, 'device')}, planned by {comparison.planner}",
+            ),
             (
                 "step",
                 f"{seconds(step.predicted_s)} predicted, {seconds(step.measured_s)} measured, ratio {_ratio(step)}",
@@ -334,7 +337,7 @@ def _headline(beside: Beside) -> Table:
     )
 
 
-def _totals_table(totals: TotalsBeside) -> Table:
+def _totals_table(totals: TotalsComparison) -> Table:
     unit, per_second = _unit([totals.step])
     table = _table(f"A device's step on average, {unit}")
     table.add_column("")
@@ -355,7 +358,7 @@ def _totals_table(totals: TotalsBeside) -> Table:
     return table
 
 
-def _module_table(modules: Sequence[ModuleBeside]) -> Table:
+def _module_table(modules: Sequence[ModuleComparison]) -> Table:
     forward, backward = [module.forward for module in modules], [module.backward for module in modules]
     unit, per_second = _unit([*forward, *backward])
     table = _table(f"Modules, device-{unit} predicted → measured")
@@ -368,7 +371,7 @@ def _module_table(modules: Sequence[ModuleBeside]) -> Table:
     return table
 
 
-def _wave_table(waves: Sequence[WaveBeside]) -> Table:
+def _wave_table(waves: Sequence[WaveComparison]) -> Table:
     """The ratio is of the device time of both passes together."""
     shown = _worth_showing(waves)
     columns = (
@@ -392,7 +395,7 @@ def _wave_table(waves: Sequence[WaveBeside]) -> Table:
     return table
 
 
-def _worth_showing(waves: Sequence[WaveBeside]) -> list[WaveBeside]:
+def _worth_showing(waves: Sequence[WaveComparison]) -> list[WaveComparison]:
     """All waves if they are few; else the first ones, and of the others those that are furthest off."""
     if len(waves) <= _MAX_WAVES:
         return list(waves)
@@ -441,7 +444,7 @@ def _signed(value: float) -> str:
     return f"{sign}{size}" if size.strip("0.") else size
 
 
-def beside_chart(
+def step_charts(
     predicted: Timeline, measured: Timeline, program: Program, graph: MetaGraph, num_columns: int
 ) -> tuple[Chart, Chart]:
     """The charts of both steps on one scale, which ends with the longer of them."""
@@ -452,7 +455,7 @@ def beside_chart(
     )
 
 
-def draw_beside(charts: tuple[Chart, Chart], num_devices: int, width: int, in_colour: bool = False) -> Text:
+def draw_steps(charts: tuple[Chart, Chart], num_devices: int, width: int, in_colour: bool = False) -> Text:
     """Predicted above measured, at most `width` wide, with one legend for both."""
     text = Text(no_wrap=True)
     for name, chart in zip(("predicted", "measured"), charts, strict=True):

@@ -47,8 +47,8 @@ class Budget(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
         if self.limit_bytes is not None and self.num_bytes > self.limit_bytes:
             raise OverBudgetError(
-                f"{self.num_bytes:,} bytes of tensors are held, {self.num_bytes - self.limit_bytes:,} more than the "
-                f"{self.limit_bytes:,} that this rank may"
+                f"{self.num_bytes:,} bytes of tensors are held, {self.num_bytes - self.limit_bytes:,} over this rank's "
+                f"limit of {self.limit_bytes:,} bytes"
             )
 
     def _free(self, key: int, num_bytes: int) -> None:

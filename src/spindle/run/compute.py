@@ -16,7 +16,7 @@ from spindle.models import apply_styles, with_styles
 from spindle.program import Backward
 from spindle.run.backward_split import run_input_part
 from spindle.run.graph_cache import GraphCache
-from spindle.run.graphs import Chunk, Made
+from spindle.run.graphs import Chunk, SlotOutput
 from spindle.run.losses import loss_part
 from spindle.run.op_code import LayerCode, LayersCode, LossCode
 from spindle.run.pytrees import Axes, TensorMeta, as_leaves, copied, cut, cut_leaf, joined, leaves_of, takes_gradient
@@ -56,21 +56,21 @@ class Compute:
         if step.graphs is not None and step.graphs.has(slot):
             for first, _ in slot.chunks:
                 self._syncs.wait_for_parameters(slot.number, first, watch)
-            trees, made = step.graphs.forward(
+            trees, output = step.graphs.forward(
                 slot, trees, lambda inputs: self._compute(step, slot, inputs, watch), self._seeds(step, slot)
             )
         else:
-            made = self._compute(step, slot, trees, watch)
+            output = self._compute(step, slot, trees, watch)
         for link in slot.inputs if slot.rows else ():
             leaves = leaves_of(trees[link.source])
             step.inputs[link.number] = [leaf if takes_gradient(leaf) else None for leaf in leaves]
-        step.pieces[slot.number] = made.pieces
+        step.pieces[slot.number] = output.pieces
         if isinstance(slot.code, LossCode):
-            step.losses[slot.number] = made.outputs
+            step.losses[slot.number] = output.outputs
         else:
-            step.outputs[slot.number] = made.outputs
+            step.outputs[slot.number] = output.outputs
 
-    def _compute(self, step: Step, slot: RankSlot, trees: dict[str, Any], watch: Watch) -> Made:
+    def _compute(self, step: Step, slot: RankSlot, trees: dict[str, Any], watch: Watch) -> SlotOutput:
         """Run a slot's forward pass on its inputs."""
         with self._casting():
             return self._compute_as_is(step, slot, trees, watch)
@@ -83,7 +83,7 @@ class Compute:
             self._world.device.type, dtype=self._autocast, cache_enabled=not self._graph_cache.is_enabled
         )
 
-    def _compute_as_is(self, step: Step, slot: RankSlot, trees: dict[str, Any], watch: Watch) -> Made:
+    def _compute_as_is(self, step: Step, slot: RankSlot, trees: dict[str, Any], watch: Watch) -> SlotOutput:
         if isinstance(slot.code, LayersCode):
             return self._run_layers(step, slot, slot.code, trees, watch)
         if slot.code.is_random:
@@ -91,9 +91,11 @@ class Compute:
         batch = self._batch(step, slot) if slot.rows else None
         whole = step.batches[slot.task] if step.check_losses and slot.task not in step.held else None
         loss = loss_part(slot.code, slot, batch, trees, self._world, check_with=whole)
-        return Made([Piece(inputs=(), outputs=loss)], loss)
+        return SlotOutput([Piece(inputs=(), outputs=loss)], loss)
 
-    def _run_layers(self, step: Step, slot: RankSlot, code: LayersCode, trees: dict[str, Any], watch: Watch) -> Made:
+    def _run_layers(
+        self, step: Step, slot: RankSlot, code: LayersCode, trees: dict[str, Any], watch: Watch
+    ) -> SlotOutput:
         pieces = []
         values: Any = None
         members = TensorParallelGroup(self._world, slot.group) if len(slot.group) > 1 else None
@@ -134,7 +136,7 @@ class Compute:
                 is_open = True
             if is_open:
                 pieces.append(Piece(inputs, values))
-        return Made(pieces, values)
+        return SlotOutput(pieces, values)
 
     def _rerun(
         self, step: Step, slot: RankSlot, number: int, layer: LayerCode, run: Run, args: Any

@@ -68,7 +68,7 @@ class GraphCache:
         step.graphs.finish()
         if step.graphs.ran_out_of_memory:
             self._limit_sets(num_sets - 1)
-        elif step.graphs.is_spoiled:
+        elif step.graphs.is_invalid:
             self.drop()
 
     def __len__(self) -> int:

@@ -45,7 +45,7 @@ _ROUNDING = 0.05  # largest rounding error relative to a tensor's norm, in bfloa
 
 
 @dataclass(slots=True)
-class Made:
+class SlotOutput:
     """The results of a slot's forward pass: its pieces, and its output (a loss, or a pytree of tensors)."""
 
     pieces: list[Piece]
@@ -66,9 +66,9 @@ class _Slot:
     """A captured slot; backward graphs are by the first layer of their chunk."""
 
     forward: torch.cuda.CUDAGraph
-    compute: Callable[[Trees], Made] | None  # until its backward passes are captured
+    compute: Callable[[Trees], SlotOutput] | None  # until its backward passes are captured
     trees: Trees
-    made: Made  # with its autograd graph until then
+    output: SlotOutput  # with its autograd graph until then
     generators: dict[int, torch.Generator]  # by layer that draws random numbers
     backward: dict[int, _Backward] = field(default_factory=dict)
 
@@ -127,7 +127,7 @@ class Graphs:
         """`evict()` drops all other sets, when memory runs out."""
         self.gradients = gradients
         self.refused = refused  # why slots run without a graph, by name
-        self.is_spoiled = False  # must not be replayed
+        self.is_invalid = False  # must not be replayed
         self.num_steps = 0  # that have replayed them
         self.ran_out_of_memory = False
         self._memory, self._evict = memory, evict
@@ -183,9 +183,9 @@ class Graphs:
         self,
         slot: RankSlot,
         trees: Trees,
-        compute: Callable[[Trees], Made],
+        compute: Callable[[Trees], SlotOutput],
         seeds: Mapping[int, int],
-    ) -> tuple[Trees, Made]:
+    ) -> tuple[Trees, SlotOutput]:
         """Run a slot's forward pass. Returns the inputs that will get gradients, and the results. `seeds` are those of
         its random layers in this step."""
         captured = self._slots.get(slot.number)
@@ -195,7 +195,7 @@ class Graphs:
             for layer, seed in seeds.items():
                 captured.generators[layer].manual_seed(seed)
             captured.forward.replay()
-            return captured.trees, captured.made
+            return captured.trees, captured.output
         trees = {source: tree_map(_writable, tree) for source, tree in trees.items()}
         graph = torch.cuda.CUDAGraph()
         generators: dict[int, torch.Generator] = {}
@@ -207,14 +207,14 @@ class Graphs:
                 graph.register_generator_state(generators[layer])
             self._generators = generators
             with capturing(graph, self._memory.handle):
-                made = compute(trees)
+                output = compute(trees)
                 if _host_generators() != on_host:
                     raise TrainingError("it draws random numbers on the host")
             self._generators = None
             for layer, seed in seeds.items():
                 generators[layer].manual_seed(seed)
             graph.replay()
-            if seeds and not _draws_same_numbers(slot, made, lambda: compute(trees)):
+            if seeds and not _draws_same_numbers(slot, output, lambda: compute(trees)):
                 raise TrainingError("it draws other random numbers in a graph")
         except Exception as error:
             self._refuse(slot, error)
@@ -224,8 +224,8 @@ class Graphs:
         if failed:
             gc.collect()  # torch 2.11's checkpoint keeps its hooks until its frames are freed, which the error held
             return trees, compute(trees)
-        self._slots[slot.number] = _Slot(graph, compute, trees, made, generators)
-        return trees, Made(made.pieces, tree_map(_detached, made.outputs))
+        self._slots[slot.number] = _Slot(graph, compute, trees, output, generators)
+        return trees, SlotOutput(output.pieces, tree_map(_detached, output.outputs))
 
     def backward(
         self,
@@ -252,10 +252,10 @@ class Graphs:
             if known is None:
                 # The attempt has freed the autograd graph, so run forward again. Other graphs may have been captured
                 # in memory that this one would have left free.
-                self.is_spoiled = True
+                self.is_invalid = True
                 assert captured.compute is not None
                 with _buffers_restored(slot):
-                    captured.made.pieces[:] = captured.compute(captured.trees).pieces
+                    captured.output.pieces[:] = captured.compute(captured.trees).pieces
                 del self._slots[slot.number]
                 return False
             if is_last:
@@ -336,17 +336,17 @@ class Graphs:
     def finish(self) -> None:
         """End the capturing step: free its autograd graphs."""
         for slot in self._slots.values():
-            slot.made, slot.compute = Made([], tree_map(_detached, slot.made.outputs)), None
+            slot.output, slot.compute = SlotOutput([], tree_map(_detached, slot.output.outputs)), None
         self.is_complete = True
 
     def _refuse(self, slot: RankSlot, error: Exception) -> None:
         # What was captured before is in another pool than what follows. Where memory does not suffice for two pools, a
         # later step with these shapes is captured anew, without this slot.
-        self.is_spoiled |= _is_memory_half_used()
+        self.is_invalid |= _is_memory_half_used()
         self._memory.renew()
         cause = error.__context__ or error  # ending a failed capture raises, too
         if isinstance(error, torch.OutOfMemoryError) or isinstance(cause, torch.OutOfMemoryError):
-            self.ran_out_of_memory = self.is_spoiled = True
+            self.ran_out_of_memory = self.is_invalid = True
             self._evict()
             return
         self.refused[slot.name] = f"capturing it failed: {(str(cause).splitlines() or [type(cause).__name__])[0]}"
@@ -389,14 +389,14 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any, draws_from: torch.Generato
             gc.enable()
 
 
-def _draws_same_numbers(slot: RankSlot, made: Made, compute: Callable[[], Made]) -> bool:
+def _draws_same_numbers(slot: RankSlot, output: SlotOutput, compute: Callable[[], SlotOutput]) -> bool:
     """Whether a slot computes eagerly what its graph computed: other random numbers change the output far more than
     rounding does. Its buffers (running statistics) stay as the graph left them."""
     with torch.no_grad(), _buffers_restored(slot):
         eager = compute().outputs
         return all(
             float((replayed - expected).norm()) <= _ROUNDING * max(float(expected.norm()), 1e-6)
-            for replayed, expected in zip(tree_leaves(made.outputs), tree_leaves(eager), strict=True)
+            for replayed, expected in zip(tree_leaves(output.outputs), tree_leaves(eager), strict=True)
             if isinstance(replayed, torch.Tensor) and replayed.is_floating_point()
         )
 

@@ -186,9 +186,7 @@ def _first_difference(digests_by_rank: Sequence[Mapping[str, bytes]]) -> tuple[s
             if digests.get(name) != digests_by_rank[0].get(name):
                 return name, rank
     rank = next(rank for rank, digests in enumerate(digests_by_rank) if list(digests) != list(digests_by_rank[0]))
-    raise TrainingError(
-        f"rank {rank} lists what is compared in another order than rank 0: {list(digests_by_rank[rank])}"
-    )
+    raise TrainingError(f"rank {rank} compares items in a different order from rank 0: {list(digests_by_rank[rank])}")
 
 
 def _message(name: str, first: int, reference: str | None, rank: int, difference: str | None) -> str:

@@ -154,5 +154,5 @@ def _explain(bound: Bound, world: World, notify: Notify) -> None:
     for (name, reason), tasks in coupled.items():
         notify(
             f"module {name!r} runs on one device at a time in {', '.join(dict.fromkeys(tasks))}: {reason} "
-            "(spindle.module(..., whole_batch=True) says that this is meant)"
+            "(spindle.module(..., whole_batch=True) marks this as intended)"
         )

@@ -60,7 +60,7 @@ class Planning:
         if self.planner != PIPELINE:
             if self.pipeline_parallel_degree is not None:
                 raise TrainingError(
-                    f"spindle.Planning(pipeline_parallel_degree={self.pipeline_parallel_degree}): goes with "
+                    f"spindle.Planning(pipeline_parallel_degree={self.pipeline_parallel_degree}): requires "
                     f'planner="{PIPELINE}"'
                 )
             return

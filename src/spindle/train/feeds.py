@@ -23,7 +23,7 @@ def make_feeds(
     problems += [f"{name!r} is no task (tasks: {', '.join(names)})" for name in loaders if name not in names]
     if problems:
         raise TrainingError(f"fit needs one loader for each task: {'; '.join(problems)}")
-    is_resumed = set(names) <= session.loader_positions.keys()  # in the midst of a fit: nothing is drawn
+    is_resumed = set(names) <= session.loader_positions.keys()  # during a fit: nothing is drawn
     state = None if is_resumed else shared_random_state(session.world)
     return {
         task.name: make_feed(session, task, loaders[task.name], progress, drop_last=drop_last, state=state)

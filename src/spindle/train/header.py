@@ -78,7 +78,7 @@ def check_changes(table: Table, calls: Sequence[str], step: int) -> None:
     if fewest != most:
         called = ", ".join(calls[fewest:most]) or "remove_task, add_task or replan"
         raise TrainingError(
-            f"step {step}: rank {counts.index(most)} called {called} in the midst of the fit, and rank "
+            f"step {step}: rank {counts.index(most)} called {called} during fit(), and rank "
             f"{counts.index(fewest)} did not; change tasks and plans on all ranks, in the same on_step"
         )
 

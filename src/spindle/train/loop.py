@@ -219,7 +219,7 @@ class Loop:
         return table
 
     def _call_items(self) -> dict[str, Any]:
-        return {"what was called in the midst of the fit": ", ".join(self._calls[self._num_applied :]) or "nothing"}
+        return {"what was called during fit()": ", ".join(self._calls[self._num_applied :]) or "nothing"}
 
     def _apply_change(self, headers: StepHeaders, batches: StepBatches) -> None:
         """Tasks end and join before a step whose batches are read: a task that joins has none yet."""

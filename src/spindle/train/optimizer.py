@@ -190,8 +190,8 @@ def scheduler_of(
     scheduler = make(optimizer)
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(scheduler, "step"):
         raise TrainingError(
-            f"Trainer(lr_scheduler=...) must return a scheduler that is stepped without a measure, got "
-            f"{type(scheduler).__name__}; set the groups' learning rates yourself in fit(on_step=...)"
+            "Trainer(lr_scheduler=...) must return a scheduler whose step() takes no metric (not ReduceLROnPlateau), "
+            f"got {type(scheduler).__name__}; set the groups' learning rates yourself in fit(on_step=...)"
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no optimizer stepped before: another one did

@@ -1,7 +1,7 @@
 """What does a task do? Its function is traced once: calls of modules become calls, the code between them glue.
 
 Glue is run where its result is needed: each call carries the nodes that compute its arguments from the batch and from
-other calls' outputs, and so does the loss. Glue works on rows alone, as the design asks; a loss that does not is
+other calls' outputs, and so does the loss. Glue must compute each row by itself; a loss that does not is
 computed over the whole batch.
 """
 
@@ -116,7 +116,7 @@ class _TaskTracer(GradientTracer):
         if not answers or any(isinstance(answer, torch.Tensor) for answer in answers):
             raise WorkloadError(
                 "it branches on a tensor's value, which is not known when the step is planned; use torch.where, or "
-                "decide from something that is no tensor"
+                "decide from a non-tensor value"
             )
         if len({bool(answer) for answer in answers}) > 1:
             raise WorkloadError(
@@ -160,8 +160,10 @@ def _proxies(example: Any, batch: Any) -> Any:
 
 
 def record(definition: TaskDefinition, example: Any = None) -> RecordedTask:
-    """Records a task, or says what in it cannot be and on which line. An example is one of its batches: with it, the
-    function may look into the batch's dicts, and at shapes."""
+    """Record a task, or raise an error that names what cannot be recorded, and its line.
+
+    An example is one of its batches: with it, the function may look into the batch's dicts, and at shapes.
+    """
     samples: list[Any] = []
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     if example is not None:
@@ -284,12 +286,12 @@ def _glue(
 
 
 def record_all(definitions: Sequence[TaskDefinition], examples: Mapping[str, Any] | None = None) -> list[RecordedTask]:
-    """Records tasks that train together; modules are told apart by their names."""
+    """Record tasks that train together; modules are told apart by their names."""
     return [record(definition, (examples or {}).get(definition.name)) for definition in definitions]
 
 
 def cut_all(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -> list[RecordedTask]:
-    """Cuts the modules of recorded tasks into layers, as the arguments that each call has on these batches lead."""
+    """Cut the modules of recorded tasks into layers, as the arguments that each call has on these batches lead."""
     known: dict[Any, tuple[Chain, Callable[[], Any]]] = {}
     return _cut_alike([_cut(task, examples[task.definition.name], known) for task in tasks])
 
@@ -319,7 +321,7 @@ def _cut(task: RecordedTask, example: Any, known: dict[Any, tuple[Chain, Callabl
 
 
 def _cut_alike(tasks: Sequence[RecordedTask]) -> list[RecordedTask]:
-    """Calls of one module have the same layers, or one layer where their arguments lead through different ones."""
+    """Give calls of one module the same layers, or one layer where their arguments lead through different ones."""
     for name, handle in handles_of(tasks).items():
         chains = [call.chain for task in tasks for call in task.calls if call.handle.name == name]
         handle.chain = chains[0]

@@ -15,7 +15,7 @@ from spindle.graph import MetaGraph
 from spindle.plan import Plan
 from spindle.program import Program
 from spindle.report.gantt import columns_for
-from spindle.report.predicted_vs_measured import Beside, beside, beside_chart, beside_table, draw_beside
+from spindle.report.predicted_vs_measured import StepComparison, compare_step, draw_steps, step_charts, step_tables
 from spindle.report.trace import trace_of
 from spindle.timeline import Timeline
 
@@ -39,34 +39,34 @@ class FitResult:
     notices: tuple[str, ...] = ()
     num_captured_slots: int = 0  # that run as CUDA graphs on this rank
     slots_without_cuda_graph: Mapping[str, str] = field(default_factory=dict)  # on this rank, with the reason
-    crowded: bool = False  # more threads than cores
+    oversubscribed: bool = False  # more threads than cores
 
     @property
-    def beside(self) -> Beside | None:
-        """The step predicted beside the step measured."""
+    def comparison(self) -> StepComparison | None:
+        """The predicted step compared with the measured one."""
         if self.measured is None:
             return None
-        return beside(self.predicted, self.measured, self.program, self.graph)
+        return compare_step(self.predicted, self.measured, self.program, self.graph)
 
     def print(self) -> None:
-        """Print losses, and the predicted beside the measured step, on rank 0."""
+        """Print losses, and the predicted and the measured step, on rank 0."""
         if self.rank:
             return
         console = Console(highlight=False, markup=False, emoji=False)
         console.print(_loss_table(self.losses))
-        compared = self.beside
-        if compared is None or self.measured is None:
+        comparison = self.comparison
+        if comparison is None or self.measured is None:
             return
         num_ranks = self.program.num_ranks
         width = console.width
-        charts = beside_chart(self.predicted, self.measured, self.program, self.graph, columns_for(width, num_ranks))
+        charts = step_charts(self.predicted, self.measured, self.program, self.graph, columns_for(width, num_ranks))
         console.print()
-        console.print(draw_beside(charts, num_ranks, width, console.color_system is not None and not console.no_color))
+        console.print(draw_steps(charts, num_ranks, width, console.color_system is not None and not console.no_color))
         console.print()
-        console.print(*beside_table(compared), sep="\n")
+        console.print(*step_tables(comparison), sep="\n")
         typical = statistics.median(self.step_s[len(self.step_s) // 4 :])
         console.print(f"\n{typical * 1e3:.1f} ms per step, the median of {len(self.step_s)}")
-        if self.crowded:
+        if self.oversubscribed:
             console.print("There are more ranks than cores here, so more ranks do not make a step faster.")
 
     def write_trace(self, path: Path | str) -> None:

@@ -164,7 +164,7 @@ class TrainSession:
         """Take a configuration, with what is known of its tasks from earlier ones."""
         previous, self.config = self.config, config
         if config.tasks != previous.tasks:
-            self.config = self.without_given_plan(config, "the tasks are others", progress)
+            self.config = self.without_given_plan(config, "the set of tasks changed", progress)
         self.checked -= self.variants.set_tasks(config.tasks)
         profiled = self._all_profiled
         if profiled is None or not self._is_known():
@@ -231,9 +231,9 @@ class TrainSession:
         it makes new ones."""
         planning = config.planning
         if planning.plan is not None:
-            self.notifier(progress)(f"the given plan is used no longer: {reason}")
+            self.notifier(progress)(f"the given plan no longer applies: {reason}")
             planning = replace(planning, plan=None)
         if planning.profile is not None and not callable(planning.profile):
-            self.notifier(progress)(f"the given profile is used no longer: {reason}")
+            self.notifier(progress)(f"the given profile no longer applies: {reason}")
             planning = replace(planning, profile=None)
         return replace(config, planning=planning)

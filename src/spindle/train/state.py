@@ -22,7 +22,7 @@ from spindle.train.session import TrainSession
 class DataPosition:
     """Where a task's data goes on: after so many batches of all fits.
 
-    A map-style dataset goes on there. Another loader starts with each fit, so it has a position only in the midst of
+    A map-style dataset goes on there. Another loader starts with each fit, so it has a position only during
     one.
     """
 
@@ -47,7 +47,7 @@ def take_state(
     session: TrainSession, step: int, num_batches: Mapping[str, int], loaders: Mapping[str, LoaderPosition]
 ) -> TrainState:
     """The state of a session before this step, after `num_batches` batches of each task in all fits; all ranks must
-    call it. `loaders` are positions in the midst of a fit."""
+    call it. `loaders` are positions during a fit."""
     config = session.config
     weights = config.sampling_weights
     return TrainState(
@@ -87,9 +87,9 @@ def _restored_config(config: TrainConfig, state: TrainState) -> TrainConfig:
         )
     if (config.sampling_weights is None) != (state.sampling_weights is None):
         raise TrainingError(
-            "the state is of a training "
-            + ("without" if state.sampling_weights is None else "with")
-            + " sampling_weights, and this Trainer is not; give it the same arguments"
+            "the state was saved without sampling_weights, but this Trainer has them; give it the same arguments"
+            if state.sampling_weights is None
+            else "the state was saved with sampling_weights, but this Trainer has none; give it the same arguments"
         )
     if state.sampling_weights is None or config.sampling_weights is None:
         return config

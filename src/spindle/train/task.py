@@ -24,17 +24,17 @@ class ModuleHandle:
     def __init__(
         self,
         name: str,
-        user_module: nn.Module,
+        nn_module: nn.Module,
         whole_batch: bool,
         activation_checkpointing: bool = False,
         split: bool = True,
         tensor_parallel: Mapping[str, str] | None = None,
     ) -> None:
-        self.name, self.module, self.whole_batch = name, user_module, whole_batch
+        self.name, self.module, self.whole_batch = name, nn_module, whole_batch
         self.activation_checkpointing, self.split = activation_checkpointing, split
         self.tensor_parallel = tensor_parallel
         self.has_compared_attributes = False  # with other ranks
-        self.chain: Chain = whole_chain(user_module, "it was not called yet")
+        self.chain: Chain = whole_chain(nn_module, "it was not called yet")
 
     def cut(self, args: Any, kwargs: Any) -> tuple[Chain, Callable[[], Any]]:
         """The chain of calls with such arguments, and a function that gives their output without values."""
@@ -60,7 +60,7 @@ recording: ContextVar[fx.Tracer | None] = ContextVar("recording", default=None) 
 
 def module(
     name: str,
-    user_module: nn.Module,
+    nn_module: nn.Module,
     *,
     whole_batch: bool = False,
     activation_checkpointing: bool = False,
@@ -73,19 +73,20 @@ def module(
     backward recomputes the activations of its layers instead of keeping them. `whole_batch` says that the samples of a
     batch depend on each other in it, so that no device may have only some of them.
 
-    `tensor_parallel` says how several devices share a layer, in the words of Hugging Face's plans, whose models bring
-    their own: `{"layers.*.attention.query": "colwise", "layers.*.attention.out": "rowwise", ...}`; `{}` that they must
-    not. How many devices do is up to the planner. A block that is `"sequence_parallel"` in it is shared by tokens
-    between its other parts: `{**llm.tp_plan, "model.layers.*": "sequence_parallel"}`.
+    `tensor_parallel` says how several devices share a layer, with Hugging Face's style names:
+    `{"layers.*.attention.query": "colwise", "layers.*.attention.out": "rowwise", ...}`; Hugging Face's models bring
+    their own; `{}` disables it. How many devices share a layer is up to the planner. A block that is
+    `"sequence_parallel"` in it is shared by tokens between its other parts:
+    `{**llm.tp_plan, "model.layers.*": "sequence_parallel"}`.
     """
-    if not isinstance(user_module, nn.Module):
-        raise WorkloadError(f"spindle.module({name!r}, ...): expected an nn.Module, got {type(user_module).__name__}")
+    if not isinstance(nn_module, nn.Module):
+        raise WorkloadError(f"spindle.module({name!r}, ...): expected an nn.Module, got {type(nn_module).__name__}")
     if not name or "/" in name or "#" in name:
-        raise WorkloadError(f"spindle.module({name!r}, ...): a name must not be empty or hold '/' or '#'")
+        raise WorkloadError(f"spindle.module({name!r}, ...): a name must not be empty or contain '/' or '#'")
     if tensor_parallel is not None:
         where = f"spindle.module({name!r}, tensor_parallel=...)"
-        resolve_styles(user_module, tensor_parallel, where, strict=True)  # refuses what it does not know
-    return ModuleHandle(name, user_module, whole_batch, activation_checkpointing, split, tensor_parallel)
+        resolve_styles(nn_module, tensor_parallel, where, strict=True)  # refuses what it does not know
+    return ModuleHandle(name, nn_module, whole_batch, activation_checkpointing, split, tensor_parallel)
 
 
 class Mean(NamedTuple):

@@ -79,7 +79,7 @@ class StepTimes:
         """What a fit gives: `program` and `profile` are those of the current plan, for a fit without timelines. The
         measured timeline is rank 0's, of a typical step."""
         world = self._world
-        crowded = min(profile.host_rates, default=1.0) < 1
+        oversubscribed = min(profile.host_rates, default=1.0) < 1
         spans = world.gather_objects([watch.spans() for watch, _, _ in self._timelines])
         measured = None
         sampled_s: tuple[tuple[float, float], ...] = ()
@@ -111,7 +111,7 @@ class StepTimes:
             changes_s=tuple(self.changes_s),
             sampled_s=sampled_s,
             notices=tuple(notices),
-            crowded=crowded,
+            oversubscribed=oversubscribed,
         )
 
     def _until_last_rank(self) -> tuple[float, ...]:

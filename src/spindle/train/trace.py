@@ -323,8 +323,8 @@ def _refuse_objects(visit: Visit) -> None:
         if not isinstance(leaf, torch.Tensor | bool | int | float | str | None):
             hint = "call it with use_cache=False, or let it" if "Cache" in type(leaf).__name__ else "let it"
             raise WorkloadError(
-                f"module {visit.call.handle.name!r} returns a {type(leaf).__name__}, which is no nest of tensors; "
-                f"{hint} return tensors, or tuples, lists and dicts of them"
+                f"module {visit.call.handle.name!r} returns a {type(leaf).__name__}, which is not a tensor or a "
+                f"nested tuple, list or dict of tensors; {hint} return tensors, or tuples, lists and dicts of them"
             )
 
 

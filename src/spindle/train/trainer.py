@@ -105,7 +105,7 @@ class Trainer:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Weights and buffers of all modules, `module.path` by name, the same on every rank.
 
-        They load into plain PyTorch: `nn.ModuleDict({"vision": vision, ...}).load_state_dict(...)`.
+        They load into plain PyTorch: `nn.ModuleDict({"vision": vision.module, ...}).load_state_dict(...)`.
         """
         self._refuse_scattered_weights()
         handles = self._session.handles or handles_of(record_all(self._session.config.tasks))
@@ -204,7 +204,7 @@ class Trainer:
         if self._loop is None:
             self._session.set_config(config, Progress(enabled=False), keep_optimizer=keep_optimizer)
         elif not keep_optimizer:
-            raise TrainingError("replan(keep_optimizer=False): in the midst of a fit the optimizer goes on")
+            raise TrainingError("replan(keep_optimizer=False): the optimizer cannot be reset during fit()")
         else:
             self._loop.change("replan", config)
 
@@ -219,7 +219,7 @@ class Trainer:
         if len(remaining) == len(config.tasks):
             raise TrainingError(f"{call}: there is no such task (tasks: {', '.join(config.task_names)})")
         if not remaining:
-            raise TrainingError(f"{call}: it is the last one")
+            raise TrainingError(f"{call}: cannot remove the only remaining task")
         weights = config.sampling_weights
         if weights is not None:
             weights = {task: weight for task, weight in weights.items() if task != name}
@@ -229,7 +229,7 @@ class Trainer:
         self, task: TaskDefinition, loader: Any = None, *, sampling_weight: SamplingWeight | None = None
     ) -> None:
         """Add a task, or one that was removed: from the next fit on, or, during a fit (in its `on_step`, on all ranks),
-        in which it needs its loader, from the next step but one on. `sampling_weight` goes with `sampling_weights`.
+        in which it needs its loader, from the next step but one on. `sampling_weight` requires `sampling_weights`.
 
         A task that this Trainer has trained before is planned at once; a new one is measured first.
         """
@@ -242,10 +242,10 @@ class Trainer:
         if task.name in config.task_names:
             raise WorkloadError(f"add_task: there is a task {task.name!r} already; give it another name")
         if self._loop is not None and loader is None:
-            raise TrainingError(f"{call}: in the midst of a fit it needs a loader")
+            raise TrainingError(f"{call}: it needs a loader during fit()")
         weights = config.sampling_weights
         if (sampling_weight is None) != (weights is None):
-            raise TrainingError(f"{call}: sampling_weight= goes with Trainer(sampling_weights=...)")
+            raise TrainingError(f"{call}: sampling_weight= requires Trainer(sampling_weights=...), and vice versa")
         if weights is not None and sampling_weight is not None:
             weights = {**weights, task.name: sampling_weight}
         self._has_new_modules = True
@@ -291,10 +291,10 @@ class Trainer:
     def _refuse_scattered_weights(self) -> None:
         if self.world.size > 1 and self._session.is_scattered:
             raise TrainingError(
-                "a fit of this Trainer ended by an error: its weights are spread over the ranks; make a new Trainer "
-                "of modules with weights from a file"
+                "an earlier fit() failed, so the weights are still sharded across ranks; create a new Trainer from "
+                "modules with loaded weights"
             )
 
     def _compare_call(self, call: str) -> None:
         """Check that all ranks call the same method of the Trainer, before anything in it communicates."""
-        compare(self.world, {"the Trainer's method that is called": call})
+        compare(self.world, {"the Trainer method called": call})

@@ -112,8 +112,8 @@ def _refuse_without_encoders(profile: Profile, backbone: str) -> None:
     elements = {module: float(loads.sum()) for module, loads in layer_loads(profile, "parameters").items()}
     if sorted(calls) != sorted(profile.graph.tasks) or 2 * elements[backbone] < sum(elements.values()):
         raise DoesNotFitError(
-            "optimus knows encoders that feed one backbone with most of the weights, called once for each microbatch; "
-            f"{backbone} is no such module",
+            "optimus supports only encoders that feed one backbone with most of the weights, called once for each "
+            f"microbatch; {backbone} is not such a module",
             0,
         )
 
