@@ -69,12 +69,13 @@ def test_no_planner_beats_the_oracle_and_the_oracle_does_not_beat_the_bound(prof
 
 @given(small.graphs(max_ops=3, max_layers=2, max_devices=3))
 @settings(max_examples=30)
-def test_wavefront_finds_the_optimum_of_tiny_graphs(profile):
+def test_wavefront_is_near_the_optimum_of_tiny_graphs(profile):
     try:
         best = make_plan(profile, "exhaustive")
     except ProfileError:
         return
-    assert make_plan(profile, "wavefront", PlanOptions(evaluations=20_000)).folded_s <= best.folded_s * 1.03
+    # The search also counts device time, so it may miss an op that gets a tenth shorter on twice the devices (7 %).
+    assert make_plan(profile, "wavefront", PlanOptions(evaluations=20_000)).folded_s <= best.folded_s * 1.08
 
 
 @given(small.graphs(), st.sampled_from(ALL))

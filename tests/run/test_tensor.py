@@ -267,5 +267,5 @@ def test_one_process_has_no_groups():
     with unmeasured():
         trainer.fit(loaders, steps=1, progress=False)
         trainer.replan(tensor_parallel_degrees={"language": 2})
-        with pytest.raises(ProfileError, match=r"'language', which may have 1"):
+        with pytest.raises(ProfileError, match=r"'language', which can have 1"):
             trainer.fit(loaders, steps=1, progress=False)

@@ -94,7 +94,7 @@ def test_a_module_larger_than_a_device_is_sharded():
 def test_a_workload_that_cannot_fit_is_refused_with_device_and_bytes():
     profile = small.workload_profile({"x": ["vision", "lm"]}, num_devices=2, memory_bytes=50_000_000)
     with pytest.raises(
-        DoesNotFitError, match=r"device \d would need .* [GM]iB of the .* [GM]iB there \([\d,]+ bytes too many\)"
+        DoesNotFitError, match=r"device \d would need .* [GM]iB but has .* [GM]iB \([\d,]+ bytes too many\)"
     ):
         make_plan(profile, "wavefront")
 
