@@ -368,6 +368,15 @@ TRAININGS: dict[str, Callable[[], Training]] = {
         options={"sampling_weights": {"pair": 1.0, "answer": 1.0}, "gradient_accumulation_steps": 2, "seed": 1},
         fits=(Fit(steps=6),),
     ),
+    "sampled, clipped and scheduled": lambda: two_tasks(
+        options={
+            "sampling_weights": {"pair": 1.0, "answer": 1.0},
+            "gradient_accumulation_steps": 2,
+            "max_grad_norm": 0.3,
+            "lr_scheduler": warming,
+        },
+        fits=(Fit(steps=6),),
+    ),
     "sampled, captured": lambda: two_tasks(
         options={"sampling_weights": {"pair": 1.0, "answer": 1.0}}, fits=(Fit(steps=16),), captures=True
     ),
