@@ -65,6 +65,21 @@ def pairs_and_answers(**options: Any) -> Callable[[Mapping[str, Any]], list[Any]
     return tasks
 
 
+def unshared(handles: Mapping[str, Any]) -> list[Any]:
+    """Each module is one task's."""
+    vision, head, text = handles["vision"], handles["head"], handles["text"]
+
+    @spindle.task(batch_size=5)
+    def pair(batch):
+        return vision(batch["x"]).square().mean()
+
+    @spindle.task(batch_size=7)
+    def answer(batch):
+        return head(text(batch["y"])).square().mean()
+
+    return [pair, answer]
+
+
 def normal_batch(task: str, number: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * len(task) + number)
 
@@ -369,6 +384,8 @@ TRAININGS: dict[str, Callable[[], Training]] = {
         fits=(Fit(steps=6),),
     ),
     "sampled, clipped and scheduled": lambda: two_tasks(
+        modules=lambda: {**two_towers(), "vision": nn.Linear(4, WIDTH).double()},  # one layer: on one rank
+        tasks=unshared,
         options={
             "sampling_weights": {"pair": 1.0, "answer": 1.0},
             "gradient_accumulation_steps": 2,
