@@ -12,6 +12,7 @@ from torch import nn  # noqa: E402
 import spindle  # noqa: E402
 from internals import unmeasured  # noqa: E402
 from spindle.errors import TrainingError, WorkloadError  # noqa: E402
+from spindle.plan import parse_plan  # noqa: E402
 from sweeps import alternating, chosen  # noqa: E402
 from training_cases import CHANGES, FIRST_TASKS, changing, slow_adamw  # noqa: E402
 from trainings import assert_trained, sgd, train  # noqa: E402
@@ -43,6 +44,56 @@ def test_a_task_that_comes_back_finds_the_optimizer_state_of_its_modules(pool, n
     assert "answer" not in training.tasks[4]
     assert "answer" in training.tasks[-1]
     assert training.num_profiled == 1
+
+
+def tied_modules() -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    modules = {"first": nn.Linear(6, 6).double(), "second": nn.Linear(6, 6).double()}
+    modules["second"].weight = modules["first"].weight
+    return modules
+
+
+def error_when_the_first_user_of_a_tied_weight_ends(rank: int, num_ranks: int) -> float:
+    """The largest difference of a loss from plain PyTorch. All layers are on the last rank."""
+    batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def adam(named):
+        return torch.optim.Adam([parameter for _, parameter in named], lr=0.1)
+
+    def on_last_rank(profile):
+        lines = [f"{op.name}*{op.num_layers}@{num_ranks - 1}" for op in profile.graph.metaops]
+        return parse_plan("\n".join(lines), profile)
+
+    def on_step(step, losses):
+        if step == 1:
+            trainer.remove_task("first")
+
+    tasks = []
+    for name, module in tied_modules().items():
+        handle = spindle.module(name, module)
+        tasks.append(spindle.task(batch_size=4, name=name)(lambda batch, handle=handle: handle(batch).square().mean()))
+    with unmeasured():
+        planning = spindle.Planning(planner=on_last_rank)
+        trainer = spindle.Trainer(tasks, optimizer=adam, planning=planning)
+        loaders = {"first": [batch], "second": [batch]}
+        losses = trainer.fit(loaders, steps=7, progress=False, on_step=on_step).losses
+    assert {frozenset(step) for step in losses} == {frozenset(loaders), frozenset({"second"})}
+
+    modules = tied_modules()
+    optimizer = adam(list(nn.ModuleDict(modules).named_parameters()))
+    errors = []
+    for step in losses:
+        optimizer.zero_grad()
+        expected = {name: modules[name](batch).square().mean() for name in step}
+        sum(expected.values()).backward()
+        optimizer.step()
+        errors += [abs(step[name] - float(value)) for name, value in expected.items()]
+    return max(errors)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_tied_weight_keeps_its_state_when_the_first_task_that_uses_it_ends(pool, num_ranks):
+    assert max(pool.run(num_ranks, error_when_the_first_user_of_a_tied_weight_ends)) < 1e-12
 
 
 @pytest.mark.parametrize("num_ranks", chosen([3], 1))
