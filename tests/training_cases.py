@@ -383,6 +383,9 @@ TRAININGS: dict[str, Callable[[], Training]] = {
         options={"sampling_weights": {"pair": 1.0, "answer": 1.0}, "gradient_accumulation_steps": 2, "seed": 1},
         fits=(Fit(steps=6),),
     ),
+    "one task, accumulated": lambda: two_tasks(
+        tasks=lambda handles: unshared(handles)[1:], options={"gradient_accumulation_steps": 2}
+    ),
     "sampled, clipped and scheduled": lambda: two_tasks(
         modules=lambda: {**two_towers(), "vision": nn.Linear(4, WIDTH).double()},  # one layer: on one rank
         tasks=unshared,

@@ -29,6 +29,8 @@ from trainings import assert_trained  # noqa: E402
         ("sampled, clipped and scheduled", 3, "pipeline"),  # some ranks have no pass in some steps
         ("mixed, clipped and accumulated", 2, "pipeline 1"),
         ("tied", 2, "pipeline"),
+        ("one task, accumulated", 2, "pipeline 1"),
+        ("one task, accumulated", 3, "pipeline 1"),  # a replica without a microbatch
     ],
 )
 def test_microbatches_of_a_pipeline_give_the_numbers_of_accumulated_batches(pool, name, num_ranks, plan):

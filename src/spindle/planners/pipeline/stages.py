@@ -71,14 +71,13 @@ class Batch:
 
 
 def batches_of(profile: Profile, layout: Layout) -> list[Batch]:
-    """The batch of a profile on the replicas of a layout, which share its microbatches evenly."""
+    """The batch of a profile on the replicas of a layout, which share its microbatches evenly. With fewer microbatches
+    than replicas some have none."""
     known = _Stages(profile, layout)
-    num_microbatches = len(profile.graph.tasks)
-    if num_microbatches < layout.num_replicas:
-        raise PlanError(f"{layout.num_replicas} replicas need as many microbatches at least, got {num_microbatches}")
     return [
         _batch(profile, layout, replica, tasks, known)
         for replica, tasks in enumerate(_shares(profile, layout.num_replicas))
+        if tasks
     ]
 
 
