@@ -294,6 +294,7 @@ def join_world() -> World:
     """Join the world that the environment describes."""
     size, is_ordered = int(os.environ.get("WORLD_SIZE", "1")), _LAUNCH_ORDER in os.environ
     if dist.is_initialized():
+        atexit.register(_leave)  # a script that leaves its group open may be aborted by threads of gloo as it ends
         install_hook()
         start_heartbeat()
         on_host = dist.get_backend() == "gloo"  # which cannot send CUDA tensors
