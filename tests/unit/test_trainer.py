@@ -566,3 +566,8 @@ def test_a_capture_takes_the_workload_and_ends_the_script(tmp_path):
     assert reached[1:] == ["finally"]
     assert [task.name for task in read_workload(tmp_path / "workload.json").tasks] == ["pull"]
     assert active_capture() is None
+
+
+def test_a_planner_that_does_not_exist_is_refused_before_anything_is_measured():
+    with pytest.raises(TrainingError, match=r"planner='wavefrnt'\): no planner has that name; there are wavefront, "):
+        spindle.Planning(planner="wavefrnt")

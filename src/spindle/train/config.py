@@ -11,6 +11,7 @@ import torch
 from spindle.errors import TrainingError, WorkloadError
 from spindle.graph import MetaGraph
 from spindle.plan import Plan
+from spindle.planners import PLANNERS
 from spindle.profile import Profile
 from spindle.train.optimizer import MakeLRScheduler, MakeOptimizer
 from spindle.train.sampling import SamplingWeight
@@ -57,6 +58,10 @@ class Planning:
     def __post_init__(self) -> None:
         # A copy, which nobody else can change.
         object.__setattr__(self, "tensor_parallel_degrees", dict(self.tensor_parallel_degrees))
+        if isinstance(self.planner, str) and self.planner not in PLANNERS:  # before minutes of profiling
+            raise TrainingError(
+                f"spindle.Planning(planner={self.planner!r}): no planner has that name; there are {', '.join(PLANNERS)}"
+            )
         if self.planner != PIPELINE:
             if self.pipeline_parallel_degree is not None:
                 raise TrainingError(
