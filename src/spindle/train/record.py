@@ -333,7 +333,7 @@ def _cut_alike(tasks: Sequence[RecordedTask]) -> list[RecordedTask]:
 
 def kept_whole(tasks: Sequence[RecordedTask], module: object, reason: str) -> list[RecordedTask]:
     """The same tasks with one module as one layer."""
-    kept = []
+    recorded = []
     for task in tasks:
         calls = []
         for call in task.calls:
@@ -341,8 +341,8 @@ def kept_whole(tasks: Sequence[RecordedTask], module: object, reason: str) -> li
                 call.handle.chain = whole_chain(call.handle.module, reason)
                 call = replace(call, chain=call.handle.chain)
             calls.append(call)
-        kept.append(replace(task, calls=tuple(calls)))
-    return kept
+        recorded.append(replace(task, calls=tuple(calls)))
+    return recorded
 
 
 def handles_of(tasks: Sequence[RecordedTask]) -> dict[str, ModuleHandle]:

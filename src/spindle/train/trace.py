@@ -162,12 +162,12 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
     for call, runs in large.items():
         traced = []
         for number, run in enumerate(runs):
-            found: Axes = (None,) * len(tree_leaves(run.values))
+            output_axes: Axes = (None,) * len(tree_leaves(run.values))
             mixes, saved_bytes = False, run.saved_bytes
             if call in small:
                 # What grows with the batch: views of weights are kept as well, and are no activations.
                 saved_bytes = rows * max(0, saved_bytes - small[call][number].saved_bytes)
-                found, mixes = axes_of(small[call][number].values, rows - 1, run.values, rows)
+                output_axes, mixes = axes_of(small[call][number].values, rows - 1, run.values, rows)
                 mixes |= any(map(_pairs_rows, small[call][number].shapes, run.shapes))
             traced.append(
                 TracedLayer(
@@ -176,7 +176,7 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
                     input_bytes=run.input_bytes,
                     output_bytes=_num_bytes(run.values),
                     saved_bytes=saved_bytes,
-                    axes=found,
+                    axes=output_axes,
                     writes_input=run.writes_input,
                     mixes=mixes,
                 )
