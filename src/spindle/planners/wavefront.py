@@ -23,6 +23,7 @@ from spindle.planners.build import (
     best_over_stages,
     closest_of,
     in_rounds,
+    optimizer_settings,
     realise,
     refuse_hopeless,
     stages,
@@ -32,7 +33,7 @@ from spindle.planners.finish import finished, scored
 from spindle.planners.options import PlanOptions, Progress
 from spindle.planners.paper import schedule_paper
 from spindle.planners.problem import Problem, Timed
-from spindle.profile import Profile
+from spindle.profile import Profile, Setting
 from spindle.program import counts_bytes
 
 # Folded schedules tried in all. Where bytes count, a candidate must also be placed and simulated, which takes longer
@@ -40,7 +41,8 @@ from spindle.program import counts_bytes
 PLAIN_EVALUATIONS = 400_000
 WITH_BYTES_EVALUATIONS = 64_000
 LARGE_CLUSTER = 256
-MOST_SHARDED = 4  # choices of tensor degrees that are worth annealing
+MOST_DEGREES = 4  # choices of tensor degrees that are worth annealing
+MOST_UNSHARDED = 2  # annealed schedules that are tried without a sharded optimizer, too
 _GLANCE_S = 0.05  # how often a waiting planner looks at the clock
 # How many pieces an op may have, for one annealing run each: few make short programs, many fill gaps.
 PLAIN_PIECE_LIMITS = (4, 3)
@@ -61,19 +63,29 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
     evaluations = max(1, evaluations // len(limits))
     spent: list[int] = []
     refused: list[DoesNotFitError] = []
+    unsharded_refused: list[DoesNotFitError] = []  # says nothing about whether memory is short
     tried: list[Attempt] = []
 
     def plan_for(attempt: Attempt) -> Plan:
         tried.append(attempt)
+        frugal, *others = optimizer_settings(profile, attempt.setting, options.shard_optimizer)
         plans: list[Plan] = []
-        annealed = _annealed(profile, attempt, limits, options.seed, evaluations, clock, progress, spent)
+        annealed: list[tuple[Plan, list[Timed]]] = []
+        running = _annealed(profile, attempt, limits, options.seed, evaluations, clock, progress, spent)
         known_schedules = _known_schedules(profile, attempt)  # made while the other threads anneal
-        for schedule in annealed:
+        for schedule in running:
             # Annealed schedules wait for nothing, so folded time is about the least that a step of theirs takes.
             if not plans or max(piece.end_s for piece in schedule) < min(plans, key=time_of).makespan_s:
-                plans += _tried(profile, attempt, schedule, options.seed, plans, refused)
+                variants = _tried(profile, frugal, schedule, options.seed, plans, refused)
+                plans += variants
+                annealed += [(plan, schedule) for plan in variants]
+        for setting in others:
+            for _, schedule in sorted(annealed, key=lambda pair: time_of(pair[0]))[:MOST_UNSHARDED]:
+                plans += _tried(profile, setting, schedule, options.seed, plans, unsharded_refused)
         for schedule in known_schedules:
-            plans += _tried(profile, attempt, schedule, options.seed, plans, refused)
+            plans += _tried(profile, frugal, schedule, options.seed, plans, refused)
+            for setting in others:
+                plans += _tried(profile, setting, schedule, options.seed, plans, unsharded_refused)
         if not plans:
             raise closest_of(refused)
         return min(plans, key=time_of)
@@ -81,15 +93,15 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
     plans: list[Plan] = []
     refusal: DoesNotFitError | None = None
     try:
-        plans.append(best_over_stages(profile, plan_for, MOST_SHARDED, options.shard_optimizer))
+        plans.append(best_over_stages(profile, plan_for, MOST_DEGREES))
     except DoesNotFitError as error:
         refusal = error
-    plain = replace(profile.default_setting, shard_optimizer=options.shard_optimizer is True)
-    if refused or refusal or tried != [Attempt(setting=plain)]:
+    if refused or refusal or tried != [Attempt(setting=profile.default_setting)]:
         # Memory is short or batches are small, so others may have their best plan where we did not look.
-        for attempt in [attempt for stage in stages(profile, None, options.shard_optimizer) for attempt in stage]:
+        for attempt in [attempt for stage in stages(profile) for attempt in stage]:
             for schedule in _known_schedules(profile, attempt):
-                plans += _tried(profile, attempt, schedule, options.seed, plans, refused)
+                for setting in optimizer_settings(profile, attempt.setting, options.shard_optimizer):
+                    plans += _tried(profile, setting, schedule, options.seed, plans, unsharded_refused)
     if not plans:
         assert refusal is not None
         raise refusal
@@ -111,7 +123,7 @@ def _known_schedules(profile: Profile, attempt: Attempt) -> list[list[Timed]]:
 
 def _tried(
     profile: Profile,
-    attempt: Attempt,
+    setting: Setting,
     schedule: list[Timed],
     seed: int,
     plans: list[Plan],
@@ -125,10 +137,10 @@ def _tried(
     if plans and busy_s > min(plans, key=time_of).makespan_s:
         return []  # its devices are busy for longer than another plan takes
     try:
-        plan = realise(profile, attempt.setting, "wavefront", schedule, seed)
+        plan = realise(profile, setting, "wavefront", schedule, seed)
         variants = [scored(plan, profile)]
         if profile.gangs and any(piece.wave is not None for piece in schedule):
-            variants.append(scored(relaxed(plan, profile, attempt.setting), profile))
+            variants.append(scored(relaxed(plan, profile, setting), profile))
         return variants
     except DoesNotFitError as error:
         refused.append(error)
