@@ -12,12 +12,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from threading import Lock
 
 from spindle.errors import DoesNotFitError
 from spindle.plan import Plan, relaxed
-from spindle.planners.anneal import DONE, STOP, new_control, search
+from spindle.planners.anneal import DONE, STOP, Mixes, new_control, search
 from spindle.planners.baselines import schedule_distmm, schedule_sequential, schedule_task_level
-from spindle.planners.bounds import graph_bound_s
+from spindle.planners.bounds import graph_bound_s, lp_bound
 from spindle.planners.build import (
     Attempt,
     best_over_stages,
@@ -44,9 +45,10 @@ LARGE_CLUSTER = 256
 MOST_DEGREES = 4  # choices of tensor degrees that are worth annealing
 MOST_UNSHARDED = 2  # annealed schedules that are tried without a sharded optimizer, too
 _GLANCE_S = 0.05  # how often a waiting planner looks at the clock
-# How many pieces an op may have, for one annealing run each: few make short programs, many fill gaps.
-PLAIN_PIECE_LIMITS = (4, 3)
-WITH_BYTES_PIECE_LIMITS = (2, 3, 4, 2)
+# For each annealing run: how many pieces an op may have (few make short programs, many fill gaps), and the share of the
+# work in the objective at the end.
+PLAIN_RUNS = ((4, 0.2), (3, 0.0))
+WITH_BYTES_RUNS = ((2, 0.2), (3, 0.2), (4, 0.2), (2, 0.0))
 
 
 def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Plan:
@@ -55,12 +57,12 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
     `progress` hears how much of an attempt's annealing is done, from 0 to 1.
     """
     clock = _Clock(options.time_limit_s)
-    limits = WITH_BYTES_PIECE_LIMITS if counts_bytes(profile) else PLAIN_PIECE_LIMITS
+    runs = WITH_BYTES_RUNS if counts_bytes(profile) else PLAIN_RUNS
     evaluations = options.evaluations
     if evaluations is None:
         evaluations = WITH_BYTES_EVALUATIONS if counts_bytes(profile) else PLAIN_EVALUATIONS
         evaluations *= 4 if profile.cluster.num_devices > LARGE_CLUSTER else 1
-    evaluations = max(1, evaluations // len(limits))
+    evaluations = max(1, evaluations // len(runs))
     spent: list[int] = []
     refused: list[DoesNotFitError] = []
     unsharded_refused: list[DoesNotFitError] = []  # says nothing about whether memory is short
@@ -71,7 +73,7 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
         frugal, *others = optimizer_settings(profile, attempt.setting, options.shard_optimizer)
         plans: list[Plan] = []
         annealed: list[tuple[Plan, list[Timed]]] = []
-        running = _annealed(profile, attempt, limits, options.seed, evaluations, clock, progress, spent)
+        running = _annealed(profile, attempt, runs, options.seed, evaluations, clock, progress, spent)
         known_schedules = _known_schedules(profile, attempt)  # made while the other threads anneal
         for schedule in running:
             # Annealed schedules wait for nothing, so folded time is about the least that a step of theirs takes.
@@ -165,7 +167,7 @@ class _Clock:
 def _annealed(
     profile: Profile,
     attempt: Attempt,
-    piece_limits: tuple[int, ...],
+    runs: tuple[tuple[int, float], ...],
     seed: int,
     evaluations: int,
     clock: _Clock,
@@ -173,19 +175,30 @@ def _annealed(
     spent: list[int],
 ) -> Iterator[list[Timed]]:
     """Start annealing, two runs at a time; yields schedules as they are done. `spent` collects evaluations."""
-    controls = [new_control() for _ in piece_limits]
+    controls = [new_control() for _ in runs]
+    mixes: dict[tuple[int, ...], Mixes] = {}
+    lock = Lock()
 
     def run(number: int) -> list[Timed]:
         def schedule(problem: Problem) -> list[Timed]:
-            run_seed = seed * len(piece_limits) + number
-            schedule = search(problem, piece_limits[number], run_seed, evaluations, controls[number])
+            with lock:
+                if problem.ops not in mixes:
+                    mixes[problem.ops] = lp_bound(problem).mixes
+            schedule = search(
+                problem,
+                mixes[problem.ops],
+                *runs[number],
+                seed=seed * len(runs) + number,
+                evaluations=evaluations,
+                control=controls[number],
+            )
             spent.append(int(controls[number][DONE]))
             return schedule
 
         return in_rounds(profile, attempt.setting, attempt.num_rounds, schedule)
 
     pool = ThreadPoolExecutor(max_workers=2)
-    futures = [pool.submit(run, number) for number in range(len(piece_limits))]
+    futures = [pool.submit(run, number) for number in range(len(runs))]
 
     def results() -> Iterator[list[Timed]]:
         with pool:
