@@ -16,7 +16,7 @@ import numpy as np
 from spindle.errors import DoesNotFitError
 from spindle.plan import Plan, assemble
 from spindle.planners.bounds import graph_bound_s, lp_bound
-from spindle.planners.finish import finished, scored
+from spindle.planners.finish import cut_for_gathers, finished, scored
 from spindle.planners.options import PlanOptions, Progress
 from spindle.planners.placement import place
 from spindle.planners.problem import Problem, Timed, problem_of
@@ -48,7 +48,7 @@ def plan_with(
         refusals: list[DoesNotFitError] = []
         for setting in optimizer_settings(profile, attempt.setting, options.shard_optimizer):
             try:
-                plans.append(scored(realise(profile, setting, planner, timed), profile))
+                plans += with_cuts(realise(profile, setting, planner, timed), profile)
             except DoesNotFitError as error:
                 refusals.append(error)
         if not plans:
@@ -56,6 +56,12 @@ def plan_with(
         return min(plans, key=time_of)
 
     return best_over_stages(profile, plan_for)
+
+
+def with_cuts(plan: Plan, profile: Profile) -> list[Plan]:
+    """The plan with its simulated time, and the same with slots cut for gathers, where that makes a difference."""
+    cut = cut_for_gathers(plan, profile)
+    return [scored(plan, profile), *([scored(cut, profile)] if cut is not plan else [])]
 
 
 def optimizer_settings(profile: Profile, setting: Setting, shard_optimizer: bool | None) -> list[Setting]:

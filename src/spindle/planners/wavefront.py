@@ -29,8 +29,9 @@ from spindle.planners.build import (
     refuse_hopeless,
     stages,
     time_of,
+    with_cuts,
 )
-from spindle.planners.finish import finished, scored
+from spindle.planners.finish import cut_for_gathers, finished, scored
 from spindle.planners.options import PlanOptions, Progress
 from spindle.planners.paper import schedule_paper
 from spindle.planners.problem import Problem, Timed
@@ -78,7 +79,7 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
         for schedule in running:
             # Annealed schedules wait for nothing, so folded time is about the least that a step of theirs takes.
             if not plans or max(piece.end_s for piece in schedule) < min(plans, key=time_of).makespan_s:
-                variants = _tried(profile, frugal, schedule, options.seed, plans, refused)
+                variants = _annealed_plans(profile, frugal, schedule, options.seed, refused)
                 plans += variants
                 annealed += [(plan, schedule) for plan in variants]
         for setting in others:
@@ -140,10 +141,21 @@ def _tried(
         return []  # its devices are busy for longer than another plan takes
     try:
         plan = realise(profile, setting, "wavefront", schedule, seed)
-        variants = [scored(plan, profile)]
-        if profile.gangs and any(piece.wave is not None for piece in schedule):
-            variants.append(scored(relaxed(plan, profile, setting), profile))
+        variants = with_cuts(plan, profile)
+        if any(piece.wave is not None for piece in schedule) and (profile.gangs or setting.shard_optimizer):
+            variants += with_cuts(relaxed(plan, profile, setting), profile)
         return variants
+    except DoesNotFitError as error:
+        refused.append(error)
+        return []
+
+
+def _annealed_plans(
+    profile: Profile, setting: Setting, schedule: list[Timed], seed: int, refused: list[DoesNotFitError]
+) -> list[Plan]:
+    """The plan of an annealed schedule, with slots cut for gathers; none if it does not fit."""
+    try:
+        return [scored(cut_for_gathers(realise(profile, setting, "wavefront", schedule, seed), profile), profile)]
     except DoesNotFitError as error:
         refused.append(error)
         return []
