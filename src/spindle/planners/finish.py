@@ -51,7 +51,7 @@ def cut_for_gathers(plan: Plan, profile: Profile) -> Plan:
         ]
     if len(slots) == len(plan.slots):
         return plan
-    slots.sort(key=lambda entry: (entry[1].round, entry[0]))
+    slots.sort(key=lambda entry: entry[0])
     return replace(plan, slots=tuple(label_waves(profile, [slot for _, slot in slots])))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from rich import box
@@ -45,6 +46,9 @@ def plan_facts(plan: Plan, measures: Measures, profile: Profile) -> Table:
     if counts_bytes(profile):
         shares = f"{percent(measures.transfer_share)} send and receive, {percent(measures.sync_share)} synchronisation"
         rows.insert(6, ("not hidden", shares))
+    num_used = len({device for slot in plan.slots for device in slot.devices})
+    if num_used < plan.num_devices:
+        rows.insert(1, ("devices", _unused(num_used, plan.num_devices)))
     sharded = [f"{module} {degree}" for module, degree in plan.tensor_degrees if degree > 1]
     if sharded:
         rows.append(("tensor degree", ", ".join(sharded)))
@@ -58,6 +62,12 @@ def plan_facts(plan: Plan, measures: Measures, profile: Profile) -> Table:
     if plan.recompute or plan.shard_optimizer or plan.num_rounds > 1:
         rows.append(("without these", memory(_unsaved_bytes(plan, profile), profile)))
     return facts(rows)
+
+
+def _unused(num_used: int, num_devices: int) -> str:
+    """Says that devices are left over, and what would use them: an op takes no more devices than its batch has rows."""
+    factor = math.ceil(num_devices / num_used * 100) / 100
+    return f"{num_used:,} of {num_devices:,} are used; batches {factor:g} times as large could use all of them"
 
 
 def _unsaved_bytes(plan: Plan, profile: Profile) -> int:
