@@ -11,8 +11,11 @@ from spindle.errors import DoesNotFitError, PlanError
 from spindle.graph import metagraph_of
 from spindle.plan import check
 from spindle.planners import PlanOptions, make_plan
+from spindle.planners.baselines import schedule_sequential
+from spindle.planners.build import realise
+from spindle.planners.finish import cut_for_gathers, scored
 from spindle.planners.placement import place
-from spindle.planners.problem import Timed
+from spindle.planners.problem import Timed, problem_of
 from spindle.profile import Roofline, roofline_profile
 from spindle.program import lower
 from spindle.simulate import simulate
@@ -164,3 +167,29 @@ def test_working_space_is_counted_once_and_not_for_every_op():
     plan = make_plan(tight, "sequential")
     assert plan.num_rounds == 1
     assert not plan.recompute
+
+
+def test_slots_that_wait_for_gathered_parameters_are_cut_and_the_step_starts_sooner():
+    profile = small.workload_profile(
+        {"x": ["vision"], "y": ["audio"]}, num_devices=4, num_layers=12, elements=50_000_000
+    )
+    plan = realise(
+        profile,
+        replace(profile.default_setting, shard_optimizer=True),
+        "wavefront",
+        schedule_sequential(problem_of(profile, profile.default_setting)),
+    )
+    cut = cut_for_gathers(plan, profile)
+    check(cut, profile)
+    assert cut.slots[0].num_layers == 1
+    assert scored(cut, profile).makespan_s < scored(plan, profile).makespan_s
+    unsharded = replace(plan, shard_optimizer=False)
+    assert cut_for_gathers(unsharded, profile) is unsharded
+
+
+def test_a_sharded_optimizer_is_chosen_where_it_is_faster_though_memory_is_not_short():
+    profile = small.workload_profile({"x": ["vision"]}, num_devices=4, num_layers=12, elements=50_000_000)
+    chosen = make_plan(profile, "wavefront", PlanOptions(evaluations=2_000))
+    unsharded = make_plan(profile, "wavefront", PlanOptions(evaluations=2_000, shard_optimizer=False))
+    assert chosen.shard_optimizer
+    assert chosen.makespan_s < unsharded.makespan_s
