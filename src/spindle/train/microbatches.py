@@ -20,13 +20,10 @@ from torch.utils._pytree import tree_map
 
 from spindle.errors import PlanError
 from spindle.graph import MetaGraph, MetaOp
-from spindle.planners import Layout, PlanOptions
-from spindle.planners.pipeline.worker import Job
+from spindle.planners import Job, Layout, PlanOptions
 from spindle.profile import Curve, Profile
 from spindle.program import Program
-from spindle.run import LossCode, OpCode, ShapeInference
-from spindle.run.pytrees import TensorMeta
-from spindle.run.shape_inference import Cuts
+from spindle.run import Cuts, LossCode, OpCode, ShapeInference, TensorMeta
 from spindle.train.background_planner import BackgroundPlanner
 from spindle.workload import LayerCost
 
