@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from spindle.cli.options import AsJson, ClusterName, Devices, Input
+from spindle.cli.options import AsJson, Assumptions, ClusterName, Devices, Input
 
 
-def bound(given: Input, devices: Devices = None, cluster: ClusterName = None, as_json: AsJson = False) -> None:
+def bound(
+    given: Input,
+    devices: Devices = None,
+    cluster: ClusterName = None,
+    assumptions: Assumptions = False,
+    as_json: AsJson = False,
+) -> None:
     """Say how fast any plan can be, and what limits it.
 
     The LP bound is for the whole graph and every plan that runs each layer over its whole batch at once; the paper's C*
@@ -24,4 +30,4 @@ def bound(given: Input, devices: Devices = None, cluster: ClusterName = None, as
     if as_json:
         show_json(to_json(report) | {"paper_s": report.paper_s, "limit": report.limit})
         return
-    show(bound_facts(report), "", *limit_sentences(report), *left_out(report.leaves_out))
+    show(bound_facts(report), "", *limit_sentences(report), *left_out(report.leaves_out, assumptions))

@@ -9,6 +9,7 @@ import typer
 
 from spindle.cli.options import (
     AsJson,
+    Assumptions,
     BatchSeed,
     ClusterName,
     Devices,
@@ -45,6 +46,7 @@ def compare(
     microbatches: Microbatches = None,
     batch_seed: BatchSeed = None,
     samples: Samples = None,
+    assumptions: Assumptions = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare all planners on one workload, simulated, beside the bound.
@@ -112,7 +114,7 @@ def compare(
     else:
         wide = comparison_table(comparison, whole, reference)
         shown = wide if fits(wide) else comparison_table(comparison, whole, reference, narrow=True)
-        show(shown, *refusal_lines(comparison), *left_out(unknown))
+        show(shown, *refusal_lines(comparison), *left_out(unknown, assumptions))
     for path in (output, figure):
         if path is not None:
             notice(f"wrote {path}")

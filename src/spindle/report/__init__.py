@@ -10,7 +10,7 @@ from spindle.report.gantt import Chart, columns_for, draw, plan_chart, timeline_
 from spindle.report.measured import profile_facts, profile_table
 from spindle.report.pipelines import comparison_figure, search_json, search_tables
 from spindle.report.predicted_vs_measured import StepComparison, compare_step, draw_steps, step_charts, step_tables
-from spindle.report.table import bound_facts, comparison_table, measure_facts, plan_facts, refusal_lines, step_remarks
+from spindle.report.table import bound_facts, comparison_table, measure_facts, plan_facts, refusal_lines
 from spindle.report.trace import trace_of
 
 __all__ = [
@@ -40,7 +40,6 @@ __all__ = [
     "sentences",
     "simulated",
     "step_charts",
-    "step_remarks",
     "step_tables",
     "timeline_chart",
     "trace_of",
