@@ -14,6 +14,7 @@ import torch
 
 from spindle.errors import TrainingError, WorkloadError
 from spindle.launch.capture import WorkloadCapture, active_capture
+from spindle.launch.failure import is_debugging
 from spindle.plan import Plan
 from spindle.profile import Profile
 from spindle.run import World, join_world
@@ -159,7 +160,12 @@ class Trainer:
             stack.callback(display.close)
             feeds = make_feeds(session, loaders, display, drop_last=drop_last)
             stack.callback(self._end_fit, feeds)
-            self._loop = Loop(session, feeds, partial(make_feed, session, drop_last=drop_last), display, on_step)
+            try:
+                self._loop = Loop(session, feeds, partial(make_feed, session, drop_last=drop_last), display, on_step)
+            except WorkloadError as error:  # where in the user's code is in its message
+                if not is_debugging():
+                    error.__traceback__ = None
+                raise
             result = self._loop.run(self._steps_done, steps)
             self._steps_done += steps
             self._has_new_modules = False
