@@ -103,9 +103,9 @@ def test_a_microbatch_passes_one_chain_as_often_as_its_calls_ask(calls, num_runs
 
 
 @st.composite
-def tasks_of_modules(draw):
-    """Up to three tasks that call one to five modules, each call fed by some of those before it."""
-    modules = [f"m{number}" for number in range(draw(st.integers(1, 5)))]
+def tasks_of_modules(draw, min_modules=1):
+    """Up to three tasks that call some of at most five modules, each call fed by some of those before it."""
+    modules = [f"m{number}" for number in range(draw(st.integers(min_modules, 5)))]
     num_layers = {module: draw(st.integers(1, 3)) for module in modules}
     tasks = []
     for _ in range(draw(st.integers(1, 3))):
