@@ -369,7 +369,8 @@ class _Stages:
         """The times of a stage, and its memory choices (DIP §4.3).
 
         A choice recomputes some layers and offloads others; all counts of recomputed layers are tried, with nothing
-        offloaded and with as much as copies can hide.
+        offloaded and with as much as copies can hide. Every pass of layers takes 1 ns at least, so that passes start in
+        the order of the flows.
         """
         if not pieces:
             return Stage(0, 0, 0.0, 0, (Choice(0, 0, (), ()),))
@@ -419,8 +420,9 @@ class _Stages:
                 )
             )
             recompute_s = sum(count * forward for count, (forward, _) in zip(recomputed, times, strict=True))
+            # Offloading is modelled as free; 1 ns makes "keep" win ties.
             return Choice(
-                round((backward_s + recompute_s) * NS),
+                max(1, round((backward_s + recompute_s) * NS)) + any(offloaded),
                 int(memory + received_bytes),
                 tuple(recomputed),
                 tuple(offloaded),
@@ -440,13 +442,10 @@ class _Stages:
             )
             if sum(count * size for count, size in zip(candidate.offloaded, saved, strict=True)) <= most_bytes
         ]
-        # Offloading is modelled as free; -1 ns makes "keep" win ties.
-        keep = choice(0, 0)
-        choices.append(replace(keep, backward_ns=max(0, keep.backward_ns - 1)))
         last = ops[-1].cost
         return Stage(
-            round(forward_s * NS),
-            round(weight_s * NS),
+            max(1, round(forward_s * NS)),
+            min(round(weight_s * NS), choice(0, 0).backward_ns - 1),
             0.0 if last is None else rows[-1] * last.cut_bytes_at(self._degree),
             max(backward_bytes(op, count, self._degree, True) for op, count in zip(ops, rows, strict=True)),
             _worth_having(choices),
