@@ -7,7 +7,6 @@ accumulated from.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 
-from spindle.errors import TrainingError
 from spindle.run import Budget, Gathering, Losses, copied_to, limit_gpu_memory, on_device
 from spindle.train.agreement import compare, config_items, module_items
 from spindle.train.config import TrainConfig
@@ -32,6 +30,7 @@ from spindle.train.header import (
     losses_in,
     read_batch_headers,
 )
+from spindle.train.loss_history import LossHistory, OnStep, mean_losses
 from spindle.train.progress import Progress
 from spindle.train.result import FitResult
 from spindle.train.runtime import resident_tensors
@@ -41,7 +40,6 @@ from spindle.train.session import NEW_VARIANT, TrainSession
 from spindle.train.steps import microbatches_of
 from spindle.train.timing import StepTimes
 
-OnStep = Callable[[int, dict[str, float]], None]
 ReadLosses = Callable[[], list[float]]  # waits for the step that they are of
 StepHeaders = list[dict[str, BatchHeader]]  # by micro-step and task
 StepBatches = list[dict[str, Batch]]  # by micro-step and task: those that this rank reads
@@ -63,13 +61,12 @@ class Loop:
         on_step: OnStep | None,
     ) -> None:
         self._session, self._feeds, self._progress, self._on_step = session, feeds, progress, on_step
+        self._losses: LossHistory
         self._make_feed, self._world = make_feed, session.world
         self._requested: tuple[TrainConfig, dict[str, Any]] | None = None  # with loaders of tasks that join
         self._calls: list[str] = []  # methods of the Trainer that requested changes
         self._num_applied = 0  # of these
         self._runtime = session.plan(session.trace_and_profile(feeds, progress), progress)
-        self._history: list[dict[str, float]] = []
-        self._tasks_of: deque[frozenset[str]] = deque()  # of the steps whose losses are not reported yet
         self._num_asked = dict.fromkeys(self._names, 0)  # batches of each task that any rank has asked for
         self._num_read_ahead: dict[str, int] = {}  # of these, for the step that is about to run
         self._next_step = 0
@@ -107,6 +104,7 @@ class Loop:
         """Train for so many steps from step `first` on."""
         world = self._world
         compare(world, {"fit(steps=...)": f"{steps} steps from step {first} on"})
+        self._losses = LossHistory(first, self._progress, self._on_step)
         self._session.scatter_parameters(self._runtime)
         self._count_resident_tensors()
         if world.device.type == "cuda":
@@ -130,12 +128,12 @@ class Loop:
             step = self._next_step = first + number
             table = self._table(gathering, step)
             if carries_losses:
-                self._report_losses(table, first)
+                self._losses.report(losses_in(table, self._names))
             headers = read_batch_headers(table, self._names, self._config.gradient_accumulation_steps, step)
             self._times.read_busy_share(step - _LOSSES_BEHIND[world.device.type])
             self._add_new_variants(headers, batches)
             if self._requested is not None:
-                self._report_unsent(unsent, first)
+                self._report_unsent(unsent)
                 self._apply_change(headers, batches)
                 carries_losses = False
             current = batches
@@ -161,7 +159,7 @@ class Loop:
             )
         self._next_step = first + steps
         self._table(gathering, first + steps)
-        self._report_unsent(unsent, first)
+        self._report_unsent(unsent)
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
 
@@ -180,7 +178,7 @@ class Loop:
         if self._requested is not None:
             session.set_config(self._requested[0], self._progress)
         planned, main = self._runtime.planned, self._runtime.steps.main
-        result = self._times.result(planned.program, planned.profile, self._history, session.notices, peak_bytes)
+        result = self._times.result(planned.program, planned.profile, self._losses.by_step, session.notices, peak_bytes)
         return replace(result, num_captured_slots=main.num_captured, slots_without_cuda_graph=dict(main.without_graph))
 
     def _free_gpu_memory(self) -> None:
@@ -194,12 +192,12 @@ class Loop:
         if self._budget is not None:
             self._budget.adopt(resident_tensors(self._runtime, self._session.update))
 
-    def _report_unsent(self, unsent: deque[ReadLosses], first: int) -> None:
+    def _report_unsent(self, unsent: deque[ReadLosses]) -> None:
         """Exchange and report the losses of steps that have no header to travel with."""
         while unsent:
             losses = unsent.popleft()()
             gathering = self._start_header(self._no_batches, losses)
-            self._report_losses(self._table(gathering, first + len(self._history)), first)
+            self._losses.report(losses_in(self._table(gathering, self._losses.next_step), self._names))
 
     @property
     def _no_batches(self) -> StepBatches:
@@ -374,32 +372,5 @@ class Loop:
             positions = {tasks.index(name): microbatch.task for name, microbatch in run.microbatches.items()}
             parts.append((losses, positions))
         counts = {name: sum(name in row for row in headers) for name in self._names}
-        self._tasks_of.append(frozenset(name for name, count in counts.items() if count))
-
-        def read_losses() -> list[float]:
-            sums = dict.fromkeys(counts, 0.0)
-            for losses, tasks in parts:
-                values = losses.tolist()
-                for position, task in tasks.items():
-                    sums[task] += values[position] / counts[task]
-            return list(sums.values())
-
-        return read_losses
-
-    def _report_losses(self, table: Table, first: int) -> None:
-        """Check and report the losses that a header carried."""
-        tasks = self._tasks_of.popleft()
-        losses = {name: loss for name, loss in losses_in(table, self._names).items() if name in tasks}
-        step = first + len(self._history)
-        for name, loss in losses.items():
-            if not math.isfinite(loss):
-                last = next((earlier[name] for earlier in reversed(self._history) if name in earlier), None)
-                raise TrainingError(
-                    f"task {name!r}: its loss is {loss} in step {step}"
-                    + (f" (before that: {last:.6g})" if last is not None else "")
-                    + "; look at its learning rate, its data and what it divides by"
-                )
-        self._history.append(losses)
-        self._progress.losses(losses)
-        if self._on_step is not None:
-            self._on_step(step, losses)
+        self._losses.expect(frozenset(name for name, count in counts.items() if count))
+        return lambda: mean_losses(parts, counts)

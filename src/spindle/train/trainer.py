@@ -22,7 +22,8 @@ from spindle.train.agreement import compare
 from spindle.train.config import MakePlan, Planning, TrainConfig
 from spindle.train.evaluation import evaluate
 from spindle.train.feeds import make_feed, make_feeds, shared_random_state
-from spindle.train.loop import Loop, OnStep
+from spindle.train.loop import Loop
+from spindle.train.loss_history import OnStep
 from spindle.train.optimizer import MakeLRScheduler, MakeOptimizer
 from spindle.train.progress import Progress
 from spindle.train.record import handles_of, record_all
