@@ -283,11 +283,11 @@ class _Stages:
     def __init__(self, profile: Profile, layout: Layout) -> None:
         self._profile, self._degree = profile, layout.tensor_degree
         self._setting = profile.default_setting
-        calls = [op.module for op in profile.graph.metaops if op.first_layer == 0]
-        # Of one rank, if one replica had all microbatches.
-        self._most_stages = max(
-            1, sum(layout.rounds_of(chain) * calls.count(chain.modules[0]) for chain in layout.chains)
-        )
+        # No rank keeps more than this, so if every stage offloads at most this share of what it keeps, what stages have
+        # on the host at any one time fits there.
+        kind = profile.cluster.kind
+        most_kept_bytes = kind.memory_bytes - int(_held(profile, layout)[0].min())
+        self._host_share = kind.host_memory_bytes / max(1, most_kept_bytes)
         self._known: dict[object, Stage] = {}
 
     def stage(self, pieces: Sequence[StagePiece], received_bytes: float) -> Stage:
@@ -314,7 +314,7 @@ class _Stages:
         """The times of a stage, and its memory choices (DIP §4.3).
 
         A choice recomputes some layers and offloads others; all counts of recomputed layers are tried, with nothing
-        offloaded and with as much as copies can hide.
+        offloaded and with the most that can be.
         """
         if not pieces:
             return Stage(0, 0, 0.0, 0, (Choice(0, 0, (), ()),))
@@ -371,23 +371,21 @@ class _Stages:
                 tuple(offloaded),
             )
 
-        # Offloading counts in layers, smallest first, as far as their copies are hidden.
-        most_bytes = self._most_offloaded_bytes(forward_s)
-        smallest_first = np.cumsum(
-            sorted(size for size, count in zip(saved, counts, strict=True) for _ in range(count))
-        )
-        most_offloaded = int(np.searchsorted(smallest_first, most_bytes, side="right"))
-        choices = [
-            candidate
-            for num_offloaded in {0, most_offloaded}
-            for candidate in (
-                choice(num_recomputed, num_offloaded) for num_recomputed in range(sum(counts) - num_offloaded + 1)
-            )
-            if sum(count * size for count, size in zip(candidate.offloaded, saved, strict=True)) <= most_bytes
-        ]
+        # With each number of recomputed layers, nothing is offloaded, or as much as copies can hide and the host has
+        # memory for.
+        hidden_bytes = forward_s * self._profile.cluster.kind.host_bytes_per_s
+        total = sum(counts)
+        choices = [choice(num_recomputed, 0) for num_recomputed in range(total + 1)]
+        for num_recomputed in range(total):
+            for num_offloaded in range(total - num_recomputed, 0, -1):
+                candidate = choice(num_recomputed, num_offloaded)
+                num_bytes = sum(count * size for count, size in zip(candidate.offloaded, saved, strict=True))
+                if num_bytes <= min(hidden_bytes, self._host_share * candidate.memory):
+                    choices.append(candidate)
+                    break
         # Offloading is modelled as free; -1 ns makes "keep" win ties.
         keep = choice(0, 0)
-        choices.append(replace(keep, backward_ns=max(0, keep.backward_ns - 1)))
+        choices.append(replace(keep, backward_ns=max(round(weight_s * NS), keep.backward_ns - 1)))
         last = ops[-1].cost
         return Stage(
             round(forward_s * NS),
@@ -396,12 +394,6 @@ class _Stages:
             max(backward_bytes(op, count, self._degree, True) for op, count in zip(ops, rows, strict=True)),
             _worth_having(choices),
         )
-
-    def _most_offloaded_bytes(self, forward_s: float) -> float:
-        """Bytes that a stage can offload for free: copies are hidden while the stage runs, and the host has memory for
-        all microbatches at once."""
-        kind = self._profile.cluster.kind
-        return min(forward_s * kind.host_bytes_per_s, kind.host_memory_bytes / self._most_stages)
 
 
 def _worth_having(choices: Iterable[Choice]) -> tuple[Choice, ...]:
