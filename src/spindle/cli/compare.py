@@ -71,7 +71,7 @@ def compare(
     from spindle.recipes import BatchOptions
     from spindle.report.compare import REFERENCE, compared
     from spindle.report.pipelines import comparison_figure
-    from spindle.report.table import comparison_table, refusal_lines
+    from spindle.report.table import comparison_table, refusal_lines, settings_lines
 
     refuse_outputs(output, figure, inputs=(given, cluster, samples))
     batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples)
@@ -114,7 +114,7 @@ def compare(
     else:
         wide = comparison_table(comparison, whole, reference)
         shown = wide if fits(wide) else comparison_table(comparison, whole, reference, narrow=True)
-        show(shown, *refusal_lines(comparison), *left_out(unknown))
+        show(shown, *settings_lines(comparison), *refusal_lines(comparison), *left_out(unknown))
     for path in (output, figure):
         if path is not None:
             notice(f"wrote {path}")

@@ -28,12 +28,14 @@ class Chain:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """Where the chunks of a pipeline stand: chains over so many pipeline ranks, in as many replicas as the devices
-    allow; a pipeline rank is a tensor parallel group."""
+    allow; a pipeline rank is a tensor parallel group. `cut_by` says what chunks have equal shares of: time, or
+    parameters."""
 
     num_ranks: int
     num_replicas: int
     tensor_degree: int
     chains: tuple[Chain, ...]
+    cut_by: str = "time"
 
     def __post_init__(self) -> None:
         for chain in self.chains:
@@ -50,6 +52,12 @@ class Layout:
     def rounds_of(self, chain: Chain) -> int:
         """How many times a chain passes all ranks."""
         return chain.num_chunks // self.num_ranks
+
+    @property
+    def text(self) -> str:
+        """How chains are cut, in words."""
+        rounds = [f"{self.rounds_of(chain)} for {' and '.join(chain.modules)}" for chain in self.chains]
+        return f"chunks on each rank: {', '.join(rounds)}, cut by {self.cut_by}"
 
     def devices(self, replica: int, rank: int) -> tuple[int, ...]:
         first = (replica * self.num_ranks + rank) * self.tensor_degree

@@ -39,6 +39,7 @@ def plan_facts(plan: Plan, measures: Measures, profile: Profile) -> Table:
         ("bound", f"{seconds(plan.bound_s)}, below which no plan of this kind comes"),
         ("idle", percent(measures.idle_share)),
         ("slots", f"{len(plan.slots)} in {_waves(plan)}, {slots_per_op(plan):.2f} for each op"),
+        *([("chosen", plan.settings)] if plan.settings else []),
         *([("passes", _kept(plan))] if plan.passes else []),
         ("peak memory", memory(measures.peak_bytes, profile)),
     ]
@@ -184,7 +185,7 @@ def _pipelines_table(comparison: Comparison, reference: str) -> Table:
     title = f"{comparison.workload} on {comparison.cluster}: one iteration"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
     table.add_column("planner", no_wrap=True)
-    for name in ("s", f"over\n{reference}", "bubble %", "peak GiB", "MFU %", "× its\nbound"):
+    for name in ("s", f"over\n{reference}", "bubble %", "peak GiB", "MFU %", "× bound"):
         table.add_column(name, justify="right")
     for row in comparison.rows:
         match row:
@@ -202,6 +203,17 @@ def _pipelines_table(comparison: Comparison, reference: str) -> Table:
             case RefusedPlan():
                 table.add_row(row.planner, "none", *["-"] * 5, style="dim")
     return table
+
+
+def settings_lines(comparison: Comparison) -> list[Text]:
+    """What the planners of pipelines chose by simulation."""
+    lines = []
+    for row in comparison.plans:
+        if row.settings:
+            shares = (("recomputed", row.recomputed_share), ("offloaded", row.offloaded_share))
+            parts = [row.settings, *(f"{percent(share)} of layers {what}" for what, share in shares if share)]
+            lines.append(Text.assemble((row.planner, "bold"), f": {'; '.join(parts)}"))
+    return lines
 
 
 def refusal_lines(comparison: Comparison) -> list[Text]:
