@@ -1,10 +1,9 @@
 """Baselines for pipelines, tuned: the same batch in the orders of other systems, under the same memory.
 
 Every baseline is tuned by simulation over how often chains pass the ranks (virtual stages), over cuts by parameters (as
-Megatron-LM cuts) and by time (as nnScaler does), over the order of microbatches and over recomputation. Layouts are
-tried with microbatches in their natural order first, the best few of them with sorted ones; the best of all are made
-into plans. What stages keep is the same for every microbatch, as these systems have it: the most that fits on each
-rank.
+Megatron-LM cuts) and by time (as nnScaler does), over the order of microbatches and over recomputation. All of these
+are timed as columns of numbers, which takes some 20 to 50 ms each; the best two become plans. What stages keep is the
+same for every microbatch, as these systems have it: the most that fits on each rank.
 
 Where stages keep less than all they need for weight gradients, `zb-h1` is 1F1B: what is recomputed for the gradients of
 inputs would have to stay until then, so that nothing is saved. `optimus` is coarse, without sub-microbatches; where its
@@ -28,12 +27,12 @@ from spindle.planners.pipeline.interleave import Schedule, interleave, natural_p
 from spindle.planners.pipeline.orders import encoders_in_bubbles, interleaved, one_forward_one_backward, zero_bubble
 from spindle.planners.pipeline.planner import fitting_plan
 from spindle.planners.pipeline.retime import retime
-from spindle.planners.pipeline.segments import Column, Segments
+from spindle.planners.pipeline.segments import Column, Segments, table_of
 from spindle.planners.pipeline.stages import Batch, batches_of
 from spindle.profile import Profile
 
 LEVELS = 8  # of frugality, from what keeps least to what keeps all
-_NUM_LAYOUTS = 4  # of all that are tried, how many are tried with sorted microbatches, too
+_NUM_LAYOUTS = 4  # the best, chosen on a batch that stands for all
 _NUM_PLANS = 2  # of the best settings, which become plans
 
 NATURAL, FALLING, RISING = "natural", "falling", "rising"  # orders of microbatches: as they come, or by their work
@@ -85,8 +84,8 @@ def baseline_layouts(planner: str, profile: Profile, num_ranks: int) -> tuple[La
     layouts = {layout.chains: layout for layout in reversed(baseline.layouts(profile, num_ranks))}
     if not layouts:
         raise PlanError(f"{planner} gives every one of {num_ranks} pipeline ranks two chunks, which needs more layers")
-    ranking = _ranking(baseline, profile, list(layouts.values()), baseline.microbatch_orders[:1])
-    return tuple(layout for _, layout, _ in ranking[:_NUM_LAYOUTS])
+    ranking = _ranking(baseline, profile, list(layouts.values()), baseline.microbatch_orders)
+    return tuple({layout.chains: layout for _, layout, _ in ranking}.values())[:_NUM_LAYOUTS]
 
 
 def _ranking(
@@ -96,15 +95,19 @@ def _ranking(
     ranking: list[tuple[int, Layout, str]] = []
     refusals: list[DoesNotFitError] = []
     for layout in layouts:
+        try:
+            batches = batches_of(profile, layout)
+        except DoesNotFitError as error:
+            refusals.append(error)
+            continue
+        budgets = [batch.activation_budget for batch in batches]
         for microbatch_order in microbatch_orders:
             try:
-                batches = batches_of(profile, layout)
-                schedules = _schedules(profile, layout, baseline.order, batches, microbatch_order)
-                replicas = schedules([batch.activation_budget for batch in batches], True)
+                schedules = _schedules(profile, layout, baseline.order, batches, microbatch_order)(budgets, True)
             except DoesNotFitError as error:
                 refusals.append(error)
                 continue
-            ranking.append((max(schedule.makespan_ns for schedule in replicas), layout, microbatch_order))
+            ranking.append((max(schedule.makespan_ns for schedule in schedules), layout, microbatch_order))
     if not ranking:
         raise min(refusals, key=lambda refusal: refusal.needed_bytes)
     return sorted(ranking, key=lambda settings: settings[0])
@@ -270,20 +273,21 @@ def kept_alike(segments: Segments, order: Order, activation_budget: Column) -> S
     itself."""
     schedules: list[Schedule] = []
     least: Schedule | None = None
+    table = table_of(segments)
     for level in range(0, LEVELS + 1, 2):
         changed, choice = from_level(segments, level)
         schedule = order(changed, activation_budget)
         least = least or schedule
         if (schedule.peak > activation_budget).any():
             continue
-        schedules.append(retime(segments, schedule.pair, schedule.kind, choice))
+        schedules.append(retime(segments, schedule.pair, schedule.kind, choice, table))
         # The order stands; ranks with memory to spare keep more.
         mixed = choice.copy()
         for more in range(level + 1, LEVELS + 1):
             _, richer = from_level(segments, more)
-            fits = retime(segments, schedule.pair, schedule.kind, richer).peak <= activation_budget
+            fits = retime(segments, schedule.pair, schedule.kind, richer, table).peak <= activation_budget
             mixed[:, fits] = richer[:, fits]
-        schedules.append(retime(segments, schedule.pair, schedule.kind, mixed))
+        schedules.append(retime(segments, schedule.pair, schedule.kind, mixed, table))
     if not schedules:
         assert least is not None
         rank = int(np.argmax(least.peak - activation_budget))

@@ -376,13 +376,16 @@ class _Stages:
         hidden_bytes = forward_s * self._profile.cluster.kind.host_bytes_per_s
         total = sum(counts)
         choices = [choice(num_recomputed, 0) for num_recomputed in range(total + 1)]
+        num_offloaded = total  # at most; fewer with every layer that is recomputed
         for num_recomputed in range(total):
-            for num_offloaded in range(total - num_recomputed, 0, -1):
+            num_offloaded = min(num_offloaded, total - num_recomputed)
+            while num_offloaded:
                 candidate = choice(num_recomputed, num_offloaded)
                 num_bytes = sum(count * size for count, size in zip(candidate.offloaded, saved, strict=True))
                 if num_bytes <= min(hidden_bytes, self._host_share * candidate.memory):
                     choices.append(candidate)
                     break
+                num_offloaded -= 1
         # Offloading is modelled as free; -1 ns makes "keep" win ties.
         keep = choice(0, 0)
         choices.append(replace(keep, backward_ns=max(round(weight_s * NS), keep.backward_ns - 1)))
