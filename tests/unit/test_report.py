@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 import small
+from spindle.display import count_of, large, listed, num_bytes, seconds
 from spindle.errors import InputError
 from spindle.plan import forward_spans
 from spindle.planners import graph_bound_s, make_plan
@@ -23,7 +24,6 @@ from spindle.report.explain import explain, sentences
 from spindle.report.figure import step_figure
 from spindle.report.gantt import columns_for, draw, plan_chart, ticks, timeline_chart
 from spindle.report.palette import palette_of
-from spindle.report.quantities import count_of, large, listed, num_bytes, seconds
 from spindle.report.table import bound_facts, comparison_table, refusal_lines, step_remarks
 from spindle.report.trace import trace_of
 from spindle.simulate import simulate

@@ -18,8 +18,7 @@ def bound(given: Input, devices: Devices = None, cluster: ClusterName = None, as
     from spindle.artifact import to_json
     from spindle.cli.inputs import left_out, load_profile
     from spindle.cli.terminal import show, show_json
-    from spindle.report.bound import bound_report, limit_sentences
-    from spindle.report.table import bound_facts
+    from spindle.report import bound_facts, bound_report, limit_sentences
 
     report = bound_report(load_profile(given, devices, cluster))
     if as_json:

@@ -69,9 +69,14 @@ def compare(
     from spindle.planners import PLANNERS, PlanOptions, make_plan, planners_of
     from spindle.profile import Profile
     from spindle.recipes import BatchOptions
-    from spindle.report.compare import REFERENCE, compared
-    from spindle.report.pipelines import comparison_figure
-    from spindle.report.table import comparison_table, refusal_lines, settings_lines
+    from spindle.report import (
+        REFERENCE,
+        compared,
+        comparison_figure,
+        comparison_table,
+        refusal_lines,
+        settings_lines,
+    )
 
     refuse_outputs(output, figure, inputs=(given, cluster, samples))
     batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples)

@@ -35,8 +35,8 @@ def explain(
     from spindle.artifact import to_json
     from spindle.cli.inputs import load_plan, load_profile
     from spindle.cli.terminal import show, show_json
-    from spindle.report.explain import explain as explain_plan
-    from spindle.report.explain import headline, sentences
+    from spindle.report import explain as explain_plan
+    from spindle.report import headline, sentences
 
     profile = load_profile(given, devices, cluster)
     made = load_plan(plan_file, profile)

@@ -71,10 +71,7 @@ def plan(
     from spindle.plan import write_plan
     from spindle.planners import PLANNERS, PlanOptions, SearchResult, make_plan, planners_of
     from spindle.recipes import BatchOptions
-    from spindle.report.compare import simulated
-    from spindle.report.gantt import plan_chart
-    from spindle.report.pipelines import search_json, search_tables
-    from spindle.report.table import plan_facts, step_remarks
+    from spindle.report import plan_chart, plan_facts, search_json, search_tables, simulated, step_remarks
 
     refuse_outputs(output, inputs=(given, cluster, samples))
     batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples)

@@ -45,7 +45,7 @@ def profile(
     from spindle.errors import InputError
     from spindle.launch.capture import ProfileCapture
     from spindle.profile import read_profile, write_profile
-    from spindle.report.measured import profile_facts, profile_table
+    from spindle.report import profile_facts, profile_table
 
     refuse_outputs(output, inputs=(script,))
     if processes is None and virtual_devices is None:

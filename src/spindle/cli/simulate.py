@@ -43,9 +43,7 @@ def simulate(
     from spindle.planners import PLANNERS, graph_bound_s
     from spindle.program import lower, refuse_overfull, verify
     from spindle.recipes import BatchOptions
-    from spindle.report.gantt import timeline_chart
-    from spindle.report.table import measure_facts
-    from spindle.report.trace import trace_of
+    from spindle.report import measure_facts, timeline_chart, trace_of
     from spindle.timeline import measure
 
     refuse_outputs(trace, inputs=(given, plan_file, cluster, samples))

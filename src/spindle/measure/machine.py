@@ -29,9 +29,7 @@ from spindle.measure.p2p_latency import measure_p2p_latency
 from spindle.measure.rank_sync import RankSync
 from spindle.measure.rates import measure_rates
 from spindle.profile import LayerSamples, Profile, sampled_profile
-from spindle.run.op_code import OpCode
-from spindle.run.pytrees import Axes
-from spindle.run.world import World
+from spindle.run import Axes, OpCode, World
 
 # Share of a GPU's memory: in a step that filled it, 7 % were lost to fragmentation in torch's allocator.
 _USABLE = 0.9

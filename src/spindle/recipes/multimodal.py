@@ -24,8 +24,7 @@ from spindle.artifact import artifact_from_json
 from spindle.cluster import Cluster, cluster_named
 from spindle.errors import InputError, PlanError, WorkloadError
 from spindle.graph import MetaGraph, MetaOp
-from spindle.profile import Curve, Efficiencies, Profile, Semu
-from spindle.profile.efficiency import KIND as EFFICIENCIES_KIND
+from spindle.profile import EFFICIENCIES_KIND, Curve, Efficiencies, Profile, Semu
 from spindle.recipes.layers import Adapter, Block, Embedding, Final, Head, Lengths, Patches, Shape, lengths_of
 from spindle.recipes.transformer import Tower
 from spindle.workload import (

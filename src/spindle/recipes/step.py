@@ -20,8 +20,7 @@ from spindle.profile import Profile, roofline_profile
 from spindle.recipes.data import t2v_batch, vlm_batch
 from spindle.recipes.multimodal import MultimodalModel, batch_profile, emulator, model_flops, sub_microbatch_sizes
 from spindle.recipes.recipe import Recipe
-from spindle.workload import VIDEO, Microbatch, pack_clips, pack_images, read_samples
-from spindle.workload.batches import SampleError, line_of_sample
+from spindle.workload import VIDEO, Microbatch, SampleError, line_of_sample, pack_clips, pack_images, read_samples
 
 NUM_MICROBATCHES = 32  # of a batch, unless others are asked for
 

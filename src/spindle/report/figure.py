@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape, quoteattr
 
+from spindle.display import seconds
 from spindle.plan import Plan, Slot, Span, forward_spans
 from spindle.profile import Profile
 from spindle.report.palette import group_of, ink_on, palette_of
-from spindle.report.quantities import seconds
 from spindle.report.svg import IDLE, page, text, time_axis
 
 _WIDTH, _LEFT, _RIGHT = 960, 64, 24

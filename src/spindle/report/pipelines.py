@@ -9,12 +9,12 @@ from xml.sax.saxutils import escape
 from rich import box
 from rich.table import Table
 
+from spindle.display import seconds
 from spindle.plan import FORWARD, INPUT, WEIGHT, Plan, spans
 from spindle.planners import SearchResult
 from spindle.profile import Profile
 from spindle.report.figure import step_figure
 from spindle.report.palette import darker, group_of, ink_on, palette_of
-from spindle.report.quantities import seconds
 from spindle.report.svg import IDLE, page, text, time_axis
 
 _WIDTH, _LEFT, _RIGHT = 1200, 56, 20

@@ -8,13 +8,12 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from spindle.display import count_of, facts, figures, listed, milliseconds, num_bytes, percent, seconds
 from spindle.plan import Plan, setting_of, slots_per_op
 from spindle.profile import Profile
 from spindle.program import counts_bytes, lower
 from spindle.report.bound import BoundReport
 from spindle.report.compare import ComparedPlan, Comparison, RefusedPlan
-from spindle.report.facts import facts
-from spindle.report.quantities import count_of, figures, listed, milliseconds, num_bytes, percent, seconds
 from spindle.simulate import simulate
 from spindle.timeline import Measures
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from spindle.errors import TrainingError
-from spindle.run.pytrees import digest
+from spindle.run import digest
 from spindle.train.feed import Batch
 
 _READ, _PARTIAL, _SIGNATURE, _TOKENS, _ROWS, _FINGERPRINT, _VARIANT = range(7)

@@ -18,10 +18,7 @@ from typing import Any
 import torch
 
 from spindle.errors import TrainingError
-from spindle.run import Losses
-from spindle.run.budget import Budget, limit_gpu_memory
-from spindle.run.pytrees import on_device
-from spindle.run.world import Gathering, copied_to
+from spindle.run import Budget, Gathering, Losses, copied_to, limit_gpu_memory, on_device
 from spindle.train.agreement import compare, config_items, module_items
 from spindle.train.config import TrainConfig
 from spindle.train.feed import Batch, Feed, LoaderPosition, MakeFeed

@@ -14,9 +14,7 @@ from spindle.graph import MetaGraph
 from spindle.launch.capture import Capture, Captured, ProfileCapture, WorkloadCapture
 from spindle.measure import local_profile, measure_update
 from spindle.profile import Profile, fitting, read_profile, write_profile
-from spindle.run import World
-from spindle.run.pytrees import on_device
-from spindle.run.world import on_compute_stream
+from spindle.run import World, on_compute_stream, on_device
 from spindle.train.analyze import AnalyzedWorkload, analyze, autocast_of, without_tasks
 from spindle.train.config import MakeProfile, TrainConfig
 from spindle.train.kinds import kinds_of

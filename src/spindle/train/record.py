@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from spindle.errors import WorkloadError
 from spindle.models import Chain, as_when_compiling, device_of, fake_like, whole_chain
-from spindle.run.pytrees import on_device, pytree_meta
+from spindle.run import on_device, pytree_meta
 from spindle.train.task import Mean, ModuleHandle, TaskDefinition, called_module, recording
 from spindle.train.tracer import GradientTracer
 

@@ -14,9 +14,7 @@ from spindle.artifact import write_atomically
 from spindle.graph import MetaGraph
 from spindle.plan import Plan
 from spindle.program import Program
-from spindle.report.gantt import columns_for
-from spindle.report.predicted_vs_measured import StepComparison, compare_step, draw_steps, step_charts, step_tables
-from spindle.report.trace import trace_of
+from spindle.report import StepComparison, columns_for, compare_step, draw_steps, step_charts, step_tables, trace_of
 from spindle.timeline import Timeline
 
 

@@ -8,8 +8,7 @@ from itertools import accumulate, pairwise
 
 from spindle.profile import Profile
 from spindle.program import Program
-from spindle.run import Watch, World
-from spindle.run.measured_timeline import timeline_of
+from spindle.run import Watch, World, timeline_of
 from spindle.simulate import simulate
 from spindle.train.result import FitResult
 

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from spindle.errors import GuardError, WorkloadError
 from spindle.models import ChainLayer, FakeWeights, ModuleSnapshot, as_when_compiling, device_of
-from spindle.run.pytrees import Axes, axes_of, cut, pytree_meta
+from spindle.run import Axes, axes_of, cut, pytree_meta
 from spindle.train.record import RecordedCall, RecordedTask
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)

@@ -1,6 +1,9 @@
-"""Seconds, bytes and shares as people read them: four figures at most, and the unit beside them."""
+"""Seconds, bytes and shares as people read them (four figures at most, and the unit beside them), and tables of a few
+facts."""
 
 from __future__ import annotations
+
+from rich.table import Table
 
 
 def seconds(time_s: float) -> str:
@@ -56,3 +59,13 @@ def listed(names: list[str] | tuple[str, ...], at_most: int = 6) -> str:
     if len(shown) < 2:
         return "".join(shown)
     return f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def facts(rows: list[tuple[str, str]]) -> Table:
+    """Names and values, without lines."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
