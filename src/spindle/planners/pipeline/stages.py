@@ -7,7 +7,7 @@ time, are worked out once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -134,7 +134,8 @@ def _shares(profile: Profile, num_replicas: int) -> list[list[str]]:
 
 @dataclass(slots=True)
 class _Run:
-    """What passes a chain from end to end: ops by where they begin in it, and the runs that feed it, with the bytes."""
+    """What passes a chain from end to end once: ops by where they begin in it, and the runs that feed it, with the
+    bytes."""
 
     task: str
     chain: Chain
@@ -144,30 +145,26 @@ class _Run:
 
 def _runs(graph: MetaGraph, layout: Layout, tasks: Sequence[str]) -> list[_Run]:
     """Runs in the order of microbatches and flows."""
-    wanted = set(tasks)
-    calls: dict[str, dict[str, list[int]]] = {task: {} for task in tasks}
-    for position in graph.order:
-        op = graph.metaops[position]
-        if op.task in wanted:
-            calls[op.task].setdefault(op.call or "", []).append(position)
     for module in graph.modules:
         if module not in layout.modules:
             placed = ", ".join(sorted(layout.modules))
             raise PlanError(f"chunks are placed for {placed}; this batch has {module!r}, too")
+    # By task: calls in the order of their last ops, whose outputs are those of the calls.
+    calls: dict[str, dict[str, list[int]]] = {task: {} for task in tasks}
+    for position in graph.order:
+        op = graph.metaops[position]
+        if op.task in calls:
+            before = calls[op.task].pop(op.call or "", [])
+            calls[op.task][op.call or ""] = [*before, position]
     runs: list[_Run] = []
     run_of: dict[int, int] = {}
     for task in tasks:
-        for chain in layout.chains:
-            begins = dict(zip(chain.modules, np.cumsum([0, *chain.num_layers]), strict=False))
-            of_chain = [ops for ops in calls[task].values() if graph.metaops[ops[0]].module in chain.modules]
-            together = (
-                of_chain if len(chain.modules) == 1 else [[op for ops in of_chain for op in ops]] if of_chain else []
-            )
-            for ops in together:
-                run_of.update(dict.fromkeys(ops, len(runs)))
-                metaops = [(graph.metaops[op], op) for op in ops]
-                by_layer = [(int(begins[metaop.module or ""]) + metaop.first_layer, op) for metaop, op in metaops]
-                runs.append(_Run(task, chain, sorted(by_layer), {}))
+        for chain, ops in _calls_in_runs(graph, layout, list(calls[task].values())):
+            run_of.update(dict.fromkeys(ops, len(runs)))
+            begins = dict(zip(chain.modules, np.cumsum([0, *chain.num_layers]).tolist(), strict=False))
+            metaops = [(graph.metaops[op], op) for op in ops]
+            by_layer = [(begins[metaop.module or ""] + metaop.first_layer, op) for metaop, op in metaops]
+            runs.append(_Run(task, chain, sorted(by_layer), {}))
     for producer, consumer in graph.edges:
         source, target = run_of.get(producer), run_of.get(consumer)
         if source is not None and target is not None and source != target:
@@ -175,6 +172,64 @@ def _runs(graph: MetaGraph, layout: Layout, tasks: Sequence[str]) -> list[_Run]:
             rows = graph.metaops[producer].batch_size or 1
             runs[target].feeds[source] = 0.0 if cost is None else rows * cost.cut_bytes_at(layout.tensor_degree)
     return runs
+
+
+def _calls_in_runs(
+    graph: MetaGraph, layout: Layout, calls: Sequence[Sequence[int]]
+) -> Iterator[tuple[Chain, list[int]]]:
+    """The chain and the ops of each run of a microbatch; a run comes behind those that feed it, otherwise in the order
+    of chains. `calls` are lists of ops, in an order of the flows.
+
+    A call of a module that is cut by itself is a run. Calls of a chain of several modules share a run as long as they
+    pass the chain together: a call goes into another one if its module stands in front of one that is in the run, if it
+    reads another call of its module there, or if it reads what another run made of the run's output. So no run waits
+    for itself, whatever a task calls, how often and in which order.
+    """
+    place_of = {
+        module: (number, place)
+        for number, chain in enumerate(layout.chains)
+        for place, module in enumerate(chain.modules)
+    }
+    chain_of: list[int] = []  # by run, like the next two
+    members: list[list[Sequence[int]]] = []
+    feeders: list[set[int]] = []
+    run_of: dict[int, int] = {}
+
+    def place(call: Sequence[int]) -> int:
+        return place_of[graph.metaops[call[0]].module or ""][1]
+
+    def can_join(run: int, call: Sequence[int], producers: set[int]) -> bool:
+        if any(place(member) > place(call) for member in members[run]):
+            return False
+        if any(place(member) == place(call) and not producers.isdisjoint(member) for member in members[run]):
+            return False
+        upstream = {run_of[producer] for producer in producers} - {run}
+        pending = list(upstream)
+        while pending:
+            new = feeders[pending.pop()] - upstream
+            upstream |= new
+            pending += new
+        return run not in upstream
+
+    for call in calls:
+        chain_number, _ = place_of[graph.metaops[call[0]].module or ""]
+        producers = {producer for op in call for producer in graph.predecessors[op]}.difference(call)
+        number = len(members)
+        if len(layout.chains[chain_number].modules) > 1:
+            of_chain = [run for run, of_run in enumerate(chain_of) if of_run == chain_number]
+            number = next((run for run in of_chain if can_join(run, call, producers)), number)
+        if number == len(members):
+            chain_of.append(chain_number)
+            members.append([])
+            feeders.append(set())
+        members[number].append(call)
+        feeders[number] |= {run_of[producer] for producer in producers} - {number}
+        run_of.update(dict.fromkeys(call, number))
+    left = sorted(range(len(members)), key=lambda run: chain_of[run])
+    while left:
+        run = next(run for run in left if feeders[run].isdisjoint(left))
+        left.remove(run)
+        yield layout.chains[chain_of[run]], [op for call in members[run] for op in call]
 
 
 def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str], known: _Stages) -> Batch:
