@@ -22,15 +22,17 @@ from spindle.planners import (
     Chain,
     Layout,
     PlanOptions,
+    choose_layout,
     make_plan,
+    pipeline_bound_s,
     pipeline_layout,
     planners_of,
     search_pipeline,
 )
 from spindle.planners.pipeline.baselines import BASELINES, plan_in_order
 from spindle.planners.pipeline.chains import layer_loads, layout_of, lightest_cuts, mixed_chain, separate_chains
+from spindle.planners.pipeline.choose import natural_rounds
 from spindle.planners.pipeline.interleave import interleave
-from spindle.planners.pipeline.planner import natural_rounds
 from spindle.planners.pipeline.stages import batches_of, plan_of
 from spindle.profile import Curve, Profile
 from spindle.program import lower, verify
@@ -278,10 +280,15 @@ def test_text_alone_has_nothing_to_do_where_only_the_encoder_stands():
 def test_ours_is_faster_than_what_others_do_on_the_papers_models(name):
     step = step_of(MODELS[name], MODELS[name].cluster, BatchOptions(num_microbatches=6, seed=1))
     times = {}
+    profiles = step.split_profiles()
+    bound_s = pipeline_bound_s(profiles, step.pipeline_ranks)
+    chosen, layout = choose_layout(profiles, step.pipeline_ranks)
+    options = PlanOptions(evaluations=30, pipeline_ranks=step.pipeline_ranks, bound_s=bound_s)
     for planner in planners_of(is_pipeline=True):
-        profile = step.profile(PLANNERS[planner].splits_microbatches)
+        is_ours = PLANNERS[planner].splits_microbatches
+        profile = chosen if is_ours else step.whole
         try:
-            plan = make_plan(profile, planner, PlanOptions(evaluations=30, pipeline_ranks=step.pipeline_ranks))
+            plan = make_plan(profile, planner, replace(options, layouts=(layout,)) if is_ours else options)
         except DoesNotFitError:  # 1F1B keeps too many images alive, and Optimus knows no video
             assert (planner, name) in (("1f1b", "vlm-s"), ("optimus", "t2v-s"))
             continue

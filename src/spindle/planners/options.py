@@ -71,7 +71,8 @@ class PlanOptions:
     The same options give the same plan, unless a time limit cuts the search short. The optimizer is sharded when memory
     asks for it, unless `shard_optimizer` says. Pipelines have `pipeline_ranks` stages, as many as the devices allow
     unless given, and place chunks as in the best of `layouts`, which were chosen on another batch, or as is best for
-    this one.
+    this one. Where their microbatches could be split in other ways than the profile has them, `bound_s` is the bound
+    over all of these.
     """
 
     seed: int = 0
@@ -80,3 +81,4 @@ class PlanOptions:
     shard_optimizer: bool | None = None
     pipeline_ranks: int | None = None
     layouts: tuple[Layout, ...] = ()
+    bound_s: float | None = None

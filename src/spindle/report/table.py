@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from rich import box
@@ -10,6 +11,7 @@ from rich.text import Text
 
 from spindle.display import count_of, facts, figures, listed, milliseconds, num_bytes, percent, seconds
 from spindle.plan import Plan, setting_of, slots_per_op
+from spindle.planners import PipelineBound
 from spindle.profile import Profile
 from spindle.program import counts_bytes, lower
 from spindle.report.bound import BoundReport
@@ -237,5 +239,23 @@ def bound_facts(report: BoundReport) -> Table:
             ("workload", f"{report.workload} on {report.cluster}"),
             ("LP bound", f"{seconds(report.lp_s)} for the whole graph, folded"),
             ("paper's C*", f"{seconds(report.paper_s)}{by_level}"),
+        ]
+    )
+
+
+def pipeline_bound_facts(bound: PipelineBound, profile: Profile, sizes: Mapping[str, int]) -> Table:
+    """The bound of a batch over all pipelines, and what it is made of."""
+    split = ", ".join(f"up to {size} for {module}" for module, size in sizes.items()) or "none, microbatches are whole"
+    return facts(
+        [
+            ("workload", f"{profile.graph.name} on {profile.cluster.name}"),
+            (
+                "bound",
+                f"{seconds(bound.bound_s)}, over every size of sub-microbatches, layout, order and memory choice",
+            ),
+            ("work", f"{seconds(bound.work_s)}: all passes and optimizer steps, spread evenly over the ranks"),
+            ("longest layer", f"{seconds(bound.layer_s)}: all its passes on one rank"),
+            ("longest path", f"{seconds(bound.path_s)}: one microbatch, forward and backward"),
+            ("sub-microbatches", f"{split}; the size with the least bound"),
         ]
     )

@@ -66,7 +66,7 @@ def plan_baseline(planner: str, profile: Profile, options: PlanOptions, progress
     refusals: list[DoesNotFitError] = []
     for _, layout, microbatch_order in ranking:
         try:
-            plan = plan_in_order(profile, layout, planner, baseline.order, microbatch_order)
+            plan = plan_in_order(profile, layout, planner, baseline.order, microbatch_order, options.bound_s)
         except DoesNotFitError as error:
             refusals.append(error)
             continue
@@ -114,12 +114,17 @@ def _ranking(
 
 
 def plan_in_order(
-    profile: Profile, layout: Layout, planner: str, order_for: OrderFor, microbatch_order: str = NATURAL
+    profile: Profile,
+    layout: Layout,
+    planner: str,
+    order_for: OrderFor,
+    microbatch_order: str = NATURAL,
+    bound_s: float | None = None,
 ) -> Plan:
     """Make the plan of a layout and an order in which all microbatches keep activations alike."""
     batches = batches_of(profile, layout)
     schedules = _schedules(profile, layout, order_for, batches, microbatch_order)
-    return fitting_plan(profile, layout, planner, batches, schedules)
+    return fitting_plan(profile, layout, planner, batches, schedules, bound_s)
 
 
 def _schedules(

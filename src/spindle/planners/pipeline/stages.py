@@ -67,7 +67,6 @@ class Batch:
     stages: tuple[tuple[Stage, ...], ...]  # by pair and rank
     activation_budget: Column  # by rank: bytes for activations
     update_ns: Column  # by rank: the optimizer's step
-    least: Segments  # with transfers no longer than any is, for a bound
 
 
 def batches_of(profile: Profile, layout: Layout) -> list[Batch]:
@@ -237,7 +236,7 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
     wire = _Wire(profile, layout)
     microbatch_of = {task: number for number, task in enumerate(tasks)}
     group_of: dict[tuple[str, Chain], int] = {}
-    microbatch, group, hop_ns, least_hop_ns = [], [], [], []
+    microbatch, group, hop_ns = [], [], []
     starts, predecessors, wrap_ns = [0], [], []
     pieces: list[tuple[tuple[StagePiece, ...], ...]] = []
     stages: list[tuple[Stage, ...]] = []
@@ -259,7 +258,6 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
             group.append(group_of.setdefault((run.task, run.chain), len(group_of)))
             hops = [wire.hop_ns(rank, stage.output_bytes) for rank, stage in enumerate(chunks[here][:-1])]
             hop_ns.append(round(sum(hops) / max(1, len(hops))))
-            least_hop_ns.append(min(hops, default=0))
             predecessors += [pair for pair, _ in before]
             wrap_ns += [wire.wrap_ns(num_bytes) for _, num_bytes in before]
             starts.append(len(predecessors))
@@ -303,7 +301,6 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
         stages=tuple(stages),
         activation_budget=activation_budget,
         update_ns=update_ns,
-        least=replace(segments, hop_ns=np.array(least_hop_ns), wrap_ns=np.zeros_like(segments.wrap_ns)),
     )
 
 
