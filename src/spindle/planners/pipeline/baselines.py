@@ -131,7 +131,7 @@ def _schedules(
     profile: Profile, layout: Layout, order_for: OrderFor, batches: Sequence[Batch], microbatch_order: str
 ) -> Callable[[Sequence[Column], bool], list[Schedule]]:
     """What schedules the replicas of a layout under activation budgets."""
-    ordered = [_with_microbatches_in(batch, microbatch_order) for batch in batches]
+    ordered = [with_microbatches_in(batch, microbatch_order) for batch in batches]
 
     def schedules(activation_budgets: Sequence[Column], is_first: bool) -> list[Schedule]:
         return [
@@ -142,7 +142,7 @@ def _schedules(
     return schedules
 
 
-def _with_microbatches_in(batch: Batch, microbatch_order: str) -> Batch:
+def with_microbatches_in(batch: Batch, microbatch_order: str) -> Batch:
     """The batch with its microbatches numbered anew; by work (time of all passes), which FLOPs stand for elsewhere."""
     if microbatch_order == NATURAL:
         return batch

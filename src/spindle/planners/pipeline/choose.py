@@ -19,10 +19,10 @@ from spindle.planners.pipeline.search import search
 from spindle.planners.pipeline.stages import NS, batches_of
 from spindle.profile import Profile
 
-_FACTORS = (1, 2, 4)  # of the natural rounds
+_FACTORS = (1, 2, 3, 4)  # of the natural rounds
 _ROUNDS = (1, 2, 3, 4)  # the same for all modules
-_FIRST_EVALUATIONS, _FINAL_EVALUATIONS = 16, 192
-_NUM_FINALISTS = 4
+_FIRST_EVALUATIONS, _FINAL_EVALUATIONS = 32, 256
+_NUM_FINALISTS = 6
 _NEARLY = 1.003  # as short: fewer chunks are searched faster
 
 
@@ -41,7 +41,8 @@ def choose_layout(profiles: Sequence[Profile], num_ranks: int) -> tuple[Profile,
     All are searched for a moment, those with least work first and none whose work alone is longer than what was found
     before; the best few are searched longer.
     """
-    candidates = [candidate for profile in profiles for candidate in _candidates(profile, num_ranks)]
+    different = {profile.graph.fingerprint: profile for profile in reversed(profiles)}  # the first of equal ones
+    candidates = [candidate for profile in different.values() for candidate in _candidates(profile, num_ranks)]
     lengths: list[tuple[float, int, Candidate]] = []  # seconds, pairs
     refusals: list[DoesNotFitError] = []
     for candidate in sorted(candidates, key=lambda candidate: candidate.work_s):
