@@ -2,7 +2,7 @@
 
 Every baseline is tuned by simulation over how often chains pass the ranks (virtual stages), over cuts by parameters (as
 Megatron-LM cuts) and by time (as nnScaler does), over the order of microbatches and over recomputation. All of these
-are timed as columns of numbers, which takes some 20 to 50 ms each; the best two become plans. What stages keep is the
+are timed as columns of numbers, which takes some 10 to 50 ms each; the best two become plans. What stages keep is the
 same for every microbatch, as these systems have it: the most that fits on each rank.
 
 Where stages keep less than all they need for weight gradients, `zb-h1` is 1F1B: what is recomputed for the gradients of
@@ -33,7 +33,8 @@ from spindle.profile import Profile
 
 LEVELS = 8  # of frugality, from what keeps least to what keeps all
 _NUM_LAYOUTS = 4  # the best, chosen on a batch that stands for all
-_NUM_PLANS = 2  # of the best settings, which become plans
+_NUM_PLANS, _NEARLY = 2, 1.01  # the best settings become plans: so many, if their schedules are nearly as short
+_COARSE_LEVELS, _FINE_LEVELS = (0, LEVELS // 2, LEVELS), tuple(range(0, LEVELS + 1, 2))
 
 NATURAL, FALLING, RISING = "natural", "falling", "rising"  # orders of microbatches: as they come, or by their work
 _ORDER_TEXT = {
@@ -64,7 +65,9 @@ def plan_baseline(planner: str, profile: Profile, options: PlanOptions, progress
     ranking = _ranking(baseline, profile, layouts, baseline.microbatch_orders)
     plans: list[Plan] = []
     refusals: list[DoesNotFitError] = []
-    for _, layout, microbatch_order in ranking:
+    for makespan_ns, layout, microbatch_order in ranking:
+        if plans and makespan_ns > _NEARLY * ranking[0][0]:
+            break
         try:
             plan = plan_in_order(profile, layout, planner, baseline.order, microbatch_order, options.bound_s)
         except DoesNotFitError as error:
@@ -103,7 +106,9 @@ def _ranking(
         budgets = [batch.activation_budget for batch in batches]
         for microbatch_order in microbatch_orders:
             try:
-                schedules = _schedules(profile, layout, baseline.order, batches, microbatch_order)(budgets, True)
+                schedules = _schedules(profile, layout, baseline.order, batches, microbatch_order, _COARSE_LEVELS)(
+                    budgets, True
+                )
             except DoesNotFitError as error:
                 refusals.append(error)
                 continue
@@ -128,14 +133,19 @@ def plan_in_order(
 
 
 def _schedules(
-    profile: Profile, layout: Layout, order_for: OrderFor, batches: Sequence[Batch], microbatch_order: str
+    profile: Profile,
+    layout: Layout,
+    order_for: OrderFor,
+    batches: Sequence[Batch],
+    microbatch_order: str,
+    levels: Sequence[int] = _FINE_LEVELS,
 ) -> Callable[[Sequence[Column], bool], list[Schedule]]:
     """What schedules the replicas of a layout under activation budgets."""
     ordered = [with_microbatches_in(batch, microbatch_order) for batch in batches]
 
-    def schedules(activation_budgets: Sequence[Column], is_first: bool) -> list[Schedule]:
+    def schedules(activation_budgets: Sequence[Column], is_trial: bool) -> list[Schedule]:
         return [
-            kept_alike(batch.segments, order_for(profile, layout, batch), activation_budget)
+            kept_alike(batch.segments, order_for(profile, layout, batch), activation_budget, levels)
             for batch, activation_budget in zip(ordered, activation_budgets, strict=True)
         ]
 
@@ -273,13 +283,15 @@ BASELINES: Mapping[str, Baseline] = {
 }
 
 
-def kept_alike(segments: Segments, order: Order, activation_budget: Column) -> Schedule:
+def kept_alike(
+    segments: Segments, order: Order, activation_budget: Column, levels: Sequence[int] = _FINE_LEVELS
+) -> Schedule:
     """The order of passes with the fastest memory choices that fit, the same for every microbatch; each rank by
-    itself."""
+    itself. Orders are made with the choices of some levels of frugality."""
     schedules: list[Schedule] = []
     least: Schedule | None = None
     table = table_of(segments)
-    for level in range(0, LEVELS + 1, 2):
+    for level in levels:
         changed, choice = from_level(segments, level)
         schedule = order(changed, activation_budget)
         least = least or schedule

@@ -109,7 +109,7 @@ def encoders_in_bubbles(segments: Segments, is_backbone: Column, caps: Column | 
             [pass_ for pass_ in sequence if not backbone[pass_[0]]] for sequence in _sequences(segments, together)
         ]
         for first, second in (encoders, encoders[::-1]):
-            lane_pair, lane_kind = _lanes([[lane, first, second] for lane in own])
+            lane_pair, lane_kind = _lanes(own, first, second)
             pair, kind = (np.full((segments.num_ranks, 2 * segments.num_pairs), -1) for _ in range(2))
             if walk_soonest(table, *columns, lane_pair, lane_kind, pair, kind):
                 candidates.append(retime(segments, pair, kind, table=table))
@@ -127,12 +127,16 @@ def _best(candidates: list[Schedule], caps: Column | None) -> Schedule:
     return min(candidates, key=lambda schedule: (excess(schedule), schedule.makespan_ns))
 
 
-def _lanes(lanes: list[list[list[Pass]]]) -> tuple[Column, Column]:
-    """Pairs and kinds of the passes of each rank and lane, filled up with pair -1. [P, lanes, passes]"""
-    length = max(len(lane) for of_rank in lanes for lane in of_rank)
-    filled = [[lane + [(-1, FORWARD)] * (length - len(lane)) for lane in of_rank] for of_rank in lanes]
-    columns = np.array(filled, dtype=np.int64)
-    return np.ascontiguousarray(columns[..., 0]), np.ascontiguousarray(columns[..., 1])
+def _lanes(own: list[list[Pass]], *shared: list[Pass]) -> tuple[Column, Column]:
+    """Pairs and kinds of the passes in each rank's lanes: its own, and those that all ranks share; filled up with pair
+    -1. [P, lanes, passes]"""
+    length = max(map(len, [*own, *shared]))
+    pair, kind = (np.full((len(own), 1 + len(shared), length), -1) for _ in range(2))
+    for rank, passes in enumerate(own):
+        pair[rank, 0, : len(passes)], kind[rank, 0, : len(passes)] = np.array(passes).reshape(-1, 2).T
+    for lane, passes in enumerate(shared, 1):
+        pair[:, lane, : len(passes)], kind[:, lane, : len(passes)] = np.array(passes).reshape(-1, 2).T[:, None]
+    return pair, kind
 
 
 def _passes(schedule: Schedule, rank: int) -> list[Pass]:

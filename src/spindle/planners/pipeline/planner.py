@@ -45,7 +45,7 @@ def search_pipeline(
     num_evaluations = EVALUATIONS if options.evaluations is None else options.evaluations
     results: list[SearchResult] = []
 
-    def schedules(activation_budgets: Sequence[Column], is_first: bool) -> list[Schedule]:
+    def schedules(activation_budgets: Sequence[Column], is_trial: bool) -> list[Schedule]:
         results.clear()
         for number, (batch, activation_budget) in enumerate(zip(batches, activation_budgets, strict=True)):
 
@@ -58,7 +58,7 @@ def search_pipeline(
                 search(
                     batch.segments,
                     activation_budget,
-                    evaluations=min(num_evaluations, _FIRST_EVALUATIONS) if is_first else num_evaluations,
+                    evaluations=min(num_evaluations, _FIRST_EVALUATIONS) if is_trial else num_evaluations,
                     seed=options.seed + number,
                     time_limit_s=limit_s,
                     progress=tell,
@@ -66,7 +66,7 @@ def search_pipeline(
             )
         return [result.schedule for result in results]
 
-    plan = fitting_plan(profile, layout, "pipeline", batches, schedules, options.bound_s)
+    plan = fitting_plan(profile, layout, "pipeline", batches, schedules, options.bound_s, has_trial=True)
     plan = replace(
         plan,
         seed=options.seed,
@@ -84,21 +84,23 @@ def fitting_plan(
     batches: Sequence[Batch],
     schedules: Callable[[Sequence[Column], bool], Sequence[Schedule]],
     bound_s: float | None = None,
+    has_trial: bool = False,
 ) -> Plan:
     """Make a plan of schedules that fits, bytes in flight between ranks included.
 
     Only the simulated step counts what is in flight, so budgets shrink by the excess from attempt to attempt.
-    `schedules` is told whether this is the first attempt, which only finds out how much that is. The bound of the
-    workload is that of the profile, unless given.
+    `schedules` is told whether this is a trial, which only finds out how much that is; there is one before the first
+    attempt where `has_trial` says so. The bound of the workload is that of the profile, unless given.
     """
     limit = profile.cluster.kind.memory_bytes
     activation_budgets = [batch.activation_budget for batch in batches]
     for attempt in range(_ATTEMPTS):
-        plan = plan_of(profile, layout, planner, batches, schedules(activation_budgets, attempt == 0))
+        is_trial = has_trial and attempt == 0
+        plan = plan_of(profile, layout, planner, batches, schedules(activation_budgets, is_trial))
         plan, peak_bytes = simulated(plan, profile)
         by_rank = peak_bytes.reshape(layout.num_replicas, layout.num_ranks, -1).max(axis=2)
         excesses = [by_rank[batch.replica] - limit for batch in batches]
-        if max(excess.max() for excess in excesses) <= 0 and attempt:
+        if max(excess.max() for excess in excesses) <= 0 and not is_trial:
             break
         activation_budgets = [
             activation_budget - np.maximum(0, excess + (excess > 0) * _MARGIN_BYTES)
