@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from spindle.display import count_of
 from spindle.errors import InputError, PlanError, ProfileError, SpindleError
 from spindle.graph import metagraph_of
 from spindle.plan import Plan, check, read_plan
-from spindle.planners import PLANNERS, planners_of
+from spindle.planners import PLANNERS, Planner, PlanOptions, choose_layout, pipeline_bound_s, planners_of
 from spindle.profile import Profile, Roofline, abstract_profile, roofline_profile
 from spindle.recipes import MODELS, RECIPES, BatchOptions, Step, step_of
 from spindle.workload import Workload
@@ -44,16 +45,17 @@ def load_step(
     if given in RECIPES:
         return step_of(RECIPES[given], _real_cluster(given, num_devices, cluster_name))
     profile = _load_profile(given, num_devices, cluster_name)
-    return Step(profile=lambda splits_microbatches: profile)
+    return Step(profile=lambda sizes: profile)
 
 
 def load_profile(given: str, num_devices: int | None, cluster_name: str | None) -> Profile:
     """The profile of an input; refuses a multimodal model, whose profile depends on the batch."""
     if given in MODELS:
         raise InputError(
-            f"{given} is a multimodal model, planned batch by batch; the verbs plan, compare and simulate take it"
+            f"{given} is a multimodal model, planned batch by batch; "
+            "the verbs plan, compare, bound and simulate take it"
         )
-    return load_step(given, num_devices, cluster_name).profile(False)
+    return load_step(given, num_devices, cluster_name).whole
 
 
 def refuse_planner(planner: str, given: str, step: Step) -> None:
@@ -126,9 +128,33 @@ def is_profile(given: str) -> bool:
         return False
 
 
-def planner_in(path: Path) -> str:
-    """The name of the planner that made a plan file."""
-    return str(read_json_file(path).get("planner", ""))
+def planner_input(step: Step, planner: Planner, options: PlanOptions) -> tuple[Profile, PlanOptions]:
+    """What a planner is given of a step. For pipelines: the bound over all ways to split microbatches, and where the
+    planner splits them, the profile and the layout that are best for this batch."""
+    if step.pipeline_ranks is None:
+        return step.whole, options
+    profiles = step.split_profiles()
+    options = replace(options, bound_s=pipeline_bound_s(profiles, step.pipeline_ranks))
+    if not planner.splits_microbatches:
+        return step.whole, options
+    profile, layout = choose_layout(profiles, step.pipeline_ranks)
+    return profile, replace(options, layouts=(layout,))
+
+
+def with_sizes(plan: Plan, step: Step, profile: Profile) -> Plan:
+    """The plan, whose settings say how microbatches are split."""
+    sizes = next((sizes for sizes in step.sizes if sizes and step.profile(sizes) is profile), None)
+    if not sizes:
+        return plan
+    parts = [f"sub-microbatches of up to {size} for {module}" for module, size in sizes.items()]
+    return replace(plan, settings="; ".join([*parts, plan.settings]))
+
+
+def profile_of_plan(path: Path, step: Step) -> Profile:
+    """The profile of a step that a plan file was made for; if there is none, that with whole microbatches."""
+    fingerprint = read_json_file(path).get("fingerprint")
+    profiles = (step.profile(sizes) for sizes in step.sizes)
+    return next((profile for profile in profiles if profile.graph.fingerprint == fingerprint), step.whole)
 
 
 def load_plan(path: Path, profile: Profile, given: str = "") -> Plan:

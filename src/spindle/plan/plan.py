@@ -65,7 +65,7 @@ class Plan:
     No times of slots are kept: `spans` derives them. `folded_s` is the length of the step by curves alone, forward and
     backward of mirrored slots together; `makespan_s` the simulated step with transfers, synchronisation and optimizer;
     `bound_s` what no plan of this kind can beat (both 0 until they are known). `evaluations` is what the search spent;
-    `cut_s` is set when a time limit ended it early.
+    `cut_s` is set when a time limit ended it early; `settings` says in words what a pipeline's planner chose.
     """
 
     workload: str
@@ -84,6 +84,7 @@ class Plan:
     seed: int = 0
     evaluations: int = 0
     cut_s: float | None = None
+    settings: str = ""
 
     @property
     def num_rounds(self) -> int:

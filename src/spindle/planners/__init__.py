@@ -23,7 +23,9 @@ from spindle.planners.exhaustive import schedule_exhaustive
 from spindle.planners.options import Chain, Layout, PlanOptions, Progress
 from spindle.planners.paper import paper_waves, schedule_paper
 from spindle.planners.pipeline.baselines import BASELINES, baseline_layouts, plan_baseline
-from spindle.planners.pipeline.planner import pipeline_layout, plan_pipeline, search_pipeline
+from spindle.planners.pipeline.bound import PipelineBound, pipeline_bound, pipeline_bound_s
+from spindle.planners.pipeline.choose import choose_layout, pipeline_layout
+from spindle.planners.pipeline.planner import plan_pipeline, search_pipeline
 from spindle.planners.pipeline.search import SearchResult
 from spindle.planners.pipeline.stages import owning_ranks_in
 from spindle.planners.pipeline.worker import Answer, Job, read_frame, write_frame
@@ -38,6 +40,7 @@ __all__ = [
     "Job",
     "Layout",
     "LpSolution",
+    "PipelineBound",
     "PlanOptions",
     "Planner",
     "Problem",
@@ -46,6 +49,7 @@ __all__ = [
     "Timed",
     "baseline_layouts",
     "best_degree_problem",
+    "choose_layout",
     "graph_bound",
     "graph_bound_s",
     "lower_hull",
@@ -53,6 +57,8 @@ __all__ = [
     "make_plan",
     "owning_ranks_in",
     "paper_waves",
+    "pipeline_bound",
+    "pipeline_bound_s",
     "pipeline_layout",
     "planners_of",
     "problem_of",

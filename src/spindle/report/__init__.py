@@ -10,7 +10,15 @@ from spindle.report.gantt import Chart, columns_for, draw, plan_chart, timeline_
 from spindle.report.measured import profile_facts, profile_table
 from spindle.report.pipelines import comparison_figure, search_json, search_tables
 from spindle.report.predicted_vs_measured import StepComparison, compare_step, draw_steps, step_charts, step_tables
-from spindle.report.table import bound_facts, comparison_table, measure_facts, plan_facts, refusal_lines
+from spindle.report.table import (
+    bound_facts,
+    comparison_table,
+    measure_facts,
+    pipeline_bound_facts,
+    plan_facts,
+    refusal_lines,
+    settings_lines,
+)
 from spindle.report.trace import trace_of
 
 __all__ = [
@@ -30,6 +38,7 @@ __all__ = [
     "headline",
     "limit_sentences",
     "measure_facts",
+    "pipeline_bound_facts",
     "plan_chart",
     "plan_facts",
     "profile_facts",
@@ -38,6 +47,7 @@ __all__ = [
     "search_json",
     "search_tables",
     "sentences",
+    "settings_lines",
     "simulated",
     "step_charts",
     "step_tables",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from rich import box
@@ -10,6 +11,7 @@ from rich.text import Text
 
 from spindle.display import count_of, facts, figures, listed, milliseconds, num_bytes, percent, seconds
 from spindle.plan import Plan, slots_per_op
+from spindle.planners import PipelineBound
 from spindle.profile import Profile
 from spindle.program import counts_bytes, lower
 from spindle.report.bound import BoundReport
@@ -34,6 +36,7 @@ def plan_facts(plan: Plan, measures: Measures, profile: Profile) -> Table:
         ("bound", f"{seconds(plan.bound_s)}, below which no plan of this kind comes"),
         ("idle", percent(measures.idle_share)),
         ("slots", f"{len(plan.slots)} in {_waves(plan)}, {slots_per_op(plan):.2f} for each op"),
+        *([("chosen", plan.settings)] if plan.settings else []),
         *([("passes", _kept(plan))] if plan.passes else []),
         ("peak memory", memory(measures.peak_bytes, profile)),
     ]
@@ -148,7 +151,7 @@ def _pipelines_table(comparison: Comparison, reference: str) -> Table:
     title = f"{comparison.workload} on {comparison.cluster}: one iteration"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
     table.add_column("planner", no_wrap=True)
-    for name in ("s", f"over\n{reference}", "bubble %", "peak GiB", "MFU %", "× its\nbound"):
+    for name in ("s", f"over\n{reference}", "bubble %", "peak GiB", "MFU %", "× bound"):
         table.add_column(name, justify="right")
     for row in comparison.rows:
         match row:
@@ -166,6 +169,17 @@ def _pipelines_table(comparison: Comparison, reference: str) -> Table:
             case RefusedPlan():
                 table.add_row(row.planner, "none", *["-"] * 5, style="dim")
     return table
+
+
+def settings_lines(comparison: Comparison) -> list[Text]:
+    """What the planners of pipelines chose by simulation."""
+    lines = []
+    for row in comparison.plans:
+        if row.settings:
+            shares = (("recomputed", row.recomputed_share), ("offloaded", row.offloaded_share))
+            parts = [row.settings, *(f"{percent(share)} of layers {what}" for what, share in shares if share)]
+            lines.append(Text.assemble((row.planner, "bold"), f": {'; '.join(parts)}"))
+    return lines
 
 
 def refusal_lines(comparison: Comparison) -> list[Text]:
@@ -190,5 +204,23 @@ def bound_facts(report: BoundReport) -> Table:
             ("workload", f"{report.workload} on {report.cluster}"),
             ("LP bound", f"{seconds(report.lp_s)} for the whole graph, folded"),
             ("paper's C*", f"{seconds(report.paper_s)}{by_level}"),
+        ]
+    )
+
+
+def pipeline_bound_facts(bound: PipelineBound, profile: Profile, sizes: Mapping[str, int]) -> Table:
+    """The bound of a batch over all pipelines, and what it is made of."""
+    split = ", ".join(f"up to {size} for {module}" for module, size in sizes.items()) or "none, microbatches are whole"
+    return facts(
+        [
+            ("workload", f"{profile.graph.name} on {profile.cluster.name}"),
+            (
+                "bound",
+                f"{seconds(bound.bound_s)}, over every size of sub-microbatches, layout, order and memory choice",
+            ),
+            ("work", f"{seconds(bound.work_s)}: all passes and optimizer steps, spread evenly over the ranks"),
+            ("longest layer", f"{seconds(bound.layer_s)}: all its passes on one rank"),
+            ("longest path", f"{seconds(bound.path_s)}: one microbatch, forward and backward"),
+            ("sub-microbatches", f"{split}; the size with the least bound"),
         ]
     )
