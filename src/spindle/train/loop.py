@@ -173,12 +173,13 @@ class Loop:
                 gathering = self._start_header(self._no_batches, None)
                 self._num_read_ahead = {}
             unsent.append(self._step(step, headers, current))
-            step_s = self._times.end_step(time.perf_counter() - begin_s)
             trained = [header for row in headers for header in row.values()]
+            num_samples = sum(header.num_rows for header in trained)
+            step_s = self._times.end_step(time.perf_counter() - begin_s, num_samples)
             progress.step(
                 number + 1,
                 step_s,
-                samples=sum(header.num_rows for header in trained),
+                samples=num_samples,
                 tokens=sum(header.tokens for header in trained),
                 idle=idle_in(table),
             )
