@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numba import njit
@@ -37,14 +38,11 @@ LOOKBACK = 64
 # The decoder's state is saved this many times on its way through a list.
 CHECKPOINTS = 8
 
-# Temperatures, on the same scale.
-FIRST_TEMPERATURE = 0.003
+# Temperature at the end, on the same scale.
 LAST_TEMPERATURE = 0.0002
 
 # Share of the work (devices times time) in the objective: work that is saved
 # lets later moves shorten the schedule, long before the makespan shows it.
-# The share at the end is the run's own: with some, ops that are wide for
-# little gain are never found; with none, waste comes back.
 FIRST_WORK_SHARE = 0.4
 
 # Price of one piece, on the same scale: breaks ties towards few.
@@ -73,6 +71,8 @@ Table = namedtuple(
         "least_work",  # per op: least devices times time of a layer
         "piece_limit",  # most pieces per op
         "last_work_share",  # share of the work in the objective at the end
+        "first_temperature",
+        "narrows",  # whether a piece takes the devices that are free now instead of waiting for its own number
     ],
 )
 
@@ -88,6 +88,22 @@ Checkpoint = namedtuple(
         "work",
     ],
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What differs between the runs for one problem.
+
+    Few pieces per op make short programs, many fill gaps. A share of the work in the objective at the end keeps waste
+    away, and with it ops that must be wide for little gain. A high temperature at the start leaves the LP's mixes, and
+    pieces that wait for all their devices allow schedules with gaps: both pay where a few ops are each a large part of
+    the schedule.
+    """
+
+    piece_limit: int
+    last_work_share: float
+    first_temperature: float = 0.003
+    narrows: bool = True
 
 
 @njit(inline="always")
@@ -289,7 +305,7 @@ def decode(
             ready = times[first]
         start, low, high = find_wide(times, used, entries, first, ready, duration, devices - option_devices[op, option])
         end = start + duration
-        if start > ready + TIME_STEP and option > 0:
+        if table.narrows and start > ready + TIME_STEP and option > 0:
             narrow, start2, low2, high2, end2 = find_narrow(
                 times, used, entries, first, ready, end, devices, op, layers, option, option_devices, option_time
             )
@@ -501,8 +517,8 @@ def anneal(table, first_pieces, first_count, seed, evaluations, control):
     best, best_count, best_value = pieces.copy(), count, REJECTED
     best_start, best_end = start_at.copy(), end_at.copy()
     current = REJECTED
-    temperature = FIRST_TEMPERATURE
-    cooling = LAST_TEMPERATURE / FIRST_TEMPERATURE
+    temperature = table.first_temperature
+    cooling = LAST_TEMPERATURE / table.first_temperature
     work_share = FIRST_WORK_SHARE
     stride = 1 + first_count // CHECKPOINTS
     changed = 0
@@ -512,7 +528,7 @@ def anneal(table, first_pieces, first_count, seed, evaluations, control):
             if control[STOP] and step > 0:
                 break
             progress = step / evaluations
-            temperature = FIRST_TEMPERATURE * cooling**progress
+            temperature = table.first_temperature * cooling**progress
             work_share = FIRST_WORK_SHARE + (table.last_work_share - FIRST_WORK_SHARE) * progress
         if step > 0:
             count, changed = move(table, pieces, accepted_count, pieces_of, state)
@@ -594,19 +610,18 @@ def new_control() -> np.ndarray:
 def search(
     problem: Problem,
     mixes: Mixes,
-    piece_limit: int,
-    last_work_share: float,
+    run: Run,
     seed: int,
     evaluations: int,
     control: np.ndarray | None = None,
 ) -> list[Timed]:
-    """A short schedule of a problem's ops, each in at most `piece_limit` pieces, in start order.
+    """A short schedule of a problem's ops, in start order.
 
     It begins with the widths that the LP bound mixes for each op. Whoever holds `control` sees how far it is, and may
     stop it.
     """
-    table, scale_s = _table(problem, piece_limit, last_work_share)
-    pieces = _first_pieces(problem, mixes, piece_limit)
+    table, scale_s = _table(problem, run)
+    pieces = _first_pieces(problem, mixes, run.piece_limit)
     word = (seed * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) % 2**64 or 1
     watched = new_control() if control is None else control
     best, count, starts, ends = anneal(table, pieces, len(pieces), np.uint64(word), max(1, evaluations), watched)
@@ -625,7 +640,7 @@ def search(
     return sorted(timed, key=lambda piece: piece.start_s)
 
 
-def _table(problem: Problem, piece_limit: int, last_work_share: float) -> tuple[Table, float]:
+def _table(problem: Problem, run: Run) -> tuple[Table, float]:
     """The arrays the loops need, with times as shares of a lower bound, and that bound."""
     num_ops = problem.num_ops
     counts = np.array([len(choices.num_devices) for choices in problem.choices])
@@ -661,8 +676,10 @@ def _table(problem: Problem, piece_limit: int, last_work_share: float) -> tuple[
         before,
         tail / bound_s,
         least_work / bound_s,
-        piece_limit,
-        last_work_share,
+        run.piece_limit,
+        run.last_work_share,
+        run.first_temperature,
+        run.narrows,
     )
     return table, bound_s
 

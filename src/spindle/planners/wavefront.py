@@ -17,7 +17,7 @@ from threading import Lock
 
 from spindle.errors import DoesNotFitError
 from spindle.plan import Plan, relaxed, setting_of
-from spindle.planners.anneal import DONE, STOP, Mixes, new_control, search
+from spindle.planners.anneal import DONE, STOP, Mixes, Run, new_control, search
 from spindle.planners.baselines import schedule_distmm, schedule_sequential, schedule_task_level
 from spindle.planners.bounds import graph_bound_s, lp_bound
 from spindle.planners.build import (
@@ -32,6 +32,7 @@ from spindle.planners.build import (
     time_of,
     with_cuts,
 )
+from spindle.planners.exhaustive import shorten
 from spindle.planners.finish import cut_for_gathers, finished, scored
 from spindle.planners.options import PlanOptions, Progress
 from spindle.planners.paper import schedule_paper
@@ -51,10 +52,10 @@ REFINED = 4  # times as many evaluations for the best of several settings
 MOST_DEGREES = 4  # choices of tensor degrees that are worth annealing
 MOST_UNSHARDED = 1  # annealed schedules that are tried without a sharded optimizer, too
 _GLANCE_S = 0.05  # how often a waiting planner looks at the clock
-# For each annealing run: how many pieces an op may have (few make short programs, many fill gaps), and the share of the
-# work in the objective at the end.
-PLAIN_RUNS = ((4, 0.2), (3, 0.0))
-WITH_BYTES_RUNS = ((2, 0.2), (3, 0.2), (4, 0.2), (2, 0.0))
+FEW_OPS = 6
+FEW_OPS_RUNS = (Run(4, 0.2), Run(3, 0.0, 0.03, narrows=False))
+PLAIN_RUNS = (Run(4, 0.2), Run(3, 0.0))
+WITH_BYTES_RUNS = (Run(2, 0.2), Run(3, 0.2), Run(4, 0.2), Run(2, 0.0))
 
 
 def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Plan:
@@ -63,7 +64,9 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
     `progress` hears how much of an attempt's annealing is done, from 0 to 1.
     """
     clock = _Clock(options.time_limit_s)
-    runs = WITH_BYTES_RUNS if counts_bytes(profile) else PLAIN_RUNS
+    runs: tuple[Run, ...] = FEW_OPS_RUNS if len(profile.graph.metaops) <= FEW_OPS else PLAIN_RUNS
+    if counts_bytes(profile):
+        runs = WITH_BYTES_RUNS
     evaluations = max(1, (options.evaluations or _default_evaluations(profile)) // len(runs))
     spent: list[int] = []
     refused: list[DoesNotFitError] = []
@@ -81,6 +84,8 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
         first_seed = (2 * options.seed + (refines > 1)) * len(runs)
         running = _annealed(profile, attempt, runs, first_seed, evaluations * refines, clock, progress, spent)
         known_schedules = [] if refines > 1 else _known_schedules(profile, attempt)  # while the other threads anneal
+        if not counts_bytes(profile):
+            running = _shortest_first(problem_of(profile, attempt.setting), list(running))
         for schedule in running:
             # Annealed schedules wait for nothing, so folded time is about the least that a step of theirs takes.
             if not plans or max(piece.end_s for piece in schedule) < best_s():
@@ -188,6 +193,14 @@ def _least_s(schedule: list[Timed], num_devices: int) -> float:
     return max(busy_s, *in_turn_s.values())
 
 
+def _shortest_first(problem: Problem, schedules: list[list[Timed]]) -> Iterator[list[Timed]]:
+    """The schedules in order of folded time, after the optimal one if the problem is tiny."""
+    in_order = sorted(schedules, key=lambda schedule: max(piece.end_s for piece in schedule))
+    shortest = shorten(problem, in_order[0])
+    yield shortest
+    yield from in_order if shortest is not in_order[0] else in_order[1:]
+
+
 def _annealed_plans(
     profile: Profile, setting: Setting, schedule: list[Timed], seed: int, refused: list[DoesNotFitError]
 ) -> list[Plan]:
@@ -217,7 +230,7 @@ class _Clock:
 def _annealed(
     profile: Profile,
     attempt: Attempt,
-    runs: tuple[tuple[int, float], ...],
+    runs: tuple[Run, ...],
     first_seed: int,
     evaluations: int,
     clock: _Clock,
@@ -237,7 +250,7 @@ def _annealed(
             schedule = search(
                 problem,
                 mixes[problem.ops],
-                *runs[number],
+                runs[number],
                 seed=first_seed + number,
                 evaluations=evaluations,
                 control=controls[number],
