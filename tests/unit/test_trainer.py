@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-import os
 import re
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 import spindle  # noqa: E402
 import spindle.train.loop as loop_module  # noqa: E402
 from internals import guessed_profile  # noqa: E402
+from preloaded import run_spindle  # noqa: E402
 from spindle.errors import PlanError, SpindleError, TrainingError, WorkloadError  # noqa: E402
 from spindle.launch.capture import WorkloadCapture, active_capture, capturing  # noqa: E402
 from spindle.planners import make_plan  # noqa: E402
@@ -456,14 +456,7 @@ def test_importing_spindle_needs_no_torch():
 
 def test_the_example_trains_on_two_processes():
     script = ROOT / "examples" / "four_tasks.py"
-    done = subprocess.run(
-        [sys.executable, "-m", "spindle.cli", "launch", "-n", "2", str(script), "--steps", "4"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "COLUMNS": "100"},
-    )
+    done = run_spindle("launch", "-n", "2", str(script), "--steps", "4", environment={"COLUMNS": "100"})
     assert done.returncode == 0, done.stderr
     for text in ("image_text", "captioning", "predicted", "measured", "vision"):
         assert text in done.stdout
