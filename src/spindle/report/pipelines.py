@@ -93,7 +93,7 @@ def pipeline_figure(panels: Sequence[tuple[str, Plan, Profile]]) -> str:
         graph = profile.graph
         top += _HEADING
         body.append(text(_LEFT, top - 10, title, size=15, fill="#111827", more="font-weight='600'"))
-        facts = f"{seconds(plan.makespan_s)}, {plan.makespan_s / plan.bound_s:.2f} × its bound"
+        facts = f"{seconds(plan.makespan_s)}, {plan.makespan_s / plan.bound_s:.2f} × the bound"
         body.append(text(_WIDTH - _RIGHT, top - 10, facts, size=13, more="text-anchor='end'"))
         groups = sorted({slot.devices for slot in plan.slots})
         palette = palette_of(graph)

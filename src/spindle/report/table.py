@@ -113,7 +113,7 @@ def measure_facts(plan: Plan, measures: Measures, profile: Profile, bound_s: flo
 def comparison_table(comparison: Comparison, profile: Profile, reference: str, narrow: bool = False) -> Table:
     """Planners as rows, fastest first; a narrow one has only the times and what they are compared with.
 
-    Where the model's FLOPs are known, it is a pipeline's, beside its own bound.
+    Where the model's FLOPs are known, it is a pipeline's.
     """
     if any(row.mfu is not None for row in comparison.plans):
         return _pipelines_table(comparison, reference)

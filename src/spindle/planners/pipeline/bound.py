@@ -1,10 +1,10 @@
 """How fast can any pipelined plan of a batch be? One bound for all layouts, orders and memory choices.
 
 A profile has its microbatches split in one way. Where a planner may choose among several, the bound of the workload is
-the least of theirs. Memory does not enter: recomputing everything fits almost always, and the least activations over
-time (every layer keeps its own only as long as its microbatch takes alone) are far below what devices have, so no
-longer step can be shown to be needed (experiments/LOG.md). Hops between ranks, filling and draining are left out: with
-chunks of one layer they come close to nothing.
+the least of theirs. Memory does not enter: the least that activations need over time, if every layer keeps its own only
+as long as its microbatch would take alone, is below what devices have in a step of this length, for every recipe and
+size (experiments/LOG.md). So it cannot be shown that a longer step is needed. Hops between ranks, filling and draining
+are left out: with chunks of one layer they come close to nothing.
 """
 
 from __future__ import annotations
