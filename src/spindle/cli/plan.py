@@ -69,7 +69,7 @@ def plan(
 
     from spindle.artifact import artifact_text
     from spindle.cli.inputs import LEAVES_OUT, SEARCH, left_out, load_step, planner_input, refuse_planner, with_sizes
-    from spindle.cli.terminal import notice, progress_bar, refuse_outputs, show, show_chart, show_text
+    from spindle.cli.terminal import note_compilation, notice, progress_bar, refuse_outputs, show, show_chart, show_text
     from spindle.errors import InputError
     from spindle.plan import write_plan
     from spindle.planners import PLANNERS, PlanOptions, SearchResult, make_plan, planners_of
@@ -88,6 +88,7 @@ def plan(
     options = PlanOptions(
         seed=seed, evaluations=evaluations, time_limit_s=time_limit, pipeline_ranks=step.pipeline_ranks
     )
+    note_compilation(step.is_pipeline)
     with progress_bar(f"planning {name_of_step}", 1.0) as report:
         profile, options = planner_input(step, chosen, options)
         results: list[SearchResult] = []
