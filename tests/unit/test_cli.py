@@ -602,3 +602,13 @@ def test_a_plan_is_not_launched(capsys, tmp_path):
     plan.write_text("{}")
     assert run(["launch", "-n", "2", str(plan)]) == 2
     assert "expected a Python script; a plan is given to Planning(plan=...)" in capsys.readouterr().err
+
+
+def test_a_command_that_compiles_first_says_so(graph, capsys, monkeypatch):
+    assert run(["plan", graph, "--devices", "4"]) == 0  # compiles, if that is not done yet
+    capsys.readouterr()
+    assert run(["plan", graph, "--devices", "4"]) == 0
+    assert "compiling" not in capsys.readouterr().err
+    monkeypatch.setattr("spindle.planners.compiled._is_cached", lambda loop: False)
+    assert run(["plan", graph, "--devices", "4"]) == 0
+    assert capsys.readouterr().err == "note: compiling loops, once after an install: about half a minute\n"
