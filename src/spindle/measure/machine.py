@@ -91,6 +91,7 @@ def local_profile(
             overlap=overlap.overlap,
             exchange_overlap=overlap.exchange_overlap,
             gradients_stay=world.device.type == "cuda",
+            sends_stay=world.device.type != "cuda",
             host=host,
             measured_on=_where_and_when(world),
         )
