@@ -22,6 +22,7 @@ from spindle.planners.build import (
     Attempt,
     best_over_stages,
     closest_of,
+    fastest,
     in_rounds,
     realise,
     refuse_hopeless,
@@ -76,7 +77,7 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
             plans += _tried(profile, attempt, schedule, options.seed, plans, refused)
         if not plans:
             raise closest_of(refused)
-        return min(plans, key=time_of)
+        return fastest(plans)
 
     plans: list[Plan] = []
     refusal: DoesNotFitError | None = None
@@ -93,7 +94,7 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
     if not plans:
         assert refusal is not None
         raise refusal
-    best = min(plans, key=time_of)
+    best = fastest(plans)
     if not best.bound_s:
         best = finished(best, profile, graph_bound_s(profile))
     return replace(best, seed=options.seed, evaluations=sum(spent), cut_s=clock.cut_s)
