@@ -27,7 +27,7 @@ def outcomes(name: str, seed: int, num_microbatches: int) -> dict[str, tuple[str
     batch = BatchOptions(num_microbatches=num_microbatches, seed=seed)
     step = step_of(MODELS[name], MODELS[name].cluster, batch)
     options = PlanOptions(evaluations=1, pipeline_ranks=step.pipeline_ranks)
-    profiles = {splits: step.profile(splits) for splits in (False, True)}
+    profiles = {False: step.whole, True: step.profile(step.sizes[-1])}
     results = {}
     for planner in planners_of(is_pipeline=True):
         try:

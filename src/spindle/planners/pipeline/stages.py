@@ -8,7 +8,7 @@ time, are worked out once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -67,7 +67,6 @@ class Batch:
     stages: tuple[tuple[Stage, ...], ...]  # by pair and rank
     activation_budget: Column  # by rank: bytes for activations
     update_ns: Column  # by rank: the optimizer's step
-    least: Segments  # with transfers no longer than any is, for a bound
 
 
 def batches_of(profile: Profile, layout: Layout) -> list[Batch]:
@@ -237,7 +236,7 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
     wire = _Wire(profile, layout)
     microbatch_of = {task: number for number, task in enumerate(tasks)}
     group_of: dict[tuple[str, Chain], int] = {}
-    microbatch, group, hop_ns, least_hop_ns = [], [], [], []
+    microbatch, group, hop_ns = [], [], []
     starts, predecessors, wrap_ns = [0], [], []
     pieces: list[tuple[tuple[StagePiece, ...], ...]] = []
     stages: list[tuple[Stage, ...]] = []
@@ -259,7 +258,6 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
             group.append(group_of.setdefault((run.task, run.chain), len(group_of)))
             hops = [wire.hop_ns(rank, stage.output_bytes) for rank, stage in enumerate(chunks[here][:-1])]
             hop_ns.append(round(sum(hops) / max(1, len(hops))))
-            least_hop_ns.append(min(hops, default=0))
             predecessors += [pair for pair, _ in before]
             wrap_ns += [wire.wrap_ns(num_bytes) for _, num_bytes in before]
             starts.append(len(predecessors))
@@ -303,7 +301,6 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
         stages=tuple(stages),
         activation_budget=activation_budget,
         update_ns=update_ns,
-        least=replace(segments, hop_ns=np.array(least_hop_ns), wrap_ns=np.zeros_like(segments.wrap_ns)),
     )
 
 
@@ -338,11 +335,11 @@ class _Stages:
     def __init__(self, profile: Profile, layout: Layout) -> None:
         self._profile, self._degree = profile, layout.tensor_degree
         self._setting = profile.default_setting
-        calls = [op.module for op in profile.graph.metaops if op.first_layer == 0]
-        # Of one rank, if one replica had all microbatches.
-        self._most_stages = max(
-            1, sum(layout.rounds_of(chain) * calls.count(chain.modules[0]) for chain in layout.chains)
-        )
+        # No rank keeps more than this, so if every stage offloads at most this share of what it keeps, what stages have
+        # on the host at any one time fits there.
+        kind = profile.cluster.kind
+        most_kept_bytes = kind.memory_bytes - int(_held(profile, layout)[0].min())
+        self._host_share = kind.host_memory_bytes / max(1, most_kept_bytes)
         self._known: dict[object, Stage] = {}
 
     def stage(self, pieces: Sequence[StagePiece], received_bytes: float) -> Stage:
@@ -369,8 +366,8 @@ class _Stages:
         """The times of a stage, and its memory choices (DIP §4.3).
 
         A choice recomputes some layers and offloads others; all counts of recomputed layers are tried, with nothing
-        offloaded and with as much as copies can hide. Every pass of layers takes 1 ns at least, so that passes start in
-        the order of the flows.
+        offloaded and with the most that can be. Every pass of layers takes 1 ns at least, so that passes start in the
+        order of the flows.
         """
         if not pieces:
             return Stage(0, 0, 0.0, 0, (Choice(0, 0, (), ()),))
@@ -428,20 +425,21 @@ class _Stages:
                 tuple(offloaded),
             )
 
-        # Offloading counts in layers, smallest first, as far as their copies are hidden.
-        most_bytes = self._most_offloaded_bytes(forward_s)
-        smallest_first = np.cumsum(
-            sorted(size for size, count in zip(saved, counts, strict=True) for _ in range(count))
-        )
-        most_offloaded = int(np.searchsorted(smallest_first, most_bytes, side="right"))
-        choices = [
-            candidate
-            for num_offloaded in {0, most_offloaded}
-            for candidate in (
-                choice(num_recomputed, num_offloaded) for num_recomputed in range(sum(counts) - num_offloaded + 1)
-            )
-            if sum(count * size for count, size in zip(candidate.offloaded, saved, strict=True)) <= most_bytes
-        ]
+        # With each number of recomputed layers, nothing is offloaded, or as much as copies can hide and the host has
+        # memory for.
+        hidden_bytes = forward_s * self._profile.cluster.kind.host_bytes_per_s
+        total = sum(counts)
+        choices = [choice(num_recomputed, 0) for num_recomputed in range(total + 1)]
+        num_offloaded = total  # at most; fewer with every layer that is recomputed
+        for num_recomputed in range(total):
+            num_offloaded = min(num_offloaded, total - num_recomputed)
+            while num_offloaded:
+                candidate = choice(num_recomputed, num_offloaded)
+                num_bytes = sum(count * size for count, size in zip(candidate.offloaded, saved, strict=True))
+                if num_bytes <= min(hidden_bytes, self._host_share * candidate.memory):
+                    choices.append(candidate)
+                    break
+                num_offloaded -= 1
         last = ops[-1].cost
         return Stage(
             max(1, round(forward_s * NS)),
@@ -450,12 +448,6 @@ class _Stages:
             max(backward_bytes(op, count, self._degree, True) for op, count in zip(ops, rows, strict=True)),
             _worth_having(choices),
         )
-
-    def _most_offloaded_bytes(self, forward_s: float) -> float:
-        """Bytes that a stage can offload for free: copies are hidden while the stage runs, and the host has memory for
-        all microbatches at once."""
-        kind = self._profile.cluster.kind
-        return min(forward_s * kind.host_bytes_per_s, kind.host_memory_bytes / self._most_stages)
 
 
 def _worth_having(choices: Iterable[Choice]) -> tuple[Choice, ...]:
