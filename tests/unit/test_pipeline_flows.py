@@ -158,7 +158,7 @@ def test_layers_whose_backward_makes_weight_gradients_alone_can_be_a_chunk():
         assert planned(profile, planner, 2)
     # On the papers' model: as many chunks of vision as its 65 layers allow.
     step = step_of(MODELS["vlm-s"], MODELS["vlm-s"].cluster, BatchOptions(num_microbatches=1, seed=0))
-    profile = step.profile(True)
+    profile = step.profile(step.sizes[-1])
     rounds = {"vision": 16, "language": 1}
     layout = layout_of(profile, 4, separate_chains(layer_loads(profile), rounds, 4))
     assert batches_of(profile, layout)

@@ -90,6 +90,7 @@ def local_profile(
             overlap=overlap.overlap,
             exchange_overlap=overlap.exchange_overlap,
             gradients_stay=world.device.type == "cuda",
+            sends_stay=world.device.type != "cuda",
             host=host,
             measured_on=_where_and_when(world),
         )

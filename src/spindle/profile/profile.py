@@ -37,6 +37,7 @@ class Profile:
     `overlap`: slowdown of compute on a device that reduces gradients at the same time.
     `exchange_overlap`: slowdown of that reduction.
     `gradients_stay`: gradients keep their memory from step to step, as with CUDA graphs.
+    `sends_stay`: sent gradients keep theirs until the step ends, as under gloo, which does not tell when they are sent.
     `host`: launch overhead, where hosts may be slower than their GPUs.
     `leaves_out`: what is not modelled, in words. `measured_on`: where and when it was measured, if it was.
     """
@@ -49,6 +50,7 @@ class Profile:
     overlap: float = 1.0
     exchange_overlap: float = 1.0
     gradients_stay: bool = True
+    sends_stay: bool = False
     host: HostOverhead | None = None
     leaves_out: tuple[str, ...] = ()
     measured_on: str = ""
