@@ -74,8 +74,7 @@ def test_wavefront_is_near_the_optimum_of_tiny_graphs(profile):
         best = make_plan(profile, "exhaustive")
     except ProfileError:
         return
-    # The search also counts device time, so it may miss an op that gets a tenth shorter on twice the devices (7 %).
-    assert make_plan(profile, "wavefront", PlanOptions(evaluations=20_000)).folded_s <= best.folded_s * 1.08
+    assert make_plan(profile, "wavefront", PlanOptions(evaluations=20_000)).folded_s <= best.folded_s * 1.01
 
 
 @given(small.graphs(), st.sampled_from(ALL))

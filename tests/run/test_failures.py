@@ -85,6 +85,8 @@ def test_torchrun_ends_a_job_too(fault, tmp_path):
     if fault == "raise-forward":
         first = done.stderr.index("ArithmeticError: this layer is broken")
         assert "another rank is gone" not in done.stderr[:first]
+        summary = done.stderr[done.stderr.index("Root Cause") :]  # torchrun's own
+        assert "ArithmeticError: this layer is broken" in summary
 
 
 def test_a_rank_that_is_stopped_is_noticed_by_its_heartbeat_under_torchrun(tmp_path, monkeypatch):

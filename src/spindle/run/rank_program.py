@@ -7,8 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from spindle.graph import MetaGraph
-from spindle.program import Backward, Flows, Program, SlotShape, launch_order, launches_collectives
-from spindle.program.instructions import COMPUTE, SYNC, TRANSFER
+from spindle.program import (
+    COMPUTE,
+    SYNC,
+    TRANSFER,
+    Backward,
+    Flows,
+    Program,
+    SlotShape,
+    launch_order,
+    launches_collectives,
+)
 from spindle.run.op_code import LayersCode, LossCode, OpCode
 from spindle.run.pytrees import Axes
 

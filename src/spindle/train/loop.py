@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from spindle.run import Losses
-from spindle.run.budget import Budget, limit_gpu_memory
-from spindle.run.pytrees import on_device
-from spindle.run.world import Gathering, copied_to
+from spindle.run import Budget, Gathering, Losses, copied_to, limit_gpu_memory, on_device
 from spindle.train.agreement import compare, config_items, module_items
 from spindle.train.config import TrainConfig
 from spindle.train.feed import Batch, Feed, LoaderPosition, MakeFeed
@@ -30,6 +27,7 @@ from spindle.train.header import (
     check_changes,
     header_row,
     idle_in,
+    is_stopped,
     losses_in,
     read_batch_headers,
 )
@@ -67,6 +65,7 @@ class Loop:
         self._losses: LossHistory
         self._make_feed, self._world = make_feed, session.world
         self._requested: tuple[TrainConfig, dict[str, Any]] | None = None  # with loaders of tasks that join
+        self._is_stopping = False  # whether this rank wants the fit to end
         self._calls: list[str] = []  # methods of the Trainer that requested changes
         self._num_applied = 0  # of these
         self._runtime = session.plan(session.trace_and_profile(feeds, progress), progress)
@@ -90,6 +89,11 @@ class Loop:
         """The configuration of the next step."""
         return self._config if self._requested is None else self._requested[0]
 
+    @property
+    def next_step(self) -> int:
+        """The step that is about to run when losses are reported."""
+        return self._next_step
+
     def position(self) -> tuple[int, dict[str, int], dict[str, LoaderPosition]]:
         """The step that is about to run when losses are reported, the batches of each task that this fit has trained
         on, and where loaders are read for that step."""
@@ -103,8 +107,22 @@ class Loop:
         joining = {} if self._requested is None else self._requested[1]
         self._requested = config, {**joining, **(loaders or {})}
 
+    def stop(self) -> None:
+        """End the fit on all ranks, after the step that runs when they have heard of it: the next one."""
+        self._is_stopping = True
+
+    @contextmanager
+    def gathered_parameters(self) -> Iterator[None]:
+        """Inside, in an `on_step`, every rank has all parameters; afterwards they are back with the ranks that hold
+        them."""
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)
+        self._session.gather_parameters(self._runtime)
+        yield
+        self._session.scatter_parameters(self._runtime)
+
     def run(self, first: int, steps: int) -> FitResult:
-        """Train for so many steps from step `first` on."""
+        """Train for so many steps from step `first` on, or until a rank wants to stop."""
         world = self._world
         compare(world, {"fit(steps=...)": f"{steps} steps from step {first} on"})
         self._losses = LossHistory(first, self._progress, self._on_step)
@@ -132,6 +150,10 @@ class Loop:
             table = self._table(gathering, step)
             if carries_losses:
                 self._losses.report(losses_in(table, self._names))
+            if is_stopped(table):
+                self._leave_out_read_ahead()
+                gathering, steps = self._start_header(self._no_batches, None), number
+                break
             headers = read_batch_headers(table, self._names, self._config.gradient_accumulation_steps, step)
             self._times.read_busy_share(step - _LOSSES_BEHIND[world.device.type])
             self._add_new_variants(headers, batches)
@@ -151,12 +173,13 @@ class Loop:
                 gathering = self._start_header(self._no_batches, None)
                 self._num_read_ahead = {}
             unsent.append(self._step(step, headers, current))
-            step_s = self._times.end_step(time.perf_counter() - begin_s)
             trained = [header for row in headers for header in row.values()]
+            num_samples = sum(header.num_rows for header in trained)
+            step_s = self._times.end_step(time.perf_counter() - begin_s, num_samples)
             progress.step(
                 number + 1,
                 step_s,
-                samples=sum(header.num_rows for header in trained),
+                samples=num_samples,
                 tokens=sum(header.tokens for header in trained),
                 idle=idle_in(table),
             )
@@ -207,7 +230,8 @@ class Loop:
         return [{}] * self._config.gradient_accumulation_steps
 
     def _start_header(self, batches: StepBatches, losses: Sequence[float] | None) -> Gathering:
-        row = header_row(self._names, batches, losses, len(self._calls), self._times.busy_share)
+        num_changes, busy_share = len(self._calls), self._times.busy_share
+        row = header_row(self._names, batches, losses, num_changes, self._is_stopping, busy_share)
         return self._world.start_all_gather(row)
 
     def _table(self, gathering: Gathering, step: int) -> Table:
@@ -266,6 +290,12 @@ class Loop:
         for name in sampled:
             self._num_asked[name] += config.gradient_accumulation_steps
         return micro_steps
+
+    def _leave_out_read_ahead(self) -> None:
+        """The step that was read for does not run: its batches come again in the next fit."""
+        for name, count in self._num_read_ahead.items():
+            self._num_asked[name] -= count
+        self._num_read_ahead = {}
 
     def _reads(self, task: str) -> bool:
         """Whether this rank needs batches of a task, in whichever variant."""
