@@ -128,7 +128,7 @@ def test_plans_of_workloads_with_bytes_are_legal_and_fit(tasks, num_devices, per
     profile = small.workload_profile(tasks, num_devices=num_devices, per_island=per_island, elements=20_000_000)
     plan = make_plan(profile, planner, QUICK)
     check(plan, profile)
-    assert plan.makespan_s >= plan.bound_s
+    assert plan.makespan_s >= plan.bound_s * (1 - 1e-6)
 
 
 @given(WORKLOADS, st.integers(2, 6))

@@ -41,7 +41,7 @@ def simulate(
     from spindle.artifact import to_json, write_atomically
     from spindle.cli.inputs import load_plan, load_step, machines_of_plan, profile_of_plan
     from spindle.cli.terminal import notice, refuse_outputs, show, show_chart, show_json
-    from spindle.planners import graph_bound_s
+    from spindle.planners import step_bound_s
     from spindle.program import lower, refuse_overfull, verify
     from spindle.recipes import BatchOptions
     from spindle.report import measure_facts, timeline_chart, trace_of
@@ -58,7 +58,7 @@ def simulate(
     verify(program, profile)
     timeline = spindle.simulate.simulate(program, profile)
     measures = measure(timeline)
-    bound_s = made.bound_s if step.is_pipeline else graph_bound_s(profile)
+    bound_s = made.bound_s if step.is_pipeline else step_bound_s(profile)
     if trace is not None:
         write_atomically(trace, trace_of(timeline, program))
     if as_json:

@@ -15,7 +15,7 @@ import numpy as np
 
 from spindle.errors import DoesNotFitError
 from spindle.plan import Plan, assemble
-from spindle.planners.bounds import graph_bound_s, lp_bound
+from spindle.planners.bounds import lp_bound, step_bound_s
 from spindle.planners.finish import cut_for_gathers, finished, scored
 from spindle.planners.options import PlanOptions, Progress
 from spindle.planners.placement import place
@@ -81,7 +81,7 @@ def best_over_stages(profile: Profile, plan_for: Callable[[Attempt], Plan], most
     """
     refusals: list[DoesNotFitError] = []
     plans: list[Plan] = []
-    bound_s = graph_bound_s(profile)
+    bound_s = step_bound_s(profile)
     for stage in stages(profile, most_degrees):
         for attempt in stage:
             try:

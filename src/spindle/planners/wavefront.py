@@ -19,7 +19,7 @@ from spindle.errors import DoesNotFitError
 from spindle.plan import Plan, relaxed, setting_of
 from spindle.planners.anneal import DONE, STOP, Mixes, Run, new_control, search
 from spindle.planners.baselines import schedule_distmm, schedule_sequential, schedule_task_level
-from spindle.planners.bounds import graph_bound_s, lp_bound
+from spindle.planners.bounds import lp_bound, step_bound_s
 from spindle.planners.build import (
     Attempt,
     best_over_stages,
@@ -45,10 +45,10 @@ from spindle.program import counts_bytes
 # LP's, is the better the more there are of them, so large problems need no more time than ones of middle size.
 MOST_EVALUATIONS = 400_000
 EVALUATIONS_TIMES_OPS = 8_000_000
-# Where bytes count, a candidate must also be placed and simulated, which takes longer than a short search; and longer
-# the more devices there are, so then may the search.
 WITH_BYTES_EVALUATIONS_PER_OP = 6_400
+# Where bytes count, a candidate must also be placed and simulated, which takes the longer the more devices there are.
 LARGE_CLUSTER = 256
+MOST_SIMULATED = 2  # annealed schedules that are, on a large cluster
 REFINED = 4  # times as many evaluations for the best of several settings
 MOST_DEGREES = 4  # choices of tensor degrees that are worth annealing
 MOST_UNSHARDED = 1  # annealed schedules that are tried without a sharded optimizer, too
@@ -69,6 +69,7 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
     if counts_bytes(profile):
         runs = WITH_BYTES_RUNS
     evaluations = max(1, (options.evaluations or _default_evaluations(profile)) // len(runs))
+    is_large = profile.cluster.num_devices > LARGE_CLUSTER
     spent: list[int] = []
     refused: list[DoesNotFitError] = []
     unsharded_refused: list[DoesNotFitError] = []  # says nothing about whether memory is short
@@ -85,6 +86,10 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
         first_seed = (2 * options.seed + (refines > 1)) * len(runs)
         running = _annealed(profile, attempt, runs, first_seed, evaluations * refines, clock, progress, spent)
         known_schedules = [] if refines > 1 else _known_schedules(profile, attempt)  # while the other threads anneal
+        if is_large:
+            running = iter(
+                sorted(running, key=lambda schedule: max(piece.end_s for piece in schedule))[:MOST_SIMULATED]
+            )
         if not counts_bytes(profile):
             running = _shortest_first(problem_of(profile, attempt.setting), list(running))
         for schedule in running:
@@ -132,7 +137,7 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
         raise refusal
     shortest = fastest(plans if best is None else [best, *plans])
     if best is None or shortest is not best:
-        best = finished(shortest, profile, graph_bound_s(profile))
+        best = finished(shortest, profile, step_bound_s(profile))
     return replace(best, seed=options.seed, evaluations=sum(spent), cut_s=clock.cut_s)
 
 
@@ -141,9 +146,7 @@ def _default_evaluations(profile: Profile) -> int:
     most = EVALUATIONS_TIMES_OPS // num_ops
     if not counts_bytes(profile):
         return min(most, MOST_EVALUATIONS)
-    return min(most, WITH_BYTES_EVALUATIONS_PER_OP * num_ops) * (
-        4 if profile.cluster.num_devices > LARGE_CLUSTER else 1
-    )
+    return min(most, WITH_BYTES_EVALUATIONS_PER_OP * num_ops)
 
 
 def _attempt_of(plan: Plan, profile: Profile) -> Attempt:
