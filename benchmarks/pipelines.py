@@ -1,20 +1,20 @@
 """Planner `pipeline` compared with other pipeline schedules, simulated: python benchmarks/pipelines.py [MODEL ...]
 
 The five models of the DIP paper (§5) on its clusters, with efficiencies measured on an H200 (SEMU). Batches are drawn
-like its data; chunks are placed once, on the first batch. Each cell is the mean over some batches of 32 microbatches:
-throughput over `vpp` (Megatron-LM's interleaved 1F1B) and over the best of all baselines. Beside it the paper's range
-for the family, over all its baselines.
+like its data; chunks are placed once, tuned on the first batch, for all planners. Each cell is the mean over some
+batches of 32 microbatches: throughput over `vpp` (Megatron-LM's interleaved 1F1B) and over the best of all baselines.
+Beside it the paper's range for the family, over all its baselines.
 
-The ladder is the paper's ablation on VLM-S: from `vpp` on, one part of the planner after another.
+The decomposition goes from Megatron-LM's settings to planner `pipeline`, one difference after another. The ladder is
+the paper's ablation on VLM-S: from `vpp` (tuned) on, one part of the planner after another.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -28,17 +28,28 @@ from spindle.planners import (
     Layout,
     PlanOptions,
     baseline_layouts,
+    choose_layout,
     make_plan,
-    pipeline_layout,
+    pipeline_bound_s,
     planners_of,
 )
-from spindle.planners.pipeline.baselines import LEVELS, from_level, plan_in_order
+from spindle.planners.pipeline.baselines import (
+    BASELINES,
+    FALLING,
+    LEVELS,
+    NATURAL,
+    RISING,
+    from_level,
+    kept_alike,
+    with_microbatches_in,
+)
 from spindle.planners.pipeline.interleave import Schedule, interleave
+from spindle.planners.pipeline.memory import fastest_choices
 from spindle.planners.pipeline.orders import interleaved
-from spindle.planners.pipeline.planner import fitting_plan
+from spindle.planners.pipeline.retime import stage_columns
 from spindle.planners.pipeline.search import search
 from spindle.planners.pipeline.segments import Column, Segments
-from spindle.planners.pipeline.stages import Batch, batches_of
+from spindle.planners.pipeline.stages import NS, Batch, batches_of
 from spindle.profile import Profile
 from spindle.program import lower
 from spindle.recipes import MODELS, batch_profile, batches, emulator, model_flops, sub_microbatch_sizes
@@ -53,28 +64,49 @@ REFERENCE = "vpp"
 
 
 class Pipelined:
-    """A model on its cluster. Splits and layouts are chosen once, on the first batch that has all modules."""
+    """A model on its cluster. Sizes of sub-microbatches and layouts are chosen once, on the first batch."""
 
     def __init__(self, name: str) -> None:
         self.model, self.cluster = MODELS[name], MODELS[name].cluster
         self.semu = emulator(self.cluster)
-        self.splits: dict[str, int] = {}
+        self.sizes: dict[str, int] | None = None
         self.layouts: dict[str, tuple[Layout, ...]] = {}
+        self.bounds_s: dict[tuple[Microbatch, ...], float] = {}
 
-    def plan(self, microbatches: Sequence[Microbatch], planner: str) -> tuple[Plan, Profile]:
+    def batches(self) -> list[tuple[Microbatch, ...]]:
+        return list(islice(batches(self.model, NUM_MICROBATCHES, seed=0), NUM_BATCHES))
+
+    def profile(self, microbatches: Sequence[Microbatch], sizes: dict[str, int] | None = None) -> Profile:
+        return batch_profile(self.model, microbatches, sizes or {}, self.cluster, self.semu)
+
+    def split_profile(self, microbatches: Sequence[Microbatch]) -> Profile:
+        """With sub-microbatches as planner `pipeline` chose them."""
+        if self.sizes is None:
+            choices = sub_microbatch_sizes(self.model, microbatches, self.semu)
+            profiles = [self.profile(microbatches, sizes) for sizes in choices]
+            profile, layout = choose_layout(profiles, self.model.num_stages)
+            self.layouts["pipeline"] = (layout,)
+            self.sizes = choices[next(number for number, each in enumerate(profiles) if each is profile)]
+        return self.profile(microbatches, self.sizes)
+
+    def bound_s(self, microbatches: tuple[Microbatch, ...]) -> float:
+        """Over all sizes of sub-microbatches."""
+        if microbatches not in self.bounds_s:
+            choices = sub_microbatch_sizes(self.model, microbatches, self.semu)
+            profiles = (self.profile(microbatches, sizes) for sizes in choices)
+            self.bounds_s[microbatches] = pipeline_bound_s(profiles, self.model.num_stages)
+        return self.bounds_s[microbatches]
+
+    def plan(self, microbatches: tuple[Microbatch, ...], planner: str) -> tuple[Plan, Profile]:
         """A finished plan for a batch, and the profile it was made from."""
-        splits = {}
-        if PLANNERS[planner].splits_microbatches:
-            splits = self.splits = sub_microbatch_sizes(self.model, microbatches, self.semu) | self.splits
-        profile = batch_profile(self.model, microbatches, splits, self.cluster, self.semu)
-        modules = set(profile.graph.modules)
-        layouts = self.layouts.get(planner, ())
-        if not layouts or any(modules - layout.modules for layout in layouts):
-            ranks = self.model.num_stages
-            is_ours = planner == "pipeline"
-            chosen = (pipeline_layout(profile, ranks),) if is_ours else baseline_layouts(planner, profile, ranks)
-            layouts = self.layouts[planner] = chosen
-        return make_plan(profile, planner, PlanOptions(evaluations=EVALUATIONS, layouts=layouts)), profile
+        is_ours = PLANNERS[planner].splits_microbatches
+        profile = self.split_profile(microbatches) if is_ours else self.profile(microbatches)
+        if planner not in self.layouts:
+            self.layouts[planner] = baseline_layouts(planner, profile, self.model.num_stages)
+        options = PlanOptions(
+            evaluations=EVALUATIONS, layouts=self.layouts[planner], bound_s=self.bound_s(microbatches)
+        )
+        return make_plan(profile, planner, options), profile
 
     def mfu(self, microbatches: Sequence[Microbatch], step_s: float) -> float:
         """Which share of all devices' peak a step of this length uses, recomputation not counted."""
@@ -85,17 +117,17 @@ class Pipelined:
 def model_cells(name: str) -> dict[str, Any]:
     """All planners on some batches of a model."""
     pipelined, planners = Pipelined(name), planners_of(is_pipeline=True)
-    cells: dict[str, list[dict[str, float]]] = {planner: [] for planner in planners}
+    cells: dict[str, list[dict[str, Any]]] = {planner: [] for planner in planners}
     refusals: dict[str, str] = {}
-    for microbatches in islice(batches(pipelined.model, NUM_MICROBATCHES, seed=0), NUM_BATCHES):
+    for microbatches in pipelined.batches():
         for planner in planners:
-            began = time.perf_counter()
+            began = time.process_time()
             try:
                 plan, profile = pipelined.plan(microbatches, planner)
             except DoesNotFitError as error:
                 refusals[planner] = str(error)
                 continue
-            took_s = time.perf_counter() - began
+            took_s = time.process_time() - began
             measures = measure(simulate(lower(plan, profile), profile))
             layers = sum(slot.num_layers for slot in plan.slots)
             cells[planner].append(
@@ -107,62 +139,102 @@ def model_cells(name: str) -> dict[str, Any]:
                     "mfu": pipelined.mfu(microbatches, plan.makespan_s),
                     "recomputed": sum(slot.recomputed for slot in plan.slots) / layers,
                     "offloaded": sum(slot.offloaded for slot in plan.slots) / layers,
-                    "planning_s": took_s,
+                    "planning_cpu_s": took_s,
+                    "settings": plan.settings,
                 }
             )
             print(f"{name} {planner} {plan.makespan_s:.2f} s, {plan.makespan_s / plan.bound_s:.3f} x bound", flush=True)
     return {
         "model": name,
         "cluster": pipelined.cluster.name,
-        "sub_microbatch": pipelined.splits,
+        "sub_microbatch": pipelined.sizes,
+        "decomposition_s": decomposition(name),
         "planners": {planner: rows for planner, rows in cells.items() if len(rows) == NUM_BATCHES},
         "refusals": refusals,
     }
+
+
+def decomposition(name: str) -> dict[str, float]:
+    """Seconds of the first batch, from Megatron-LM's interleaved 1F1B to planner `pipeline`, one difference after
+    another; schedules alone, without the optimizer and without what is in flight between ranks."""
+    pipelined = Pipelined(name)
+    microbatches, num_ranks = pipelined.batches()[0], pipelined.model.num_stages
+    whole, split = pipelined.profile(microbatches), pipelined.split_profile(microbatches)
+
+    def vpp_s(cut_by: str, microbatch_orders: Sequence[str], has_limit: bool) -> float:
+        layouts = [layout for layout in BASELINES["vpp"].layouts(whole, num_ranks) if layout.cut_by == cut_by]
+        best_s = float("inf")
+        for layout in layouts:
+            try:
+                (batch,) = batches_of(whole, layout)
+                for microbatch_order in microbatch_orders:
+                    ordered = with_microbatches_in(batch, microbatch_order)
+                    budget = batch.activation_budget if has_limit else np.full_like(batch.activation_budget, 1 << 60)
+                    schedule = kept_alike(ordered.segments, BASELINES["vpp"].order(whole, layout, ordered), budget)
+                    best_s = min(best_s, schedule.makespan_ns / NS)
+            except DoesNotFitError:
+                continue
+        return best_s
+
+    (layout,) = pipelined.layouts["pipeline"]
+    (batch,) = batches_of(split, layout)
+    free = search(batch.segments, None, evaluations=EVALUATIONS)
+    limited = search(batch.segments, batch.activation_budget, evaluations=EVALUATIONS)
+    return {
+        "vpp cut by parameters": vpp_s("parameters", [NATURAL], True),
+        "without the memory cap": vpp_s("parameters", [NATURAL], False),
+        "cut by time": vpp_s("time", [NATURAL], False),
+        "microbatches sorted": vpp_s("time", [NATURAL, FALLING, RISING], False),
+        "modules cut apart, sub-microbatches, interleaving": interleave_s(batch),
+        "order searched": free.schedule.makespan_ns / NS,
+        "under the memory cap": limited.schedule.makespan_ns / NS,
+    }
+
+
+def interleave_s(batch: Batch) -> float:
+    """The natural order with everything kept, interleaved without a memory cap."""
+    segments, choice = batch.segments, fastest_choices(batch.segments)
+    forward, backward, memory = stage_columns(segments, choice)
+    tables = {
+        "choice_of": np.arange(forward.size).reshape(forward.shape),
+        "choice_forward_ns": forward.reshape(-1, 1),
+        "choice_backward_ns": backward.reshape(-1, 1),
+        "choice_memory": memory.reshape(-1, 1),
+        "choice_count": np.ones(forward.size, dtype=np.int64),
+    }
+    schedule = interleave(replace(segments, forward_ns=forward, backward_ns=backward, memory=memory, **tables))
+    assert schedule is not None
+    return schedule.makespan_ns / NS
 
 
 def ladder() -> dict[str, float]:
     """VLM-S with one part of the planner after another, the mean over the same batches."""
     pipelined = Pipelined("vlm-s")
     times: dict[str, list[float]] = {}
-    for microbatches in islice(batches(pipelined.model, NUM_MICROBATCHES, seed=0), NUM_BATCHES):
-        plans = {"vpp": pipelined.plan(microbatches, "vpp")[0]}
-        whole, profile = pipelined.plan(microbatches, "pipeline")
+    for microbatches in pipelined.batches():
+        profile = pipelined.split_profile(microbatches)
         (layout,) = pipelined.layouts["pipeline"]
-        found = batches_of(profile, layout)
-
-        plans["partition"] = plan_in_order(
-            profile,
-            layout,
-            "partition",
-            lambda profile, layout, batch: lambda segments, activation_budget: interleaved(segments),
-        )
-        plans["interleaving"] = plan_in_order(profile, layout, "interleaving", natural)
-        plans["reordering"] = fitting_plan(profile, layout, "reordering", found, partial(reordered, found))
-        plans["memory"] = whole
-        for rung, plan in plans.items():
-            times.setdefault(rung, []).append(plan.makespan_s)
-            print(f"ladder {rung} {plan.makespan_s:.2f} s", flush=True)
+        (batch,) = batches_of(profile, layout)
+        segments, budget = batch.segments, batch.activation_budget
+        schedules = {
+            "partition": kept_alike(segments, lambda segments, activation_budget: interleaved(segments), budget),
+            "interleaving": kept_alike(segments, natural, budget),
+            "reordering": alike(segments, budget, EVALUATIONS),
+            "memory": search(segments, budget, evaluations=EVALUATIONS).schedule,
+        }
+        steps_s = {"vpp": pipelined.plan(microbatches, "vpp")[0].makespan_s}
+        steps_s |= {rung: schedule.makespan_ns / NS for rung, schedule in schedules.items()}
+        for rung, step_s in steps_s.items():
+            times.setdefault(rung, []).append(step_s)
+            print(f"ladder {rung} {step_s:.2f} s", flush=True)
     return {rung: float(np.mean(times_s)) for rung, times_s in times.items()}
 
 
-def natural(profile: Profile, layout: Layout, batch: Batch) -> Callable[[Segments, Column], Schedule]:
+def natural(segments: Segments, activation_budget: Column) -> Schedule:
     """Microbatches in their natural order, interleaved."""
-
-    def order(segments: Segments, activation_budget: Column) -> Schedule:
-        schedule = interleave(segments, None, activation_budget)
-        assert schedule is not None
-        return schedule
-
-    return order
-
-
-def reordered(found: Sequence[Batch], activation_budgets: Sequence[Column], is_first: bool) -> list[Schedule]:
-    """The best orders, without memory choices."""
-    evaluations = 16 if is_first else EVALUATIONS
-    return [
-        alike(batch.segments, activation_budget, evaluations)
-        for batch, activation_budget in zip(found, activation_budgets, strict=True)
-    ]
+    schedule = interleave(segments, None, activation_budget)
+    assert schedule is not None
+    return schedule
 
 
 def alike(segments: Segments, activation_budget: Column, evaluations: int) -> Schedule:
@@ -233,8 +305,33 @@ def gain_row(cell: dict[str, Any]) -> list[str]:
 
 
 def first_table(cells: list[dict[str, Any]]) -> str:
-    headings = ["throughput of `pipeline`", "x its bound", "over vpp", "over the best baseline", "the paper's range"]
+    headings = ["throughput of `pipeline`", "x bound", "over vpp", "over the best baseline", "the paper's range"]
     return markdown(headings, [gain_row(cell) for cell in cells])
+
+
+def decomposition_table(cells: list[dict[str, Any]]) -> str:
+    """Seconds, and the factor from each row to the next."""
+    rungs = list(cells[0]["decomposition_s"])
+    rows = []
+    for number, rung in enumerate(rungs):
+        row = [rung]
+        for cell in cells:
+            times = list(cell["decomposition_s"].values())
+            factor = f" (x{times[number - 1] / times[number]:.2f})" if number else ""
+            row.append(f"{times[number]:.2f}{factor}")
+        rows.append(row)
+    return markdown(["first batch, s", *(cell["model"] for cell in cells)], rows)
+
+
+def settings_table(cells: list[dict[str, Any]]) -> str:
+    """What each planner chose for the first batch."""
+    rows = []
+    for cell in cells:
+        sizes = [f"sub-microbatches of up to {size} for {module}" for module, size in cell["sub_microbatch"].items()]
+        for planner, batch_rows in cell["planners"].items():
+            settings = [*(sizes if planner == "pipeline" else []), batch_rows[0]["settings"]]
+            rows.append([cell["model"], planner, "; ".join(settings)])
+    return markdown(["", "planner", "chosen by simulation"], rows)
 
 
 def report(cells: list[dict[str, Any]], rungs: dict[str, float]) -> str:
@@ -257,13 +354,14 @@ def report(cells: list[dict[str, Any]], rungs: dict[str, float]) -> str:
         "bubble %",
         "peak GiB",
         "MFU %",
-        "x its bound",
+        "x bound",
         "recomputed / offloaded %",
     ]
     parts = [
         first_table(cells),
         markdown(headings, [row for cell in cells for row in rows_of(cell)]),
     ]
+    parts += [decomposition_table(cells), settings_table(cells)]
     if ladder_rows:
         parts.append(markdown(["VLM-S", "s", "", "the paper, s", ""], ladder_rows))
     return "\n\n".join(parts)

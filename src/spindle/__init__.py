@@ -19,11 +19,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spindle.train.config import Planning
-    from spindle.train.result import FitResult
-    from spindle.train.state import TrainState
-    from spindle.train.task import mean, module, task
-    from spindle.train.trainer import Trainer
+    from spindle.train import FitResult, Planning, Trainer, TrainState, mean, module, task
 
 __all__ = ["FitResult", "Planning", "TrainState", "Trainer", "__version__", "mean", "module", "task"]
 __version__ = "0.1.0"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from spindle.cli.main import run
+from spindle.launch import launch
 from spindle.launch.failure import Failure, read_failures, write_failure
 from spindle.launch.verdict import SEEN_LATE_NS, Ending, verdict
 
@@ -550,6 +551,25 @@ def test_a_rank_that_was_stopped_is_the_cause_before_what_came_of_it():
         "log of 1",
         "then rank 0 failed: ValueError: boom",
     ]
+
+
+def test_a_rank_killed_because_it_was_stopped_may_end_between_two_polls(monkeypatch):
+    monkeypatch.setattr(launch, "STOPPED_POLL_S", 0)
+    monkeypatch.setattr(launch, "STOPPED_LIMIT_S", 0)
+    job = launch._Job()
+    job.start(0, [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"], os.environ, None)
+    pid = job._processes[0].pid
+    state = Path(f"/proc/{pid}/stat")
+    ended_s = time.monotonic() + 60
+    while state.read_text().rpartition(")")[2].split()[0] != "Z":  # a zombie: it has ended and was not waited for
+        assert time.monotonic() < ended_s
+        job.kill_stopped()
+    job.kill_stopped()  # which finds that the rank is no longer stopped
+    assert not job.running()
+    (ending,) = job.endings()
+    assert ending.code == -signal.SIGKILL
+    assert ending.stopped_s is not None
+    job._processes[0].wait()
 
 
 def test_a_rank_that_is_stopped_and_soon_continued_goes_on(script):

@@ -10,11 +10,16 @@ import pytest
 torch = pytest.importorskip("torch")
 
 
+from hypothesis import Phase, given, settings  # noqa: E402
+
 import spindle  # noqa: E402
 from spindle.errors import DoesNotFitError, TrainingError  # noqa: E402
 from spindle.planners import PlanOptions, pipeline_layout  # noqa: E402
 from spindle.planners.pipeline.worker import Job, answers  # noqa: E402
 from spindle.train.background_planner import BackgroundPlanner  # noqa: E402
+from sweeps import RUNS_ALL  # noqa: E402
+from task_graphs import train_task_graph  # noqa: E402
+from test_pipeline_flows import tasks_of_modules  # noqa: E402
 from test_pipeline_plans import batch  # noqa: E402
 from training_cases import train_named  # noqa: E402
 from trainings import assert_trained  # noqa: E402
@@ -37,6 +42,39 @@ def test_microbatches_of_a_pipeline_give_the_numbers_of_accumulated_batches(pool
     answers = pool.run(num_ranks, train_named, name, plan)
     assert_trained(answers)
     assert all(answer.pipelined for answer in answers)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("num_layers", "tasks"),
+    [
+        # A tower with a head behind it, and one without.
+        ({"image": 3, "head": 1, "text": 2}, [[("image", []), ("head", [0]), ("text", [])]]),
+        # The first task calls as its first module what the second calls behind another.
+        (
+            {"m1": 1, "m3": 2, "m4": 1, "m5": 2},
+            [[("m3", [])], [("m1", []), ("m5", [0]), ("m3", [0]), ("m4", [2])]],
+        ),
+        # Opposite orders, and a module that reads itself.
+        ({"a": 2, "b": 1}, [[("a", []), ("b", [0])], [("b", []), ("a", [0]), ("a", [1])]]),
+    ],
+)
+def test_modules_that_are_called_in_any_order_train_like_one_process(pool, num_layers, tasks, num_ranks):
+    assert_trained(pool.run(num_ranks, train_task_graph, num_layers, tasks))
+
+
+@settings(max_examples=40 if RUNS_ALL else 8, phases=(Phase.generate,))
+@given(tasks_of_modules(min_modules=2))
+def test_random_task_graphs_train_like_one_process(pool, drawn):
+    tasks, num_layers = drawn
+    assert_trained(pool.run(1, train_task_graph, num_layers, tasks))
+
+
+@settings(max_examples=10 if RUNS_ALL else 2, phases=(Phase.generate,))
+@given(tasks_of_modules(min_modules=2))
+def test_random_task_graphs_train_like_one_process_on_two_ranks(pool, drawn):
+    tasks, num_layers = drawn
+    assert_trained(pool.run(2, train_task_graph, num_layers, tasks))
 
 
 def job(number=0, evaluations=300, **named):

@@ -46,11 +46,20 @@ def test_recipes_list_the_multimodal_models(capsys):
     assert listed[0]["weights"] == MODELS["vlm-s"].num_parameters
 
 
-@pytest.mark.parametrize("arguments", [("bound", "vlm-s"), ("explain", "t2v-s", "p")])
-def test_verbs_that_do_not_take_a_model_say_which_do(capsys, arguments):
-    said = refusal(capsys, *arguments)
-    assert f"{arguments[1]} is a multimodal model" in said
-    assert "the verbs plan, compare and simulate take it" in said
+def test_a_verb_that_does_not_take_a_model_says_which_do(capsys):
+    said = refusal(capsys, "explain", "t2v-s", "p")
+    assert "t2v-s is a multimodal model" in said
+    assert "the verbs plan, compare, bound and simulate take it" in said
+
+
+def test_one_bound_for_a_batch_whatever_the_planner(capsys):
+    bound = json.loads(answer(capsys, "bound", "vlm-s", "--microbatches", "2", "--json"))
+    assert bound["bound_s"] == max(bound["work_s"], bound["layer_s"], bound["path_s"])
+    rows = json.loads(answer(capsys, "compare", "vlm-s", *QUICK, "--json"))["rows"]
+    plans = [row for row in rows if "bound_s" in row]
+    assert {row["bound_s"] for row in plans} == {bound["bound_s"]}
+    assert all(row["over_bound"] >= 1 and row["settings"] for row in plans)
+    assert "over every size of sub-microbatches" in answer(capsys, "bound", "vlm-s", "--microbatches", "2")
 
 
 @pytest.mark.parametrize("option", [("--microbatches", "32"), ("--batch-seed", "0"), ("--samples", "x.jsonl")])
@@ -136,6 +145,9 @@ def test_the_search_of_a_pipeline_can_be_shown(capsys, tmp_path):
 @pytest.mark.parametrize("verb", ["plan", "compare"])
 def test_what_the_times_leave_out_is_said(capsys, tmp_path, verb):
     out = answer(capsys, verb, "vlm-s", *QUICK)
+    assert "effects left out of these times; --assumptions lists them." in out
+    assert "Left out:" not in out
+    out = answer(capsys, verb, "vlm-s", "--assumptions", *QUICK)
     assert "Left out: data loading, and host time between layers" in out
     assert "Left out: kernels were measured on" in out
     printed = answer(capsys, verb, "vlm-s", *QUICK, "--json")

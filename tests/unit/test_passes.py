@@ -245,6 +245,19 @@ def test_the_host_has_room_for_all_that_is_offloaded():
         check(*offloading(1e9, int(small.COST.saved_bytes) - 1))
 
 
+def test_what_has_come_back_from_the_host_leaves_room_for_more():
+    _, profile = offloading(1e9, int(small.COST.saved_bytes))
+    graph = profile.graph
+    twice = replace(graph, metaops=(*graph.metaops, replace(graph.metaops[0], name="b", task="b")))
+    profile = replace(profile, graph=twice, curves=profile.curves * 2)
+    pieces = [Piece(op=op, num_layers=2, devices=(0,), offloaded=1) for op in (0, 1)]
+    one_by_one = [(0, FORWARD), (0, BACKWARD), (1, FORWARD), (1, BACKWARD)]
+    check(assemble_passes(profile, profile.default_setting, "any", pieces, one_by_one), profile)
+    at_once = [(0, FORWARD), (1, FORWARD), (1, BACKWARD), (0, BACKWARD)]
+    with pytest.raises(PlanError, match=r"device 0 offloads more than the 3.8 MiB .* what has not come back yet"):
+        check(assemble_passes(profile, profile.default_setting, "any", pieces, at_once), profile)
+
+
 def test_an_order_against_the_flow_is_refused():
     order = one_forward_one_backward(2, 2)
     with pytest.raises(PlanError, match="stands before the forward of slot 0"):

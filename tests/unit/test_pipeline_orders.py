@@ -9,7 +9,8 @@ from hypothesis import given, settings
 import pipelines
 from spindle.planners.bounds import bound_ns
 from spindle.planners.pipeline.orders import encoders_in_bubbles, interleaved, one_forward_one_backward, zero_bubble
-from spindle.planners.pipeline.segments import BACKWARD, FORWARD, Segments, without_choices
+from spindle.planners.pipeline.segments import BACKWARD, FORWARD, Segments, table_of, without_choices
+from spindle.planners.pipeline.walk import Walk, soonest, walk_soonest
 
 
 def chunks(num_ranks: int, num_microbatches: int, num_chunks: int) -> Segments:
@@ -84,3 +85,18 @@ def test_no_order_of_a_baseline_waits_for_itself(segments):
     assert all(schedule.makespan_ns >= bound for schedule in schedules)
     assert cut.makespan_ns <= plain.makespan_ns
     assert cut.peak.max() <= plain.peak.max()
+
+
+@given(pipelines.pipelines())
+@settings(max_examples=60)
+def test_the_compiled_walk_places_passes_as_the_walk_with_its_rule_does(segments):
+    ranks, pairs = segments.num_ranks, segments.num_pairs
+    lanes = [
+        [[(pair, FORWARD) for pair in range(pairs)], [(pair, BACKWARD) for pair in reversed(range(pairs))]]
+    ] * ranks
+    table, columns = table_of(segments), np.array(lanes)
+    expected = Walk(segments, table, lanes, soonest).run()
+    pair, kind = (np.full((ranks, 2 * pairs), -1) for _ in range(2))
+    times = segments.forward_ns.copy(), segments.backward_ns.copy()
+    assert walk_soonest(table, *times, columns[..., 0].copy(), columns[..., 1].copy(), pair, kind)
+    assert [list(zip(*row, strict=True)) for row in zip(pair.tolist(), kind.tolist(), strict=True)] == expected

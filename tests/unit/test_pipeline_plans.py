@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -21,14 +22,17 @@ from spindle.planners import (
     Chain,
     Layout,
     PlanOptions,
+    choose_layout,
     make_plan,
+    pipeline_bound_s,
     pipeline_layout,
     planners_of,
     search_pipeline,
 )
+from spindle.planners.pipeline.baselines import BASELINES, plan_in_order
 from spindle.planners.pipeline.chains import layer_loads, layout_of, lightest_cuts, mixed_chain, separate_chains
+from spindle.planners.pipeline.choose import natural_rounds
 from spindle.planners.pipeline.interleave import interleave
-from spindle.planners.pipeline.planner import natural_rounds
 from spindle.planners.pipeline.stages import batches_of, plan_of
 from spindle.profile import Curve, Profile
 from spindle.program import lower, verify
@@ -173,6 +177,32 @@ def test_every_baseline_has_a_legal_plan(planner):
     plan = make_plan(profile, planner, PlanOptions(pipeline_ranks=2))
     finished(plan, profile)
     assert plan.planner == planner
+    assert re.match(r"chunks on each rank: \d.*, cut by (time|parameters); microbatches ", plan.settings)
+
+
+@pytest.mark.parametrize("planner", ["static", "vpp", "optimus"])
+def test_a_tuned_baseline_is_no_slower_than_any_of_its_settings(planner):
+    profile = batch((24, 7, 0, 30, 12, 44, 19), num_devices=2, most=48, vision_layers=6, language_layers=8)
+    plan = make_plan(profile, planner, PlanOptions(pipeline_ranks=2))
+    baseline = BASELINES[planner]
+    for layout in baseline.layouts(profile, 2):
+        for microbatch_order in baseline.microbatch_orders[:1]:
+            other = plan_in_order(profile, layout, planner, baseline.order, microbatch_order)
+            assert plan.makespan_s <= other.makespan_s * (1 + 1e-9)
+
+
+def test_sorting_microbatches_changes_their_order_and_nothing_else():
+    profile = batch((4, 30, 12, 24), num_devices=2, most=48)
+    layout = layout_of(profile, 2, (mixed_chain(layer_loads(profile), 2),))
+    order = BASELINES["1f1b"].order
+    first = {}
+    for microbatch_order in ("natural", "falling", "rising"):
+        plan = plan_in_order(profile, layout, "1f1b", order, microbatch_order)
+        finished(plan, profile)
+        tasks = [slot.op.split("/")[0] for slot in plan.slots if slot.devices == (0,)]
+        first[microbatch_order] = list(dict.fromkeys(tasks))
+    assert first["natural"] == ["m00", "m01", "m02", "m03"]
+    assert first["falling"] == ["m01", "m03", "m02", "m00"] == first["rising"][::-1]
 
 
 def test_an_unknown_planner_is_refused():
@@ -250,10 +280,15 @@ def test_text_alone_has_nothing_to_do_where_only_the_encoder_stands():
 def test_ours_is_faster_than_what_others_do_on_the_papers_models(name):
     step = step_of(MODELS[name], MODELS[name].cluster, BatchOptions(num_microbatches=6, seed=1))
     times = {}
+    profiles = step.split_profiles()
+    bound_s = pipeline_bound_s(profiles, step.pipeline_ranks)
+    chosen, layout = choose_layout(profiles, step.pipeline_ranks)
+    options = PlanOptions(evaluations=30, pipeline_ranks=step.pipeline_ranks, bound_s=bound_s)
     for planner in planners_of(is_pipeline=True):
-        profile = step.profile(PLANNERS[planner].splits_microbatches)
+        is_ours = PLANNERS[planner].splits_microbatches
+        profile = chosen if is_ours else step.whole
         try:
-            plan = make_plan(profile, planner, PlanOptions(evaluations=30, pipeline_ranks=step.pipeline_ranks))
+            plan = make_plan(profile, planner, replace(options, layouts=(layout,)) if is_ours else options)
         except DoesNotFitError:  # 1F1B keeps too many images alive, and Optimus knows no video
             assert (planner, name) in (("1f1b", "vlm-s"), ("optimus", "t2v-s"))
             continue

@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
-from spindle.cli.options import AsJson, ClusterName, Devices, Input
+from spindle.cli.options import AsJson, Assumptions, BatchSeed, ClusterName, Devices, Input, Microbatches, Samples
 
 
-def bound(given: Input, devices: Devices = None, cluster: ClusterName = None, as_json: AsJson = False) -> None:
+def bound(
+    given: Input,
+    devices: Devices = None,
+    cluster: ClusterName = None,
+    microbatches: Microbatches = None,
+    batch_seed: BatchSeed = None,
+    samples: Samples = None,
+    assumptions: Assumptions = False,
+    as_json: AsJson = False,
+) -> None:
     """Say how fast any plan can be, and what limits it.
 
     The LP bound is for the whole graph and every plan that runs each layer over its whole batch at once; the paper's C*
-    goes level by level. Both are in folded time: forward and backward together, without transfers. Examples:
+    goes level by level. Both are in folded time: forward and backward together, without transfers. A batch of a
+    multimodal model has one bound for all pipelines: every size of sub-microbatches, layout and order. Examples:
 
     spindle bound graph.json --devices 16
 
     spindle bound ofasys-7 --cluster a800x16
+
+    spindle bound vlm-s --microbatches 16
     """
     from spindle.artifact import to_json
-    from spindle.cli.inputs import left_out, load_profile
+    from spindle.cli.inputs import left_out, load_step
     from spindle.cli.terminal import show, show_json
-    from spindle.report.bound import bound_report, limit_sentences
-    from spindle.report.table import bound_facts
+    from spindle.planners import pipeline_bound
+    from spindle.recipes import BatchOptions
+    from spindle.report import bound_facts, bound_report, limit_sentences, pipeline_bound_facts
 
-    report = bound_report(load_profile(given, devices, cluster))
+    batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples)
+    step = load_step(given, devices, cluster, batch)
+    if step.pipeline_ranks is not None:
+        bounds = [pipeline_bound(profile, step.pipeline_ranks) for profile in step.split_profiles()]
+        least = min(bounds, key=lambda bound: bound.bound_s)
+        sizes = step.sizes[bounds.index(least)]
+        whole = step.whole
+        if as_json:
+            named = {"workload": whole.graph.name, "cluster": whole.cluster.name, "sub_microbatches": dict(sizes)}
+            show_json(named | {"bound_s": least.bound_s} | to_json(least))
+        else:
+            show(pipeline_bound_facts(least, whole, sizes), *left_out(whole.leaves_out, assumptions))
+        return
+    report = bound_report(step.whole)
     if as_json:
         show_json(to_json(report) | {"paper_s": report.paper_s, "limit": report.limit})
         return
-    show(bound_facts(report), "", *limit_sentences(report), *left_out(report.leaves_out))
+    show(bound_facts(report), "", *limit_sentences(report), *left_out(report.leaves_out, assumptions))

@@ -9,6 +9,7 @@ import typer
 
 from spindle.cli.options import (
     AsJson,
+    Assumptions,
     BatchSeed,
     ClusterName,
     Devices,
@@ -45,13 +46,14 @@ def compare(
     microbatches: Microbatches = None,
     batch_seed: BatchSeed = None,
     samples: Samples = None,
+    assumptions: Assumptions = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare all planners on one workload, simulated, beside the bound.
 
     Speedups are over `sequential`: every module on the whole cluster in turn. A multimodal model (vlm-s) is compared
     as a pipeline on one batch, on the paper's cluster unless another is given; there, speedups are over `vpp`,
-    interleaved 1F1B of Megatron-LM. Examples:
+    interleaved 1F1B of Megatron-LM. Every pipeline is tuned by simulation, and what was chosen is said. Examples:
 
     spindle compare graph.json --devices 16
 
@@ -62,16 +64,21 @@ def compare(
     import json
 
     from spindle.artifact import to_json, write_atomically
-    from spindle.cli.inputs import LEAVES_OUT, left_out, load_step
-    from spindle.cli.terminal import fits, notice, progress_bar, refuse_outputs, show, show_json
+    from spindle.cli.inputs import LEAVES_OUT, left_out, load_step, planner_input, with_sizes
+    from spindle.cli.terminal import fits, note_compilation, notice, progress_bar, refuse_outputs, show, show_json
     from spindle.errors import DoesNotFitError
     from spindle.plan import Plan
     from spindle.planners import PLANNERS, PlanOptions, make_plan, planners_of
     from spindle.profile import Profile
     from spindle.recipes import BatchOptions
-    from spindle.report.compare import REFERENCE, compared
-    from spindle.report.pipelines import comparison_figure
-    from spindle.report.table import comparison_table, refusal_lines
+    from spindle.report import (
+        REFERENCE,
+        compared,
+        comparison_figure,
+        comparison_table,
+        refusal_lines,
+        settings_lines,
+    )
 
     refuse_outputs(output, figure, inputs=(given, cluster, samples))
     batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples)
@@ -79,20 +86,22 @@ def compare(
     options = PlanOptions(
         seed=seed, evaluations=evaluations, time_limit_s=time_limit, pipeline_ranks=step.pipeline_ranks
     )
-    whole = step.profile(False)
+    whole = step.whole
     name = f"{whole.graph.name} on {whole.cluster.name}"
     planners = [planner for planner in planners_of(step.is_pipeline) if PLANNERS[planner].is_compared]
     plans: dict[str, tuple[Plan, Profile]] = {}
     refusals: dict[str, str] = {}
+    note_compilation(step.is_pipeline)
     with progress_bar(f"planning {name}", len(planners)) as report:
         for number, planner in enumerate(planners):
 
             def report_share(share: float, before: int = number) -> None:
                 report(before + share)
 
-            profile = step.profile(True) if PLANNERS[planner].splits_microbatches else whole
             try:
-                plans[planner] = make_plan(profile, planner, options, report_share), profile
+                profile, planner_options = planner_input(step, PLANNERS[planner], options)
+                made = make_plan(profile, planner, planner_options, report_share)
+                plans[planner] = with_sizes(made, step, profile), profile
             except DoesNotFitError as error:
                 refusals[planner] = str(error)
             report(number + 1)
@@ -114,7 +123,7 @@ def compare(
     else:
         wide = comparison_table(comparison, whole, reference)
         shown = wide if fits(wide) else comparison_table(comparison, whole, reference, narrow=True)
-        show(shown, *refusal_lines(comparison), *left_out(unknown))
+        show(shown, *settings_lines(comparison), *refusal_lines(comparison), *left_out(unknown, assumptions))
     for path in (output, figure):
         if path is not None:
             notice(f"wrote {path}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ from spindle.artifact import artifact_from_json, read_json_file
 from spindle.cli.script import script_words, workload_of_script
 from spindle.cli.terminal import printable
 from spindle.cluster import Cluster, DeviceKind, Island, Link, cluster_named, read_cluster_file
-from spindle.errors import InputError, PlanError, ProfileError
+from spindle.display import count_of
+from spindle.errors import InputError, PlanError, ProfileError, SpindleError
 from spindle.graph import metagraph_of
 from spindle.plan import Plan, check, read_plan
-from spindle.planners import PLANNERS, planners_of
+from spindle.planners import PLANNERS, Planner, PlanOptions, choose_layout, pipeline_bound_s, planners_of
 from spindle.profile import Profile, Roofline, abstract_profile, roofline_profile
 from spindle.recipes import MODELS, RECIPES, BatchOptions, Step, step_of
 from spindle.workload import Workload
@@ -42,16 +45,17 @@ def load_step(
     if given in RECIPES:
         return step_of(RECIPES[given], _real_cluster(given, num_devices, cluster_name))
     profile = _load_profile(given, num_devices, cluster_name)
-    return Step(profile=lambda splits_microbatches: profile)
+    return Step(profile=lambda sizes: profile)
 
 
 def load_profile(given: str, num_devices: int | None, cluster_name: str | None) -> Profile:
     """The profile of an input; refuses a multimodal model, whose profile depends on the batch."""
     if given in MODELS:
         raise InputError(
-            f"{given} is a multimodal model, planned batch by batch; the verbs plan, compare and simulate take it"
+            f"{given} is a multimodal model, planned batch by batch; "
+            "the verbs plan, compare, bound and simulate take it"
         )
-    return load_step(given, num_devices, cluster_name).profile(False)
+    return load_step(given, num_devices, cluster_name).whole
 
 
 def refuse_planner(planner: str, given: str, step: Step) -> None:
@@ -64,14 +68,19 @@ def refuse_planner(planner: str, given: str, step: Step) -> None:
         raise InputError(f"planner {planner!r} {what}; for {given} there are {', '.join(names)}")
 
 
-def left_out(leaves_out: Iterable[str]) -> list[str]:
-    """What the times of a profile leave out, a sentence each."""
-    return [f"Left out: {text}." for text in leaves_out]
+def left_out(leaves_out: Iterable[str], in_full: bool) -> list[str]:
+    """What the times of a profile leave out: a line for each effect, or one that says how many there are."""
+    texts = list(leaves_out)
+    if in_full or len(texts) == 1:
+        return [f"Left out: {text}." for text in texts]
+    return [f"{count_of(len(texts), 'effect')} left out of these times; --assumptions lists them."] if texts else []
 
 
 def _load_profile(given: str, num_devices: int | None, cluster_name: str | None) -> Profile:
     """A measured profile, an abstract graph with its own times, or a roofline of a workload or a training script."""
     if (words := script_words(given)) is not None:
+        if not Path(words[0]).exists():
+            raise InputError(f"{words[0]}: no such file")
         cluster = _real_cluster(given, num_devices, cluster_name)  # before the script runs
         workload = workload_of_script(*words)
         _refuse_unprintable(words[0], _names(workload))
@@ -95,9 +104,57 @@ def _load_profile(given: str, num_devices: int | None, cluster_name: str | None)
     return _roofline(given, workload, _real_cluster(given, num_devices, cluster_name))
 
 
-def planner_in(path: Path) -> str:
-    """The name of the planner that made a plan file."""
-    return str(read_json_file(path).get("planner", ""))
+def machines_of_plan(
+    path: Path, given: str, num_devices: int | None, cluster_name: str | None
+) -> tuple[int | None, str | None]:
+    """--devices and --cluster for an input and its plan: those of the plan where none are given."""
+    if num_devices is not None or cluster_name is not None or given in MODELS or is_profile(given):
+        return num_devices, cluster_name
+    data = read_json_file(path)
+    name, count = data.get("cluster"), data.get("num_devices")
+    if isinstance(count, int) and 0 < count <= MAX_DEVICES and name == nameless_cluster(count).name:
+        return count, None
+    with suppress(SpindleError):
+        cluster_named(str(name))
+        return None, str(name)
+    return None, None
+
+
+def is_profile(given: str) -> bool:
+    """Whether an input is a measured profile, which brings its machines."""
+    try:
+        return Path(given).suffix == ".json" and read_json_file(Path(given)).get("spindle") == "profile"
+    except InputError:
+        return False
+
+
+def planner_input(step: Step, planner: Planner, options: PlanOptions) -> tuple[Profile, PlanOptions]:
+    """What a planner is given of a step. For pipelines: the bound over all ways to split microbatches, and where the
+    planner splits them, the profile and the layout that are best for this batch."""
+    if step.pipeline_ranks is None:
+        return step.whole, options
+    profiles = step.split_profiles()
+    options = replace(options, bound_s=pipeline_bound_s(profiles, step.pipeline_ranks))
+    if not planner.splits_microbatches:
+        return step.whole, options
+    profile, layout = choose_layout(profiles, step.pipeline_ranks)
+    return profile, replace(options, layouts=(layout,))
+
+
+def with_sizes(plan: Plan, step: Step, profile: Profile) -> Plan:
+    """The plan, whose settings say how microbatches are split."""
+    sizes = next((sizes for sizes in step.sizes if sizes and step.profile(sizes) is profile), None)
+    if not sizes:
+        return plan
+    parts = [f"sub-microbatches of up to {size} for {module}" for module, size in sizes.items()]
+    return replace(plan, settings="; ".join([*parts, plan.settings]))
+
+
+def profile_of_plan(path: Path, step: Step) -> Profile:
+    """The profile of a step that a plan file was made for; if there is none, that with whole microbatches."""
+    fingerprint = read_json_file(path).get("fingerprint")
+    profiles = (step.profile(sizes) for sizes in step.sizes)
+    return next((profile for profile in profiles if profile.graph.fingerprint == fingerprint), step.whole)
 
 
 def load_plan(path: Path, profile: Profile, given: str = "") -> Plan:

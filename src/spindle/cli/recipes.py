@@ -36,9 +36,9 @@ def recipes(
     spindle recipes clip-4 -o clip-4.json
     """
     from spindle.cli.terminal import notice, refuse_outputs, show, show_json
+    from spindle.display import facts
     from spindle.errors import InputError
     from spindle.recipes import MODELS, RECIPES
-    from spindle.report.facts import facts
     from spindle.workload import write_workload
 
     if name is not None and name not in RECIPES and name not in MODELS:
@@ -66,7 +66,7 @@ def recipes(
 
 
 def _row(recipe: Recipe) -> tuple[str, str]:
-    from spindle.report.quantities import large
+    from spindle.display import large
 
     sizes = _sizes(recipe)
     counts = ", ".join(f"{sizes[name]:,} {name}" for name in ("tasks", "modules", "ops", "samples"))
@@ -74,7 +74,7 @@ def _row(recipe: Recipe) -> tuple[str, str]:
 
 
 def _model_row(model: MultimodalModel) -> tuple[str, str]:
-    from spindle.report.quantities import large
+    from spindle.display import large
 
     return (
         model.name,

@@ -16,7 +16,7 @@ from spindle.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from spindle.report.gantt import Chart
+    from spindle.report import Chart
 
 CLOSED_PIPE = 141  # as shells say it: 128 + SIGPIPE
 _ANY_WIDTH = 10_000
@@ -44,7 +44,7 @@ def fits(part: RenderableType) -> bool:
 
 def show_chart(chart_of: Callable[[int], Chart], num_devices: int) -> None:
     """Draw a chart as wide as the output; `chart_of` makes it for a number of columns."""
-    from spindle.report.gantt import columns_for, draw
+    from spindle.report import columns_for, draw
 
     console = _console()
     chart = chart_of(columns_for(console.width, num_devices))
@@ -64,6 +64,14 @@ def _console(stderr: bool = False) -> Console:
     from rich.console import Console
 
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+
+def note_compilation(is_pipeline: bool) -> None:
+    """Say so where the first command after an install compiles loops before it begins."""
+    from spindle.planners import needs_compiling
+
+    if needs_compiling(is_pipeline):
+        notice("compiling loops, once after an install: about half a minute")
 
 
 @contextmanager

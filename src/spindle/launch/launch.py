@@ -34,6 +34,7 @@ SWEEP_S = 0.2
 STOPPED_LIMIT_S = 8.0  # a rank that is stopped for longer counts as failed: the others would wait for it forever
 STOPPED_POLL_S = 0.5
 REAP_S = 5.0
+BYTES_PER_PROCESS = 128 << 20  # torch, imported, takes more
 LOG_END_LINES = 20
 LOG_END_BYTES = 1 << 16
 
@@ -65,6 +66,11 @@ def launch(
     """
     if num_processes < 1:
         raise InputError(f"expected at least 1 process, got {num_processes}")
+    most = max(64, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // BYTES_PER_PROCESS)
+    if num_processes > most:
+        raise InputError(f"{num_processes:,} processes do not fit in this host's memory; start at most {most:,}")
+    if script.suffix == ".json":
+        raise InputError(f"{script}: expected a Python script; a plan is given to Planning(plan=...) in the script")
     if not script.is_file():
         raise InputError(f"{script}: {'is a directory; give a script' if script.is_dir() else 'no such file'}")
     with ExitStack() as stack:
@@ -110,9 +116,7 @@ class _Job:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._endings: dict[int, Ending] = {}
         self._stopped_since_ns: dict[int, int] = {}
-        self._killed_after_s: dict[
-            int, float
-        ] = {}  # ranks killed because they were stopped, and for how long they were
+        self._killed: dict[int, tuple[int, float]] = {}  # ranks that were stopped: since when, for how long
         self._last_poll_ns = 0
         self._has_signalled = False
 
@@ -139,8 +143,7 @@ class _Job:
         """Whether any rank is still running. Records the endings of those that are not."""
         for rank, process in self._processes.items():
             if rank not in self._endings and (code := _exit_code(process)) is not None:
-                stopped_s = self._killed_after_s.get(rank)
-                time_ns = time.monotonic_ns() if stopped_s is None else self._stopped_since_ns[rank]
+                time_ns, stopped_s = self._killed.get(rank, (time.monotonic_ns(), None))
                 was_signalled = self._has_signalled and stopped_s is None
                 self._endings[rank] = Ending(
                     rank=rank, code=code, time_ns=time_ns, was_signalled=was_signalled, stopped_s=stopped_s
@@ -160,9 +163,10 @@ class _Job:
             if rank in self._endings or not _is_stopped(process.pid):
                 self._stopped_since_ns.pop(rank, None)
                 continue
-            stopped_s = (now_ns - self._stopped_since_ns.setdefault(rank, now_ns)) / 1e9
-            if stopped_s > STOPPED_LIMIT_S and rank not in self._killed_after_s:
-                self._killed_after_s[rank] = stopped_s
+            since_ns = self._stopped_since_ns.setdefault(rank, now_ns)
+            stopped_s = (now_ns - since_ns) / 1e9
+            if stopped_s > STOPPED_LIMIT_S and rank not in self._killed:
+                self._killed[rank] = since_ns, stopped_s
                 _signal_group(process, signal.SIGKILL)
 
     def failed(self) -> bool:

@@ -14,8 +14,7 @@ import torch
 
 from spindle.measure.rank_sync import RankSync
 from spindle.profile import HostOverhead
-from spindle.run.step import MAX_AHEAD
-from spindle.run.world import World, on_compute_stream
+from spindle.run import MAX_AHEAD, World, on_compute_stream
 
 _KERNELS, _ROUNDS = 200, 15
 

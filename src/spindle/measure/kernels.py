@@ -31,11 +31,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from spindle.artifact import write_artifact
 from spindle.cluster import PRESETS, DeviceKind
 from spindle.errors import ProfileError
-from spindle.profile import Attention, AttentionTable, Efficiencies, Gemm, GemmColumn, MemoryTable, Operator
-from spindle.profile.efficiency import KIND
-from spindle.profile.operators import Pass
-from spindle.recipes.layers import Lengths
-from spindle.recipes.multimodal import MODELS, Chain
+from spindle.profile import (
+    EFFICIENCIES_KIND,
+    Attention,
+    AttentionTable,
+    Efficiencies,
+    Gemm,
+    GemmColumn,
+    MemoryTable,
+    Operator,
+    Pass,
+)
+from spindle.recipes import MODELS, Chain, Lengths
 
 _DEVICE = torch.device("cuda")
 _GROUPS = 3
@@ -389,7 +396,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("spindle.measure.kernels: needs a GPU, torch sees none; run it where there is one")
-    write_artifact(arguments.output, KIND, measure_kernels(PRESETS[arguments.kind].kind, arguments.limit_s))
+    write_artifact(
+        arguments.output, EFFICIENCIES_KIND, measure_kernels(PRESETS[arguments.kind].kind, arguments.limit_s)
+    )
 
 
 if __name__ == "__main__":

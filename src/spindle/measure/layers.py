@@ -21,8 +21,18 @@ from spindle.measure.cache import Cache, Times
 from spindle.measure.rank_sync import RankSync
 from spindle.measure.timing import Work, time_passes
 from spindle.profile import LayerSamples
-from spindle.run.op_code import LayerCode, LayersCode, LossCode, OpCode
-from spindle.run.pytrees import Axes, as_leaves, copied, cut, pytree_meta, takes_gradient
+from spindle.run import (
+    Axes,
+    LayerCode,
+    LayersCode,
+    LossCode,
+    OpCode,
+    as_leaves,
+    copied,
+    cut,
+    pytree_meta,
+    takes_gradient,
+)
 
 _MAX_SIZES, _MAX_SIZES_ON_GPU = 6, 8
 _MAX_LAYERS = 3  # of an op that are timed

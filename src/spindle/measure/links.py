@@ -15,7 +15,7 @@ import torch.distributed as dist
 from spindle.cluster import Link
 from spindle.measure.timing import median_s
 from spindle.profile import ring_bytes
-from spindle.run.world import Message, World, peers
+from spindle.run import Message, World, peers
 
 # Float32 elements. The large message takes clearly longer than the latency, even on a busy machine.
 _SMALL, _LARGE = 1, 1 << 21

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from spindle.cluster import Cluster, DeviceKind, Island, cluster_named
+from spindle.display import count_of
 from spindle.graph import MetaGraph
 from spindle.launch.capture import ProfileCapture
 from spindle.launch.mps import VIRTUAL_VARIABLE
@@ -29,9 +30,7 @@ from spindle.measure.p2p_latency import measure_p2p_latency
 from spindle.measure.rank_sync import RankSync
 from spindle.measure.rates import measure_rates
 from spindle.profile import LayerSamples, Profile, sampled_profile
-from spindle.run.op_code import OpCode
-from spindle.run.pytrees import Axes
-from spindle.run.world import World
+from spindle.run import Axes, OpCode, World
 
 # Share of a GPU's memory: in a step that filled it, 7 % were lost to fragmentation in torch's allocator.
 _USABLE = 0.9
@@ -91,6 +90,7 @@ def local_profile(
             overlap=overlap.overlap,
             exchange_overlap=overlap.exchange_overlap,
             gradients_stay=world.device.type == "cuda",
+            sends_stay=world.device.type != "cuda",
             host=host,
             measured_on=_where_and_when(world),
         )
@@ -156,7 +156,7 @@ def _cluster(world: World, summed: torch.dtype) -> Cluster:
         for size in sizes
     )
     where = f"{len(sizes)} hosts" if len(sizes) > 1 else "this machine"
-    return Cluster(name=f"{world.size} processes on {where}", islands=islands)
+    return Cluster(name=f"{count_of(world.size, 'process', 'processes')} on {where}", islands=islands)
 
 
 def _host() -> str:

@@ -21,8 +21,7 @@ from spindle.cluster import Link
 from spindle.measure.rank_sync import RankSync
 from spindle.measure.timing import Passes, Work, between_s, mark, medians, warmed
 from spindle.profile import all_reduce_s, ring_bytes
-from spindle.run.step import Pace
-from spindle.run.world import World, compute_stream, peers
+from spindle.run import Pace, World, compute_stream, peers
 
 _PASSES = 8
 _SMALL, _LARGE = 1 << 22, 1 << 28  # bytes; both large enough to use the protocol of gradients

@@ -22,8 +22,7 @@ from torch import nn
 
 from spindle.measure.rank_sync import RankSync
 from spindle.measure.timing import Passes, Work, between_s, mark, medians, warmed
-from spindle.run.step import Pace
-from spindle.run.world import Message, World, compute_stream, peers, wait
+from spindle.run import Message, Pace, World, compute_stream, peers, wait
 
 _SECONDS = 1.0  # for all rounds, about
 _ROUNDS, _ROUNDS_ON_GPU = (16, 25), (6, 100)  # at least and at most

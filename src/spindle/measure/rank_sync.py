@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from spindle.run.world import World
+from spindle.run import World
 
 
 class RankSync:

@@ -21,9 +21,7 @@ from torch.utils._pytree import tree_leaves
 from spindle.errors import PeerLostError
 from spindle.measure.cache import Times
 from spindle.measure.rank_sync import RankSync
-from spindle.run.graphs import capturing
-from spindle.run.pytrees import takes_gradient
-from spindle.run.world import compute_stream
+from spindle.run import capturing, compute_stream, takes_gradient
 
 _REPEATS = 3  # on a CPU
 _GPU_WARM_UPS = 3

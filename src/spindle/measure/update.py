@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from spindle.measure.timing import median_s
-from spindle.run.world import compute_stream
+from spindle.run import compute_stream
 
 _REPEATS, _REPEATS_ON_GPU = 3, 15
 _MAX_ELEMENTS, _MAX_ELEMENTS_ON_GPU = 1 << 24, 1 << 27  # enough to measure, few enough to copy

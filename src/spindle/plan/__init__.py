@@ -3,7 +3,7 @@
 from spindle.plan.assemble import Piece, assemble, assemble_passes, relaxed, slots_per_op
 from spindle.plan.check import check
 from spindle.plan.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Pass, Plan, Slot, read_plan, setting_of, write_plan
-from spindle.plan.text import format_devices, format_plan, parse_plan
+from spindle.plan.text import PASS_LETTERS, format_devices, format_plan, parse_plan
 from spindle.plan.times import FOLDED, Span, forward_spans, pass_s, slot_links, spans
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "FOLDED",
     "FORWARD",
     "INPUT",
+    "PASS_LETTERS",
     "WEIGHT",
     "Pass",
     "Piece",

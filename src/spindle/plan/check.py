@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from spindle.errors import PlanError
-from spindle.plan.plan import FORWARD, Plan, Slot, setting_of
+from spindle.plan.plan import FORWARD, WEIGHT, Plan, Slot, setting_of
 from spindle.plan.text import marked
 from spindle.plan.times import forward_spans, pass_needs, pass_s, refuse_other_slots, slot_links, spans
 from spindle.profile import Profile, bytes_text, saved_bytes
@@ -129,33 +129,23 @@ def _memory(plan: Plan, profile: Profile) -> None:
 
 
 def _host(plan: Plan, profile: Profile) -> None:
-    """Offloaded activations fit into host memory, and their copies are hidden behind the forward passes.
+    """Offloaded activations fit into host memory at any time, and their copies are hidden behind the forward passes.
 
     Passes of one task that follow each other on the same devices are one stage, all of which hides its copies.
-    Conservative: all that a device offloads in a step counts at once, though some has come back before other leaves.
     """
     if not any(slot.offloaded for slot in plan.slots):
         return
     kind, graph, setting = profile.cluster.kind, profile.graph, setting_of(plan, profile)
     position = {op.name: index for index, op in enumerate(graph.metaops)}
-    held_bytes: dict[int, int] = defaultdict(int)
+
+    def offloaded_bytes(slot: Slot) -> int:
+        op, curve = graph.metaops[position[slot.op]], profile.curve(position[slot.op], setting)
+        rows = -(-(op.batch_size or 1) * curve.tensor_degree // len(slot.devices))  # of the largest share
+        return saved_bytes(op, rows, slot.offloaded, curve.tensor_degree, False)
+
     for stage in _forward_stages(plan, profile):
-        stage_bytes, forward_s = 0, 0.0
-        for slot in stage:
-            op, curve = graph.metaops[position[slot.op]], profile.curve(position[slot.op], setting)
-            forward_s += pass_s(slot, FORWARD, curve)
-            rows = -(-(op.batch_size or 1) * curve.tensor_degree // len(slot.devices))  # of the largest share
-            num_bytes = saved_bytes(op, rows, slot.offloaded, curve.tensor_degree, False)
-            stage_bytes += num_bytes
-            for device in slot.devices:
-                held_bytes[device] += num_bytes
-                if held_bytes[device] > kind.host_memory_bytes:
-                    raise _refuse(
-                        plan,
-                        slot,
-                        f"device {device} offloads more than the {bytes_text(kind.host_memory_bytes)} that the host "
-                        "has for it, counting all of the step at once",
-                    )
+        stage_bytes = sum(map(offloaded_bytes, stage))
+        forward_s = sum(pass_s(slot, FORWARD, profile.curve(position[slot.op], setting)) for slot in stage)
         copy_s = stage_bytes / kind.host_bytes_per_s
         if copy_s > forward_s * (1 + _TOLERANCE):
             slot = next(slot for slot in stage if slot.offloaded)
@@ -165,6 +155,20 @@ def _host(plan: Plan, profile: Profile) -> None:
                 f"{slot.op} offloads {bytes_text(stage_bytes)}, which takes {copy_s:.3g} s to the host; the forward "
                 f"pass beside it hides {forward_s:.3g} s",
             )
+    held_bytes: dict[int, int] = defaultdict(int)
+    for pass_ in plan.passes:
+        slot = plan.slots[pass_.slot]
+        if not slot.offloaded or pass_.kind == WEIGHT:  # activations have come back for the gradients of inputs
+            continue
+        for device in slot.devices:
+            held_bytes[device] += offloaded_bytes(slot) if pass_.kind == FORWARD else -offloaded_bytes(slot)
+            if held_bytes[device] > kind.host_memory_bytes:
+                raise _refuse(
+                    plan,
+                    slot,
+                    f"device {device} offloads more than the {bytes_text(kind.host_memory_bytes)} that the host has "
+                    "for it, counting what has not come back yet",
+                )
 
 
 def _forward_stages(plan: Plan, profile: Profile) -> list[list[Slot]]:

@@ -9,24 +9,39 @@ from functools import partial
 from spindle.errors import InputError
 from spindle.plan import Plan
 from spindle.planners.baselines import schedule_distmm, schedule_sequential, schedule_task_level
-from spindle.planners.bounds import LpSolution, graph_bound, graph_bound_s, lp_bound, step_bound_s
+from spindle.planners.bounds import (
+    LpSolution,
+    best_degree_problem,
+    graph_bound,
+    graph_bound_s,
+    lower_hull,
+    lp_bound,
+    step_bound_s,
+)
 from spindle.planners.build import Scheduler, plan_with
+from spindle.planners.compiled import needs_compiling
 from spindle.planners.exhaustive import schedule_exhaustive
 from spindle.planners.options import Chain, Layout, PlanOptions, Progress
 from spindle.planners.paper import paper_waves, schedule_paper
 from spindle.planners.pipeline.baselines import BASELINES, baseline_layouts, plan_baseline
-from spindle.planners.pipeline.planner import pipeline_layout, plan_pipeline, search_pipeline
+from spindle.planners.pipeline.bound import PipelineBound, pipeline_bound, pipeline_bound_s
+from spindle.planners.pipeline.choose import choose_layout, pipeline_layout
+from spindle.planners.pipeline.planner import plan_pipeline, search_pipeline
 from spindle.planners.pipeline.search import SearchResult
 from spindle.planners.pipeline.stages import owning_ranks_in
+from spindle.planners.pipeline.worker import Answer, Job, read_frame, write_frame
 from spindle.planners.problem import Problem, Timed, problem_of
 from spindle.planners.wavefront import plan_wavefront
 from spindle.profile import Profile
 
 __all__ = [
     "PLANNERS",
+    "Answer",
     "Chain",
+    "Job",
     "Layout",
     "LpSolution",
+    "PipelineBound",
     "PlanOptions",
     "Planner",
     "Problem",
@@ -34,17 +49,25 @@ __all__ = [
     "SearchResult",
     "Timed",
     "baseline_layouts",
+    "best_degree_problem",
+    "choose_layout",
     "graph_bound",
     "graph_bound_s",
+    "lower_hull",
     "lp_bound",
     "make_plan",
+    "needs_compiling",
     "owning_ranks_in",
     "paper_waves",
+    "pipeline_bound",
+    "pipeline_bound_s",
     "pipeline_layout",
     "planners_of",
     "problem_of",
+    "read_frame",
     "search_pipeline",
     "step_bound_s",
+    "write_frame",
 ]
 
 

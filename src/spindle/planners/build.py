@@ -24,6 +24,7 @@ from spindle.profile import Profile, Setting, bytes_text, saved_bytes, state_byt
 from spindle.program import counts_bytes, refuse_overfull
 
 # Times the bound: a plan within it ends the search for one that saves memory in another way.
+_TIE = 1e-6  # steps that differ by less take as long: the simulator rounds to nanoseconds
 GOOD_ENOUGH = 1.25
 
 Scheduler = Callable[[Problem], list[Timed]]
@@ -53,7 +54,7 @@ def plan_with(
                 refusals.append(error)
         if not plans:
             raise closest_of(refusals)
-        return min(plans, key=time_of)
+        return fastest(plans)
 
     return best_over_stages(profile, plan_for)
 
@@ -88,11 +89,11 @@ def best_over_stages(profile: Profile, plan_for: Callable[[Attempt], Plan], most
                 plans.append(plan_for(attempt))
             except DoesNotFitError as error:
                 refusals.append(error)
-        best = min(plans, key=time_of, default=None)
+        best = fastest(plans) if plans else None
         if best is not None and (not refusals or best.makespan_s <= GOOD_ENOUGH * bound_s):
             break
     if plans:
-        return finished(min(plans, key=time_of), profile, bound_s)
+        return finished(fastest(plans), profile, bound_s)
     closest = closest_of(refusals)
     enough = f"{'more than ' if closest.is_bound else ''}{bytes_text(closest.needed_bytes)}"
     raise DoesNotFitError(
@@ -105,6 +106,13 @@ def best_over_stages(profile: Profile, plan_for: Callable[[Attempt], Plan], most
 def closest_of(refusals: Sequence[DoesNotFitError]) -> DoesNotFitError:
     """The refusal that needs the least memory; refusals of real plans before those of bounds."""
     return min(refusals, key=lambda refusal: (refusal.is_bound, refusal.needed_bytes))
+
+
+def fastest(plans: Sequence[Plan]) -> Plan:
+    """The plan with the shortest simulated step; of those that take as long, the one with the least folded time."""
+    shortest_s = min(plan.makespan_s for plan in plans)
+    as_short = [plan for plan in plans if plan.makespan_s <= shortest_s * (1 + _TIE)]
+    return min(as_short, key=lambda plan: (plan.folded_s, plan.makespan_s, plan.shard_optimizer))
 
 
 def time_of(plan: Plan) -> tuple[float, float, bool]:

@@ -28,12 +28,14 @@ class Chain:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """Where the chunks of a pipeline stand: chains over so many pipeline ranks, in as many replicas as the devices
-    allow; a pipeline rank is a tensor parallel group."""
+    allow; a pipeline rank is a tensor parallel group. `cut_by` says what chunks have equal shares of: time, or
+    parameters."""
 
     num_ranks: int
     num_replicas: int
     tensor_degree: int
     chains: tuple[Chain, ...]
+    cut_by: str = "time"
 
     def __post_init__(self) -> None:
         for chain in self.chains:
@@ -51,6 +53,12 @@ class Layout:
         """How many times a chain passes all ranks."""
         return chain.num_chunks // self.num_ranks
 
+    @property
+    def text(self) -> str:
+        """How chains are cut, in words."""
+        rounds = [f"{self.rounds_of(chain)} for {' and '.join(chain.modules)}" for chain in self.chains]
+        return f"chunks on each rank: {', '.join(rounds)}, cut by {self.cut_by}"
+
     def devices(self, replica: int, rank: int) -> tuple[int, ...]:
         first = (replica * self.num_ranks + rank) * self.tensor_degree
         return tuple(range(first, first + self.tensor_degree))
@@ -63,7 +71,8 @@ class PlanOptions:
     The same options give the same plan, unless a time limit cuts the search short. The optimizer is sharded where that
     is simulated to be faster, or memory asks for it, unless `shard_optimizer` says. Pipelines have `pipeline_ranks`
     stages, as many as the devices allow unless given, and place chunks as in the best of `layouts`, which were chosen
-    on another batch, or as is best for this one.
+    on another batch, or as is best for this one. Where their microbatches could be split in other ways than the profile
+    has them, `bound_s` is the bound over all of these.
     """
 
     seed: int = 0
@@ -72,3 +81,4 @@ class PlanOptions:
     shard_optimizer: bool | None = None
     pipeline_ranks: int | None = None
     layouts: tuple[Layout, ...] = ()
+    bound_s: float | None = None

@@ -24,6 +24,7 @@ from spindle.planners.build import (
     Attempt,
     best_over_stages,
     closest_of,
+    fastest,
     in_rounds,
     optimizer_settings,
     realise,
@@ -79,7 +80,7 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
         tried.append(attempt)
         frugal, *others = optimizer_settings(profile, attempt.setting, options.shard_optimizer)
         if plans and lp_bound(problem_of(profile, attempt.setting)).bound_s > best_s():
-            return min(plans, key=time_of)
+            return fastest(plans)
         plans_before = len(plans)
         annealed: list[tuple[Plan, list[Timed]]] = []
         first_seed = (2 * options.seed + (refines > 1)) * len(runs)
@@ -106,9 +107,9 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
                 plans.extend(_tried(profile, setting, schedule, options.seed, plans, unsharded_refused))
         if len(plans) == plans_before:
             if plans:
-                return min(plans, key=time_of)
+                return fastest(plans)
             raise closest_of(refused)
-        return min(plans[plans_before:], key=time_of)
+        return fastest(plans[plans_before:])
 
     plans: list[Plan] = []
 
@@ -134,8 +135,9 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
     if not plans:
         assert refusal is not None
         raise refusal
-    if best is None or time_of(min(plans, key=time_of)) < time_of(best):
-        best = finished(min(plans, key=time_of), profile, step_bound_s(profile))
+    shortest = fastest(plans if best is None else [best, *plans])
+    if best is None or shortest is not best:
+        best = finished(shortest, profile, step_bound_s(profile))
     return replace(best, seed=options.seed, evaluations=sum(spent), cut_s=clock.cut_s)
 
 

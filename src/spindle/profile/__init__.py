@@ -3,17 +3,18 @@
 from spindle.profile.abstract import abstract_profile, read_abstract_graph
 from spindle.profile.communication import all_reduce_s, collective_latency_s, ring_bytes
 from spindle.profile.curve import Curve
-from spindle.profile.efficiency import AttentionTable, Efficiencies, GemmColumn, MemoryTable
+from spindle.profile.efficiency import EFFICIENCIES_KIND, AttentionTable, Efficiencies, GemmColumn, MemoryTable
 from spindle.profile.file import fitting, read_profile, write_profile
 from spindle.profile.host import HostOverhead
 from spindle.profile.memory import backward_bytes, bytes_text, saved_bytes, state_bytes
-from spindle.profile.operators import Attention, Collective, Gemm, LayerOperators, MemoryBound, Operator
+from spindle.profile.operators import Attention, Collective, Gemm, LayerOperators, MemoryBound, Operator, Pass
 from spindle.profile.profile import Profile, Setting
 from spindle.profile.roofline import Roofline, roofline_profile
 from spindle.profile.samples import LayerSamples, curve_from_samples, sampled_profile
 from spindle.profile.semu import STRATEGIES, LayerShape, LayerTime, Rule, Semu, Strategy
 
 __all__ = [
+    "EFFICIENCIES_KIND",
     "STRATEGIES",
     "Attention",
     "AttentionTable",
@@ -30,6 +31,7 @@ __all__ = [
     "MemoryBound",
     "MemoryTable",
     "Operator",
+    "Pass",
     "Profile",
     "Roofline",
     "Rule",

@@ -17,7 +17,7 @@ from itertools import pairwise
 from spindle.errors import ProfileError
 from spindle.profile.operators import Attention, Gemm, MemoryBound
 
-KIND = "kernel-efficiencies"
+EFFICIENCIES_KIND = "kernel-efficiencies"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spindle.plan import BACKWARD, INPUT, WEIGHT
-from spindle.plan.text import PASS_LETTERS
+from spindle.plan import BACKWARD, INPUT, PASS_LETTERS, WEIGHT
 
 COMPUTE, TRANSFER, SYNC = range(3)
 LANES = ("compute", "transfer", "sync")

@@ -36,7 +36,7 @@ class Memory:
                 self.saved[number, shape.ranks] = rows * (
                     saved_bytes(op, 1, num_kept, degree, False) + saved_bytes(op, 1, num_recomputed, degree, True)
                 )
-                self.working[number, shape.ranks] = rows * backward_bytes(op, 1, degree, num_recomputed > 0)
+                self.working[number, shape.ranks] = rows * backward_bytes(op, 1, degree, num_kept < slot.num_layers)
                 whole = rows * saved_bytes(op, 1, slot.num_layers, degree, False)
                 self.returned[number, shape.ranks] = whole - self.saved[number, shape.ranks]
         # By link and rank: bytes of activations that arrive.

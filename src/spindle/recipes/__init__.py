@@ -11,8 +11,10 @@ from functools import partial
 
 from spindle.recipes import clip, ofasys, qwen_val
 from spindle.recipes.data import t2v_batch, vlm_batch
+from spindle.recipes.layers import Lengths
 from spindle.recipes.multimodal import (
     MODELS,
+    Chain,
     MultimodalModel,
     batch_profile,
     emulator,
@@ -100,9 +102,11 @@ __all__ = [
     "SIMULATED",
     "BatchOptions",
     "Cell",
+    "Chain",
     "Fit",
     "Fits",
     "FittedCell",
+    "Lengths",
     "MultimodalModel",
     "Recipe",
     "SimulatedCell",

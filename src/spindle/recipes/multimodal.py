@@ -24,8 +24,7 @@ from spindle.artifact import artifact_from_json
 from spindle.cluster import Cluster, cluster_named
 from spindle.errors import InputError, PlanError, WorkloadError
 from spindle.graph import MetaGraph, MetaOp
-from spindle.profile import Curve, Efficiencies, Profile, Semu
-from spindle.profile.efficiency import KIND as EFFICIENCIES_KIND
+from spindle.profile import EFFICIENCIES_KIND, Curve, Efficiencies, Profile, Semu
 from spindle.recipes.layers import Adapter, Block, Embedding, Final, Head, Lengths, Patches, Shape, lengths_of
 from spindle.recipes.transformer import Tower
 from spindle.workload import (
@@ -322,15 +321,21 @@ def model_flops(model: MultimodalModel, microbatches: Sequence[Microbatch]) -> f
     )
 
 
-def sub_microbatch_sizes(model: MultimodalModel, microbatches: Sequence[Microbatch], semu: Semu) -> dict[str, int]:
-    """The size of sub-microbatches, in instances, of each module that has several (DIP §4.1)."""
-    sizes = {}
+def sub_microbatch_sizes(
+    model: MultimodalModel, microbatches: Sequence[Microbatch], semu: Semu
+) -> tuple[dict[str, int], ...]:
+    """Sizes of sub-microbatches, in instances, that a planner may choose among: by module that has several. The first
+    leaves microbatches whole; the others are the sizes that DIP tested, and the one that it would take (§4.1)."""
+    choices: list[dict[str, int]] = [{}]
     for chain in model.chains:
         lengths = [count for microbatch in microbatches for count in microbatch.tokens_of(chain.name)]
         if chain.name in _MOST_INSTANCES and lengths:
+            most = max(len(microbatch.tokens_of(chain.name)) for microbatch in microbatches)
             tested = range(1, 1 + _MOST_INSTANCES[chain.name])
-            sizes[chain.name] = sub_microbatch_size(model, chain.name, int(np.mean(lengths)), semu, tested)
-    return sizes
+            rule = sub_microbatch_size(model, chain.name, int(np.mean(lengths)), semu, tested)
+            sizes = [size for size in sorted({rule, *chain.tested_sizes}) if size < most]
+            choices += [{**choice, chain.name: size} for choice in choices for size in sizes]
+    return tuple(choices)
 
 
 def sub_microbatch_size(

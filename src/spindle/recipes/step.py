@@ -1,12 +1,12 @@
 """From a recipe to what planners take: the profile of one step on a cluster.
 
-Planners differ in what they are given: `pipeline` splits encoders' microbatches into sub-microbatches, the others take
-whole ones. So one batch of a multimodal model has two profiles.
+Planners differ in what they are given: `pipeline` splits encoders' microbatches into sub-microbatches, of a size that
+it chooses; the others take whole ones. So one batch of a multimodal model has several profiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,8 +20,7 @@ from spindle.profile import Profile, roofline_profile
 from spindle.recipes.data import t2v_batch, vlm_batch
 from spindle.recipes.multimodal import MultimodalModel, batch_profile, emulator, model_flops, sub_microbatch_sizes
 from spindle.recipes.recipe import Recipe
-from spindle.workload import VIDEO, Microbatch, pack_clips, pack_images, read_samples
-from spindle.workload.batches import SampleError, line_of_sample
+from spindle.workload import VIDEO, Microbatch, SampleError, line_of_sample, pack_clips, pack_images, read_samples
 
 NUM_MICROBATCHES = 32  # of a batch, unless others are asked for
 
@@ -37,12 +36,23 @@ class BatchOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step to plan. `profile` gives it with encoders' microbatches split, or whole; steps of pipelines have
+    """One step to plan. `profile` gives it with microbatches split into sub-microbatches of given sizes, by module;
+    `sizes` are those that a planner may choose among, and the first leaves microbatches whole. Steps of pipelines have
     `pipeline_ranks`, and `peak_s`: what the model's own FLOPs take at the peak of all devices."""
 
-    profile: Callable[[bool], Profile]
+    profile: Callable[[Mapping[str, int]], Profile]
+    sizes: tuple[Mapping[str, int], ...] = ({},)
     pipeline_ranks: int | None = None
     peak_s: float | None = None
+
+    @property
+    def whole(self) -> Profile:
+        """The step with its microbatches whole."""
+        return self.profile({})
+
+    def split_profiles(self) -> list[Profile]:
+        """The step with microbatches split in every way that a planner may choose; whole ones first."""
+        return [self.profile(sizes) for sizes in self.sizes]
 
     @property
     def is_pipeline(self) -> bool:
@@ -54,7 +64,7 @@ def step_of(recipe: Recipe | MultimodalModel, cluster: Cluster, batch: BatchOpti
     if isinstance(recipe, MultimodalModel):
         return _model_step(recipe, cluster, batch)
     profile = roofline_profile(metagraph_of(recipe.workload()), cluster, recipe.roofline)
-    return Step(profile=lambda splits_microbatches: profile)
+    return Step(profile=lambda sizes: profile)
 
 
 def _model_step(model: MultimodalModel, cluster: Cluster, batch: BatchOptions) -> Step:
@@ -70,12 +80,21 @@ def _model_step(model: MultimodalModel, cluster: Cluster, batch: BatchOptions) -
         raise InputError(f"{batch.samples}, line {line}: {error.reason} (this is {model.name})") from error
     semu = emulator(cluster)
 
-    def profile(splits_microbatches: bool) -> Profile:
-        sizes = sub_microbatch_sizes(model, microbatches, semu) if splits_microbatches else {}
-        return batch_profile(model, microbatches, sizes, cluster, semu)
+    profiles: dict[tuple[tuple[str, int], ...], Profile] = {}
+
+    def profile(sizes: Mapping[str, int]) -> Profile:
+        key = tuple(sorted(sizes.items()))
+        if key not in profiles:
+            profiles[key] = batch_profile(model, microbatches, sizes, cluster, semu)
+        return profiles[key]
 
     peak_flops = cluster.kind.peak_flops * cluster.num_devices
-    return Step(profile=profile, pipeline_ranks=model.num_stages, peak_s=model_flops(model, microbatches) / peak_flops)
+    return Step(
+        profile=profile,
+        sizes=sub_microbatch_sizes(model, microbatches, semu),
+        pipeline_ranks=model.num_stages,
+        peak_s=model_flops(model, microbatches) / peak_flops,
+    )
 
 
 def batches(

@@ -2,3 +2,59 @@
 
 Nothing is imported here, so that one who wants a number does not load the drawing.
 """
+
+from spindle.report.bound import bound_report, limit_sentences
+from spindle.report.compare import REFERENCE, compared, simulated
+from spindle.report.explain import explain, headline, sentences
+from spindle.report.gantt import Chart, columns_for, draw, plan_chart, timeline_chart
+from spindle.report.measured import profile_facts, profile_table
+from spindle.report.pipelines import comparison_figure, search_json, search_tables
+from spindle.report.predicted_vs_measured import StepComparison, compare_step, draw_steps, step_charts, step_tables
+from spindle.report.summary import largest_differences, loss_table, loss_text
+from spindle.report.table import (
+    bound_facts,
+    comparison_table,
+    measure_facts,
+    pipeline_bound_facts,
+    plan_facts,
+    refusal_lines,
+    settings_lines,
+)
+from spindle.report.trace import trace_of
+
+__all__ = [
+    "REFERENCE",
+    "Chart",
+    "StepComparison",
+    "bound_facts",
+    "bound_report",
+    "columns_for",
+    "compare_step",
+    "compared",
+    "comparison_figure",
+    "comparison_table",
+    "draw",
+    "draw_steps",
+    "explain",
+    "headline",
+    "largest_differences",
+    "limit_sentences",
+    "loss_table",
+    "loss_text",
+    "measure_facts",
+    "pipeline_bound_facts",
+    "plan_chart",
+    "plan_facts",
+    "profile_facts",
+    "profile_table",
+    "refusal_lines",
+    "search_json",
+    "search_tables",
+    "sentences",
+    "settings_lines",
+    "simulated",
+    "step_charts",
+    "step_tables",
+    "timeline_chart",
+    "trace_of",
+]

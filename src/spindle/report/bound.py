@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from spindle.planners import Problem, lp_bound, paper_waves, problem_of
-from spindle.planners.bounds import best_degree_problem, lower_hull
+from spindle.display import count_of, percent, seconds
+from spindle.planners import Problem, best_degree_problem, lower_hull, lp_bound, paper_waves, problem_of
 from spindle.profile import Profile
-from spindle.report.quantities import count_of, percent, seconds
 
 _TIGHT = 1e-6  # of the bound: what counts as reaching it
 

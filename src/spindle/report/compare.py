@@ -18,7 +18,8 @@ class ComparedPlan:
 
     Shares are of all devices' time. `over_bound` is the simulated step over the plan's bound, which counts neither
     transfers nor synchronisation. `mfu` is the share of all devices' peak that the model's own FLOPs need in that time,
-    where these are known.
+    where these are known. Of a pipeline, `settings` says what its planner chose, and the shares how many of its layers
+    are recomputed and offloaded.
     """
 
     planner: str
@@ -32,6 +33,9 @@ class ComparedPlan:
     bound_s: float
     over_bound: float
     mfu: float | None = None
+    settings: str = ""
+    recomputed_share: float = 0.0
+    offloaded_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +96,9 @@ def compared(
             bound_s=plan.bound_s,
             over_bound=measures.makespan_s / plan.bound_s,
             mfu=None if model_s is None else model_s / measures.makespan_s,
+            settings=plan.settings,
+            recomputed_share=sum(slot.recomputed for slot in plan.slots) / sum(slot.num_layers for slot in plan.slots),
+            offloaded_share=sum(slot.offloaded for slot in plan.slots) / sum(slot.num_layers for slot in plan.slots),
         )
         for plan, measures in measured
     ]

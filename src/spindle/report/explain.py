@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from spindle.display import count_of, listed, num_bytes, percent, seconds
 from spindle.errors import InputError
 from spindle.plan import Plan, Slot, Span, format_devices, forward_spans, setting_of
 from spindle.planners import lp_bound, problem_of
 from spindle.profile import Profile
 from spindle.program import Link, Program, lower
-from spindle.report.quantities import count_of, listed, num_bytes, percent, seconds
 
 _SAME_TIME = 1e-9  # of the step: planners add the same times in different orders
 

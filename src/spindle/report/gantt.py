@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.text import Text
 
+from spindle.display import count_of
 from spindle.graph import MetaGraph
 from spindle.plan import FOLDED, FORWARD, Plan, format_devices, spans
 from spindle.profile import Profile
 from spindle.program import Backward, Exchange, Forward, GatherParameters, OptimizerStep, Program, SyncGradients
 from spindle.report.palette import Palette, darker, ink_on, palette_of
-from spindle.report.quantities import count_of
 from spindle.timeline import Timeline
 
 IDLE = "·"

@@ -5,10 +5,9 @@ from __future__ import annotations
 from rich import box
 from rich.table import Table
 
+from spindle.display import facts, figures, milliseconds, seconds
 from spindle.graph import MetaOp
 from spindle.profile import Curve, Profile
-from spindle.report.facts import facts
-from spindle.report.quantities import figures, milliseconds, seconds
 
 
 def profile_table(profile: Profile) -> Table:

@@ -9,12 +9,12 @@ from xml.sax.saxutils import escape
 from rich import box
 from rich.table import Table
 
+from spindle.display import seconds
 from spindle.plan import FORWARD, INPUT, WEIGHT, Plan, spans
 from spindle.planners import SearchResult
 from spindle.profile import Profile
 from spindle.report.figure import step_figure
 from spindle.report.palette import darker, group_of, ink_on, palette_of
-from spindle.report.quantities import seconds
 from spindle.report.svg import IDLE, page, text, time_axis
 
 _WIDTH, _LEFT, _RIGHT = 1200, 56, 20
@@ -93,7 +93,7 @@ def pipeline_figure(panels: Sequence[tuple[str, Plan, Profile]]) -> str:
         graph = profile.graph
         top += _HEADING
         body.append(text(_LEFT, top - 10, title, size=15, fill="#111827", more="font-weight='600'"))
-        facts = f"{seconds(plan.makespan_s)}, {plan.makespan_s / plan.bound_s:.2f} × its bound"
+        facts = f"{seconds(plan.makespan_s)}, {plan.makespan_s / plan.bound_s:.2f} × the bound"
         body.append(text(_WIDTH - _RIGHT, top - 10, facts, size=13, more="text-anchor='end'"))
         groups = sorted({slot.devices for slot in plan.slots})
         palette = palette_of(graph)

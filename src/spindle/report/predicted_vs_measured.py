@@ -19,14 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from spindle.artifact import to_json
+from spindle.display import count_of, facts, figures, percent, seconds
 from spindle.errors import ProgramError
 from spindle.graph import MetaGraph, MetaOp
-from spindle.program import Backward, Forward, OptimizerStep, Program
-from spindle.program.instructions import COMPUTE, code
-from spindle.program.program import Column
-from spindle.report.facts import facts
+from spindle.program import COMPUTE, Backward, Column, Forward, OptimizerStep, Program, code
 from spindle.report.gantt import Chart, draw_legend, draw_rows, timeline_chart
-from spindle.report.quantities import count_of, figures, percent, seconds
 from spindle.timeline import Timeline, measure
 
 NS = 1e9

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from spindle.plan import Plan, setting_of, slots_per_op
+from spindle.display import count_of, facts, figures, listed, milliseconds, num_bytes, percent, seconds
+from spindle.plan import Plan, slots_per_op
+from spindle.planners import PipelineBound
 from spindle.profile import Profile
 from spindle.program import counts_bytes, lower
 from spindle.report.bound import BoundReport
 from spindle.report.compare import ComparedPlan, Comparison, RefusedPlan
-from spindle.report.facts import facts
-from spindle.report.quantities import count_of, figures, listed, milliseconds, num_bytes, percent, seconds
 from spindle.simulate import simulate
 from spindle.timeline import Measures
-
-_SAME_STEP = 1e-3  # of folded time: closer than this, there is nothing to explain
-_SAME_SHARE = 1e-6
 
 
 def memory(peak_bytes: int, profile: Profile) -> str:
@@ -36,16 +34,16 @@ def plan_facts(plan: Plan, measures: Measures, profile: Profile) -> Table:
         ("workload", f"{plan.workload} on {plan.cluster}"),
         ("planner", _planner(plan)),
         ("step, simulated", f"{seconds(measures.makespan_s)}, {times_bound(measures.makespan_s, plan.bound_s)}"),
-        ("folded", f"{seconds(plan.folded_s)}, {times_bound(plan.folded_s, plan.bound_s)}"),
         ("bound", f"{seconds(plan.bound_s)}, below which no plan of this kind comes"),
         ("idle", percent(measures.idle_share)),
         ("slots", f"{len(plan.slots)} in {_waves(plan)}, {slots_per_op(plan):.2f} for each op"),
+        *([("chosen", plan.settings)] if plan.settings else []),
         *([("passes", _kept(plan))] if plan.passes else []),
         ("peak memory", memory(measures.peak_bytes, profile)),
     ]
     if counts_bytes(profile):
         shares = f"{percent(measures.transfer_share)} send and receive, {percent(measures.sync_share)} synchronisation"
-        rows.insert(6, ("not hidden", shares))
+        rows.insert(5, ("not hidden", shares))
     num_used = len({device for slot in plan.slots for device in slot.devices})
     if num_used < plan.num_devices:
         rows.insert(1, ("devices", _unused(num_used, plan.num_devices)))
@@ -76,37 +74,6 @@ def _unsaved_bytes(plan: Plan, profile: Profile) -> int:
     wanted = tuple(op.name for op in profile.graph.metaops if op.cost is not None and op.cost.recompute)
     whole = replace(plan, slots=slots, recompute=wanted, shard_optimizer=False)
     return int(simulate(lower(whole, profile), profile).peak_bytes().max(initial=0))
-
-
-def step_remarks(plan: Plan, measures: Measures, profile: Profile) -> list[str]:
-    """Why the simulated step of the paper's planner is not as long as its folded time, where it is not."""
-    if plan.planner != "paper" or abs(measures.makespan_s - plan.folded_s) <= _SAME_STEP * plan.folded_s:
-        return []
-    longer = measures.makespan_s > plan.folded_s
-    if longer and counts_bytes(profile):
-        why = "transfers, synchronisation and the optimizer are in the step and not in folded time"
-    elif _passes_differ(plan, profile):
-        why = "ops spend different shares in forward and backward, so the two passes do not pack as folded time does"
-    elif longer:
-        return []
-    else:
-        why = (
-            "waves of the paper's planner wait for each other in folded time; in the step, slots wait only for their "
-            "data and devices"
-        )
-    return [f"The step is {'longer' if longer else 'shorter'} than folded: {why}."]
-
-
-def _passes_differ(plan: Plan, profile: Profile) -> bool:
-    """Whether forward is not the same share of both passes in every slot."""
-    setting = setting_of(plan, profile)
-    position = {op.name: number for number, op in enumerate(profile.graph.metaops)}
-    shares = []
-    for slot in plan.slots:
-        forward_s, backward_s = profile.curve(position[slot.op], setting).times_s(len(slot.devices))
-        again_s = forward_s if setting.recompute[position[slot.op]] else 0.0
-        shares.append(forward_s / (forward_s + again_s + backward_s))
-    return max(shares) - min(shares) > _SAME_SHARE
 
 
 def _planner(plan: Plan) -> str:
@@ -156,7 +123,7 @@ def measure_facts(plan: Plan, measures: Measures, profile: Profile, bound_s: flo
 def comparison_table(comparison: Comparison, profile: Profile, reference: str, narrow: bool = False) -> Table:
     """Planners as rows, fastest first; a narrow one has only the times and what they are compared with.
 
-    Where the model's FLOPs are known, it is a pipeline's, beside its own bound.
+    Where the model's FLOPs are known, it is a pipeline's.
     """
     if any(row.mfu is not None for row in comparison.plans):
         return _pipelines_table(comparison, reference)
@@ -194,7 +161,7 @@ def _pipelines_table(comparison: Comparison, reference: str) -> Table:
     title = f"{comparison.workload} on {comparison.cluster}: one iteration"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
     table.add_column("planner", no_wrap=True)
-    for name in ("s", f"over\n{reference}", "bubble %", "peak GiB", "MFU %", "× its\nbound"):
+    for name in ("s", f"over\n{reference}", "bubble %", "peak GiB", "MFU %", "× bound"):
         table.add_column(name, justify="right")
     for row in comparison.rows:
         match row:
@@ -212,6 +179,17 @@ def _pipelines_table(comparison: Comparison, reference: str) -> Table:
             case RefusedPlan():
                 table.add_row(row.planner, "none", *["-"] * 5, style="dim")
     return table
+
+
+def settings_lines(comparison: Comparison) -> list[Text]:
+    """What the planners of pipelines chose by simulation."""
+    lines = []
+    for row in comparison.plans:
+        if row.settings:
+            shares = (("recomputed", row.recomputed_share), ("offloaded", row.offloaded_share))
+            parts = [row.settings, *(f"{percent(share)} of layers {what}" for what, share in shares if share)]
+            lines.append(Text.assemble((row.planner, "bold"), f": {'; '.join(parts)}"))
+    return lines
 
 
 def refusal_lines(comparison: Comparison) -> list[Text]:
@@ -236,5 +214,23 @@ def bound_facts(report: BoundReport) -> Table:
             ("workload", f"{report.workload} on {report.cluster}"),
             ("LP bound", f"{seconds(report.lp_s)} for the whole graph, folded"),
             ("paper's C*", f"{seconds(report.paper_s)}{by_level}"),
+        ]
+    )
+
+
+def pipeline_bound_facts(bound: PipelineBound, profile: Profile, sizes: Mapping[str, int]) -> Table:
+    """The bound of a batch over all pipelines, and what it is made of."""
+    split = ", ".join(f"up to {size} for {module}" for module, size in sizes.items()) or "none, microbatches are whole"
+    return facts(
+        [
+            ("workload", f"{profile.graph.name} on {profile.cluster.name}"),
+            (
+                "bound",
+                f"{seconds(bound.bound_s)}, over every size of sub-microbatches, layout, order and memory choice",
+            ),
+            ("work", f"{seconds(bound.work_s)}: all passes and optimizer steps, spread evenly over the ranks"),
+            ("longest layer", f"{seconds(bound.layer_s)}: all its passes on one rank"),
+            ("longest path", f"{seconds(bound.path_s)}: one microbatch, forward and backward"),
+            ("sub-microbatches", f"{split}; the size with the least bound"),
         ]
     )

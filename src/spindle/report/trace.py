@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from spindle.display import count_of, num_bytes
 from spindle.program import (
     Backward,
     Exchange,
@@ -14,7 +15,6 @@ from spindle.program import (
     Program,
     SyncGradients,
 )
-from spindle.report.quantities import count_of, num_bytes
 from spindle.timeline import Timeline, chrome_trace
 
 

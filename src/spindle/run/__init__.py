@@ -1,26 +1,94 @@
 """Do it: a Program on `torch.distributed`. Knows instructions and code, not how tasks were written."""
 
+from spindle.run.budget import Budget, limit_gpu_memory
 from spindle.run.compute import seed_of
 from spindle.run.executor import Executor
+from spindle.run.graphs import capturing
+from spindle.run.measured_timeline import timeline_of
 from spindle.run.op_code import LayerCode, LayersCode, LossCode, OpCode
+from spindle.run.pytrees import (
+    Axes,
+    PytreeMeta,
+    TensorMeta,
+    as_leaves,
+    axes_of,
+    copied,
+    cut,
+    cut_leaf,
+    digest,
+    fingerprint_of,
+    on_device,
+    plain,
+    pytree_meta,
+    signature_of,
+    takes_gradient,
+)
 from spindle.run.rank_program import held_parameters
-from spindle.run.shape_inference import ShapeInference
-from spindle.run.step import Losses, MicroStep, Spans, Watch
-from spindle.run.world import World, join_world
+from spindle.run.resharding import TensorSpec, reshard, send_tensors, slice_of
+from spindle.run.shape_inference import Cuts, ShapeInference
+from spindle.run.shards import Shards
+from spindle.run.step import MAX_AHEAD, Losses, MicroStep, Pace, Spans, Watch
+from spindle.run.weights import Weights
+from spindle.run.world import (
+    Gathering,
+    Message,
+    World,
+    compute_stream,
+    copied_to,
+    join_world,
+    on_compute_stream,
+    peers,
+    wait,
+)
 
 __all__ = [
+    "MAX_AHEAD",
+    "Axes",
+    "Budget",
+    "Cuts",
     "Executor",
+    "Gathering",
     "LayerCode",
     "LayersCode",
     "LossCode",
     "Losses",
+    "Message",
     "MicroStep",
     "OpCode",
+    "Pace",
+    "PytreeMeta",
     "ShapeInference",
+    "Shards",
     "Spans",
+    "TensorMeta",
+    "TensorSpec",
     "Watch",
+    "Weights",
     "World",
+    "as_leaves",
+    "axes_of",
+    "capturing",
+    "compute_stream",
+    "copied",
+    "copied_to",
+    "cut",
+    "cut_leaf",
+    "digest",
+    "fingerprint_of",
     "held_parameters",
     "join_world",
+    "limit_gpu_memory",
+    "on_compute_stream",
+    "on_device",
+    "peers",
+    "plain",
+    "pytree_meta",
+    "reshard",
     "seed_of",
+    "send_tensors",
+    "signature_of",
+    "slice_of",
+    "takes_gradient",
+    "timeline_of",
+    "wait",
 ]

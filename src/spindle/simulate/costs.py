@@ -16,6 +16,7 @@ from spindle.plan import FORWARD, pass_s, setting_of
 from spindle.profile import Profile, collective_latency_s, ring_bytes
 from spindle.program import (
     Backward,
+    Column,
     Exchange,
     Forward,
     GatherParameters,
@@ -25,7 +26,6 @@ from spindle.program import (
     Program,
     SyncGradients,
 )
-from spindle.program.program import Column
 
 NS = 1e9
 

@@ -17,10 +17,7 @@ import numpy as np
 
 from spindle.graph import MetaGraph
 from spindle.profile import HostOverhead, Profile
-from spindle.program import Instances, OptimizerStep, Program
-from spindle.program.instances import cut_by
-from spindle.program.instructions import COMPUTE, SYNC, TRANSFER
-from spindle.program.program import Column
+from spindle.program import COMPUTE, SYNC, TRANSFER, Column, Instances, OptimizerStep, Program, cut_by
 from spindle.simulate.costs import NS, Costs, passes_s
 
 

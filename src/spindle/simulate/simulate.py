@@ -6,8 +6,7 @@ import numpy as np
 
 from spindle.errors import ProgramError
 from spindle.profile import Profile
-from spindle.program import Program, instances_of
-from spindle.program.verify import describe_deadlock
+from spindle.program import Program, describe_deadlock, instances_of
 from spindle.simulate.costs import costs_of
 from spindle.simulate.engine import run
 from spindle.simulate.host import with_hosts

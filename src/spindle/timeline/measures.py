@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spindle.program.instructions import COMPUTE, SYNC, TRANSFER
+from spindle.program import COMPUTE, SYNC, TRANSFER
 from spindle.timeline.timeline import Timeline
 
 

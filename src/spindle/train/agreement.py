@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from spindle.errors import TrainingError
-from spindle.run import World
-from spindle.run.shape_inference import Cuts
+from spindle.run import Cuts, World
 from spindle.train.kinds import graph_text, tensor_text
 from spindle.train.optimizer import (
     MakeLRScheduler,

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from spindle.errors import TrainingError
-from spindle.planners.pipeline.worker import Answer, Job, read_frame, write_frame
+from spindle.planners import Answer, Job, read_frame, write_frame
 from spindle.program import Program
 
 _LONGEST_S = 600.0  # for a first plan; a process that takes longer hangs

@@ -14,8 +14,7 @@ from torch import nn
 from spindle.errors import GuardError
 from spindle.graph import MetaOp
 from spindle.models import ChainLayer, StyledModule, split_dims
-from spindle.run.op_code import LayerCode, LayersCode, LossCode, OpCode
-from spindle.run.pytrees import Axes
+from spindle.run import Axes, LayerCode, LayersCode, LossCode, OpCode
 from spindle.train.probe import Facts
 from spindle.train.record import RecordedTask, cut_all, handles_of, kept_whole, parameter_names, record_all
 from spindle.train.task import ModuleHandle, TaskDefinition

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from spindle.run import World
-from spindle.run.resharding import send_tensors
+from spindle.run import World, send_tensors
 from spindle.train.bind import Bound
 from spindle.train.runtime import RankRuntime
 

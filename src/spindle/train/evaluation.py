@@ -16,9 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from spindle.errors import TrainingError
-from spindle.run import World
-from spindle.run.pytrees import on_device, plain
-from spindle.run.resharding import send_tensors
+from spindle.run import World, on_device, plain, send_tensors
 from spindle.train.agreement import compare_attributes
 from spindle.train.config import TrainConfig
 from spindle.train.feed import RandomState, form_of_batch, is_empty, random_state, set_random_state

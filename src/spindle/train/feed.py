@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves
 
 from spindle.errors import TrainingError
-from spindle.run.pytrees import Axes, fingerprint_of, plain, signature_of
+from spindle.run import Axes, fingerprint_of, plain, signature_of
 from spindle.train.task import TaskDefinition
 from spindle.train.trace import batch_axes, describe_batch
 

@@ -20,17 +20,15 @@ from torch.utils._pytree import tree_map
 
 from spindle.errors import PlanError
 from spindle.graph import MetaGraph, MetaOp
-from spindle.planners import Layout, PlanOptions
-from spindle.planners.pipeline.worker import Job
+from spindle.planners import Job, Layout, PlanOptions
 from spindle.profile import Curve, Profile
 from spindle.program import Program
-from spindle.run import LossCode, OpCode, ShapeInference
-from spindle.run.pytrees import TensorMeta
-from spindle.run.shape_inference import Cuts
+from spindle.run import Cuts, LossCode, OpCode, ShapeInference, TensorMeta
 from spindle.train.background_planner import BackgroundPlanner
 from spindle.workload import LayerCost
 
 EVALUATIONS = 2000
+_MOST_GRAPHS = 8  # of steps, kept
 _MOST_KEPT = 32  # programs of steps with the same batches
 
 Part = tuple[str, int, int]  # of a step: a variant, its rows, and the signature of its batch
@@ -158,6 +156,7 @@ class Microbatches:
         self.owning_ranks: dict[int, tuple[int, ...]] = {}
         self._planner: BackgroundPlanner | None = None
         self._numbers: dict[Key, int] = {}  # of what is being planned
+        self._graphs: dict[Key, StepGraph] = {}  # of the last steps
         self._kept: dict[Key, tuple[Program, bool]] = {}
         self._count = 0
 
@@ -186,7 +185,12 @@ class Microbatches:
         return sizes
 
     def graph(self, key: Key, reached: Mapping[str, frozenset[int]] | None, counts: Mapping[str, int]) -> StepGraph:
-        return step_graph(key, self.profile, self._code, self._scales, reached, counts)
+        """The graph of a step. Rank 0 asks twice, once to have the step planned and once to run it."""
+        if key not in self._graphs:
+            while len(self._graphs) > _MOST_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+            self._graphs[key] = step_graph(key, self.profile, self._code, self._scales, reached, counts)
+        return self._graphs[key]
 
     def ask(self, key: Key, profile: Profile, time_limit_s: float | None = None) -> None:
         """On rank 0: a step with these batches is coming, in about so much time."""

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from spindle.program import Sharding, Slice, keep_unused
-from spindle.run import World
-from spindle.run.resharding import TensorSpec, reshard
+from spindle.run import TensorSpec, World, reshard
 
 State = Mapping[str, Any]  # of one parameter
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from spindle.errors import WorkloadError
 from spindle.models import device_of, without_caches
-from spindle.run.pytrees import Axes, cut, cut_leaf
+from spindle.run import Axes, cut, cut_leaf
 from spindle.train.index_checks import IndexChecks
 from spindle.train.record import RecordedCall, handles_of, parameter_names
 from spindle.train.trace import TracedTask, Visit, unchanged, walk

@@ -11,9 +11,7 @@ from torch import nn
 
 from spindle.models import split_dims
 from spindle.program import main_replicas, optimizer_sharding
-from spindle.run import World
-from spindle.run.shards import Shards
-from spindle.run.weights import Weights
+from spindle.run import Shards, Weights, World
 from spindle.train.agreement import compare, compare_held, optimizer_items
 from spindle.train.analyze import AnalyzedWorkload
 from spindle.train.config import TrainConfig

@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from spindle.errors import TrainingError
-from spindle.run import seed_of
-from spindle.run.pytrees import plain, signature_of
+from spindle.run import plain, seed_of, signature_of
 from spindle.train.feed import Batch, Feed, Held, LoaderPosition, is_same, random_state, set_random_state
 
 EVERYTHING = ""  # stands for all fields of a sample, where it has no names for them

@@ -17,10 +17,7 @@ from torch import nn
 from spindle.planners import Layout, owning_ranks_in
 from spindle.profile import Profile
 from spindle.program import Program
-from spindle.run import Executor, MicroStep, ShapeInference, World
-from spindle.run.pytrees import PytreeMeta
-from spindle.run.shape_inference import Cuts
-from spindle.run.shards import Shards
+from spindle.run import Cuts, Executor, MicroStep, PytreeMeta, ShapeInference, Shards, World
 from spindle.train.agreement import compare, shape_items
 from spindle.train.analyze import AnalyzedWorkload
 from spindle.train.config import TrainConfig

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spindle.errors import TrainingError
-from spindle.run.pytrees import digest
+from spindle.run import digest
 from spindle.train.feed import Batch, form_of_batch
 from spindle.train.record import record
 from spindle.train.task import TaskDefinition

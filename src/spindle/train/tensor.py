@@ -36,7 +36,7 @@ from spindle.models import (
     with_styles,
     without_caches,
 )
-from spindle.run.pytrees import as_leaves, copied, cut, takes_gradient
+from spindle.run import as_leaves, copied, cut, takes_gradient
 from spindle.train.record import handles_of
 from spindle.train.task import ModuleHandle
 from spindle.train.trace import TracedTask, Visit, unchanged, walk

@@ -14,8 +14,7 @@ from typing import Any
 
 from spindle.errors import TrainingError
 from spindle.models import Chain, NotSerializableError, build_chain, dump_chain, load_source, source_text
-from spindle.run import World
-from spindle.run.pytrees import Axes
+from spindle.run import Axes, World
 from spindle.train.agreement import compare
 from spindle.train.bind import trace_recorded
 from spindle.train.record import RecordedCall, RecordedTask, cut_all

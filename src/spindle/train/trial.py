@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from spindle.program import Slice
-from spindle.run.resharding import slice_of
+from spindle.run import slice_of
 from spindle.train.optimizer import MakeOptimizer, Named, optimizer_of
 
 _TRIED_SIZE, _TRIED_STEPS, _TRIED_ERROR = 4, 2, 1e-6

@@ -1,8 +1,9 @@
-"""Baselines for pipelines, each at its best: the same batch in the orders of other systems, under the same memory.
+"""Baselines for pipelines, tuned: the same batch in the orders of other systems, under the same memory.
 
-Chunks of one chain through all modules are cut by parameters, as Megatron-LM does, or by time, as nnScaler does. How
-often chains pass the ranks is tried. What stages keep is the same for every microbatch, as these systems have it: the
-most that fits on each rank.
+Every baseline is tuned by simulation over how often chains pass the ranks (virtual stages), over cuts by parameters (as
+Megatron-LM cuts) and by time (as nnScaler does), over the order of microbatches and over recomputation. All of these
+are timed as columns of numbers, which takes some 10 to 50 ms each; the best two become plans. What stages keep is the
+same for every microbatch, as these systems have it: the most that fits on each rank.
 
 Where stages keep less than all they need for weight gradients, `zb-h1` is 1F1B: what is recomputed for the gradients of
 inputs would have to stay until then, so that nothing is saved. `optimus` is coarse, without sub-microbatches; where its
@@ -11,8 +12,9 @@ encoders run too far ahead for the memory there is, they are let in by the gate 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -25,12 +27,21 @@ from spindle.planners.pipeline.interleave import Schedule, interleave, natural_p
 from spindle.planners.pipeline.orders import encoders_in_bubbles, interleaved, one_forward_one_backward, zero_bubble
 from spindle.planners.pipeline.planner import fitting_plan
 from spindle.planners.pipeline.retime import retime
-from spindle.planners.pipeline.segments import Column, Segments
+from spindle.planners.pipeline.segments import Column, Segments, table_of
 from spindle.planners.pipeline.stages import Batch, batches_of
 from spindle.profile import Profile
 
 LEVELS = 8  # of frugality, from what keeps least to what keeps all
-_VPP_ROUNDS = (2, 3, 4)  # how often chains of vpp pass the ranks
+_NUM_LAYOUTS = 4  # the best, chosen on a batch that stands for all
+_NUM_PLANS, _NEARLY = 2, 1.01  # the best settings become plans: so many, if their schedules are nearly as short
+_COARSE_LEVELS, _FINE_LEVELS = (0, LEVELS // 2, LEVELS), tuple(range(0, LEVELS + 1, 2))
+
+NATURAL, FALLING, RISING = "natural", "falling", "rising"  # orders of microbatches: as they come, or by their work
+_ORDER_TEXT = {
+    NATURAL: "microbatches in natural order",
+    FALLING: "microbatches sorted, longest first",
+    RISING: "microbatches sorted, shortest first",
+}
 
 Order = Callable[[Segments, Column], Schedule]  # of segments, under the activation budget of each rank
 OrderFor = Callable[[Profile, Layout, Batch], Order]
@@ -38,67 +49,148 @@ OrderFor = Callable[[Profile, Layout, Batch], Order]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """A system: the layouts it tries on a number of pipeline ranks, and its order of passes on a layout."""
+    """A system: the layouts it may have on a number of pipeline ranks, the orders of microbatches that it is tuned
+    over, and its order of passes on a layout."""
 
     description: str
     layouts: Callable[[Profile, int], list[Layout]]
     order: OrderFor
+    microbatch_orders: tuple[str, ...] = (NATURAL, FALLING, RISING)
 
 
 def plan_baseline(planner: str, profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Plan:
-    """Make the best plan of a baseline over its layouts. The profile has whole microbatches."""
+    """Make the best plan of a baseline over its settings. The profile has whole microbatches."""
+    baseline = BASELINES[planner]
     layouts = options.layouts or baseline_layouts(planner, profile, pipeline_ranks_of(profile, options))
+    ranking = _ranking(baseline, profile, layouts, baseline.microbatch_orders)
     plans: list[Plan] = []
     refusals: list[DoesNotFitError] = []
-    for layout in layouts:
+    for makespan_ns, layout, microbatch_order in ranking:
+        if plans and makespan_ns > _NEARLY * ranking[0][0]:
+            break
         try:
-            plans.append(plan_in_order(profile, layout, planner, BASELINES[planner].order))
+            plan = plan_in_order(profile, layout, planner, baseline.order, microbatch_order, options.bound_s)
         except DoesNotFitError as error:
             refusals.append(error)
+            continue
+        plans.append(replace(plan, settings=f"{layout.text}; {_ORDER_TEXT[microbatch_order]}"))
+        if len(plans) == _NUM_PLANS:
+            break
     if not plans:
         raise min(refusals, key=lambda refusal: refusal.needed_bytes)
     return min(plans, key=lambda plan: plan.makespan_s)
 
 
 def baseline_layouts(planner: str, profile: Profile, num_ranks: int) -> tuple[Layout, ...]:
-    """The layouts of a baseline, chosen on a batch that stands for all."""
-    layouts = BASELINES[planner].layouts(profile, num_ranks)
+    """The best layouts of a baseline, best first, tuned on a batch that stands for all."""
+    baseline = BASELINES[planner]
+    layouts = {layout.chains: layout for layout in reversed(baseline.layouts(profile, num_ranks))}
     if not layouts:
         raise PlanError(f"{planner} gives every one of {num_ranks} pipeline ranks two chunks, which needs more layers")
-    return tuple(layouts)
+    ranking = _ranking(baseline, profile, list(layouts.values()), baseline.microbatch_orders)
+    return tuple({layout.chains: layout for _, layout, _ in ranking}.values())[:_NUM_LAYOUTS]
 
 
-def plan_in_order(profile: Profile, layout: Layout, planner: str, order_for: OrderFor) -> Plan:
+def _ranking(
+    baseline: Baseline, profile: Profile, layouts: Sequence[Layout], microbatch_orders: Sequence[str]
+) -> list[tuple[int, Layout, str]]:
+    """Settings that fit, with the length of their schedules, shortest first."""
+    ranking: list[tuple[int, Layout, str]] = []
+    refusals: list[DoesNotFitError] = []
+    for layout in layouts:
+        try:
+            batches = batches_of(profile, layout)
+        except DoesNotFitError as error:
+            refusals.append(error)
+            continue
+        budgets = [batch.activation_budget for batch in batches]
+        for microbatch_order in microbatch_orders:
+            try:
+                schedules = _schedules(profile, layout, baseline.order, batches, microbatch_order, _COARSE_LEVELS)(
+                    budgets, True
+                )
+            except DoesNotFitError as error:
+                refusals.append(error)
+                continue
+            ranking.append((max(schedule.makespan_ns for schedule in schedules), layout, microbatch_order))
+    if not ranking:
+        raise min(refusals, key=lambda refusal: refusal.needed_bytes)
+    return sorted(ranking, key=lambda settings: settings[0])
+
+
+def plan_in_order(
+    profile: Profile,
+    layout: Layout,
+    planner: str,
+    order_for: OrderFor,
+    microbatch_order: str = NATURAL,
+    bound_s: float | None = None,
+) -> Plan:
     """Make the plan of a layout and an order in which all microbatches keep activations alike."""
     batches = batches_of(profile, layout)
+    schedules = _schedules(profile, layout, order_for, batches, microbatch_order)
+    return fitting_plan(profile, layout, planner, batches, schedules, bound_s)
 
-    def schedules(activation_budgets: Sequence[Column], is_first: bool) -> list[Schedule]:
+
+def _schedules(
+    profile: Profile,
+    layout: Layout,
+    order_for: OrderFor,
+    batches: Sequence[Batch],
+    microbatch_order: str,
+    levels: Sequence[int] = _FINE_LEVELS,
+) -> Callable[[Sequence[Column], bool], list[Schedule]]:
+    """What schedules the replicas of a layout under activation budgets."""
+    ordered = [with_microbatches_in(batch, microbatch_order) for batch in batches]
+
+    def schedules(activation_budgets: Sequence[Column], is_trial: bool) -> list[Schedule]:
         return [
-            kept_alike(batch.segments, order_for(profile, layout, batch), activation_budget)
-            for batch, activation_budget in zip(batches, activation_budgets, strict=True)
+            kept_alike(batch.segments, order_for(profile, layout, batch), activation_budget, levels)
+            for batch, activation_budget in zip(ordered, activation_budgets, strict=True)
         ]
 
-    return fitting_plan(profile, layout, planner, batches, schedules)
+    return schedules
 
 
-def _mixed_layouts(profile: Profile, num_ranks: int, weight_of: str, rounds: Sequence[int]) -> list[Layout]:
+def with_microbatches_in(batch: Batch, microbatch_order: str) -> Batch:
+    """The batch with its microbatches numbered anew; by work (time of all passes), which FLOPs stand for elsewhere."""
+    if microbatch_order == NATURAL:
+        return batch
+    segments = batch.segments
+    work = np.zeros(segments.num_microbatches, dtype=np.int64)
+    np.add.at(work, segments.microbatch, (segments.forward_ns + segments.backward_ns).sum(axis=1))
+    ranking = np.argsort(work if microbatch_order == RISING else -work, kind="stable")
+    number = np.empty_like(ranking)
+    number[ranking] = np.arange(len(ranking))
+    return replace(batch, segments=replace(segments, microbatch=number[segments.microbatch]))
+
+
+def _mixed_layouts(profile: Profile, num_ranks: int, rounds: Sequence[int]) -> list[Layout]:
     """One chain through all modules, cut by time or by parameters, that passes the ranks so often."""
-    loads = layer_loads(profile, weight_of)
-    return [layout_of(profile, num_ranks, (mixed_chain(loads, count * num_ranks),)) for count in rounds]
-
-
-def _vpp_layouts(profile: Profile, num_ranks: int) -> list[Layout]:
-    most = sum(map(len, layer_loads(profile).values())) // num_ranks
-    return _mixed_layouts(profile, num_ranks, "parameters", [count for count in _VPP_ROUNDS if count <= most])
+    layouts = []
+    for cut_by in ("time", "parameters"):
+        loads = layer_loads(profile, cut_by)
+        most = max(1, sum(map(len, loads.values())) // num_ranks)
+        layouts += [
+            replace(layout_of(profile, num_ranks, (mixed_chain(loads, count * num_ranks),)), cut_by=cut_by)
+            for count in rounds
+            if count <= most
+        ]
+    return layouts
 
 
 def _optimus_layouts(profile: Profile, num_ranks: int) -> list[Layout]:
-    """Every module cut by itself; the backbone passes the ranks once or twice."""
-    times = layer_loads(profile)
-    backbone = _backbone_of(times)
+    """Every module cut by itself; encoders and backbone pass the ranks up to four times."""
+    backbone = _backbone_of(layer_loads(profile))
     _refuse_without_encoders(profile, backbone)
-    rounds = [{**dict.fromkeys(times, 1), backbone: count} for count in (1, 2)]
-    return [layout_of(profile, num_ranks, separate_chains(times, counts, num_ranks)) for counts in rounds]
+    layouts = []
+    for cut_by in ("time", "parameters"):
+        loads = layer_loads(profile, cut_by)
+        for encoder_rounds, backbone_rounds in product(range(1, 5), range(1, 5)):
+            rounds = {**dict.fromkeys(loads, encoder_rounds), backbone: backbone_rounds}
+            layout = layout_of(profile, num_ranks, separate_chains(loads, rounds, num_ranks))
+            layouts.append(replace(layout, cut_by=cut_by))
+    return layouts
 
 
 def _backbone_of(modules: Mapping[str, object]) -> str:
@@ -155,6 +247,10 @@ def _in_bubbles(profile: Profile, layout: Layout, batch: Batch) -> Order:
     return order
 
 
+def _mixed(rounds: Iterable[int]) -> Callable[[Profile, int], list[Layout]]:
+    return lambda profile, num_ranks: _mixed_layouts(profile, num_ranks, tuple(rounds))
+
+
 BASELINES: Mapping[str, Baseline] = {
     "optimus": Baseline(
         description="the backbone in 1F1B order, encoders in its bubbles (Optimus)",
@@ -162,45 +258,53 @@ BASELINES: Mapping[str, Baseline] = {
         order=_in_bubbles,
     ),
     "zb-h1": Baseline(
-        description="1F1B cut by time, weight gradients in the bubbles (ZB-H1)",
-        layouts=lambda profile, num_ranks: _mixed_layouts(profile, num_ranks, "time", (1,)),
+        description="1F1B, weight gradients in the bubbles (ZB-H1)",
+        layouts=_mixed(range(1, 2)),
         order=_zero_bubble_where_kept,
     ),
     "static": Baseline(
-        description="1F1B or interleaved 1F1B cut by time, as nnScaler cuts it",
-        layouts=lambda profile, num_ranks: _mixed_layouts(profile, num_ranks, "time", (1, 2)),
+        description="1F1B or interleaved 1F1B, up to 4 virtual stages, microbatches as they come (nnScaler)",
+        layouts=_mixed(range(1, 5)),
         order=_in_turn,
+        microbatch_orders=(NATURAL,),
+    ),
+    "static-sorted": Baseline(
+        description="static, with microbatches sorted by their work",
+        layouts=_mixed(range(1, 5)),
+        order=_in_turn,
+        microbatch_orders=(FALLING, RISING),
     ),
     "vpp": Baseline(
-        description="interleaved 1F1B cut by parameters (Megatron-LM)", layouts=_vpp_layouts, order=_in_turn
-    ),
-    "1f1b": Baseline(
-        description="1F1B cut by parameters (Megatron-LM)",
-        layouts=lambda profile, num_ranks: _mixed_layouts(profile, num_ranks, "parameters", (1,)),
+        description="interleaved 1F1B, 2 to 12 virtual stages (Megatron-LM)",
+        layouts=_mixed(range(2, 13)),
         order=_in_turn,
     ),
+    "1f1b": Baseline(description="1F1B (Megatron-LM)", layouts=_mixed(range(1, 2)), order=_in_turn),
 }
 
 
-def kept_alike(segments: Segments, order: Order, activation_budget: Column) -> Schedule:
+def kept_alike(
+    segments: Segments, order: Order, activation_budget: Column, levels: Sequence[int] = _FINE_LEVELS
+) -> Schedule:
     """The order of passes with the fastest memory choices that fit, the same for every microbatch; each rank by
-    itself."""
+    itself. Orders are made with the choices of some levels of frugality."""
     schedules: list[Schedule] = []
     least: Schedule | None = None
-    for level in range(0, LEVELS + 1, 2):
+    table = table_of(segments)
+    for level in levels:
         changed, choice = from_level(segments, level)
         schedule = order(changed, activation_budget)
         least = least or schedule
         if (schedule.peak > activation_budget).any():
             continue
-        schedules.append(retime(segments, schedule.pair, schedule.kind, choice))
+        schedules.append(retime(segments, schedule.pair, schedule.kind, choice, table))
         # The order stands; ranks with memory to spare keep more.
         mixed = choice.copy()
         for more in range(level + 1, LEVELS + 1):
             _, richer = from_level(segments, more)
-            fits = retime(segments, schedule.pair, schedule.kind, richer).peak <= activation_budget
+            fits = retime(segments, schedule.pair, schedule.kind, richer, table).peak <= activation_budget
             mixed[:, fits] = richer[:, fits]
-        schedules.append(retime(segments, schedule.pair, schedule.kind, mixed))
+        schedules.append(retime(segments, schedule.pair, schedule.kind, mixed, table))
     if not schedules:
         assert least is not None
         rank = int(np.argmax(least.peak - activation_budget))

@@ -7,7 +7,7 @@ every rank; one chain through all modules is how pipelines are cut elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,14 +45,47 @@ def pipeline_ranks_of(profile: Profile, options: PlanOptions) -> int:
 
 
 def layer_counts(graph: MetaGraph) -> dict[str, int]:
-    """Layers of each module, in the order of the flows."""
+    """Layers of each module, in a topological order of the flows of all tasks.
+
+    Flows between modules may form a cycle: two tasks call modules in opposite orders, or a task calls one again behind
+    another. The next module is the one that needs the fewest of those left, so cycles come before what they feed, and
+    only flows inside a cycle may go backward. Ties go by the order of the graph.
+    """
     counts: dict[str, int] = {}
     for position in graph.order:
         op = graph.metaops[position]
         if op.module is None:
             raise PlanError(f"a pipeline cuts modules into chunks, and op {op.name!r} is of none")
         counts[op.module] = max(counts.get(op.module, 0), op.first_layer + op.num_layers)
-    return counts
+    feeders = _feeders(graph)
+    order: list[str] = []
+    left = list(counts)
+    while left:
+        order.append(min(left, key=lambda module: _num_needed(module, feeders, left)))
+        left.remove(order[-1])
+    return {module: counts[module] for module in order}
+
+
+def _feeders(graph: MetaGraph) -> dict[str, set[str]]:
+    """By module: the other modules whose outputs its calls read, in any task."""
+    feeders: dict[str, set[str]] = {module: set() for module in graph.modules}
+    for producer, consumer in graph.edges:
+        source, target = graph.metaops[producer].module, graph.metaops[consumer].module
+        assert source is not None
+        assert target is not None
+        if source != target:
+            feeders[target].add(source)
+    return feeders
+
+
+def _num_needed(module: str, feeders: Mapping[str, set[str]], among: Collection[str]) -> int:
+    """How many of some modules a module needs, directly or not, itself included."""
+    needed, pending = {module}, [module]
+    while pending:
+        new = feeders[pending.pop()].intersection(among) - needed
+        needed |= new
+        pending += new
+    return len(needed)
 
 
 def layer_loads(profile: Profile, weight_of: str = "time") -> dict[str, Loads]:
@@ -78,29 +111,21 @@ def layer_loads(profile: Profile, weight_of: str = "time") -> dict[str, Loads]:
 def modules_in_rows(graph: MetaGraph) -> list[tuple[str, ...]]:
     """Modules, each by itself, but for those of one layer that others feed (a loss): they stand behind the last of
     these, where what they read is made."""
-    counts = layer_counts(graph)
-    feeders: dict[str, set[str]] = {module: set() for module in counts}
-    for producer, consumer in graph.edges:
-        source, target = graph.metaops[producer].module, graph.metaops[consumer].module
-        assert source is not None
-        assert target is not None
-        if source != target:
-            feeders[target].add(source)
+    counts, feeders = layer_counts(graph), _feeders(graph)
     calls: dict[tuple[str, str], set[str]] = {}
     for op in graph.metaops:
         calls.setdefault((op.module or "", op.task), set()).add(op.call or "")
     most = {module: max(len(names) for (name, _), names in calls.items() if name == module) for module in counts}
-    rows: dict[str, tuple[str, ...]] = {}
-    order = list(counts)
-    for module in order:
-        before = [feeder for feeder in order if feeder in feeders[module]]
+    row_of: dict[str, list[str]] = {}
+    for module in counts:
+        before = [feeder for feeder in row_of if feeder in feeders[module]]
         # Where the feeder is called several times for a microbatch, there is no one place behind it.
         if counts[module] == 1 and before and most[module] == most[before[-1]] == 1:
-            head = next(first for first, row in rows.items() if before[-1] in row)
-            rows[head] = (*rows[head], module)
+            row_of[module] = row_of[before[-1]]
         else:
-            rows[module] = (module,)
-    return list(rows.values())
+            row_of[module] = []
+        row_of[module].append(module)
+    return list(dict.fromkeys(map(tuple, row_of.values())))
 
 
 def mixed_chain(loads: Mapping[str, Loads], num_chunks: int) -> Chain:

@@ -14,7 +14,7 @@ from spindle.errors import PlanError
 from spindle.planners.pipeline.interleave import Schedule
 from spindle.planners.pipeline.retime import retime
 from spindle.planners.pipeline.segments import BACKWARD, FORWARD, INPUT, WEIGHT, Column, Segments, Table, table_of
-from spindle.planners.pipeline.walk import Choose, Pass, Walk, soonest
+from spindle.planners.pipeline.walk import Choose, Pass, Walk, soonest, walk_soonest
 
 
 def one_forward_one_backward(segments: Segments) -> Schedule:
@@ -102,15 +102,17 @@ def encoders_in_bubbles(segments: Segments, is_backbone: Column, caps: Column | 
         [(int(numbers[pair]), kind) for pair, kind in _passes(backbone_order, rank)]
         for rank in range(segments.num_ranks)
     ]
+    columns = segments.forward_ns.copy(), segments.backward_ns.copy()
     candidates = []
     for together in sorted({1, segments.num_ranks, segments.num_microbatches}):
         encoders = [
             [pass_ for pass_ in sequence if not backbone[pass_[0]]] for sequence in _sequences(segments, together)
         ]
         for first, second in (encoders, encoders[::-1]):
-            walked = Walk(segments, table, [[lane, first, second] for lane in own], soonest).run()
-            if walked is not None:
-                candidates.append(_timed(segments, walked, table))
+            lane_pair, lane_kind = _lanes(own, first, second)
+            pair, kind = (np.full((segments.num_ranks, 2 * segments.num_pairs), -1) for _ in range(2))
+            if walk_soonest(table, *columns, lane_pair, lane_kind, pair, kind):
+                candidates.append(retime(segments, pair, kind, table=table))
     if not candidates:
         raise PlanError("the order of the backbone waits for pairs outside of it that wait for the backbone")
     return _best(candidates, caps)
@@ -123,6 +125,18 @@ def _best(candidates: list[Schedule], caps: Column | None) -> Schedule:
         return 0 if caps is None else max(0, int((schedule.peak - caps).max()))
 
     return min(candidates, key=lambda schedule: (excess(schedule), schedule.makespan_ns))
+
+
+def _lanes(own: list[list[Pass]], *shared: list[Pass]) -> tuple[Column, Column]:
+    """Pairs and kinds of the passes in each rank's lanes: its own, and those that all ranks share; filled up with pair
+    -1. [P, lanes, passes]"""
+    length = max(map(len, [*own, *shared]))
+    pair, kind = (np.full((len(own), 1 + len(shared), length), -1) for _ in range(2))
+    for rank, passes in enumerate(own):
+        pair[rank, 0, : len(passes)], kind[rank, 0, : len(passes)] = np.array(passes).reshape(-1, 2).T
+    for lane, passes in enumerate(shared, 1):
+        pair[:, lane, : len(passes)], kind[:, lane, : len(passes)] = np.array(passes).reshape(-1, 2).T[:, None]
+    return pair, kind
 
 
 def _passes(schedule: Schedule, rank: int) -> list[Pass]:

@@ -7,8 +7,8 @@ time, are worked out once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -67,7 +67,6 @@ class Batch:
     stages: tuple[tuple[Stage, ...], ...]  # by pair and rank
     activation_budget: Column  # by rank: bytes for activations
     update_ns: Column  # by rank: the optimizer's step
-    least: Segments  # with transfers no longer than any is, for a bound
 
 
 def batches_of(profile: Profile, layout: Layout) -> list[Batch]:
@@ -134,7 +133,8 @@ def _shares(profile: Profile, num_replicas: int) -> list[list[str]]:
 
 @dataclass(slots=True)
 class _Run:
-    """What passes a chain from end to end: ops by where they begin in it, and the runs that feed it, with the bytes."""
+    """What passes a chain from end to end once: ops by where they begin in it, and the runs that feed it, with the
+    bytes."""
 
     task: str
     chain: Chain
@@ -144,30 +144,26 @@ class _Run:
 
 def _runs(graph: MetaGraph, layout: Layout, tasks: Sequence[str]) -> list[_Run]:
     """Runs in the order of microbatches and flows."""
-    wanted = set(tasks)
-    calls: dict[str, dict[str, list[int]]] = {task: {} for task in tasks}
-    for position in graph.order:
-        op = graph.metaops[position]
-        if op.task in wanted:
-            calls[op.task].setdefault(op.call or "", []).append(position)
     for module in graph.modules:
         if module not in layout.modules:
             placed = ", ".join(sorted(layout.modules))
             raise PlanError(f"chunks are placed for {placed}; this batch has {module!r}, too")
+    # By task: calls in the order of their last ops, whose outputs are those of the calls.
+    calls: dict[str, dict[str, list[int]]] = {task: {} for task in tasks}
+    for position in graph.order:
+        op = graph.metaops[position]
+        if op.task in calls:
+            before = calls[op.task].pop(op.call or "", [])
+            calls[op.task][op.call or ""] = [*before, position]
     runs: list[_Run] = []
     run_of: dict[int, int] = {}
     for task in tasks:
-        for chain in layout.chains:
-            begins = dict(zip(chain.modules, np.cumsum([0, *chain.num_layers]), strict=False))
-            of_chain = [ops for ops in calls[task].values() if graph.metaops[ops[0]].module in chain.modules]
-            together = (
-                of_chain if len(chain.modules) == 1 else [[op for ops in of_chain for op in ops]] if of_chain else []
-            )
-            for ops in together:
-                run_of.update(dict.fromkeys(ops, len(runs)))
-                metaops = [(graph.metaops[op], op) for op in ops]
-                by_layer = [(int(begins[metaop.module or ""]) + metaop.first_layer, op) for metaop, op in metaops]
-                runs.append(_Run(task, chain, sorted(by_layer), {}))
+        for chain, ops in _calls_in_runs(graph, layout, list(calls[task].values())):
+            run_of.update(dict.fromkeys(ops, len(runs)))
+            begins = dict(zip(chain.modules, np.cumsum([0, *chain.num_layers]).tolist(), strict=False))
+            metaops = [(graph.metaops[op], op) for op in ops]
+            by_layer = [(begins[metaop.module or ""] + metaop.first_layer, op) for metaop, op in metaops]
+            runs.append(_Run(task, chain, sorted(by_layer), {}))
     for producer, consumer in graph.edges:
         source, target = run_of.get(producer), run_of.get(consumer)
         if source is not None and target is not None and source != target:
@@ -177,12 +173,70 @@ def _runs(graph: MetaGraph, layout: Layout, tasks: Sequence[str]) -> list[_Run]:
     return runs
 
 
+def _calls_in_runs(
+    graph: MetaGraph, layout: Layout, calls: Sequence[Sequence[int]]
+) -> Iterator[tuple[Chain, list[int]]]:
+    """The chain and the ops of each run of a microbatch; a run comes behind those that feed it, otherwise in the order
+    of chains. `calls` are lists of ops, in an order of the flows.
+
+    A call of a module that is cut by itself is a run. Calls of a chain of several modules share a run as long as they
+    pass the chain together: a call goes into another one if its module stands in front of one that is in the run, if it
+    reads another call of its module there, or if it reads what another run made of the run's output. So no run waits
+    for itself, whatever a task calls, how often and in which order.
+    """
+    place_of = {
+        module: (number, place)
+        for number, chain in enumerate(layout.chains)
+        for place, module in enumerate(chain.modules)
+    }
+    chain_of: list[int] = []  # by run, like the next two
+    members: list[list[Sequence[int]]] = []
+    feeders: list[set[int]] = []
+    run_of: dict[int, int] = {}
+
+    def place(call: Sequence[int]) -> int:
+        return place_of[graph.metaops[call[0]].module or ""][1]
+
+    def can_join(run: int, call: Sequence[int], producers: set[int]) -> bool:
+        if any(place(member) > place(call) for member in members[run]):
+            return False
+        if any(place(member) == place(call) and not producers.isdisjoint(member) for member in members[run]):
+            return False
+        upstream = {run_of[producer] for producer in producers} - {run}
+        pending = list(upstream)
+        while pending:
+            new = feeders[pending.pop()] - upstream
+            upstream |= new
+            pending += new
+        return run not in upstream
+
+    for call in calls:
+        chain_number, _ = place_of[graph.metaops[call[0]].module or ""]
+        producers = {producer for op in call for producer in graph.predecessors[op]}.difference(call)
+        number = len(members)
+        if len(layout.chains[chain_number].modules) > 1:
+            of_chain = [run for run, of_run in enumerate(chain_of) if of_run == chain_number]
+            number = next((run for run in of_chain if can_join(run, call, producers)), number)
+        if number == len(members):
+            chain_of.append(chain_number)
+            members.append([])
+            feeders.append(set())
+        members[number].append(call)
+        feeders[number] |= {run_of[producer] for producer in producers} - {number}
+        run_of.update(dict.fromkeys(call, number))
+    left = sorted(range(len(members)), key=lambda run: chain_of[run])
+    while left:
+        run = next(run for run in left if feeders[run].isdisjoint(left))
+        left.remove(run)
+        yield layout.chains[chain_of[run]], [op for call in members[run] for op in call]
+
+
 def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str], known: _Stages) -> Batch:
     graph, num_ranks = profile.graph, layout.num_ranks
     wire = _Wire(profile, layout)
     microbatch_of = {task: number for number, task in enumerate(tasks)}
     group_of: dict[tuple[str, Chain], int] = {}
-    microbatch, group, hop_ns, least_hop_ns = [], [], [], []
+    microbatch, group, hop_ns = [], [], []
     starts, predecessors, wrap_ns = [0], [], []
     pieces: list[tuple[tuple[StagePiece, ...], ...]] = []
     stages: list[tuple[Stage, ...]] = []
@@ -204,7 +258,6 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
             group.append(group_of.setdefault((run.task, run.chain), len(group_of)))
             hops = [wire.hop_ns(rank, stage.output_bytes) for rank, stage in enumerate(chunks[here][:-1])]
             hop_ns.append(round(sum(hops) / max(1, len(hops))))
-            least_hop_ns.append(min(hops, default=0))
             predecessors += [pair for pair, _ in before]
             wrap_ns += [wire.wrap_ns(num_bytes) for _, num_bytes in before]
             starts.append(len(predecessors))
@@ -248,7 +301,6 @@ def _batch(profile: Profile, layout: Layout, replica: int, tasks: Sequence[str],
         stages=tuple(stages),
         activation_budget=activation_budget,
         update_ns=update_ns,
-        least=replace(segments, hop_ns=np.array(least_hop_ns), wrap_ns=np.zeros_like(segments.wrap_ns)),
     )
 
 
@@ -283,11 +335,11 @@ class _Stages:
     def __init__(self, profile: Profile, layout: Layout) -> None:
         self._profile, self._degree = profile, layout.tensor_degree
         self._setting = profile.default_setting
-        calls = [op.module for op in profile.graph.metaops if op.first_layer == 0]
-        # Of one rank, if one replica had all microbatches.
-        self._most_stages = max(
-            1, sum(layout.rounds_of(chain) * calls.count(chain.modules[0]) for chain in layout.chains)
-        )
+        # No rank keeps more than this, so if every stage offloads at most this share of what it keeps, what stages have
+        # on the host at any one time fits there.
+        kind = profile.cluster.kind
+        most_kept_bytes = kind.memory_bytes - int(_held(profile, layout)[0].min())
+        self._host_share = kind.host_memory_bytes / max(1, most_kept_bytes)
         self._known: dict[object, Stage] = {}
 
     def stage(self, pieces: Sequence[StagePiece], received_bytes: float) -> Stage:
@@ -314,7 +366,8 @@ class _Stages:
         """The times of a stage, and its memory choices (DIP §4.3).
 
         A choice recomputes some layers and offloads others; all counts of recomputed layers are tried, with nothing
-        offloaded and with as much as copies can hide.
+        offloaded and with the most that can be. Every pass of layers takes 1 ns at least, so that passes start in the
+        order of the flows.
         """
         if not pieces:
             return Stage(0, 0, 0.0, 0, (Choice(0, 0, (), ()),))
@@ -364,44 +417,37 @@ class _Stages:
                 )
             )
             recompute_s = sum(count * forward for count, (forward, _) in zip(recomputed, times, strict=True))
+            # Offloading is modelled as free; 1 ns makes "keep" win ties.
             return Choice(
-                round((backward_s + recompute_s) * NS),
+                max(1, round((backward_s + recompute_s) * NS)) + any(offloaded),
                 int(memory + received_bytes),
                 tuple(recomputed),
                 tuple(offloaded),
             )
 
-        # Offloading counts in layers, smallest first, as far as their copies are hidden.
-        most_bytes = self._most_offloaded_bytes(forward_s)
-        smallest_first = np.cumsum(
-            sorted(size for size, count in zip(saved, counts, strict=True) for _ in range(count))
-        )
-        most_offloaded = int(np.searchsorted(smallest_first, most_bytes, side="right"))
-        choices = [
-            candidate
-            for num_offloaded in {0, most_offloaded}
-            for candidate in (
-                choice(num_recomputed, num_offloaded) for num_recomputed in range(sum(counts) - num_offloaded + 1)
-            )
-            if sum(count * size for count, size in zip(candidate.offloaded, saved, strict=True)) <= most_bytes
-        ]
-        # Offloading is modelled as free; -1 ns makes "keep" win ties.
-        keep = choice(0, 0)
-        choices.append(replace(keep, backward_ns=max(0, keep.backward_ns - 1)))
+        # With each number of recomputed layers, nothing is offloaded, or as much as copies can hide and the host has
+        # memory for.
+        hidden_bytes = forward_s * self._profile.cluster.kind.host_bytes_per_s
+        total = sum(counts)
+        choices = [choice(num_recomputed, 0) for num_recomputed in range(total + 1)]
+        num_offloaded = total  # at most; fewer with every layer that is recomputed
+        for num_recomputed in range(total):
+            num_offloaded = min(num_offloaded, total - num_recomputed)
+            while num_offloaded:
+                candidate = choice(num_recomputed, num_offloaded)
+                num_bytes = sum(count * size for count, size in zip(candidate.offloaded, saved, strict=True))
+                if num_bytes <= min(hidden_bytes, self._host_share * candidate.memory):
+                    choices.append(candidate)
+                    break
+                num_offloaded -= 1
         last = ops[-1].cost
         return Stage(
-            round(forward_s * NS),
-            round(weight_s * NS),
+            max(1, round(forward_s * NS)),
+            min(round(weight_s * NS), choice(0, 0).backward_ns - 1),
             0.0 if last is None else rows[-1] * last.cut_bytes_at(self._degree),
             max(backward_bytes(op, count, self._degree, True) for op, count in zip(ops, rows, strict=True)),
             _worth_having(choices),
         )
-
-    def _most_offloaded_bytes(self, forward_s: float) -> float:
-        """Bytes that a stage can offload for free: copies are hidden while the stage runs, and the host has memory for
-        all microbatches at once."""
-        kind = self._profile.cluster.kind
-        return min(forward_s * kind.host_bytes_per_s, kind.host_memory_bytes / self._most_stages)
 
 
 def _worth_having(choices: Iterable[Choice]) -> tuple[Choice, ...]:

@@ -1,10 +1,12 @@
-"""Passes placed one after another, by a rule, for orders that have no closed form."""
+"""Passes placed one after another, by a rule, for orders that have no closed form: `Walk` with any rule, and
+`walk_soonest`, compiled, with the rule that baselines are tuned with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import numpy as np
+from numba import njit
 
 from spindle.planners.pipeline.segments import BACKWARD, FORWARD, INPUT, WEIGHT, Segments, Table
 
@@ -112,3 +114,69 @@ def soonest(walk: Walk, rank: int, starts: list[int | None]) -> int | None:
     """The lane that can start first, the first of these."""
     ready = [(start, lane) for lane, start in enumerate(starts) if start is not None]
     return min(ready)[1] if ready else None
+
+
+@njit(cache=True, nogil=True)
+def walk_soonest(table, forward_ns, backward_ns, lane_pair, lane_kind, order_pair, order_kind):
+    """Fill the order of every rank [P, passes] from its lanes [P, lanes, passes], both filled up with pair -1: the pass
+    that can start first goes next, on the first rank and lane of those. Passes are FORWARD or BACKWARD. Returns whether
+    all were placed; otherwise the ranks wait for each other.
+    """
+    ranks, lanes, length = lane_pair.shape
+    pairs = forward_ns.shape[0]
+    forward_end = np.full((pairs, ranks), -1, np.int64)
+    back_end = np.full((pairs, ranks), -1, np.int64)
+    place = np.zeros((ranks, lanes), np.int64)
+    last = np.zeros(ranks, np.int64)
+    num_placed = np.zeros(ranks, np.int64)
+    while True:
+        best_start = -1
+        best_rank = 0
+        best_lane = 0
+        is_done = True
+        for rank in range(ranks):
+            for lane in range(lanes):
+                if place[rank, lane] == length or lane_pair[rank, lane, place[rank, lane]] < 0:
+                    continue
+                is_done = False
+                pair = lane_pair[rank, lane, place[rank, lane]]
+                start = last[rank]
+                is_ready = True
+                if lane_kind[rank, lane, place[rank, lane]] == FORWARD:
+                    if rank > 0:
+                        is_ready = forward_end[pair, rank - 1] >= 0
+                        start = max(start, forward_end[pair, rank - 1] + table.hop_ns[pair])
+                    else:
+                        for edge in range(table.predecessor_starts[pair], table.predecessor_starts[pair + 1]):
+                            end = forward_end[table.predecessors[edge], ranks - 1]
+                            is_ready = is_ready and end >= 0
+                            start = max(start, end + table.predecessor_wrap[edge])
+                else:
+                    is_ready = forward_end[pair, rank] >= 0
+                    if rank < ranks - 1:
+                        is_ready = is_ready and back_end[pair, rank + 1] >= 0
+                        start = max(start, back_end[pair, rank + 1] + table.hop_ns[pair])
+                    else:
+                        for edge in range(table.successor_starts[pair], table.successor_starts[pair + 1]):
+                            end = back_end[table.successors[edge], 0]
+                            is_ready = is_ready and end >= 0
+                            start = max(start, end + table.successor_wrap[edge])
+                if is_ready and (best_start < 0 or start < best_start):
+                    best_start = start
+                    best_rank = rank
+                    best_lane = lane
+        if best_start < 0:
+            return is_done
+        position = place[best_rank, best_lane]
+        pair = lane_pair[best_rank, best_lane, position]
+        kind = lane_kind[best_rank, best_lane, position]
+        if kind == FORWARD:
+            last[best_rank] = best_start + forward_ns[pair, best_rank]
+            forward_end[pair, best_rank] = last[best_rank]
+        else:
+            last[best_rank] = best_start + backward_ns[pair, best_rank]
+            back_end[pair, best_rank] = last[best_rank]
+        place[best_rank, best_lane] += 1
+        order_pair[best_rank, num_placed[best_rank]] = pair
+        order_kind[best_rank, num_placed[best_rank]] = kind
+        num_placed[best_rank] += 1

@@ -1,6 +1,12 @@
-"""Seconds, bytes and shares as people read them: four figures at most, and the unit beside them."""
+"""Seconds, bytes and shares as people read them (four figures at most, and the unit beside them), and tables of a few
+facts."""
 
 from __future__ import annotations
+
+import io
+
+from rich.console import Console, RenderableType
+from rich.table import Table
 
 
 def seconds(time_s: float) -> str:
@@ -56,3 +62,21 @@ def listed(names: list[str] | tuple[str, ...], at_most: int = 6) -> str:
     if len(shown) < 2:
         return "".join(shown)
     return f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def facts(rows: list[tuple[str, str]]) -> Table:
+    """Names and values, without lines."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def html_of(*parts: RenderableType) -> str:
+    """Text and tables as HTML, for notebooks."""
+    console = Console(record=True, file=io.StringIO(), width=100, highlight=False, markup=False, emoji=False)
+    for part in parts:
+        console.print(part)
+    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")

@@ -1,0 +1,84 @@
+"""How fast can any pipelined plan of a batch be? One bound for all layouts, orders and memory choices.
+
+A profile has its microbatches split in one way. Where a planner may choose among several, the bound of the workload is
+the least of theirs. Memory does not enter: the least that activations need over time, if every layer keeps its own only
+as long as its microbatch would take alone, is below what devices have in a step of this length, for every recipe and
+size (experiments/LOG.md). So it cannot be shown that a longer step is needed. Hops between ranks, filling and draining
+are left out: with chunks of one layer they come close to nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from spindle.planners.pipeline.chains import tensor_degree_of
+from spindle.profile import Profile
+
+_ROUNDING_S = 1e-9  # of the time of a layer in one direction: the simulator counts in nanoseconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineBound:
+    """Three bounds, each in seconds: all passes and optimizer steps spread evenly over the ranks; all passes of the
+    longest layer, which stands on one rank of each replica; and the longest path of a microbatch, forward and backward,
+    without the weight gradients that may run later."""
+
+    work_s: float
+    layer_s: float
+    path_s: float
+
+    @property
+    def bound_s(self) -> float:
+        return max(self.work_s, self.layer_s, self.path_s)
+
+
+def pipeline_bound_s(profiles: Iterable[Profile], num_ranks: int) -> float:
+    """The least bound of profiles that differ in how their microbatches are split."""
+    return min(pipeline_bound(profile, num_ranks).bound_s for profile in profiles)
+
+
+def pipeline_bound(profile: Profile, num_ranks: int) -> PipelineBound:
+    """The bounds of every plan of a profile on so many pipeline ranks."""
+    graph, cluster, setting = profile.graph, profile.cluster, profile.default_setting
+    degree = tensor_degree_of(profile)
+    num_replicas = max(1, cluster.num_devices // (num_ranks * degree))
+    # Data: seconds of all passes, by layer of a module; and on the path through each op.
+    layer_s: dict[tuple[str, int], float] = defaultdict(float)
+    path_s: list[float] = []
+    parameters: set[int] = set()
+    for position, op in enumerate(graph.metaops):
+        curve = profile.curve(position, setting)
+        forward_s, backward_s = curve.times_s(degree)
+        backward_s += forward_s * setting.recompute[position]
+        for layer in range(op.num_layers):
+            layer_s[op.module or "", op.first_layer + layer] += forward_s + backward_s - 2 * _ROUNDING_S
+        weight_s = curve.weight_time_s(degree) or 0.0
+        path_s.append(op.num_layers * (forward_s + backward_s - weight_s - 2 * _ROUNDING_S))
+        parameters.update(parameter for of_layer in op.parameters for parameter in of_layer)
+    elements = sum(
+        graph.parameters[parameter].elements_at(degree)
+        for parameter in parameters
+        if graph.parameters[parameter].trainable
+    )
+    update_s = elements * graph.numerics.update_bytes / cluster.kind.memory_bytes_per_s
+    # Where neighbours matter, no layer is faster than at the best rate, and k busy devices do at most k times theirs.
+    rate, capacity = 1.0, float(num_ranks * num_replicas * degree)
+    if profile.host_rates:
+        rates = np.array(profile.host_rates)
+        together = np.arange(1, 1 + len(rates)) * rates
+        rate = float(rates.max())
+        capacity = sum(float(together[: island.num_devices].max()) for island in cluster.islands)
+    work_s = degree * (sum(layer_s.values()) + num_replicas * update_s) / capacity
+    ends_s: dict[int, float] = {}
+    for position in graph.order:
+        before_s = max((ends_s[producer] for producer in graph.predecessors[position]), default=0.0)
+        ends_s[position] = before_s + path_s[position]
+    return PipelineBound(
+        work_s=work_s,
+        layer_s=max(layer_s.values()) / num_replicas / rate,
+        path_s=max(ends_s.values()) / rate,
+    )
