@@ -1,6 +1,8 @@
 """Tests by what they need, each kind in a folder: unit (nothing), laws (hypothesis), golden (checked-in plans), run
 (processes of this machine), gpu (skipped without one). Modules beside this file are for all of them."""
 
+import gc
+
 import pytest
 from hypothesis import settings
 
@@ -28,6 +30,11 @@ SLOWEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(SLOWEST)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep what was imported out of the full collections of a Trainer that drops a plan."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from spindle.train.tensor import Sharing, find_sharing
 
 def guessed_profile(graph: MetaGraph, num_devices: int) -> Profile:
     """A profile from a roofline: quick, and the same each time."""
-    return replace(roofline_profile(graph, cluster_named(f"cpux{num_devices}")), gradients_stay=False)
+    return replace(roofline_profile(graph, cluster_named(f"cpux{num_devices}")), gradients_stay=False, sends_stay=True)
 
 
 def unmeasured() -> Any:

@@ -17,8 +17,10 @@ import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,14 +31,17 @@ from comparison import Comparison
 LIMIT_S = 120.0  # for one request, unless SPINDLE_TEST_LIMIT_S says otherwise
 START_S = 60.0  # more, for one that new processes serve
 _TIMEOUT = timedelta(seconds=60)  # of one operation inside it
-_HEAVY = ["spindle.measure", "spindle.train"]
 _LEAVE = None  # instead of a function: destroy the process group
 
 
 def forking() -> Any:
-    """Starts processes as copies of one that has imported what takes seconds to import, and has done nothing else."""
+    """Starts processes as copies of one that has imported what takes seconds to import."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_HEAVY)
+    context.set_forkserver_preload(["warm"])
+    # It does not take over `sys.path`, and would go on without a module that it does not find.
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with mock.patch.dict(os.environ, PYTHONPATH=path):
+        forkserver.ensure_running()
     return context
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +16,7 @@ from torch import nn
 
 from backends import graphs_enabled, graphs_on_any_device, rank_device, to_device
 from comparison import Comparison
+from random_plans import plan_text_named
 from spindle.cluster import cluster_named
 from spindle.graph import MetaGraph, metagraph_of
 from spindle.plan import Plan, check, parse_plan
@@ -129,80 +129,6 @@ def _bind(name: str, workload: Workload, traced: Sequence[Any], facts: Any) -> T
 
 
 # Plans.
-
-
-def random_plan_text(
-    profile: Profile,
-    seed: int,
-    *,
-    degrees: Mapping[str, int] | None = None,
-    has_rounds: bool | None = None,
-    recomputed_share: float | None = None,
-) -> str:
-    """A legal plan: ops cut anywhere, on any tensor groups of these degrees, in any order that the flows allow. Rounds
-    and the share of ops that are recomputed are drawn unless given.
-
-    Starts are far apart, so that the plan is legal under any profile of the workload.
-    """
-    choose = random.Random(seed)
-    profile = profile.with_degrees(degrees) if degrees else profile
-    graph, num_devices = profile.graph, profile.cluster.num_devices
-    tasks = choose.sample(graph.tasks, len(graph.tasks))
-    num_rounds = choose.choice((1, 1, min(2, len(tasks)), len(tasks)))
-    if has_rounds is not None:
-        num_rounds = len(tasks) if has_rounds else 1
-    round_of = {name: number * num_rounds // len(tasks) for number, name in enumerate(tasks)}
-    drawn_share = choose.choice((0.0, 0.0, 0.7))
-    share = drawn_share if recomputed_share is None else recomputed_share
-    lines = [f"# tensor {name} {degree}" for name, degree in (degrees or {}).items() if degree > 1]
-    lines += [f"# recompute {op.name}" for op in graph.metaops if choose.random() < share]
-    wave = 0
-    for round_number in range(num_rounds):
-        layers_left = {
-            position: op.num_layers for position, op in enumerate(graph.metaops) if round_of[op.task] == round_number
-        }
-        while layers_left:
-            ready = [
-                position
-                for position in layers_left
-                if not any(source in layers_left for source in graph.predecessors[position])
-            ]
-            free = choose.sample(range(num_devices), num_devices)
-            slots = []
-            for position in choose.sample(ready, choose.randint(1, len(ready))):
-                curve = profile.curves[position][0]
-                degree = curve.tensor_degree
-                groups, rest = tensor_groups(free, degree, profile.cluster.place_in_island)
-                counts = [count for count in curve.num_devices if count <= len(groups) * degree]
-                if not counts:
-                    continue
-                count, layers = choose.choice(counts), choose.randint(1, layers_left[position])
-                devices = ",".join(str(device) for group in groups[: count // degree] for device in group)
-                free = rest + [device for group in groups[count // degree :] for device in group]
-                slots.append(f"{graph.metaops[position].name}*{layers}@{devices}~{round_number}^{wave}000")
-                layers_left[position] -= layers
-                if not layers_left[position]:
-                    del layers_left[position]
-            if slots:
-                lines.append(" ".join(slots))
-                wave += 1
-    return "\n".join(lines)
-
-
-def tensor_groups(free: list[int], degree: int, places: Sequence[int]) -> tuple[list[list[int]], list[int]]:
-    """Devices in tensor groups, one of each place in an island modulo the degree; and those that are left over."""
-    by_shard = [[device for device in free if places[device] % degree == shard] for shard in range(degree)]
-    count = min(map(len, by_shard))
-    groups = [[devices[number] for devices in by_shard] for number in range(count)]
-    return groups, [device for devices in by_shard for device in devices[count:]]
-
-
-def plan_text_named(profile: Profile, name: str, degrees: Mapping[str, int] | None = None) -> str:
-    """The random plan `plan SEED`, with everything recomputed (`plan 3 recomputed`) or the optimizer sharded."""
-    _, seed, *options = name.split()
-    recomputed_share = 1.0 if "recomputed" in options else None
-    text = random_plan_text(profile, int(seed), degrees=degrees, recomputed_share=recomputed_share)
-    return "# optimizer sharded\n" * ("sharded" in options) + text
 
 
 def plan_named(traced: TracedWorkload, name: str, num_ranks: int) -> tuple[Plan, Profile]:

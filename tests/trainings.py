@@ -16,7 +16,8 @@ import internals
 import spindle
 from backends import rank_device, to_device
 from comparison import Comparison, assert_close
-from programs import loss_value, plan_text_named, random_plan_text
+from programs import loss_value
+from random_plans import plan_text_named, random_plan_text
 from spindle.graph import MetaGraph
 from spindle.plan import Plan, parse_plan
 from spindle.profile import Profile

@@ -3,6 +3,9 @@ facts."""
 
 from __future__ import annotations
 
+import io
+
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 
@@ -69,3 +72,11 @@ def facts(rows: list[tuple[str, str]]) -> Table:
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+def html_of(*parts: RenderableType) -> str:
+    """Text and tables as HTML, for notebooks."""
+    console = Console(record=True, file=io.StringIO(), width=100, highlight=False, markup=False, emoji=False)
+    for part in parts:
+        console.print(part)
+    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")

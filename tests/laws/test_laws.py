@@ -74,8 +74,7 @@ def test_wavefront_is_near_the_optimum_of_tiny_graphs(profile):
         best = make_plan(profile, "exhaustive")
     except ProfileError:
         return
-    # The search also counts device time, so it may miss an op that gets a tenth shorter on twice the devices (7 %).
-    assert make_plan(profile, "wavefront", PlanOptions(evaluations=20_000)).folded_s <= best.folded_s * 1.08
+    assert make_plan(profile, "wavefront", PlanOptions(evaluations=20_000)).folded_s <= best.folded_s * 1.01
 
 
 @given(small.graphs(), st.sampled_from(ALL))
@@ -129,7 +128,7 @@ def test_plans_of_workloads_with_bytes_are_legal_and_fit(tasks, num_devices, per
     profile = small.workload_profile(tasks, num_devices=num_devices, per_island=per_island, elements=20_000_000)
     plan = make_plan(profile, planner, QUICK)
     check(plan, profile)
-    assert plan.makespan_s >= plan.bound_s
+    assert plan.makespan_s >= plan.bound_s * (1 - 1e-6)
 
 
 @given(WORKLOADS, st.integers(2, 6))

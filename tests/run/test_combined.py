@@ -17,7 +17,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from programs import random_plan_text  # noqa: E402
+from random_plans import random_plan_text  # noqa: E402
 from spindle.plan import Plan, parse_plan  # noqa: E402
 from spindle.profile import Profile  # noqa: E402
 from spindle.train import task  # noqa: E402

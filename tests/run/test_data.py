@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler, default_collate 
 
 import spindle  # noqa: E402
 from internals import unmeasured  # noqa: E402
-from programs import plan_text_named  # noqa: E402
+from random_plans import plan_text_named  # noqa: E402
 from spindle.train.samples import Shuffled  # noqa: E402
 from sweeps import chosen  # noqa: E402
 from training_cases import WIDTH, two_towers  # noqa: E402

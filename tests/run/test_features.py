@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,8 @@ from spindle.errors import TrainingError  # noqa: E402
 from spindle.train.sampling import tasks_in_step  # noqa: E402
 from spindle.train.task import Mean  # noqa: E402
 from sweeps import chosen  # noqa: E402
-from training_cases import WIDTH, normal_batch, pairs_and_answers, train_named  # noqa: E402
-from trainings import assert_trained, sgd  # noqa: E402
+from training_cases import WIDTH, normal_batch, pairs_and_answers, train_named, two_towers  # noqa: E402
+from trainings import LEARNING_RATE, adamw, assert_trained, sgd  # noqa: E402
 
 
 def trained(pool, num_ranks, name, plan="plan 1", limit=1e-9):
@@ -142,6 +143,92 @@ def test_evaluation_gives_the_losses_of_one_process(pool, num_ranks):
         assert modes == [True, True, True, True, True, True, False, True]
 
 
+def evaluate_and_stop(rank: int, num_ranks: int, planning: dict[str, Any]) -> tuple[Comparison, int]:
+    """A fit that evaluates, takes weights and stops in `on_step`, and one after it, compared with a plain loop."""
+    comparison = Comparison(adam_learning_rate=LEARNING_RATE)
+    modules = two_towers()
+    references = deepcopy(modules)
+    tasks = pairs_and_answers()({name: spindle.module(name, module) for name, module in modules.items()})
+    batches = {task.name: [normal_batch(task.name, number) for number in range(5)] for task in tasks}
+    in_fit: list[tuple[dict[str, float], dict[str, torch.Tensor]]] = []
+
+    def on_step(step: int, _: dict[str, float]) -> None:
+        if step == 1:
+            in_fit.append((trainer.evaluate(batches), trainer.state_dict()))
+        if step == 3 and rank == num_ranks - 1:  # one rank's wish is enough
+            trainer.stop()
+
+    with unmeasured():
+        trainer = spindle.Trainer(tasks, optimizer=adamw, planning=spindle.Planning(**planning))
+        result = trainer.fit(batches, steps=20, progress=False, on_step=on_step)
+        again = trainer.fit(batches, steps=2, progress=False)
+    ((losses, state),) = in_fit
+    then = nn.ModuleDict(deepcopy(references))
+    then.load_state_dict(state)
+    comparison.add_losses([losses], [evaluate_plainly(batches, then)])
+    num_steps = len(result.losses)
+    expected = train_plainly(references, batches, [*(number % 5 for number in range(num_steps)), 0, 1])
+    comparison.add_losses([*result.losses, *again.losses], expected)
+    parameters = dict(nn.ModuleDict(modules).named_parameters())
+    comparison.add_tensors("parameter", parameters, dict(nn.ModuleDict(references).named_parameters()))
+    return comparison, num_steps
+
+
+def train_plainly(modules, batches, numbers) -> list[dict[str, float]]:
+    tasks = pairs_and_answers()(modules)
+    optimizer = adamw(nn.ModuleDict(modules).named_parameters())
+    losses = []
+    for number in numbers:
+        values = {task.name: task(batches[task.name][number]) for task in tasks}
+        values = {name: loss.total / loss.count if isinstance(loss, Mean) else loss for name, loss in values.items()}
+        optimizer.zero_grad()
+        sum(task.weight * values[task.name] for task in tasks).backward()
+        optimizer.step()
+        losses.append({name: float(loss) for name, loss in values.items()})
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "planning"),
+    [
+        (1, {}),
+        (3, {}),
+        (2, {"shard_optimizer": True}),
+        (2, {"planner": "pipeline"}),
+    ],
+)
+def test_a_fit_is_evaluated_and_stopped_in_on_step(pool, num_ranks, planning):
+    answers = pool.run(num_ranks, evaluate_and_stop, planning)
+    assert_close([comparison for comparison, _ in answers])
+    (num_steps,) = {num_steps for _, num_steps in answers}
+    assert 4 <= num_steps <= 8  # after the losses of step 3 are known
+
+
+def read_on_one_rank(rank: int, num_ranks: int, *, differs: str) -> str:
+    """What a fit says whose plan lets one rank read, when another rank's loader differs."""
+    torch.manual_seed(0)
+    encoder = spindle.module("encoder", nn.Linear(3, 2).double(), whole_batch=True)
+    task = spindle.task(batch_size=4, name="pull")(lambda batch: encoder(batch["x"]).square().mean())
+    batches = [{"x": torch.full((4, 3), float(number), dtype=torch.float64)} for number in range(4)]
+    if rank == 1:
+        batches = batches[::-1] if differs == "values" else batches[:2]
+    with unmeasured():
+        trainer = spindle.Trainer([task], optimizer=sgd)
+        try:
+            trainer.fit({"pull": batches}, steps=2, progress=False)
+        except TrainingError as error:
+            return str(error)
+    return ""
+
+
+def test_other_data_on_a_rank_that_does_not_read_is_noticed(pool):
+    for said in pool.run(2, read_on_one_rank, differs="values"):
+        assert "the loader of task 'pull' gave rank 1 another batch than rank 0" in said
+    for said in pool.run(2, read_on_one_rank, differs="length"):
+        assert "the length of the loader of task 'pull'" in said
+        assert "rank 1" in said
+
+
 # In one process.
 
 
@@ -182,10 +269,44 @@ def test_an_option_that_cannot_be_is_explained(options, message):
         small(**options)
 
 
-def test_a_schedule_that_wants_a_measure_is_refused():
-    trainer = small(lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
-    with unmeasured(), pytest.raises(TrainingError, match=r"takes no metric .*, got ReduceLROnPlateau"):
+def test_a_schedule_of_a_metric_is_stepped_with_it():
+    made = []
+
+    def optimizer(named):
+        made.append(sgd(named))
+        return made[-1]
+
+    trainer = small(
+        optimizer=optimizer, lr_scheduler=lambda of: torch.optim.lr_scheduler.ReduceLROnPlateau(of, patience=0)
+    )
+    with pytest.raises(TrainingError, match="no learning-rate scheduler before the first step"):
+        trainer.step_lr_scheduler(1.0)
+    with unmeasured():
+        trainer.fit(BATCHES, steps=4, progress=False)
+        rate = made[-1].param_groups[0]["lr"]
+        trainer.fit(BATCHES, steps=4, progress=False, on_step=lambda step, losses: trainer.step_lr_scheduler(1.0))
+    assert made[-1].param_groups[0]["lr"] == pytest.approx(rate * 0.1**3)  # not with the first metric
+
+
+def test_schedules_without_a_metric_step_by_themselves():
+    trainer = small(lr_scheduler=lambda of: torch.optim.lr_scheduler.StepLR(of, 2))
+    with unmeasured():
         trainer.fit(BATCHES, steps=1, progress=False)
+    with pytest.raises(TrainingError, match="made no ReduceLROnPlateau"):
+        trainer.step_lr_scheduler(1.0)
+
+
+def test_there_is_nothing_to_stop_between_fits():
+    with pytest.raises(TrainingError, match="there is no fit to end"):
+        small().stop()
+
+
+def test_a_distributed_sampler_is_refused():
+    dataset = torch.utils.data.TensorDataset(torch.ones(8, 3))
+    sampler = torch.utils.data.DistributedSampler(dataset, num_replicas=2, rank=0)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4, sampler=sampler)
+    with pytest.raises(TrainingError, match="DistributedSampler, which gives each rank other samples"):
+        small().fit({"pull": loader}, steps=1, progress=False)
 
 
 def test_weights_that_leave_no_task_to_draw_are_refused():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from unittest import mock
 
@@ -16,6 +14,7 @@ from torch import nn  # noqa: E402
 
 import spindle  # noqa: E402
 from backends import rank_device  # noqa: E402
+from preloaded import run_spindle  # noqa: E402
 from spindle.cluster import Link  # noqa: E402
 from spindle.errors import ProfileError  # noqa: E402
 from spindle.graph import metagraph_of  # noqa: E402
@@ -250,8 +249,7 @@ if trainer.rank == 0:
 def together(tmp_path, fails):
     script = tmp_path / "train.py"
     script.write_text(TOGETHER.format(fails=fails))
-    command = [sys.executable, "-m", "spindle.cli", "launch", "-n", "2", str(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=dict(os.environ))
+    return run_spindle("launch", "-n", "2", str(script))
 
 
 def test_ranks_that_measure_together_leave_out_what_one_of_them_cannot_run(tmp_path):

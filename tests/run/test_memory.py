@@ -62,7 +62,9 @@ class Tower(nn.Module):
         return self.norm(x).mean(1)
 
 
-def train_within(rank: int, num_ranks: int, memory_bytes: int | None, steps: int = 3, **options: Any) -> Training:
+def train_within(
+    rank: int, num_ranks: int, memory_bytes: int | None, steps: int = 3, planner: str = "wavefront", **options: Any
+) -> Training:
     """Two contrastive tasks over three towers, with AdamW."""
     torch.manual_seed(3)
     vision, text, audio = (
@@ -89,13 +91,13 @@ def train_within(rank: int, num_ranks: int, memory_bytes: int | None, steps: int
                 "x": torch.randn(ROWS, length, width, generator=generator),
                 "y": torch.randn(ROWS, 24, 16, generator=generator),
             }
-        ] * (steps + 1)
+        ] * (options.get("gradient_accumulation_steps", 1) * steps + 1)
 
     with unmeasured():
         trainer = spindle.Trainer(
             [pictures, sounds],
             optimizer=lambda named: torch.optim.AdamW([parameter for _, parameter in named], lr=1e-3),
-            planning=spindle.Planning(memory_limit_bytes=memory_bytes),
+            planning=spindle.Planning(memory_limit_bytes=memory_bytes, planner=planner),
             **options,
         )
         try:
@@ -165,6 +167,13 @@ def test_a_training_keeps_to_its_limit_on_other_numbers_of_ranks(pool, num_ranks
         for counted, predicted in zip(one.counted, one.predicted, strict=True):
             assert abs(counted / predicted - 1) < 0.1
     assert max(found.counted) <= 0.7 * max(plenty.predicted)
+
+
+def test_a_pipeline_keeps_to_its_limit(pool):
+    # Under gloo, gradients stay where they were sent from until the step ends, those of all microbatches.
+    limit = 24_000_000
+    found = pool.run(3, train_within, limit, planner="pipeline", gradient_accumulation_steps=3)[0]
+    assert 0.6 * limit < max(found.counted) <= 0.95 * limit
 
 
 def test_what_cannot_fit_is_refused_with_what_would():

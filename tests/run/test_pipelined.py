@@ -40,7 +40,7 @@ from microbatches import (  # noqa: E402
     random_plan,
     run_pipeline,
 )
-from programs import plan_text_named  # noqa: E402
+from random_plans import plan_text_named  # noqa: E402
 from spindle.plan import Piece, assemble_passes, format_plan, parse_plan, setting_of  # noqa: E402
 from spindle.profile import Curve, Profile  # noqa: E402
 from spindle.program import lower  # noqa: E402

@@ -91,6 +91,14 @@ if __name__ == "__main__":
 """
 
 
+@pytest.fixture(autouse=True)
+def preloaded():
+    from preloaded import preloaded_ranks  # needs torch
+
+    with preloaded_ranks():
+        yield
+
+
 @pytest.fixture
 def write(tmp_path):
     def written(text, **values):

@@ -4,11 +4,8 @@ they are typed. What is not run here is listed in `NOT_RUN`, with the reason."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,16 +83,6 @@ def commands() -> list[str]:
     return list(dict.fromkeys(part.strip() for part in parts if part.strip()))
 
 
-def run_subprocess(*arguments: str, cwd: Path) -> str:
-    # Several torch threads on busy cores spend their time waiting for each other.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    completed = subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False
-    )
-    assert completed.returncode == 0, completed.stderr
-    return completed.stdout
-
-
 def test_every_python_block_is_a_program():
     shown = [(page, number) for page in PAGES for number in range(len(blocks(page, "python")))]
     assert sorted((program.page, program.block) for program in PROGRAMS) == sorted(shown)
@@ -113,16 +100,23 @@ for path, continued in json.load(open("programs.json")):
 """
 
 
-@pytest.mark.parametrize("launcher", [(), ("-m", "spindle.cli", "launch", "-n", "2")], ids=["python", "launch -n 2"])
-def test_the_python_programs_run_as_shown(launcher, tmp_path):
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_python_programs_run_as_shown(num_ranks, tmp_path):
     pytest.importorskip("torch")
+    from preloaded import run_spindle
+
     path_of = {(program.page, program.block): program.path for program in PROGRAMS}
     for program in PROGRAMS:
         (tmp_path / program.path).write_text(program.code)
     steps = [(program.path, path_of.get((program.page, program.continues))) for program in PROGRAMS]
     (tmp_path / "programs.json").write_text(json.dumps(steps))
     (tmp_path / "run_all.py").write_text(RUN_ALL)
-    printed = run_subprocess(*launcher, "run_all.py", cwd=tmp_path)
+    # Several torch threads on busy cores spend their time waiting for each other.
+    done = run_spindle(
+        "launch", "-n", str(num_ranks), "run_all.py", folder=tmp_path, environment={"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout
     outputs = dict(re.findall(r"^=== (\S+)\n((?:(?!=== ).*\n)*)", printed, flags=re.MULTILINE))
     for program in PROGRAMS:
         assert re.match(program.prints, outputs[program.path]), (program, printed)
@@ -135,6 +129,8 @@ def test_commands_that_are_not_run_are_shown():
 
 def test_the_commands_run_as_shown(tmp_path, monkeypatch, capsys):
     pytest.importorskip("torch")
+    from preloaded import run_spindle
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     Path("train.py").write_text(TRAIN.code)
@@ -146,7 +142,8 @@ def test_the_commands_run_as_shown(tmp_path, monkeypatch, capsys):
         name, *arguments = shlex.split(command)
         assert name == "spindle"
         if arguments[0] == "profile":
-            run_subprocess("-m", "spindle.cli", *arguments, cwd=tmp_path)
+            done = run_spindle(*arguments)
+            assert done.returncode == 0, done.stderr
             continue
         assert run(arguments) == 0, (command, capsys.readouterr().err)
         assert capsys.readouterr().out, command

@@ -18,7 +18,7 @@ import spindle
 import zoo
 from comparison import Comparison
 from internals import unmeasured
-from programs import plan_text_named
+from random_plans import plan_text_named
 from spindle.models import build_chain, chain_of, dump_chain, load_source, source_text
 from spindle.run.world import join_world
 from spindle.train.record import record_all

@@ -568,17 +568,47 @@ def test_compiled_code_finds_a_folder_where_nothing_else_can_be_written(tmp_path
     assert os.environ["NUMBA_CACHE_DIR"] == "mine"
 
 
-def test_the_papers_planner_says_why_its_step_is_not_its_folded_time(tmp_path, capsys):
-    ops = [
-        {"name": "a", "layers": 1, "time_s": {"1": 0.1}},
-        {"name": "b", "layers": 1, "time_s": {"1": 0.3}},
-        {"name": "c", "layers": 1, "time_s": {"1": 0.3}},
-        {"name": "d", "layers": 1, "time_s": {"1": 0.1}},
-    ]
-    path = tmp_path / "chains.json"
-    on_two = ["--devices", "2", "--planner"]
-    path.write_text(json.dumps({"ops": ops, "edges": [["a", "c"], ["b", "d"]]}))
-    assert run(["plan", str(path), *on_two, "paper"]) == 0
-    assert "waves of the paper's planner wait for each other" in " ".join(capsys.readouterr().out.split())
-    assert run(["plan", str(path), *on_two, "wavefront"]) == 0
-    assert "than folded" not in capsys.readouterr().out
+def test_a_script_that_does_not_exist_is_named_before_its_machines(capsys):
+    assert run(["plan", "vlm.py"]) == 2
+    assert capsys.readouterr().err == "error: vlm.py: no such file\n"
+
+
+@pytest.mark.parametrize("verb", ["simulate", "explain"])
+def test_machines_of_a_plan_need_not_be_given_again(graph, capsys, tmp_path, verb):
+    plan = str(tmp_path / "plan.json")
+    assert run(["plan", graph, "--devices", "4", "-o", plan]) == 0
+    assert run([verb, graph, plan]) == 0
+    assert run(["plan", "clip-4", "--cluster", "a800x8", "--evaluations", "20", "-o", plan]) == 0
+    assert run([verb, "clip-4", plan]) == 0
+    capsys.readouterr()
+
+
+def test_flags_take_no_value_in_help(capsys):
+    for verb in ("plan", "compare", "bound", "profile", "launch"):
+        assert run([verb, "--help"]) == 0
+    assert run(["--help"]) == 0
+    assert "bool" not in capsys.readouterr().out
+
+
+def test_more_processes_than_memory_are_refused(capsys, tmp_path):
+    script = tmp_path / "train.py"
+    script.touch()
+    assert run(["launch", "-n", "100000", str(script)]) == 2
+    assert "100,000 processes do not fit in this host's memory" in capsys.readouterr().err
+
+
+def test_a_plan_is_not_launched(capsys, tmp_path):
+    plan = tmp_path / "plan.json"
+    plan.write_text("{}")
+    assert run(["launch", "-n", "2", str(plan)]) == 2
+    assert "expected a Python script; a plan is given to Planning(plan=...)" in capsys.readouterr().err
+
+
+def test_a_command_that_compiles_first_says_so(graph, capsys, monkeypatch):
+    assert run(["plan", graph, "--devices", "4"]) == 0  # compiles, if that is not done yet
+    capsys.readouterr()
+    assert run(["plan", graph, "--devices", "4"]) == 0
+    assert "compiling" not in capsys.readouterr().err
+    monkeypatch.setattr("spindle.planners.compiled._is_cached", lambda loop: False)
+    assert run(["plan", graph, "--devices", "4"]) == 0
+    assert capsys.readouterr().err == "note: compiling loops, once after an install: about half a minute\n"

@@ -145,6 +145,9 @@ def test_the_search_of_a_pipeline_can_be_shown(capsys, tmp_path):
 @pytest.mark.parametrize("verb", ["plan", "compare"])
 def test_what_the_times_leave_out_is_said(capsys, tmp_path, verb):
     out = answer(capsys, verb, "vlm-s", *QUICK)
+    assert "effects left out of these times; --assumptions lists them." in out
+    assert "Left out:" not in out
+    out = answer(capsys, verb, "vlm-s", "--assumptions", *QUICK)
     assert "Left out: data loading, and host time between layers" in out
     assert "Left out: kernels were measured on" in out
     printed = answer(capsys, verb, "vlm-s", *QUICK, "--json")

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from spindle.errors import DoesNotFitError, PlanError
 from spindle.graph import MetaGraph, MetaOp
 from spindle.planners import PLANNERS, PlanOptions, make_plan, planners_of
-from spindle.planners.pipeline.chains import layer_counts, layer_loads, layout_of, mixed_chain, modules_in_rows
+from spindle.planners.pipeline.chains import (
+    layer_counts,
+    layer_loads,
+    layout_of,
+    mixed_chain,
+    modules_in_rows,
+    separate_chains,
+)
 from spindle.planners.pipeline.stages import batches_of
 from spindle.profile import Curve, Profile
 from spindle.recipes import MODELS, BatchOptions, step_of
@@ -19,8 +26,9 @@ from test_pipeline_plans import batch, cluster
 PIPELINES = planners_of(is_pipeline=True)
 
 
-def profile_of(tasks, num_layers, num_devices=2):
-    """Tasks are lists of calls (module, indices of the calls that feed it); every layer takes a millisecond."""
+def profile_of(tasks, num_layers, num_devices=2, frozen=()):
+    """Tasks are lists of calls (module, indices of the calls that feed it); every layer takes a millisecond. Backward
+    of frozen modules takes no time."""
     metaops, edges, curves = [], [], []
     for number, calls in enumerate(tasks):
         first = len(metaops)
@@ -37,7 +45,8 @@ def profile_of(tasks, num_layers, num_devices=2):
                     parameters=((),) * num_layers[module],
                 )
             )
-            curves.append((Curve(num_devices=(1,), forward_s=(1e-3,), backward_s=(2e-3,), weight_s=(1e-3,)),))
+            scale = 0.0 if module in frozen else 1e-3
+            curves.append((Curve(num_devices=(1,), forward_s=(1e-3,), backward_s=(2 * scale,), weight_s=(scale,)),))
     graph = MetaGraph(name="calls", metaops=tuple(metaops), edges=tuple(edges))
     return Profile(graph=graph, cluster=cluster(num_devices), curves=tuple(curves))
 
@@ -118,6 +127,38 @@ def tasks_of_modules(draw, min_modules=1):
 
 
 @settings(max_examples=40, deadline=None)
-@given(tasks_of_modules(), st.integers(1, 3), st.sampled_from(PIPELINES))
-def test_every_graph_of_modules_has_a_pipeline(drawn, num_ranks, planner):
-    planned(profile_of(*drawn, num_devices=num_ranks), planner, num_ranks)
+@given(tasks_of_modules(), st.integers(1, 3), st.sampled_from(PIPELINES), st.sets(st.sampled_from(["m0", "m1", "m2"])))
+def test_every_graph_of_modules_has_a_pipeline(drawn, num_ranks, planner, frozen):
+    planned(profile_of(*drawn, num_devices=num_ranks, frozen=frozen), planner, num_ranks)
+
+
+def test_layers_whose_backward_makes_weight_gradients_alone_can_be_a_chunk():
+    # The first layer's input needs no gradient, so all its backward is the weights'.
+    layers = [(1, 1e-3), (1, 2e-3)]
+    metaops = tuple(
+        MetaOp(
+            name=f"t/vision[{place}]",
+            num_layers=count,
+            task="t",
+            batch_size=1,
+            module="vision",
+            call="vision",
+            first_layer=place,
+            parameters=((),),
+        )
+        for place, (count, _) in enumerate(layers)
+    )
+    curves = tuple(
+        (Curve(num_devices=(1,), forward_s=(1e-3,), backward_s=(backward_s,), weight_s=(1e-3,)),)
+        for _, backward_s in layers
+    )
+    graph = MetaGraph(name="patches", metaops=metaops, edges=((0, 1),))
+    profile = Profile(graph=graph, cluster=cluster(2), curves=curves)
+    for planner in ("pipeline", "zb-h1"):
+        assert planned(profile, planner, 2)
+    # On the papers' model: as many chunks of vision as its 65 layers allow.
+    step = step_of(MODELS["vlm-s"], MODELS["vlm-s"].cluster, BatchOptions(num_microbatches=1, seed=0))
+    profile = step.profile(step.sizes[-1])
+    rounds = {"vision": 16, "language": 1}
+    layout = layout_of(profile, 4, separate_chains(layer_loads(profile), rounds, 4))
+    assert batches_of(profile, layout)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -159,15 +156,10 @@ print("trained")
 def profiled(tmp_path, *arguments, script=SCRIPT):
     pytest.importorskip("torch")
     (tmp_path / "train.py").write_text(script)
-    return subprocess.run(
-        [sys.executable, "-m", "spindle.cli", "profile", *arguments],
-        cwd=tmp_path,
-        env=os.environ | {"SPINDLE_CACHE": str(tmp_path / "cache"), "COLUMNS": "100"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    from preloaded import run_spindle
+
+    environment = {"SPINDLE_CACHE": str(tmp_path / "cache"), "COLUMNS": "100"}
+    return run_spindle("profile", *arguments, folder=tmp_path, environment=environment)
 
 
 @pytest.mark.parametrize("processes", [None, 2])

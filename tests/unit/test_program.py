@@ -265,7 +265,7 @@ def test_verify_finds_a_rank_that_never_updates():
     lazy = "\n".join(
         line.removesuffix(" U") if line.startswith("rank 0-1 compute") else line for line in text.splitlines()
     )
-    with pytest.raises(ProgramError, match=r"rank 0 holds \w+\.\d and never updates it"):
+    with pytest.raises(ProgramError, match="rank 0 runs no optimizer step"):
         verify(parse_program(lazy + "\n", profile), profile)
 
 

@@ -6,7 +6,6 @@ import io
 import json
 import re
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -19,12 +18,12 @@ from spindle.planners import graph_bound_s, make_plan
 from spindle.profile import abstract_profile
 from spindle.program import lower
 from spindle.report.bound import bound_report, limit_sentences
-from spindle.report.compare import ComparedPlan, RefusedPlan, compared, simulated
+from spindle.report.compare import ComparedPlan, RefusedPlan, compared
 from spindle.report.explain import explain, sentences
 from spindle.report.figure import step_figure
 from spindle.report.gantt import columns_for, draw, plan_chart, ticks, timeline_chart
 from spindle.report.palette import palette_of
-from spindle.report.table import bound_facts, comparison_table, refusal_lines, step_remarks
+from spindle.report.table import bound_facts, comparison_table, refusal_lines
 from spindle.report.trace import trace_of
 from spindle.simulate import simulate
 
@@ -321,18 +320,3 @@ def test_a_bound_of_one_level_is_shown_once():
     report = bound_report(small.two_towers(4))
     assert re.search(r"= [\d.]+ \+ [\d.]+ ms, level by level", shown(bound_facts(report)))
     assert f"on {report.cluster}" in shown(bound_facts(report))
-
-
-def test_passes_of_different_shares_are_a_reason_for_another_step():
-    ops = [
-        {"name": "a", "layers": 1, "forward_s": {"1": 0.3}, "backward_s": {"1": 0.1}},
-        {"name": "b", "layers": 1, "forward_s": {"1": 0.1}, "backward_s": {"1": 0.3}},
-        {"name": "c", "layers": 1, "time_s": {"1": 0.3}},
-    ]
-    profile = abstract_profile({"ops": ops, "edges": [["a", "c"], ["b", "c"]]}, small.devices(2))
-    plan = make_plan(profile, "paper")
-    measures = simulated(plan, profile)
-    assert measures.makespan_s > plan.folded_s * 1.001
-    (line,) = step_remarks(plan, measures, profile)
-    assert "different shares in forward and backward" in line
-    assert step_remarks(plan, replace(measures, makespan_s=plan.folded_s), profile) == []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from preloaded import run_spindle
 from spindle.models import chain_of
 from spindle.program import Backward, Exchange, Forward, OptimizerStep
 from spindle.recipes import clip, ofasys
@@ -24,7 +23,6 @@ from virtual.cells import Cells
 from virtual.split import split_of
 
 SCRIPT = Path(run.__file__)
-LIMIT_S = 150  # until a hang is called one
 ALONE = World(0, 1, torch.device("cpu"))
 
 
@@ -36,28 +34,9 @@ def measured(tmp_path_factory):
 
 
 def launched(output: Path) -> str:
-    command = [
-        sys.executable,
-        "-m",
-        "spindle.cli",
-        "launch",
-        "-n",
-        "2",
-        str(SCRIPT),
-        "--small",
-        "--output",
-        str(output),
-    ]
-    command += ["--only", "clip-4-16", "--variants", "wavefront,sequential,ddp-eager,ddp-graphed"]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    options = ["--small", "--output", str(output), "--only", "clip-4-16"]
+    options += ["--variants", "wavefront,sequential,ddp-eager,ddp-graphed"]
+    done = run_spindle("launch", "-n", "2", str(SCRIPT), *options, environment={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spindle.cli.options import AsJson, BatchSeed, ClusterName, Devices, Input, Microbatches, Samples
+from spindle.cli.options import AsJson, Assumptions, BatchSeed, ClusterName, Devices, Input, Microbatches, Samples
 
 
 def bound(
@@ -12,6 +12,7 @@ def bound(
     microbatches: Microbatches = None,
     batch_seed: BatchSeed = None,
     samples: Samples = None,
+    assumptions: Assumptions = False,
     as_json: AsJson = False,
 ) -> None:
     """Say how fast any plan can be, and what limits it.
@@ -44,10 +45,10 @@ def bound(
             named = {"workload": whole.graph.name, "cluster": whole.cluster.name, "sub_microbatches": dict(sizes)}
             show_json(named | {"bound_s": least.bound_s} | to_json(least))
         else:
-            show(pipeline_bound_facts(least, whole, sizes), *left_out(whole.leaves_out))
+            show(pipeline_bound_facts(least, whole, sizes), *left_out(whole.leaves_out, assumptions))
         return
     report = bound_report(step.whole)
     if as_json:
         show_json(to_json(report) | {"paper_s": report.paper_s, "limit": report.limit})
         return
-    show(bound_facts(report), "", *limit_sentences(report), *left_out(report.leaves_out))
+    show(bound_facts(report), "", *limit_sentences(report), *left_out(report.leaves_out, assumptions))

@@ -9,6 +9,7 @@ import typer
 
 from spindle.cli.options import (
     AsJson,
+    Assumptions,
     BatchSeed,
     ClusterName,
     Devices,
@@ -45,6 +46,7 @@ def compare(
     microbatches: Microbatches = None,
     batch_seed: BatchSeed = None,
     samples: Samples = None,
+    assumptions: Assumptions = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare all planners on one workload, simulated, beside the bound.
@@ -63,7 +65,7 @@ def compare(
 
     from spindle.artifact import to_json, write_atomically
     from spindle.cli.inputs import LEAVES_OUT, left_out, load_step, planner_input, with_sizes
-    from spindle.cli.terminal import fits, notice, progress_bar, refuse_outputs, show, show_json
+    from spindle.cli.terminal import fits, note_compilation, notice, progress_bar, refuse_outputs, show, show_json
     from spindle.errors import DoesNotFitError
     from spindle.plan import Plan
     from spindle.planners import PLANNERS, PlanOptions, make_plan, planners_of
@@ -89,6 +91,7 @@ def compare(
     planners = [planner for planner in planners_of(step.is_pipeline) if PLANNERS[planner].is_compared]
     plans: dict[str, tuple[Plan, Profile]] = {}
     refusals: dict[str, str] = {}
+    note_compilation(step.is_pipeline)
     with progress_bar(f"planning {name}", len(planners)) as report:
         for number, planner in enumerate(planners):
 
@@ -120,7 +123,7 @@ def compare(
     else:
         wide = comparison_table(comparison, whole, reference)
         shown = wide if fits(wide) else comparison_table(comparison, whole, reference, narrow=True)
-        show(shown, *settings_lines(comparison), *refusal_lines(comparison), *left_out(unknown))
+        show(shown, *settings_lines(comparison), *refusal_lines(comparison), *left_out(unknown, assumptions))
     for path in (output, figure):
         if path is not None:
             notice(f"wrote {path}")

@@ -23,22 +23,22 @@ def explain(
     """Explain a plan: why each op got its devices.
 
     For each op: its curve around the chosen numbers, what the bound would do, what ran beside it, where its data came
-    from, and with whom it shares weights. Examples:
+    from, and with whom it shares weights. The machines are those of the plan unless others are given. Examples:
 
-    spindle explain graph.json plan.json --devices 16 --op vision
+    spindle explain graph.json plan.json --op vision
 
-    spindle explain clip-10 plan.json --cluster a800x32
+    spindle explain clip-10 plan.json
     """
     from rich.padding import Padding
     from rich.text import Text
 
     from spindle.artifact import to_json
-    from spindle.cli.inputs import load_plan, load_profile
+    from spindle.cli.inputs import load_plan, load_profile, machines_of_plan
     from spindle.cli.terminal import show, show_json
     from spindle.report import explain as explain_plan
     from spindle.report import headline, sentences
 
-    profile = load_profile(given, devices, cluster)
+    profile = load_profile(given, *machines_of_plan(plan_file, given, devices, cluster))
     made = load_plan(plan_file, profile)
     explanations = explain_plan(made, profile, op)
     if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from spindle.artifact import artifact_from_json, read_json_file
 from spindle.cli.script import script_words, workload_of_script
 from spindle.cli.terminal import printable
 from spindle.cluster import Cluster, DeviceKind, Island, Link, cluster_named, read_cluster_file
-from spindle.errors import InputError, PlanError, ProfileError
+from spindle.display import count_of
+from spindle.errors import InputError, PlanError, ProfileError, SpindleError
 from spindle.graph import metagraph_of
 from spindle.plan import Plan, check, read_plan
 from spindle.planners import PLANNERS, Planner, PlanOptions, choose_layout, pipeline_bound_s, planners_of
@@ -66,14 +68,19 @@ def refuse_planner(planner: str, given: str, step: Step) -> None:
         raise InputError(f"planner {planner!r} {what}; for {given} there are {', '.join(names)}")
 
 
-def left_out(leaves_out: Iterable[str]) -> list[str]:
-    """What the times of a profile leave out, a sentence each."""
-    return [f"Left out: {text}." for text in leaves_out]
+def left_out(leaves_out: Iterable[str], in_full: bool) -> list[str]:
+    """What the times of a profile leave out: a line for each effect, or one that says how many there are."""
+    texts = list(leaves_out)
+    if in_full or len(texts) == 1:
+        return [f"Left out: {text}." for text in texts]
+    return [f"{count_of(len(texts), 'effect')} left out of these times; --assumptions lists them."] if texts else []
 
 
 def _load_profile(given: str, num_devices: int | None, cluster_name: str | None) -> Profile:
     """A measured profile, an abstract graph with its own times, or a roofline of a workload or a training script."""
     if (words := script_words(given)) is not None:
+        if not Path(words[0]).exists():
+            raise InputError(f"{words[0]}: no such file")
         cluster = _real_cluster(given, num_devices, cluster_name)  # before the script runs
         workload = workload_of_script(*words)
         _refuse_unprintable(words[0], _names(workload))
@@ -95,6 +102,30 @@ def _load_profile(given: str, num_devices: int | None, cluster_name: str | None)
     workload = _workload(data, given)
     _refuse_unprintable(given, _names(workload))
     return _roofline(given, workload, _real_cluster(given, num_devices, cluster_name))
+
+
+def machines_of_plan(
+    path: Path, given: str, num_devices: int | None, cluster_name: str | None
+) -> tuple[int | None, str | None]:
+    """--devices and --cluster for an input and its plan: those of the plan where none are given."""
+    if num_devices is not None or cluster_name is not None or given in MODELS or is_profile(given):
+        return num_devices, cluster_name
+    data = read_json_file(path)
+    name, count = data.get("cluster"), data.get("num_devices")
+    if isinstance(count, int) and 0 < count <= MAX_DEVICES and name == nameless_cluster(count).name:
+        return count, None
+    with suppress(SpindleError):
+        cluster_named(str(name))
+        return None, str(name)
+    return None, None
+
+
+def is_profile(given: str) -> bool:
+    """Whether an input is a measured profile, which brings its machines."""
+    try:
+        return Path(given).suffix == ".json" and read_json_file(Path(given)).get("spindle") == "profile"
+    except InputError:
+        return False
 
 
 def planner_input(step: Step, planner: Planner, options: PlanOptions) -> tuple[Profile, PlanOptions]:

@@ -22,9 +22,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from spindle import __version__
 from spindle.cli.bound import bound
@@ -57,14 +58,31 @@ def _paragraphs(text: str) -> str:
     return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))
 
 
+def _without_metavar(option: Any) -> Any:
+    """The option --help, which newer versions of typer print as a <bool> to be given."""
+    if option is not None:
+        option.metavar = ""
+    return option
+
+
+class _Command(typer.core.TyperCommand):
+    def get_help_option(self, ctx: Any) -> Any:
+        return _without_metavar(super().get_help_option(ctx))
+
+
+class _Group(typer.core.TyperGroup):
+    def get_help_option(self, ctx: Any) -> Any:
+        return _without_metavar(super().get_help_option(ctx))
+
+
 def make_app() -> typer.Typer:
     """Build the typer app; errors come out of it as exceptions."""
-    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(cls=_Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(_root)
     for verb in VERBS:
         # What stands after a script is the script's own, even if it looks like an option.
         settings = {"allow_interspersed_args": verb not in _RUN_A_SCRIPT}
-        app.command(help=_paragraphs(verb.__doc__ or ""), context_settings=settings)(verb)
+        app.command(cls=_Command, help=_paragraphs(verb.__doc__ or ""), context_settings=settings)(verb)
     return app
 
 
@@ -76,7 +94,7 @@ def _show_version(wanted: bool) -> None:
 
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
+        bool, typer.Option("--version", metavar="", help="Print the version.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
     """Plan, rehearse and run training steps that run several multimodal tasks at once.

@@ -35,7 +35,8 @@ ClusterName = Annotated[
         "--cluster", metavar="NAME", help="Machines by name (a800x32) or from a .toml file.", show_default=False
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Assumptions = Annotated[bool, typer.Option("--assumptions", metavar="", help="List what these times leave out.")]
+AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON object instead of tables.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of the search: the same seed gives the same plan.", min=0)]
 TimeLimit = Annotated[
     float | None,

@@ -9,6 +9,7 @@ import typer
 
 from spindle.cli.options import (
     AsJson,
+    Assumptions,
     BatchSeed,
     ClusterName,
     Devices,
@@ -46,8 +47,10 @@ def plan(
     batch_seed: BatchSeed = None,
     samples: Samples = None,
     show_search: Annotated[
-        bool, typer.Option("--show-search", help="Show how the search of planner pipeline improved the plan.")
+        bool,
+        typer.Option("--show-search", metavar="", help="Show how the search of planner pipeline improved the plan."),
     ] = False,
+    assumptions: Assumptions = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan a step: which layers run on which devices, and when.
@@ -66,12 +69,12 @@ def plan(
 
     from spindle.artifact import artifact_text
     from spindle.cli.inputs import LEAVES_OUT, SEARCH, left_out, load_step, planner_input, refuse_planner, with_sizes
-    from spindle.cli.terminal import notice, progress_bar, refuse_outputs, show, show_chart, show_text
+    from spindle.cli.terminal import note_compilation, notice, progress_bar, refuse_outputs, show, show_chart, show_text
     from spindle.errors import InputError
     from spindle.plan import write_plan
     from spindle.planners import PLANNERS, PlanOptions, SearchResult, make_plan, planners_of
     from spindle.recipes import BatchOptions
-    from spindle.report import plan_chart, plan_facts, search_json, search_tables, simulated, step_remarks
+    from spindle.report import plan_chart, plan_facts, search_json, search_tables, simulated
 
     refuse_outputs(output, inputs=(given, cluster, samples))
     batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples)
@@ -85,6 +88,7 @@ def plan(
     options = PlanOptions(
         seed=seed, evaluations=evaluations, time_limit_s=time_limit, pipeline_ranks=step.pipeline_ranks
     )
+    note_compilation(step.is_pipeline)
     with progress_bar(f"planning {name_of_step}", 1.0) as report:
         profile, options = planner_input(step, chosen, options)
         results: list[SearchResult] = []
@@ -103,8 +107,8 @@ def plan(
         text = artifact_text("plan", made)
         show_text(json.dumps(json.loads(text) | remarks, indent=1) + "\n" if remarks else text)
         return
-    unknown = left_out(profile.leaves_out) if step.is_pipeline else []
-    show(plan_facts(made, measures, profile), *step_remarks(made, measures, profile), *unknown)
+    unknown = left_out(profile.leaves_out, assumptions) if step.is_pipeline else []
+    show(plan_facts(made, measures, profile), *unknown)
     if show_search:
         show(*search_tables(name_of_step, results))
     show_chart(lambda num_columns: plan_chart(made, profile, num_columns), made.num_devices)

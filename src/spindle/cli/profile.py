@@ -20,7 +20,9 @@ def profile(
         Path | None,
         typer.Option("-o", "--output", metavar="PROFILE.json", help="Write the profile here.", show_default=False),
     ] = None,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Measure again what was measured before.")] = False,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", metavar="", help="Measure again what was measured before.")
+    ] = False,
     as_json: AsJson = False,
 ) -> JobEnded | None:
     """Measure the layers, links and optimizer of a training script, without training it.

@@ -28,19 +28,20 @@ def simulate(
 ) -> None:
     """Rehearse one step of a plan: forward, backward, transfers, gradients, optimizer.
 
-    The plan is checked first; its program is the one a runtime would run. Examples:
+    The plan is checked first; its program is the one a runtime would run. The machines are those of the plan unless
+    others are given. Examples:
 
-    spindle simulate graph.json plan.json --devices 16
+    spindle simulate graph.json plan.json
 
-    spindle simulate clip-10 plan.json --cluster a800x32 --trace trace.json
+    spindle simulate clip-10 plan.json --trace trace.json
 
     spindle simulate vlm-s plan.json --microbatches 16
     """
     import spindle.simulate
     from spindle.artifact import to_json, write_atomically
-    from spindle.cli.inputs import load_plan, load_step, profile_of_plan
+    from spindle.cli.inputs import load_plan, load_step, machines_of_plan, profile_of_plan
     from spindle.cli.terminal import notice, refuse_outputs, show, show_chart, show_json
-    from spindle.planners import graph_bound_s
+    from spindle.planners import step_bound_s
     from spindle.program import lower, refuse_overfull, verify
     from spindle.recipes import BatchOptions
     from spindle.report import measure_facts, timeline_chart, trace_of
@@ -48,7 +49,7 @@ def simulate(
 
     refuse_outputs(trace, inputs=(given, plan_file, cluster, samples))
     batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples)
-    step = load_step(given, devices, cluster, batch)
+    step = load_step(given, *machines_of_plan(plan_file, given, devices, cluster), batch)
     profile = profile_of_plan(plan_file, step)
     made = load_plan(plan_file, profile, given)
     if made.num_devices < profile.cluster.num_devices:
@@ -57,7 +58,7 @@ def simulate(
     verify(program, profile)
     timeline = spindle.simulate.simulate(program, profile)
     measures = measure(timeline)
-    bound_s = made.bound_s if step.is_pipeline else graph_bound_s(profile)
+    bound_s = made.bound_s if step.is_pipeline else step_bound_s(profile)
     if trace is not None:
         write_atomically(trace, trace_of(timeline, program))
     if as_json:

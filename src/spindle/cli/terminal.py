@@ -66,6 +66,14 @@ def _console(stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 
+def note_compilation(is_pipeline: bool) -> None:
+    """Say so where the first command after an install compiles loops before it begins."""
+    from spindle.planners import needs_compiling
+
+    if needs_compiling(is_pipeline):
+        notice("compiling loops, once after an install: about half a minute")
+
+
 @contextmanager
 def progress_bar(text: str, total: float) -> Iterator[Callable[[float], None]]:
     """A progress bar on stderr; nothing where stderr is no terminal."""

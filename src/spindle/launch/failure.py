@@ -10,18 +10,25 @@ import json
 import os
 import runpy
 import sys
+import sysconfig
 import time
 import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Literal, NoReturn
 
 from spindle.errors import PeerLostError, SpindleError
 
 FOLDER_VARIABLE = "SPINDLE_FAILURES"
+_TORCHELASTIC_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 INTERRUPTED = 130  # as in shells: 128 + SIGINT
+# Folders of code that is not the user's.
+_OTHERS = tuple(
+    f"{os.path.realpath(folder)}{os.sep}"
+    for folder in (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]))
+)
 _RUNNERS = frozenset({runpy.run_path.__code__.co_filename, str(Path(__file__).with_name("worker.py"))})
 
 
@@ -41,6 +48,17 @@ class Failure:
             raise ValueError(f"not a report of a failure: {self!r}")
         if not (isinstance(self.summary, str) and isinstance(self.text, str)):
             raise ValueError(f"not a report of a failure: {self!r}")
+
+
+def is_debugging() -> bool:
+    """Whether the user wants whole tracebacks."""
+    return os.environ.get("SPINDLE_DEBUG", "") not in ("", "0")
+
+
+def is_users(code: CodeType) -> bool:
+    """Whether code is the user's own: neither Python's, nor an installed package's, nor ours."""
+    file = code.co_filename
+    return not file.startswith("<") and not os.path.realpath(file).startswith(_OTHERS)
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
@@ -129,8 +147,9 @@ def _exit_now(code: int) -> NoReturn:
 
 
 def _report(error: BaseException) -> bool:
-    """Write a report for the launcher; False if there is no launcher or the file cannot be written."""
+    """Write a report for the launcher; False if there is none that prints it, or the file cannot be written."""
     folder, rank = os.environ.get(FOLDER_VARIABLE), _rank()
+    _tell_torchelastic(error)
     if not folder or rank is None:
         return False
     try:
@@ -138,6 +157,18 @@ def _report(error: BaseException) -> bool:
     except OSError:
         return False
     return True
+
+
+def _tell_torchelastic(error: BaseException) -> None:
+    """Write this rank's own error where torchrun reads it, in its format, so that its summary names the cause."""
+    path = os.environ.get(_TORCHELASTIC_VARIABLE)
+    if not path or _follows(error):
+        return
+    # torchrun takes the earliest for the cause, in whole seconds, and dates those that have no file when it looks.
+    timestamp = int(time.time()) - 1
+    content = {"message": _summary(error), "extraInfo": {"py_callstack": _text(error), "timestamp": str(timestamp)}}
+    with suppress(OSError):
+        Path(path).write_text(json.dumps({"message": content}), encoding="utf-8")
 
 
 def _print_error(error: BaseException) -> None:

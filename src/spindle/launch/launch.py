@@ -34,6 +34,7 @@ SWEEP_S = 0.2
 STOPPED_LIMIT_S = 8.0  # a rank that is stopped for longer counts as failed: the others would wait for it forever
 STOPPED_POLL_S = 0.5
 REAP_S = 5.0
+BYTES_PER_PROCESS = 128 << 20  # torch, imported, takes more
 LOG_END_LINES = 20
 LOG_END_BYTES = 1 << 16
 
@@ -65,6 +66,11 @@ def launch(
     """
     if num_processes < 1:
         raise InputError(f"expected at least 1 process, got {num_processes}")
+    most = max(64, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // BYTES_PER_PROCESS)
+    if num_processes > most:
+        raise InputError(f"{num_processes:,} processes do not fit in this host's memory; start at most {most:,}")
+    if script.suffix == ".json":
+        raise InputError(f"{script}: expected a Python script; a plan is given to Planning(plan=...) in the script")
     if not script.is_file():
         raise InputError(f"{script}: {'is a directory; give a script' if script.is_dir() else 'no such file'}")
     with ExitStack() as stack:

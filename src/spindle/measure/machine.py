@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from spindle.cluster import Cluster, DeviceKind, Island, cluster_named
+from spindle.display import count_of
 from spindle.graph import MetaGraph
 from spindle.launch.capture import ProfileCapture
 from spindle.launch.mps import VIRTUAL_VARIABLE
@@ -89,6 +90,7 @@ def local_profile(
             overlap=overlap.overlap,
             exchange_overlap=overlap.exchange_overlap,
             gradients_stay=world.device.type == "cuda",
+            sends_stay=world.device.type != "cuda",
             host=host,
             measured_on=_where_and_when(world),
         )
@@ -154,7 +156,7 @@ def _cluster(world: World, summed: torch.dtype) -> Cluster:
         for size in sizes
     )
     where = f"{len(sizes)} hosts" if len(sizes) > 1 else "this machine"
-    return Cluster(name=f"{world.size} processes on {where}", islands=islands)
+    return Cluster(name=f"{count_of(world.size, 'process', 'processes')} on {where}", islands=islands)
 
 
 def _host() -> str:

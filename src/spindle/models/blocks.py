@@ -12,7 +12,7 @@ from typing import TypeGuard
 
 from torch import nn
 
-from spindle.models.recording import signature_of
+from spindle.models.statements import signature_of
 
 BlockLists = list[list[nn.Module]]
 

@@ -32,19 +32,18 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from spindle.errors import WorkloadError
 from spindle.models.blocks import BlockLists, block_lists, is_plain_sequence
 from spindle.models.fake import fake_output
-from spindle.models.recording import (
+from spindle.models.recording import argument_normalizer, record_forward
+from spindle.models.state import ModuleSnapshot
+from spindle.models.statements import (
     Attribute,
     Context,
     Recording,
     Statement,
     UnsupportedForwardError,
-    argument_normalizer,
     failure_reason,
     guard_error,
-    record_forward,
     signature_of,
 )
-from spindle.models.state import ModuleSnapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +245,9 @@ _BOOKKEEPING = ("pick", "size", "check")  # kinds of statements that compute not
 
 def _cut(module: nn.Module, recording: Recording, lists: BlockLists) -> RecordedForward:
     """Cut a recording into layers."""
+    # A layer is a function of what crosses the cut before it. Besides the hidden states these are side inputs (masks,
+    # position ids, encoder states): whatever later statements use is handed on from layer to layer, so that a rank that
+    # runs the last blocks needs no code of the first. Liveness decides what crosses, not the order of arguments.
     segments = _segments(_live_statements(recording), lists)
     # On the meta device, blocks that differ only in their stored index count as equal, so that one is traced for all.
     index_in_list: dict[int, int] = {}
@@ -431,6 +433,8 @@ _BUILTIN_NAMESPACE: Mapping[str, Any] = {
 
 
 def _recorded_layer(module: nn.Module, source: RecordedForward, number: int) -> ChainLayer:
+    # The text is compiled against this process's own modules. On ranks that received the source from rank 0, names in
+    # the namespace were resolved by path, so the code is rank 0's and the weights are local.
     layer = source.layers[number]
     namespace = {**_BUILTIN_NAMESPACE, **source.namespace, "_module": module}
     exec(compile(layer.text, f"<layer of {type(module).__name__}>", "exec"), namespace)
@@ -470,6 +474,7 @@ def _with_forward_signature(
     normalize = argument_normalizer(module)
 
     def run_first_layer(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        # Arguments are matched by structure, not by name: the recording knows leaves.
         leaves, spec = tree_flatten(normalize(args, kwargs))
         if spec != source.spec:
             raise WorkloadError(

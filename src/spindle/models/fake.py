@@ -4,6 +4,7 @@ Code that reads tensor values is run on zeros instead.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+
+# Where torch logs that a function cannot run on fake tensors, with a traceback each.
+_TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 
 def fake_output(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -112,6 +116,20 @@ def _zeros_like(leaf: Any) -> Any:
         return leaf
     with _disable_current_modes():
         return torch.zeros(tuple(leaf.shape), dtype=leaf.dtype, device=leaf.device)
+
+
+@contextmanager
+def without_torch_logs() -> Iterator[None]:
+    """Inside, torch does not log what fake tensors cannot do: real tensors are tried next, and their error is told."""
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    before = [logger.disabled for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.disabled = True
+        yield
+    finally:
+        for logger, was_disabled in zip(loggers, before, strict=True):
+            logger.disabled = was_disabled
 
 
 @contextmanager

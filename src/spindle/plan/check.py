@@ -87,7 +87,7 @@ def _allocations(plan: Plan, profile: Profile) -> None:
         if len(set(slot.devices)) < len(slot.devices):
             raise _refuse(plan, slot, f"{slot.op} names a device twice: {list(slot.devices)}")
         for device in slot.devices:
-            if not 0 <= device < profile.cluster.num_devices:
+            if not 0 <= device < len(island_of):
                 raise _refuse(plan, slot, f"there is no device {device}, only 0 to {len(island_of) - 1}")
         if not curve.allows(len(slot.devices)):
             raise _refuse(plan, slot, f"{slot.op} is not allowed on {len(slot.devices)} devices")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spindle.artifact import read_artifact, write_artifact
+from spindle.display import count_of, facts, html_of, seconds
 from spindle.errors import PlanError
 from spindle.graph import MetaGraph
 from spindle.profile import Profile, Setting
@@ -53,7 +54,7 @@ class Pass:
             raise PlanError(f"a pass is one of {', '.join(PASS_KINDS)}, got {self.kind!r}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan:
     """An order of passes on each device: slots, and `passes` where backward does not mirror forward.
 
@@ -101,6 +102,22 @@ class Plan:
             order += [Pass(slot=number, kind=FORWARD) for number in slots]
             order += [Pass(slot=number, kind=BACKWARD) for number in reversed(slots)]
         return tuple(order)
+
+    def __repr__(self) -> str:
+        step = f", step {seconds(self.makespan_s)}" if self.makespan_s else ""
+        slots = count_of(len(self.slots), "slot")
+        return f"Plan({self.workload!r} on {self.cluster!r}, planner {self.planner!r}, {slots}{step})"
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        bound = f", {self.makespan_s / self.bound_s:.3f} × the bound" if self.bound_s else ""
+        rows = [
+            ("workload", f"{self.workload} on {self.cluster}"),
+            ("planner", self.planner),
+            ("step, simulated", f"{seconds(self.makespan_s)}{bound}"),
+            ("slots", f"{len(self.slots)} in {count_of(len({slot.wave for slot in self.slots}), 'wave')}"),
+        ]
+        return html_of(facts(rows))
 
 
 def setting_of(plan: Plan, profile: Profile) -> Setting:

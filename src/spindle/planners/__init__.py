@@ -19,6 +19,7 @@ from spindle.planners.bounds import (
     step_bound_s,
 )
 from spindle.planners.build import Scheduler, plan_with
+from spindle.planners.compiled import needs_compiling
 from spindle.planners.exhaustive import schedule_exhaustive
 from spindle.planners.options import Chain, Layout, PlanOptions, Progress
 from spindle.planners.paper import paper_waves, schedule_paper
@@ -55,6 +56,7 @@ __all__ = [
     "lower_hull",
     "lp_bound",
     "make_plan",
+    "needs_compiling",
     "owning_ranks_in",
     "paper_waves",
     "pipeline_bound",

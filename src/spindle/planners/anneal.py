@@ -2,20 +2,24 @@
 
 A piece is some layers of one op on one number of devices. The list order is the priority: a decoder places the pieces
 one by one, each as early as its producers and the free devices allow. Pieces of one op run in list order. The search
-changes the list, decodes it and keeps it or not.
+changes the list, decodes it from the first change on, and keeps it or not. It starts from the LP's mixes of widths.
 
 It counts devices and does not name them; it knows no bytes. Deterministic for a seed; the budget is a number of
-evaluations, not seconds.
+evaluations, not seconds. An evaluation takes time linear in the number of pieces.
 """
 
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numba import njit
 
 from spindle.planners.problem import Problem, Timed
+
+Mixes = Sequence[Sequence[tuple[int, float]]]  # by op: layers, not whole, on numbers of devices
 
 # Columns of the piece table.
 OP, LAYERS, OPTION = 0, 1, 2
@@ -28,22 +32,30 @@ TIME_STEP = 1e-10
 
 REJECTED = 1e300
 
-# Temperatures, on the same scale.
-FIRST_TEMPERATURE = 0.003
+# How many entries of the profile before its end a piece may start in: gaps of before are taken to be filled.
+LOOKBACK = 64
+
+# The decoder's state is saved this many times on its way through a list.
+CHECKPOINTS = 8
+
+# Temperature at the end, on the same scale.
 LAST_TEMPERATURE = 0.0002
 
 # Share of the work (devices times time) in the objective: work that is saved
 # lets later moves shorten the schedule, long before the makespan shows it.
 FIRST_WORK_SHARE = 0.4
-LAST_WORK_SHARE = 0.2
 
 # Price of one piece, on the same scale: breaks ties towards few.
 PIECE_PRICE = 1e-5
 
+# How many moves are followed by another one before the list is decoded.
+COMPOUND_SHARE = 0.2
+
 # Cumulative shares of the moves; splitting has the rest.
-RELOCATE_BELOW = 0.32
-WIDTH_BELOW = 0.60
-LAYERS_BELOW = 0.83
+TRADE_BELOW = 0.1
+RELOCATE_BELOW = 0.39
+WIDTH_BELOW = 0.64
+LAYERS_BELOW = 0.85
 
 Table = namedtuple(
     "Table",
@@ -58,8 +70,40 @@ Table = namedtuple(
         "tail",  # per op: least time from its end to the end of all
         "least_work",  # per op: least devices times time of a layer
         "piece_limit",  # most pieces per op
+        "last_work_share",  # share of the work in the objective at the end
+        "first_temperature",
+        "narrows",  # whether a piece takes the devices that are free now instead of waiting for its own number
     ],
 )
+
+Checkpoint = namedtuple(
+    "Checkpoint",
+    [
+        "buffer",  # per checkpoint: which of the two buffers belongs to the list kept
+        "entries",  # per buffer, checkpoint: number of entries of the profile
+        "times",  # per buffer, checkpoint: the profile
+        "used",
+        "op_end",
+        "makespan",
+        "work",
+    ],
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What differs between the runs for one problem.
+
+    Few pieces per op make short programs, many fill gaps. A share of the work in the objective at the end keeps waste
+    away, and with it ops that must be wide for little gain. A high temperature at the start leaves the LP's mixes, and
+    pieces that wait for all their devices allow schedules with gaps: both pay where a few ops are each a large part of
+    the schedule.
+    """
+
+    piece_limit: int
+    last_work_share: float
+    first_temperature: float = 0.003
+    narrows: bool = True
 
 
 @njit(inline="always")
@@ -175,19 +219,39 @@ def occupy(times, used, count, low, high, start, end, width):
 
 
 @njit(cache=True, nogil=True)
-def sum_durations(table, pieces, count, remaining):
-    """Time of each op's pieces as listed, for the decoder's bound."""
+def sum_durations(table, pieces, begin, count, remaining):
+    """Time of each op's pieces as listed, from one of them on, for the decoder's bound."""
     remaining[:] = 0.0
-    for i in range(count):
+    for i in range(begin, count):
         op = pieces[i, OP]
         remaining[op] += pieces[i, LAYERS] * table.option_time[op, pieces[i, OPTION]]
 
 
 @njit(cache=True, nogil=True)
-def decode(table, pieces, count, threshold, work_share, chosen, op_end, remaining, times, used, start_at, end_at):
+def decode(
+    table,
+    pieces,
+    count,
+    changed,
+    stride,
+    checkpoint,
+    threshold,
+    work_share,
+    chosen,
+    op_end,
+    remaining,
+    times,
+    used,
+    start_at,
+    end_at,
+):
     """Place the pieces in list order; return the makespan and the work
     above the least, or REJECTED as soon as the objective must pass the
-    threshold. `chosen` gets the options really taken."""
+    threshold. `chosen` gets the options really taken.
+
+    Pieces before `changed` are those of the list kept, so it begins at the
+    last checkpoint before it; the last value returned is where. Checkpoints
+    on the way go to the buffers that the list kept does not use."""
     devices = table.devices
     option_devices = table.option_devices
     option_time = table.option_time
@@ -195,14 +259,38 @@ def decode(table, pieces, count, threshold, work_share, chosen, op_end, remainin
     predecessors = table.predecessors
     tail = table.tail
     least_work = table.least_work
-    sum_durations(table, pieces, count, remaining)
-    op_end[:] = 0.0
-    times[0] = 0.0
-    used[0] = 0
-    entries = 1
-    makespan = 0.0
-    work = 0.0
-    for i in range(count):
+    number = min(changed // stride, CHECKPOINTS)
+    begin = number * stride
+    sum_durations(table, pieces, begin, count, remaining)
+    if number == 0:
+        op_end[:] = 0.0
+        times[0] = 0.0
+        used[0] = 0
+        entries = 1
+        makespan = 0.0
+        work = 0.0
+    else:
+        kept = checkpoint.buffer[number - 1]
+        entries = checkpoint.entries[kept, number - 1]
+        for k in range(entries):
+            times[k] = checkpoint.times[kept, number - 1, k]
+            used[k] = checkpoint.used[kept, number - 1, k]
+        for k in range(op_end.shape[0]):
+            op_end[k] = checkpoint.op_end[kept, number - 1, k]
+        makespan = checkpoint.makespan[kept, number - 1]
+        work = checkpoint.work[kept, number - 1]
+    for i in range(begin, count):
+        if i == (number + 1) * stride and number < CHECKPOINTS:
+            spare = 1 - checkpoint.buffer[number]
+            checkpoint.entries[spare, number] = entries
+            for k in range(entries):
+                checkpoint.times[spare, number, k] = times[k]
+                checkpoint.used[spare, number, k] = used[k]
+            for k in range(op_end.shape[0]):
+                checkpoint.op_end[spare, number, k] = op_end[k]
+            checkpoint.makespan[spare, number] = makespan
+            checkpoint.work[spare, number] = work
+            number += 1
         op = pieces[i, OP]
         layers = pieces[i, LAYERS]
         option = pieces[i, OPTION]
@@ -212,9 +300,12 @@ def decode(table, pieces, count, threshold, work_share, chosen, op_end, remainin
         for k in range(predecessor_count[op]):
             ready = max(ready, op_end[predecessors[op, k]])
         first = find_entry(times, entries, ready)
+        if entries - first > LOOKBACK:
+            first = entries - LOOKBACK
+            ready = times[first]
         start, low, high = find_wide(times, used, entries, first, ready, duration, devices - option_devices[op, option])
         end = start + duration
-        if start > ready + TIME_STEP and option > 0:
+        if table.narrows and start > ready + TIME_STEP and option > 0:
             narrow, start2, low2, high2, end2 = find_narrow(
                 times, used, entries, first, ready, end, devices, op, layers, option, option_devices, option_time
             )
@@ -225,13 +316,13 @@ def decode(table, pieces, count, threshold, work_share, chosen, op_end, remainin
         work += width * (end - start) - layers * least_work[op]
         bound = end + remaining[op] + tail[op]
         if (1.0 - work_share) * bound + work_share * work / devices > threshold:
-            return REJECTED, work
+            return REJECTED, work, begin
         entries, end = occupy(times, used, entries, low, high, start, end, width)
         start_at[i] = start
         end_at[i] = end
         op_end[op] = end
         makespan = max(makespan, end)
-    return makespan, work
+    return makespan, work, begin
 
 
 @njit(inline="always")
@@ -245,14 +336,14 @@ def copy_piece(source, i, target, j):
 @njit(cache=True, nogil=True)
 def relocate(table, pieces, count, i, state):
     """Move piece i along the list, mostly a little, up to an op it must
-    precede or follow. True where the list changed."""
+    precede or follow. Return its new place, i for no move."""
     if random_share(state) < 0.1:
         target = random_below(state, count)
     else:
         step = 1 + random_below(state, 4)
         target = i + step if random_share(state) < 0.5 else i - step
     if target < 0 or target >= count:
-        return False
+        return i
     op, layers, option = pieces[i, OP], pieces[i, LAYERS], pieces[i, OPTION]
     place = i
     while place > target and not table.before[pieces[place - 1, OP], op]:
@@ -264,7 +355,7 @@ def relocate(table, pieces, count, i, state):
     pieces[place, OP] = op
     pieces[place, LAYERS] = layers
     pieces[place, OPTION] = option
-    return place != i
+    return place
 
 
 @njit(cache=True, nogil=True)
@@ -292,6 +383,25 @@ def change_width(table, pieces, i, state):
 
 
 @njit(cache=True, nogil=True)
+def trade_devices(table, pieces, count, i, state):
+    """Make piece i wider by a step and another a little later in the list
+    narrower, or the reverse."""
+    j = i + 1 + random_below(state, 4)
+    if j >= count or pieces[i, OP] == pieces[j, OP]:
+        return False
+    step = 1 if random_share(state) < 0.5 else -1
+    first = pieces[i, OPTION] + step
+    second = pieces[j, OPTION] - step
+    if min(first, second) < 0:
+        return False
+    if first >= table.option_count[pieces[i, OP]] or second >= table.option_count[pieces[j, OP]]:
+        return False
+    pieces[i, OPTION] = first
+    pieces[j, OPTION] = second
+    return True
+
+
+@njit(cache=True, nogil=True)
 def find_other(pieces, i, skip):
     """The piece of i's op that comes after `skip` others of it, i left out."""
     j = 0
@@ -306,10 +416,11 @@ def find_other(pieces, i, skip):
 @njit(cache=True, nogil=True)
 def shift_layers(pieces, count, pieces_of, i, state):
     """Move layers from piece i to another of its op, mostly one or two; a
-    piece left empty is dropped. Return the number of pieces, 0 for no move."""
+    piece left empty is dropped. Return the number of pieces, 0 for no move,
+    and the first piece changed."""
     op = pieces[i, OP]
     if pieces_of[op] < 2:
-        return 0
+        return 0, i
     j = find_other(pieces, i, random_below(state, pieces_of[op] - 1))
     most = pieces[i, LAYERS]
     if most > 2 and random_share(state) < 0.7:
@@ -318,11 +429,11 @@ def shift_layers(pieces, count, pieces_of, i, state):
     pieces[j, LAYERS] += shifted
     pieces[i, LAYERS] -= shifted
     if pieces[i, LAYERS] > 0:
-        return count
+        return count, min(i, j)
     pieces_of[op] -= 1
     for k in range(i, count - 1):
         copy_piece(pieces, k + 1, pieces, k)
-    return count - 1
+    return count - 1, min(i, j)
 
 
 @njit(cache=True, nogil=True)
@@ -353,16 +464,20 @@ def split(table, pieces, count, pieces_of, i, state):
 
 @njit(cache=True, nogil=True)
 def move(table, pieces, count, pieces_of, state):
-    """Make one random change; return the number of pieces, 0 for no change."""
+    """Make one random change; return the number of pieces, 0 for no change,
+    and the first piece changed."""
     kind = random_share(state)
     i = random_below(state, count)
+    if kind < TRADE_BELOW:
+        return (count if trade_devices(table, pieces, count, i, state) else 0), i
     if kind < RELOCATE_BELOW:
-        return count if relocate(table, pieces, count, i, state) else 0
+        place = relocate(table, pieces, count, i, state)
+        return (count if place != i else 0), min(i, place)
     if kind < WIDTH_BELOW:
-        return count if change_width(table, pieces, i, state) else 0
+        return (count if change_width(table, pieces, i, state) else 0), i
     if kind < LAYERS_BELOW:
         return shift_layers(pieces, count, pieces_of, i, state)
-    return split(table, pieces, count, pieces_of, i, state)
+    return split(table, pieces, count, pieces_of, i, state), i
 
 
 @njit(cache=True, nogil=True)
@@ -371,16 +486,26 @@ def anneal(table, first_pieces, first_count, seed, evaluations, control):
     and its starts and ends."""
     ops = table.tail.shape[0]
     most_pieces = ops * table.piece_limit
+    most_entries = 2 * most_pieces + 2
     state = np.array([seed], np.uint64)
     for _ in range(10):
         random_share(state)
-    times = np.zeros(2 * most_pieces + 2)
-    used = np.zeros(2 * most_pieces + 2, np.int64)
+    times = np.zeros(most_entries)
+    used = np.zeros(most_entries, np.int64)
     start_at = np.zeros(most_pieces)
     end_at = np.zeros(most_pieces)
     op_end = np.zeros(ops)
     remaining = np.zeros(ops)
     chosen = np.zeros(most_pieces, np.int64)
+    checkpoint = Checkpoint(
+        np.zeros(CHECKPOINTS, np.int64),
+        np.zeros((2, CHECKPOINTS), np.int64),
+        np.zeros((2, CHECKPOINTS, most_entries)),
+        np.zeros((2, CHECKPOINTS, most_entries), np.int64),
+        np.zeros((2, CHECKPOINTS, ops)),
+        np.zeros((2, CHECKPOINTS)),
+        np.zeros((2, CHECKPOINTS)),
+    )
     pieces = np.zeros((most_pieces, 3), np.int64)
     pieces[:first_count] = first_pieces[:first_count]
     count = first_count
@@ -388,64 +513,92 @@ def anneal(table, first_pieces, first_count, seed, evaluations, control):
     for i in range(count):
         pieces_of[pieces[i, OP]] += 1
     accepted, accepted_count = pieces.copy(), count
+    accepted_start, accepted_end = start_at.copy(), end_at.copy()
     best, best_count, best_value = pieces.copy(), count, REJECTED
     best_start, best_end = start_at.copy(), end_at.copy()
     current = REJECTED
-    temperature = FIRST_TEMPERATURE
-    cooling = LAST_TEMPERATURE / FIRST_TEMPERATURE
+    temperature = table.first_temperature
+    cooling = LAST_TEMPERATURE / table.first_temperature
     work_share = FIRST_WORK_SHARE
+    stride = 1 + first_count // CHECKPOINTS
+    changed = 0
     for step in range(evaluations):
         if step & 63 == 0:
             control[DONE] = step
             if control[STOP] and step > 0:
                 break
             progress = step / evaluations
-            temperature = FIRST_TEMPERATURE * cooling**progress
-            work_share = FIRST_WORK_SHARE + (LAST_WORK_SHARE - FIRST_WORK_SHARE) * progress
+            temperature = table.first_temperature * cooling**progress
+            work_share = FIRST_WORK_SHARE + (table.last_work_share - FIRST_WORK_SHARE) * progress
         if step > 0:
-            count = move(table, pieces, accepted_count, pieces_of, state)
+            count, changed = move(table, pieces, accepted_count, pieces_of, state)
             if count == 0:
                 continue
+            while random_share(state) < COMPOUND_SHARE:
+                next_count, next_changed = move(table, pieces, count, pieces_of, state)
+                if next_count:
+                    count = next_count
+                    changed = min(changed, next_changed)
         # The threshold is drawn before decoding, so that a hopeless list is
         # given up half-way.
         price = PIECE_PRICE * count
         threshold = current - temperature * np.log(1.0 - random_share(state)) - price
-        makespan, work = decode(
-            table, pieces, count, threshold, work_share, chosen, op_end, remaining, times, used, start_at, end_at
+        makespan, work, begin = decode(
+            table,
+            pieces,
+            count,
+            changed,
+            stride,
+            checkpoint,
+            threshold,
+            work_share,
+            chosen,
+            op_end,
+            remaining,
+            times,
+            used,
+            start_at,
+            end_at,
         )
         value = (1.0 - work_share) * makespan + work_share * work / table.devices
         is_kept = makespan < REJECTED and value <= threshold
-        if is_kept:
-            current = value + price
-            # The options taken become the list's own.
-            for i in range(count):
-                pieces[i, OPTION] = chosen[i]
-                copy_piece(pieces, i, accepted, i)
-            accepted_count = count
         if makespan + price < best_value:
             # Also one that is not kept: the objective is not the makespan alone.
             best_value = makespan + price
-            for i in range(count):
+            for i in range(begin):
+                copy_piece(accepted, i, best, i)
+                best_start[i] = accepted_start[i]
+                best_end[i] = accepted_end[i]
+            for i in range(begin, count):
                 copy_piece(pieces, i, best, i)
                 best[i, OPTION] = chosen[i]
+                best_start[i] = start_at[i]
+                best_end[i] = end_at[i]
             best_count = count
-            best_start[:count] = start_at[:count]
-            best_end[:count] = end_at[:count]
-        if not is_kept:
-            undo(pieces, count, accepted, accepted_count, pieces_of)
+        if is_kept:
+            current = value + price
+            # The options taken become the list's own.
+            for i in range(begin, count):
+                pieces[i, OPTION] = chosen[i]
+                copy_piece(pieces, i, accepted, i)
+                accepted_start[i] = start_at[i]
+                accepted_end[i] = end_at[i]
+            accepted_count = count
+            for number in range(begin // stride, min((count - 1) // stride, CHECKPOINTS)):
+                checkpoint.buffer[number] = 1 - checkpoint.buffer[number]
+        else:
+            undo(pieces, count, accepted, accepted_count, changed, pieces_of)
     control[DONE] = min(step + 1, evaluations)
     return best, best_count, best_start, best_end
 
 
 @njit(cache=True, nogil=True)
-def undo(pieces, count, accepted, accepted_count, pieces_of):
+def undo(pieces, count, accepted, accepted_count, changed, pieces_of):
     """Back to the list kept; the counts per op follow."""
-    if count != accepted_count:
-        for i in range(count):
-            pieces_of[pieces[i, OP]] -= 1
-        for i in range(accepted_count):
-            pieces_of[accepted[i, OP]] += 1
-    for i in range(accepted_count):
+    for i in range(changed, count):
+        pieces_of[pieces[i, OP]] -= 1
+    for i in range(changed, accepted_count):
+        pieces_of[accepted[i, OP]] += 1
         copy_piece(accepted, i, pieces, i)
 
 
@@ -455,15 +608,20 @@ def new_control() -> np.ndarray:
 
 
 def search(
-    problem: Problem, piece_limit: int, seed: int, evaluations: int, control: np.ndarray | None = None
+    problem: Problem,
+    mixes: Mixes,
+    run: Run,
+    seed: int,
+    evaluations: int,
+    control: np.ndarray | None = None,
 ) -> list[Timed]:
-    """A short schedule of a problem's ops, each in at most `piece_limit` pieces, in start order.
+    """A short schedule of a problem's ops, in start order.
 
-    Annealing forgets where it begins, so it begins at a plain list: each op whole, on about the devices it would have
-    were they shared evenly. Whoever holds `control` sees how far it is, and may stop it.
+    It begins with the widths that the LP bound mixes for each op. Whoever holds `control` sees how far it is, and may
+    stop it.
     """
-    table, scale_s = _table(problem, piece_limit)
-    pieces = _plain_pieces(problem)
+    table, scale_s = _table(problem, run)
+    pieces = _first_pieces(problem, mixes, run.piece_limit)
     word = (seed * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) % 2**64 or 1
     watched = new_control() if control is None else control
     best, count, starts, ends = anneal(table, pieces, len(pieces), np.uint64(word), max(1, evaluations), watched)
@@ -482,7 +640,7 @@ def search(
     return sorted(timed, key=lambda piece: piece.start_s)
 
 
-def _table(problem: Problem, piece_limit: int) -> tuple[Table, float]:
+def _table(problem: Problem, run: Run) -> tuple[Table, float]:
     """The arrays the loops need, with times as shares of a lower bound, and that bound."""
     num_ops = problem.num_ops
     counts = np.array([len(choices.num_devices) for choices in problem.choices])
@@ -518,15 +676,37 @@ def _table(problem: Problem, piece_limit: int) -> tuple[Table, float]:
         before,
         tail / bound_s,
         least_work / bound_s,
-        piece_limit,
+        run.piece_limit,
+        run.last_work_share,
+        run.first_temperature,
+        run.narrows,
     )
     return table, bound_s
 
 
-def _plain_pieces(problem: Problem) -> np.ndarray:
-    share = max(1, problem.num_devices // min(problem.num_ops, 4))
-    pieces = np.zeros((problem.num_ops, 3), np.int64)
-    for number, op in enumerate(sorted(range(problem.num_ops), key=lambda op: problem.levels[op])):
-        option = max(0, int(np.searchsorted(problem.choices[op].num_devices, share, "right")) - 1)
-        pieces[number] = op, problem.num_layers[op], option
-    return pieces
+def _first_pieces(problem: Problem, mixes: Mixes, piece_limit: int) -> np.ndarray:
+    """The LP's mixes, rounded to whole layers, wide pieces of an op first: those with the longest way to the end come
+    first."""
+    duration = [
+        sum(layers * choices.time_on(count) for count, layers in mix)
+        for choices, mix in zip(problem.choices, mixes, strict=True)
+    ]
+    order = sorted(range(problem.num_ops), key=lambda op: problem.levels[op])
+    tail = [0.0] * problem.num_ops
+    for op in reversed(order):
+        for producer in problem.predecessors[op]:
+            tail[producer] = max(tail[producer], tail[op] + duration[op])
+    pieces: list[tuple[float, int, int, int]] = []
+    for op in order:
+        choices, left = problem.choices[op], problem.num_layers[op]
+        heaviest = sorted(mixes[op], key=lambda part: part[1])[-piece_limit:]
+        way_s = tail[op] + duration[op]
+        for place, (count, layers) in enumerate(sorted(heaviest, reverse=True)):
+            whole = left if place == len(heaviest) - 1 else min(left, round(layers))
+            if whole:
+                # Rounding may leave less than the way of the consumers, which come later all the same.
+                pieces.append((-max(way_s, tail[op]), op, whole, int(np.searchsorted(choices.num_devices, count))))
+                way_s -= whole * choices.time_on(count)
+                left -= whole
+    # Sorting is stable, so producers come first.
+    return np.array([piece[1:] for piece in sorted(pieces, key=lambda piece: piece[0])], np.int64)

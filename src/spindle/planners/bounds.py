@@ -2,8 +2,9 @@
 
 Two bounds on folded time. The paper's C* (§3.3) is for one level at a time, and its sum over levels speaks for plans
 with a barrier between levels. The LP bound is for the whole graph and any plan that runs each layer over its whole
-batch at once: the duration and area of every op lie on the lower hull of its curve, no path is longer than C, and the
-total area is at most N·C. The bound of a whole step also counts the optimizer's update of every parameter, once: with
+batch at once: the duration and area of every op lie on the lower hull of its curve, no path is longer than C, the total
+area is at most N·C, and the area of all that an op waits for (or that waits for it) fits on N devices before it (after
+it). The bound of a whole step also counts the optimizer's update of every parameter, once: with
 its state sharded, no parameter needs to be updated twice. Gradients of what one device holds need no synchronisation,
 so the least that it can take is nothing.
 
@@ -13,6 +14,7 @@ Pipelines have a bound of their own (`bound_ns`): it holds for the chunks that t
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -123,15 +125,29 @@ def lp_bound(problem: Problem, rate: float = 1.0, capacity: float | None = None,
         num_rows += 1
 
     # Constraints (all "at most 0", but for the last): an op ends after its producers and its own duration, C after
-    # every end, area fits.
+    # every end, area fits; the area of all that an op waits for fits before it, that of all that waits for it after it.
+    num_busy = problem.num_devices if capacity is None else capacity
+    ancestors = _ancestors(problem)
+    descendants: list[list[int]] = [[] for _ in range(num_ops)]
+    for op in range(num_ops):
+        for ancestor in sorted(ancestors[op]):
+            descendants[ancestor].append(op)
+
+    def area_of(ops: Iterable[int]) -> list[tuple[int, float]]:
+        return [(int(offsets[op]) + k, float(value)) for op in ops for k, value in enumerate(hulls[op][1])]
+
     for op in range(num_ops):
         duration = [(int(offsets[op]) + k, float(value) / rate) for k, value in enumerate(hulls[op][0])]
         constrain([*duration, (first_end + op, -1.0)])
         for producer in problem.predecessors[op]:
             constrain([*duration, (first_end + producer, 1.0), (first_end + op, -1.0)])
         constrain([(first_end + op, 1.0), (makespan, -1.0)])
-    area = [(int(offsets[op]) + k, float(value)) for op in range(num_ops) for k, value in enumerate(hulls[op][1])]
-    constrain([*area, (makespan, -(problem.num_devices if capacity is None else capacity))])
+        if len(ancestors[op]) > 1:
+            own = [(column, value * num_busy) for column, value in duration]
+            constrain([*area_of(sorted(ancestors[op])), *own, (first_end + op, -num_busy)])
+        if len(descendants[op]) > 1:
+            constrain([*area_of(descendants[op]), (first_end + op, num_busy), (makespan, -num_busy)])
+    constrain([*area_of(range(num_ops)), (makespan, -num_busy)])
     all_layers = coo_array(
         (np.ones(first_end), (np.repeat(np.arange(num_ops), sizes), np.arange(first_end))),
         shape=(num_ops, makespan + 1),
@@ -160,6 +176,15 @@ def lp_bound(problem: Problem, rate: float = 1.0, capacity: float | None = None,
             tuple((int(count), float(part)) for count, part in zip(hulls[op][2], layers, strict=True) if part > 1e-9)
         )
     return LpSolution(bound_s=float(result.fun), mixes=tuple(mixes))
+
+
+def _ancestors(problem: Problem) -> list[set[int]]:
+    """For each op, all that it waits for."""
+    ancestors: list[set[int]] = [set() for _ in range(problem.num_ops)]
+    for op in sorted(range(problem.num_ops), key=lambda op: problem.levels[op]):
+        for producer in problem.predecessors[op]:
+            ancestors[op] |= {producer, *ancestors[producer]}
+    return ancestors
 
 
 def bound_ns(segments: Segments) -> int:

@@ -1,9 +1,9 @@
 """From a schedule to a finished plan: devices, memory, program, simulated time.
 
 A scheduler is a function from a Problem to timed pieces; here it is tried under the settings that memory asks for:
-as it is, then with the optimizer's state sharded, then with tensor parallelism or rounds or some recomputation, then
-with several of these. The first of these stages with a plan that fits decides, by simulated time, unless that plan is
-far from the bound.
+as it is, then with tensor parallelism or rounds or some recomputation, then with several of these. The first of these
+stages with a plan that fits decides, by simulated time, unless that plan is far from the bound. Each is tried with a
+sharded optimizer and without one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 from spindle.errors import DoesNotFitError
 from spindle.plan import Plan, assemble
-from spindle.planners.bounds import graph_bound_s, lp_bound
-from spindle.planners.finish import finished, scored
+from spindle.planners.bounds import lp_bound, step_bound_s
+from spindle.planners.finish import cut_for_gathers, finished, scored
 from spindle.planners.options import PlanOptions, Progress
 from spindle.planners.placement import place
 from spindle.planners.problem import Problem, Timed, problem_of
@@ -24,6 +24,7 @@ from spindle.profile import Profile, Setting, bytes_text, saved_bytes, state_byt
 from spindle.program import counts_bytes, refuse_overfull
 
 # Times the bound: a plan within it ends the search for one that saves memory in another way.
+_TIE = 1e-6  # steps that differ by less take as long: the simulator rounds to nanoseconds
 GOOD_ENOUGH = 1.25
 
 Scheduler = Callable[[Problem], list[Timed]]
@@ -31,7 +32,7 @@ Scheduler = Callable[[Problem], list[Timed]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A setting, and how many rounds to run the tasks in."""
+    """A setting, and how many rounds to run the tasks in. Whether to shard the optimizer is tried for each attempt."""
 
     setting: Setting
     num_rounds: int = 1
@@ -44,17 +45,35 @@ def plan_with(
 
     def plan_for(attempt: Attempt) -> Plan:
         timed = in_rounds(profile, attempt.setting, attempt.num_rounds, schedule)
-        return scored(realise(profile, attempt.setting, planner, timed), profile)
+        plans: list[Plan] = []
+        refusals: list[DoesNotFitError] = []
+        for setting in optimizer_settings(profile, attempt.setting, options.shard_optimizer):
+            try:
+                plans += with_cuts(realise(profile, setting, planner, timed), profile)
+            except DoesNotFitError as error:
+                refusals.append(error)
+        if not plans:
+            raise closest_of(refusals)
+        return fastest(plans)
 
-    return best_over_stages(profile, plan_for, shard_optimizer=options.shard_optimizer)
+    return best_over_stages(profile, plan_for)
 
 
-def best_over_stages(
-    profile: Profile,
-    plan_for: Callable[[Attempt], Plan],
-    most_sharded: int | None = None,
-    shard_optimizer: bool | None = None,
-) -> Plan:
+def with_cuts(plan: Plan, profile: Profile) -> list[Plan]:
+    """The plan with its simulated time, and the same with slots cut for gathers, where that makes a difference."""
+    cut = cut_for_gathers(plan, profile)
+    return [scored(plan, profile), *([scored(cut, profile)] if cut is not plan else [])]
+
+
+def optimizer_settings(profile: Profile, setting: Setting, shard_optimizer: bool | None) -> list[Setting]:
+    """The setting with a sharded optimizer, which needs less memory, and without one; one of them where
+    `shard_optimizer` says which, or there is nothing to shard."""
+    if shard_optimizer is None and profile.graph.parameters and profile.cluster.num_devices > 1:
+        return [replace(setting, shard_optimizer=True), replace(setting, shard_optimizer=False)]
+    return [replace(setting, shard_optimizer=shard_optimizer is True)]
+
+
+def best_over_stages(profile: Profile, plan_for: Callable[[Attempt], Plan], most_degrees: int | None = None) -> Plan:
     """Try settings stage by stage until a plan fits and is near the bound; return the fastest, finished.
 
     A plan that fits at an early stage only because pieces were packed behind each other can be far slower than one of
@@ -62,19 +81,19 @@ def best_over_stages(
     """
     refusals: list[DoesNotFitError] = []
     plans: list[Plan] = []
-    bound_s = graph_bound_s(profile)
-    for stage in stages(profile, most_sharded, shard_optimizer):
+    bound_s = step_bound_s(profile)
+    for stage in stages(profile, most_degrees):
         for attempt in stage:
             try:
                 refuse_hopeless(profile, attempt)
                 plans.append(plan_for(attempt))
             except DoesNotFitError as error:
                 refusals.append(error)
-        best = min(plans, key=time_of, default=None)
+        best = fastest(plans) if plans else None
         if best is not None and (not refusals or best.makespan_s <= GOOD_ENOUGH * bound_s):
             break
     if plans:
-        return finished(min(plans, key=time_of), profile, bound_s)
+        return finished(fastest(plans), profile, bound_s)
     closest = closest_of(refusals)
     enough = f"{'more than ' if closest.is_bound else ''}{bytes_text(closest.needed_bytes)}"
     raise DoesNotFitError(
@@ -89,44 +108,42 @@ def closest_of(refusals: Sequence[DoesNotFitError]) -> DoesNotFitError:
     return min(refusals, key=lambda refusal: (refusal.is_bound, refusal.needed_bytes))
 
 
-def time_of(plan: Plan) -> tuple[float, float]:
-    """Sort key of plans: the simulated step, then folded time."""
-    return (plan.makespan_s, plan.folded_s)
+def fastest(plans: Sequence[Plan]) -> Plan:
+    """The plan with the shortest simulated step; of those that take as long, the one with the least folded time."""
+    shortest_s = min(plan.makespan_s for plan in plans)
+    as_short = [plan for plan in plans if plan.makespan_s <= shortest_s * (1 + _TIE)]
+    return min(as_short, key=lambda plan: (plan.folded_s, plan.makespan_s, plan.shard_optimizer))
 
 
-def stages(
-    profile: Profile, most_sharded: int | None = None, shard_optimizer: bool | None = None
-) -> Iterator[list[Attempt]]:
+def time_of(plan: Plan) -> tuple[float, float, bool]:
+    """Sort key of plans: the simulated step, then folded time; where these are equal, no sharded optimizer."""
+    return (plan.makespan_s, plan.folded_s, plan.shard_optimizer)
+
+
+def stages(profile: Profile, most_degrees: int | None = None) -> Iterator[list[Attempt]]:
     """Attempts by stage, from the fastest to the most frugal: as it is; with one way of saving memory; with several.
 
-    Sharding the optimizer costs next to nothing, so it is the first of these means, and with all others where several
-    are needed. `shard_optimizer` insists on it, or forbids it. `most_sharded` limits how many choices of tensor degrees
-    are tried; those with the best bound are.
+    `most_degrees` limits how many choices of tensor degrees are tried; those with the best bound are.
     """
     graph = profile.graph
-    plain = replace(profile.default_setting, shard_optimizer=shard_optimizer is True)
-    sharded = [
-        profile.setting(degrees, shard_optimizer=shard_optimizer is True) for degrees in _sharded_degrees(profile)
-    ]
-    if most_sharded is not None and len(sharded) > most_sharded:
-        sharded = sorted(sharded, key=lambda setting: _promise_s(profile, setting))[:most_sharded]
+    plain = profile.default_setting
+    tensor_parallel = [profile.setting(degrees) for degrees in _tensor_degrees(profile)]
+    if most_degrees is not None and len(tensor_parallel) > most_degrees:
+        tensor_parallel = sorted(tensor_parallel, key=lambda setting: _promise_s(profile, setting))[:most_degrees]
     first = [plain]
     if any(op.batch_size is not None and op.batch_size < profile.cluster.num_devices for op in graph.metaops):
         # Data parallelism alone cannot use all devices; tensor parallelism may.
-        first += sharded
+        first += tensor_parallel
     yield [Attempt(setting=setting) for setting in first]
     if not counts_bytes(profile):
         return
-    frugal = [plain, *sharded]
-    if shard_optimizer is None and graph.parameters and profile.cluster.num_devices > 1:
-        frugal = [replace(setting, shard_optimizer=True) for setting in frugal]
-        yield [Attempt(setting=replace(setting, shard_optimizer=True)) for setting in first]
     rounds = range(2, len(graph.tasks) + 1)
     yield [
-        *(Attempt(setting=setting) for setting in sharded),
+        *(Attempt(setting=setting) for setting in tensor_parallel if setting not in first),
         *(Attempt(setting=plain, num_rounds=count) for count in rounds[:2]),
         *(Attempt(setting=_recomputing(profile, plain, share)) for share in (0.25, 0.5, 0.75)),
     ]
+    frugal = [plain, *tensor_parallel]
     yield [
         Attempt(setting=_recomputing(profile, setting, share), num_rounds=count)
         for setting in frugal
@@ -137,16 +154,11 @@ def stages(
 
 
 def _promise_s(profile: Profile, setting: Setting) -> float:
-    """The bound under a setting, with the optimizer step of a device that holds a shard of everything, and owns its
-    part of that where the optimizer is sharded."""
+    """The bound under a setting, with an even part of the optimizer's update."""
     graph = profile.graph
-    degree_of: dict[int, int] = {}
-    for op, degree in zip(graph.metaops, setting.tensor_degrees, strict=True):
-        degree_of.update((parameter, degree) for layer in op.parameters for parameter in layer)
-    held = sum(graph.parameters[parameter].num_elements / degree for parameter, degree in degree_of.items())
-    if setting.shard_optimizer:
-        held = sum(graph.parameters[parameter].num_elements for parameter in degree_of) / profile.cluster.num_devices
-    update_s = held * graph.numerics.update_bytes / profile.cluster.kind.memory_bytes_per_s
+    used = {parameter for op in graph.metaops for layer in op.parameters for parameter in layer}
+    elements = sum(graph.parameters[parameter].num_elements for parameter in used) / profile.cluster.num_devices
+    update_s = elements * graph.numerics.update_bytes / profile.cluster.kind.memory_bytes_per_s
     return lp_bound(problem_of(profile, setting)).bound_s + update_s
 
 
@@ -192,7 +204,7 @@ def _recomputing(profile: Profile, setting: Setting, share: float) -> Setting:
     return replace(setting, recompute=tuple(recompute))
 
 
-def _sharded_degrees(profile: Profile) -> list[dict[str, int]]:
+def _tensor_degrees(profile: Profile) -> list[dict[str, int]]:
     """Tensor degrees worth trying: 2, 4, 8 for the heaviest module, as much or less for others.
 
     Worth sharding is a module whose state weighs on a device, or whose batch is too small for all devices.

@@ -6,19 +6,18 @@ around what is already placed: such schedules contain an optimal one. Branches t
 
 from __future__ import annotations
 
+import math
+
 from spindle.errors import ProfileError
 from spindle.planners.problem import Problem, Timed
 
 MAX_STATES = 2_000_000
+MAX_SHORTENING_NODES = 10_000
 
 
 def schedule_exhaustive(problem: Problem) -> list[Timed]:
     """Find the optimal schedule; refuses problems with too many schedules to try."""
-    states = 1.0
-    remaining = sum(problem.num_layers)
-    for layers, choices in zip(problem.num_layers, problem.choices, strict=True):
-        for _ in range(layers):
-            states *= len(choices.num_devices) * min(remaining, problem.num_ops)
+    states = _num_states(problem)
     if states > MAX_STATES:
         raise ProfileError(
             f"exhaustive search would try about {states:.1e} schedules, its limit is {MAX_STATES:.1e}; "
@@ -29,9 +28,30 @@ def schedule_exhaustive(problem: Problem) -> list[Timed]:
     return sorted(search.best, key=lambda piece: piece.start_s)
 
 
+def shorten(problem: Problem, schedule: list[Timed]) -> list[Timed]:
+    """The optimal schedule of a tiny problem, or the given one if none is shorter, or was found in so many nodes."""
+    if _num_states(problem) > MAX_STATES:
+        return schedule
+    search = _Search(problem, MAX_SHORTENING_NODES)
+    search.best, search.best_s = schedule, max(piece.end_s for piece in schedule)
+    search.extend([0.0] * problem.num_ops, list(problem.num_layers), [], 0.0)
+    return schedule if search.best is schedule else sorted(search.best, key=lambda piece: piece.start_s)
+
+
+def _num_states(problem: Problem) -> float:
+    """About how many schedules there are."""
+    states = 1.0
+    remaining = sum(problem.num_layers)
+    for layers, choices in zip(problem.num_layers, problem.choices, strict=True):
+        for _ in range(layers):
+            states *= len(choices.num_devices) * min(remaining, problem.num_ops)
+    return states
+
+
 class _Search:
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, max_nodes: float = math.inf) -> None:
         self.problem = problem
+        self._nodes_left = max_nodes
         self.best: list[Timed] = []
         self.best_s = float("inf")
         self._fastest = [float(choices.layer_s[-1]) for choices in problem.choices]
@@ -40,7 +60,8 @@ class _Search:
 
     def extend(self, ends_s: list[float], left: list[int], placed: list[Timed], makespan_s: float) -> None:
         """Place every possible next layer in turn; `ends_s` is when each op's last placed layer ends."""
-        if makespan_s >= self.best_s - 1e-15:
+        self._nodes_left -= 1
+        if makespan_s >= self.best_s - 1e-15 or self._nodes_left < 0:
             return
         if not any(left):
             self.best, self.best_s = list(placed), makespan_s

@@ -68,11 +68,11 @@ class Layout:
 class PlanOptions:
     """How hard to search, and what is decided already.
 
-    The same options give the same plan, unless a time limit cuts the search short. The optimizer is sharded when memory
-    asks for it, unless `shard_optimizer` says. Pipelines have `pipeline_ranks` stages, as many as the devices allow
-    unless given, and place chunks as in the best of `layouts`, which were chosen on another batch, or as is best for
-    this one. Where their microbatches could be split in other ways than the profile has them, `bound_s` is the bound
-    over all of these.
+    The same options give the same plan, unless a time limit cuts the search short. The optimizer is sharded where that
+    is simulated to be faster, or memory asks for it, unless `shard_optimizer` says. Pipelines have `pipeline_ranks`
+    stages, as many as the devices allow unless given, and place chunks as in the best of `layouts`, which were chosen
+    on another batch, or as is best for this one. Where their microbatches could be split in other ways than the profile
+    has them, `bound_s` is the bound over all of these.
     """
 
     seed: int = 0

@@ -1,8 +1,10 @@
 """Planner `paper`: the ASPLOS'25 algorithm, level by level, in waves with a barrier between them (§3.3-3.4, Alg. 1).
 
 Where the paper is silent the rules are those of the authors' released planner: whole-cluster tuples first, align before
-extending, leftovers return with their own number of devices, equal neighbouring waves merge. Only divisors of an op's
-batch are used, where it carries one. Extension is on (their default has it off).
+extending, leftovers return with their own number of devices, equal neighbouring waves merge. Numbers of devices are
+divisors of an op's batch, where it carries one; where a batch is not a power of two, so that its divisors are few, also
+every integer, which the released planner has as an option: the better of the two counts. Extension is on (their
+default has it off).
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ class Wave:
     entries: tuple[tuple[int, int, int], ...]  # (op, num_devices, layers)
 
 
-def paper_waves(problem: Problem) -> tuple[list[float], list[Wave]]:
+def paper_waves(problem: Problem, divisors_only: bool = True) -> tuple[list[float], list[Wave]]:
     """C* of each level, and the waves of all levels one after another."""
-    choices = _divisor_choices(problem)
+    choices = _choices(problem, divisors_only)
     optima, waves = [], []
     for level in sorted(set(problem.levels)):
         ops = [op for op in range(problem.num_ops) if problem.levels[op] == level]
@@ -57,8 +59,15 @@ def paper_waves(problem: Problem) -> tuple[list[float], list[Wave]]:
 
 def schedule_paper(problem: Problem) -> list[Timed]:
     """The waves as timed pieces: every piece of a wave starts with it."""
-    _, waves = paper_waves(problem)
-    choices = _divisor_choices(problem)
+    batch_sizes = [problem.profile.graph.metaops[op].batch_size for op in problem.ops]
+    rules = (True, False) if any(size is not None and size & (size - 1) for size in batch_sizes) else (True,)
+    schedules = [_timed(problem, divisors_only) for divisors_only in rules]
+    return min(schedules, key=lambda timed: max(piece.end_s for piece in timed))
+
+
+def _timed(problem: Problem, divisors_only: bool) -> list[Timed]:
+    _, waves = paper_waves(problem, divisors_only)
+    choices = _choices(problem, divisors_only)
     timed: list[Timed] = []
     start_s = 0.0
     for number, wave in enumerate(waves):
@@ -78,8 +87,8 @@ def schedule_paper(problem: Problem) -> list[Timed]:
     return timed
 
 
-def _divisor_choices(problem: Problem) -> list[Choices]:
-    return [choices_of(problem.profile, problem.setting, op, divisors_only=True) for op in problem.ops]
+def _choices(problem: Problem, divisors_only: bool) -> list[Choices]:
+    return [choices_of(problem.profile, problem.setting, op, divisors_only) for op in problem.ops]
 
 
 def _whole_tuples(op: int, num_layers: int, allocation: Allocation) -> list[_Tuple]:

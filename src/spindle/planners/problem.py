@@ -41,10 +41,7 @@ class Problem:
     predecessors: tuple[tuple[int, ...], ...]
     levels: tuple[int, ...]
     tasks: tuple[str, ...]
-
-    @property
-    def num_devices(self) -> int:
-        return self.profile.cluster.num_devices
+    num_devices: int
 
     @property
     def num_ops(self) -> int:
@@ -83,6 +80,7 @@ def problem_of(profile: Profile, setting: Setting, tasks: frozenset[str] | None 
         predecessors=tuple(tuple(place[producer] for producer in graph.predecessors[op]) for op in ops),
         levels=tuple(graph.levels[op] for op in ops),
         tasks=tuple(graph.metaops[op].task for op in ops),
+        num_devices=profile.cluster.num_devices,
     )
 
 

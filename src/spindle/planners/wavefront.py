@@ -9,42 +9,54 @@ never slower than they are.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from threading import Lock
 
 from spindle.errors import DoesNotFitError
-from spindle.plan import Plan, relaxed
-from spindle.planners.anneal import DONE, STOP, new_control, search
+from spindle.plan import Plan, relaxed, setting_of
+from spindle.planners.anneal import DONE, STOP, Mixes, Run, new_control, search
 from spindle.planners.baselines import schedule_distmm, schedule_sequential, schedule_task_level
-from spindle.planners.bounds import graph_bound_s
+from spindle.planners.bounds import lp_bound, step_bound_s
 from spindle.planners.build import (
     Attempt,
     best_over_stages,
     closest_of,
+    fastest,
     in_rounds,
+    optimizer_settings,
     realise,
     refuse_hopeless,
     stages,
     time_of,
+    with_cuts,
 )
-from spindle.planners.finish import finished, scored
+from spindle.planners.exhaustive import shorten
+from spindle.planners.finish import cut_for_gathers, finished, scored
 from spindle.planners.options import PlanOptions, Progress
 from spindle.planners.paper import schedule_paper
-from spindle.planners.problem import Problem, Timed
-from spindle.profile import Profile
+from spindle.planners.problem import Problem, Timed, problem_of
+from spindle.profile import Profile, Setting
 from spindle.program import counts_bytes
 
-# Folded schedules tried in all. Where bytes count, a candidate must also be placed and simulated, which takes longer
-# the more devices there are; so then may the search.
-PLAIN_EVALUATIONS = 400_000
-WITH_BYTES_EVALUATIONS = 64_000
+# Folded schedules tried for a setting. An evaluation takes time linear in the number of ops; the start, which is the
+# LP's, is the better the more there are of them, so large problems need no more time than ones of middle size.
+MOST_EVALUATIONS = 400_000
+EVALUATIONS_TIMES_OPS = 8_000_000
+WITH_BYTES_EVALUATIONS_PER_OP = 6_400
+# Where bytes count, a candidate must also be placed and simulated, which takes the longer the more devices there are.
 LARGE_CLUSTER = 256
-MOST_SHARDED = 4  # choices of tensor degrees that are worth annealing
+MOST_SIMULATED = 2  # annealed schedules that are, on a large cluster
+REFINED = 4  # times as many evaluations for the best of several settings
+MOST_DEGREES = 4  # choices of tensor degrees that are worth annealing
+MOST_UNSHARDED = 1  # annealed schedules that are tried without a sharded optimizer, too
 _GLANCE_S = 0.05  # how often a waiting planner looks at the clock
-# How many pieces an op may have, for one annealing run each: few make short programs, many fill gaps.
-PLAIN_PIECE_LIMITS = (4, 3)
-WITH_BYTES_PIECE_LIMITS = (2, 3, 4, 2)
+FEW_OPS = 6
+FEW_OPS_RUNS = (Run(4, 0.2), Run(3, 0.0, 0.03, narrows=False))
+PLAIN_RUNS = (Run(4, 0.2), Run(3, 0.0))
+WITH_BYTES_RUNS = (Run(2, 0.2), Run(3, 0.2), Run(4, 0.2), Run(2, 0.0))
 
 
 def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Plan:
@@ -53,50 +65,92 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
     `progress` hears how much of an attempt's annealing is done, from 0 to 1.
     """
     clock = _Clock(options.time_limit_s)
-    limits = WITH_BYTES_PIECE_LIMITS if counts_bytes(profile) else PLAIN_PIECE_LIMITS
-    evaluations = options.evaluations
-    if evaluations is None:
-        evaluations = WITH_BYTES_EVALUATIONS if counts_bytes(profile) else PLAIN_EVALUATIONS
-        evaluations *= 4 if profile.cluster.num_devices > LARGE_CLUSTER else 1
-    evaluations = max(1, evaluations // len(limits))
+    runs: tuple[Run, ...] = FEW_OPS_RUNS if len(profile.graph.metaops) <= FEW_OPS else PLAIN_RUNS
+    if counts_bytes(profile):
+        runs = WITH_BYTES_RUNS
+    evaluations = max(1, (options.evaluations or _default_evaluations(profile)) // len(runs))
+    is_large = profile.cluster.num_devices > LARGE_CLUSTER
     spent: list[int] = []
     refused: list[DoesNotFitError] = []
+    unsharded_refused: list[DoesNotFitError] = []  # says nothing about whether memory is short
     tried: list[Attempt] = []
 
-    def plan_for(attempt: Attempt) -> Plan:
+    def plan_for(attempt: Attempt, refines: int = 1) -> Plan:
+        """The best plan of an attempt; of all so far where no new one can be better."""
         tried.append(attempt)
-        plans: list[Plan] = []
-        annealed = _annealed(profile, attempt, limits, options.seed, evaluations, clock, progress, spent)
-        known_schedules = _known_schedules(profile, attempt)  # made while the other threads anneal
-        for schedule in annealed:
+        frugal, *others = optimizer_settings(profile, attempt.setting, options.shard_optimizer)
+        if plans and lp_bound(problem_of(profile, attempt.setting)).bound_s > best_s():
+            return fastest(plans)
+        plans_before = len(plans)
+        annealed: list[tuple[Plan, list[Timed]]] = []
+        first_seed = (2 * options.seed + (refines > 1)) * len(runs)
+        running = _annealed(profile, attempt, runs, first_seed, evaluations * refines, clock, progress, spent)
+        known_schedules = [] if refines > 1 else _known_schedules(profile, attempt)  # while the other threads anneal
+        if is_large:
+            running = iter(
+                sorted(running, key=lambda schedule: max(piece.end_s for piece in schedule))[:MOST_SIMULATED]
+            )
+        if not counts_bytes(profile):
+            running = _shortest_first(problem_of(profile, attempt.setting), list(running))
+        for schedule in running:
             # Annealed schedules wait for nothing, so folded time is about the least that a step of theirs takes.
-            if not plans or max(piece.end_s for piece in schedule) < min(plans, key=time_of).makespan_s:
-                plans += _tried(profile, attempt, schedule, options.seed, plans, refused)
+            if not plans or max(piece.end_s for piece in schedule) < best_s():
+                variants = _annealed_plans(profile, frugal, schedule, options.seed, refused)
+                plans.extend(variants)
+                annealed += [(plan, schedule) for plan in variants]
+        for setting in others:
+            for _, schedule in sorted(annealed, key=lambda pair: time_of(pair[0]))[:MOST_UNSHARDED]:
+                plans.extend(_tried(profile, setting, schedule, options.seed, plans, unsharded_refused))
         for schedule in known_schedules:
-            plans += _tried(profile, attempt, schedule, options.seed, plans, refused)
-        if not plans:
+            plans.extend(_tried(profile, frugal, schedule, options.seed, plans, refused))
+            for setting in others:
+                plans.extend(_tried(profile, setting, schedule, options.seed, plans, unsharded_refused))
+        if len(plans) == plans_before:
+            if plans:
+                return fastest(plans)
             raise closest_of(refused)
-        return min(plans, key=time_of)
+        return fastest(plans[plans_before:])
 
     plans: list[Plan] = []
+
+    def best_s() -> float:
+        return min(plan.makespan_s for plan in plans)
+
+    best: Plan | None = None
     refusal: DoesNotFitError | None = None
     try:
-        plans.append(best_over_stages(profile, plan_for, MOST_SHARDED, options.shard_optimizer))
+        best = best_over_stages(profile, plan_for, MOST_DEGREES)
+        if len(tried) > 1:
+            plan_for(_attempt_of(best, profile), REFINED)
     except DoesNotFitError as error:
         refusal = error
-    plain = replace(profile.default_setting, shard_optimizer=options.shard_optimizer is True)
-    if refused or refusal or tried != [Attempt(setting=plain)]:
+    if refused or refusal or tried != [Attempt(setting=profile.default_setting)]:
         # Memory is short or batches are small, so others may have their best plan where we did not look.
-        for attempt in [attempt for stage in stages(profile, None, options.shard_optimizer) for attempt in stage]:
+        for attempt in [attempt for stage in stages(profile) for attempt in stage if attempt not in tried]:
+            if plans and lp_bound(problem_of(profile, attempt.setting)).bound_s > best_s():
+                continue
             for schedule in _known_schedules(profile, attempt):
-                plans += _tried(profile, attempt, schedule, options.seed, plans, refused)
+                for setting in optimizer_settings(profile, attempt.setting, options.shard_optimizer):
+                    plans.extend(_tried(profile, setting, schedule, options.seed, plans, unsharded_refused))
     if not plans:
         assert refusal is not None
         raise refusal
-    best = min(plans, key=time_of)
-    if not best.bound_s:
-        best = finished(best, profile, graph_bound_s(profile))
+    shortest = fastest(plans if best is None else [best, *plans])
+    if best is None or shortest is not best:
+        best = finished(shortest, profile, step_bound_s(profile))
     return replace(best, seed=options.seed, evaluations=sum(spent), cut_s=clock.cut_s)
+
+
+def _default_evaluations(profile: Profile) -> int:
+    num_ops = len(profile.graph.metaops)
+    most = EVALUATIONS_TIMES_OPS // num_ops
+    if not counts_bytes(profile):
+        return min(most, MOST_EVALUATIONS)
+    return min(most, WITH_BYTES_EVALUATIONS_PER_OP * num_ops)
+
+
+def _attempt_of(plan: Plan, profile: Profile) -> Attempt:
+    return Attempt(setting=replace(setting_of(plan, profile), shard_optimizer=False), num_rounds=plan.num_rounds)
 
 
 def _known_schedules(profile: Profile, attempt: Attempt) -> list[list[Timed]]:
@@ -111,7 +165,7 @@ def _known_schedules(profile: Profile, attempt: Attempt) -> list[list[Timed]]:
 
 def _tried(
     profile: Profile,
-    attempt: Attempt,
+    setting: Setting,
     schedule: list[Timed],
     seed: int,
     plans: list[Plan],
@@ -121,15 +175,43 @@ def _tried(
 
     The step knows no barriers, so taking them out changes folded time alone, which is all there is without bytes.
     """
-    busy_s = sum((piece.end_s - piece.start_s) * piece.num_devices for piece in schedule) / profile.cluster.num_devices
-    if plans and busy_s > min(plans, key=time_of).makespan_s:
-        return []  # its devices are busy for longer than another plan takes
+    if plans and _least_s(schedule, profile.cluster.num_devices) > min(plans, key=time_of).makespan_s:
+        return []
     try:
-        plan = realise(profile, attempt.setting, "wavefront", schedule, seed)
-        variants = [scored(plan, profile)]
-        if profile.gangs and any(piece.wave is not None for piece in schedule):
-            variants.append(scored(relaxed(plan, profile, attempt.setting), profile))
+        plan = realise(profile, setting, "wavefront", schedule, seed)
+        variants = with_cuts(plan, profile)
+        if any(piece.wave is not None for piece in schedule) and (profile.gangs or setting.shard_optimizer):
+            variants.append(scored(cut_for_gathers(relaxed(plan, profile, setting), profile), profile))
         return variants
+    except DoesNotFitError as error:
+        refused.append(error)
+        return []
+
+
+def _least_s(schedule: list[Timed], num_devices: int) -> float:
+    """No step with these pieces is shorter: devices are busy for so long, the pieces of an op and those of a team run
+    one after another."""
+    busy_s = sum((piece.end_s - piece.start_s) * piece.num_devices for piece in schedule) / num_devices
+    in_turn_s: dict[int | str, float] = defaultdict(float)
+    for piece in schedule:
+        in_turn_s[piece.op if piece.team is None else piece.team] += piece.end_s - piece.start_s
+    return max(busy_s, *in_turn_s.values())
+
+
+def _shortest_first(problem: Problem, schedules: list[list[Timed]]) -> Iterator[list[Timed]]:
+    """The schedules in order of folded time, after the optimal one if the problem is tiny."""
+    in_order = sorted(schedules, key=lambda schedule: max(piece.end_s for piece in schedule))
+    shortest = shorten(problem, in_order[0])
+    yield shortest
+    yield from in_order if shortest is not in_order[0] else in_order[1:]
+
+
+def _annealed_plans(
+    profile: Profile, setting: Setting, schedule: list[Timed], seed: int, refused: list[DoesNotFitError]
+) -> list[Plan]:
+    """The plan of an annealed schedule, with slots cut for gathers; none if it does not fit."""
+    try:
+        return [scored(cut_for_gathers(realise(profile, setting, "wavefront", schedule, seed), profile), profile)]
     except DoesNotFitError as error:
         refused.append(error)
         return []
@@ -153,27 +235,38 @@ class _Clock:
 def _annealed(
     profile: Profile,
     attempt: Attempt,
-    piece_limits: tuple[int, ...],
-    seed: int,
+    runs: tuple[Run, ...],
+    first_seed: int,
     evaluations: int,
     clock: _Clock,
     progress: Progress | None,
     spent: list[int],
 ) -> Iterator[list[Timed]]:
     """Start annealing, two runs at a time; yields schedules as they are done. `spent` collects evaluations."""
-    controls = [new_control() for _ in piece_limits]
+    controls = [new_control() for _ in runs]
+    mixes: dict[tuple[int, ...], Mixes] = {}
+    lock = Lock()
 
     def run(number: int) -> list[Timed]:
         def schedule(problem: Problem) -> list[Timed]:
-            run_seed = seed * len(piece_limits) + number
-            schedule = search(problem, piece_limits[number], run_seed, evaluations, controls[number])
+            with lock:
+                if problem.ops not in mixes:
+                    mixes[problem.ops] = lp_bound(problem).mixes
+            schedule = search(
+                problem,
+                mixes[problem.ops],
+                runs[number],
+                seed=first_seed + number,
+                evaluations=evaluations,
+                control=controls[number],
+            )
             spent.append(int(controls[number][DONE]))
             return schedule
 
         return in_rounds(profile, attempt.setting, attempt.num_rounds, schedule)
 
     pool = ThreadPoolExecutor(max_workers=2)
-    futures = [pool.submit(run, number) for number in range(len(piece_limits))]
+    futures = [pool.submit(run, number) for number in range(len(runs))]
 
     def results() -> Iterator[list[Timed]]:
         with pool:

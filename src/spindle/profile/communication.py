@@ -35,7 +35,7 @@ def tensor_group_s(cost: LayerCost, rows: int, degree: int, cluster: Cluster) ->
 
     Backward all-reduces as many bytes of gradients.
     """
-    if not (cost.tensor_share or cost.tensor_bytes):  # every member computes the whole layer
+    if degree == 1 or not (cost.tensor_share or cost.tensor_bytes):  # every member computes the whole layer
         return 0.0
     slowest = min((island.link for island in cluster.islands), key=lambda link: link.bytes_per_s)
     return all_reduce_s(rows * cost.tensor_bytes, degree, slowest)

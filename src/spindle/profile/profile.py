@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from spindle.cluster import Cluster
+from spindle.display import count_of, facts, html_of, seconds
 from spindle.errors import ProfileError
 from spindle.graph import MetaGraph
 from spindle.profile.curve import Curve
 from spindle.profile.host import HostOverhead
+
+_MAX_SHOWN = 40  # ops, in a notebook
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +28,7 @@ class Setting:
     shard_optimizer: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Profile:
     """Curves of every op: one for each tensor degree that it may have, in increasing degree.
 
@@ -34,6 +37,7 @@ class Profile:
     `overlap`: slowdown of compute on a device that reduces gradients at the same time.
     `exchange_overlap`: slowdown of that reduction.
     `gradients_stay`: gradients keep their memory from step to step, as with CUDA graphs.
+    `sends_stay`: sent gradients keep theirs until the step ends, as under gloo, which does not tell when they are sent.
     `host`: launch overhead, where hosts may be slower than their GPUs.
     `leaves_out`: what is not modelled, in words. `measured_on`: where and when it was measured, if it was.
     """
@@ -46,6 +50,7 @@ class Profile:
     overlap: float = 1.0
     exchange_overlap: float = 1.0
     gradients_stay: bool = True
+    sends_stay: bool = False
     host: HostOverhead | None = None
     leaves_out: tuple[str, ...] = ()
     measured_on: str = ""
@@ -71,6 +76,21 @@ class Profile:
             raise ProfileError(
                 f"overlap and exchange_overlap must be at least 1, got {self.overlap} and {self.exchange_overlap}"
             )
+
+    def __repr__(self) -> str:
+        measured = f", measured on {self.measured_on}" if self.measured_on else ""
+        ops = count_of(len(self.graph.metaops), "op")
+        return f"Profile({self.graph.name!r} on {self.cluster.name!r}, {ops}{measured})"
+
+    def _repr_html_(self) -> str:
+        """What notebooks show: the time of each op on as few devices as it may have."""
+        rows = [("", repr(self))]
+        for op, (curve, *_) in zip(self.graph.metaops[:_MAX_SHOWN], self.curves[:_MAX_SHOWN], strict=True):
+            time_s = op.num_layers * (curve.forward_s[0] + curve.backward_s[0])
+            rows.append((op.name, f"{seconds(time_s)} on {count_of(curve.num_devices[0], 'device')}"))
+        if len(self.curves) > _MAX_SHOWN:
+            rows.append((f"and {len(self.curves) - _MAX_SHOWN} more", ""))
+        return html_of(facts(rows))
 
     @property
     def default_setting(self) -> Setting:

@@ -19,6 +19,7 @@ from spindle.program.launch_order import launch_order, launches_collectives
 from spindle.program.lower import lower
 from spindle.program.memory import Memory, counts_bytes, refuse_overfull
 from spindle.program.moves import Move, StateSharding, moves_between, moving_s, state_sharding
+from spindle.program.posted import posted_peaks
 from spindle.program.program import Bucket, Column, Flows, Lane, Link, Program, SlotShape
 from spindle.program.sharding import (
     Box,
@@ -82,6 +83,7 @@ __all__ = [
     "numbers_by_dtype",
     "optimizer_sharding",
     "parse_program",
+    "posted_peaks",
     "refuse_overfull",
     "state_sharding",
     "transfer",

@@ -28,7 +28,7 @@ from spindle.program.instructions import (
     SyncGradients,
 )
 from spindle.program.program import Bucket, Column, Flows, Lane, Link, Program, SlotShape, lane_from_pairs
-from spindle.program.row_flows import common_scale, flows_between, placement_key, share_bounds
+from spindle.program.row_flows import bytes_per_row, flows_between, placement_key, share_bounds
 
 # Gradients are handed on while backward still runs; smaller chunks hide more and cost more messages. A small model is
 # handed on in a few of them. Where a collective was measured to take long beside its bytes, as many go at once as take
@@ -154,12 +154,6 @@ def _links(profile: Profile, ops: list[int], shapes: tuple[SlotShape, ...]) -> l
     known: dict[tuple[int, ...], tuple[Flows, Flows]] = {}  # slots that lie alike exchange alike
     for producer, consumer in slot_links(ops, profile.graph):
         giver, taker = shapes[producer], shapes[consumer]
-        cost = profile.graph.metaops[giver.op].cost
-        output_bytes = 0.0
-        if cost is not None:
-            # Groups of one size hand parts from member to member; others have to be whole in between.
-            alike = giver.tensor_degree == taker.tensor_degree
-            output_bytes = cost.cut_bytes_at(giver.tensor_degree) if alike else cost.output_bytes
         key = (*placement_key(giver), *placement_key(taker))
         if key not in known:
             known[key] = (flows_between(giver, taker), flows_between(taker, giver))
@@ -168,7 +162,7 @@ def _links(profile: Profile, ops: list[int], shapes: tuple[SlotShape, ...]) -> l
             Link(
                 producer=producer,
                 consumer=consumer,
-                bytes_per_row=output_bytes * giver.num_rows / common_scale(giver, taker),
+                bytes_per_row=bytes_per_row(profile.graph, giver, taker),
                 forward=forward,
                 backward=backward,
             )

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from spindle.graph import MetaGraph
 from spindle.program.program import Column, Flows, SlotShape
 
 
@@ -25,6 +26,17 @@ def common_scale(first: SlotShape, second: SlotShape) -> int:
     """The number of rows on the coarsest scale on which the bounds of both sides are integers; their own number where
     both have the same batch."""
     return math.lcm(first.num_rows, second.num_rows)
+
+
+def bytes_per_row(graph: MetaGraph, producer: SlotShape, consumer: SlotShape) -> float:
+    """Bytes of one row of a link, on the link's scale; 0 where no cost is known."""
+    cost = graph.metaops[producer.op].cost
+    if cost is None:
+        return 0.0
+    # Groups of one size hand parts from member to member; others have to be whole in between.
+    is_alike = producer.tensor_degree == consumer.tensor_degree
+    output_bytes = cost.cut_bytes_at(producer.tensor_degree) if is_alike else cost.output_bytes
+    return output_bytes * producer.num_rows / common_scale(producer, consumer)
 
 
 def flows_between(producer: SlotShape, consumer: SlotShape) -> Flows:

@@ -10,6 +10,7 @@ from spindle.report.gantt import Chart, columns_for, draw, plan_chart, timeline_
 from spindle.report.measured import profile_facts, profile_table
 from spindle.report.pipelines import comparison_figure, search_json, search_tables
 from spindle.report.predicted_vs_measured import StepComparison, compare_step, draw_steps, step_charts, step_tables
+from spindle.report.summary import largest_differences, loss_table, loss_text
 from spindle.report.table import (
     bound_facts,
     comparison_table,
@@ -18,7 +19,6 @@ from spindle.report.table import (
     plan_facts,
     refusal_lines,
     settings_lines,
-    step_remarks,
 )
 from spindle.report.trace import trace_of
 
@@ -37,7 +37,10 @@ __all__ = [
     "draw_steps",
     "explain",
     "headline",
+    "largest_differences",
     "limit_sentences",
+    "loss_table",
+    "loss_text",
     "measure_facts",
     "pipeline_bound_facts",
     "plan_chart",
@@ -51,7 +54,6 @@ __all__ = [
     "settings_lines",
     "simulated",
     "step_charts",
-    "step_remarks",
     "step_tables",
     "timeline_chart",
     "trace_of",

@@ -41,16 +41,24 @@ def step_figure(profile: Profile, panels: Sequence[tuple[str, Plan]]) -> str:
         top += height + _GAP
     body += time_axis(end_s, scale, top - _GAP, _LEFT, _WIDTH - _RIGHT)
     top += 26
-    body.append(text(_WIDTH - _RIGHT, top + 9, "forward and backward together", size=11, more="text-anchor='end'"))
+    body.append(
+        text(
+            _WIDTH - _RIGHT,
+            top + 9,
+            "forward and backward together, without communication",
+            size=11,
+            more="text-anchor='end'",
+        )
+    )
     legend, top = _legend({groups[op]: colour for op, colour in colours.items()}, top)
     return page(" above ".join(title for title, _ in panels), _WIDTH, round(top + 8), [*body, *legend])
 
 
 def _heading(title: str, plan: Plan, reference: Plan | None, y: float) -> Iterator[str]:
     yield text(_LEFT, y, title, size=15, fill="#111827", more="font-weight='600'")
-    facts = f"{seconds(plan.folded_s)}, {plan.folded_s / plan.bound_s:.2f} × the bound"
+    facts = f"step {seconds(plan.makespan_s)}, {plan.makespan_s / plan.bound_s:.2f} × the bound"
     if reference is not None:
-        facts += f", {reference.folded_s / plan.folded_s:.2f} times as fast"
+        facts += f", {reference.makespan_s / plan.makespan_s:.2f} times as fast"
     yield text(_WIDTH - _RIGHT, y, facts, size=13, more="text-anchor='end'")
 
 
@@ -123,7 +131,7 @@ def _legend(colours: dict[str, str], top: float) -> tuple[list[str], float]:
     x = float(_LEFT)
     for name, colour in {**colours, "idle": IDLE}.items():
         width = 24 + len(name) * 12 * _LETTER_WIDTH + 14
-        if x + width > _WIDTH - _RIGHT - 170 and x > _LEFT:  # the note on time stands at the right
+        if x + width > _WIDTH - _RIGHT - 300 and x > _LEFT:  # the note on time stands at the right
             x, top = float(_LEFT), top + 20
         parts.append(f"<rect x='{x:.1f}' y='{top - 2:.1f}' width='13' height='13' rx='2' fill='{colour}'/>")
         parts.append(text(x + 19, top + 9, name))

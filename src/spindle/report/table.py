@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spindle.display import count_of, facts, figures, listed, milliseconds, num_bytes, percent, seconds
-from spindle.plan import Plan, setting_of, slots_per_op
+from spindle.plan import Plan, slots_per_op
 from spindle.planners import PipelineBound
 from spindle.profile import Profile
 from spindle.program import counts_bytes, lower
@@ -18,9 +18,6 @@ from spindle.report.bound import BoundReport
 from spindle.report.compare import ComparedPlan, Comparison, RefusedPlan
 from spindle.simulate import simulate
 from spindle.timeline import Measures
-
-_SAME_STEP = 1e-3  # of folded time: closer than this, there is nothing to explain
-_SAME_SHARE = 1e-6
 
 
 def memory(peak_bytes: int, profile: Profile) -> str:
@@ -36,7 +33,6 @@ def plan_facts(plan: Plan, measures: Measures, profile: Profile) -> Table:
         ("workload", f"{plan.workload} on {plan.cluster}"),
         ("planner", _planner(plan)),
         ("step, simulated", f"{seconds(measures.makespan_s)}, {times_bound(measures.makespan_s, plan.bound_s)}"),
-        ("folded", f"{seconds(plan.folded_s)}, {times_bound(plan.folded_s, plan.bound_s)}"),
         ("bound", f"{seconds(plan.bound_s)}, below which no plan of this kind comes"),
         ("idle", percent(measures.idle_share)),
         ("slots", f"{len(plan.slots)} in {_waves(plan)}, {slots_per_op(plan):.2f} for each op"),
@@ -46,7 +42,7 @@ def plan_facts(plan: Plan, measures: Measures, profile: Profile) -> Table:
     ]
     if counts_bytes(profile):
         shares = f"{percent(measures.transfer_share)} send and receive, {percent(measures.sync_share)} synchronisation"
-        rows.insert(6, ("not hidden", shares))
+        rows.insert(5, ("not hidden", shares))
     sharded = [f"{module} {degree}" for module, degree in plan.tensor_degrees if degree > 1]
     if sharded:
         rows.append(("tensor degree", ", ".join(sharded)))
@@ -68,37 +64,6 @@ def _unsaved_bytes(plan: Plan, profile: Profile) -> int:
     wanted = tuple(op.name for op in profile.graph.metaops if op.cost is not None and op.cost.recompute)
     whole = replace(plan, slots=slots, recompute=wanted, shard_optimizer=False)
     return int(simulate(lower(whole, profile), profile).peak_bytes().max(initial=0))
-
-
-def step_remarks(plan: Plan, measures: Measures, profile: Profile) -> list[str]:
-    """Why the simulated step of the paper's planner is not as long as its folded time, where it is not."""
-    if plan.planner != "paper" or abs(measures.makespan_s - plan.folded_s) <= _SAME_STEP * plan.folded_s:
-        return []
-    longer = measures.makespan_s > plan.folded_s
-    if longer and counts_bytes(profile):
-        why = "transfers, synchronisation and the optimizer are in the step and not in folded time"
-    elif _passes_differ(plan, profile):
-        why = "ops spend different shares in forward and backward, so the two passes do not pack as folded time does"
-    elif longer:
-        return []
-    else:
-        why = (
-            "waves of the paper's planner wait for each other in folded time; in the step, slots wait only for their "
-            "data and devices"
-        )
-    return [f"The step is {'longer' if longer else 'shorter'} than folded: {why}."]
-
-
-def _passes_differ(plan: Plan, profile: Profile) -> bool:
-    """Whether forward is not the same share of both passes in every slot."""
-    setting = setting_of(plan, profile)
-    position = {op.name: number for number, op in enumerate(profile.graph.metaops)}
-    shares = []
-    for slot in plan.slots:
-        forward_s, backward_s = profile.curve(position[slot.op], setting).times_s(len(slot.devices))
-        again_s = forward_s if setting.recompute[position[slot.op]] else 0.0
-        shares.append(forward_s / (forward_s + again_s + backward_s))
-    return max(shares) - min(shares) > _SAME_SHARE
 
 
 def _planner(plan: Plan) -> str:

@@ -96,6 +96,9 @@ class Compute:
     def _run_layers(
         self, step: Step, slot: RankSlot, code: LayersCode, trees: dict[str, Any], watch: Watch
     ) -> SlotOutput:
+        # Each chunk of layers, which has a backward instruction of its own, is cut off from the autograd graph before
+        # it: its inputs are new leaves. So a chunk's backward ends at these leaves, whose `grad` is where the backward
+        # of the chunk before begins, and its gradients can be reduced while that one runs.
         pieces = []
         values: Any = None
         members = TensorParallelGroup(self._world, slot.group) if len(slot.group) > 1 else None
@@ -118,6 +121,8 @@ class Compute:
                     run = _behind(code.arguments, run)
                     args = (self._batch(step, slot), *(trees[source][0] for source in code.sources))
                 is_recomputed = number - slot.first < slot.recomputed
+                # An in-place layer must not change values that are needed as they were: those of a recomputation, or
+                # leaves of the autograd graph, where autograd forbids it.
                 if layer.writes_input and (is_recomputed or not is_open):
                     run = _on_copies(run)
                 if is_recomputed and slot.is_split:
@@ -186,6 +191,8 @@ class Compute:
 
     def _input(self, step: Step, link: LinkEnd, watch: Watch) -> Any:
         """A slot's input over one link: local and received rows, concatenated, as leaves of a new autograd graph."""
+        # Detached here as everywhere between slots: every slot has an autograd graph of its own, since the backward of
+        # its consumers may run on other ranks.
         if link.is_whole:
             return as_leaves(step.outputs[link.producer])
         slot = self._rank_program.slots[link.consumer]
@@ -278,6 +285,8 @@ class Compute:
 
     def _run_input_parts(self, step: Step, slot: RankSlot, gradients: list[torch.Tensor | None]) -> None:
         """Compute the gradients of a slot's inputs, piece by piece, and defer those of its weights."""
+        # Last piece first. What is deferred keeps the output gradients of its piece, and runs when the program has the
+        # weight part of this backward: in a pipeline that is where the rank would otherwise be idle.
         deferred = step.deferred[slot.number] = []
         pieces = step.pieces[slot.number]
         for number in reversed(range(len(pieces))):
@@ -314,6 +323,8 @@ class Compute:
         self, step: Step, slot: RankSlot, outputs: list[Any], watch: Watch
     ) -> list[torch.Tensor | None]:
         """The gradient of a slot's output: the sum over its consumers, on this rank and on others."""
+        # Most slots feed one other on the same ranks with the same rows: its input's gradient is the output's,
+        # uncopied.
         if len(slot.outputs) == 1 and slot.outputs[0].is_whole:
             inputs = step.inputs[slot.outputs[0].number]
             return [None if leaf is None else leaf.grad for leaf in inputs]

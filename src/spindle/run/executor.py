@@ -99,6 +99,8 @@ class Executor:
         self._launched_before = self._order_launches()
         if world.uses_nccl:
             _ = world.control, world.everyone  # a group is made by all ranks, whoever uses it
+        # Groups are made here for all buckets and slots, not only for this rank's: `new_group` is collective over all
+        # ranks, and a rank that makes one later than its peers would hang them in the middle of a step.
         if world.size > 1:
             for bucket in program.buckets:
                 world.group("sync", tuple(bucket.ranks.tolist()))
@@ -140,6 +142,8 @@ class Executor:
             micro_step=micro_step or MicroStep(tasks=frozenset(signatures)),
             next_in=[0] * len(self._lanes),
         )
+        # A bucket is reduced once its backward instructions are done. Those of tasks that this step leaves out never
+        # run, so they count as done from the start.
         for task, chunks in self._chunks_of.items():
             if task not in signatures:
                 step.done_chunks |= chunks
@@ -154,6 +158,9 @@ class Executor:
 
     def _run(self, step: Step, optimizer: Updates | None, watch: Watch) -> None:
         """Run this rank's instructions in order."""
+        # The compute lane drives the step. After each of its instructions the other lanes advance as far as data
+        # allows; no lane has a thread of its own, because transfers and collectives are asynchronous once they are
+        # launched.
         self._syncs.begin(step, watch)
         self._advance(step, watch)
         pace = Pace(self.world)
@@ -263,6 +270,8 @@ class Executor:
             if isinstance(instruction, Exchange) and position in place
         }
         before = {}
+        # An instruction that waits for an exchange which is not launched would wait forever; launching everything up to
+        # that exchange, and no more, keeps the common order and leaves later operations to overlap with compute.
         for position in self._rank_program.compute if place else ():
             ends = [place.get(position, 0)]
             match self.program.instructions[position]:

@@ -188,6 +188,7 @@ class Graphs:
     ) -> tuple[Trees, SlotOutput]:
         """Run a slot's forward pass. Returns the inputs that will get gradients, and the results. `seeds` are those of
         its random layers in this step."""
+        # Replay: copy inputs to where the graph reads them, seed what draws, launch. Outputs are where they were.
         captured = self._slots.get(slot.number)
         if captured is not None:
             for source, tree in trees.items():
@@ -196,6 +197,8 @@ class Graphs:
                 captured.generators[layer].manual_seed(seed)
             captured.forward.replay()
             return captured.trees, captured.output
+        # Capture: nothing runs on the GPU while a graph is captured, so it is replayed right after, for this step's
+        # results.
         trees = {source: tree_map(_writable, tree) for source, tree in trees.items()}
         graph = torch.cuda.CUDAGraph()
         generators: dict[int, torch.Generator] = {}
@@ -298,12 +301,16 @@ class Graphs:
         places: dict[int, Any] = {}  # None where the gradient may stay where autograd allocates it
         try:
             for parameter in parameters:
+                # A gradient that only this chunk writes may stay in the graph's memory, without a copy. Others have a
+                # place in a reduction buffer, or are summed over several chunks.
                 can_stay = self.gradients.is_free(parameter) and id(parameter) not in self._written
                 places[id(parameter)] = None if can_stay else self.gradients.place(parameter)
             with capturing(graph, self._memory.handle):
                 gradients_made: Sequence[torch.Tensor | None] = torch.autograd.grad(
                     [leaf for leaf, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True
                 )
+                # Autograd may return one tensor for several gradients, or an output's gradient unchanged. Such memory
+                # has another owner, so it is copied.
                 storages = Counter(
                     _storage(tensor) for tensor in [*gradients_made, *(gradient for _, gradient in pairs)]
                 )

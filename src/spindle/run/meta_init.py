@@ -27,6 +27,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
+from spindle.launch.failure import is_debugging, is_users
+
 _LARGE = 1 << 16  # elements; smaller tensors may be data that a script looks at
 _MOVES = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.pin_memory)
 _NOTE = (
@@ -178,12 +180,24 @@ class _SafeSlice:
         return torch.empty(self._slice.get_shape(), dtype=self._slice[:0].dtype, device="meta")[index]
 
 
+def _cut_to_script(trace: TracebackType | None) -> None:
+    """End a traceback at the script's own innermost line: what torch does without values is of no interest."""
+    last = None
+    while trace is not None:
+        last = trace if is_users(trace.tb_frame.f_code) else last
+        trace = trace.tb_next
+    if last is not None:
+        last.tb_next = None
+
+
 def _explain_failures() -> None:
     report = sys.excepthook
 
     def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, AssertionError) or re.search("meta|cuda|nvidia|accelerator", str(error), re.IGNORECASE):
             error.add_note(_NOTE)
+            if not is_debugging():
+                _cut_to_script(trace)
         report(kind, error, trace)
 
     sys.excepthook = explain

@@ -127,6 +127,8 @@ def rank_program_of(
     slots = _slots(program, graph, code, rank, links, rows)
     launches: tuple[int, ...] = ()
     if in_order:
+        # Compute instructions with collectives inside take part in the common order: a tensor-parallel all-reduce that
+        # one rank launches before a transfer and its peer after it can deadlock under NCCL.
         place = launch_order(program)
         within = [number for number in compute if launches_collectives(program, program.instructions[number])]
         launches = tuple(sorted((*transfer, *sync, *within), key=lambda number: int(place[number])))
@@ -147,6 +149,8 @@ def _link_end(
     directions = ((link.forward, False), (link.backward, True))
     had, wanted = made.get(rank), used.get(rank)
     local = None
+    # Rows that a rank both produces and consumes are handed over in memory. A rank without rows (more devices than
+    # rows) has no part in the link.
     if had and wanted and max(had[0], wanted[0]) < min(had[1], wanted[1]):
         local = (max(had[0], wanted[0]), min(had[1], wanted[1]))
     forward_sends, backward_sends = (_flows(flows, back, used, rank, sends=True) for flows, back in directions)
@@ -189,6 +193,8 @@ def _slots(
     split: set[int] = set()
     for instruction in program.instructions:
         if isinstance(instruction, Backward):
+            # Backward instructions are listed last layers first, so each is inserted before those that came earlier. Of
+            # a split backward only the input part counts: both parts cover the same layers.
             if instruction.makes_inputs:
                 chunks.setdefault(instruction.slot, []).insert(0, (instruction.first, instruction.last))
             else:

@@ -114,6 +114,7 @@ class World:
         """
         with peers("exchanging tensors"):
             if not self.uses_nccl:
+                # Receives are posted first, so that a message finds its buffer when it arrives.
                 incoming = [dist.irecv(receive.tensor, receive.peer, tag=receive.tag) for receive in receives]
                 return [dist.isend(send.tensor, send.peer, tag=send.tag) for send in sends], incoming
             calls = [(dist.isend, send) for send in sends] + [(dist.irecv, receive) for receive in receives]
@@ -124,6 +125,7 @@ class World:
                 dist.P2POp(call, message.tensor.view(-1).view(torch.uint8), message.peer, self.everyone)
                 for call, message in calls
             ]
+            # Coalesced into one NCCL group call, which has one request for all of its messages.
             (request,) = dist.batch_isend_irecv(operations)
             return [request] * len(sends), [request] * len(receives)
 
@@ -222,6 +224,7 @@ def on_compute_stream(device: torch.device) -> Iterator[None]:
         yield
         return
     here, stream = torch.cuda.current_stream(), compute_stream()
+    # In both directions, so that callers need not know that there is another stream.
     stream.wait_stream(here)
     try:
         with torch.cuda.stream(stream):
@@ -247,6 +250,7 @@ def copied_to(device: torch.device, tree: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.device == device:
             return leaf
         moved = leaf.to(device, non_blocking=True)
+        # The allocator must not reuse this memory for the copy stream while compute still reads it.
         moved.record_stream(compute_stream())
         return moved
 

@@ -35,8 +35,8 @@ class Planning:
     `tensor_parallel_degrees` fixes how many devices share each layer of the modules that it names (`{"language": 4}`);
     the planner chooses otherwise. With `shard_optimizer`, the ranks that hold a parameter each keep the optimizer state
     of a part of it (ZeRO-1): the Trainer's `optimizer` function is then called with these parts, which have as many
-    dimensions as the parameter. None lets the planner shard when memory is short. An optimizer that does not update
-    each element by itself is not sharded.
+    dimensions as the parameter. None lets the planner shard where that is simulated to be faster, or memory is
+    short. An optimizer that does not update each element by itself is not sharded.
 
     With `planner="pipeline"`, layers are spread over `pipeline_parallel_degree` ranks (all of them, unless given;
     further ranks are replicas), and the `gradient_accumulation_steps` batches of a step are the microbatches of one

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch.utils.data import DistributedSampler
+
 from spindle.errors import TrainingError
 from spindle.run import World
+from spindle.train.agreement import compare
 from spindle.train.feed import Feed, LoaderPosition, RandomState, draw, random_state
 from spindle.train.progress import Progress
 from spindle.train.samples import sample_feed
@@ -23,6 +26,9 @@ def make_feeds(
     problems += [f"{name!r} is no task (tasks: {', '.join(names)})" for name in loaders if name not in names]
     if problems:
         raise TrainingError(f"fit needs one loader for each task: {'; '.join(problems)}")
+    for name, loader in loaders.items():
+        _refuse_distributed_sampler(name, loader)
+    compare(session.world, {f"the length of the loader of task {name!r}": _length_of(loaders[name]) for name in names})
     is_resumed = set(names) <= session.loader_positions.keys()  # during a fit: nothing is drawn
     state = None if is_resumed else shared_random_state(session.world)
     return {
@@ -43,6 +49,7 @@ def make_feed(
     """A task's feed, which goes on after the batches of earlier fits where its loader is a dataset. `state` is that of
     the random numbers that its loader draws; rank 0's unless given."""
     config, world = session.config, session.world
+    _refuse_distributed_sampler(definition.name, loader)
     position = session.loader_positions.pop(definition.name, None)
     if position is None:
         position = LoaderPosition(random_state=shared_random_state(world) if state is None else state)
@@ -58,6 +65,23 @@ def make_feed(
         return Feed(loader=loader, **shared)
     feed.num_again = config.gradient_accumulation_steps
     return feed
+
+
+def _refuse_distributed_sampler(task: str, loader: Any) -> None:
+    samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    if any(isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1 for sampler in samplers):
+        raise TrainingError(
+            f"task {task!r}: its loader has a DistributedSampler, which gives each rank other samples. Here all ranks "
+            "read the same batches, of which each trains its part: leave the sampler out, "
+            "DataLoader(dataset, batch_size=..., shuffle=True), with the batch size of all ranks together"
+        )
+
+
+def _length_of(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:  # it has none
+        return None
 
 
 def shared_random_state(world: World) -> RandomState:

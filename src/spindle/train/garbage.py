@@ -12,23 +12,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+class _State:
+    is_frozen = False  # by `frozen_objects`
+
+
 @contextmanager
 def frozen_objects() -> Iterator[None]:
-    """Keep the objects that exist now out of collections. Does nothing where somebody else has frozen objects."""
-    if gc.get_freeze_count():
+    """Keep the objects that exist now out of collections. Does nothing where somebody else has frozen objects: they
+    would be unfrozen afterwards."""
+    if _State.is_frozen or gc.get_freeze_count():
         yield
         return
     gc.freeze()
+    _State.is_frozen = True
     try:
         yield
     finally:
+        _State.is_frozen = False
         gc.unfreeze()
 
 
 def collect_all() -> None:
-    """Collect garbage among frozen objects, too: those of a plan that is dropped are."""
-    is_frozen = gc.get_freeze_count() > 0
+    """Collect garbage among the objects that `frozen_objects` has frozen, too: those of a plan that is dropped are.
+    What others have frozen stays so."""
+    if not _State.is_frozen:
+        gc.collect()
+        return
     gc.unfreeze()
     gc.collect()
-    if is_frozen:
-        gc.freeze()
+    gc.freeze()

@@ -1,9 +1,9 @@
 """Batch headers, exchanged a step ahead: a row of numbers for each micro-step and task, the same columns on every rank.
 
 Signature, tokens, rows, fingerprint and variant of the task's next batch, where the rank reads it; then its parts of
-the losses of an earlier step, how many changes of tasks and plan it has requested, and the busy share of its last timed
-step. All headers of a plan have the same size, so that ranks still exchange headers, and detect it, when only some of
-them have requested a change.
+the losses of an earlier step, how many changes of tasks and plan it has requested, whether it wants the fit to end, and
+the busy share of its last timed step. All headers of a plan have the same size, so that ranks still exchange headers,
+and detect it, when only some of them have requested a change.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from spindle.errors import TrainingError
-from spindle.run import digest
+from spindle.run import World, digest
 from spindle.train.feed import Batch
 
 _READ, _PARTIAL, _SIGNATURE, _TOKENS, _ROWS, _FINGERPRINT, _VARIANT = range(7)
@@ -36,9 +36,14 @@ class BatchHeader:
 
 
 def header_row(
-    names: Sequence[str], micro_steps: MicroSteps, losses: Sequence[float] | None, num_changes: int, busy_share: float
+    names: Sequence[str],
+    micro_steps: MicroSteps,
+    losses: Sequence[float] | None,
+    num_changes: int,
+    is_stopping: bool,
+    busy_share: float,
 ) -> torch.Tensor:
-    """This rank's header: float64, `micro_steps` x `names` x columns, then a loss for each name, and two numbers."""
+    """This rank's header: float64, `micro_steps` x `names` x columns, then a loss for each name, and three numbers."""
     row: list[float] = []
     for batches in micro_steps:
         for name in names:
@@ -56,12 +61,12 @@ def header_row(
                 batch.variant,
             ]
     row += [0.0] * len(names) if losses is None else losses
-    return torch.tensor([*row, num_changes, busy_share], dtype=torch.float64)
+    return torch.tensor([*row, num_changes, is_stopping, busy_share], dtype=torch.float64)
 
 
 def losses_in(table: Table, names: Sequence[str]) -> dict[str, float]:
     """The tasks' losses: the sums of all ranks' parts."""
-    first = -len(names) - 2
+    first = -len(names) - 3
     return {name: sum(row[first + number] for row in table) for number, name in enumerate(names)}
 
 
@@ -71,9 +76,35 @@ def idle_in(table: Table) -> float | None:
     return 1 - sum(busy_shares) / len(busy_shares) if busy_shares else None
 
 
+def check_first_batches(batches: Mapping[str, Batch], world: World) -> None:
+    """Refuse first batches that differ between ranks. All ranks read them, to trace their tasks; later ones are
+    compared among those that read them under their plan."""
+    if world.size > 1 and batches:
+        numbers = [(batch.signature, batch.fingerprint) for batch in batches.values()]
+        reference, *tables = world.start_all_gather(torch.tensor(numbers, dtype=torch.float64)).wait()
+        for rank, table in enumerate(tables, 1):
+            differing = (table != reference).any(1).tolist()
+            if any(differing):
+                raise _other_batch(0, list(batches)[differing.index(True)], rank, 0)
+
+
+def _other_batch(step: int, task: str, rank: int, reader: int) -> TrainingError:
+    return TrainingError(
+        f"step {step}: the loader of task {task!r} gave rank {rank} another batch than rank {reader}; every rank must "
+        "read the same batches. Where they are generated or shuffled at random, call torch.manual_seed with the same "
+        "seed on every rank before that (at the top of the script). Do not shard the dataset: Spindle gives each rank "
+        "its rows"
+    )
+
+
+def is_stopped(table: Table) -> bool:
+    """Whether any rank wants the fit to end."""
+    return any(row[-2] for row in table)
+
+
 def check_changes(table: Table, calls: Sequence[str], step: int) -> None:
     """Refuse changes of tasks and plan that not all ranks have requested; `calls` are this rank's, for the message."""
-    counts = [int(row[-2]) for row in table]
+    counts = [int(row[-3]) for row in table]
     fewest, most = min(counts), max(counts)
     if fewest != most:
         called = ", ".join(calls[fewest:most]) or "remove_task, add_task or replan"
@@ -105,12 +136,7 @@ def read_batch_headers(
             compared = slice(_ROWS, None) if is_partial else slice(_SIGNATURE, None)
             for rank, entries in columns[1:]:
                 if entries[compared] != reference[compared]:
-                    raise TrainingError(
-                        f"step {step}: the loader of task {name!r} gave rank {rank} another batch than rank "
-                        f"{reader}; every rank must read the same batches. Where they are generated or shuffled at "
-                        "random, call torch.manual_seed with the same seed on every rank before that (at the top of "
-                        "the script). Do not shard the dataset: Spindle gives each rank its rows"
-                    )
+                    raise _other_batch(step, name, rank, reader)
             if reference[_ROWS]:
                 headers[name] = BatchHeader(
                     reader=reader,

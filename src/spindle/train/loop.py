@@ -7,17 +7,15 @@ accumulated from.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from spindle.errors import TrainingError
 from spindle.run import Budget, Gathering, Losses, copied_to, limit_gpu_memory, on_device
 from spindle.train.agreement import compare, config_items, module_items
 from spindle.train.config import TrainConfig
@@ -29,9 +27,11 @@ from spindle.train.header import (
     check_changes,
     header_row,
     idle_in,
+    is_stopped,
     losses_in,
     read_batch_headers,
 )
+from spindle.train.loss_history import LossHistory, OnStep, mean_losses
 from spindle.train.progress import Progress
 from spindle.train.result import FitResult
 from spindle.train.runtime import resident_tensors
@@ -41,7 +41,6 @@ from spindle.train.session import NEW_VARIANT, TrainSession
 from spindle.train.steps import microbatches_of
 from spindle.train.timing import StepTimes
 
-OnStep = Callable[[int, dict[str, float]], None]
 ReadLosses = Callable[[], list[float]]  # waits for the step that they are of
 StepHeaders = list[dict[str, BatchHeader]]  # by micro-step and task
 StepBatches = list[dict[str, Batch]]  # by micro-step and task: those that this rank reads
@@ -63,13 +62,13 @@ class Loop:
         on_step: OnStep | None,
     ) -> None:
         self._session, self._feeds, self._progress, self._on_step = session, feeds, progress, on_step
+        self._losses: LossHistory
         self._make_feed, self._world = make_feed, session.world
         self._requested: tuple[TrainConfig, dict[str, Any]] | None = None  # with loaders of tasks that join
+        self._is_stopping = False  # whether this rank wants the fit to end
         self._calls: list[str] = []  # methods of the Trainer that requested changes
         self._num_applied = 0  # of these
         self._runtime = session.plan(session.trace_and_profile(feeds, progress), progress)
-        self._history: list[dict[str, float]] = []
-        self._tasks_of: deque[frozenset[str]] = deque()  # of the steps whose losses are not reported yet
         self._num_asked = dict.fromkeys(self._names, 0)  # batches of each task that any rank has asked for
         self._num_read_ahead: dict[str, int] = {}  # of these, for the step that is about to run
         self._next_step = 0
@@ -90,6 +89,11 @@ class Loop:
         """The configuration of the next step."""
         return self._config if self._requested is None else self._requested[0]
 
+    @property
+    def next_step(self) -> int:
+        """The step that is about to run when losses are reported."""
+        return self._next_step
+
     def position(self) -> tuple[int, dict[str, int], dict[str, LoaderPosition]]:
         """The step that is about to run when losses are reported, the batches of each task that this fit has trained
         on, and where loaders are read for that step."""
@@ -103,10 +107,25 @@ class Loop:
         joining = {} if self._requested is None else self._requested[1]
         self._requested = config, {**joining, **(loaders or {})}
 
+    def stop(self) -> None:
+        """End the fit on all ranks, after the step that runs when they have heard of it: the next one."""
+        self._is_stopping = True
+
+    @contextmanager
+    def gathered_parameters(self) -> Iterator[None]:
+        """Inside, in an `on_step`, every rank has all parameters; afterwards they are back with the ranks that hold
+        them."""
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)
+        self._session.gather_parameters(self._runtime)
+        yield
+        self._session.scatter_parameters(self._runtime)
+
     def run(self, first: int, steps: int) -> FitResult:
-        """Train for so many steps from step `first` on."""
+        """Train for so many steps from step `first` on, or until a rank wants to stop."""
         world = self._world
         compare(world, {"fit(steps=...)": f"{steps} steps from step {first} on"})
+        self._losses = LossHistory(first, self._progress, self._on_step)
         self._session.scatter_parameters(self._runtime)
         self._count_resident_tensors()
         if world.device.type == "cuda":
@@ -130,12 +149,16 @@ class Loop:
             step = self._next_step = first + number
             table = self._table(gathering, step)
             if carries_losses:
-                self._report_losses(table, first)
+                self._losses.report(losses_in(table, self._names))
+            if is_stopped(table):
+                self._leave_out_read_ahead()
+                gathering, steps = self._start_header(self._no_batches, None), number
+                break
             headers = read_batch_headers(table, self._names, self._config.gradient_accumulation_steps, step)
             self._times.read_busy_share(step - _LOSSES_BEHIND[world.device.type])
             self._add_new_variants(headers, batches)
             if self._requested is not None:
-                self._report_unsent(unsent, first)
+                self._report_unsent(unsent)
                 self._apply_change(headers, batches)
                 carries_losses = False
             current = batches
@@ -150,18 +173,19 @@ class Loop:
                 gathering = self._start_header(self._no_batches, None)
                 self._num_read_ahead = {}
             unsent.append(self._step(step, headers, current))
-            step_s = self._times.end_step(time.perf_counter() - begin_s)
             trained = [header for row in headers for header in row.values()]
+            num_samples = sum(header.num_rows for header in trained)
+            step_s = self._times.end_step(time.perf_counter() - begin_s, num_samples)
             progress.step(
                 number + 1,
                 step_s,
-                samples=sum(header.num_rows for header in trained),
+                samples=num_samples,
                 tokens=sum(header.tokens for header in trained),
                 idle=idle_in(table),
             )
         self._next_step = first + steps
         self._table(gathering, first + steps)
-        self._report_unsent(unsent, first)
+        self._report_unsent(unsent)
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
 
@@ -180,7 +204,7 @@ class Loop:
         if self._requested is not None:
             session.set_config(self._requested[0], self._progress)
         planned, main = self._runtime.planned, self._runtime.steps.main
-        result = self._times.result(planned.program, planned.profile, self._history, session.notices, peak_bytes)
+        result = self._times.result(planned.program, planned.profile, self._losses.by_step, session.notices, peak_bytes)
         return replace(result, num_captured_slots=main.num_captured, slots_without_cuda_graph=dict(main.without_graph))
 
     def _free_gpu_memory(self) -> None:
@@ -194,19 +218,20 @@ class Loop:
         if self._budget is not None:
             self._budget.adopt(resident_tensors(self._runtime, self._session.update))
 
-    def _report_unsent(self, unsent: deque[ReadLosses], first: int) -> None:
+    def _report_unsent(self, unsent: deque[ReadLosses]) -> None:
         """Exchange and report the losses of steps that have no header to travel with."""
         while unsent:
             losses = unsent.popleft()()
             gathering = self._start_header(self._no_batches, losses)
-            self._report_losses(self._table(gathering, first + len(self._history)), first)
+            self._losses.report(losses_in(self._table(gathering, self._losses.next_step), self._names))
 
     @property
     def _no_batches(self) -> StepBatches:
         return [{}] * self._config.gradient_accumulation_steps
 
     def _start_header(self, batches: StepBatches, losses: Sequence[float] | None) -> Gathering:
-        row = header_row(self._names, batches, losses, len(self._calls), self._times.busy_share)
+        num_changes, busy_share = len(self._calls), self._times.busy_share
+        row = header_row(self._names, batches, losses, num_changes, self._is_stopping, busy_share)
         return self._world.start_all_gather(row)
 
     def _table(self, gathering: Gathering, step: int) -> Table:
@@ -265,6 +290,12 @@ class Loop:
         for name in sampled:
             self._num_asked[name] += config.gradient_accumulation_steps
         return micro_steps
+
+    def _leave_out_read_ahead(self) -> None:
+        """The step that was read for does not run: its batches come again in the next fit."""
+        for name, count in self._num_read_ahead.items():
+            self._num_asked[name] -= count
+        self._num_read_ahead = {}
 
     def _reads(self, task: str) -> bool:
         """Whether this rank needs batches of a task, in whichever variant."""
@@ -374,32 +405,5 @@ class Loop:
             positions = {tasks.index(name): microbatch.task for name, microbatch in run.microbatches.items()}
             parts.append((losses, positions))
         counts = {name: sum(name in row for row in headers) for name in self._names}
-        self._tasks_of.append(frozenset(name for name, count in counts.items() if count))
-
-        def read_losses() -> list[float]:
-            sums = dict.fromkeys(counts, 0.0)
-            for losses, tasks in parts:
-                values = losses.tolist()
-                for position, task in tasks.items():
-                    sums[task] += values[position] / counts[task]
-            return list(sums.values())
-
-        return read_losses
-
-    def _report_losses(self, table: Table, first: int) -> None:
-        """Check and report the losses that a header carried."""
-        tasks = self._tasks_of.popleft()
-        losses = {name: loss for name, loss in losses_in(table, self._names).items() if name in tasks}
-        step = first + len(self._history)
-        for name, loss in losses.items():
-            if not math.isfinite(loss):
-                last = next((earlier[name] for earlier in reversed(self._history) if name in earlier), None)
-                raise TrainingError(
-                    f"task {name!r}: its loss is {loss} in step {step}"
-                    + (f" (before that: {last:.6g})" if last is not None else "")
-                    + "; look at its learning rate, its data and what it divides by"
-                )
-        self._history.append(losses)
-        self._progress.losses(losses)
-        if self._on_step is not None:
-            self._on_step(step, losses)
+        self._losses.expect(frozenset(name for name, count in counts.items() if count))
+        return lambda: mean_losses(parts, counts)

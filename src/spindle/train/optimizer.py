@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from spindle.errors import TrainingError
 from spindle.program import Sharding
@@ -70,9 +71,20 @@ class Update:
             self._clip(self._max_grad_norm)
         if self.optimizer is not None:
             self.optimizer.step()
-        if self.scheduler is not None:
+        if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
         self._num_steps += 1
+
+    def step_scheduler(self, metric: float) -> None:
+        """Step a scheduler that takes a metric."""
+        if self.scheduler is None and self.optimizer is None:
+            return  # this rank trains no parameters
+        if not isinstance(self.scheduler, ReduceLROnPlateau):
+            raise TrainingError(
+                "step_lr_scheduler(): Trainer(lr_scheduler=...) made no ReduceLROnPlateau; other schedulers step by "
+                "themselves after every step"
+            )
+        self.scheduler.step(metric)
 
     def _clip(self, limit: float) -> None:
         """As `torch.nn.utils.clip_grad_norm_` in one process: every parameter counts once, whoever holds it."""
@@ -188,11 +200,10 @@ def scheduler_of(
 ) -> torch.optim.lr_scheduler.LRScheduler:
     """The user's scheduler of an optimizer, after so many steps."""
     scheduler = make(optimizer)
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(scheduler, "step"):
-        raise TrainingError(
-            "Trainer(lr_scheduler=...) must return a scheduler whose step() takes no metric (not ReduceLROnPlateau), "
-            f"got {type(scheduler).__name__}; set the groups' learning rates yourself in fit(on_step=...)"
-        )
+    if not hasattr(scheduler, "step"):
+        raise TrainingError(f"Trainer(lr_scheduler=...) must return a scheduler, got {type(scheduler).__name__}")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        return scheduler  # which steps with a metric
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no optimizer stepped before: another one did
         for _ in range(num_steps):

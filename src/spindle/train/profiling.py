@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from spindle.graph import MetaGraph
 from spindle.launch.capture import Capture, Captured, ProfileCapture, WorkloadCapture
 from spindle.measure import local_profile, measure_update
+from spindle.models import without_torch_logs
 from spindle.profile import Profile, fitting, read_profile, write_profile
 from spindle.run import World, on_compute_stream, on_device
 from spindle.train.analyze import AnalyzedWorkload, analyze, autocast_of, without_tasks
@@ -20,6 +21,7 @@ from spindle.train.config import MakeProfile, TrainConfig
 from spindle.train.kinds import kinds_of
 from spindle.train.progress import Progress
 from spindle.train.task import TaskDefinition
+from spindle.train.task_errors import explained_errors
 from spindle.train.trace import unchanged
 from spindle.workload import write_workload
 
@@ -48,7 +50,7 @@ def trace_and_profile(
 ) -> ProfiledWorkload:
     """Analyze and profile these task variants, of which `examples` has a batch each. Under a `capture`, write what it
     asks for instead, and end the script."""
-    with on_compute_stream(world.device):
+    with on_compute_stream(world.device), without_torch_logs(), explained_errors():
         # Copies, because what is tried out may write over its input.
         copies = {name: on_device(tree_map(_cloned, batch), world.device) for name, batch in examples.items()}
         progress.stage("recording tasks")

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from spindle.report import loss_text
+
 _LINES = 10  # of a run without a terminal
 
 
@@ -76,7 +78,7 @@ class Progress:
             return
         text = "  ".join(
             [
-                *(f"{name} {loss:.3f}" for name, loss in self._losses.items()),
+                *(f"{name} {loss_text(loss)}" for name, loss in self._losses.items()),
                 f"{step_s * 1e3:.0f} ms",
                 *(f"{self._rate(unit, count / step_s)} {unit}/s" for unit, count in _counts(samples, tokens)),
                 *([] if idle is None else [f"idle {idle:.0%}"]),

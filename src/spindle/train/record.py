@@ -18,9 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from spindle.errors import WorkloadError
-from spindle.models import Chain, as_when_compiling, device_of, fake_like, whole_chain
+from spindle.launch.failure import is_debugging
+from spindle.models import Chain, as_when_compiling, device_of, fake_like, whole_chain, without_torch_logs
 from spindle.run import on_device, pytree_meta
 from spindle.train.task import Mean, ModuleHandle, TaskDefinition, called_module, recording
+from spindle.train.task_errors import line_of_node, mark_line
 from spindle.train.tracer import GradientTracer
 
 
@@ -36,6 +38,7 @@ class RecordedCall:
     chain: Chain
     sources: tuple[str, ...]
     arguments: Callable[..., Any]
+    line: str = ""  # of the task's code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +95,9 @@ class _TaskTracer(GradientTracer):
                     f"it changes a tensor in place ({getattr(target, '__name__', target)}) that others may share: part "
                     "of the batch, or of another tensor; use what gives a new tensor, such as x.relu() for x.relu_()"
                 )
-        return super().create_proxy(kind, target, args, kwargs, *rest, **named)
+        proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
+        mark_line(proxy.node)
+        return proxy
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, torch.Tensor) and a.requires_grad:
@@ -179,18 +184,24 @@ def record(definition: TaskDefinition, example: Any = None) -> RecordedTask:
         tracer = _TaskTracer(samples, mode)
         token = recording.set(tracer)
         try:
-            graph = tracer.trace(function)
+            with without_torch_logs():
+                graph = tracer.trace(function)
         finally:
             recording.reset(token)
     except WorkloadError as error:
         raise WorkloadError(f"{name}{_line_of(error, definition)}: {error}") from None
     except Exception as error:
         what = str(error).split(". ")[0].splitlines()[0] if str(error) else type(error).__name__
-        raise WorkloadError(
-            f"{name}{_line_of(error, definition)}: it cannot be recorded ({what}). A task is recorded once, without "
-            "values: write x.shape[0] for len(x), torch.where for a choice by values, and put loops over sizes and "
-            "writes to parts of a tensor into a module"
-        ) from error
+        text = (
+            f"it cannot be recorded ({what}). A task is recorded once, without values: write x.shape[0] for len(x), "
+            "torch.where for a choice by values, and put loops over sizes and writes to parts of a tensor into a module"
+        )
+        if isinstance(error, KeyError) and isinstance(example, dict) and error.args[0] not in example:
+            text = f"its batch has no entry {error.args[0]!r}; it has {', '.join(map(repr, example))}"
+        elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleHandle):
+            text = str(error)
+        cause = error if is_debugging() else None
+        raise WorkloadError(f"{name}{_line_of(error, definition)}: {text}") from cause
     return _read(definition, graph, tracer)
 
 
@@ -237,7 +248,14 @@ def _read(definition: TaskDefinition, graph: fx.Graph, tracer: _TaskTracer) -> R
             sources, arguments = _glue(graph, constants, batch, calls, (node.args[1:], node.kwargs))
             calls[node] = name
             recorded.append(
-                RecordedCall(name=name, handle=handle, chain=handle.chain, sources=sources, arguments=arguments)
+                RecordedCall(
+                    name=name,
+                    handle=handle,
+                    chain=handle.chain,
+                    sources=sources,
+                    arguments=arguments,
+                    line=line_of_node(node),
+                )
             )
     if not recorded:
         raise WorkloadError(f"task {definition.name!r} calls no module; register one with spindle.module and call it")
@@ -314,7 +332,7 @@ def _cut(task: RecordedTask, example: Any, known: dict[Any, tuple[Chain, Callabl
             if call.name in wanted:
                 outputs[call.name] = tree_map(lambda leaf: fake_like(mode, leaf), give())
         except Exception as error:
-            error.add_note(f"in task {task.definition.name!r}, looking at the layers of {call.name}")
+            error.add_note(f"in task {task.definition.name!r}, looking at the layers of {call.name} ({call.line})")
             raise
         calls.append(replace(call, chain=chain))
     return replace(task, calls=tuple(calls))

@@ -7,18 +7,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 
 from spindle.artifact import write_atomically
+from spindle.display import count_of, facts, html_of, percent, seconds
 from spindle.graph import MetaGraph
 from spindle.plan import Plan
+from spindle.planners import make_plan
+from spindle.profile import Profile
 from spindle.program import Program
-from spindle.report import StepComparison, columns_for, compare_step, draw_steps, step_charts, step_tables, trace_of
+from spindle.report import (
+    StepComparison,
+    columns_for,
+    compare_step,
+    draw_steps,
+    largest_differences,
+    loss_table,
+    loss_text,
+    step_charts,
+    step_tables,
+    trace_of,
+)
 from spindle.timeline import Timeline
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class FitResult:
     """Losses by step, of the tasks that had a part in it, on all ranks; the measured timeline is rank 0's, one typical
     step of the last ones."""
@@ -26,9 +39,10 @@ class FitResult:
     rank: int
     losses: tuple[dict[str, float], ...]
     step_s: tuple[float, ...]  # until the last rank was through
+    num_samples: tuple[int, ...]  # of all tasks, by step
     plan: Plan
     program: Program
-    graph: MetaGraph
+    profile: Profile
     predicted: Timeline
     measured: Timeline | None
     peak_bytes: tuple[int, ...] = ()  # on a GPU: the most that each rank held, on rank 0
@@ -40,20 +54,29 @@ class FitResult:
     oversubscribed: bool = False  # more threads than cores
 
     @property
+    def graph(self) -> MetaGraph:
+        return self.profile.graph
+
+    @property
+    def typical_step_s(self) -> float:
+        """The median of all steps but the first quarter, in which graphs are captured and caches fill."""
+        return statistics.median(self.step_s[len(self.step_s) // 4 :])
+
+    @property
     def comparison(self) -> StepComparison | None:
         """The predicted step compared with the measured one."""
         if self.measured is None:
             return None
         return compare_step(self.predicted, self.measured, self.program, self.graph)
 
-    def print(self) -> None:
-        """Print losses, and the predicted and the measured step, on rank 0."""
+    def print(self, *, full: bool = False) -> None:
+        """Print losses, and the predicted and the measured step, on rank 0: a summary, or everything with `full`."""
         if self.rank:
             return
         console = Console(highlight=False, markup=False, emoji=False)
-        console.print(_loss_table(self.losses))
+        console.print(*self._summary(None if full else 8), sep="\n")
         comparison = self.comparison
-        if comparison is None or self.measured is None:
+        if not full or comparison is None or self.measured is None:
             return
         num_ranks = self.program.num_ranks
         width = console.width
@@ -62,24 +85,42 @@ class FitResult:
         console.print(draw_steps(charts, num_ranks, width, console.color_system is not None and not console.no_color))
         console.print()
         console.print(*step_tables(comparison), sep="\n")
-        typical = statistics.median(self.step_s[len(self.step_s) // 4 :])
-        console.print(f"\n{typical * 1e3:.1f} ms per step, the median of {len(self.step_s)}")
+
+    def _summary(self, max_tasks: int | None) -> list[RenderableType]:
+        steps, num_samples = len(self.step_s), sum(self.num_samples[len(self.step_s) // 4 :])
+        rate = num_samples / sum(self.step_s[steps // 4 :])
+        rows = [
+            ("step", f"{seconds(self.typical_step_s)}, the median of {steps}; {rate:,.0f} samples/s"),
+            ("predicted", f"{seconds(self.predicted.makespan_s)}, by planner {self.plan.planner}"),
+        ]
+        comparison = self.comparison
+        if comparison is not None:
+            totals = comparison.totals
+            rows[1] = ("predicted", f"{rows[1][1]}; {seconds(totals.step.measured_s)} in the step it is compared with")
+            waiting_s = totals.idle.measured_s + totals.transfer.measured_s + totals.sync.measured_s
+            idle = percent(waiting_s / totals.step.measured_s)
+            rows.append(("idle", f"{idle} of device time, with waiting for data"))
+        if self.program.num_ranks > 1 and not self.plan.passes and self.plan.planner != "sequential":
+            alone_s = make_plan(self.profile, "sequential").makespan_s
+            rows.append(("speedup", f"{alone_s / self.predicted.makespan_s:.2f} over one module at a time, predicted"))
+        remarks = [] if comparison is None else largest_differences(comparison)
         if self.oversubscribed:
-            console.print("There are more ranks than cores here, so more ranks do not make a step faster.")
+            remarks.append("There are more ranks than cores here, so more ranks do not make a step faster.")
+        more = [] if comparison is None else ["print(full=True) shows both steps in time, by module and by wave."]
+        return [loss_table(self.losses, max_tasks), "", facts(rows), *remarks, *more]
+
+    def __repr__(self) -> str:
+        last = self.losses[-1] if self.losses else {}
+        losses = ", ".join(f"{name} {loss_text(loss)}" for name, loss in list(last.items())[:4])
+        more = f", and {len(last) - 4} more" if len(last) > 4 else ""
+        ranks = f"{count_of(self.program.num_ranks, 'rank')}, planner {self.plan.planner!r}"
+        return f"FitResult({len(self.losses)} steps of {seconds(self.typical_step_s)} on {ranks}; {losses}{more})"
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        return html_of(*self._summary(8))
 
     def write_trace(self, path: Path | str) -> None:
         """Write the measured step as a trace for Perfetto, on rank 0."""
         if self.measured is not None:
             write_atomically(Path(path), trace_of(self.measured, self.program))
-
-
-def _loss_table(losses: tuple[dict[str, float], ...]) -> Table:
-    table = Table(title=f"Losses over {len(losses)} steps", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("task")
-    count = min(5, len(losses))
-    shown = [round(number * (len(losses) - 1) / max(1, count - 1)) for number in range(count)]
-    for step in shown:
-        table.add_column(f"step {step}", justify="right")
-    for name in dict.fromkeys(name for step in losses for name in step):
-        table.add_row(name, *(f"{losses[step][name]:.3f}" if name in losses[step] else "–" for step in shown))
-    return table

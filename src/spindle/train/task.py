@@ -46,6 +46,14 @@ class ModuleHandle:
             return self.module(*args, **kwargs)
         return tracer.create_proxy("call_function", called_module, (self, *args), kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"spindle.module({self.name!r}) has no attribute {name!r}: a task calls the handle itself. Register a "
+            f"module whose forward calls .{name}(...); outside tasks, the registered module is .module",
+            name=name,
+            obj=self,
+        )
+
     def __repr__(self) -> str:
         return f"spindle.module({self.name!r})"
 

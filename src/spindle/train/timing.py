@@ -23,6 +23,7 @@ class StepTimes:
     def __init__(self, world: World) -> None:
         self._world = world
         self._step_s: list[float] = []
+        self._num_samples: list[int] = []
         self._timelines: list[tuple[Watch, Program, Profile]] = []
         self._watched: tuple[int, Watch] | None = None  # a timed step that a GPU may still be at
         self._sampled: frozenset[int] = frozenset()
@@ -48,8 +49,9 @@ class StepTimes:
         if self._is_sampled:
             self._timelines.append((watch, program, profile))
 
-    def end_step(self, step_s: float) -> float:
+    def end_step(self, step_s: float, num_samples: int) -> float:
         self._step_s.append(step_s)
+        self._num_samples.append(num_samples)
         return step_s
 
     @property
@@ -101,9 +103,10 @@ class StepTimes:
             rank=world.rank,
             losses=tuple(losses),
             step_s=self._until_last_rank(),
+            num_samples=tuple(self._num_samples),
             plan=program.plan,
             program=program,
-            graph=profile.graph,
+            profile=profile,
             predicted=simulate(program, profile),
             measured=measured,
             peak_bytes=tuple(world.gather_objects(peak_bytes)) if peak_bytes else (),

@@ -27,6 +27,7 @@ from spindle.errors import GuardError, WorkloadError
 from spindle.models import ChainLayer, FakeWeights, ModuleSnapshot, as_when_compiling, device_of
 from spindle.run import Axes, axes_of, cut, pytree_meta
 from spindle.train.record import RecordedCall, RecordedTask
+from spindle.train.task_errors import named_call
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
@@ -245,7 +246,7 @@ def _run_layers(
         saved: dict[int, torch.UntypedStorage] = {}
         keep = torch.autograd.graph.saved_tensors_hooks(_counting(saved, visit.layer.parameters), lambda packed: packed)
         grad = keep if torch.is_grad_enabled() else nullcontext()
-        with _Noting() as noted, grad:
+        with _Noting() as noted, grad, named_call(visit.call.line, visit.call.handle.name):
             visit.values = visit.run()
         _refuse_objects(visit)
         runs.setdefault(visit.call.name, []).append(

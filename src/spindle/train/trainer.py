@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 
 from spindle.errors import TrainingError, WorkloadError
 from spindle.launch.capture import WorkloadCapture, active_capture
+from spindle.launch.failure import is_debugging
 from spindle.plan import Plan
 from spindle.profile import Profile
 from spindle.run import World, join_world
@@ -21,7 +22,8 @@ from spindle.train.agreement import compare
 from spindle.train.config import MakePlan, Planning, TrainConfig
 from spindle.train.evaluation import evaluate
 from spindle.train.feeds import make_feed, make_feeds, shared_random_state
-from spindle.train.loop import Loop, OnStep
+from spindle.train.loop import Loop
+from spindle.train.loss_history import OnStep
 from spindle.train.optimizer import MakeLRScheduler, MakeOptimizer
 from spindle.train.progress import Progress
 from spindle.train.record import handles_of, record_all
@@ -105,15 +107,16 @@ class Trainer:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Weights and buffers of all modules, `module.path` by name, the same on every rank.
 
-        They load into plain PyTorch: `nn.ModuleDict({"vision": vision.module, ...}).load_state_dict(...)`.
+        They load into plain PyTorch: `nn.ModuleDict({"vision": vision.module, ...}).load_state_dict(...)`. During a fit
+        (in its `on_step`, on all ranks) they are copies, as of the last step that was started.
         """
-        self._refuse_scattered_weights()
-        handles = self._session.handles or handles_of(record_all(self._session.config.tasks))
-        return {
-            f"{name}.{path}": value
-            for name, handle in handles.items()
-            for path, value in handle.module.state_dict().items()
-        }
+        with self._whole_weights():
+            handles = self._session.handles or handles_of(record_all(self._session.config.tasks))
+            return {
+                f"{name}.{path}": value if self._loop is None else value.clone()
+                for name, handle in handles.items()
+                for path, value in handle.module.state_dict().items()
+            }
 
     def train_state(self) -> TrainState:
         """The state of the training beside its weights: step, data positions, random numbers, learning-rate schedule,
@@ -159,11 +162,31 @@ class Trainer:
             stack.callback(display.close)
             feeds = make_feeds(session, loaders, display, drop_last=drop_last)
             stack.callback(self._end_fit, feeds)
-            self._loop = Loop(session, feeds, partial(make_feed, session, drop_last=drop_last), display, on_step)
+            try:
+                self._loop = Loop(session, feeds, partial(make_feed, session, drop_last=drop_last), display, on_step)
+            except WorkloadError as error:  # where in the user's code is in its message
+                if not is_debugging():
+                    error.__traceback__ = None
+                raise
             result = self._loop.run(self._steps_done, steps)
-            self._steps_done += steps
+            self._steps_done = self._loop.next_step
             self._has_new_modules = False
             return result
+
+    def stop(self) -> None:
+        """End the current fit early, from its `on_step`: on all ranks, once the next step is done, even if only some
+        ranks call it. Its result has the steps that ran."""
+        if self._loop is None:
+            raise TrainingError("stop(): there is no fit to end; call it in fit(on_step=...)")
+        self._loop.stop()
+
+    def step_lr_scheduler(self, metric: float) -> None:
+        """Step a `ReduceLROnPlateau` with a metric, such as a loss of `evaluate`: on all ranks, in a fit's `on_step` or
+        between fits."""
+        compare(self.world, {"the metric of step_lr_scheduler(...)": repr(float(metric))})
+        if self._session.update is None:
+            raise TrainingError("step_lr_scheduler(): there is no learning-rate scheduler before the first step")
+        self._session.update.step_scheduler(metric)
 
     def prepare(self, loaders: Mapping[str, Any], *, progress: bool = True) -> Profile:
         """Record the tasks and measure their layers, as the first `fit` would, without training.
@@ -256,20 +279,21 @@ class Trainer:
         """The mean loss of each task that has a loader here, over one epoch of it or `steps` of its batches.
 
         Modules are in evaluation mode meanwhile. A `spindle.mean` is total over count of all batches; other losses are
-        averaged over batches, each weighted by its number of samples.
+        averaged over batches, each weighted by its number of samples. During a fit (in its `on_step`, on all ranks) the
+        weights are those after the last step that was started.
         """
         if isinstance(self._session.capture, WorkloadCapture):  # modules have no weights to evaluate
             return dict.fromkeys(loaders, math.nan)
         self._compare_call("evaluate")
-        self._refuse_scattered_weights()
-        return evaluate(
-            self._session.config,
-            loaders,
-            steps,
-            shared_random_state(self.world),
-            self.world,
-            share_weights=self.world.size > 1 and self._has_new_modules,
-        )
+        with self._whole_weights():
+            return evaluate(
+                self._session.config,
+                loaders,
+                steps,
+                shared_random_state(self.world),
+                self.world,
+                share_weights=self.world.size > 1 and self._has_new_modules and self._loop is None,
+            )
 
     def _end_fit(self, feeds: Mapping[str, Any]) -> None:
         self._loop = None
@@ -287,6 +311,16 @@ class Trainer:
             self._session.set_config(config, Progress(enabled=False))
         else:
             self._loop.change(call, config, loaders)
+
+    @contextmanager
+    def _whole_weights(self) -> Iterator[None]:
+        """Inside, every rank has all weights."""
+        if self._loop is not None:
+            with self._loop.gathered_parameters():
+                yield
+        else:
+            self._refuse_scattered_weights()
+            yield
 
     def _refuse_scattered_weights(self) -> None:
         if self.world.size > 1 and self._session.is_scattered:

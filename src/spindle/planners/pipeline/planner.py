@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from spindle.plan import Plan
-from spindle.planners.finish import finished, simulated
+from spindle.planners.finish import finished
 from spindle.planners.options import Layout, PlanOptions, Progress
 from spindle.planners.pipeline.bound import pipeline_bound_s
 from spindle.planners.pipeline.chains import pipeline_ranks_of
@@ -23,11 +23,12 @@ from spindle.planners.pipeline.search import SearchResult, search
 from spindle.planners.pipeline.segments import Column
 from spindle.planners.pipeline.stages import Batch, batches_of, plan_of
 from spindle.profile import Profile
-from spindle.program import refuse_overfull
+from spindle.program import lower, posted_peaks, refuse_overfull
+from spindle.simulate import simulate
 
 EVALUATIONS = 4000
 _ATTEMPTS = 6
-_MARGIN_BYTES = 1 << 24  # taken from an activation budget beyond the excess
+_MARGIN = 1 / 4096  # of a device's memory: taken from an activation budget beyond the excess
 _FIRST_EVALUATIONS = 16  # of a first attempt, which finds out how much is on its way between ranks
 
 
@@ -88,25 +89,32 @@ def fitting_plan(
 ) -> Plan:
     """Make a plan of schedules that fits, bytes in flight between ranks included.
 
-    Only the simulated step counts what is in flight, so budgets shrink by the excess from attempt to attempt.
-    `schedules` is told whether this is a trial, which only finds out how much that is; there is one before the first
-    attempt where `has_trial` says so. The bound of the workload is that of the profile, unless given.
+    Only a program knows what is in flight, so budgets shrink by the excess from attempt to attempt. What counts is the
+    more of two peaks: of the simulated step, and with exchanges posted as early as the runtime posts them. `schedules`
+    is told whether this is a trial, which only finds out how much that is; there is one before the first attempt where
+    `has_trial` says so. The bound of the workload is that of the profile, unless given.
     """
     limit = profile.cluster.kind.memory_bytes
     activation_budgets = [batch.activation_budget for batch in batches]
     for attempt in range(_ATTEMPTS):
         is_trial = has_trial and attempt == 0
         plan = plan_of(profile, layout, planner, batches, schedules(activation_budgets, is_trial))
-        plan, peak_bytes = simulated(plan, profile)
-        by_rank = peak_bytes.reshape(layout.num_replicas, layout.num_ranks, -1).max(axis=2)
+        program = lower(plan, profile)
+        timeline = simulate(program, profile)
+        plan = replace(plan, makespan_s=timeline.makespan_s)
+        # Members of a tensor parallel group hold the same.
+        peak_bytes = timeline.peak_bytes().reshape(-1, layout.tensor_degree).max(axis=1)
+        first_members = range(0, profile.cluster.num_devices, layout.tensor_degree)
+        peak_bytes = np.maximum(peak_bytes, posted_peaks(program, profile, first_members))
+        by_rank = peak_bytes.reshape(layout.num_replicas, layout.num_ranks)
         excesses = [by_rank[batch.replica] - limit for batch in batches]
         if max(excess.max() for excess in excesses) <= 0 and not is_trial:
             break
         activation_budgets = [
-            activation_budget - np.maximum(0, excess + (excess > 0) * _MARGIN_BYTES)
+            activation_budget - np.maximum(0, excess + (excess > 0) * int(_MARGIN * limit))
             for activation_budget, excess in zip(activation_budgets, excesses, strict=True)
         ]
-    refuse_overfull(peak_bytes, profile)
+    refuse_overfull(np.repeat(peak_bytes, layout.tensor_degree), profile)
     if bound_s is None:
         bound_s = pipeline_bound_s([profile], layout.num_ranks)
     return finished(plan, profile, bound_s)

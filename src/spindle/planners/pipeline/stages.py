@@ -8,7 +8,7 @@ time, are worked out once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -366,7 +366,8 @@ class _Stages:
         """The times of a stage, and its memory choices (DIP §4.3).
 
         A choice recomputes some layers and offloads others; all counts of recomputed layers are tried, with nothing
-        offloaded and with the most that can be.
+        offloaded and with the most that can be. Every pass of layers takes 1 ns at least, so that passes start in the
+        order of the flows.
         """
         if not pieces:
             return Stage(0, 0, 0.0, 0, (Choice(0, 0, (), ()),))
@@ -416,8 +417,9 @@ class _Stages:
                 )
             )
             recompute_s = sum(count * forward for count, (forward, _) in zip(recomputed, times, strict=True))
+            # Offloading is modelled as free; 1 ns makes "keep" win ties.
             return Choice(
-                round((backward_s + recompute_s) * NS),
+                max(1, round((backward_s + recompute_s) * NS)) + any(offloaded),
                 int(memory + received_bytes),
                 tuple(recomputed),
                 tuple(offloaded),
@@ -438,13 +440,10 @@ class _Stages:
                     choices.append(candidate)
                     break
                 num_offloaded -= 1
-        # Offloading is modelled as free; -1 ns makes "keep" win ties.
-        keep = choice(0, 0)
-        choices.append(replace(keep, backward_ns=max(round(weight_s * NS), keep.backward_ns - 1)))
         last = ops[-1].cost
         return Stage(
-            round(forward_s * NS),
-            round(weight_s * NS),
+            max(1, round(forward_s * NS)),
+            min(round(weight_s * NS), choice(0, 0).backward_ns - 1),
             0.0 if last is None else rows[-1] * last.cut_bytes_at(self._degree),
             max(backward_bytes(op, count, self._degree, True) for op, count in zip(ops, rows, strict=True)),
             _worth_having(choices),

@@ -75,9 +75,13 @@ class Transport:
         if job.is_done():
             return True
         end_s = None if limit_s is None else time.monotonic() + limit_s
+        # Waiters are counted before the doorbell is read: the background thread then keeps out of the way, and a peer
+        # that rings from here on wakes a waiter.
         self._count_waiters(1)
         try:
             while True:
+                # Read the doorbell before looking at jobs: if a peer rings while they are advanced, the value differs
+                # from `seen` and `sleep` returns at once. The other way round a ring could be lost.
                 seen = self._control.doorbell()
                 with self._work:
                     self._step(num_other_waiters=self._num_waiters - 1)
@@ -129,6 +133,7 @@ class Transport:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="spindle transport", daemon=True)
                 self._thread.start()
+        # Advance at once if nobody else does: most sends can be staged right away, and waking a thread takes longer.
         if self._work.acquire(blocking=False):
             try:
                 self._step(num_other_waiters=self._num_waiters)
@@ -196,6 +201,7 @@ class Transport:
                 while self._submitted:
                     self._submitted.popleft()[1]()
             self._enter()
+            # `|`, not `or`: both get a turn in each round, so that neither starves the other.
             while self.collectives.advance() | self.messages.advance():
                 pass
             if not self._submitted:
@@ -236,6 +242,7 @@ class Transport:
     def _check_peers(self) -> None:
         """Unmap memory that its owner has freed. Raise if an awaited rank has left, has died, or is late."""
         control = self._control
+        # Ask peers to unmap what this rank has freed: memory is only returned once nobody maps it.
         if any(backend.has_freed() for backend in tuple(self._backends.values())):
             control.words[control.row(control.rank) + FREED] += 1
         waited, computing = self._waited_for(), self._is_computing()

@@ -1,0 +1,154 @@
+"""Statements: a recorded forward as data, and the code that a recording is adding them to.
+
+A `Recording` is what `record_forward` returns and `chain` cuts into layers. `Code` is the same while it grows: the
+statements so far, their variables, and the namespace in which their text will run.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from spindle.errors import GuardError
+
+Context = tuple[Any, ...]  # whether gradients are enabled, and the state of autocast for each device type
+Attribute = tuple[nn.Module, str]  # a tensor of a module, by owner and attribute name
+
+
+class UnsupportedForwardError(Exception):
+    """A forward that cannot be recorded. The message is the end of a sentence that starts with the module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statement:
+    """One line of the recorded code: `name = text`, or `text` alone where the statement runs for its side effect.
+
+    `kind` is "pick" (takes an output apart), "size" (reads a size), "check" (tests a guard), or else equal for
+    statements that do the same work. `uses` are the variables that it reads, `attributes` the module tensors that it
+    reads, `writes` the variables whose tensors it modifies in place.
+    """
+
+    name: str
+    text: str
+    uses: frozenset[str]
+    kind: str = ""
+    module: nn.Module | None = None
+    is_block: bool = False
+    attributes: tuple[Attribute, ...] = ()
+    writes: tuple[str, ...] = ()
+    has_effect: bool = False
+    context: Context = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """A forward as statements.
+
+    `inputs` has the variable of each leaf of the arguments, or None for a leaf that is neither a tensor nor an int:
+    such a leaf must equal its entry in `constants` in every later call. `namespace` maps the other names in the text to
+    their values, except `math`, `torch`, and pytree's `_leaves` and `_unflatten`.
+    """
+
+    statements: tuple[Statement, ...]
+    spec: Any  # pytree spec of (args, kwargs)
+    inputs: tuple[str | None, ...]
+    constants: tuple[Any, ...]
+    output: str  # text of the returned value
+    output_uses: frozenset[str]
+    output_attributes: tuple[Attribute, ...]
+    namespace: Mapping[str, Any]
+    outer_context: Context
+    storages: Mapping[str, int]  # by variable; views of one another have the same storage
+    result: Any  # the output, as concrete fake tensors
+
+
+def current_context() -> Context:
+    return (
+        torch.is_grad_enabled(),
+        *((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+    )
+
+
+@dataclass(slots=True)
+class References:
+    """The variables and module tensors that a piece of generated text refers to."""
+
+    uses: set[str] = field(default_factory=set)
+    attributes: list[Attribute] = field(default_factory=list)
+
+
+class Code:
+    """The statements of a recording in progress. Variables are single-assignment, so a name stands for one value."""
+
+    def __init__(self) -> None:
+        self.statements: list[Statement] = []
+        self.variables: set[str] = set()
+        self.namespace: dict[str, Any] = {}
+        self._namespace_names: dict[int, str] = {}
+
+    def new_variable(self) -> str:
+        return f"t{len(self.statements)}"
+
+    def add(self, statement: Statement) -> None:
+        self.statements.append(statement)
+        self.variables.add(statement.name)
+
+    def add_check(self, text: str, uses: frozenset[str]) -> None:
+        self.add(Statement(name="", text=text, uses=uses, kind="check", has_effect=True))
+
+    def add_pick(self, text: str, source: str) -> str:
+        name = self.new_variable()
+        self.add(Statement(name=name, text=text, uses=frozenset((source,)), kind="pick"))
+        return name
+
+    def add_size(self, symbol: str, text: str, source: str) -> None:
+        self.add(Statement(name=symbol, text=text, uses=frozenset((source,)), kind="size"))
+
+    def name_of(self, value: Any, letter: str) -> str:
+        """The name under which the text finds an object in its namespace."""
+        if id(value) not in self._namespace_names:
+            name = f"{letter}{len(self._namespace_names)}_"
+            self._namespace_names[id(value)] = name
+            self.namespace[name] = value
+        return self._namespace_names[id(value)]
+
+
+def signature_of(module: nn.Module) -> str:
+    """A string that is equal for modules of the same type, settings and parameter shapes."""
+    shapes = ",".join(f"{name}{tuple(parameter.shape)}" for name, parameter in module.named_parameters())
+    return f"{type(module).__name__}|{module!r}|{shapes}"
+
+
+def failure_reason(error: BaseException) -> str:
+    """Why a forward could not be recorded, with the user's line of code where that helps."""
+    if isinstance(error, UnsupportedForwardError):
+        return str(error)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
+    line = f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+    if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException):
+        return (
+            f"its forward branches on values of tensors between its blocks{line}; leave out what the branch is about "
+            "(labels), or move it into a submodule"
+        )
+    text = (str(error).splitlines() or [""])[0][:200]
+    return f"its forward cannot be recorded ({type(error).__name__}: {text}){line}"
+
+
+def _is_library(file: str) -> bool:
+    return "/torch/" in file or "/spindle/" in file
+
+
+def guard_error(module: nn.Module, text: str) -> GuardError:
+    return GuardError(
+        module,
+        f"{type(module).__name__} was recorded for sizes with {text}, which does not hold for this batch: its forward "
+        "may take another branch. Pad batches to the same sizes, or register the module with "
+        "spindle.module(..., split=False)",
+    )

@@ -1,0 +1,88 @@
+"""Errors in the code of tasks and modules, told by the user's own line and torch's last sentence.
+
+Tasks run as recorded graphs, so a traceback shows generated code and the insides of torch. Every recorded node knows
+the line that it came from; with SPINDLE_DEBUG=1 in the environment the whole traceback is shown as well.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+from torch import fx
+
+from spindle.errors import SpindleError, WorkloadError
+from spindle.launch.failure import is_debugging, is_users
+
+_LINE = "line_of_task"  # in the `meta` of a node
+_GENERATED = "<eval_with_key>"  # how torch.fx names the code of a graph
+
+
+def mark_line(node: fx.Node) -> None:
+    """Remember the line of the user's code that is being recorded as this node."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code):
+        frame = frame.f_back
+    if frame is not None:
+        node.meta[_LINE] = line_text(frame.f_code.co_filename, frame.f_lineno)
+
+
+def line_text(file: str, number: int) -> str:
+    """`train.py, line 12 (return x.mean())`."""
+    code = linecache.getline(file, number).strip()
+    return f"{os.path.basename(file)}, line {number}" + (f" ({code})" if code else "")
+
+
+def line_of_node(node: fx.Node) -> str:
+    """The line that a node was recorded from, or nothing."""
+    return str(node.meta.get(_LINE, ""))
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line of the user's code on the way to an error, which may have been raised by a recorded graph."""
+    lines = []
+    trace = error.__traceback__
+    while trace is not None:
+        code, runner = trace.tb_frame.f_code, trace.tb_frame.f_locals.get("self")
+        if code.co_filename.startswith(_GENERATED) and isinstance(runner, fx.GraphModule):
+            # Each line of generated code assigns one node, under its name.
+            name = linecache.getline(code.co_filename, trace.tb_lineno).partition("=")[0].partition(":")[0].strip()
+            lines += [line_of_node(node) for node in runner.graph.nodes if node.name == name]
+        elif is_users(code):
+            lines.append(line_text(code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    return next((line for line in reversed(lines) if line), "")
+
+
+@contextmanager
+def named_call(line: str, module: str) -> Iterator[None]:
+    """Inside, a call of a module runs: its errors name the module, and the line of the task that calls it."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"{line}, calling module {module!r}" if line else f"calling module {module!r}")
+        raise
+
+
+@contextmanager
+def explained_errors() -> Iterator[None]:
+    """Inside, an error of a task's or a module's own code becomes a WorkloadError of two lines: where, and what.
+
+    Other errors pass: ours, and those that say nothing about the code, such as a full memory.
+    """
+    try:
+        yield
+    except (SpindleError, torch.OutOfMemoryError, MemoryError, OSError):
+        raise
+    except Exception as error:
+        where = "; ".join([text for text in (line_of(error), *getattr(error, "__notes__", ())) if text])
+        if not where:
+            raise
+        what = f"{type(error).__name__}: {str(error).strip()}" if str(error).strip() else type(error).__name__
+        hint = "" if is_debugging() else "\n(SPINDLE_DEBUG=1 shows the whole traceback)"
+        raise WorkloadError(f"{where}\n{what}{hint}") from (error if is_debugging() else None)

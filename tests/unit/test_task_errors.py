@@ -1,0 +1,71 @@
+"""Mistakes in the code of tasks are told by the user's line and torch's last sentence."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import spindle
+from spindle.errors import WorkloadError
+
+
+def fit(loss) -> None:
+    tower = spindle.module("tower", nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)))
+    task = spindle.task(batch_size=4, name="t")(lambda batch: loss(tower, batch))
+    trainer = spindle.Trainer([task], optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
+    trainer.fit({"t": [{"x": torch.zeros(4, 8)}]}, steps=1, progress=False)
+
+
+MISTAKES = {
+    "a shape": (
+        lambda tower, batch: (tower(batch["x"]) @ torch.ones(5, 3)).mean(),
+        "cannot be multiplied (4x4 and 5x3)",
+    ),
+    "a typo": (
+        lambda tower, batch: tower(batch["x"]).maen(),
+        "AttributeError: 'Tensor' object has no attribute 'maen'",
+    ),
+    "an input": (
+        lambda tower, batch: tower(batch["x"][:, :5]).mean(),
+        "calling module 'tower'\nRuntimeError: mat1 and",
+    ),
+    "an entry": (lambda tower, batch: tower(batch["y"]).mean(), "its batch has no entry 'y'; it has 'x'"),
+    "a method": (
+        lambda tower, batch: tower.encode(batch["x"]).mean(),
+        "has no attribute 'encode': a task calls the handle",
+    ),
+    "a length": (lambda tower, batch: tower(batch["x"]).sum() / len(batch["x"]), "write x.shape[0] for len(x)"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_by_its_line(mistake, monkeypatch, caplog):
+    monkeypatch.delenv("SPINDLE_DEBUG", raising=False)
+    monkeypatch.setattr(logging.getLogger("torch"), "propagate", True)
+    loss, text = MISTAKES[mistake]
+    with pytest.raises(WorkloadError) as caught:
+        fit(loss)
+    said = str(caught.value)
+    line = loss.__code__.co_firstlineno
+    assert f"line {line} (" in said
+    assert text in said
+    assert "<eval_with_key>" not in said
+    assert caught.value.__cause__ is None
+    assert len(said.splitlines()) <= 3
+    assert not caplog.records  # torch has said nothing
+
+
+def test_the_whole_traceback_is_there_for_those_who_want_it(monkeypatch):
+    monkeypatch.setenv("SPINDLE_DEBUG", "1")
+    with pytest.raises(WorkloadError) as caught:
+        fit(MISTAKES["a typo"][0])
+    assert isinstance(caught.value.__cause__, AttributeError)
+
+
+def test_an_attribute_of_a_handle_that_is_missing_can_be_asked_for():
+    handle = spindle.module("tower", nn.Linear(2, 2))
+    assert not hasattr(handle, "encode")
+    assert handle.module.in_features == 2
