@@ -2,7 +2,7 @@
 
 Every baseline is tuned by simulation over how often chains pass the ranks (virtual stages), over cuts by parameters (as
 Megatron-LM cuts) and by time (as nnScaler does), over the order of microbatches and over recomputation. All of these
-are timed as columns of numbers, which takes some 10 to 50 ms each; the best two become plans. What stages keep is the
+are timed as columns of numbers, which takes some 10 to 80 ms each; the best two become plans. What stages keep is the
 same for every microbatch, as these systems have it: the most that fits on each rank.
 
 Where stages keep less than all they need for weight gradients, `zb-h1` is 1F1B: what is recomputed for the gradients of

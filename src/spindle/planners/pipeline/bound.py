@@ -2,9 +2,9 @@
 
 A profile has its microbatches split in one way. Where a planner may choose among several, the bound of the workload is
 the least of theirs. Memory does not enter: the least that activations need over time, if every layer keeps its own only
-as long as its microbatch would take alone, is below what devices have in a step of this length, for every recipe and
-size (experiments/LOG.md). So it cannot be shown that a longer step is needed. Hops between ranks, filling and draining
-are left out: with chunks of one layer they come close to nothing.
+as long as its microbatch would take alone, is below what devices have in a step of this length, for all recipes and
+sizes that were looked at (experiments/LOG.md). So it cannot be shown that a longer step is needed. Hops between ranks,
+filling and draining are left out: with chunks of one layer they come close to nothing.
 """
 
 from __future__ import annotations
