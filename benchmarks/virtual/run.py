@@ -47,8 +47,9 @@ from virtual.cells import Cells
 from virtual.split import split_of
 from virtual.workloads import Workload
 
-SHARDED = "-sharded"  # behind a planner's name: with the optimizer's state sharded
-PLANNERS = ("wavefront", "sequential", "distmm", "task-level", "paper", f"wavefront{SHARDED}")
+# Behind a planner's name: the optimizer's state is sharded, or not; else the planner decides.
+SHARDED, UNSHARDED = "-sharded", "-unsharded"
+PLANNERS = ("wavefront", "sequential", "distmm", "task-level", "paper", f"wavefront{SHARDED}", f"wavefront{UNSHARDED}")
 VARIANTS = (*PLANNERS, *plain.VARIANTS)
 WARM_UP = 4  # steps; graphs are captured within them
 SMALL_WARM_UP, SMALL_STEPS = 1, 3
@@ -254,9 +255,12 @@ def shared_plan(experiment: Experiment, profile: Profile, planner: str) -> Plan:
 
     def make(_: Cells) -> tuple[Plan | None, str]:
         try:
-            shards = True if planner.endswith(SHARDED) else None
+            name, _, ending = planner.rpartition("-")
+            if ending not in ("sharded", "unsharded"):
+                name, ending = planner, ""
+            shards = {"sharded": True, "unsharded": False}.get(ending)
             options = PlanOptions(seed=0, shard_optimizer=shards)
-            return make_plan(profile, planner.removesuffix(SHARDED), options), ""
+            return make_plan(profile, name, options), ""
         except Exception as error:
             return None, f"{type(error).__name__}: {error}"
 

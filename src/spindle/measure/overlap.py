@@ -12,6 +12,7 @@ import statistics
 import threading
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -74,7 +75,8 @@ def measure_overlap(work: Work | None, rank_sync: RankSync, world: World, link: 
     return Overlap(
         overlap=max(1.0, (slowness - (1 - share)) / share if share > _MIN_BYTE_SHARE else slowness),
         exchange_overlap=max(1.0, link.bytes_per_s / rate),
-        # During compute an all-reduce is never faster than without.
+        # All are started at once, and may run before the first is waited for: then all marks come at the end and say
+        # nothing. During compute an all-reduce is never faster than without.
         collective_s=max(fixed_s, link.collective_s or 0.0),
     )
 
@@ -88,20 +90,17 @@ def _all_reduces_during_compute(passes: Passes, buffer: torch.Tensor, count: int
     busy = threading.Thread(target=_compute, args=(passes, world, stop, spans), daemon=True)
     busy.start()
     try:
-        # All of them together: where starting one takes the host as long as it runs, the first are over before they
-        # can be waited for, and times of single ones would say nothing.
-        begin = mark(device)
-        requests = [dist.all_reduce(buffer, group=group, async_op=True) for _ in range(count)]
-        for request in requests:
+        ends = []
+        for request in [dist.all_reduce(buffer, group=group, async_op=True) for _ in range(count)]:
             assert request is not None
             request.wait()
-        end = mark(device)
+            ends.append(mark(device))
     finally:
         stop.set()
         busy.join()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    all_reduce_time_s = between_s(begin, end) / count
+    all_reduce_time_s = statistics.median(between_s(begin, end) for begin, end in pairwise(ends))
     if not spans:
         return all_reduce_time_s, math.nan
     # The first passes may have begun before the all-reduces.

@@ -52,6 +52,7 @@ MOST_SIMULATED = 2  # annealed schedules that are, on a large cluster
 REFINED = 4  # times as many evaluations for the best of several settings
 MOST_DEGREES = 4  # choices of tensor degrees that are worth annealing
 MOST_UNSHARDED = 1  # annealed schedules that are tried without a sharded optimizer, too
+MOST_UNSHARDED_MEASURED = 4  # where a sharded optimizer has to win by a margin
 _GLANCE_S = 0.05  # how often a waiting planner looks at the clock
 FEW_OPS = 6
 FEW_OPS_RUNS = (Run(4, 0.2), Run(3, 0.0, 0.03, narrows=False))
@@ -80,7 +81,7 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
         tried.append(attempt)
         frugal, *others = optimizer_settings(profile, attempt.setting, options.shard_optimizer)
         if plans and lp_bound(problem_of(profile, attempt.setting)).bound_s > best_s():
-            return fastest(plans)
+            return fastest(plans, profile)
         plans_before = len(plans)
         annealed: list[tuple[Plan, list[Timed]]] = []
         first_seed = (2 * options.seed + (refines > 1)) * len(runs)
@@ -99,7 +100,8 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
                 plans.extend(variants)
                 annealed += [(plan, schedule) for plan in variants]
         for setting in others:
-            for _, schedule in sorted(annealed, key=lambda pair: time_of(pair[0]))[:MOST_UNSHARDED]:
+            most = MOST_UNSHARDED_MEASURED if profile.measured_on else MOST_UNSHARDED
+            for _, schedule in sorted(annealed, key=lambda pair: time_of(pair[0]))[:most]:
                 plans.extend(_tried(profile, setting, schedule, options.seed, plans, unsharded_refused))
         for schedule in known_schedules:
             plans.extend(_tried(profile, frugal, schedule, options.seed, plans, refused))
@@ -107,9 +109,9 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
                 plans.extend(_tried(profile, setting, schedule, options.seed, plans, unsharded_refused))
         if len(plans) == plans_before:
             if plans:
-                return fastest(plans)
+                return fastest(plans, profile)
             raise closest_of(refused)
-        return fastest(plans[plans_before:])
+        return fastest(plans[plans_before:], profile)
 
     plans: list[Plan] = []
 
@@ -135,7 +137,7 @@ def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | 
     if not plans:
         assert refusal is not None
         raise refusal
-    shortest = fastest(plans if best is None else [best, *plans])
+    shortest = fastest(plans if best is None else [best, *plans], profile)
     if best is None or shortest is not best:
         best = finished(shortest, profile, step_bound_s(profile))
     return replace(best, seed=options.seed, evaluations=sum(spent), cut_s=clock.cut_s)
