@@ -165,7 +165,7 @@ def test_a_training_keeps_to_its_limit_on_other_numbers_of_ranks(pool, num_ranks
     found = pool.run(num_ranks, train_within, int(0.7 * max(plenty.predicted)))[0]
     for one in (plenty, found):
         for counted, predicted in zip(one.counted, one.predicted, strict=True):
-            assert abs(counted / predicted - 1) < 0.1
+            assert 0.85 < counted / predicted < 1.1  # receive buffers may be counted twice
     assert max(found.counted) <= 0.7 * max(plenty.predicted)
 
 

@@ -35,11 +35,11 @@ class Program:
         return blocks(self.page, "python")[self.block]
 
 
-TRAIN = Program(page="README.md", block=0, prints=r"Losses over 20 steps(.|\n)*image_text(.|\n)*measured")
+TRAIN = Program(page="README.md", block=0, prints=r"Losses over 20 steps(.|\n)*image_text(.|\n)*predicted")
 PROGRAMS = (
     TRAIN,
     # Before block 1, which freezes a module.
-    Program(page="README.md", block=2, continues=0, prints=r"Losses over 4 steps(.|\n)*planned by pipeline"),
+    Program(page="README.md", block=2, continues=0, prints=r"Losses over 4 steps(.|\n)*by planner pipeline"),
     Program(page="README.md", block=1, continues=0, prints=r"\{'image_text': \d"),
     Program(page="README.md", block=3, prints=r"\d+ ms, bound \d+ ms\n"),
 )

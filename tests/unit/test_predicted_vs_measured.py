@@ -13,7 +13,7 @@ from rich.console import Console
 
 import small
 from spindle.errors import ProgramError
-from spindle.planners import make_plan
+from spindle.planners import PlanOptions, make_plan
 from spindle.program import Backward, Exchange, Forward, OptimizerStep, lower
 from spindle.report.gantt import columns_for, timeline_chart
 from spindle.report.predicted_vs_measured import compare_step, draw_steps, step_charts, step_json, step_tables
@@ -25,7 +25,7 @@ TASKS = {"a": ["vision", "lm"], "b": ["text", "lm"]}
 def world(tasks=TASKS, planner: str = "paper", num_devices: int = 4):
     """A program with weights and flows: its simulated timeline, the program, the graph."""
     profile = small.workload_profile(tasks, num_devices=num_devices, elements=40_000_000)
-    program = lower(make_plan(profile, planner), profile)
+    program = lower(make_plan(profile, planner, PlanOptions(shard_optimizer=False)), profile)
     return simulate(program, profile), program, profile.graph
 
 

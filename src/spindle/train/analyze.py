@@ -19,6 +19,7 @@ from spindle.run import OpCode, World
 from spindle.train.agreement import compare, compare_attributes, task_items
 from spindle.train.bind import Bound, bind, code_of
 from spindle.train.config import TrainConfig
+from spindle.train.header import check_first_batches
 from spindle.train.probe import Facts, facts_without_values, probe
 from spindle.train.record import handles_of, parameter_names, record_all
 from spindle.train.task import TaskDefinition
@@ -67,6 +68,7 @@ def analyze(
         handles = handles_of(recorded)
         compare(world, task_items(recorded, examples))
         compare_attributes(world, handles)
+        check_first_batches(examples, world)
         if has_weights:
             for handle in handles.values():
                 handle.module.to(world.device)

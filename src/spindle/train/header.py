@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from spindle.errors import TrainingError
-from spindle.run import World, digest
+from spindle.run import World, digest, fingerprint_of
 from spindle.train.feed import Batch
 
 _READ, _PARTIAL, _SIGNATURE, _TOKENS, _ROWS, _FINGERPRINT, _VARIANT = range(7)
@@ -76,16 +77,16 @@ def idle_in(table: Table) -> float | None:
     return 1 - sum(busy_shares) / len(busy_shares) if busy_shares else None
 
 
-def check_first_batches(batches: Mapping[str, Batch], world: World) -> None:
-    """Refuse first batches that differ between ranks. All ranks read them, to trace their tasks; later ones are
-    compared among those that read them under their plan."""
-    if world.size > 1 and batches:
-        numbers = [(batch.signature, batch.fingerprint) for batch in batches.values()]
-        reference, *tables = world.start_all_gather(torch.tensor(numbers, dtype=torch.float64)).wait()
-        for rank, table in enumerate(tables, 1):
-            differing = (table != reference).any(1).tolist()
+def check_first_batches(examples: Mapping[str, Any], world: World) -> None:
+    """Refuse first batches of tasks whose values differ between ranks. All ranks read them, to trace their tasks; later
+    ones are compared among those that read them under their plan."""
+    if world.size > 1:
+        fingerprints = torch.tensor([fingerprint_of(nest) for nest in examples.values()], dtype=torch.float64)
+        reference, *others = world.start_all_gather(fingerprints).wait()
+        for rank, row in enumerate(others, 1):
+            differing = (row != reference).tolist()
             if any(differing):
-                raise _other_batch(0, list(batches)[differing.index(True)], rank, 0)
+                raise _other_batch(0, list(examples)[differing.index(True)], rank, 0)
 
 
 def _other_batch(step: int, task: str, rank: int, reader: int) -> TrainingError:

@@ -20,7 +20,6 @@ from spindle.train.buffers import gather_buffers, share_buffers
 from spindle.train.config import TrainConfig
 from spindle.train.feed import Batch, Feed, LoaderPosition
 from spindle.train.garbage import collect_all
-from spindle.train.header import check_first_batches
 from spindle.train.optimizer import Update
 from spindle.train.optimizer_reshard import OptimizerState
 from spindle.train.plan import plan_workload
@@ -70,7 +69,6 @@ class TrainSession:
             self._start_anew("modules were frozen, thawed or switched since", progress)
         if self.profiled is None:
             examples = {task: feed.example() for task, feed in feeds.items() if not self.variants.names_of(task)}
-            check_first_batches(examples, self.world)
             for task, batch in examples.items():
                 self.variants.add(task, self.variants.key_of(task, batch), batch)
             definitions = [variant.definition for variant in self.variants]
