@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -110,16 +110,6 @@ class Loop:
     def stop(self) -> None:
         """End the fit on all ranks, after the step that runs when they have heard of it: the next one."""
         self._is_stopping = True
-
-    @contextmanager
-    def gathered_parameters(self) -> Iterator[None]:
-        """Inside, in an `on_step`, every rank has all parameters; afterwards they are back with the ranks that hold
-        them."""
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
-        self._session.gather_parameters(self._runtime)
-        yield
-        self._session.scatter_parameters(self._runtime)
 
     def run(self, first: int, steps: int) -> FitResult:
         """Train for so many steps from step `first` on, or until a rank wants to stop."""

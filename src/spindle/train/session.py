@@ -8,9 +8,12 @@ made, and parameters are sent straight from the ranks that held them to those th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from spindle.launch.capture import Capture
 from spindle.run import World
@@ -117,6 +120,17 @@ class TrainSession:
         gather_buffers(runtime, self.world)
         share_buffers(runtime.workload.bound, self.world)
         self.is_scattered = False
+
+    @contextmanager
+    def gathered_parameters(self) -> Iterator[None]:
+        """Inside, during a fit, every rank has all parameters; afterwards they are back with the ranks that hold
+        them."""
+        assert self.runtime is not None
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+        self.gather_parameters(self.runtime)
+        yield
+        self.scatter_parameters(self.runtime)
 
     def set_config(self, config: TrainConfig, progress: Progress, *, keep_optimizer: bool = True) -> None:
         """Train by this configuration from the next fit on. Every rank must hold all weights."""

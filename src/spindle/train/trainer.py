@@ -316,7 +316,7 @@ class Trainer:
     def _whole_weights(self) -> Iterator[None]:
         """Inside, every rank has all weights."""
         if self._loop is not None:
-            with self._loop.gathered_parameters():
+            with self._session.gathered_parameters():
                 yield
         else:
             self._refuse_scattered_weights()
