@@ -131,7 +131,7 @@ def _legend(colours: dict[str, str], top: float) -> tuple[list[str], float]:
     x = float(_LEFT)
     for name, colour in {**colours, "idle": IDLE}.items():
         width = 24 + len(name) * 12 * _LETTER_WIDTH + 14
-        if x + width > _WIDTH - _RIGHT - 300 and x > _LEFT:  # the note on time stands at the right
+        if x + width > _WIDTH - _RIGHT - 330 and x > _LEFT:  # the note on time stands at the right
             x, top = float(_LEFT), top + 20
         parts.append(f"<rect x='{x:.1f}' y='{top - 2:.1f}' width='13' height='13' rx='2' fill='{colour}'/>")
         parts.append(text(x + 19, top + 9, name))
