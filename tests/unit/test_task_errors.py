@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from copy import deepcopy
 
 import pytest
 import torch
@@ -69,3 +70,4 @@ def test_an_attribute_of_a_handle_that_is_missing_can_be_asked_for():
     handle = spindle.module("tower", nn.Linear(2, 2))
     assert not hasattr(handle, "encode")
     assert handle.module.in_features == 2
+    assert deepcopy(handle).name == "tower"

@@ -249,9 +249,9 @@ def decode(
     above the least, or REJECTED as soon as the objective must pass the
     threshold. `chosen` gets the options really taken.
 
-    Pieces before `changed` are those of the list kept, so it begins at the
+    Pieces before `changed` are those of the accepted list, so it begins at the
     last checkpoint before it; the last value returned is where. Checkpoints
-    on the way go to the buffers that the list kept does not use."""
+    on the way go to the buffers that the accepted list does not use."""
     devices = table.devices
     option_devices = table.option_devices
     option_time = table.option_time
@@ -270,15 +270,15 @@ def decode(
         makespan = 0.0
         work = 0.0
     else:
-        kept = checkpoint.buffer[number - 1]
-        entries = checkpoint.entries[kept, number - 1]
+        source = checkpoint.buffer[number - 1]
+        entries = checkpoint.entries[source, number - 1]
         for k in range(entries):
-            times[k] = checkpoint.times[kept, number - 1, k]
-            used[k] = checkpoint.used[kept, number - 1, k]
+            times[k] = checkpoint.times[source, number - 1, k]
+            used[k] = checkpoint.used[source, number - 1, k]
         for k in range(op_end.shape[0]):
-            op_end[k] = checkpoint.op_end[kept, number - 1, k]
-        makespan = checkpoint.makespan[kept, number - 1]
-        work = checkpoint.work[kept, number - 1]
+            op_end[k] = checkpoint.op_end[source, number - 1, k]
+        makespan = checkpoint.makespan[source, number - 1]
+        work = checkpoint.work[source, number - 1]
     for i in range(begin, count):
         if i == (number + 1) * stride and number < CHECKPOINTS:
             spare = 1 - checkpoint.buffer[number]

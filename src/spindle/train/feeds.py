@@ -80,7 +80,7 @@ def _refuse_distributed_sampler(task: str, loader: Any) -> None:
 def _length_of(loader: Any) -> int | None:
     try:
         return len(loader)
-    except TypeError:  # it has none
+    except (TypeError, NotImplementedError):  # it has none
         return None
 
 

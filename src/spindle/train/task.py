@@ -47,6 +47,8 @@ class ModuleHandle:
         return tracer.create_proxy("call_function", called_module, (self, *args), kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of a protocol, such as copying, which asks before there are any attributes
+            raise AttributeError(name)
         raise AttributeError(
             f"spindle.module({self.name!r}) has no attribute {name!r}: a task calls the handle itself. Register a "
             f"module whose forward calls .{name}(...); outside tasks, the registered module is .module",
