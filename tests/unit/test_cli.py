@@ -583,6 +583,12 @@ def test_machines_of_a_plan_need_not_be_given_again(graph, capsys, tmp_path, ver
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("verb", ["simulate", "explain"])
+def test_what_is_no_plan_is_named_before_its_machines(graph, capsys, verb):
+    assert run([verb, "clip-4", graph]) == 2
+    assert capsys.readouterr().err == f"error: {graph}: expected a plan that `spindle plan` wrote\n"
+
+
 def test_flags_take_no_value_in_help(capsys):
     for verb in ("plan", "compare", "bound", "profile", "launch"):
         assert run([verb, "--help"]) == 0

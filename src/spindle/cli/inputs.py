@@ -111,6 +111,8 @@ def machines_of_plan(
     if num_devices is not None or cluster_name is not None or given in MODELS or is_profile(given):
         return num_devices, cluster_name
     data = read_json_file(path)
+    if data.get("spindle") != "plan":
+        raise InputError(f"{path}: expected a plan that `spindle plan` wrote")
     name, count = data.get("cluster"), data.get("num_devices")
     if isinstance(count, int) and 0 < count <= MAX_DEVICES and name == nameless_cluster(count).name:
         return count, None
