@@ -283,3 +283,32 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "hf BART": lambda: translation("BART"),
     "hf loss inside": loss_inside,
 }
+
+
+def labelled(name: str, batch: Batch) -> Batch:
+    """A batch with what a model needs to compute its loss."""
+    if name in ("CLIP", "CLAP", "SigLIP"):
+        return {**batch, "return_loss": True}
+    if "decoder_input_ids" in batch:
+        return {**{key: value for key, value in batch.items() if key != "decoder_input_ids"}, "labels": batch["decoder_input_ids"]}
+    labels = batch["input_ids"].clone()
+    labels[(labels == 0) | (labels >= VISION_END)] = -100
+    return {**batch, "labels": labels}
+
+
+def composite(name: str) -> Workload:
+    """A model that is given labels and returns its loss."""
+    model = module("model", made(name))
+
+    @task(batch_size=ROWS)
+    def train(batch):
+        return model(**batch).loss
+
+    batches = _batches([train], name)
+    return Workload(tasks=[train], batches=lambda step: {key: labelled(name, value) for key, value in batches(step).items()})
+
+
+def workload_named(name: str) -> Workload:
+    """One of `WORKLOADS`, or `hf composite CLIP`: a model of the file that computes its own loss."""
+    _, is_composite, model = name.partition("composite ")
+    return composite(model) if is_composite else WORKLOADS[name]()

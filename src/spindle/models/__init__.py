@@ -1,7 +1,17 @@
 """Cut modules into chains of layers, and run layers tensor parallel. Needs torch; knows no rank and no plan."""
 
 from spindle.models.chain import Chain, ChainLayer, build_chain, chain_and_output, chain_of, whole_chain
-from spindle.models.fake import FakeWeights, as_when_compiling, device_of, fake_like, without_caches, without_torch_logs
+from spindle.models.blocks import towers_of
+from spindle.models.composite import Glue, OpenedComposite, PartCall, matched_leaves, open_composite
+from spindle.models.fake import (
+    FakeWeights,
+    as_when_compiling,
+    device_of,
+    fake_like,
+    fake_output,
+    without_caches,
+    without_torch_logs,
+)
 from spindle.models.mappings import TensorGroup, shard_of, span_of
 from spindle.models.parallel_styles import (
     MAX_TENSOR_DEGREE,
@@ -23,6 +33,9 @@ __all__ = [
     "ChainLayer",
     "EmulatedTensorGroup",
     "FakeWeights",
+    "Glue",
+    "OpenedComposite",
+    "PartCall",
     "ModuleSnapshot",
     "NotSerializableError",
     "StyledModule",
@@ -37,12 +50,16 @@ __all__ = [
     "drop_tied_conflicts",
     "dump_chain",
     "fake_like",
+    "fake_output",
     "load_source",
+    "matched_leaves",
+    "open_composite",
     "resolve_styles",
     "shard_of",
     "source_text",
     "span_of",
     "split_dims",
+    "towers_of",
     "whole_chain",
     "with_styles",
     "without_caches",

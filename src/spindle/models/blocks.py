@@ -27,6 +27,40 @@ def block_lists(module: nn.Module) -> BlockLists:
     return []
 
 
+def towers_of(module: nn.Module) -> list[nn.Module]:
+    """The submodules of a composite (a vision tower, a language model) that have one stack of blocks each, as large as
+    possible; none where blocks are in no such submodule. Stages in one list are one stack."""
+    blocks = {id(block) for items in block_lists(module) for block in items}
+    stacks = {id(stack) for child in module.children() for stack in _stacks_in(child, blocks)}
+
+    def towers_in(part: nn.Module) -> list[nn.Module] | None:
+        num_stacks = sum(id(submodule) in stacks for submodule in part.modules())
+        if num_stacks == 0:
+            return []
+        if num_stacks == 1 and part is not module and not isinstance(part, nn.ModuleList | nn.ModuleDict):
+            return [part]
+        if id(part) in stacks:  # its items are called by the composite itself
+            return None
+        towers: list[nn.Module] = []
+        for child in part.children():
+            inner = towers_in(child)
+            if inner is None:
+                return None
+            towers += inner
+        return towers
+
+    return towers_in(module) or []
+
+
+def _stacks_in(module: nn.Module, blocks: set[int]) -> list[nn.Module]:
+    """The outermost containers that have blocks in them."""
+    if not any(id(submodule) in blocks for submodule in module.modules()):
+        return []
+    if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        return [module]
+    return [stack for child in module.children() for stack in _stacks_in(child, blocks)]
+
+
 def is_plain_sequence(module: nn.Module) -> TypeGuard[nn.Sequential]:
     """Whether a module is an `nn.Sequential` whose children can be its layers."""
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward or len(module) < 2:

@@ -177,7 +177,7 @@ def chain_and_output(module: nn.Module, args: Any, kwargs: Any, split: bool = Tr
     # From cheap to expensive: reasons to stay whole, children that are layers already, and a recording.
     if not split:
         return whole("")
-    if _has_hooks(module):
+    if has_hooks(module):
         return whole("it has hooks, which run around all of it")
     if is_plain_sequence(module):
         return build_chain(module, ChildModules(kinds=tuple(map(signature_of, module)))), run_on_fake_tensors
@@ -185,13 +185,13 @@ def chain_and_output(module: nn.Module, args: Any, kwargs: Any, split: bool = Tr
     if not lists:
         return whole("it has no list of two or more equal blocks")
     try:
-        recording = _record_pure(module, args, kwargs, lists)
+        recording = record_pure(module, args, kwargs, lists)
         return build_chain(module, _cut(module, recording, lists)), lambda: recording.result
     except Exception as error:  # recording runs the user's code, which may raise anything
         return whole(failure_reason(error))
 
 
-def _record_pure(module: nn.Module, args: Any, kwargs: Any, lists: BlockLists) -> Recording:
+def record_pure(module: nn.Module, args: Any, kwargs: Any, lists: BlockLists) -> Recording:
     """Record a forward whose inlined code leaves no state on modules: recorded code would not update that state.
 
     State that is set up by the first call only is fine, so a forward that changed something is recorded once more, and
@@ -204,7 +204,7 @@ def _record_pure(module: nn.Module, args: Any, kwargs: Any, lists: BlockLists) -
         if any(id(descendant) in blocks for descendant in submodule.modules())
     } - blocks.keys()
     for submodule in module.modules():
-        if id(submodule) in inlined and _has_hooks(submodule):
+        if id(submodule) in inlined and has_hooks(submodule):
             raise UnsupportedForwardError(f"its {type(submodule).__name__} has hooks, which run around several blocks")
     before = ModuleSnapshot([module])
     try:
@@ -219,7 +219,7 @@ def _record_pure(module: nn.Module, args: Any, kwargs: Any, lists: BlockLists) -
         before.restore()
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
@@ -336,7 +336,7 @@ def _layer_source(
 ) -> LayerSource:
     """The source of one layer. `outputs` is None for the last layer, which returns the module's own output."""
     result = f"({recording.output},)" if outputs is None else f"({''.join(f'{name}, ' for name in outputs)})"
-    text = _function_text(recording, segment, inputs, result)
+    text = function_text(recording, segment, inputs, result)
     modules = tuple(statement.module for statement in segment if statement.module is not None)
     attributes = [attribute for statement in segment for attribute in statement.attributes]
     attributes += recording.output_attributes if outputs is None else ()
@@ -357,7 +357,7 @@ def _layer_source(
     )
 
 
-def _function_text(recording: Recording, segment: Sequence[Statement], inputs: Sequence[str], result: str) -> str:
+def function_text(recording: Recording, segment: Sequence[Statement], inputs: Sequence[str], result: str) -> str:
     """The text of `def run(inputs)`, with grad mode and autocast switched where the recorded code had switched them."""
     sizes = {statement.name: statement.text for statement in recording.statements if statement.kind == "size"}
     lines = [f"def run({', '.join(inputs)}):"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import linecache
 import sys
 import threading
@@ -25,7 +26,7 @@ class Interception:
     """Routes calls of some modules, and of all custom autograd functions, through `record_call`, unless paused.
 
     A module is intercepted by its own `_compiled_call_impl`, which `nn.Module.__call__` calls where there is one
-    (`nn.Module.compile` sets it), so no other module is touched. `torch.autograd.Function.apply` and
+    (`nn.Module.compile` sets it), so no other module is touched. `torch.autograd.Function.apply`, `len` and
     `torch.Tensor.__len__` have no such hook and are replaced; calls of other threads pass through. One thread records
     at a time; a recording inside a recording is fine.
     """
@@ -69,14 +70,23 @@ class Interception:
                 raise TypeError("a list of unknown length")  # `list` ignores it and appends entry by entry
             return length(tensor)  # type: ignore[no-any-return, no-untyped-call]
 
+        def symbolic_length(value: Any) -> Any:
+            # `len` itself returns plain ints only, which would fix the number of samples in the recording.
+            if isinstance(value, torch.Tensor) and threading.get_ident() == thread and value.dim() and not self.is_paused:
+                return value.shape[0]
+            return python_length(value)
+
+        python_length = builtins.len
         with _recording_lock, ExitStack() as stack:
             for module in self._modules:
                 stack.enter_context(self._intercepted(module, thread))
             torch.Tensor.__len__ = tensor_length  # type: ignore[method-assign]
+            builtins.len = symbolic_length
             torch.autograd.Function.apply = classmethod(apply_function)  # type: ignore[method-assign, assignment]
             try:
                 yield
             finally:
+                builtins.len = python_length
                 torch.Tensor.__len__ = length  # type: ignore[method-assign]
                 torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 

@@ -136,6 +136,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._record_guards()
         references = References()
         output = self._values.text(result, references, "it returns")
+        returned = [(leaf, References()) for leaf in tree_leaves(result)]
         return Recording(
             statements=tuple(self._code.statements),
             spec=spec,
@@ -148,6 +149,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             outer_context=outer_context,
             storages=self._values.storages,
             result=tree_map(self._values.to_concrete, result),
+            leaves=tuple((self._values.text(leaf, uses, "it returns"), uses) for leaf, uses in returned),
         )
 
     # Hooks into the running forward.

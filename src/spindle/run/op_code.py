@@ -55,6 +55,7 @@ class LossCode:
     is_mean: bool
     per_sample_mean: bool
     is_random: bool = False
+    is_sum: bool = False  # whether losses of parts of a batch add up as they are
 
 
 OpCode = LayersCode | LossCode

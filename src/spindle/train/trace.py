@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from spindle.errors import GuardError, WorkloadError
 from spindle.models import ChainLayer, FakeWeights, ModuleSnapshot, as_when_compiling, device_of
 from spindle.run import Axes, axes_of, cut, pytree_meta
-from spindle.train.record import RecordedCall, RecordedTask
+from spindle.train.record import RecordedCall, RecordedTask, with_whole_loss
 from spindle.train.task_errors import named_call
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -149,16 +149,20 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
     definition = recorded.definition
     rows = definition.batch_size
     axes = batch_axes(definition.name, rows, batch)
-    large, used = _layers(recorded, batch)
+    large, used, loss_shapes = _layers(recorded, batch)
     small: dict[str, list[_Run]] = {}
+    couples = True
     whole_only = "its batch is one sample" if rows == 1 else ""
     if rows > 1:
         try:
-            small, _ = _layers(recorded, cut(batch, axes, rows, 0, rows - 1))
+            small, _, fewer_shapes = _layers(recorded, cut(batch, axes, rows, 0, rows - 1))
+            couples = not loss_shapes or any(map(_pairs_rows, fewer_shapes, loss_shapes))
         except GuardError:  # of a module in layers; whole it may well run
             raise
         except Exception as error:  # the user's code, on fewer rows than it may expect
             whole_only = f"it does not run on part of a batch ({type(error).__name__}: {_first_line(error)})"
+    if recorded.whole_loss is not None and (whole_only or couples):
+        recorded = with_whole_loss(recorded)
     layers: dict[str, tuple[TracedLayer, ...]] = {}
     for call, runs in large.items():
         traced = []
@@ -200,8 +204,11 @@ class _Run:
     passes_gradient: bool
 
 
-def _layers(recorded: RecordedTask, batch: Any) -> tuple[dict[str, list[_Run]], list[Any]]:
-    """What each layer did, and what the loss took."""
+_Runs = tuple[dict[str, list[_Run]], list[Any], list[torch.Size]]
+
+
+def _layers(recorded: RecordedTask, batch: Any) -> _Runs:
+    """What each layer did, what the loss took, and the shapes in a loss that was found inside a module."""
     modules = {id(call.handle.module): call.handle.module for call in recorded.calls}
     try:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -227,10 +234,8 @@ def _fake(mode: FakeTensorMode, leaf: Any) -> Any:
     return mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _run_layers(
-    recorded: RecordedTask, batch: Any, known: dict[Any, _Run] | None = None
-) -> tuple[dict[str, list[_Run]], list[Any]]:
-    """What each layer did, and what the loss took. Layers that do the same are not run again where they are `known`,
+def _run_layers(recorded: RecordedTask, batch: Any, known: dict[Any, _Run] | None = None) -> _Runs:
+    """As `_layers`. Layers that do the same are not run again where they are `known`,
     which takes values that are but shapes."""
     runs: dict[str, list[_Run]] = {}
     outputs: dict[str, Any] = {}
@@ -263,7 +268,13 @@ def _run_layers(
         )
         if known is not None and key is not None:
             known[key] = runs[visit.call.name][-1]
-    return runs, [outputs[source] for source in recorded.loss_sources]
+    used = [outputs[source] for source in recorded.loss_sources]
+    shapes: list[torch.Size] = []
+    if recorded.whole_loss is not None:
+        with _Noting() as noted:
+            recorded.loss(batch, *used)
+        shapes = noted.shapes
+    return runs, used, shapes
 
 
 def _likeness(visit: Visit) -> Any:
