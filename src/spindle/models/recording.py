@@ -54,7 +54,10 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def argument_normalizer(module: nn.Module) -> Callable[[Any, Any], Arguments]:
-    """A function that makes arguments positional where the signature of the module's forward allows it."""
+    """A function that makes arguments positional where the signature of the module's forward allows it. Where forward
+    is wrapped they stay as they are: the wrapper may look for some of them by name."""
+    if hasattr(module.forward, "__wrapped__"):
+        return lambda args, kwargs: (args, kwargs)
     try:
         signature = inspect.signature(module.forward)
     except (TypeError, ValueError):
