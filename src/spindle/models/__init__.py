@@ -24,6 +24,7 @@ from spindle.models.parallel_styles import (
     split_dims,
     with_styles,
 )
+from spindle.models.replay import zero_output, zeros_like
 from spindle.models.serialize import NotSerializableError, dump_chain, load_source, source_text
 from spindle.models.state import ModuleSnapshot
 
@@ -64,4 +65,6 @@ __all__ = [
     "with_styles",
     "without_caches",
     "without_torch_logs",
+    "zero_output",
+    "zeros_like",
 ]

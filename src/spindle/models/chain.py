@@ -18,7 +18,7 @@ branch, so a call with other such arguments needs a chain of its own.
 
 from __future__ import annotations
 
-import hashlib
+import hashlib, os
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +33,7 @@ from spindle.errors import WorkloadError
 from spindle.models.blocks import BlockLists, block_lists, is_plain_sequence
 from spindle.models.fake import fake_output
 from spindle.models.recording import argument_normalizer, record_forward
+from spindle.models.replay import replay_forward, shape_of, zero_output
 from spindle.models.state import ModuleSnapshot
 from spindle.models.statements import (
     Attribute,
@@ -42,6 +43,7 @@ from spindle.models.statements import (
     UnsupportedForwardError,
     failure_reason,
     guard_error,
+    needs_values,
     signature_of,
 )
 
@@ -158,16 +160,23 @@ def chain_of(module: nn.Module, *args: Any, **kwargs: Any) -> Chain:
     return chain_and_output(module, args, kwargs)[0]
 
 
-def chain_and_output(module: nn.Module, args: Any, kwargs: Any, split: bool = True) -> tuple[Chain, Callable[[], Any]]:
-    """The chain of a module for arguments like these, and a function that returns the output as fake tensors.
+def chain_and_output(
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    split: bool = True,
+    values: Callable[[], tuple[Any, Any]] | None = None,
+) -> tuple[Chain, Callable[[], Any]]:
+    """The chain of a module for arguments like these, and a function that returns the output without values.
 
-    With `split=False` the chain is one layer. The output is computed lazily because recording has it for free.
+    With `split=False` the chain is one layer. `values` returns the arguments as real tensors, for code between blocks
+    that reads them. The output is computed lazily because recording has it for free.
     """
 
     def run_on_fake_tensors() -> Any:
         snapshot = ModuleSnapshot([module])
         try:
-            return fake_output(module, args, kwargs)
+            return fake_output(module, args, kwargs) if values is None else zero_output(module, *values())
         finally:
             snapshot.restore()
 
@@ -188,7 +197,19 @@ def chain_and_output(module: nn.Module, args: Any, kwargs: Any, split: bool = Tr
         recording = record_pure(module, args, kwargs, lists)
         return build_chain(module, _cut(module, recording, lists)), lambda: recording.result
     except Exception as error:  # recording runs the user's code, which may raise anything
-        return whole(failure_reason(error))
+        reason = failure_reason(error)
+        if values is None or not needs_values(error):
+            return whole(reason)
+    before = ModuleSnapshot([module])
+    try:
+        blocks = {id(block): block for items in lists for block in items}
+        replayed = replay_forward(module, *values(), blocks.values(), runs_ahead=True)
+        return build_chain(module, _cut(module, replayed, lists)), lambda: replayed.result
+    except Exception:
+        if os.environ.get("DBG"): import traceback; traceback.print_exc()
+        return whole(reason)
+    finally:
+        before.restore()
 
 
 def record_pure(module: nn.Module, args: Any, kwargs: Any, lists: BlockLists) -> Recording:
@@ -390,7 +411,7 @@ def _context_managers(inner: Context, outer: Context) -> list[str]:
 def _with_canonical_names(text: str) -> str:
     """The text with variables renamed in order of appearance: equal for texts that differ in variable names only."""
     names: dict[str, str] = {}
-    return re.sub(r"\b[atsum]\d+_?\b", lambda word: names.setdefault(word[0], f"v{len(names)}"), text)
+    return re.sub(r"\b[atsumxeng]\d+_?\b", lambda word: names.setdefault(word[0], f"v{len(names)}"), text)
 
 
 _TENSOR_DICTS = ("_parameters", "_buffers", "_modules")
@@ -429,6 +450,7 @@ _BUILTIN_NAMESPACE: Mapping[str, Any] = {
     "_leaves": tree_leaves,
     "_unflatten": tree_unflatten,
     "_guard_error": guard_error,
+    "_shape_of": shape_of,
 }
 
 

@@ -27,7 +27,18 @@ from spindle.models.blocks import towers_of
 from spindle.models.chain import function_text, has_hooks, record_pure
 from spindle.models.recording import argument_normalizer
 from spindle.models.serialize import namespace_text
-from spindle.models.statements import Attribute, Recording, References, Statement, UnsupportedForwardError, guard_error
+from spindle.models.replay import Replay, replay_forward, shape_of
+from spindle.models.state import ModuleSnapshot
+from spindle.models.statements import (
+    Attribute,
+    Recording,
+    References,
+    Statement,
+    UnsupportedForwardError,
+    failure_reason,
+    guard_error,
+    needs_values,
+)
 
 _MEAN, _SUM = 1, 2  # reductions, as operators have them
 
@@ -85,10 +96,14 @@ class OpenedComposite:
     result: Any  # the output, as fake tensors
     output: Callable[[Any], Glue]  # what computes part of `index`
     loss_parts: Callable[[int], tuple[str, Glue] | None]
+    reads_values: bool  # whether its code runs itself, around calls of its parts
 
 
-def open_composite(module: nn.Module, args: Any, kwargs: Any) -> OpenedComposite | str:
-    """A composite's forward on arguments like these as calls of its parts, or why it cannot be opened."""
+def open_composite(
+    module: nn.Module, args: Any, kwargs: Any, values: Callable[[], tuple[Any, Any]] | None = None
+) -> OpenedComposite | str:
+    """A composite's forward on arguments like these as calls of its parts, or why it cannot be opened. `values` returns
+    the arguments as real tensors, for code between its towers that reads them."""
     towers = towers_of(module)
     if not towers:
         return "it has no towers"
@@ -96,8 +111,18 @@ def open_composite(module: nn.Module, args: Any, kwargs: Any) -> OpenedComposite
         return "it has hooks, which run around all of it"
     try:
         return _Opening(module, record_pure(module, args, kwargs, [towers])).opened()
-    except UnsupportedForwardError as error:
-        return str(error)
+    except Exception as error:  # recording runs the user's code, which may raise anything
+        if values is None or not needs_values(error):
+            return failure_reason(error)
+    before = ModuleSnapshot([module])
+    try:
+        return _Opening(module, replay_forward(module, *values(), towers, runs_ahead=False)).opened()
+    except Exception as error:
+        import os
+        if os.environ.get("DBG"): import traceback; traceback.print_exc()
+        return failure_reason(error)
+    finally:
+        before.restore()
 
 
 class _Opening:
@@ -144,6 +169,7 @@ class _Opening:
             result=recording.result,
             output=self._output,
             loss_parts=self._loss_parts,
+            reads_values=any(isinstance(value, Replay) for value in recording.namespace.values()),
         )
 
     def _loose_calls(self) -> list[PartCall]:
@@ -342,4 +368,5 @@ _NAMESPACE: Mapping[str, Any] = {
     "_guard_error": guard_error,
     "_arguments": lambda *args, **kwargs: (args, kwargs),
     "_cross_entropy_parts": cross_entropy_parts,
+    "_shape_of": shape_of,
 }

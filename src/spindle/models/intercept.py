@@ -112,6 +112,38 @@ class Interception:
                 attributes[_CALL] = compiled
 
 
+@contextmanager
+def intercepted_calls(modules: Iterable[nn.Module], called: RecordCall) -> Iterator[None]:
+    """Route calls of modules in this thread through `called`. Calls that these modules make inside run as they are."""
+    thread = threading.get_ident()
+    is_inside = False
+
+    def route(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_inside
+            if is_inside or threading.get_ident() != thread:
+                return run(*args, **kwargs)
+            is_inside = True
+            try:
+                return called(module, lambda a, k: run(*a, **k), args, kwargs)
+            finally:
+                is_inside = False
+
+        return call
+
+    before = [(vars(module), vars(module).get(_CALL)) for module in modules]
+    try:
+        for module, (attributes, compiled) in zip(modules, before, strict=True):
+            attributes[_CALL] = route(module, module._call_impl if compiled is None else compiled)
+        yield
+    finally:
+        for attributes, compiled in before:
+            if compiled is None:
+                attributes.pop(_CALL, None)
+            else:
+                attributes[_CALL] = compiled
+
+
 def _is_length_hint(frame: types.FrameType) -> bool:
     """Whether this frame runs `list(x)` or `tuple(x)`, which ask for a length only to allocate: answering would fix the
     number of entries for nothing."""

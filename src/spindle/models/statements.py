@@ -127,6 +127,15 @@ def signature_of(module: nn.Module) -> str:
     return f"{type(module).__name__}|{module!r}|{shapes}"
 
 
+class ValueDependenceError(UnsupportedForwardError):
+    """A forward in which values of tensors decide between blocks."""
+
+
+def needs_values(error: BaseException) -> bool:
+    """Whether a forward that could not be recorded may run on real tensors."""
+    return isinstance(error, ValueDependenceError) or not isinstance(error, UnsupportedForwardError)
+
+
 def failure_reason(error: BaseException) -> str:
     """Why a forward could not be recorded, with the user's line of code where that helps."""
     if isinstance(error, UnsupportedForwardError):

@@ -15,7 +15,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from spindle.models import Glue, OpenedComposite, PartCall, fake_like, fake_output, matched_leaves, open_composite, towers_of
+from spindle.models import Glue, OpenedComposite, PartCall, fake_like, fake_output, matched_leaves, open_composite, towers_of, zero_output
 from spindle.models.composite import LooseParameters
 from spindle.run import plain
 from spindle.train.task import Mean, ModuleHandle, called_module, called_part
@@ -103,14 +103,15 @@ class _Arguments:
             for more, mode in enumerate(self._modes)
         ]
         self._outputs: dict[tuple[str, int], Any] = {}
+        self._example = example
 
     def opened(self, name: str) -> OpenedComposite | None:
         """A call of a composite, opened; None where that is impossible, or where its code depends on how many samples
         there are."""
         module = self._calls[name].handle.module
-        opened = open_composite(module, *self._of(name, 0))
-        if isinstance(opened, str):
-            return None
+        opened = open_composite(module, *self._of(name, 0), lambda: self._values(name))
+        if isinstance(opened, str) or opened.reads_values:
+            return None if isinstance(opened, str) else opened
         try:
             larger = open_composite(module, *self._of(name, 1))
         except Exception:  # it may run on so many samples only
@@ -122,6 +123,13 @@ class _Arguments:
         outputs = [self._output(source, which) for source in call.sources]
         with self._modes[which]:
             args, kwargs = call.arguments(self._batches[which], *outputs)
+        return args, kwargs
+
+    def _values(self, name: str) -> tuple[Any, Any]:
+        """The arguments of a call on the real batch, where modules return zeros."""
+        call = self._calls[name]
+        outputs = [zero_output(self._calls[source].handle.module, *self._values(source)) for source in call.sources]
+        args, kwargs = call.arguments(self._example, *outputs)
         return args, kwargs
 
     def _output(self, name: str, which: int) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from spindle.errors import WorkloadError
 from spindle.launch.failure import is_debugging
-from spindle.models import Chain, as_when_compiling, device_of, fake_like, whole_chain, without_torch_logs
+from spindle.models import Chain, as_when_compiling, device_of, fake_like, whole_chain, without_torch_logs, zeros_like
 from spindle.run import on_device, pytree_meta
 from spindle.train.composites import open_graph, split_loss
 from spindle.train.task import Mean, ModuleHandle, TaskDefinition, called_module, called_part, recording
@@ -348,20 +349,29 @@ def cut_all(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -> list[
 def _cut(task: RecordedTask, example: Any, known: dict[Any, tuple[Chain, Callable[[], Any]]]) -> RecordedTask:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     batch = tree_map(lambda leaf: fake_like(mode, leaf), example)
-    outputs: dict[str, Any] = {}
+    outputs: dict[str, Callable[[], Any]] = {}
     calls = []
-    wanted = {source for call in task.calls for source in call.sources}
     for call in task.calls:
+
+        def values(call: RecordedCall = call) -> tuple[Any, Any]:
+            """Its arguments on the real batch, where modules return zeros."""
+            with torch.no_grad():
+                arguments = call.arguments(example, *(tree_map(zeros_like, outputs[source]()) for source in call.sources))
+            return arguments[0], arguments[1]
+
         try:
-            with mode:
-                args, kwargs = call.arguments(batch, *(outputs[source] for source in call.sources))
+            try:
+                given = [tree_map(lambda leaf: fake_like(mode, leaf), outputs[source]()) for source in call.sources]
+                with mode:
+                    args, kwargs = call.arguments(batch, *given)
+            except Exception:  # it may read values, which fake tensors do not have
+                args, kwargs = values()
             form = pytree_meta((args, kwargs), 0)
             key = (id(call.handle.module), repr(form.spec), repr(form.leaves))
             if key not in known:
-                known[key] = call.handle.cut(args, kwargs)
-            chain, give = known[key]
-            if call.name in wanted:
-                outputs[call.name] = tree_map(lambda leaf: fake_like(mode, leaf), give())
+                chain, give = call.handle.cut(args, kwargs, values)
+                known[key] = chain, cache(give)
+            chain, outputs[call.name] = known[key]
         except Exception as error:
             error.add_note(f"in task {task.definition.name!r}, looking at the layers of {call.name} ({call.line})")
             raise

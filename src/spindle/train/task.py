@@ -52,9 +52,12 @@ class ModuleHandle:
     def has_part(self, path: str) -> bool:
         return path in self._parts
 
-    def cut(self, args: Any, kwargs: Any) -> tuple[Chain, Callable[[], Any]]:
-        """The chain of calls with such arguments, and a function that gives their output without values."""
-        return chain_and_output(self.module, args, kwargs, self.split)
+    def cut(
+        self, args: Any, kwargs: Any, values: Callable[[], tuple[Any, Any]] | None = None
+    ) -> tuple[Chain, Callable[[], Any]]:
+        """The chain of calls with such arguments, and a function that gives their output without values. `values`
+        returns the arguments as real tensors."""
+        return chain_and_output(self.module, args, kwargs, self.split, values)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tracer = recording.get()
