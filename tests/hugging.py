@@ -290,7 +290,10 @@ def labelled(name: str, batch: Batch) -> Batch:
     if name in ("CLIP", "CLAP", "SigLIP"):
         return {**batch, "return_loss": True}
     if "decoder_input_ids" in batch:
-        return {**{key: value for key, value in batch.items() if key != "decoder_input_ids"}, "labels": batch["decoder_input_ids"]}
+        return {
+            **{key: value for key, value in batch.items() if key != "decoder_input_ids"},
+            "labels": batch["decoder_input_ids"],
+        }
     labels = batch["input_ids"].clone()
     labels[(labels == 0) | (labels >= VISION_END)] = -100
     return {**batch, "labels": labels}
@@ -305,7 +308,9 @@ def composite(name: str) -> Workload:
         return model(**batch).loss
 
     batches = _batches([train], name)
-    return Workload(tasks=[train], batches=lambda step: {key: labelled(name, value) for key, value in batches(step).items()})
+    return Workload(
+        tasks=[train], batches=lambda step: {key: labelled(name, value) for key, value in batches(step).items()}
+    )
 
 
 def workload_named(name: str) -> Workload:

@@ -1,7 +1,7 @@
 """Cut modules into chains of layers, and run layers tensor parallel. Needs torch; knows no rank and no plan."""
 
-from spindle.models.chain import Chain, ChainLayer, build_chain, chain_and_output, chain_of, whole_chain
 from spindle.models.blocks import towers_of
+from spindle.models.chain import Chain, ChainLayer, build_chain, chain_and_output, chain_of, whole_chain
 from spindle.models.composite import Glue, OpenedComposite, PartCall, matched_leaves, open_composite
 from spindle.models.fake import (
     FakeWeights,
@@ -35,10 +35,10 @@ __all__ = [
     "EmulatedTensorGroup",
     "FakeWeights",
     "Glue",
-    "OpenedComposite",
-    "PartCall",
     "ModuleSnapshot",
     "NotSerializableError",
+    "OpenedComposite",
+    "PartCall",
     "StyledModule",
     "TensorGroup",
     "apply_styles",

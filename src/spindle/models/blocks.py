@@ -28,8 +28,9 @@ def block_lists(module: nn.Module) -> BlockLists:
 
 
 def towers_of(module: nn.Module) -> list[nn.Module]:
-    """The submodules of a composite (a vision tower, a language model) that have one stack of blocks each, as large as
-    possible; none where blocks are in no such submodule. Stages in one list are one stack."""
+    """The submodules of a composite (a vision tower, a language model) that have one stack of blocks each, or call
+    blocks of several lists themselves, as large as possible; none where the composite itself calls blocks. Stages in
+    one list are one stack."""
     blocks = {id(block) for items in block_lists(module) for block in items}
     stacks = {id(stack) for child in module.children() for stack in _stacks_in(child, blocks)}
 
@@ -37,10 +38,11 @@ def towers_of(module: nn.Module) -> list[nn.Module]:
         num_stacks = sum(id(submodule) in stacks for submodule in part.modules())
         if num_stacks == 0:
             return []
-        if num_stacks == 1 and part is not module and not isinstance(part, nn.ModuleList | nn.ModuleDict):
+        if isinstance(part, nn.ModuleList | nn.ModuleDict) and id(part) in stacks:
+            return None  # its items are called by the composite itself
+        calls_blocks = any(id(child) in stacks for child in part.children())
+        if part is not module and (num_stacks == 1 or calls_blocks or id(part) in stacks):
             return [part]
-        if id(part) in stacks:  # its items are called by the composite itself
-            return None
         towers: list[nn.Module] = []
         for child in part.children():
             inner = towers_in(child)

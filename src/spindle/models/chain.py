@@ -18,7 +18,7 @@ branch, so a call with other such arguments needs a chain of its own.
 
 from __future__ import annotations
 
-import hashlib, os
+import hashlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ from spindle.errors import WorkloadError
 from spindle.models.blocks import BlockLists, block_lists, is_plain_sequence
 from spindle.models.fake import fake_output
 from spindle.models.recording import argument_normalizer, record_forward
-from spindle.models.replay import replay_forward, shape_of, zero_output
+from spindle.models.replay import has_replay, replay_forward, shape_of, zero_output
 from spindle.models.state import ModuleSnapshot
 from spindle.models.statements import (
     Attribute,
@@ -123,6 +123,11 @@ class Chain:
         return isinstance(self.source, RecordedForward)
 
     @property
+    def reads_values(self) -> bool:
+        """Whether code between its blocks runs itself, because it reads values of tensors."""
+        return isinstance(self.source, RecordedForward) and has_replay(self.source.namespace)
+
+    @property
     def reason(self) -> str:
         """Why the module is one layer; empty if it is not."""
         return self.source.reason if isinstance(self.source, WholeModule) else ""
@@ -206,7 +211,6 @@ def chain_and_output(
         replayed = replay_forward(module, *values(), blocks.values(), runs_ahead=True)
         return build_chain(module, _cut(module, replayed, lists)), lambda: replayed.result
     except Exception:
-        if os.environ.get("DBG"): import traceback; traceback.print_exc()
         return whole(reason)
     finally:
         before.restore()

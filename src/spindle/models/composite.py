@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from spindle.models.blocks import towers_of
 from spindle.models.chain import function_text, has_hooks, record_pure
 from spindle.models.recording import argument_normalizer
+from spindle.models.replay import has_replay, replay_forward, shape_of
 from spindle.models.serialize import namespace_text
-from spindle.models.replay import Replay, replay_forward, shape_of
 from spindle.models.state import ModuleSnapshot
 from spindle.models.statements import (
     Attribute,
@@ -118,8 +118,6 @@ def open_composite(
     try:
         return _Opening(module, replay_forward(module, *values(), towers, runs_ahead=False)).opened()
     except Exception as error:
-        import os
-        if os.environ.get("DBG"): import traceback; traceback.print_exc()
         return failure_reason(error)
     finally:
         before.restore()
@@ -144,7 +142,7 @@ class _Opening:
         calls = []
         for statement in self._parts.values():
             assert statement.module is not None
-            callee, _, arguments = statement.text.partition("(")
+            arguments = statement.text.partition("(")[2]
             references = References(uses=set(statement.uses), attributes=list(statement.attributes))
             calls.append(
                 PartCall(
@@ -169,7 +167,7 @@ class _Opening:
             result=recording.result,
             output=self._output,
             loss_parts=self._loss_parts,
-            reads_values=any(isinstance(value, Replay) for value in recording.namespace.values()),
+            reads_values=has_replay(recording.namespace),
         )
 
     def _loose_calls(self) -> list[PartCall]:
@@ -177,7 +175,7 @@ class _Opening:
         owners = {id(owner): owner for owner, _ in self._loose.values()}
         for variable, (owner, name) in self._loose.items():
             by_owner.setdefault(id(owner), {})[name] = variable
-        calls = []
+        calls: list[PartCall] = []
         for owner_id, variables in by_owner.items():
             owner = owners[owner_id]
             if any(statement.module is owner for statement in self._parts.values()):
@@ -211,7 +209,7 @@ class _Opening:
     def _loss_parts(self, position: int) -> tuple[str, Glue] | None:
         """A leaf of the output as the mean of a cross entropy over tokens, or as its sum over a given number: ("mean",
         the glue of its total and count), or ("sum", its glue); None for any other."""
-        text, references = self._recording.leaves[position]
+        text, _ = self._recording.leaves[position]
         by_name = {statement.name: statement for statement in self._recording.statements if statement.name}
         statement = by_name.get(text)
         if statement is None:
@@ -219,14 +217,18 @@ class _Opening:
         loss = _cross_entropy(statement, self._recording.namespace)
         if loss is not None and loss.reduction == _MEAN:
             total = re.sub(r"^\w+", "_cross_entropy_parts", statement.text)
-            return "mean", self._glue(total, References(uses=set(statement.uses), attributes=list(statement.attributes)))
+            return "mean", self._glue(
+                total, References(uses=set(statement.uses), attributes=list(statement.attributes))
+            )
         if statement.kind.startswith("aten.div.") and len(statement.uses) >= 1:
             dividend = statement.text.partition("(")[2].partition(",")[0]
             summed = by_name.get(dividend)
             loss = _cross_entropy(summed, self._recording.namespace) if summed is not None else None
             divisors = [by_name[name] for name in statement.uses if name != dividend and name in by_name]
-            if loss is not None and loss.reduction == _SUM and not any(
-                self._depends_on_parts(divisor) for divisor in divisors
+            if (
+                loss is not None
+                and loss.reduction == _SUM
+                and not any(self._depends_on_parts(divisor) for divisor in divisors)
             ):
                 return "sum", self._output(position)
         return None
@@ -288,7 +290,8 @@ class _Opening:
         words = frozenset(re.findall(r"\w+", text))
         namespace = {name: value for name, value in recording.namespace.items() if name in words}
         return Glue(
-            run=_compiled(self._module, text, namespace, extra or {}, copies=bool(given & written)), inputs=tuple(inputs)
+            run=_compiled(self._module, text, namespace, extra or {}, copies=bool(given & written)),
+            inputs=tuple(inputs),
         )
 
     def _variable_of(self, owner: nn.Module, name: str) -> str:
@@ -313,6 +316,7 @@ def _compiled(
     def glue(*values: Any) -> Any:
         return run(*(tree_map(_clone, value) for value in values)) if copies else run(*values)
 
+    glue.reads_values = has_replay(namespace)  # type: ignore[attr-defined]
     glue.__qualname__ = f"glue of {type(module).__qualname__} {digest}"
     return glue
 

@@ -72,7 +72,12 @@ class Interception:
 
         def symbolic_length(value: Any) -> Any:
             # `len` itself returns plain ints only, which would fix the number of samples in the recording.
-            if isinstance(value, torch.Tensor) and threading.get_ident() == thread and value.dim() and not self.is_paused:
+            if (
+                isinstance(value, torch.Tensor)
+                and threading.get_ident() == thread
+                and value.dim()
+                and not self.is_paused
+            ):
                 return value.shape[0]
             return python_length(value)
 

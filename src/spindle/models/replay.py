@@ -2,8 +2,8 @@
 
 Such code cannot be recorded: it may do something else for every batch. So it runs itself, on real tensors, whenever a
 part of the module needs something from it. The module's forward is started from the beginning; calls of its parts
-(blocks, towers, other submodules with parameters) are answered with outputs that are known already; and it is stopped at
-the part whose arguments are wanted. This is a pure function of the module's arguments and of the outputs of earlier
+(blocks, towers, other submodules with parameters) are answered with outputs that are known already; and it is stopped
+at the part whose arguments are wanted. This is a pure function of the module's arguments and of the outputs of earlier
 parts, so it can run on any rank that has these, and its gradients are right.
 
     argument ─▶ [code] ─▶ part 0 ─▶ [code again, up to part 1] ─▶ part 1 ─▶ ... ─▶ [code to its end] ─▶ output
@@ -21,7 +21,7 @@ Blocks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,7 +71,7 @@ class _Stop(Exception):
     """Ends a forward whose rest is not wanted."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
     """The forward of a module, run up to the arguments of one of its parts. Can be sent to other processes."""
 
@@ -83,18 +83,6 @@ class Replay:
     calls: tuple[ReplayedCall, ...]
     loose: tuple[tuple[str, str, tuple[int, ...], torch.dtype], ...]  # path of the owner, name, shape, dtype
     first_block: int
-    _cached: Any = None
-
-    def __getstate__(self) -> Any:
-        return (
-            self.module, self.spec, self.constants, self.is_input, self.targets, self.calls, self.loose, self.first_block,
-        )  # fmt: skip
-
-    def __setstate__(self, state: Any) -> None:
-        (
-            self.module, self.spec, self.constants, self.is_input, self.targets, self.calls, self.loose, self.first_block,
-        ) = state  # fmt: skip
-        self._cached = None
 
     def __repr__(self) -> str:
         return f"Replay({self.targets}, {[call.path for call in self.calls]}, {self.loose})"
@@ -118,7 +106,14 @@ class Replay:
         result = self._run(answer, inputs, loose)
         return tree_leaves(result) if number == len(self.calls) else wanted
 
-    def ahead(self, wanted: Sequence[tuple[int, int]], exported: Sequence[int], inputs: Any, loose: Any) -> list[Any]:
+    def ahead(
+        self,
+        wanted: Sequence[tuple[int, int]],
+        exported: Sequence[int],
+        inputs: Any,
+        loose: Any,
+        compute: Callable[[nn.Module, Any, Any], Any] | None = None,
+    ) -> list[Any]:
         """Leaves of arguments of calls, by call and leaf, that depend on no block; and the outputs of some calls before
         the first block. Calls before the first block are computed."""
         values: dict[tuple[int, int], Any] = {}
@@ -133,8 +128,9 @@ class Replay:
             if place >= last and place >= self.first_block:
                 raise _Stop
             if place < self.first_block:
-                computed[place] = run(args, kwargs)
-                return computed[place]
+                part = self.module.get_submodule(call.path)
+                computed[place] = run(args, kwargs) if compute is None else compute(part, args, kwargs)
+                return tree_map(lambda leaf: leaf, computed[place])
             return self._zeros(call, None, args, kwargs)
 
         self._run(answer, inputs, loose)
@@ -157,9 +153,8 @@ class Replay:
         return tree_unflatten(leaves, call.spec)
 
     def _run(self, answer: Callable[..., Any], inputs: Any, loose: Any) -> Any:
-        if self._cached is None:
-            self._cached = [self.module.get_submodule(path) for path in self.targets]
-        paths = {id(module): path for module, path in zip(self._cached, self.targets, strict=True)}
+        targets = [self.module.get_submodule(path) for path in self.targets]
+        paths = {id(target): path for target, path in zip(targets, self.targets, strict=True)}
         place = 0
 
         def called(module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
@@ -172,7 +167,11 @@ class Replay:
         given = iter(inputs)
         leaves = [next(given) if named else value for named, value in zip(self.is_input, self.constants, strict=True)]
         args, kwargs = tree_unflatten(leaves, self.spec)
-        with without_caches(self.module), self._loose_parameters(loose, leaves), intercepted_calls(self._cached, called):
+        with (
+            without_caches(self.module),
+            self._loose_parameters(loose, leaves),
+            intercepted_calls(targets, called),
+        ):
             try:
                 return self.module(*args, **kwargs)
             except _Stop:
@@ -193,6 +192,11 @@ class Replay:
         finally:
             for parameters, name, parameter in before:
                 parameters[name] = parameter
+
+
+def has_replay(namespace: Mapping[str, Any]) -> bool:
+    """Whether generated text with these names replays code."""
+    return any(isinstance(value, Replay) for value in namespace.values())
 
 
 def shape_of(value: Any) -> Any:
@@ -334,7 +338,13 @@ class _Learner:
         return writer.recording(result, result_sources, result_read, outer_context)
 
     def _learn(
-        self, leaves: list[Any], spec: Any, targets: list[nn.Module], loose: list[Attribute], follow: _Dependencies, device: Any
+        self,
+        leaves: list[Any],
+        spec: Any,
+        targets: list[nn.Module],
+        loose: list[Attribute],
+        follow: _Dependencies,
+        device: Any,
     ) -> tuple[Any, list[set[Source]], set[Source]]:
         def called(module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
             argument_leaves, argument_spec = tree_flatten((tuple(args), dict(kwargs)))
@@ -382,7 +392,13 @@ class _Writer:
     """Writes the statements of a replayed forward."""
 
     def __init__(
-        self, replay: Replay, calls: list[_Call], leaves: list[Any], loose: list[Attribute], runs_ahead: bool, block_ids: set[int]
+        self,
+        replay: Replay,
+        calls: list[_Call],
+        leaves: list[Any],
+        loose: list[Attribute],
+        runs_ahead: bool,
+        block_ids: set[int],
     ) -> None:
         self._replay, self._calls, self._leaves, self._loose = replay, calls, leaves, loose
         self._runs_ahead, self._block_ids = runs_ahead, block_ids
@@ -401,9 +417,7 @@ class _Writer:
         """Whether a tensor is passed on as it was given or returned."""
         return isinstance(value, torch.Tensor) and id(value) in self._same and version == 0
 
-    def recording(
-        self, result: Any, sources: list[set[Source]], read: set[Source], outer_context: Any
-    ) -> Recording:
+    def recording(self, result: Any, sources: list[set[Source]], read: set[Source], outer_context: Any) -> Recording:
         first = self._replay.first_block if self._runs_ahead else 0
         ahead = self._write_ahead() if self._runs_ahead else {}
         for number in range(first, len(self._calls)):
@@ -452,6 +466,7 @@ class _Writer:
                 if aliases[number, leaf] == (number, leaf):
                     wanted.append((number, leaf))
         exported = list(range(first))
+        self._try_ahead(wanted, exported)
         given = ", ".join(name for name in self._inputs if name is not None)
         loose, attributes = self._loose_text({number for kind, number in needed if kind == "loose"})
         parameters = [
@@ -476,6 +491,12 @@ class _Writer:
             self._add(self._outputs[number], f"ahead[{position}]", {"ahead"}, kind="pick")
             self._register_output(number)
         return {place: names[alias] for place, alias in aliases.items()}
+
+    def _try_ahead(self, wanted: list[tuple[int, int]], exported: list[int]) -> None:
+        """Run ahead once, with zeros: some code cannot go on with outputs of blocks that are but shapes."""
+        inputs = [leaf for leaf, named in zip(self._leaves, self._replay.is_input, strict=True) if named]
+        with torch.no_grad(), zero_weights(self._replay.module, device_of(inputs)):
+            self._replay.ahead(wanted, exported, inputs, [None] * len(self._loose), compute=zero_output)
 
     def _write_call(self, number: int, ahead: dict[tuple[int, int], str]) -> None:
         call = self._calls[number]
@@ -563,7 +584,7 @@ class _Writer:
             outputs.append(text)
             uses |= {text} - {"None"}
         arguments = []
-        for position, name in enumerate(self._inputs):
+        for name in self._inputs:
             if name is not None:
                 arguments.append(name)
                 uses.add(name)
@@ -622,7 +643,9 @@ def zero_output(module: nn.Module, args: Any, kwargs: Any) -> Any:
         parts = _called_parts(children)
         if not parts:
             raise
-        with intercepted_calls(parts, lambda part, run, part_args, part_kwargs: zero_output(part, part_args, part_kwargs)):
+        with intercepted_calls(
+            parts, lambda part, run, part_args, part_kwargs: zero_output(part, part_args, part_kwargs)
+        ):
             return module(*args, **kwargs)
     return tree_map(zeros_like, result)
 
@@ -646,7 +669,8 @@ def zero_weights(module: nn.Module, device: torch.device) -> Iterator[dict[tuple
     zeros: dict[tuple[int, str], torch.Tensor] = {}
     with ExitStack() as stack:
         for submodule in module.modules():
-            for tensors in (submodule._parameters, submodule._buffers):
+            groups: tuple[dict[str, Any], ...] = (submodule._parameters, submodule._buffers)
+            for tensors in groups:
                 for name, tensor in tensors.items():
                     if tensor is None or (tensors is submodule._buffers and not tensor.is_meta):
                         continue

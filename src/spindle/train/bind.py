@@ -205,6 +205,7 @@ def code_of(bound: Bound, op: MetaOp) -> OpCode:
             weight=recorded.definition.weight,
             is_mean=recorded.is_mean,
             is_sum=recorded.is_sum,
+            reads_values=recorded.reads_values,
             per_sample_mean=recorded.definition.per_sample_mean,
             is_random=traced.name in facts.random_losses,
         )
@@ -222,5 +223,5 @@ def code_of(bound: Bound, op: MetaOp) -> OpCode:
         for number in range(op.first_layer, op.first_layer + op.num_layers)
     )
     if op.first_layer:
-        return LayersCode(layers=layers)
-    return LayersCode(layers=layers, arguments=call.arguments, sources=call.sources)
+        return LayersCode(layers=layers, reads_values=recorded.reads_values)
+    return LayersCode(layers=layers, arguments=call.arguments, sources=call.sources, reads_values=recorded.reads_values)

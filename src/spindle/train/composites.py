@@ -15,9 +15,17 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from spindle.models import Glue, OpenedComposite, PartCall, fake_like, fake_output, matched_leaves, open_composite, towers_of, zero_output
+from spindle.models import (
+    OpenedComposite,
+    PartCall,
+    fake_like,
+    fake_output,
+    matched_leaves,
+    open_composite,
+    towers_of,
+    zero_output,
+)
 from spindle.models.composite import LooseParameters
-from spindle.run import plain
 from spindle.train.task import Mean, ModuleHandle, called_module, called_part
 from spindle.train.task_errors import copy_line
 
@@ -146,7 +154,9 @@ def _fake(mode: FakeTensorMode, leaf: Any, rows: int, more: int) -> Any:
     if not (leaf.dim() and leaf.shape[0] == rows):
         more = 0
     with mode:
-        return torch.empty((leaf.shape[0] + more, *leaf.shape[1:]) if leaf.dim() else (), dtype=leaf.dtype, device=leaf.device)
+        return torch.empty(
+            (leaf.shape[0] + more, *leaf.shape[1:]) if leaf.dim() else (), dtype=leaf.dtype, device=leaf.device
+        )
 
 
 def _texts(opened: OpenedComposite) -> list[str]:
@@ -161,7 +171,7 @@ def _replace(graph: fx.Graph, node: fx.Node, opened: OpenedComposite, handle: Mo
         variables = _input_nodes(graph, node, opened)
         for call in opened.calls:
             arguments = graph.call_function(call.glue.run, tuple(variables[name] for name in call.glue.inputs))
-            called = graph.call_function(called_part, (_part(handle, call), arguments))
+            called = graph.call_function(called_part, (_part(handle, call), arguments))  # type: ignore[arg-type]
             copy_line(node, called)
             variables[call.name] = called
             for variable, entry in (call.entries or {}).items():
@@ -211,7 +221,9 @@ def _thawed(nest: Any) -> Any:
     return tuple(map(_thawed, nest)) if isinstance(nest, tuple) else nest
 
 
-def _replace_uses(graph: fx.Graph, node: fx.Node, opened: OpenedComposite, index: Any, variables: dict[str, Any]) -> None:
+def _replace_uses(
+    graph: fx.Graph, node: fx.Node, opened: OpenedComposite, index: Any, variables: dict[str, Any]
+) -> None:
     """Compute what users of a composite's output take from it, and no more."""
     users = list(node.users)
     accessors = [_accessor(user) for user in users]

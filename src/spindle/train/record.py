@@ -58,6 +58,14 @@ class RecordedTask:
     graph: fx.Graph = field(repr=False)  # all that was recorded, with its constants
     constants: nn.Module = field(repr=False)
 
+    @property
+    def reads_values(self) -> bool:
+        """Whether code of its modules, between towers or blocks, reads values of tensors, which may decide about
+        shapes."""
+        return any(call.chain.reads_values for call in self.calls) or any(
+            getattr(node.target, "reads_values", False) for node in self.graph.nodes
+        )
+
 
 # What may give a part of another tensor, or one that shares its memory.
 _PARTS = """getitem getattr view view_as reshape flatten unflatten transpose swapaxes swapdims movedim permute t squeeze
@@ -356,7 +364,9 @@ def _cut(task: RecordedTask, example: Any, known: dict[Any, tuple[Chain, Callabl
         def values(call: RecordedCall = call) -> tuple[Any, Any]:
             """Its arguments on the real batch, where modules return zeros."""
             with torch.no_grad():
-                arguments = call.arguments(example, *(tree_map(zeros_like, outputs[source]()) for source in call.sources))
+                arguments = call.arguments(
+                    example, *(tree_map(zeros_like, outputs[source]()) for source in call.sources)
+                )
             return arguments[0], arguments[1]
 
         try:

@@ -173,7 +173,8 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
                 # What grows with the batch: views of weights are kept as well, and are no activations.
                 saved_bytes = rows * max(0, saved_bytes - small[call][number].saved_bytes)
                 output_axes, mixes = axes_of(small[call][number].values, rows - 1, run.values, rows)
-                mixes |= any(map(_pairs_rows, small[call][number].shapes, run.shapes))
+                if len(run.shapes) == len(small[call][number].shapes):  # else code that reads values did other things
+                    mixes |= any(map(_pairs_rows, small[call][number].shapes, run.shapes))
             traced.append(
                 TracedLayer(
                     forward_flops=run.flops,
