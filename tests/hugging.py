@@ -102,6 +102,10 @@ PARTS: dict[str, Callable[[int, int, int], Batch]] = {
         "pixel_values": torch.randn(rows, 1, 3, IMAGE, IMAGE),
         "pixel_attention_mask": ones(rows, 1, IMAGE, IMAGE, dtype=torch.bool),
     },
+    "anyres_images": lambda rows, *_: {
+        "pixel_values": torch.randn(rows, 2, 3, IMAGE, IMAGE),
+        "image_sizes": torch.full((rows, 2), IMAGE),
+    },
     "image_sizes": lambda rows, *_: {"image_sizes": torch.full((rows, 2), IMAGE)},
     "points": lambda rows, *_: {
         "input_points": torch.rand(rows, 1, 1, 2) * (IMAGE - 1),
@@ -157,8 +161,10 @@ class Model:
         return self.entry.get("reason", "")
 
 
-MODELS, FAMILIES = ({name: Model(entry) for name, entry in _FILE[group].items()} for group in ("models", "families"))
-ALL_MODELS = {**MODELS, **FAMILIES}
+MODELS, FAMILIES, COMPOSITES = (
+    {name: Model(entry) for name, entry in _FILE[group].items()} for group in ("models", "families", "composites")
+)
+ALL_MODELS = {**MODELS, **FAMILIES, **COMPOSITES}
 
 
 def made(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
