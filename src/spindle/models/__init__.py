@@ -24,7 +24,7 @@ from spindle.models.parallel_styles import (
     split_dims,
     with_styles,
 )
-from spindle.models.replay import zero_output, zeros_like
+from spindle.models.replay import parts_of, zero_output, zero_outputs, zero_weights, zeros_like
 from spindle.models.serialize import NotSerializableError, dump_chain, load_source, source_text
 from spindle.models.state import ModuleSnapshot
 
@@ -55,6 +55,7 @@ __all__ = [
     "load_source",
     "matched_leaves",
     "open_composite",
+    "parts_of",
     "resolve_styles",
     "shard_of",
     "source_text",
@@ -66,5 +67,7 @@ __all__ = [
     "without_caches",
     "without_torch_logs",
     "zero_output",
+    "zero_outputs",
+    "zero_weights",
     "zeros_like",
 ]

@@ -22,8 +22,9 @@ Blocks
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -167,7 +168,10 @@ class Replay:
         given = iter(inputs)
         leaves = [next(given) if named else value for named, value in zip(self.is_input, self.constants, strict=True)]
         args, kwargs = tree_unflatten(leaves, self.spec)
+        has_weights = not any(parameter.is_meta for parameter in islice(self.module.parameters(), 1))
+        weights: Any = nullcontext() if has_weights else zero_weights(self.module, device_of(leaves))
         with (
+            weights,
             without_caches(self.module),
             self._loose_parameters(loose, leaves),
             intercepted_calls(targets, called),
@@ -634,27 +638,35 @@ def zero_output(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """The output of a module as zeros. Its parts are not computed: it runs on fake tensors, or, where it reads values,
     its own code runs around parts that return zeros."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    device = device_of((args, kwargs))
     fakes = tree_map(lambda leaf: fake_like(mode, leaf), (args, kwargs))
     try:
-        with FakeWeights(module, mode, device_of((args, kwargs))), as_when_compiling(), mode:
+        with FakeWeights(module, mode, device), as_when_compiling(), without_caches(module), mode:
             result = module(*fakes[0], **fakes[1])
+        return tree_map(zeros_like, result)
     except Exception:
-        children = [child for child in module.children() if any(True for _ in child.parameters())]
-        parts = _called_parts(children)
-        if not parts:
-            raise
-        with intercepted_calls(
-            parts, lambda part, run, part_args, part_kwargs: zero_output(part, part_args, part_kwargs)
-        ):
+        parts = parts_of(module)
+    try:
+        with zero_weights(module, device), without_caches(module), zero_outputs(parts):
             return module(*args, **kwargs)
-    return tree_map(zeros_like, result)
+    except Exception:  # a part does more than return tensors
+        with torch.no_grad(), without_caches(module):
+            return tree_map(zeros_like, module(*args, **kwargs))
 
 
-def _called_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The outermost modules that have a forward of their own."""
+def zero_outputs(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """Inside, these modules return zeros."""
+    return intercepted_calls(list(modules), lambda module, run, args, kwargs: zero_output(module, args, kwargs))
+
+
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """The outermost submodules that have parameters and a forward of their own."""
     parts: list[nn.Module] = []
-    for module in modules:
-        parts += _called_parts(module.children()) if isinstance(module, nn.ModuleList | nn.ModuleDict) else [module]
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            parts += parts_of(child)
+        elif any(True for _ in child.parameters()):
+            parts.append(child)
     return parts
 
 

@@ -24,7 +24,18 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from torch.utils.flop_counter import flop_registry
 
 from spindle.errors import GuardError, WorkloadError
-from spindle.models import ChainLayer, FakeWeights, ModuleSnapshot, as_when_compiling, device_of
+from spindle.models import (
+    ChainLayer,
+    FakeWeights,
+    ModuleSnapshot,
+    as_when_compiling,
+    device_of,
+    fake_like,
+    parts_of,
+    zero_outputs,
+    zero_weights,
+    zeros_like,
+)
 from spindle.run import Axes, axes_of, cut, pytree_meta
 from spindle.train.record import RecordedCall, RecordedTask, with_whole_loss
 from spindle.train.task_errors import named_call
@@ -221,6 +232,8 @@ def _layers(recorded: RecordedTask, batch: Any) -> _Runs:
             return _run_layers(recorded, tree_map(lambda leaf: _fake(mode, leaf), batch), {})
     except (*_NEEDS_VALUES, RuntimeError) as error:
         if any(parameter.is_meta for module in modules.values() for parameter in module.parameters()):
+            if recorded.reads_values:
+                return _run_layers_without_weights(recorded, batch)
             raise WorkloadError(
                 f"task {recorded.definition.name!r} cannot be followed without values, and its modules have none (they "
                 f"are on meta): {_first_line(error)}. If its code looks at values, measure it where its weights fit "
@@ -276,6 +289,50 @@ def _run_layers(recorded: RecordedTask, batch: Any, known: dict[Any, _Run] | Non
             recorded.loss(batch, *used)
         shapes = noted.shapes
     return runs, used, shapes
+
+
+def _run_layers_without_weights(recorded: RecordedTask, batch: Any) -> _Runs:
+    """As `_layers`, for tasks whose code reads values of the batch, and whose modules have no weights: layers run on
+    fake tensors, and code that reads values runs on zeros."""
+    runs: dict[str, list[_Run]] = {}
+    outputs: dict[str, Any] = {}
+    for call in recorded.calls:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        weights = FakeWeights(call.handle.module, mode, device_of(batch))
+        with torch.no_grad():
+            args, kwargs = call.arguments(batch, *(outputs[source] for source in call.sources))
+        for layer in call.chain.layers:
+            trains = any(parameter.requires_grad for parameter in layer.parameters)
+            fakes = tree_map(lambda leaf, mode=mode: fake_like(mode, leaf), (args, kwargs))
+            saved: dict[int, torch.UntypedStorage] = {}
+            keep = torch.autograd.graph.saved_tensors_hooks(_counting(saved, layer.parameters), lambda packed: packed)
+            noted = _Noting()
+            try:
+                with weights, mode, as_when_compiling(), noted, keep:
+                    values = layer.run(*fakes[0], **fakes[1])
+                given = zip(tree_leaves(fakes), tree_leaves((args, kwargs)), strict=True)
+                passed = {id(fake): leaf for fake, leaf in given}  # leaves that it returns as they are
+                values = tree_map(lambda leaf, passed=passed: passed.get(id(leaf), zeros_like(leaf)), values)
+            except (*_NEEDS_VALUES, RuntimeError):
+                module, noted = call.handle.module, _Noting()
+                parts = zero_outputs(parts_of(module))
+                with torch.no_grad(), zero_weights(module, device_of(batch)), noted, parts:
+                    values = layer.run(*args, **kwargs)
+            runs.setdefault(call.name, []).append(
+                _Run(
+                    values=values,
+                    shapes=noted.shapes,
+                    flops=noted.flops,
+                    input_bytes=_num_bytes((args, kwargs)),
+                    saved_bytes=sum(storage.nbytes() for storage in saved.values()),
+                    writes_input=False,
+                    trains=trains,
+                    passes_gradient=trains or bool(call.sources),
+                )
+            )
+            args, kwargs = values, {}
+        outputs[call.name] = values[0]
+    return runs, [outputs[source] for source in recorded.loss_sources], []
 
 
 def _likeness(visit: Visit) -> Any:
