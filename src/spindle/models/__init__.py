@@ -24,7 +24,7 @@ from spindle.models.parallel_styles import (
     split_dims,
     with_styles,
 )
-from spindle.models.replay import parts_of, zero_output, zero_outputs, zero_weights, zeros_like
+from spindle.models.replay import zero_output, zero_outputs, zero_weights, zeros_like
 from spindle.models.serialize import NotSerializableError, dump_chain, load_source, source_text
 from spindle.models.state import ModuleSnapshot
 
@@ -55,7 +55,6 @@ __all__ = [
     "load_source",
     "matched_leaves",
     "open_composite",
-    "parts_of",
     "resolve_styles",
     "shard_of",
     "source_text",

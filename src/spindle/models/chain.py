@@ -33,7 +33,7 @@ from spindle.errors import WorkloadError
 from spindle.models.blocks import BlockLists, block_lists, is_plain_sequence
 from spindle.models.fake import fake_output
 from spindle.models.recording import argument_normalizer, record_forward
-from spindle.models.replay import has_replay, replay_forward, shape_of, zero_output
+from spindle.models.replay import Replay, has_replay, parts_of, replay_forward, shape_of, zero_output
 from spindle.models.state import ModuleSnapshot
 from spindle.models.statements import (
     Attribute,
@@ -126,6 +126,15 @@ class Chain:
     def reads_values(self) -> bool:
         """Whether code between its blocks runs itself, because it reads values of tensors."""
         return isinstance(self.source, RecordedForward) and has_replay(self.source.namespace)
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The submodules that its layers call."""
+        if not isinstance(self.source, RecordedForward):
+            return parts_of(self.module)
+        replays = [value for value in self.source.namespace.values() if isinstance(value, Replay)]
+        replayed = [replay.module.get_submodule(path) for replay in replays for path in replay.targets]
+        return list(dict.fromkeys([*replayed, *(module for layer in self.source.layers for module in layer.modules)]))
 
     @property
     def reason(self) -> str:

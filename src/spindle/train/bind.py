@@ -70,7 +70,7 @@ def trace_recorded(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -
         try:
             return [trace(task, examples[task.definition.name]) for task in recorded]
         except GuardError as error:
-            reason = "its code between the blocks depends on how many samples there are (len(x) for x.shape[0]?)"
+            reason = "its code between the blocks depends on how many samples there are (int(x.shape[0])?)"
             recorded = kept_whole(recorded, error.module, reason)
 
 

@@ -31,7 +31,6 @@ from spindle.models import (
     as_when_compiling,
     device_of,
     fake_like,
-    parts_of,
     zero_outputs,
     zero_weights,
     zeros_like,
@@ -315,7 +314,7 @@ def _run_layers_without_weights(recorded: RecordedTask, batch: Any) -> _Runs:
                 values = tree_map(lambda leaf, passed=passed: passed.get(id(leaf), zeros_like(leaf)), values)
             except (*_NEEDS_VALUES, RuntimeError):
                 module, noted = call.handle.module, _Noting()
-                parts = zero_outputs(parts_of(module))
+                parts = zero_outputs(call.chain.parts)
                 with torch.no_grad(), zero_weights(module, device_of(batch)), noted, parts:
                     values = layer.run(*args, **kwargs)
             runs.setdefault(call.name, []).append(
