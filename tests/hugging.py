@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from spindle.train import mean, module, task
 from zoo import Workload
 
 hf.logging.set_verbosity_error()
+# Losses of transformers are computed in float32, whose rounding would hide errors of other kinds.
+_float = torch.Tensor.float
+torch.Tensor.float = lambda tensor: tensor if tensor.dtype == torch.float64 else _float(tensor)
 Batch = dict[str, torch.Tensor]
 IMAGE_TOKEN, VISION_START, VISION_END = 60, 58, 57  # of a vocabulary of 61
 IMAGE, FRAMES = 32, 4
@@ -291,32 +295,41 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
 }
 
 
-def labelled(name: str, batch: Batch) -> Batch:
+def labelled(name: str, batch: Batch) -> dict[str, Any]:
     """A batch with what a model needs to compute its loss."""
     if name in ("CLIP", "CLAP", "SigLIP"):
         return {**batch, "return_loss": True}
     if "decoder_input_ids" in batch:
-        return {
-            **{key: value for key, value in batch.items() if key != "decoder_input_ids"},
-            "labels": batch["decoder_input_ids"],
-        }
+        batch = dict(batch)
+        return {"labels": batch.pop("decoder_input_ids"), **batch}
     labels = batch["input_ids"].clone()
     labels[(labels == 0) | (labels >= VISION_END)] = -100
     return {**batch, "labels": labels}
 
 
 def composite(name: str) -> Workload:
-    """A model that is given labels and returns its loss."""
-    model = module("model", made(name))
+    """A model that is given labels and returns its loss, as `CLIP` or, with adapters, `LoRA LLaVA`; in `counted Llama`
+    the batch says by how many tokens the loss is divided."""
+    kind, _, model_name = name.rpartition(" ") if name.startswith(("LoRA ", "counted ")) else ("", "", name)
+    network = made(model_name)
+    if kind == "LoRA":
+        peft = import_module("peft")
+        torch.manual_seed(1)
+        adapters = peft.LoraConfig(r=4, target_modules=r".*(q_proj|v_proj|qkv)", init_lora_weights=False)
+        network = peft.get_peft_model(network, adapters).double()
+    model = module("model", network)
 
     @task(batch_size=ROWS)
     def train(batch):
         return model(**batch).loss
 
-    batches = _batches([train], name)
-    return Workload(
-        tasks=[train], batches=lambda step: {key: labelled(name, value) for key, value in batches(step).items()}
-    )
+    def batches(step: int) -> dict[str, Any]:
+        batch = labelled(model_name, batch_of(model_name, ROWS, 7 + 2 * (step % 3)))
+        return {
+            "train": {**batch, "num_items_in_batch": (batch["labels"] != -100).sum()} if kind == "counted" else batch
+        }
+
+    return Workload(tasks=[train], batches=batches)
 
 
 def workload_named(name: str) -> Workload:
