@@ -167,8 +167,10 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
         try:
             small, _, fewer_shapes = _layers(recorded, cut(batch, axes, rows, 0, rows - 1))
             couples = not loss_shapes or any(map(_pairs_rows, fewer_shapes, loss_shapes))
-        except GuardError:  # of a module in layers; whole it may well run
-            raise
+        except GuardError as error:
+            if any(call.handle.module is error.module for call in recorded.calls):  # whole it may well run
+                raise
+            whole_only = "what its code between towers does depends on how many samples there are"
         except Exception as error:  # the user's code, on fewer rows than it may expect
             whole_only = f"it does not run on part of a batch ({type(error).__name__}: {_first_line(error)})"
     if recorded.whole_loss is not None and (whole_only or couples):
