@@ -74,8 +74,9 @@ def _curve(graph: MetaGraph, op: MetaOp, cluster: Cluster, roofline: Roofline, d
 
     def pass_s(flops: float, traffic_passes: int, overhead_s: float) -> list[float]:
         # Weights are read once per pass, whatever the rows; backward reads and writes twice as much.
-        traffic = traffic_passes * (rows * cost.traffic_bytes / divisor + weight_bytes)
-        compute = np.maximum(rows * flops / effective_flops, traffic / effective_bandwidth)
+        with np.errstate(over="ignore"):  # a Curve refuses times that are not finite
+            traffic = traffic_passes * (rows * cost.traffic_bytes / divisor + weight_bytes)
+            compute = np.maximum(rows * flops / effective_flops, traffic / effective_bandwidth)
         link_s = np.array([tensor_group_s(cost, count, degree, cluster) for count in rows.tolist()])
         return [float(time_s) for time_s in overhead_s + compute + link_s]
 
