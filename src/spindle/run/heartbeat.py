@@ -36,7 +36,8 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from spindle.errors import PeerLostError
-from spindle.launch.failure import FOLDER_VARIABLE, end_by_error
+from spindle.launch import variables
+from spindle.launch.failure import end_by_error
 
 LIMIT_VARIABLE = "SPINDLE_HEARTBEAT_S"  # 0: no heartbeat
 LIMIT_S = 12.0
@@ -53,7 +54,7 @@ def start_heartbeat() -> None:
     Idempotent per group. The heartbeat of a destroyed group ends.
     """
     limit_s = float(os.environ.get(LIMIT_VARIABLE, LIMIT_S))
-    if FOLDER_VARIABLE in os.environ or limit_s <= 0 or dist.get_world_size() == 1:
+    if variables.ACTIVITY in os.environ or limit_s <= 0 or dist.get_world_size() == 1:
         return
     group, running = dist.group.WORLD, _running()
     if running and running[0].group is group:
