@@ -103,6 +103,9 @@ class Cluster:
             first += island.num_devices
         return tuple(groups)
 
+    def num_tensor_groups(self, degree: int) -> int:
+        return sum(island.num_devices // degree for island in self.islands)
+
     def with_memory(self, memory_bytes: int) -> Cluster:
         """The same cluster with this much memory on every device."""
         islands = tuple(

@@ -62,7 +62,7 @@ def _curve(graph: MetaGraph, op: MetaOp, cluster: Cluster, roofline: Roofline, d
     cost, kind = op.cost, cluster.kind
     assert cost is not None
     assert op.batch_size is not None
-    max_replicas = 1 if cost.whole_batch else min(len(cluster.tensor_groups(degree)), op.batch_size)
+    max_replicas = 1 if cost.whole_batch else min(cluster.num_tensor_groups(degree), op.batch_size)
     # One entry per number of replicas: the largest share of the batch decides the time.
     num_replicas = np.arange(1, max_replicas + 1)
     rows = -(-op.batch_size // num_replicas)
