@@ -549,23 +549,24 @@ def test_a_narrow_terminal_sees_whole_numbers_of_fewer_columns(columns, workload
 
 
 def test_compiled_code_finds_a_folder_where_nothing_else_can_be_written(tmp_path, monkeypatch):
-    import spindle.cli.main as program
+    import spindle.jit as program
 
     cleanups = []
+    monkeypatch.setattr(program.numba.config, "CACHE_DIR", "")
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setattr(program.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(program.atexit, "register", lambda *call, **options: cleanups.append((call, options)))
-    program.give_numba_a_cache()
+    program._choose_folder.__wrapped__()
     assert "NUMBA_CACHE_DIR" not in os.environ
     monkeypatch.setattr(program, "_can_be_written", lambda _: False)
-    program.give_numba_a_cache()
+    program._choose_folder.__wrapped__()
     folder = Path(os.environ["NUMBA_CACHE_DIR"])
     assert folder.parent == tmp_path
     (((remove, *arguments), options),) = cleanups
     remove(*arguments, **options)
     assert not folder.exists()
     monkeypatch.setenv("NUMBA_CACHE_DIR", "mine")
-    program.give_numba_a_cache()
+    program._choose_folder.__wrapped__()
     assert os.environ["NUMBA_CACHE_DIR"] == "mine"
 
 

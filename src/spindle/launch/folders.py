@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
+import getpass
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -56,6 +59,21 @@ def locked(folder: Path) -> Iterator[bool]:
         yield True
     finally:
         os.close(descriptor)
+
+
+def leave_out_foreign_inductor_cache() -> None:
+    """Give torch's compiler, which torch imports for fake tensors, a folder of its own if something of another user, or
+    no folder, is in the place of its cache: it would fail, or run what it finds there."""
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    if variable in os.environ:
+        return
+    with suppress(OSError, KeyError, ImportError):  # a user without a name has no such folder
+        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+        status = (Path(tempfile.gettempdir()) / f"torchinductor_{user}").lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            folder = tempfile.mkdtemp(prefix="spindle-inductor-")
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            os.environ[variable] = folder
 
 
 def _remove_abandoned(parent: Path) -> None:
