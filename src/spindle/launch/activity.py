@@ -144,7 +144,7 @@ def read_activities(folder: Path, num_ranks: int) -> dict[int, Activity]:
     return activities
 
 
-def limit_s() -> float:
+def hung_limit_s() -> float:
     """Seconds without progress after which a rank hangs, before longer steps are taken into account; 0: never."""
     with suppress(ValueError):
         return max(0.0, float(os.environ.get(LIMIT_VARIABLE, LIMIT_S)))

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from spindle.errors import InputError
 from spindle.launch import variables
-from spindle.launch.activity import HangDetector, limit_s, read_activities
+from spindle.launch.activity import HangDetector, hung_limit_s, read_activities
 from spindle.launch.failure import Failure, parse_failures
 from spindle.launch.folders import locked, private_folder
 from spindle.launch.mps import shared_gpu
@@ -180,7 +180,7 @@ class _Job:
     def __init__(self, num_processes: int, activity: Path | None = None) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._num_processes, self._activity = num_processes, activity
-        self._hangs = HangDetector(num_processes, limit_s())
+        self._hangs = HangDetector(num_processes, hung_limit_s())
         self._reports: dict[int, int] = {}  # descriptors of pipes
         self._reported: dict[int, bytes] = {}
         self._endings: dict[int, Ending] = {}

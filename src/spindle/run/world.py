@@ -340,6 +340,8 @@ def lost(doing: str, error: BaseException) -> PeerLostError:
 def join_world() -> World:
     """Join the world that the environment describes."""
     size, is_ordered = int(os.environ.get("WORLD_SIZE", "1")), _LAUNCH_ORDER in os.environ
+    if _TORCHRUN_VARIABLE in os.environ:  # whose ranks would go on without it
+        die_with_parent()
     if dist.is_initialized():
         _watch_ranks()
         on_host = dist.get_backend() == "gloo"  # which cannot send CUDA tensors
@@ -375,8 +377,6 @@ def _watch_ranks() -> None:
     install_hook()  # after torch, whose own hook would end the process before this one reports
     start_heartbeat()
     recorder.start()
-    if _TORCHRUN_VARIABLE in os.environ:  # whose ranks would go on without it
-        die_with_parent()
 
 
 def _set_nccl_defaults() -> None:
