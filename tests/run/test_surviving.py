@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from spindle.launch.activity import LIMIT_S, ON_STEP, Activity, HangDetector
+from spindle.launch.activity import LIMIT_S, ON_STEP, Activity, HangDetector, SlownessDetector
 from spindle.launch.folders import PREFIX
 from spindle.launch.restart import Fault, Restarts
 from test_launch import PRELUDE, is_gone, launched, noted_pid, started, wait_until
@@ -254,6 +254,16 @@ def test_a_rank_that_no_longer_records_hangs_whatever_it_waited_for():
     hung = after(HangDetector(2, LIMIT_S), 63, activity(waiting="exchanging tensors"), mute)
     assert list(hung) == [1]
     assert "its threads do not run" in hung[1]
+
+
+def test_a_rank_that_is_slower_than_predicted_is_named_once_with_its_host_and_factor():
+    detector = SlownessDetector()
+    activities = {rank: activity(slowness=slowness, host="a") for rank, slowness in enumerate((1.9, 2.0, 3.0, None))}
+    assert detector.notices({**activities, 2: activity(slowness=2.5, host="b")}) == []
+    assert detector.notices({**activities, 2: activity(slowness=3.0, host="b")}) == [
+        "rank 2 on b computes 1.54 times as long as predicted, relative to the other ranks"
+    ]
+    assert detector.notices(activities) == []
 
 
 def test_a_job_that_goes_on_does_not_hang():

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import statistics
 import sys
 import threading
 import time
@@ -27,6 +29,7 @@ LIMIT_VARIABLE = "SPINDLE_HUNG_S"  # seconds without progress after which a rank
 LIMIT_S = 60.0
 _LONGEST_STEPS = 20  # no rank hangs before so many of the longest steps
 _USERS_CODE = 10  # times the limit: a callback of the user's may write, evaluate or sample for long
+_SLOW = 1.3  # times as long as predicted, relative to other ranks
 ON_STEP = "on_step"
 
 
@@ -42,13 +45,16 @@ class Activity:
     waiting: str  # what it waits for others for; empty if it does not
     where: str  # the line of the script that it runs
     checkpoint_every: int | None = None  # steps
+    slowness: float | None = None  # compute measured over predicted, of the last steps
+    host: str = ""
 
     def __post_init__(self) -> None:
         """Validate the fields: records are read from files."""
         for name in ("num_records", "num_events"):
             if not isinstance(getattr(self, name), int):
                 raise ValueError(f"not a record of a rank's activity: {self!r}")
-        if not isinstance(self.longest_step_s, int | float) or not isinstance(self.step, int | None):
+        numbers = (self.longest_step_s, 0.0 if self.slowness is None else self.slowness)
+        if not all(isinstance(number, int | float) for number in numbers) or not isinstance(self.step, int | None):
             raise ValueError(f"not a record of a rank's activity: {self!r}")
 
 
@@ -60,6 +66,7 @@ class Recorder:
         self.is_watched = False
         self.phase = self.waiting = ""
         self.checkpoint_every: int | None = None
+        self.slowness: float | None = None
         self.num_events = 0
         self._num_records = 0
         self._longest_step_s = 0.0
@@ -104,6 +111,8 @@ class Recorder:
             waiting=self.waiting,
             where=_place_of_main_thread(),
             checkpoint_every=self.checkpoint_every,
+            slowness=self.slowness,
+            host=socket.gethostname(),
         )
 
     def start(self) -> None:
@@ -193,6 +202,27 @@ class HangDetector:
         doing = ", ".join(filter(None, (activity.phase, activity.waiting, activity.where)))
         mute = "; its threads do not run" if is_mute else ""
         return f"{silence}{f' ({doing})' if doing else ''}{mute} ({LIMIT_VARIABLE} sets the limit)"
+
+
+class SlownessDetector:
+    """Finds ranks whose compute takes longer than predicted, more than that of the others does; each is told once."""
+
+    def __init__(self) -> None:
+        self._told: set[int] = set()
+
+    def notices(self, activities: Mapping[int, Activity]) -> list[str]:
+        slowness = {rank: activity.slowness for rank, activity in activities.items() if activity.slowness}
+        notices = []
+        for rank, own in slowness.items():
+            others = [number for another, number in slowness.items() if another != rank]
+            factor = own / statistics.median(others) if others else 1.0
+            if factor > _SLOW and rank not in self._told:
+                self._told.add(rank)
+                notices.append(
+                    f"rank {rank} on {activities[rank].host} computes {factor:.2f} times as long as predicted, "
+                    "relative to the other ranks"
+                )
+        return notices
 
 
 def _is_debugged() -> bool:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from spindle.errors import InputError
 from spindle.launch import variables
-from spindle.launch.activity import HangDetector, hung_limit_s, read_activities
+from spindle.launch.activity import HangDetector, SlownessDetector, hung_limit_s, read_activities
 from spindle.launch.failure import Failure, parse_failures
 from spindle.launch.folders import locked, private_folder
 from spindle.launch.mps import shared_gpu
@@ -155,7 +155,7 @@ def _run(attempt: _Attempt, signals: Sequence[int]) -> int | tuple[Verdict, Faul
         # Watch until all are done, one fails, or we are asked to stop.
         while job.running() and not job.failed() and not signals:
             job.kill_stopped()
-            job.kill_hung()
+            job.watch_activities()
             time.sleep(POLL_S)
         if signals:
             received = signal.Signals(signals[0])
@@ -180,7 +180,7 @@ class _Job:
     def __init__(self, num_processes: int, activity: Path | None = None) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._num_processes, self._activity = num_processes, activity
-        self._hangs = HangDetector(num_processes, hung_limit_s())
+        self._hangs, self._slow = HangDetector(num_processes, hung_limit_s()), SlownessDetector()
         self._reports: dict[int, int] = {}  # descriptors of pipes
         self._reported: dict[int, bytes] = {}
         self._endings: dict[int, Ending] = {}
@@ -261,8 +261,8 @@ class _Job:
                 self._killed[rank] = since_ns, f"was stopped (SIGSTOP) for {stopped_s:.0f} s"
                 _signal_group(process, signal.SIGKILL)
 
-    def kill_hung(self) -> None:
-        """Kill ranks that hang, by what all of them record."""
+    def watch_activities(self) -> None:
+        """Kill ranks that hang, and tell of those that are slow, by what all of them record."""
         now_ns = time.monotonic_ns()
         elapsed_s = (now_ns - self._last_hung_poll_ns) / 1e9
         if self._activity is None or elapsed_s < HUNG_POLL_S:
@@ -270,6 +270,8 @@ class _Job:
         self._last_hung_poll_ns = now_ns
         # If this process was stopped, too, that time does not count.
         activities = read_activities(self._activity, self._num_processes)
+        for notice in self._slow.notices(activities):
+            _print(f"note: {notice}")
         for rank, because in self._hangs.hung(activities, min(elapsed_s, 2 * HUNG_POLL_S)).items():
             if rank not in self._killed and rank not in self._endings:
                 self._killed[rank] = now_ns, because

@@ -27,6 +27,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -40,7 +41,15 @@ import torch.distributed as dist
 
 from spindle.errors import PeerLostError, SpindleError, TrainingError
 from spindle.launch import variables
-from spindle.launch.activity import RECORD_S, Activity, HangDetector, hung_limit_s, parse_activity, recorder
+from spindle.launch.activity import (
+    RECORD_S,
+    Activity,
+    HangDetector,
+    SlownessDetector,
+    hung_limit_s,
+    parse_activity,
+    recorder,
+)
 from spindle.launch.failure import end_by_error
 
 LIMIT_VARIABLE = "SPINDLE_HEARTBEAT_S"  # 0: no heartbeat
@@ -113,7 +122,7 @@ class Heartbeat:
         self._last, self._silent = 0, 0  # of the watched host: its counter, and iterations without a change
         self._store_left = rank == 0
         self._activity, self._hangs = activity, HangDetector(size, hung_limit_s())
-        self._size, self._iterations = size, 0
+        self._size, self._iterations, self._slow = size, 0, SlownessDetector()
 
     def start(self) -> None:
         self._store.set(f"process {self._rank}", self._process)
@@ -214,6 +223,8 @@ class Heartbeat:
             texts = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
             parsed = [parse_activity(text.decode()) for text in texts]
             activities = {rank: activity for rank, activity in enumerate(parsed) if activity is not None}
+            for notice in self._slow.notices(activities):
+                print(f"note: {notice}", file=sys.stderr)
             if hung := self._hangs.hung(activities, _RECORD * self._interval_s):
                 self._store.set(_HUNG, json.dumps(hung))
         if self._store.check([_HUNG]):

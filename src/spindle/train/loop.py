@@ -399,6 +399,8 @@ class Loop:
                 )
             if run.checks_losses:
                 checked.update(variants)
+            if run.is_as_planned:
+                self._times.compare_compute(watch, run.executor.program, run.profile)
             if is_timed:
                 self._times.keep(step, watch, run.executor.program, run.profile)
             tasks = run.profile.graph.tasks
