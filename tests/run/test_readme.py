@@ -49,8 +49,8 @@ INSTALLS = "installs the package, which .ci/run does"
 TWINS = "tests/run/test_examples.py runs this script with fewer steps, on one process and on two"
 QUICK_SEARCH = "takes half a minute; tests/unit/test_cli_pipelines.py runs this verb with fewer evaluations"
 NOT_RUN = {
-    "pip install '.[train]'": INSTALLS,
-    "pip install -e '.[dev]'": INSTALLS,
+    "pip install -c constraints.txt '.[train]'": INSTALLS,
+    "pip install -c constraints.txt -e '.[dev]'": INSTALLS,
     "pip install '.[hf]'": INSTALLS,
     "pytest": "these are the tests",
     "spindle launch -n 4 examples/four_tasks.py": "takes a minute; .ci/run runs it",
