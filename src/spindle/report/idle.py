@@ -177,8 +177,21 @@ def _why(program: Program, profile: Profile, slot: int) -> tuple[str, str]:
             f"is too small to divide: a layer takes {seconds(layer_s)} on {count_of(num_devices, 'device')} and "
             f"{seconds(fastest_s)} on {fastest}"
         ), "Larger batches or more tasks in a step would use what is idle; fewer devices would be about as fast."
-    waiting = list(dict.fromkeys(_name(graph.metaops[consumer]) for consumer in graph.successors[position]))
+    waiting = _waiting_for(profile, position)
     waits = f"; {listed(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for it" if waiting else ""
     return f"{where} for {seconds(op.num_layers * layer_s)}{waits}", (
         "More tasks in a step would run beside what others wait for."
     )
+
+
+def _waiting_for(profile: Profile, position: int) -> list[str]:
+    """The other modules that take the output of an op, or of what its module makes of it."""
+    graph = profile.graph
+    name, reached, names = _name(graph.metaops[position]), [position], dict[str, None]()
+    for producer in reached:
+        for consumer in graph.successors[producer]:
+            if _name(graph.metaops[consumer]) != name:
+                names[_name(graph.metaops[consumer])] = None
+            elif consumer not in reached:
+                reached.append(consumer)
+    return list(names)

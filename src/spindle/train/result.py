@@ -107,7 +107,7 @@ class FitResult:
             rows.append(("speedup", f"{alone_s / self.predicted.makespan_s:.2f} over one module at a time, predicted"))
         remarks = [] if comparison is None else largest_differences(comparison)
         idle_lines: list[str] = []
-        if self.program.num_ranks > 1:
+        if self.program.num_ranks > 1 and not self.oversubscribed:
             causes = idle_causes(self.measured or self.predicted, self.program, self.profile, (COMPUTE,))
             idle_lines = idle_sentences(causes, at_most=2 if max_tasks else 4)
         if idle_lines:
