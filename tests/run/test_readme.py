@@ -42,11 +42,13 @@ PROGRAMS = (
     Program(page="README.md", block=2, continues=0, prints=r"Losses over 4 steps(.|\n)*by planner pipeline"),
     Program(page="README.md", block=1, continues=0, prints=r"\{'image_text': \d"),
     Program(page="README.md", block=3, prints=r"\d+ ms, bound \d+ ms\n"),
+    Program(page="from_transformers.md", block=0, prints=r"Losses over 10 steps(.|\n)*predict"),
 )
 
 NEEDS_GPU = "needs a GPU"
 INSTALLS = "installs the package, which .ci/run does"
 TWINS = "tests/run/test_examples.py runs this script with fewer steps, on one process and on two"
+TRANSFORMERS = "tests/run/test_from_transformers.py runs it"
 QUICK_SEARCH = "takes half a minute; tests/unit/test_cli_pipelines.py runs this verb with fewer evaluations"
 NOT_RUN = {
     "pip install -c constraints.txt '.[train]'": INSTALLS,
@@ -60,6 +62,10 @@ NOT_RUN = {
     "spindle profile --virtual-devices 8 -o profile.json train.py": NEEDS_GPU,
     "spindle compare vlm-s": QUICK_SEARCH,
     "spindle plan vlm-s --evaluations 20000 --show-search": QUICK_SEARCH,
+    "pip install '.[hf]' accelerate datasets": INSTALLS,
+    "python examples/transformers/make_model.py tiny-llava": TRANSFORMERS,
+    "python examples/transformers/before.py tiny-llava": TRANSFORMERS,
+    "spindle launch -n 2 examples/transformers/after.py tiny-llava": TRANSFORMERS,
     "python examples/vlm.py": TWINS,
     "spindle launch -n 2 examples/vlm.py --steps 40": TWINS,
     "python examples/plain/vlm.py": TWINS,

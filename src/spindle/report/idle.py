@@ -160,6 +160,8 @@ def _why(program: Program, profile: Profile, slot: int) -> tuple[str, str]:
             "Put what couples samples (a normalisation over the batch, a loss) into a module of its own or into the "
             "task: the rest is then divided."
         )
+    if num_devices == total:
+        return "runs on all devices, which do not start and end it at the same time", ""
     setting = setting_of(plan, profile)
     curve = profile.curve(position, setting)
     more = [count for count in curve.num_devices if num_devices < count <= total]
