@@ -106,6 +106,13 @@ for path, continued in json.load(open("programs.json")):
 """
 
 
+def loss_rows(printed: str) -> dict[str, list[float]]:
+    """Losses of some steps from first to last, by task, as `FitResult.print` shows them."""
+    table = re.search(r"^Losses over .*\n(?:task .*\n)((?:\w+(?: +[\d.]+)+ *\n)+)", printed, flags=re.MULTILINE)
+    rows = [] if table is None else [line.split() for line in table[1].splitlines()]
+    return {task: [float(loss) for loss in losses] for task, *losses in rows}
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_python_programs_run_as_shown(num_ranks, tmp_path):
     pytest.importorskip("torch")
@@ -126,6 +133,10 @@ def test_the_python_programs_run_as_shown(num_ranks, tmp_path):
     outputs = dict(re.findall(r"^=== (\S+)\n((?:(?!=== ).*\n)*)", printed, flags=re.MULTILINE))
     for program in PROGRAMS:
         assert re.match(program.prints, outputs[program.path]), (program, printed)
+        rows = loss_rows(outputs[program.path])
+        assert bool(rows) == ("Losses" in program.prints)
+        for task, losses in rows.items():
+            assert losses[-1] < losses[0], (program, task, losses)
 
 
 def test_commands_that_are_not_run_are_shown():
