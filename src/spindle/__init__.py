@@ -7,6 +7,8 @@ What a training script uses:
   sum before dividing.
 - `Trainer(tasks, optimizer=...)` plans and trains them; `Planning(...)` says how. `Trainer.fit` returns a `FitResult`,
   `Trainer.train_state` a `TrainState`.
+- A `Callback` is told of plans, steps (`StepRecord`), evaluations (`EvaluationRecord`) and the end of fits.
+  `JSONLines`, `TensorBoard`, `WeightsAndBiases` and `MLflow` are callbacks that write.
 
 They need torch, which planning and simulating do not, so they are imported on first use. Errors that a user can cause
 are in `spindle.errors`. Everything else is private. `docs/interface.md` describes all of it on one page.
@@ -19,9 +21,40 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spindle.train import FitResult, Planning, Trainer, TrainState, mean, module, task
+    from spindle.train import (
+        Callback,
+        EvaluationRecord,
+        FitResult,
+        JSONLines,
+        MLflow,
+        Planning,
+        StepRecord,
+        TensorBoard,
+        Trainer,
+        TrainState,
+        WeightsAndBiases,
+        mean,
+        module,
+        task,
+    )
 
-__all__ = ["FitResult", "Planning", "TrainState", "Trainer", "__version__", "mean", "module", "task"]
+__all__ = [
+    "Callback",
+    "EvaluationRecord",
+    "FitResult",
+    "JSONLines",
+    "MLflow",
+    "Planning",
+    "StepRecord",
+    "TensorBoard",
+    "TrainState",
+    "Trainer",
+    "WeightsAndBiases",
+    "__version__",
+    "mean",
+    "module",
+    "task",
+]
 __version__ = "0.1.0"
 
 

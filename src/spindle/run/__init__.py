@@ -27,7 +27,7 @@ from spindle.run.rank_program import held_parameters
 from spindle.run.resharding import TensorSpec, reshard, send_tensors, slice_of
 from spindle.run.shape_inference import Cuts, ShapeInference
 from spindle.run.shards import Shards
-from spindle.run.step import MAX_AHEAD, Losses, MicroStep, Pace, Spans, Watch
+from spindle.run.step import MAX_AHEAD, HostCopy, MicroStep, Pace, Spans, Watch
 from spindle.run.weights import Weights
 from spindle.run.world import (
     Gathering,
@@ -48,10 +48,10 @@ __all__ = [
     "Cuts",
     "Executor",
     "Gathering",
+    "HostCopy",
     "LayerCode",
     "LayersCode",
     "LossCode",
-    "Losses",
     "Message",
     "MicroStep",
     "OpCode",

@@ -34,7 +34,7 @@ from spindle.run.op_code import LossCode, OpCode
 from spindle.run.pytrees import Axes, PytreeMeta
 from spindle.run.rank_program import held_parameters, rank_program_of, tensor_groups
 from spindle.run.shards import Shards
-from spindle.run.step import Losses, MicroStep, Pace, Step, Watch
+from spindle.run.step import HostCopy, MicroStep, Pace, Step, Watch
 from spindle.run.syncs import Syncs, Updates
 from spindle.run.tensor_parallel import TENSOR
 from spindle.run.transfers import Transfers
@@ -122,7 +122,7 @@ class Executor:
         cuts: Mapping[tuple[int, int], PytreeMeta] | None = None,
         check_losses: bool = False,
         timed: bool = True,
-    ) -> tuple[Losses, Watch]:
+    ) -> tuple[HostCopy, Watch]:
         """Run a step, or one micro-step of it, on whole batches, of which each slot takes its rows.
 
         `signatures` tell the shapes of all tasks' batches; a task without one is left out. For a batch of which this
@@ -310,11 +310,11 @@ class Executor:
             watch.posted[position] = launched
         return is_launched
 
-    def _losses(self, step: Step) -> Losses:
+    def _losses(self, step: Step) -> HostCopy:
         """This rank's part of each task's loss."""
         nothing = torch.zeros((), dtype=torch.float64, device=self.world.device)
         values = dict.fromkeys(self.graph.tasks, nothing)
         for slot, loss in step.losses.items():
             task = self._rank_program.slots[slot].task
             values[task] = values[task] + loss.detach()
-        return Losses(torch.stack(list(values.values())))
+        return HostCopy(torch.stack(list(values.values())))

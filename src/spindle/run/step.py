@@ -91,9 +91,9 @@ class Step:
     next_in: list[int] = field(default_factory=list)  # by communication lane: its next instruction
 
 
-class Losses:
-    """This rank's parts of a step's losses. Reading them waits until the GPU has finished the step, but not for later
-    work."""
+class HostCopy:
+    """A small tensor, copied to the host asynchronously. Reading it waits until the GPU has computed it, but not for
+    later work."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values, self._copied = values, None

@@ -13,6 +13,7 @@ from spindle.graph import MetaGraph
 from spindle.plan import Plan
 from spindle.planners import PLANNERS
 from spindle.profile import Profile
+from spindle.train.callbacks import Callback, check_callbacks
 from spindle.train.optimizer import MakeLRScheduler, MakeOptimizer
 from spindle.train.sampling import SamplingWeight
 from spindle.train.task import TaskDefinition
@@ -102,8 +103,10 @@ class TrainConfig:
     seed: int = 0
     name: str = "training"
     cuda_graphs: bool = True
+    callbacks: tuple[Callback, ...] = ()
 
     def __post_init__(self) -> None:
+        check_callbacks(self.callbacks)
         if not self.tasks:
             raise WorkloadError("spindle.Trainer needs at least one task")
         for task in self.tasks:

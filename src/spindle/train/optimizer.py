@@ -18,11 +18,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from spindle.errors import TrainingError
 from spindle.program import Sharding
-from spindle.run import World
+from spindle.run import HostCopy, World
 from spindle.train.optimizer_reshard import LRSchedulerState, OptimizerState, on_host, reshard_state
+from spindle.train.step_report import NO_RATE, NO_SQUARE
 
 Named = tuple[str, nn.Parameter]
 MakeOptimizer = Callable[[list[Named]], torch.optim.Optimizer]
+NamedGroups = tuple[tuple[str, frozenset[str]], ...]  # a name for each parameter group, and its parameters' names
 MakeLRScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
@@ -40,9 +42,13 @@ class Update:
         ranks: tuple[int, ...],
         world: World,
         state: OptimizerState | None,
+        lr_groups: NamedGroups | None = None,
+        reports_norm: bool = False,
     ) -> None:
         """`named` are the parameters that this rank trains, `counted` those whose gradients it counts for all `ranks`
-        that hold any, and `sharding` what every rank trains of each. `state` is what an earlier plan's left."""
+        that hold any, and `sharding` what every rank trains of each. `state` is what an earlier plan's left.
+        `lr_groups` are the groups of all ranks, this rank's unless given. With `reports_norm`, the norm of gradients is
+        computed even where they are not clipped."""
         self._max_grad_norm, self._named, self._counted, self._world = max_grad_norm, list(named), counted, world
         self._sharding, self._ranks = sharding, ranks
         if max_grad_norm is not None and len(ranks) > 1:
@@ -51,6 +57,14 @@ class Update:
         self.scheduler = None
         state = OptimizerState() if state is None else reshard_state(world, state, sharding)
         self._num_steps = state.num_steps
+        self._reports_norm = reports_norm
+        if lr_groups is None:
+            lr_groups = () if self.optimizer is None else named_groups(self.optimizer, self._named)
+        self.lr_groups = tuple(name for name, _ in lr_groups)
+        # The place in this rank's optimizer of each group, if the rank has any of its parameters.
+        local = {name: place for place, names in enumerate(self._groups()) for name in names}
+        self._lr_places = [next((local[name] for name in names if name in local), None) for _, names in lr_groups]
+        self.read_report = self._start_report(None)  # of the last step
         if self.optimizer is not None and make_scheduler is not None:
             self.scheduler = scheduler_of(make_scheduler, self.optimizer, state.num_steps)
             saved = state.lr_scheduler
@@ -67,8 +81,8 @@ class Update:
         )
 
     def step(self) -> None:
-        if self._max_grad_norm is not None:
-            self._clip(self._max_grad_norm)
+        square = self._clip_gradients()
+        self.read_report = self._start_report(square)
         if self.optimizer is not None:
             self.optimizer.step()
         if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
@@ -86,14 +100,36 @@ class Update:
             )
         self.scheduler.step(metric)
 
-    def _clip(self, limit: float) -> None:
-        """As `torch.nn.utils.clip_grad_norm_` in one process: every parameter counts once, whoever holds it."""
-        if self._world.rank not in self._ranks:
-            return
+    def _clip_gradients(self) -> torch.Tensor | None:
+        """Clip gradients as `torch.nn.utils.clip_grad_norm_` does in one process: every parameter counts once, whoever
+        holds it. Returns this rank's part of the square of their norm, where it is reported."""
+        limit = self._max_grad_norm
+        if self._world.rank not in self._ranks or (limit is None and not self._reports_norm):
+            return None
         gradients = [parameter.grad for parameter in self._counted if parameter.grad is not None]
-        square = get_total_norm(gradients).to(self._world.device, torch.float64).square().reshape(1)
-        self._world.all_reduce(square, "norm", self._ranks)
-        clip_grads_with_norm_([parameter for _, parameter in self._named], limit, square.sqrt().reshape(()))
+        square = get_total_norm(gradients).to(self._world.device, torch.float64).square()
+        part = square.clone()
+        if limit is not None:
+            self._world.all_reduce(square, "norm", self._ranks)
+            clip_grads_with_norm_([parameter for _, parameter in self._named], limit, square.sqrt())
+        return part
+
+    def _start_report(self, square: torch.Tensor | None) -> Callable[[], list[float]]:
+        """A function that gives the learning rate of each group in this step, and this rank's part of the square of the
+        gradient norm. It waits for the GPU where these are computed there."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        rates = [NO_RATE if place is None else groups[place].get("lr", NO_RATE) for place in self._lr_places]
+        values: list[Any] = [*rates, NO_SQUARE if square is None else square]
+        places = [place for place, value in enumerate(values) if _is_on(value, self._world.device)]
+        if not places:
+            return lambda: [float(value) for value in values]
+        copy = HostCopy(torch.stack([values[place].detach().double().reshape(()) for place in places]))
+
+        def read() -> list[float]:
+            copied = dict(zip(places, copy.tolist(), strict=True))
+            return [copied[place] if place in copied else float(value) for place, value in enumerate(values)]
+
+        return read
 
     def _load(self, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
         names = {id(parameter): name for name, parameter in self._named}
@@ -155,9 +191,22 @@ class Update:
         }
 
 
+def _is_on(value: Any, device: torch.device) -> bool:
+    return isinstance(value, torch.Tensor) and value.device == device
+
+
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """What a group says of all its parameters; which ones these are differs from rank to rank."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def named_groups(optimizer: torch.optim.Optimizer, named: Sequence[Named]) -> NamedGroups:
+    """The groups of an optimizer, by their entry `name` or their number, with the names of their parameters."""
+    names = {id(parameter): name for name, parameter in named}
+    return tuple(
+        (str(group.get("name", number)), frozenset(names[id(parameter)] for parameter in group["params"]))
+        for number, group in enumerate(optimizer.param_groups)
+    )
 
 
 def group_settings(optimizer: torch.optim.Optimizer, named: Sequence[Named]) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ from spindle.run import Shards, Weights, World
 from spindle.train.agreement import compare, compare_held, optimizer_items
 from spindle.train.analyze import AnalyzedWorkload
 from spindle.train.config import TrainConfig
-from spindle.train.optimizer import Named, Update
+from spindle.train.optimizer import Named, NamedGroups, Update
 from spindle.train.optimizer_reshard import OptimizerState
 from spindle.train.plan import PlannedWorkload
 from spindle.train.steps import PipelinedSteps, StaticSteps, Steps
@@ -73,9 +73,12 @@ def make_update(runtime: RankRuntime, config: TrainConfig, world: World, state: 
             if world.rank in main_replicas(slices):
                 counted.append(updated)
     trained = {number: entry.name for number, entry in enumerate(parameters) if entry.name in sharding}
+    lr_groups: NamedGroups | None = None
     if world.size > 1:  # before the real optimizer is made: a function that keeps its last optimizer keeps that one
         whole = [(name, weights.parameters[number], weights.shapes[number]) for number, name in trained.items()]
-        compare(world, optimizer_items(config.optimizer, config.lr_scheduler, whole))
+        items, lr_groups = optimizer_items(config.optimizer, config.lr_scheduler, whole)
+        compare(world, items)
+        lr_groups = world.broadcast_object(lr_groups)  # which may be in another order on another rank
     ranks = sorted({rank for slices in sharding.values() for rank in slices})
     update = Update(
         config.optimizer,
@@ -87,6 +90,8 @@ def make_update(runtime: RankRuntime, config: TrainConfig, world: World, state: 
         ranks=tuple(ranks),
         world=world,
         state=state,
+        lr_groups=lr_groups,
+        reports_norm=bool(config.callbacks),
     )
     names = [parameter.name for parameter in parameters]
     compare_held(world, names, update.group_settings(), "the optimizer's settings of parameter")

@@ -20,6 +20,7 @@ from spindle.run import World
 from spindle.train.agreement import compare, config_items, module_items, version_items
 from spindle.train.analyze import mode_of
 from spindle.train.buffers import gather_buffers, share_buffers
+from spindle.train.callbacks import Callbacks
 from spindle.train.config import TrainConfig
 from spindle.train.feed import Batch, Feed, LoaderPosition
 from spindle.train.garbage import collect_all
@@ -40,6 +41,7 @@ class TrainSession:
 
     def __init__(self, config: TrainConfig, world: World, notices: list[str], capture: Capture | None) -> None:
         self.config, self.world, self.notices, self.capture = config, world, notices, capture
+        self.callbacks = Callbacks(config.callbacks, world.rank)
         self.variants = TaskVariants(config.tasks)
         self.profiled: ProfiledWorkload | None = None
         self._all_profiled: ProfiledWorkload | None = None  # with the tasks that have ended since
@@ -96,6 +98,7 @@ class TrainSession:
     def _planned(self, profiled: ProfiledWorkload, progress: Progress) -> RankRuntime:
         workload, config, world = profiled.workload, self.config, self.world
         planned = plan_workload(workload, profiled.profile, config, world, progress, self.notifier(progress))
+        self.callbacks.call("on_plan", planned.plan)
         return make_runtime(workload, planned, config, world, self._examples())
 
     def _examples(self) -> dict[str, Any]:

@@ -19,11 +19,11 @@ from spindle.plan import Plan
 from spindle.profile import Profile
 from spindle.run import World, join_world
 from spindle.train.agreement import compare
+from spindle.train.callbacks import Callback, EvaluationRecord, OnStep
 from spindle.train.config import MakePlan, Planning, TrainConfig
 from spindle.train.evaluation import evaluate
 from spindle.train.feeds import make_feed, make_feeds, shared_random_state
 from spindle.train.loop import Loop
-from spindle.train.loss_history import OnStep
 from spindle.train.optimizer import MakeLRScheduler, MakeOptimizer
 from spindle.train.progress import Progress
 from spindle.train.record import handles_of, record_all
@@ -48,7 +48,8 @@ class Trainer:
 
     `planning` says how steps are planned (see `spindle.Planning`). `seed` is that of random layers, data order and
     planner. On a GPU, steps whose batches have the same shapes are captured as CUDA graphs and replayed
-    (`cuda_graphs`): the same numbers, without the side effects of Python code in a module.
+    (`cuda_graphs`): the same numbers, without the side effects of Python code in a module. `callbacks` are told of
+    plans, steps, evaluations and the end of fits (see `spindle.Callback`).
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Trainer:
         seed: int = 0,
         name: str = "training",
         cuda_graphs: bool = True,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         config = TrainConfig(
             tasks=tuple(tasks),
@@ -80,6 +82,7 @@ class Trainer:
             seed=seed,
             name=name,
             cuda_graphs=cuda_graphs,
+            callbacks=tuple(callbacks),
         )
         if sampling_weights is not None:
             check_sampling_weights(sampling_weights, config.task_names, tasks_per_step)
@@ -89,6 +92,8 @@ class Trainer:
         self._loop: Loop | None = None  # while there is a fit
         self._has_new_modules = True  # which may have other weights on each rank
         self._session = TrainSession(config, self.world, self.notices, active_capture())
+        for callback in callbacks:
+            callback.trainer = self
 
     @property
     def rank(self) -> int:
@@ -149,21 +154,31 @@ class Trainer:
         `loaders` has for each task an iterable of batches, the same on every rank, or a map-style dataset, of which
         each rank reads the samples that it needs, in an order given by the seed (where the dataset has a method
         `get_fields(number, names)`, it is asked for just the fields that a rank needs). `on_step(step, losses)` is
-        called on every rank as losses become known, a step or two behind. Modules that were frozen, thawed or switched
-        since the last fit are detected, and planned anew.
+        called on every rank as losses become known, a step or two behind: short for a callback of this fit with an
+        `on_step`. Modules that were frozen, thawed or switched since the last fit are detected, and planned anew.
         """
         if steps < 1:
             raise TrainingError(f"fit(steps={steps}): must be at least 1")
         self._compare_call("fit")
         self._refuse_scattered_weights()
+        callbacks = self._session.callbacks
+        callbacks.start_fit(on_step)
+        try:
+            result = self._fit(loaders, steps, drop_last, Progress(enabled=progress and self.world.rank == 0))
+        except BaseException as error:
+            callbacks.fail(error)
+            raise
+        callbacks.call("on_end", result)
+        return result
+
+    def _fit(self, loaders: Mapping[str, Any], steps: int, drop_last: bool, display: Progress) -> FitResult:
         session = self._session
         with ExitStack() as stack:
-            display = Progress(enabled=progress and self.world.rank == 0)
             stack.callback(display.close)
             feeds = make_feeds(session, loaders, display, drop_last=drop_last)
             stack.callback(self._end_fit, feeds)
             try:
-                self._loop = Loop(session, feeds, partial(make_feed, session, drop_last=drop_last), display, on_step)
+                self._loop = Loop(session, feeds, partial(make_feed, session, drop_last=drop_last), display)
             except WorkloadError as error:  # where in the user's code is in its message
                 if not is_debugging():
                     error.__traceback__ = None
@@ -286,7 +301,7 @@ class Trainer:
             return dict.fromkeys(loaders, math.nan)
         self._compare_call("evaluate")
         with self._whole_weights():
-            return evaluate(
+            losses = evaluate(
                 self._session.config,
                 loaders,
                 steps,
@@ -294,6 +309,9 @@ class Trainer:
                 self.world,
                 share_weights=self.world.size > 1 and self._has_new_modules and self._loop is None,
             )
+        step = self._steps_done if self._loop is None else self._loop.next_step
+        self._session.callbacks.call("on_evaluate", EvaluationRecord(step=step, losses=losses, metrics={}))
+        return losses
 
     def _end_fit(self, feeds: Mapping[str, Any]) -> None:
         self._loop = None
@@ -315,6 +333,7 @@ class Trainer:
     @contextmanager
     def _whole_weights(self) -> Iterator[None]:
         """Inside, every rank has all weights."""
+        self._session.callbacks.refuse_collective("a method of the Trainer that needs all weights")
         if self._loop is not None:
             with self._session.gathered_parameters():
                 yield
@@ -331,4 +350,5 @@ class Trainer:
 
     def _compare_call(self, call: str) -> None:
         """Check that all ranks call the same method of the Trainer, before anything in it communicates."""
+        self._session.callbacks.refuse_collective(call)
         compare(self.world, {"the Trainer method called": call})
