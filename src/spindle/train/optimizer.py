@@ -108,7 +108,7 @@ class Update:
             return None
         gradients = [parameter.grad for parameter in self._counted if parameter.grad is not None]
         square = get_total_norm(gradients).to(self._world.device, torch.float64).square()
-        part = square.clone()
+        part = square.clone() if self._reports_norm else None
         if limit is not None:
             self._world.all_reduce(square, "norm", self._ranks)
             clip_grads_with_norm_([parameter for _, parameter in self._named], limit, square.sqrt())

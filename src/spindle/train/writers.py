@@ -23,14 +23,14 @@ _FIELDS = ("grad_norm", "step_s", "predicted_s", "samples_per_s", "tokens_per_s"
 
 def step_scalars(record: StepRecord) -> dict[str, float]:
     """The numbers of a step by tag; those that are not known are left out."""
-    scalars = {"loss": record.loss, **{f"loss/{task}": loss for task, loss in record.losses.items()}, **record.metrics}
+    scalars = {"loss": record.loss, **{f"losses/{task}": loss for task, loss in record.losses.items()}, **record.metrics}
     scalars |= {f"lr/{group}": rate for group, rate in record.learning_rates.items()}
     scalars |= {name: getattr(record, name) for name in _FIELDS if getattr(record, name) is not None}
     return scalars
 
 
 def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:
-    scalars = {f"loss/{task}": loss for task, loss in record.losses.items()} | dict(record.metrics)
+    scalars = {f"losses/{task}": loss for task, loss in record.losses.items()} | dict(record.metrics)
     return {f"evaluate/{tag}": value for tag, value in scalars.items()}
 
 
@@ -171,6 +171,7 @@ class MLflow(Writer):
         super().__init__(every)
         _require("mlflow", "MLflow", "mlflow")
         self._options, self._run_id = options, ""
+        self._pending: Any = None  # the last metrics, which are sent in the background
 
     def _current_run_id(self) -> str:
         import mlflow
@@ -183,7 +184,8 @@ class MLflow(Writer):
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         import mlflow
 
-        mlflow.log_metrics(dict(scalars), step=step, run_id=self._current_run_id(), synchronous=False)
+        run_id = self._current_run_id()
+        self._pending = mlflow.log_metrics(dict(scalars), step=step, run_id=run_id, synchronous=False)
 
     def write_plan(self, step: int, plan: Plan) -> None:
         import mlflow
@@ -192,10 +194,9 @@ class MLflow(Writer):
         mlflow.set_tag("plan", repr(plan))
 
     def flush(self) -> None:
-        import mlflow
-
-        if self._run_id:
-            mlflow.flush_async_logging()
+        if self._pending is not None:
+            self._pending.wait()  # after all before it
+            self._pending = None
 
 
 def _require(library: str, writer: str, extra: str) -> None:
