@@ -291,7 +291,9 @@ def test_several_writers_write_at_once_and_over_several_fits(tmp_path):
 
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
-    assert {"loss", "losses/pull", "lr/0", "grad_norm", "step_s", "evaluate/losses/pull"} <= set(events.Tags()["scalars"])
+    assert {"loss", "losses/pull", "lr/0", "grad_norm", "step_s", "evaluate/losses/pull"} <= set(
+        events.Tags()["scalars"]
+    )
     shown = [(event.step, event.value) for event in events.Scalars("loss")]
     assert shown == [(record.step, pytest.approx(record.loss)) for record in recording.steps if record.step % 2 == 0]
     assert [event.step for event in events.Scalars("evaluate/losses/pull")] == [3]

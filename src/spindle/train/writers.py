@@ -23,7 +23,11 @@ _FIELDS = ("grad_norm", "step_s", "predicted_s", "samples_per_s", "tokens_per_s"
 
 def step_scalars(record: StepRecord) -> dict[str, float]:
     """The numbers of a step by tag; those that are not known are left out."""
-    scalars = {"loss": record.loss, **{f"losses/{task}": loss for task, loss in record.losses.items()}, **record.metrics}
+    scalars = {
+        "loss": record.loss,
+        **{f"losses/{task}": loss for task, loss in record.losses.items()},
+        **record.metrics,
+    }
     scalars |= {f"lr/{group}": rate for group, rate in record.learning_rates.items()}
     scalars |= {name: getattr(record, name) for name in _FIELDS if getattr(record, name) is not None}
     return scalars
