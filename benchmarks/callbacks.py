@@ -1,9 +1,9 @@
 """What callbacks cost: python benchmarks/callbacks.py
 
-Steps of one process with a callback, JSON lines and TensorBoard against the same steps without: some of one after some of
-the other, in one run. The ratio of each pair, in CPU time of the process, which other work on the machine disturbs less
-than elapsed time; the median of all pairs. And, directly: the time in records, callbacks and writers, and the time that
-the gradient norm takes where gradients are not clipped; medians per step.
+Steps of one process with a callback, JSON lines and TensorBoard against the same steps without: some of one after some
+of the other, in one run. The ratio of each pair, in CPU time of the process, which other work on the machine disturbs
+less than elapsed time; the median of all pairs. And, directly: the time in records, callbacks and writers, and the time
+that the gradient norm takes where gradients are not clipped; medians per step.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ What a training script uses:
 
 - `module(name, nn_module)` registers a module under a name that all tasks share.
 - `@task(batch_size=...)` makes a task of a function from a batch to its loss; `mean(total, count)` is a loss that ranks
-  sum before dividing.
+  sum before dividing, and `result(loss, accuracy=...)` a loss with metrics.
 - `Trainer(tasks, optimizer=...)` plans and trains them; `Planning(...)` says how. `Trainer.fit` returns a `FitResult`,
   `Trainer.train_state` a `TrainState`.
 - A `Callback` is told of plans, steps (`StepRecord`), evaluations (`EvaluationRecord`) and the end of fits.
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         WeightsAndBiases,
         mean,
         module,
+        result,
         task,
     )
 
@@ -53,6 +54,7 @@ __all__ = [
     "__version__",
     "mean",
     "module",
+    "result",
     "task",
 ]
 __version__ = "0.1.0"

@@ -4,6 +4,7 @@ from spindle.run.budget import Budget, limit_gpu_memory
 from spindle.run.compute import seed_of
 from spindle.run.executor import Executor
 from spindle.run.graphs import capturing
+from spindle.run.losses import metric_sums
 from spindle.run.measured_timeline import timeline_of
 from spindle.run.op_code import LayerCode, LayersCode, LossCode, OpCode
 from spindle.run.pytrees import (
@@ -78,6 +79,7 @@ __all__ = [
     "held_parameters",
     "join_world",
     "limit_gpu_memory",
+    "metric_sums",
     "on_compute_stream",
     "on_device",
     "peers",

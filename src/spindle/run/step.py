@@ -80,6 +80,7 @@ class Step:
     inputs: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # by link: leaves that take gradients
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    metrics: dict[int, torch.Tensor] = field(default_factory=dict)  # by slot: total and count of each
     arrivals: dict[tuple[int, bool], list[Arrival]] = field(default_factory=dict)
     # By link and direction: peer, request, and buffer, which must live until it is sent.
     sending: dict[tuple[int, bool], list[tuple[int, Any, torch.Tensor]]] = field(default_factory=dict)

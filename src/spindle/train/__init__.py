@@ -7,7 +7,7 @@ from spindle.train.probe import Facts, probe
 from spindle.train.record import RecordedCall, RecordedTask, record
 from spindle.train.result import FitResult
 from spindle.train.state import TrainState
-from spindle.train.task import Mean, ModuleHandle, TaskDefinition, mean, module, task
+from spindle.train.task import Mean, ModuleHandle, TaskDefinition, TaskResult, mean, module, result, task
 from spindle.train.trainer import Trainer
 from spindle.train.writers import JSONLines, MLflow, TensorBoard, WeightsAndBiases
 
@@ -26,6 +26,7 @@ __all__ = [
     "RecordedTask",
     "StepRecord",
     "TaskDefinition",
+    "TaskResult",
     "TensorBoard",
     "TrainState",
     "Trainer",
@@ -36,6 +37,7 @@ __all__ = [
     "module",
     "probe",
     "record",
+    "result",
     "task",
     "trace_all",
 ]

@@ -32,7 +32,7 @@ from spindle.train.header import (
     read_batch_headers,
     reports_in,
 )
-from spindle.train.loss_history import LossHistory, mean_losses
+from spindle.train.loss_history import LossHistory, loss_and_metric_sums
 from spindle.train.progress import Progress
 from spindle.train.result import FitResult
 from spindle.train.runtime import resident_tensors
@@ -193,7 +193,7 @@ class Loop:
         if self._requested is not None:
             session.set_config(self._requested[0], self._progress)
         planned, main = self._runtime.planned, self._runtime.steps.main
-        result = self._times.result(planned.program, planned.profile, self._losses.by_step, session.notices, peak_bytes)
+        result = self._times.result(planned.program, planned.profile, self._losses, session.notices, peak_bytes)
         return replace(result, num_captured_slots=main.num_captured, slots_without_cuda_graph=dict(main.without_graph))
 
     def _free_gpu_memory(self) -> None:
@@ -209,7 +209,9 @@ class Loop:
         assert update is not None
         if self._budget is not None:
             self._budget.adopt(resident_tensors(self._runtime, update))
-        self._columns = ReportColumns(tasks=tuple(self._names), lr_groups=update.lr_groups)
+        self._columns = ReportColumns(
+            tasks=tuple(self._names), metrics=self._metric_names(), lr_groups=update.lr_groups
+        )
         self._predicted_s: float | None = None  # of a micro-step, by a static plan
         self._at_peak_s: dict[str, float] = {}  # the FLOPs of a sample, by task variant
         if self._config.callbacks:
@@ -218,6 +220,12 @@ class Loop:
             peak = peak_flops(planned.profile) if self._world.device.type == "cuda" else None
             flops = flops_per_sample(self._runtime.workload.graph) if peak is not None else {}
             self._at_peak_s = {name: count / peak for name, count in flops.items() if peak is not None}
+
+    def _metric_names(self) -> tuple[str, ...]:
+        """`task/name` of the metrics of all tasks, whichever variants have them."""
+        task_of = {variant.name: variant.task for variant in self._session.variants}
+        metrics = self._runtime.steps.main.metrics
+        return tuple(dict.fromkeys(f"{task_of[variant]}/{name}" for variant, name in metrics))
 
     @property
     def _peak_bytes(self) -> int:
@@ -391,7 +399,7 @@ class Loop:
     def _step(self, step: int, headers: StepHeaders, batches: StepBatches) -> ReadReport:
         """Run a step. Returns this rank's row of its report; losses are means over the task's micro-steps."""
         world, checked = self._world, self._session.checked
-        parts: list[tuple[HostCopy, dict[int, str]]] = []  # with the task of each loss that the step had
+        parts: list[tuple[HostCopy, dict[int, str], dict[int, str]]] = []  # with what the step had at each position
         runs: list[StepRun] = []
         microbatches = microbatches_of(headers, self._session.variants)
         for number, run in enumerate(self._runtime.steps.runs(microbatches, len(headers), batches)):
@@ -422,17 +430,23 @@ class Loop:
                 self._times.keep(step, watch, run.executor.program, run.profile)
             tasks = run.profile.graph.tasks
             positions = {tasks.index(name): microbatch.task for name, microbatch in run.microbatches.items()}
-            parts.append((losses, positions))
+            metrics = {
+                len(tasks) + 2 * number: f"{run.microbatches[name].task}/{metric}"
+                for number, (name, metric) in enumerate(run.executor.metrics)
+                if name in run.microbatches
+            }
+            parts.append((losses, positions, metrics))
             runs.append(run)
         counts = {name: sum(name in row for row in headers) for name in self._names}
         self._losses.expect(self._launched(step, headers, runs))
-        number, update = self._times.num_steps, self._session.update
+        position, columns, update = self._times.num_steps, self._columns, self._session.update
         assert update is not None
         read_update = update.read_report
 
         def read_report() -> list[float]:
             peak_bytes = self._peak_bytes if self._config.callbacks else 0
-            return [*mean_losses(parts, counts), *read_update(), self._times.end_s(number), peak_bytes]
+            sums = loss_and_metric_sums(parts, counts, columns.metrics)
+            return [*sums, *read_update(), self._times.end_s(position), peak_bytes]
 
         return read_report
 

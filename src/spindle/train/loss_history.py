@@ -25,6 +25,7 @@ class LossHistory:
         self._launched: deque[LaunchedStep] = deque()  # steps that are not reported yet
         self._end_s = 0.0  # of the last reported step, since the fit began
         self.by_step: list[dict[str, float]] = []
+        self.metrics: list[dict[str, float]] = []  # by step, `task/name`
 
     @property
     def next_step(self) -> int:
@@ -49,16 +50,26 @@ class LossHistory:
                     + "; look at its learning rate, its data and what it divides by"
                 )
         self.by_step.append(losses)
+        self.metrics.append(dict(record.metrics))
         self._progress.losses(losses)
         self._callbacks.call("on_step", record)
 
 
-def mean_losses(parts: Sequence[tuple[HostCopy, Mapping[int, str]]], counts: Mapping[str, int]) -> list[float]:
-    """This rank's part of each task's loss, a mean over the task's `counts` micro-steps. `parts` are the losses of the
-    programs that a step ran, each with the task of every position that has a loss. Waits for a GPU."""
-    sums = dict.fromkeys(counts, 0.0)
-    for losses, tasks in parts:
-        values = losses.tolist()
+def loss_and_metric_sums(
+    parts: Sequence[tuple[HostCopy, Mapping[int, str], Mapping[int, str]]],
+    counts: Mapping[str, int],
+    metrics: Sequence[str],
+) -> list[float]:
+    """This rank's part of each task's loss, a mean over the task's `counts` micro-steps; then total and count of each
+    metric. `parts` are the values of the programs that a step ran, with the task of every position that has a loss, and
+    the metric of every position that has its total, which its count follows. Waits for a GPU."""
+    losses = dict.fromkeys(counts, 0.0)
+    totals = {name: [0.0, 0.0] for name in metrics}
+    for copy, tasks, metric_places in parts:
+        values = copy.tolist()
         for position, task in tasks.items():
-            sums[task] += values[position] / counts[task]
-    return list(sums.values())
+            losses[task] += values[position] / counts[task]
+        for position, name in metric_places.items():
+            totals[name][0] += values[position]
+            totals[name][1] += values[position + 1]
+    return [*losses.values(), *(number for pair in totals.values() for number in pair)]

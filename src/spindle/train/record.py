@@ -21,7 +21,7 @@ from spindle.errors import WorkloadError
 from spindle.launch.failure import is_debugging
 from spindle.models import Chain, as_when_compiling, device_of, fake_like, whole_chain, without_torch_logs
 from spindle.run import on_device, pytree_meta
-from spindle.train.task import Mean, ModuleHandle, TaskDefinition, called_module, recording
+from spindle.train.task import Mean, ModuleHandle, TaskDefinition, TaskResult, called_module, recording
 from spindle.train.task_errors import line_of_node, mark_line
 from spindle.train.tracer import GradientTracer
 
@@ -50,6 +50,7 @@ class RecordedTask:
     loss_sources: tuple[str, ...]
     loss: Callable[..., Any]
     is_mean: bool
+    metrics: tuple[str, ...] = ()  # names: `loss` then returns it with a tuple of their values
     decisions: tuple[bool, ...] = ()  # ways taken where it branches on shapes; other batches must take the same
 
 
@@ -259,15 +260,20 @@ def _read(definition: TaskDefinition, graph: fx.Graph, tracer: _TaskTracer) -> R
             )
     if not recorded:
         raise WorkloadError(f"task {definition.name!r} calls no module; register one with spindle.module and call it")
-    result = output.args[0]
+    result: Any = output.args[0]
+    metrics: Any = {}
+    if isinstance(result, fx.Node) and result.target is TaskResult:
+        result, metrics = result.args
     is_mean = isinstance(result, fx.Node) and result.target is Mean
-    sources, loss = _glue(graph, constants, batch, calls, result)
+    wanted = (result, tuple(metrics.values())) if metrics else result
+    sources, loss = _glue(graph, constants, batch, calls, wanted)
     return RecordedTask(
         definition=definition,
         calls=tuple(recorded),
         loss_sources=sources,
         loss=loss,
         is_mean=is_mean,
+        metrics=tuple(metrics),
         decisions=tuple(tracer.decisions),
     )
 

@@ -10,6 +10,7 @@ from spindle.profile import Profile
 from spindle.program import Program
 from spindle.run import Watch, World, timeline_of
 from spindle.simulate import simulate
+from spindle.train.loss_history import LossHistory
 from spindle.train.result import FitResult
 
 _NUM_TIMELINES = 9  # that are kept
@@ -84,7 +85,7 @@ class StepTimes:
         self,
         program: Program,
         profile: Profile,
-        losses: Sequence[dict[str, float]],
+        history: LossHistory,
         notices: Sequence[str],
         peak_bytes: int,
     ) -> FitResult:
@@ -112,7 +113,8 @@ class StepTimes:
             )
         return FitResult(
             rank=world.rank,
-            losses=tuple(losses),
+            losses=tuple(history.by_step),
+            metrics=tuple(history.metrics),
             step_s=self._until_last_rank(),
             num_samples=tuple(self._num_samples),
             plan=program.plan,

@@ -291,7 +291,8 @@ class Trainer:
         self._change_tasks(call, config, {task.name: loader})
 
     def evaluate(self, loaders: Mapping[str, Any], *, steps: int | None = None) -> dict[str, float]:
-        """The mean loss of each task that has a loader here, over one epoch of it or `steps` of its batches.
+        """The mean loss of each task that has a loader here, over one epoch of it or `steps` of its batches; and its
+        metrics (`spindle.result`), as `task/name`.
 
         Modules are in evaluation mode meanwhile. A `spindle.mean` is total over count of all batches; other losses are
         averaged over batches, each weighted by its number of samples. During a fit (in its `on_step`, on all ranks) the
@@ -301,7 +302,7 @@ class Trainer:
             return dict.fromkeys(loaders, math.nan)
         self._compare_call("evaluate")
         with self._whole_weights():
-            losses = evaluate(
+            means = evaluate(
                 self._session.config,
                 loaders,
                 steps,
@@ -310,8 +311,10 @@ class Trainer:
                 share_weights=self.world.size > 1 and self._has_new_modules and self._loop is None,
             )
         step = self._steps_done if self._loop is None else self._loop.next_step
-        self._session.callbacks.call("on_evaluate", EvaluationRecord(step=step, losses=losses, metrics={}))
-        return losses
+        losses = {name: means[name] for name in loaders}
+        metrics = {name: value for name, value in means.items() if name not in losses}
+        self._session.callbacks.call("on_evaluate", EvaluationRecord(step=step, losses=losses, metrics=metrics))
+        return means
 
     def _end_fit(self, feeds: Mapping[str, Any]) -> None:
         self._loop = None
