@@ -289,6 +289,7 @@ _COMPARED_ARGUMENTS = (
     "seed",
     "name",
     "cuda_graphs",
+    "ema",
 )
 
 

@@ -84,10 +84,24 @@ def analyze(
                 find_sharing(traced, examples, has_values=has_weights) if world.rank == 0 else None
             )
     bound = bind(config.name, traced, facts, sharing)
+    if config.ema is not None:
+        bound = _with_average(bound)
     _explain(bound, world, notify)
     if not has_weights:
         notify("planned without weights: that modules couple samples is told by shapes and batch normalisation alone")
     return _analyzed(bound)
+
+
+def _with_average(bound: Bound) -> Bound:
+    """Count the memory of an average beside each weight, in float32 at least, and the traffic of its update."""
+    numerics = bound.workload.numerics
+    average_bytes = max(4, numerics.parameter_bytes)
+    numerics = replace(
+        numerics,
+        optimizer_bytes=numerics.optimizer_bytes + average_bytes,
+        update_bytes=numerics.update_bytes + 2 * average_bytes + numerics.parameter_bytes,
+    )
+    return replace(bound, workload=replace(bound.workload, numerics=numerics))
 
 
 def _analyzed(bound: Bound, ended_modules: frozenset[str] = frozenset()) -> AnalyzedWorkload:
@@ -115,7 +129,9 @@ def without_tasks(workload: AnalyzedWorkload, ended: Collection[str], name: str)
         reached=reached,
     )
     remaining = [traced for task, traced in bound.tasks.items() if task not in ended]
-    restricted = _analyzed(bind(name, remaining, facts, bound.sharing, parameter_names(bound.handles)))
+    restricted_bound = bind(name, remaining, facts, bound.sharing, parameter_names(bound.handles))
+    remaining_workload = replace(restricted_bound.workload, numerics=bound.workload.numerics)
+    restricted = _analyzed(replace(restricted_bound, workload=remaining_workload))
     ended_modules = frozenset(workload.graph.modules) - frozenset(restricted.graph.modules)
     return replace(restricted, ended_modules=ended_modules)
 

@@ -48,6 +48,7 @@ class EvaluationRecord:
     step: int
     losses: Mapping[str, float]
     metrics: Mapping[str, float]  # `task/name`
+    ema: bool = False  # of the average of the weights
 
 
 class Callback:

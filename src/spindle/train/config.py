@@ -104,6 +104,7 @@ class TrainConfig:
     name: str = "training"
     cuda_graphs: bool = True
     callbacks: tuple[Callback, ...] = ()
+    ema: float | None = None
 
     def __post_init__(self) -> None:
         check_callbacks(self.callbacks)
@@ -127,6 +128,8 @@ class TrainConfig:
             )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise TrainingError(f"spindle.Trainer(max_grad_norm={self.max_grad_norm}): must be above 0")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise TrainingError(f"spindle.Trainer(ema={self.ema}): expected a decay between 0 and 1, such as 0.999")
         if self.autocast not in (None, torch.bfloat16):
             raise TrainingError(
                 f"spindle.Trainer(autocast={self.autocast}): expected torch.bfloat16; other types need loss scaling"

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from spindle.errors import TrainingError
 from spindle.program import Sharding
 from spindle.run import HostCopy, World
+from spindle.train.ema import WeightAverage, without_average
 from spindle.train.optimizer_reshard import LRSchedulerState, OptimizerState, on_host, reshard_state
 from spindle.train.step_report import NO_RATE, NO_SQUARE
 
@@ -42,13 +43,14 @@ class Update:
         ranks: tuple[int, ...],
         world: World,
         state: OptimizerState | None,
+        ema: float | None = None,
         lr_groups: NamedGroups | None = None,
         reports_norm: bool = False,
     ) -> None:
         """`named` are the parameters that this rank trains, `counted` those whose gradients it counts for all `ranks`
-        that hold any, and `sharding` what every rank trains of each. `state` is what an earlier plan's left.
-        `lr_groups` are the groups of all ranks, this rank's unless given. With `reports_norm`, the norm of gradients is
-        computed even where they are not clipped."""
+        that hold any, and `sharding` what every rank trains of each. `state` is what an earlier plan's left. `ema` is
+        the decay of an average of the weights. `lr_groups` are the groups of all ranks, this rank's unless given. With
+        `reports_norm`, the norm of gradients is computed even where they are not clipped."""
         self._max_grad_norm, self._named, self._counted, self._world = max_grad_norm, list(named), counted, world
         self._sharding, self._ranks = sharding, ranks
         if max_grad_norm is not None and len(ranks) > 1:
@@ -57,6 +59,7 @@ class Update:
         self.scheduler = None
         state = OptimizerState() if state is None else reshard_state(world, state, sharding)
         self._num_steps = state.num_steps
+        self.average = None if ema is None else WeightAverage(ema, self._named, state.states, state.num_steps)
         self._reports_norm = reports_norm
         if lr_groups is None:
             lr_groups = () if self.optimizer is None else named_groups(self.optimizer, self._named)
@@ -85,6 +88,8 @@ class Update:
         self.read_report = self._start_report(square)
         if self.optimizer is not None:
             self.optimizer.step()
+        if self.average is not None:
+            self.average.update()
         if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
         self._num_steps += 1
@@ -136,9 +141,9 @@ class Update:
         loaded = optimizer.state_dict()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         loaded["state"] = {
-            index: dict(state.states[names[id(parameter)]])
+            index: values
             for index, parameter in enumerate(parameters)
-            if names[id(parameter)] in state.states
+            if (values := without_average(state.states.get(names[id(parameter)], {})))
         }
         for group, entry in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
             members = [names[id(parameter)] for parameter in group["params"]]
@@ -154,7 +159,12 @@ class Update:
     def state(self, *, to_host: bool = False) -> OptimizerState:
         """This rank's share of the state, for the optimizer of another plan."""
         values = self.optimizer.state if self.optimizer is not None else {}
-        states = {name: values[parameter] for name, parameter in self._named if parameter in values}
+        averages = {} if self.average is None else self.average.states(self._num_steps)
+        states = {
+            name: {**values.get(parameter, {}), **averages.get(name, {})}
+            for name, parameter in self._named
+            if parameter in values or name in averages
+        }
         scheduler = self.scheduler
         return OptimizerState(
             num_steps=self._num_steps,

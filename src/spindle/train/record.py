@@ -389,3 +389,10 @@ def parameter_names(handles: Mapping[str, ModuleHandle]) -> dict[int, str]:
         for path, parameter in handle.module.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), f"{handle.name}.{path}")
     return names
+
+
+def named_parameters(handles: Mapping[str, ModuleHandle]) -> dict[str, nn.Parameter]:
+    """Every parameter once, by its first name."""
+    names = parameter_names(handles)
+    parameters = [parameter for handle in handles.values() for parameter in handle.module.parameters()]
+    return {names[id(parameter)]: parameter for parameter in parameters}

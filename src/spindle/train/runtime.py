@@ -90,6 +90,7 @@ def make_update(runtime: RankRuntime, config: TrainConfig, world: World, state: 
         ranks=tuple(ranks),
         world=world,
         state=state,
+        ema=config.ema,
         lr_groups=lr_groups,
         reports_norm=bool(config.callbacks),
     )
@@ -104,6 +105,8 @@ def resident_tensors(runtime: RankRuntime, update: Update | None) -> Iterator[to
     for handle in runtime.workload.bound.handles.values():
         yield from handle.module.buffers()
     yield from runtime.steps.gradient_tensors()
+    if update is not None and update.average is not None:
+        yield from update.average.tensors
     optimizer = update.optimizer if update is not None else None
     for state in optimizer.state.values() if optimizer is not None else ():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))

@@ -49,7 +49,8 @@ class Trainer:
     `planning` says how steps are planned (see `spindle.Planning`). `seed` is that of random layers, data order and
     planner. On a GPU, steps whose batches have the same shapes are captured as CUDA graphs and replayed
     (`cuda_graphs`): the same numbers, without the side effects of Python code in a module. `callbacks` are told of
-    plans, steps, evaluations and the end of fits (see `spindle.Callback`).
+    plans, steps, evaluations and the end of fits (see `spindle.Callback`). `ema` is the decay of an exponential moving
+    average of the weights, for `evaluate(ema=True)` and `state_dict(ema=True)`.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Trainer:
         name: str = "training",
         cuda_graphs: bool = True,
         callbacks: Sequence[Callback] = (),
+        ema: float | None = None,
     ) -> None:
         config = TrainConfig(
             tasks=tuple(tasks),
@@ -83,6 +85,7 @@ class Trainer:
             name=name,
             cuda_graphs=cuda_graphs,
             callbacks=tuple(callbacks),
+            ema=ema,
         )
         if sampling_weights is not None:
             check_sampling_weights(sampling_weights, config.task_names, tasks_per_step)
@@ -109,13 +112,14 @@ class Trainer:
         """The measured profile, once there is one."""
         return self._session.profiled.profile if self._session.profiled else None
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Weights and buffers of all modules, `module.path` by name, the same on every rank.
+    def state_dict(self, *, ema: bool = False) -> dict[str, torch.Tensor]:
+        """Weights and buffers of all modules, `module.path` by name, the same on every rank. With `ema`, the averages
+        of the weights.
 
         They load into plain PyTorch: `nn.ModuleDict({"vision": vision.module, ...}).load_state_dict(...)`. During a fit
         (in its `on_step`, on all ranks) they are copies, as of the last step that was started.
         """
-        with self._whole_weights():
+        with self._whole_weights(ema):
             handles = self._session.handles or handles_of(record_all(self._session.config.tasks))
             return {
                 f"{name}.{path}": value if self._loop is None else value.clone()
@@ -290,18 +294,18 @@ class Trainer:
         config = replace(config, tasks=(*config.tasks, task), sampling_weights=weights)
         self._change_tasks(call, config, {task.name: loader})
 
-    def evaluate(self, loaders: Mapping[str, Any], *, steps: int | None = None) -> dict[str, float]:
+    def evaluate(self, loaders: Mapping[str, Any], *, steps: int | None = None, ema: bool = False) -> dict[str, float]:
         """The mean loss of each task that has a loader here, over one epoch of it or `steps` of its batches; and its
         metrics (`spindle.result`), as `task/name`.
 
         Modules are in evaluation mode meanwhile. A `spindle.mean` is total over count of all batches; other losses are
         averaged over batches, each weighted by its number of samples. During a fit (in its `on_step`, on all ranks) the
-        weights are those after the last step that was started.
+        weights are those after the last step that was started. With `ema`, averages of the weights are evaluated.
         """
         if isinstance(self._session.capture, WorkloadCapture):  # modules have no weights to evaluate
             return dict.fromkeys(loaders, math.nan)
         self._compare_call("evaluate")
-        with self._whole_weights():
+        with self._whole_weights(ema):
             means = evaluate(
                 self._session.config,
                 loaders,
@@ -313,7 +317,8 @@ class Trainer:
         step = self._steps_done if self._loop is None else self._loop.next_step
         losses = {name: means[name] for name in loaders}
         metrics = {name: value for name, value in means.items() if name not in losses}
-        self._session.callbacks.call("on_evaluate", EvaluationRecord(step=step, losses=losses, metrics=metrics))
+        record = EvaluationRecord(step=step, losses=losses, metrics=metrics, ema=ema)
+        self._session.callbacks.call("on_evaluate", record)
         return means
 
     def _end_fit(self, feeds: Mapping[str, Any]) -> None:
@@ -334,14 +339,16 @@ class Trainer:
             self._loop.change(call, config, loaders)
 
     @contextmanager
-    def _whole_weights(self) -> Iterator[None]:
-        """Inside, every rank has all weights."""
+    def _whole_weights(self, ema: bool = False) -> Iterator[None]:
+        """Inside, every rank has all weights, or their averages."""
         self._session.callbacks.refuse_collective("a method of the Trainer that needs all weights")
-        if self._loop is not None:
-            with self._session.gathered_parameters():
-                yield
-        else:
+        if self._loop is None:
             self._refuse_scattered_weights()
+        with ExitStack() as stack:
+            if self._loop is not None:
+                stack.enter_context(self._session.gathered_parameters())
+            if ema:
+                stack.enter_context(self._session.averaged_weights())
             yield
 
     def _refuse_scattered_weights(self) -> None:

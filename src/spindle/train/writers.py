@@ -35,7 +35,7 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
 
 def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:
     scalars = {f"losses/{task}": loss for task, loss in record.losses.items()} | dict(record.metrics)
-    return {f"evaluate/{tag}": value for tag, value in scalars.items()}
+    return {f"{'evaluate_ema' if record.ema else 'evaluate'}/{tag}": value for tag, value in scalars.items()}
 
 
 class Writer(Callback):
