@@ -255,7 +255,10 @@ class Compute:
         if isinstance(slot.code, LossCode):
             # The task's weight scales the gradient, not the loss: a captured loss could never change it.
             weight = slot.code.weight(step.number) if callable(slot.code.weight) else slot.code.weight
-            gradients = [torch.full_like(step.losses[slot.number], weight / step.micro_step.count)]
+            gradient = torch.full_like(step.losses[slot.number], weight / step.micro_step.count)
+            if step.loss_scale is not None:
+                gradient = (gradient * step.loss_scale).to(gradient.dtype)
+            gradients = [gradient]
         elif is_last:
             gradients = self._output_gradients(step, slot, leaves_of(step.outputs[slot.number]), watch)
         else:

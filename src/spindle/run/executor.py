@@ -123,6 +123,7 @@ class Executor:
         micro_step: MicroStep | None = None,
         held: Mapping[str, tuple[tuple[int, int], ...]] | None = None,
         cuts: Mapping[tuple[int, int], PytreeMeta] | None = None,
+        loss_scale: torch.Tensor | None = None,
         check_losses: bool = False,
         timed: bool = True,
     ) -> tuple[HostCopy, Watch]:
@@ -131,7 +132,7 @@ class Executor:
         `signatures` tell the shapes of all tasks' batches; a task without one is left out. For a batch of which this
         rank has only some rows, `held` has the rows of each leaf. `cuts` has, by op and number of layers, the shapes
         that cross that cut; all ranks must give the same ones, or none, in which case senders tell receivers. The last
-        micro-step synchronises gradients and runs the optimizer.
+        micro-step synchronises gradients and runs the optimizer. Losses are multiplied by `loss_scale` for backward.
         Returns this rank's parts of the tasks' losses, then of the totals and counts of `metrics`, all of which add up
         over ranks; and the times of a timed step.
         """
@@ -142,6 +143,7 @@ class Executor:
             check_losses=check_losses,
             held=held or {},
             cuts=cuts or {},
+            loss_scale=loss_scale,
             new=self._transfers.new(signatures),
             micro_step=micro_step or MicroStep(tasks=frozenset(signatures)),
             next_in=[0] * len(self._lanes),

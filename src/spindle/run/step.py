@@ -74,6 +74,7 @@ class Step:
     new: frozenset[str]  # tasks whose batch has a shape not seen before
     micro_step: MicroStep
     cuts: Mapping[tuple[int, int], PytreeMeta] = field(default_factory=dict)  # of what crosses cuts, where it is known
+    loss_scale: torch.Tensor | None = None
     graphs: Graphs | None = None
     pieces: dict[int, list[Piece]] = field(default_factory=dict)  # by slot, in forward order
     deferred: dict[int, list[WeightPart]] = field(default_factory=dict)  # by slot: backward of its weights

@@ -299,6 +299,8 @@ def config_items(config: TrainConfig) -> dict[str, Any]:
     planning = config.planning
     items = {f"Trainer({name}=...)": getattr(config, name) for name in _COMPARED_ARGUMENTS}
     items["Trainer(lr_scheduler=...)"] = _given(config.lr_scheduler)
+    scaler = config.loss_scaling
+    items["Trainer(grad_scaler=...)"] = None if scaler is None else scaler.state_dict()
     items["Trainer(callbacks=...)"] = [type(callback).__qualname__ for callback in config.callbacks]
     items["Planning(tensor_parallel_degrees=...)"] = planning.tensor_parallel_degrees
     items["Planning(memory_limit_bytes=...)"] = planning.memory_limit_bytes

@@ -31,6 +31,8 @@ class StepRecord:
     metrics: Mapping[str, float]  # `task/name`: what tasks return with `spindle.result`
     learning_rates: Mapping[str, float]  # by the group's `name`, or its number in the optimizer
     grad_norm: float | None  # over all parameters, before clipping
+    loss_scale: float | None  # with float16
+    skipped: bool  # no update, because a gradient was not finite with this scale
     step_s: float  # until the last rank was through
     predicted_s: float | None  # None if the step had other tasks or batch sizes than its plan
     samples_per_s: float

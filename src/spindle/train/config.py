@@ -105,6 +105,7 @@ class TrainConfig:
     cuda_graphs: bool = True
     callbacks: tuple[Callback, ...] = ()
     ema: float | None = None
+    grad_scaler: torch.amp.GradScaler | None = None
 
     def __post_init__(self) -> None:
         check_callbacks(self.callbacks)
@@ -130,10 +131,10 @@ class TrainConfig:
             raise TrainingError(f"spindle.Trainer(max_grad_norm={self.max_grad_norm}): must be above 0")
         if self.ema is not None and not 0 < self.ema < 1:
             raise TrainingError(f"spindle.Trainer(ema={self.ema}): expected a decay between 0 and 1, such as 0.999")
-        if self.autocast not in (None, torch.bfloat16):
-            raise TrainingError(
-                f"spindle.Trainer(autocast={self.autocast}): expected torch.bfloat16; other types need loss scaling"
-            )
+        if self.autocast not in (None, torch.bfloat16, torch.float16):
+            raise TrainingError(f"spindle.Trainer(autocast={self.autocast}): expected torch.bfloat16 or torch.float16")
+        if self.grad_scaler is not None and self.autocast != torch.float16:
+            raise TrainingError("spindle.Trainer(grad_scaler=...): requires autocast=torch.float16")
         if not isinstance(self.planning, Planning):
             raise TrainingError(
                 f"spindle.Trainer(planning={self.planning!r}): expected spindle.Planning(...), for example "
@@ -141,6 +142,14 @@ class TrainConfig:
             )
         if self.sampling_weights is not None:
             object.__setattr__(self, "sampling_weights", dict(self.sampling_weights))
+
+    @property
+    def loss_scaling(self) -> torch.amp.GradScaler | None:
+        """The settings of the loss scale, where losses are scaled."""
+        if self.autocast != torch.float16:
+            return None
+        scaler = self.grad_scaler or torch.amp.GradScaler("cuda" if torch.cuda.is_available() else "cpu")
+        return scaler if scaler.is_enabled() else None
 
     @property
     def task_names(self) -> list[str]:

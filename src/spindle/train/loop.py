@@ -398,7 +398,8 @@ class Loop:
 
     def _step(self, step: int, headers: StepHeaders, batches: StepBatches) -> ReadReport:
         """Run a step. Returns this rank's row of its report; losses are means over the task's micro-steps."""
-        world, checked = self._world, self._session.checked
+        world, checked, update = self._world, self._session.checked, self._session.update
+        assert update is not None
         parts: list[tuple[HostCopy, dict[int, str], dict[int, str]]] = []  # with what the step had at each position
         runs: list[StepRun] = []
         microbatches = microbatches_of(headers, self._session.variants)
@@ -417,10 +418,11 @@ class Loop:
                     step,
                     {name: copied_to(world.device, batch.nest) for name, batch in read.items()},
                     {name: microbatch.header.signature for name, microbatch in run.microbatches.items()},
-                    self._session.update,
+                    update,
                     micro_step=run.micro_step,
                     held={name: batch.held for name, batch in read.items() if batch.held is not None},
                     cuts=run.cuts,
+                    loss_scale=None if update.loss_scale is None else update.loss_scale.scale,
                     check_losses=run.checks_losses and not checked.issuperset(variants),
                     timed=is_timed,
                 )
@@ -439,8 +441,7 @@ class Loop:
             runs.append(run)
         counts = {name: sum(name in row for row in headers) for name in self._names}
         self._losses.expect(self._launched(step, headers, runs))
-        position, columns, update = self._times.num_steps, self._columns, self._session.update
-        assert update is not None
+        position, columns = self._times.num_steps, self._columns
         read_update = update.read_report
 
         def read_report() -> list[float]:

@@ -16,6 +16,8 @@ from spindle.train.callbacks import Callbacks
 from spindle.train.progress import Progress
 from spindle.train.step_report import LaunchedStep, StepReport
 
+_LEAST_SCALE = 2.0**-20  # from where on it is not the scale that makes gradients overflow
+
 
 class LossHistory:
     """Losses by step and task, from the first step of a fit on."""
@@ -42,13 +44,18 @@ class LossHistory:
         self._end_s = report.end_s
         losses = dict(record.losses)
         for name, loss in losses.items():
-            if not math.isfinite(loss):
+            if not math.isfinite(loss) and not record.skipped:
                 last = next((earlier[name] for earlier in reversed(self.by_step) if name in earlier), None)
                 raise TrainingError(
                     f"task {name!r}: its loss is {loss} in step {record.step}"
                     + (f" (before that: {last:.6g})" if last is not None else "")
                     + "; look at its learning rate, its data and what it divides by"
                 )
+        if record.skipped and record.loss_scale is not None and record.loss_scale < _LEAST_SCALE:
+            raise TrainingError(
+                f"step {record.step}: gradients are not finite however small the loss scale, which is "
+                f"{record.loss_scale:.3g} by now; look at the learning rate, the data and what losses divide by"
+            )
         self.by_step.append(losses)
         self.metrics.append(dict(record.metrics))
         self._progress.losses(losses)

@@ -80,6 +80,9 @@ def make_update(runtime: RankRuntime, config: TrainConfig, world: World, state: 
         compare(world, items)
         lr_groups = world.broadcast_object(lr_groups)  # which may be in another order on another rank
     ranks = sorted({rank for slices in sharding.values() for rank in slices})
+    stepping = {rank for slices in weights.sharding.values() for rank in slices}
+    if not config.planning.is_pipelined:  # whose steps have programs of their own, with slots on other ranks
+        stepping |= {rank for shape in program.slots for rank in shape.ranks.tolist()}
     update = Update(
         config.optimizer,
         config.lr_scheduler,
@@ -91,6 +94,8 @@ def make_update(runtime: RankRuntime, config: TrainConfig, world: World, state: 
         world=world,
         state=state,
         ema=config.ema,
+        grad_scaler=config.loss_scaling,
+        scaled_ranks=tuple(sorted(stepping)),
         lr_groups=lr_groups,
         reports_norm=bool(config.callbacks),
     )

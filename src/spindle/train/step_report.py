@@ -20,14 +20,15 @@ NO_SQUARE = -1.0  # of the gradients of a rank that has none, or where the norm 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportColumns:
     """The columns of a row under one plan: a loss for each task, a total and a count for each metric, the learning rate
-    of each group; then the square of the gradient norm, the time since the fit began, and the peak memory."""
+    of each group; then the square of the gradient norm, the loss scale, whether the step was skipped, the time since
+    the fit began, and the peak memory."""
 
     tasks: tuple[str, ...]
     metrics: tuple[str, ...] = ()  # `task/name`
     lr_groups: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.tasks) + 2 * len(self.metrics) + len(self.lr_groups) + 3
+        return len(self.tasks) + 2 * len(self.metrics) + len(self.lr_groups) + 5
 
     def read(self, rows: Sequence[Sequence[float]]) -> StepReport:
         """The report of a step from all ranks' rows."""
@@ -42,7 +43,7 @@ class ReportColumns:
         losses = {name: sum(parts) for name, parts in zip(self.tasks, take(len(self.tasks)), strict=True)}
         totals = [sum(parts) for parts in take(2 * len(self.metrics))]
         rates = dict(zip(self.lr_groups, map(_first_known, take(len(self.lr_groups))), strict=True))
-        squares, ends_s, peaks = take(3)
+        squares, scales, found_infs, ends_s, peaks = take(5)
         return StepReport(
             losses=losses,
             metrics={
@@ -52,6 +53,8 @@ class ReportColumns:
             },
             learning_rates={name: rate for name, rate in rates.items() if rate is not None},
             grad_norm=_norm(squares),
+            loss_scale=_first_known(scales),
+            skipped=any(found_infs),
             end_s=max(ends_s),
             peak_bytes=int(max(peaks)) or None,
         )
@@ -65,6 +68,8 @@ class StepReport:
     metrics: Mapping[str, float]
     learning_rates: Mapping[str, float]
     grad_norm: float | None
+    loss_scale: float | None
+    skipped: bool
     end_s: float
     peak_bytes: int | None
 
@@ -91,6 +96,8 @@ class LaunchedStep:
             metrics=report.metrics,
             learning_rates=report.learning_rates,
             grad_norm=report.grad_norm,
+            loss_scale=report.loss_scale,
+            skipped=report.skipped,
             step_s=step_s,
             predicted_s=self.predicted_s,
             samples_per_s=self.num_samples / step_s,

@@ -42,9 +42,9 @@ class Trainer:
     With several ranks both are called once before that with all parameters on `meta`, to check that ranks agree.
 
     A step averages the gradients of `gradient_accumulation_steps` batches of each task, and clips them by their global
-    norm to `max_grad_norm`. Layers and losses run under `torch.autocast` with this dtype (torch.bfloat16). With
-    `sampling_weights`, a step has `tasks_per_step` of the tasks, drawn by these weights, which may be functions of the
-    step.
+    norm to `max_grad_norm`. Layers and losses run under `torch.autocast` with this dtype; with torch.float16, losses
+    are scaled as by torch's GradScaler, whose settings `grad_scaler` may have. With `sampling_weights`, a step has
+    `tasks_per_step` of the tasks, drawn by these weights, which may be functions of the step.
 
     `planning` says how steps are planned (see `spindle.Planning`). `seed` is that of random layers, data order and
     planner. On a GPU, steps whose batches have the same shapes are captured as CUDA graphs and replayed
@@ -70,6 +70,7 @@ class Trainer:
         cuda_graphs: bool = True,
         callbacks: Sequence[Callback] = (),
         ema: float | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         config = TrainConfig(
             tasks=tuple(tasks),
@@ -86,6 +87,7 @@ class Trainer:
             cuda_graphs=cuda_graphs,
             callbacks=tuple(callbacks),
             ema=ema,
+            grad_scaler=grad_scaler,
         )
         if sampling_weights is not None:
             check_sampling_weights(sampling_weights, config.task_names, tasks_per_step)

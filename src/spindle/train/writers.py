@@ -18,7 +18,17 @@ from spindle.plan import Plan
 from spindle.train.callbacks import Callback, EvaluationRecord, StepRecord
 from spindle.train.result import FitResult
 
-_FIELDS = ("grad_norm", "step_s", "predicted_s", "samples_per_s", "tokens_per_s", "mfu", "idle", "peak_bytes")
+_FIELDS = (
+    "grad_norm",
+    "loss_scale",
+    "step_s",
+    "predicted_s",
+    "samples_per_s",
+    "tokens_per_s",
+    "mfu",
+    "idle",
+    "peak_bytes",
+)
 
 
 def step_scalars(record: StepRecord) -> dict[str, float]:
