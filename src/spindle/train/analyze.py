@@ -22,6 +22,7 @@ from spindle.train.config import TrainConfig
 from spindle.train.header import check_first_batches
 from spindle.train.probe import Facts, facts_without_values, probe
 from spindle.train.record import handles_of, parameter_names, record_all
+from spindle.train.recording_notices import noticing
 from spindle.train.task import TaskDefinition
 from spindle.train.tensor import Sharing, find_sharing
 from spindle.train.trace_broadcast import trace_on_rank_0
@@ -64,7 +65,8 @@ def analyze(
     Modules are moved to that device. Without weights (`spindle plan script.py`) only shapes are looked at.
     """
     with autocast_of(config, world):
-        recorded = record_all(list(definitions), examples)
+        with noticing(notify):
+            recorded = record_all(list(definitions), examples)
         handles = handles_of(recorded)
         compare(world, task_items(recorded, examples))
         compare_attributes(world, handles)
