@@ -26,8 +26,8 @@ from encoder import Encoder, make_optimizer
 from spindle.train.loop import Loop
 from spindle.train.optimizer import Update
 
-PAIRS, STEPS_OF_A_PAIR = 20, 20
-BATCH, LENGTH, WIDTH, BLOCKS = 16, 32, 128, 6
+PAIRS, STEPS_OF_A_PAIR = 16, 8
+BATCH, LENGTH, WIDTH, BLOCKS = 32, 64, 128, 6  # 1.2 M parameters, 2,048 tokens
 PARTS = ((Loop, "_report"), (Loop, "_launched"), (Update, "_start_report"), (Update, "_clip_gradients"))
 
 
