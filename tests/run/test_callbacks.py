@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import re
+import warnings
 from copy import deepcopy
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import spindle  # noqa: E402
+from backends import on_gpu, rank_device  # noqa: E402
 from internals import guessed_profile  # noqa: E402
 from spindle.cluster import cluster_named  # noqa: E402
 from spindle.errors import TrainingError  # noqa: E402
@@ -91,7 +93,7 @@ def halved(optimizer):
 def record_steps(rank: int, num_ranks: int, planning: dict[str, Any], **options: Any) -> Any:
     """What callbacks are told of a fit, and the gradient norms and losses of a plain loop."""
     modules = two_towers()
-    references = deepcopy(modules)
+    references = {name: deepcopy(module).to(rank_device()) for name, module in modules.items()}
     tasks = pairs_and_answers()({name: spindle.module(name, module) for name, module in modules.items()})
     batches = {task.name: [normal_batch(task.name, number) for number in range(20)] for task in tasks}
     recording, on_rank_0, evaluating = Recording(), OnRank0(), Evaluating(batches)
@@ -155,7 +157,8 @@ def test_step_records_are_those_of_one_process_on_all_ranks(pool, num_ranks, pla
         num_samples = 12 * options.get("gradient_accumulation_steps", 1)
         assert record.samples_per_s == pytest.approx(num_samples / record.step_s)
         assert record.predicted_s > 0
-        assert record.tokens_per_s is record.mfu is record.peak_bytes is None
+        assert record.tokens_per_s is None
+        assert on_gpu() or record.mfu is record.peak_bytes is None
     assert any(record.idle is not None for record in records) or len(records) < 6
     for other_records, _, _ in answers[1:]:
         assert other_records == records
@@ -251,6 +254,23 @@ def test_callbacks_read_nothing_from_a_device_that_losses_do_not_wait_for(monkey
     assert names_with_callbacks == names
     assert plain_events[:6] == ["copy", "copy", "read", "copy", "read", "copy"]
     assert events_with_callbacks == [event for event in plain_events for _ in range(2)]  # losses, and the gradient norm
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_callbacks_do_not_synchronize_with_a_gpu():
+    def num_synchronizations(callbacks):
+        trainer = small(callbacks=callbacks)
+        trainer.fit(LOADERS, steps=8, progress=False)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                trainer.fit(LOADERS, steps=8, progress=False)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return sum("synchronizing" in str(warning.message) for warning in caught)
+
+    assert num_synchronizations([Recording()]) == num_synchronizations([])
 
 
 def test_utilization_is_of_the_peak_of_all_gpus():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn  # noqa: E402
 import spindle  # noqa: E402
 from backends import rank_device, to_device  # noqa: E402
 from comparison import Comparison, assert_close  # noqa: E402
-from internals import guessed_profile  # noqa: E402
+from internals import capturing, guessed_profile  # noqa: E402
 from programs import loss_value  # noqa: E402
 from spindle.errors import TrainingError  # noqa: E402
 from training_cases import normal_batch, pairs_and_answers, two_towers  # noqa: E402
@@ -46,7 +47,7 @@ def train_in_float16(rank: int, num_ranks: int, planning: dict[str, Any], fused:
     references = deepcopy(modules)
     tasks = pairs_and_answers()({name: spindle.module(name, module) for name, module in modules.items()})
     batches = {task.name: [batch_of(task.name, number) for number in range(2 * STEPS)] for task in tasks}
-    scales = Scales()
+    scales, captures = Scales(), options.pop("captures", False)
     trainer = spindle.Trainer(
         tasks,
         optimizer=partial(adamw, fused=fused),
@@ -57,7 +58,9 @@ def train_in_float16(rank: int, num_ranks: int, planning: dict[str, Any], fused:
         **options,
     )
     count = options.get("gradient_accumulation_steps", 1)
-    first = trainer.fit(batches, steps=STEPS // 2, progress=False)
+    with capturing() if captures else nullcontext():
+        first = trainer.fit(batches, steps=STEPS // 2, progress=False)
+    assert not captures or first.num_captured_slots
     if "planner" not in planning:
         trainer.replan(planner="sequential")  # the scale goes on
     rest = {name: some[STEPS // 2 * count :] for name, some in batches.items()}
@@ -104,7 +107,7 @@ def train_plainly(modules: Any, fused: bool, count: int, max_grad_norm: float | 
     [
         (1, {}, {"fused": True, "max_grad_norm": 0.5}),
         (3, {}, {"fused": False}),
-        (2, {"shard_optimizer": True}, {"fused": True, "max_grad_norm": 0.5}),
+        (2, {"shard_optimizer": True}, {"fused": True, "max_grad_norm": 0.5, "captures": True}),
         (2, {"planner": "pipeline"}, {"fused": False, "gradient_accumulation_steps": 2}),
     ],
 )

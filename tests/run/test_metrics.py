@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -15,10 +16,12 @@ from torch import nn  # noqa: E402
 
 import spindle  # noqa: E402
 from comparison import Comparison, assert_close  # noqa: E402
-from internals import guessed_profile  # noqa: E402
+from internals import capturing, guessed_profile  # noqa: E402
 from programs import loss_value  # noqa: E402
 from training_cases import WIDTH, two_towers  # noqa: E402
 from trainings import sgd  # noqa: E402
+
+STEPS = 6
 
 
 def tasks_of(handles: Mapping[str, Any]) -> list[Any]:
@@ -103,18 +106,22 @@ def train_plainly(modules: Mapping[str, nn.Module], steps: Sequence[Sequence[Map
     return losses, metrics
 
 
-def train_with_metrics(rank: int, num_ranks: int, planning: dict[str, Any], count: int) -> tuple[Comparison, set[str]]:
+def train_with_metrics(
+    rank: int, num_ranks: int, planning: dict[str, Any], count: int, captures: bool = False
+) -> tuple[Comparison, set[str]]:
     modules = two_towers()
     references = deepcopy(modules)
     tasks = tasks_of({name: spindle.module(name, module) for name, module in modules.items()})
-    batches = {task.name: [batch_of(task.name, number) for number in range(4 * count)] for task in tasks}
+    batches = {task.name: [batch_of(task.name, number) for number in range(STEPS * count)] for task in tasks}
     planning = spindle.Planning(profile=guessed_profile, **planning)
-    trainer = spindle.Trainer(tasks, optimizer=sgd, gradient_accumulation_steps=count, planning=planning)
-    result = trainer.fit(batches, steps=4, progress=False)
+    with capturing() if captures else nullcontext():
+        trainer = spindle.Trainer(tasks, optimizer=sgd, gradient_accumulation_steps=count, planning=planning)
+        result = trainer.fit(batches, steps=STEPS, progress=False)
+    assert not captures or result.num_captured_slots
     comparison = Comparison()
     steps = [
         [{name: some[step * count + number] for name, some in batches.items()} for number in range(count)]
-        for step in range(4)
+        for step in range(STEPS)
     ]
     losses, metrics = train_plainly(references, steps)
     comparison.add_losses(result.losses, losses)
@@ -135,11 +142,17 @@ NAMES = {"pair/retrieved", "answer/error", "answer/small", "answer/rows", "mixed
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "planning", "count"),
-    [(1, {}, 1), (2, {}, 2), (3, {}, 1), (2, {"shard_optimizer": True}, 1), (3, {"planner": "pipeline"}, 2)],
+    ("num_ranks", "planning", "count", "captures"),
+    [
+        (1, {}, 1, False),
+        (2, {}, 2, True),
+        (3, {}, 1, False),
+        (2, {"shard_optimizer": True}, 1, False),
+        (3, {"planner": "pipeline"}, 2, False),
+    ],
 )
-def test_metrics_are_those_of_one_process(pool, num_ranks, planning, count):
-    answers = pool.run(num_ranks, train_with_metrics, planning, count)
+def test_metrics_are_those_of_one_process(pool, num_ranks, planning, count, captures):
+    answers = pool.run(num_ranks, train_with_metrics, planning, count, captures)
     assert_close([comparison for comparison, _ in answers], kinds=("loss",))
     assert all(names == {"pair", "answer", "mixed"} | NAMES for _, names in answers)
 

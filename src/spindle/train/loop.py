@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from spindle.run import Budget, Gathering, HostCopy, copied_to, limit_gpu_memory, on_device
-from spindle.simulate import simulate
 from spindle.train.agreement import compare, config_items, module_items
 from spindle.train.config import TrainConfig
 from spindle.train.feed import Batch, Feed, LoaderPosition, MakeFeed
@@ -39,10 +38,10 @@ from spindle.train.runtime import resident_tensors
 from spindle.train.samples import SampleFeed
 from spindle.train.sampling import tasks_in_step
 from spindle.train.session import NEW_VARIANT, TrainSession
-from spindle.train.step_report import LaunchedStep, ReportColumns
+from spindle.train.step_forecast import StepForecast
+from spindle.train.step_report import ReportColumns
 from spindle.train.steps import StepRun, microbatches_of
 from spindle.train.timing import StepTimes
-from spindle.train.utilization import flops_per_sample, peak_flops
 
 ReadReport = Callable[[], list[float]]  # this rank's row of a step's report; waits for the step
 StepHeaders = list[dict[str, BatchHeader]]  # by micro-step and task
@@ -205,21 +204,14 @@ class Loop:
     def _start_plan(self) -> None:
         """Count weights, and what optimizer and gradients keep, against the memory limit; and find what step records
         need to know of the plan."""
-        update, planned = self._session.update, self._runtime.planned
+        update = self._session.update
         assert update is not None
         if self._budget is not None:
             self._budget.adopt(resident_tensors(self._runtime, update))
         self._columns = ReportColumns(
             tasks=tuple(self._names), metrics=self._metric_names(), lr_groups=update.lr_groups
         )
-        self._predicted_s: float | None = None  # of a micro-step, by a static plan
-        self._at_peak_s: dict[str, float] = {}  # the FLOPs of a sample, by task variant
-        if self._config.callbacks:
-            if not self._config.planning.is_pipelined:
-                self._predicted_s = simulate(planned.program, planned.profile).makespan_s
-            peak = peak_flops(planned.profile) if self._world.device.type == "cuda" else None
-            flops = flops_per_sample(self._runtime.workload.graph) if peak is not None else {}
-            self._at_peak_s = {name: count / peak for name, count in flops.items() if peak is not None}
+        self._forecast = StepForecast(self._runtime, self._config, self._world.device)
 
     def _metric_names(self) -> tuple[str, ...]:
         """`task/name` of the metrics of all tasks, whichever variants have them."""
@@ -440,7 +432,7 @@ class Loop:
             parts.append((losses, positions, metrics))
             runs.append(run)
         counts = {name: sum(name in row for row in headers) for name in self._names}
-        self._losses.expect(self._launched(step, headers, runs))
+        self._losses.expect(self._forecast.launched(step, headers, runs))
         position, columns = self._times.num_steps, self._columns
         read_update = update.read_report
 
@@ -450,29 +442,3 @@ class Loop:
             return [*sums, *read_update(), self._times.end_s(position), peak_bytes]
 
         return read_report
-
-    def _launched(self, step: int, headers: StepHeaders, runs: Sequence[StepRun]) -> LaunchedStep:
-        """What is known of a step that was just launched."""
-        trained = [header for row in headers for header in row.values()]
-        weights = {task.name: task.weight for task in self._config.tasks if any(task.name in row for row in headers)}
-        microbatches = [microbatch for run in runs for microbatch in run.microbatches.values()]
-        is_as_planned = all(run.is_as_planned and len(run.microbatches) == len(run.profile.graph.tasks) for run in runs)
-        predicted_s = None
-        if self._runtime.steps.plans_ahead:
-            predicted_s = sum(run.executor.program.plan.makespan_s for run in runs) or None
-        elif self._predicted_s is not None and is_as_planned:
-            predicted_s = self._predicted_s * len(runs)
-        at_peak_s = [
-            self._at_peak_s[microbatch.variant] * microbatch.header.num_rows
-            for microbatch in microbatches
-            if microbatch.variant in self._at_peak_s
-        ]
-        return LaunchedStep(
-            step=step,
-            weights={name: weight(step) if callable(weight) else weight for name, weight in weights.items()},
-            num_samples=sum(header.num_rows for header in trained),
-            num_tokens=sum(header.tokens for header in trained),
-            plan=runs[0].executor.program.plan if runs else self._runtime.planned.plan,
-            predicted_s=predicted_s,
-            at_peak_s=sum(at_peak_s) if at_peak_s and len(at_peak_s) == len(microbatches) else None,
-        )
