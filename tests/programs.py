@@ -27,7 +27,7 @@ from spindle.run import Executor, OpCode, World
 from spindle.run.pytrees import signature_of
 from spindle.train import Bound, bind, code_of, probe, trace_all, trace_broadcast
 from spindle.train.record import handles_of, record_all
-from spindle.train.task import Mean
+from spindle.train.task import Mean, TaskResult
 from workloads import handles_in, unique_parameters, workload_named
 from zoo import Workload
 
@@ -36,9 +36,10 @@ STEPS_WITH_REPLAY = 6  # one that checks losses, two launched one by one, one ca
 # One process, plain PyTorch.
 
 
-def loss_value(result: torch.Tensor | Mean) -> torch.Tensor:
+def loss_value(result: torch.Tensor | Mean | TaskResult) -> torch.Tensor:
     """The loss that a task's function stands for."""
-    return result.total / result.count if isinstance(result, Mean) else result
+    loss = result.loss if isinstance(result, TaskResult) else result
+    return loss.total / loss.count if isinstance(loss, Mean) else loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -242,7 +242,7 @@ def _point(
                 is_random = code.is_random
 
                 def run() -> Any:
-                    result = code.loss(batch, *_outputs(code, inputs))
+                    result, _ = code.run(batch, *_outputs(code, inputs))
                     return result[0] / result[1] if code.is_mean else result
 
             case LayersCode():

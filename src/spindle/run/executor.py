@@ -34,7 +34,7 @@ from spindle.run.op_code import LossCode, OpCode
 from spindle.run.pytrees import Axes, PytreeMeta
 from spindle.run.rank_program import held_parameters, rank_program_of, tensor_groups
 from spindle.run.shards import Shards
-from spindle.run.step import Losses, MicroStep, Pace, Step, Watch
+from spindle.run.step import HostCopy, MicroStep, Pace, Step, Watch
 from spindle.run.syncs import Syncs, Updates
 from spindle.run.tensor_parallel import TENSOR
 from spindle.run.transfers import Transfers
@@ -96,6 +96,9 @@ class Executor:
             instruction = program.instructions[position]
             if isinstance(instruction, Backward):
                 self._chunks_of.setdefault(self._rank_program.slots[instruction.slot].task, set()).add(position)
+        self._losses_of = {
+            op.task: op_code for op, op_code in zip(graph.metaops, code, strict=True) if isinstance(op_code, LossCode)
+        }
         self._launched_before = self._order_launches()
         if world.uses_nccl:
             _ = world.control, world.everyone  # a group is made by all ranks, whoever uses it
@@ -120,16 +123,18 @@ class Executor:
         micro_step: MicroStep | None = None,
         held: Mapping[str, tuple[tuple[int, int], ...]] | None = None,
         cuts: Mapping[tuple[int, int], PytreeMeta] | None = None,
+        loss_scale: torch.Tensor | None = None,
         check_losses: bool = False,
         timed: bool = True,
-    ) -> tuple[Losses, Watch]:
+    ) -> tuple[HostCopy, Watch]:
         """Run a step, or one micro-step of it, on whole batches, of which each slot takes its rows.
 
         `signatures` tell the shapes of all tasks' batches; a task without one is left out. For a batch of which this
         rank has only some rows, `held` has the rows of each leaf. `cuts` has, by op and number of layers, the shapes
         that cross that cut; all ranks must give the same ones, or none, in which case senders tell receivers. The last
-        micro-step synchronises gradients and runs the optimizer.
-        Returns this rank's parts of the tasks' losses, which add up over ranks, and the times of a timed step.
+        micro-step synchronises gradients and runs the optimizer. Losses are multiplied by `loss_scale` for backward.
+        Returns this rank's parts of the tasks' losses, then of the totals and counts of `metrics`, all of which add up
+        over ranks; and the times of a timed step.
         """
         step = Step(
             number=number,
@@ -138,6 +143,7 @@ class Executor:
             check_losses=check_losses,
             held=held or {},
             cuts=cuts or {},
+            loss_scale=loss_scale,
             new=self._transfers.new(signatures),
             micro_step=micro_step or MicroStep(tasks=frozenset(signatures)),
             next_in=[0] * len(self._lanes),
@@ -310,11 +316,26 @@ class Executor:
             watch.posted[position] = launched
         return is_launched
 
-    def _losses(self, step: Step) -> Losses:
-        """This rank's part of each task's loss."""
+    @property
+    def metrics(self) -> list[tuple[str, str]]:
+        """Task and name of the metrics of all tasks."""
+        return [(task, name) for task, code in self._losses_of.items() for name in code.metrics]
+
+    def _losses(self, step: Step) -> HostCopy:
+        """This rank's part of each task's loss, and of its metrics."""
         nothing = torch.zeros((), dtype=torch.float64, device=self.world.device)
         values = dict.fromkeys(self.graph.tasks, nothing)
         for slot, loss in step.losses.items():
             task = self._rank_program.slots[slot].task
             values[task] = values[task] + loss.detach()
-        return Losses(torch.stack(list(values.values())))
+        parts = [torch.stack(list(values.values()))]
+        sums: dict[str, torch.Tensor] = {}
+        for slot, metrics in step.metrics.items():
+            task = self._rank_program.slots[slot].task
+            sums[task] = sums[task] + metrics if task in sums else metrics
+        parts += [
+            sums[task] if task in sums else nothing.expand(2 * len(code.metrics))
+            for task, code in self._losses_of.items()
+            if code.metrics
+        ]
+        return HostCopy(torch.cat(parts) if len(parts) > 1 else parts[0])

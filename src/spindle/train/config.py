@@ -13,6 +13,7 @@ from spindle.graph import MetaGraph
 from spindle.plan import Plan
 from spindle.planners import PLANNERS
 from spindle.profile import Profile
+from spindle.train.callbacks import Callback, check_callbacks
 from spindle.train.optimizer import MakeLRScheduler, MakeOptimizer
 from spindle.train.sampling import SamplingWeight
 from spindle.train.task import TaskDefinition
@@ -102,8 +103,12 @@ class TrainConfig:
     seed: int = 0
     name: str = "training"
     cuda_graphs: bool = True
+    callbacks: tuple[Callback, ...] = ()
+    ema: float | None = None
+    grad_scaler: torch.amp.GradScaler | None = None
 
     def __post_init__(self) -> None:
+        check_callbacks(self.callbacks)
         if not self.tasks:
             raise WorkloadError("spindle.Trainer needs at least one task")
         for task in self.tasks:
@@ -124,10 +129,12 @@ class TrainConfig:
             )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise TrainingError(f"spindle.Trainer(max_grad_norm={self.max_grad_norm}): must be above 0")
-        if self.autocast not in (None, torch.bfloat16):
-            raise TrainingError(
-                f"spindle.Trainer(autocast={self.autocast}): expected torch.bfloat16; other types need loss scaling"
-            )
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise TrainingError(f"spindle.Trainer(ema={self.ema}): expected a decay between 0 and 1, such as 0.999")
+        if self.autocast not in (None, torch.bfloat16, torch.float16):
+            raise TrainingError(f"spindle.Trainer(autocast={self.autocast}): expected torch.bfloat16 or torch.float16")
+        if self.grad_scaler is not None and self.autocast != torch.float16:
+            raise TrainingError("spindle.Trainer(grad_scaler=...): requires autocast=torch.float16")
         if not isinstance(self.planning, Planning):
             raise TrainingError(
                 f"spindle.Trainer(planning={self.planning!r}): expected spindle.Planning(...), for example "
@@ -135,6 +142,14 @@ class TrainConfig:
             )
         if self.sampling_weights is not None:
             object.__setattr__(self, "sampling_weights", dict(self.sampling_weights))
+
+    @property
+    def loss_scaling(self) -> torch.amp.GradScaler | None:
+        """The settings of the loss scale, where losses are scaled."""
+        if self.autocast != torch.float16:
+            return None
+        scaler = self.grad_scaler or torch.amp.GradScaler("cuda" if torch.cuda.is_available() else "cpu")
+        return scaler if scaler.is_enabled() else None
 
     @property
     def task_names(self) -> list[str]:
