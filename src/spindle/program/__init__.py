@@ -3,7 +3,6 @@
 from spindle.program.instances import Instances, cut_by, instances_of
 from spindle.program.instructions import (
     COMPUTE,
-    LANES,
     SYNC,
     TRANSFER,
     Backward,
@@ -13,14 +12,16 @@ from spindle.program.instructions import (
     Instruction,
     OptimizerStep,
     SyncGradients,
+    are_compute,
     code,
+    lane_name,
 )
 from spindle.program.launch_order import launch_order, launches_collectives
 from spindle.program.lower import lower
 from spindle.program.memory import Memory, counts_bytes, refuse_overfull
 from spindle.program.moves import Move, StateSharding, moves_between, moving_s, state_sharding
 from spindle.program.posted import posted_peaks
-from spindle.program.program import Bucket, Column, Flows, Lane, Link, Program, SlotShape
+from spindle.program.program import NUM_LANES, Bucket, Column, Flows, Lane, Link, Program, SlotShape
 from spindle.program.sharding import (
     Box,
     Piece,
@@ -40,7 +41,7 @@ from spindle.program.verify import describe_deadlock, verify
 
 __all__ = [
     "COMPUTE",
-    "LANES",
+    "NUM_LANES",
     "SYNC",
     "TRANSFER",
     "Backward",
@@ -66,6 +67,7 @@ __all__ = [
     "StateSharding",
     "SyncGradients",
     "Transfer",
+    "are_compute",
     "code",
     "counts_bytes",
     "cut_by",
@@ -74,6 +76,7 @@ __all__ = [
     "format_program",
     "instances_of",
     "keep_unused",
+    "lane_name",
     "launch_order",
     "launches_collectives",
     "lower",
