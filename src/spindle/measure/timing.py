@@ -101,7 +101,7 @@ def warmed(work: Work) -> Passes:
     if not work.is_graphed:
         return passes
     try:
-        graphed = _Graphed(passes, stream)
+        graphed = Graphed(passes, stream)
         graphed.forward()
         graphed.backward()
         return graphed
@@ -139,7 +139,7 @@ class _Eager:
                 buffer.copy_(gradient)
 
 
-class _Graphed:
+class Graphed:
     def __init__(self, passes: _Eager, stream: torch.cuda.Stream) -> None:
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle()
@@ -162,7 +162,7 @@ class _Graphed:
             self._backward.replay()
 
 
-Passes = _Eager | _Graphed
+Passes = _Eager | Graphed
 
 
 def medians(passes: Passes, num_repeats: int, device: torch.device) -> tuple[float, float]:

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spindle.errors import PlanError
-from spindle.plan import Piece, Plan, assemble, check, setting_of, slot_links, spans
-from spindle.plan.check import MAX_LANES
+from spindle.plan import MAX_LANES, Piece, Plan, assemble, check, setting_of, slot_links, spans
 from spindle.profile import Profile, Setting
 from spindle.program import Memory, instances_of, lower, verify
 from spindle.simulate import simulate

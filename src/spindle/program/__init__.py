@@ -1,6 +1,6 @@
 """Programs: the instructions of every rank, lowering from a plan, and `verify`. Knows ranks, not torch."""
 
-from spindle.program.instances import Instances, cut_by, instances_of
+from spindle.program.instances import Instances, cut_by, instances_of, needed_pairs
 from spindle.program.instructions import (
     COMPUTE,
     SYNC,
@@ -83,6 +83,7 @@ __all__ = [
     "main_replicas",
     "moves_between",
     "moving_s",
+    "needed_pairs",
     "numbers_by_dtype",
     "optimizer_sharding",
     "parse_program",
