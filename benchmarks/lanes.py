@@ -1,7 +1,7 @@
 """Lanes on one GPU: python benchmarks/lanes.py --output FILE.json [--only pair,clip-4-2] [--lanes 1,4] [--budget-s 300]
 
-Whole steps of `Trainer`, in one process: modules one after another (lanes=1), and up to four at a time. Each cell starts
-from the same weights and data; its losses are compared. Cells that the file has are not measured again.
+Whole steps of `Trainer`, in one process: modules one after another (lanes=1), and up to four at a time. Each cell
+starts from the same weights and data. Cells that the file has are not measured again.
 
     pair        two encoders that do not fill a GPU: 12 layers of width 1024 over 4 x 256 tokens, and of width 768 over
                 8 x 128
@@ -15,6 +15,7 @@ import gc
 import json
 import statistics
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,8 @@ def measure(cell: str, lanes: int, device: torch.device, small: bool) -> dict[st
     trainer.fit(batches, steps=WARM_UP, progress=False)
     ready_s = time.perf_counter() - begin
     result = trainer.fit(batches, steps=STEPS, progress=False)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    # Without a synchronisation after each step, by the fit as a whole; then once more with one.
-    begin = time.perf_counter()
     trainer.fit(batches, steps=STEPS, progress=False, on_step=note)
-    steps = [later - earlier for earlier, later in zip(moments, moments[1:], strict=False)]
+    steps = [later - earlier for earlier, later in pairwise(moments)]
     plan = result.plan
     return {
         "lanes": plan.num_lanes,

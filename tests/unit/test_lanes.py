@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 
 import small
+from random_plans import contended, random_lane_plan
 from spindle.errors import PlanError, ProfileError
 from spindle.plan import check, format_plan, parse_plan
 from spindle.planners import make_plan
@@ -18,16 +19,6 @@ from spindle.program import Memory, format_program, instances_of, lower, parse_p
 from spindle.simulate import simulate
 
 TOWERS = [("vision", 16, 4, 1, 0.5), ("text", 16, 4, 1, 0.1), ("audio", 16, 2, 2, 0.2)]
-
-
-def contended(profile: Profile, by_op: dict[str, tuple[float, float]] | None = None) -> Profile:
-    """The profile with pressure and fill for each op; without any, lanes do not disturb each other."""
-    curves = []
-    for op, choices in zip(profile.graph.metaops, profile.curves, strict=True):
-        shares = (by_op or {}).get(op.module or op.name, (0.0, 0.01))
-        contention = Contention(forward=shares, backward=shares)
-        curves.append(tuple(replace(curve, contention=(contention,) * len(curve.num_devices)) for curve in choices))
-    return replace(profile, curves=tuple(curves))
 
 
 def towers(by_op: dict[str, tuple[float, float]] | None = None) -> Profile:
@@ -162,3 +153,21 @@ def test_the_planner_finds_nearly_the_best_lanes_and_is_never_slower(seed):
         text = "\n".join(f"{name}*{layers[name]}@0|{lane}" for name, lane in zip(names, lanes, strict=True))
         best_s = min(best_s, simulate(lower(parse_plan(text, profile), profile), profile).makespan_s)
     assert found.makespan_s <= 1.02 * best_s
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_lanes_are_legal_and_cannot_deadlock(seed):
+    tasks = {"first": ["vision", "head"], "second": ["text", "head"], "third": ["audio"]}
+    profile = contended(small.workload_profile(tasks, num_devices=1 + seed % 4))
+    plan = random_lane_plan(profile, f"plan {seed} lanes")
+    check(plan, profile)
+    program = lower(plan, profile)
+    verify(program, profile)
+    ordered = [program.compute_of_rank(rank) for rank in range(program.num_ranks)]
+    for rank, numbers in enumerate(ordered):
+        assert sorted(numbers) == sorted(
+            number
+            for lane in (0, *range(3, len(program.lanes)))
+            for number in program.lanes[lane].of_rank(rank).tolist()
+        )
+    assert simulate(program, profile).makespan_s > 0

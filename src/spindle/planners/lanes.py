@@ -1,7 +1,7 @@
 """Lanes: slots of a finished plan that run at the same time on one device, where that is simulated to be faster.
 
-Modules that are too small to fill a device share it (Mosaic, §1; the algorithm here is our own). Slots that train the
-same parameters stay together, as a *group*, because the order in which they add to a gradient is fixed by their lane.
+Modules that are too small to fill a device share it (Mosaic, §1; the algorithm here is our own). Slots of one
+module stay together, as a *group*, because the order in which they add to a gradient is fixed by their lane.
 So what is searched is a lane for each group, and which groups come first. The longest group begins on a lane of its
 own, the others on the lane with least work; annealing goes on from there, by simulation, in which slots that run
 together slow each other down by their measured pressure and fill. The plan that came in is never made slower.
@@ -202,14 +202,15 @@ def _without_gaps(lanes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _groups(plan: Plan, profile: Profile, ops: Sequence[int]) -> list[list[int]]:
-    """Slots that train the same parameters or are parts of one op, which stay on one lane."""
+    """Slots of one module, or that train the same parameters, which stay on one lane."""
     graph = profile.graph
     group_of = list(range(len(plan.slots)))  # named after its first slot
-    first_with: dict[tuple[str, int], int] = {}
+    first_with: dict[tuple[str, int | str], int] = {}
     for number, (slot, op) in enumerate(zip(plan.slots, ops, strict=True)):
         used = {parameter for layer in graph.metaops[op].parameters[slot.first : slot.last] for parameter in layer}
         trained = [("parameter", parameter) for parameter in used if graph.parameters[parameter].trainable]
-        for key in [("op", op), *trained]:
+        module = graph.metaops[op].module
+        for key in [("op", op) if module is None else ("module", module), *trained]:
             ends = group_of[number], group_of[first_with.setdefault(key, number)]
             group_of = [min(ends) if group in ends else group for group in group_of]
     groups: dict[int, list[int]] = {}
