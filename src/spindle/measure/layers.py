@@ -160,11 +160,11 @@ def measure_layers(
                     graph.metaops[source].call: as_leaves(cut(nest, _axes(code[source]), op.batch_size, 0, rows))
                     for source, nest in op_inputs.items()
                 }
-                points.append(_point(code[position], kinds[position], batch, inputs, device, graphs))
+                points.append(_point(code[position], kinds[position], batch, inputs, device, graphs, num_devices > 1))
             measured = _samples(op.task, op.name, sizes[position], meter.times(points))
             if lanes:
                 copies = [
-                    _point(_rotated(code[position], number), kinds[position], batch, inputs, device, graphs)
+                    _point(_rotated(code[position], number), kinds[position], batch, inputs, device, graphs, False)
                     for number in range(NUM_COPIES)
                 ]
                 measured = replace(measured, contention=(meter.contention(copies),) * len(measured.rows))
@@ -261,7 +261,13 @@ def _outputs(code: OpCode, inputs: Mapping[str | None, Any]) -> list[Any]:
 
 
 def _point(
-    code: OpCode, kind: Kind, batch: Any, inputs: Mapping[str | None, Any], device: torch.device, graphs: bool
+    code: OpCode,
+    kind: Kind,
+    batch: Any,
+    inputs: Mapping[str | None, Any],
+    device: torch.device,
+    graphs: bool,
+    copies_gradients: bool,
 ) -> _Point | Exception:
     """What to time for an op on this batch and these inputs; the key has all that the time depends on."""
     try:
@@ -307,7 +313,7 @@ def _point(
         "buffers": _form(buffers),
         "layers timed": str(max(1, len(layers))),
         "random": str(is_random),
-        "graphed": str(is_graphed),
+        "graphed": f"{is_graphed}, gradients copied" if is_graphed and copies_gradients else str(is_graphed),
     }
     work = Work(
         run=run,
@@ -315,6 +321,7 @@ def _point(
         parameters=tuple(parameter for parameter in parameters if parameter.requires_grad),
         device=device,
         is_graphed=is_graphed,
+        copies_gradients=copies_gradients,
     )
     return _Point(key=key, work=work, num_layers=max(1, len(layers)))
 

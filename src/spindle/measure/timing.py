@@ -1,7 +1,7 @@
 """Time a forward and a backward pass: medians after a warm-up, by CUDA events on a GPU.
 
-On a GPU the two passes may run as CUDA graphs, as slots do in a step. Then the copy of each parameter's gradient to its
-buffer is part of the backward pass, as in a step.
+On a GPU the two passes may run as CUDA graphs, as slots do in a step. Where gradients are reduced over ranks, the copy
+of each parameter's gradient to its buffer is part of the backward pass then, as in a step.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ _LAUNCH_REPEATS = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Something to time: `run()` is a forward pass; its backward computes gradients of leaves and parameters."""
+    """Something to time: `run()` is a forward pass; its backward computes gradients of leaves and parameters, which it
+    copies to buffers where it is told to."""
 
     run: Callable[[], Any]
     leaves: tuple[torch.Tensor, ...]
     parameters: tuple[nn.Parameter, ...]
     device: torch.device
     is_graphed: bool = False
+    copies_gradients: bool = True
 
 
 def time_passes(work: Work, rank_sync: RankSync, num_busy: int | None = None) -> Times | Exception:
@@ -121,7 +123,7 @@ class _Eager:
         self.forward()
         # Not zeros: a GPU that multiplies zeros draws less power and runs faster.
         self.gradients = [torch.randn_like(output) for output in self.outputs]
-        if self.work.is_graphed:
+        if self.work.is_graphed and self.work.copies_gradients:
             self.buffers = [torch.empty_like(parameter) for parameter in self.work.parameters]
         self.backward()
 
