@@ -16,6 +16,7 @@ from spindle.planners import make_plan
 from spindle.planners.lanes import with_lanes
 from spindle.profile import Contention, Profile
 from spindle.program import Memory, format_program, instances_of, lower, parse_program, verify
+from spindle.report.gantt import draw_rows, plan_chart, timeline_chart
 from spindle.simulate import simulate
 
 TOWERS = [("vision", 16, 4, 1, 0.5), ("text", 16, 4, 1, 0.1), ("audio", 16, 2, 2, 0.2)]
@@ -54,6 +55,20 @@ def test_pressure_slows_others_and_fill_limits_all():
     # Fills of 0.8 and 0.7 make both 1.5 times as long while they run together.
     full = contended(two, {"vision": (0.0, 0.8), "text": (0.0, 0.7)})
     assert step_s("vision*4@0 text*4@0|1", full) == pytest.approx(vision_s + shared_s * (1 - 1 / 1.5), rel=1e-5)
+
+
+def test_every_lane_of_a_device_has_a_row():
+    profile = towers()
+    plan = small.plan("vision*4@0 text*4@0|1\naudio*2@0|1", profile)
+    program = lower(plan, profile)
+    for chart in (
+        timeline_chart(simulate(program, profile), program, profile.graph, 60),
+        plan_chart(plan, profile, 60),
+    ):
+        first, second = draw_rows(chart, 1).plain.splitlines()[1:3]
+        assert first.split()[0] == "0"
+        assert second.split()[0] == "0|1"
+        assert set("AB") == {first.split()[1][0], second.split()[1][0]}
 
 
 def test_a_plan_with_lanes_survives_its_text_form():

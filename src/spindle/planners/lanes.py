@@ -22,7 +22,7 @@ from spindle.profile import Profile, Setting
 from spindle.program import Memory, instances_of, lower, verify
 from spindle.simulate import simulate
 
-EVALUATIONS = 160
+EVALUATIONS = 120
 _HOT, _COLD = 0.03, 0.001  # temperatures at the beginning and at the end, as shares of the step
 
 
