@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from spindle.launch.activity import ON_STEP, recorder
+from spindle.launch.activity import LOADING, ON_STEP, recorder
 from spindle.run import Budget, Gathering, Losses, copied_to, limit_gpu_memory, on_device
 from spindle.train.agreement import compare, config_items, module_items
 from spindle.train.config import TrainConfig
@@ -155,7 +155,8 @@ class Loop:
                 carries_losses = False
             current = batches
             if number + 1 < steps:
-                batches = self._read(step + 1)
+                with recorder.doing(LOADING):
+                    batches = self._read(step + 1)
                 carries_losses = len(unsent) >= _LOSSES_BEHIND[world.device.type]
                 losses = unsent.popleft()() if carries_losses else None
                 gathering = self._start_header(batches, losses)
