@@ -7,6 +7,7 @@ What a training script uses:
   sum before dividing.
 - `Trainer(tasks, optimizer=...)` plans and trains them; `Planning(...)` says how. `Trainer.fit` returns a `FitResult`,
   `Trainer.train_state` a `TrainState`.
+- `hf.options(training_arguments)` takes what a script with `transformers.Trainer` has.
 
 They need torch, which planning and simulating do not, so they are imported on first use. Errors that a user can cause
 are in `spindle.errors`. Everything else is private. `docs/interface.md` describes all of it on one page.
@@ -19,6 +20,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from spindle import hf as hf
     from spindle.train import FitResult, Planning, Trainer, TrainState, mean, module, task
 
 __all__ = ["FitResult", "Planning", "TrainState", "Trainer", "__version__", "mean", "module", "task"]
@@ -26,6 +28,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
+    if name == "hf":
+        return import_module("spindle.hf")
     if name not in __all__:
         raise AttributeError(f"module 'spindle' has no attribute {name!r}")
     if find_spec("torch") is None:

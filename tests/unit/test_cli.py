@@ -23,6 +23,14 @@ GRAPH = small.linear_graph(
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_loops(tmp_path_factory):
+    """Compile what the first command after an install compiles, and says so: these are tests of the ones after it."""
+    path = tmp_path_factory.mktemp("compile") / "graph.json"
+    path.write_text(json.dumps(GRAPH))
+    assert run(["plan", str(path), "--devices", "4", "--evaluations", "2", "-o", str(path.with_name("plan.json"))]) == 0
+
+
 @pytest.fixture(autouse=True)
 def _plain_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from spindle.artifact import to_json
 from spindle.errors import WorkloadError
-from spindle.workload import LayerCost, Numerics, Parameter
+from spindle.workload import LayerCost, ModuleRemark, Numerics, Parameter
 
 Node = TypeVar("Node", int, str)
 
@@ -50,6 +50,7 @@ class MetaGraph:
     edges: tuple[tuple[int, int], ...]
     parameters: tuple[Parameter, ...] = ()
     numerics: Numerics = Numerics()
+    remarks: tuple[ModuleRemark, ...] = field(default=(), compare=False)
     predecessors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     successors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     order: tuple[int, ...] = field(init=False, repr=False, compare=False)  # topological, stable
