@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from spindle.launch.activity import ON_STEP, recorder
 from spindle.run import Budget, Gathering, Losses, copied_to, limit_gpu_memory, on_device
 from spindle.train.agreement import compare, config_items, module_items
 from spindle.train.config import TrainConfig
@@ -134,12 +135,13 @@ class Loop:
         unsent: deque[ReadLosses] = deque()  # of the last steps, which a GPU may still be at
         carries_losses = False  # the header in flight
         progress.training(steps)
+        recorder.begin(first)
         for number in range(steps):
             begin_s = time.perf_counter()
             step = self._next_step = first + number
             table = self._table(gathering, step)
             if carries_losses:
-                self._losses.report(losses_in(table, self._names))
+                self._report_losses(table)
             if is_stopped(table):
                 self._leave_out_read_ahead()
                 gathering, steps = self._start_header(self._no_batches, None), number
@@ -173,6 +175,8 @@ class Loop:
                 tokens=sum(header.tokens for header in trained),
                 idle=idle_in(table),
             )
+            recorder.step_done(step + 1)
+        recorder.pause()
         self._next_step = first + steps
         self._table(gathering, first + steps)
         self._report_unsent(unsent)
@@ -213,7 +217,11 @@ class Loop:
         while unsent:
             losses = unsent.popleft()()
             gathering = self._start_header(self._no_batches, losses)
-            self._losses.report(losses_in(self._table(gathering, self._losses.next_step), self._names))
+            self._report_losses(self._table(gathering, self._losses.next_step))
+
+    def _report_losses(self, table: Table) -> None:
+        with recorder.doing(ON_STEP):
+            self._losses.report(losses_in(table, self._names))
 
     @property
     def _no_batches(self) -> StepBatches:
@@ -236,6 +244,7 @@ class Loop:
     def _apply_change(self, headers: StepHeaders, batches: StepBatches) -> None:
         """Tasks end and join before a step whose batches are read: a task that joins has none yet."""
         assert self._requested is not None
+        recorder.pause()
         (config, loaders), self._requested = self._requested, None
         begin_s = time.perf_counter()
         items = self._call_items() | config_items(config)
@@ -311,6 +320,7 @@ class Loop:
             for task, header in row.items():
                 if session.variants.get(task, header.variant) is None:
                     if not is_new:
+                        recorder.pause()
                         session.gather_parameters(self._runtime)
                         is_new = True
                     batch = self._broadcast_batch(batches[number].get(task), header.reader)
@@ -389,6 +399,8 @@ class Loop:
                 )
             if run.checks_losses:
                 checked.update(variants)
+            if run.is_as_planned:
+                self._times.compare_compute(watch, run.executor.program, run.profile)
             if is_timed:
                 self._times.keep(step, watch, run.executor.program, run.profile)
             tasks = run.profile.graph.tasks
