@@ -9,6 +9,7 @@ What a training script uses:
   `Trainer.train_state` a `TrainState`.
 - A `Callback` is told of plans, steps (`StepRecord`), evaluations (`EvaluationRecord`) and the end of fits.
   `JSONLines`, `TensorBoard`, `WeightsAndBiases` and `MLflow` are callbacks that write.
+- `hf.options(training_arguments)` takes what a script with `transformers.Trainer` has.
 
 They need torch, which planning and simulating do not, so they are imported on first use. Errors that a user can cause
 are in `spindle.errors`. Everything else is private. `docs/interface.md` describes all of it on one page.
@@ -21,6 +22,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from spindle import hf as hf
     from spindle.train import (
         Callback,
         EvaluationRecord,
@@ -61,10 +63,15 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
+    if name == "hf":
+        return import_module("spindle.hf")
     if name not in __all__:
         raise AttributeError(f"module 'spindle' has no attribute {name!r}")
     if find_spec("torch") is None:
         raise ImportError(f"spindle.{name} needs torch: pip install 'spindle-train[train]'")
+    from spindle.launch.folders import leave_out_foreign_inductor_cache
+
+    leave_out_foreign_inductor_cache()
     return getattr(import_module("spindle.train"), name)
 
 

@@ -84,11 +84,9 @@ def _check_split(
     world: World,
 ) -> None:
     """Compare the sums of all parts with loss and metrics of the whole batch, on the first rank of the slot."""
-    boxes: list[Any] = [None] * len(slot.ranks)
-    with peers("checking a loss"):
-        # Via the host: a CUDA tensor of another process would be unpickled onto its device index.
-        box = (slot.begin, on_device(detached(outputs), torch.device("cpu")), float(part), sums.tolist())
-        dist.all_gather_object(boxes, box, group=world.group("loss", slot.ranks))
+    # Via the host: a CUDA tensor of another process would be unpickled onto its device index.
+    box = (slot.begin, on_device(detached(outputs), torch.device("cpu")), float(part), sums.tolist())
+    boxes = world.all_gather_objects(box, "loss", slot.ranks)
     if world.rank != slot.ranks[0]:
         return
     parts = sorted((box for box in boxes if box[1]), key=lambda box: box[0])

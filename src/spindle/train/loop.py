@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from spindle.launch.activity import ON_STEP, recorder
 from spindle.run import Budget, Gathering, HostCopy, copied_to, limit_gpu_memory, on_device
 from spindle.train.agreement import compare, config_items, module_items
 from spindle.train.config import TrainConfig
@@ -136,6 +137,7 @@ class Loop:
         unsent: deque[ReadReport] = deque()  # of the last steps, which a GPU may still be at
         carries_report = False  # the header in flight
         progress.training(steps)
+        recorder.begin(first)
         for number in range(steps):
             begin_s = time.perf_counter()
             step = self._next_step = first + number
@@ -173,6 +175,8 @@ class Loop:
                 tokens=sum(header.tokens for header in trained),
                 idle=idle_in(table),
             )
+            recorder.step_done(step + 1)
+        recorder.pause()
         self._next_step = first + steps
         self._table(gathering, first + steps)
         self._report_unsent(unsent)
@@ -232,7 +236,8 @@ class Loop:
 
     def _report(self, table: Table) -> None:
         """Report the step whose numbers these headers carry."""
-        self._losses.report(self._columns.read(reports_in(table, len(self._columns))), idle_in(table))
+        with recorder.doing(ON_STEP):
+            self._losses.report(self._columns.read(reports_in(table, len(self._columns))), idle_in(table))
 
     def _report_unsent(self, unsent: deque[ReadReport]) -> None:
         """Exchange and report the numbers of steps that have no header to travel with."""
@@ -263,6 +268,7 @@ class Loop:
     def _apply_change(self, headers: StepHeaders, batches: StepBatches) -> None:
         """Tasks end and join before a step whose batches are read: a task that joins has none yet."""
         assert self._requested is not None
+        recorder.pause()
         (config, loaders), self._requested = self._requested, None
         begin_s = time.perf_counter()
         items = self._call_items() | config_items(config)
@@ -339,6 +345,7 @@ class Loop:
                 if session.variants.get(task, header.variant) is None:
                     if not is_new:
                         self._report_unsent(unsent)  # with the columns of the plan that they ran under
+                        recorder.pause()
                         session.gather_parameters(self._runtime)
                         is_new = True
                     batch = self._broadcast_batch(batches[number].get(task), header.reader)
@@ -420,6 +427,8 @@ class Loop:
                 )
             if run.checks_losses:
                 checked.update(variants)
+            if run.is_as_planned:
+                self._times.compare_compute(watch, run.executor.program, run.profile)
             if is_timed:
                 self._times.keep(step, watch, run.executor.program, run.profile)
             tasks = run.profile.graph.tasks
