@@ -7,9 +7,9 @@ What a training script uses:
   sum before dividing, and `result(loss, accuracy=...)` a loss with metrics.
 - `Trainer(tasks, optimizer=...)` plans and trains them; `Planning(...)` says how. `Trainer.fit` returns a `FitResult`,
   `Trainer.train_state` a `TrainState`.
+- `hf.options(training_arguments)` takes what a script with `transformers.Trainer` has.
 - A `Callback` is told of plans, steps (`StepRecord`), evaluations (`EvaluationRecord`) and the end of fits.
   `JSONLines`, `TensorBoard`, `WeightsAndBiases` and `MLflow` are callbacks that write.
-- `hf.options(training_arguments)` takes what a script with `transformers.Trainer` has.
 
 They need torch, which planning and simulating do not, so they are imported on first use. Errors that a user can cause
 are in `spindle.errors`. Everything else is private. `docs/interface.md` describes all of it on one page.

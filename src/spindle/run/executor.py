@@ -4,8 +4,8 @@ Transfers are posted as soon as their data exists and waited for when it is need
 backward still runs. Each lane keeps the program's order, so what `verify` has proved holds here. Under NCCL, transfers
 and collectives are launched in one order, the same on all ranks (`program.launch_order`).
 
-Rows of a link are rows of the batch, because both ends of a task's flow have the same batch. Left out so far: lanes
-with SM quotas.
+Rows of a link are rows of the batch, because both ends of a task's flow have the same batch. Slots on several lanes of
+a GPU run on streams of their own (`lanes`). Left out so far: SM quotas for lanes.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from spindle.program import (
 from spindle.run.compute import Compute
 from spindle.run.gradients import GradientBuffers
 from spindle.run.graph_cache import GraphCache
+from spindle.run.lanes import Lanes
 from spindle.run.op_code import LossCode, OpCode
 from spindle.run.pytrees import Axes, PytreeMeta
 from spindle.run.rank_program import held_parameters, rank_program_of, tensor_groups
@@ -91,6 +92,7 @@ class Executor:
         self._compute = Compute(
             self._rank_program, self._transfers, self._syncs, self.graph_cache, world, batch_axes, seed, autocast
         )
+        self._lanes_of_device = Lanes(program, self._rank_program, world)
         self._chunks_of: dict[str, set[int]] = {}  # backward instructions by task
         for position in self._rank_program.compute:
             instruction = program.instructions[position]
@@ -170,39 +172,48 @@ class Executor:
         self._syncs.begin(step, watch)
         self._advance(step, watch)
         pace = Pace(self.world)
+        self._lanes_of_device.begin()
         for position in self._rank_program.compute:
             instruction = self.program.instructions[position]
             if not self._is_on(step, instruction):
                 continue
             self._launch_before(step, watch, position)
             pace.keep()
-            watch.posted[position] = watch.now()
-            try:
-                match instruction:
-                    case Forward(slot=slot):
-                        self._compute.forward(step, self._rank_program.slots[slot], watch, position)
-                        step.forwarded.add(slot)
-                        self._transfers.send_metadata(step, self._rank_program.slots[slot])
-                    case Backward(slot=slot, first=first):
-                        self._compute.backward(step, self._rank_program.slots[slot], instruction, watch, position)
-                        step.done_chunks.add(position)
-                        if instruction.makes_inputs and first == self.program.plan.slots[slot].first:
-                            step.returned.add(slot)
-                    case OptimizerStep():
-                        self._syncs.finish(step, watch, self.graph_cache.replays_all_layers(step))
-                        watch.start[position] = watch.now()
-                        if optimizer is not None:
-                            self._syncs.update(step, optimizer)
-                    case Exchange() | SyncGradients() | GatherParameters():
-                        raise AssertionError("these instructions are on other lanes")
-            except Exception as error:
-                error.add_note(f"in step {step.number} on rank {self.world.rank}, {self._describe(instruction)}")
-                raise
-            watch.end[position] = watch.now()
+            with self._lanes_of_device.on_stream_of(position):
+                self._run_instruction(step, optimizer, watch, position)
             step.computed.add(position)
             self._advance(step, watch)
+        self._lanes_of_device.join()
         self._syncs.finish(step, watch, self.graph_cache.replays_all_layers(step))
         self._transfers.finish(step)
+
+    def _run_instruction(self, step: Step, optimizer: Updates | None, watch: Watch, position: int) -> None:
+        """Run an instruction of a compute lane."""
+        instruction = self.program.instructions[position]
+        watch.posted[position] = watch.now()
+        try:
+            match instruction:
+                case Forward(slot=slot):
+                    self._compute.forward(step, self._rank_program.slots[slot], watch, position)
+                    self._lanes_of_device.hold(step, self._rank_program.slots[slot])
+                    step.forwarded.add(slot)
+                    self._transfers.send_metadata(step, self._rank_program.slots[slot])
+                case Backward(slot=slot, first=first):
+                    self._compute.backward(step, self._rank_program.slots[slot], instruction, watch, position)
+                    step.done_chunks.add(position)
+                    if instruction.makes_inputs and first == self.program.plan.slots[slot].first:
+                        step.returned.add(slot)
+                case OptimizerStep():
+                    self._syncs.finish(step, watch, self.graph_cache.replays_all_layers(step))
+                    watch.start[position] = watch.now()
+                    if optimizer is not None:
+                        self._syncs.update(step, optimizer)
+                case Exchange() | SyncGradients() | GatherParameters():
+                    raise AssertionError("these instructions are on other lanes")
+        except Exception as error:
+            error.add_note(f"in step {step.number} on rank {self.world.rank}, {self._describe(instruction)}")
+            raise
+        watch.end[position] = watch.now()
 
     def _is_on(self, step: Step, instruction: Instruction) -> bool:
         """Whether an instruction runs in this step."""

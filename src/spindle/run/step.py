@@ -91,6 +91,7 @@ class Step:
     computed: set[int] = field(default_factory=set)  # positions of finished instructions of the compute lane
     syncs: list[tuple[int, int, Any]] = field(default_factory=list)  # position, number of the flat bucket, request
     next_in: list[int] = field(default_factory=list)  # by communication lane: its next instruction
+    crossing: list[tuple[Any, ...]] = field(default_factory=list)  # tensors that another lane reads
 
 
 class HostCopy:

@@ -10,7 +10,7 @@ import torch
 
 from spindle.errors import TrainingError, WorkloadError
 from spindle.graph import MetaGraph
-from spindle.plan import Plan
+from spindle.plan import MAX_LANES, Plan
 from spindle.planners import PLANNERS
 from spindle.profile import Profile
 from spindle.train.callbacks import Callback, check_callbacks
@@ -46,6 +46,10 @@ class Planning:
 
     Each rank may hold `memory_limit_bytes` of tensors: plans keep to it, and a step that exceeds it raises an error.
     Without a GPU tensors are counted operation by operation, which takes time.
+
+    With `lanes`, up to so many modules share a GPU at the same time, on streams of their own, where that is simulated
+    to be faster: small modules do not fill a GPU. So far on one GPU with one process; on CPUs and several ranks, and in
+    pipelines, there is one lane.
     """
 
     planner: str | MakePlan = "wavefront"
@@ -55,8 +59,11 @@ class Planning:
     pipeline_parallel_degree: int | None = None
     shard_optimizer: bool | None = None
     memory_limit_bytes: int | None = None
+    lanes: int = 1
 
     def __post_init__(self) -> None:
+        if not 1 <= self.lanes <= MAX_LANES:
+            raise TrainingError(f"spindle.Planning(lanes={self.lanes}): a device has 1 to {MAX_LANES} lanes")
         # A copy, which nobody else can change.
         object.__setattr__(self, "tensor_parallel_degrees", dict(self.tensor_parallel_degrees))
         if isinstance(self.planner, str) and self.planner not in PLANNERS:  # before minutes of profiling
