@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from spindle.errors import TrainingError
 from spindle.models import split_dims
 from spindle.program import main_replicas, optimizer_sharding
 from spindle.run import Shards, Weights, World
@@ -81,8 +82,15 @@ def make_update(runtime: RankRuntime, config: TrainConfig, world: World, state: 
         lr_groups = world.broadcast_object(lr_groups)  # which may be in another order on another rank
     ranks = sorted({rank for slices in sharding.values() for rank in slices})
     stepping = {rank for slices in weights.sharding.values() for rank in slices}
-    if not config.planning.is_pipelined:  # whose steps have programs of their own, with slots on other ranks
-        stepping |= {rank for shape in program.slots for rank in shape.ranks.tolist()}
+    computing = {rank for shape in program.slots for rank in shape.ranks.tolist()}
+    if not config.planning.is_pipelined:
+        stepping |= computing
+    elif config.loss_scaling is not None and not computing <= stepping:
+        # Which step a rank takes part in that only computes is known when the step is planned.
+        raise TrainingError(
+            f"autocast=torch.float16 in a pipeline: rank {min(computing - stepping)} computes a loss and holds no "
+            "weights, so that it would not know the loss scale; use torch.bfloat16, or fewer ranks"
+        )
     update = Update(
         config.optimizer,
         config.lr_scheduler,

@@ -124,7 +124,7 @@ class TensorBoard(Writer):
 
         if self._writer is None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._writer = EventFileWriter(str(self._folder))
+            self._writer = EventFileWriter(str(self._folder), flush_secs=10)
         return self._writer
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
