@@ -51,6 +51,7 @@ def run_job(launcher: list[str] | None, fault: str, mark: Path) -> subprocess.Co
         [
             ("kill-transfer", r"error: rank 1 was killed by SIGKILL"),
             ("stop-backward", r"error: rank 1 was stopped \(SIGSTOP\) for 8 s\n"),
+            ("raise-callback", r"error: rank 1 failed: ArithmeticError: this layer is broken"),
         ],
         # In CI, other tests have these errors in one process or on processes that import torch once.
         ("loader", r"error: rank 1 failed: OSError: this file is broken"),
@@ -68,6 +69,13 @@ def run_job(launcher: list[str] | None, fault: str, mark: Path) -> subprocess.Co
 def test_a_fault_on_one_rank_ends_the_job_with_its_cause_on_top(fault, first_line, tmp_path):
     launcher = command("launch", "gloo", 2) if fault.startswith("stop") else None
     done = run_job(launcher, fault, tmp_path / "mark")
+    assert re.match(first_line, done.stderr), done.stderr
+
+
+def test_a_rank_that_hangs_is_named_with_its_step_and_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPINDLE_HUNG_S", "2")
+    done = run_job(None, "hang-forward", tmp_path / "mark")
+    first_line = rf"error: rank 1 has made no progress for \d+ s, in step \d+ \({SCRIPT}:\d+ in fail_in\)"
     assert re.match(first_line, done.stderr), done.stderr
 
 

@@ -1,7 +1,7 @@
 """A training script that goes wrong on one rank, in a way that its arguments name. Run by test_failures.py.
 
-faulty.py FAULT MARK      FAULT is "kill", "stop", "raise" or "memory" with a phase of a step ("kill-backward"), or
-                          something that goes wrong with data ("loader"). MARK is written when it happens.
+faulty.py FAULT MARK      FAULT is "kill", "stop", "hang", "raise" or "memory" with a phase of a step ("kill-backward"),
+                          or something that goes wrong with data ("loader"). MARK is written when it happens.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ def fail_in(phase: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "hang":
+            time.sleep(600)
         case "raise":
             raise ArithmeticError("this layer is broken")
         case "memory":
@@ -107,6 +109,11 @@ def loader():
         yield {"x": torch.full((rows, 8), value + number)}
 
 
+class FailingCallback(spindle.Callback):
+    def on_step(self, record):
+        fail_in("callback")
+
+
 def failing(function, phase):
     def call(*arguments, **named):
         fail_in(phase)
@@ -137,6 +144,7 @@ if __name__ == "__main__":
         [fit],
         optimizer=lambda named: FailingSGD([parameter for _, parameter in named] or [torch.zeros(1)], lr=1e-4),
         planning=spindle.Planning(plan=plan, profile=guessed),
+        callbacks=[FailingCallback()],
         cuda_graphs=PHASE == "replay",  # a replay runs no Python in which something could go wrong
     )
     trainer.fit(

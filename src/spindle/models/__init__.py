@@ -5,6 +5,7 @@ from spindle.models.chain import Chain, ChainLayer, build_chain, chain_and_outpu
 from spindle.models.composite import Glue, OpenedComposite, PartCall, matched_leaves, open_composite
 from spindle.models.fake import (
     FakeWeights,
+    RandomWeights,
     as_when_compiling,
     device_of,
     fake_like,
@@ -39,6 +40,7 @@ __all__ = [
     "NotSerializableError",
     "OpenedComposite",
     "PartCall",
+    "RandomWeights",
     "StyledModule",
     "TensorGroup",
     "apply_styles",

@@ -21,6 +21,7 @@ from spindle.planners.bounds import (
 from spindle.planners.build import Scheduler, plan_with
 from spindle.planners.compiled import needs_compiling
 from spindle.planners.exhaustive import schedule_exhaustive
+from spindle.planners.lanes import with_lanes
 from spindle.planners.options import Chain, Layout, PlanOptions, Progress
 from spindle.planners.paper import paper_waves, schedule_paper
 from spindle.planners.pipeline.baselines import BASELINES, baseline_layouts, plan_baseline
@@ -29,7 +30,7 @@ from spindle.planners.pipeline.choose import choose_layout, pipeline_layout
 from spindle.planners.pipeline.planner import plan_pipeline, search_pipeline
 from spindle.planners.pipeline.search import SearchResult
 from spindle.planners.pipeline.stages import owning_ranks_in
-from spindle.planners.pipeline.worker import Answer, Job, read_frame, write_frame
+from spindle.planners.pipeline.worker import Answer, Job, natural_answer, read_frame, write_frame
 from spindle.planners.problem import Problem, Timed, problem_of
 from spindle.planners.wavefront import plan_wavefront
 from spindle.profile import Profile
@@ -56,6 +57,7 @@ __all__ = [
     "lower_hull",
     "lp_bound",
     "make_plan",
+    "natural_answer",
     "needs_compiling",
     "owning_ranks_in",
     "paper_waves",
@@ -134,4 +136,5 @@ def make_plan(
     """Make a plan with the named planner: simulated, checked and verified, with its bound."""
     if planner not in PLANNERS:
         raise InputError(f"no planner is called {planner!r}; there are {', '.join(PLANNERS)}")
-    return PLANNERS[planner].plan(profile, options, progress)
+    plan = PLANNERS[planner].plan(profile, options, progress)
+    return with_lanes(plan, profile, options.lanes, seed=options.seed)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from spindle.program import COMPUTE, SYNC, TRANSFER
+from spindle.program import SYNC, TRANSFER, are_compute
 from spindle.timeline.timeline import Timeline
 
 
@@ -36,10 +37,11 @@ def measure(timeline: Timeline) -> Measures:
     # Per rank, in order of precedence: what transfers add to the time that compute covers, and what reductions add.
     for rank in range(timeline.num_ranks):
         spans = order[bounds[rank] : bounds[rank + 1]]
-        by_lane = [_covered(timeline, spans[timeline.lane[spans] == lane]) for lane in (COMPUTE, TRANSFER, SYNC)]
-        compute_ns = _length(by_lane[COMPUTE])
-        with_transfer_ns = _length(_union(by_lane[COMPUTE], by_lane[TRANSFER]))
-        with_sync_ns = _length(_union(_union(by_lane[COMPUTE], by_lane[TRANSFER]), by_lane[SYNC]))
+        lanes = timeline.lane[spans]
+        compute = _covered(timeline, spans[are_compute(lanes)])
+        with_transfer = _union(compute, _covered(timeline, spans[lanes == TRANSFER]))
+        with_sync = _union(with_transfer, _covered(timeline, spans[lanes == SYNC]))
+        compute_ns, with_transfer_ns, with_sync_ns = map(_length, (compute, with_transfer, with_sync))
         busy += compute_ns
         transfer += with_transfer_ns - compute_ns
         sync += with_sync_ns - with_transfer_ns
@@ -51,6 +53,15 @@ def measure(timeline: Timeline) -> Measures:
         idle_share=(total - busy - transfer - sync) / total if total else 0.0,
         peak_bytes=int(timeline.peak_bytes().max(initial=0)),
     )
+
+
+def busy_intervals(timeline: Timeline, lanes: Collection[int]) -> Iterator[Intervals]:
+    """For each rank, when one of these lanes is busy."""
+    order = np.argsort(timeline.rank, kind="stable")
+    bounds = np.searchsorted(timeline.rank[order], np.arange(timeline.num_ranks + 1))
+    for rank in range(timeline.num_ranks):
+        spans = order[bounds[rank] : bounds[rank + 1]]
+        yield _covered(timeline, spans[np.isin(timeline.lane[spans], list(lanes))])
 
 
 Intervals = np.ndarray  # rows of (start, end), disjoint and sorted

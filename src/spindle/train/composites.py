@@ -26,7 +26,7 @@ from spindle.models import (
     zero_output,
 )
 from spindle.models.composite import LooseParameters
-from spindle.train.task import Mean, ModuleHandle, called_module, called_part
+from spindle.train.task import Mean, ModuleHandle, TaskResult, called_module, called_part
 from spindle.train.task_errors import copy_line
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def open_graph(task: RecordedTask, example: Any) -> fx.Graph | None:
 def split_loss(graph: fx.Graph) -> tuple[fx.Graph | None, bool]:
     """A graph that returns its loss as a total and a count, where the loss is a token mean inside an opened module; and
     whether losses of parts of a batch add up to that of the whole as they are."""
-    result = next(node for node in graph.nodes if node.op == "output").args[0]
-    kind, glue, variables = result.meta.get(_LOSS, ("", None, {})) if isinstance(result, fx.Node) else ("", None, {})
+    loss, metrics = _returned(graph)
+    kind, glue, variables = loss.meta.get(_LOSS, ("", None, {})) if isinstance(loss, fx.Node) else ("", None, {})
     if kind != "mean":
         return None, kind == "sum"
     split = fx.Graph()
@@ -68,8 +68,20 @@ def split_loss(graph: fx.Graph) -> tuple[fx.Graph | None, bool]:
     split.graph_copy(graph, copies)
     parts = split.call_function(glue.run, tuple(_copied(variables[name], copies) for name in glue.inputs))
     total, count = (split.call_function(operator.getitem, (parts, number)) for number in range(2))
-    split.output(split.call_function(Mean, (total, count)))
+    mean = split.call_function(Mean, (total, count))
+    if metrics is None:
+        split.output(mean)
+    else:
+        split.output(split.call_function(TaskResult, (mean, fx.node.map_arg(metrics, lambda node: copies[node]))))
     return split, False
+
+
+def _returned(graph: fx.Graph) -> tuple[Any, Any]:
+    """The loss that a task returns, and its metrics, or None."""
+    result = next(node for node in graph.nodes if node.op == "output").args[0]
+    if isinstance(result, fx.Node) and result.target is TaskResult:
+        return result.args[0], result.args[1]
+    return result, None
 
 
 def _copied(value: Any, copies: Mapping[fx.Node, fx.Node]) -> Any:
@@ -85,8 +97,7 @@ def _may_open(handle: ModuleHandle, node: fx.Node) -> bool:
 
 def _is_returned(node: fx.Node) -> bool:
     """Whether the task returns part of what this call returns."""
-    (output,) = (user for user in node.graph.nodes if user.op == "output")
-    result = output.args[0]
+    result, _ = _returned(node.graph)
     while isinstance(result, fx.Node) and result is not node and _accessor(result) is not None:
         result = result.args[0]
     return result is node

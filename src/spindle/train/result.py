@@ -15,12 +15,14 @@ from spindle.graph import MetaGraph
 from spindle.plan import Plan
 from spindle.planners import make_plan
 from spindle.profile import Profile
-from spindle.program import Program
+from spindle.program import COMPUTE, Program
 from spindle.report import (
     StepComparison,
     columns_for,
     compare_step,
     draw_steps,
+    idle_causes,
+    idle_sentences,
     largest_differences,
     loss_table,
     loss_text,
@@ -52,6 +54,7 @@ class FitResult:
     num_captured_slots: int = 0  # that run as CUDA graphs on this rank
     slots_without_cuda_graph: Mapping[str, str] = field(default_factory=dict)  # on this rank, with the reason
     oversubscribed: bool = False  # more threads than cores
+    metrics: tuple[dict[str, float], ...] = ()  # by step and `task/name`
 
     @property
     def graph(self) -> MetaGraph:
@@ -103,7 +106,17 @@ class FitResult:
         if self.program.num_ranks > 1 and not self.plan.passes and self.plan.planner != "sequential":
             alone_s = make_plan(self.profile, "sequential").makespan_s
             rows.append(("speedup", f"{alone_s / self.predicted.makespan_s:.2f} over one module at a time, predicted"))
+        if self.metrics and self.metrics[-1]:
+            last = [f"{name} {loss_text(value)}" for name, value in list(self.metrics[-1].items())[:max_tasks]]
+            rows.append(("metrics", f"{', '.join(last)}, in the last step"))
         remarks = [] if comparison is None else largest_differences(comparison)
+        idle_lines: list[str] = []
+        if self.program.num_ranks > 1 and not self.oversubscribed:
+            causes = idle_causes(self.measured or self.predicted, self.program, self.profile, (COMPUTE,))
+            idle_lines = idle_sentences(causes, at_most=2 if max_tasks else 4)
+        if idle_lines:
+            max_tasks = max_tasks and 4  # all of it fits in 25 lines
+            remarks = [*remarks[: 1 if max_tasks else None], *idle_lines]
         if self.oversubscribed:
             remarks.append("There are more ranks than cores here, so more ranks do not make a step faster.")
         more = [] if comparison is None else ["print(full=True) shows both steps in time, by module and by wave."]

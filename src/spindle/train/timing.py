@@ -3,18 +3,55 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from itertools import pairwise
 
+from spindle.launch.activity import recorder
+from spindle.plan import setting_of
 from spindle.profile import Profile
-from spindle.program import Program
+from spindle.program import Backward, Forward, Program
 from spindle.run import Watch, World, timeline_of
 from spindle.simulate import simulate
+from spindle.train.loss_history import LossHistory
 from spindle.train.result import FitResult
 
 _NUM_TIMELINES = 9  # that are kept
+_SLOW_STEPS = 50  # whose median says how slow a rank is
 # Steps that are timed besides, so that idle time is known early.
 _EARLY_TIMED = frozenset(3 * 10**power for power in range(9))
+
+
+@dataclass(frozen=True, slots=True)
+class _PredictedCompute:
+    """The instructions of a program in which one rank computes and waits for no other, with their seconds by the
+    curves."""
+
+    program: Program
+    positions: frozenset[int]
+    time_s: float
+
+
+def _predicted_compute(program: Program, profile: Profile, rank: int) -> _PredictedCompute:
+    plan, graph, setting = program.plan, profile.graph, setting_of(program.plan, profile)
+    position = {op.name: number for number, op in enumerate(graph.metaops)}
+    slots, total_s = set(), 0.0
+    for number, slot in enumerate(plan.slots):
+        op = position[slot.op]
+        cost, curve = graph.metaops[op].cost, profile.curve(op, setting)
+        if rank not in slot.devices or curve.tensor_degree > 1 or (cost is not None and cost.meets):
+            continue
+        forward_s, backward_s = curve.times_s(len(slot.devices))
+        num_recomputed = slot.num_layers if setting.recompute[op] else slot.recomputed
+        total_s += (slot.num_layers + num_recomputed) * forward_s + slot.num_layers * backward_s
+        slots.add(number)
+    positions = [
+        number
+        for number, instruction in enumerate(program.instructions)
+        if isinstance(instruction, Forward | Backward) and instruction.slot in slots
+    ]
+    return _PredictedCompute(program, frozenset(positions), total_s)
 
 
 class StepTimes:
@@ -23,10 +60,13 @@ class StepTimes:
     def __init__(self, world: World) -> None:
         self._world = world
         self._step_s: list[float] = []
+        self._ends_s: list[float] = []  # since the fit began
         self._num_samples: list[int] = []
         self._timelines: list[tuple[Watch, Program, Profile]] = []
         self._watched: tuple[int, Watch] | None = None  # a timed step that a GPU may still be at
         self._sampled: frozenset[int] = frozenset()
+        self._predicted: _PredictedCompute | None = None  # of the last program
+        self._slowness: list[float] = []  # compute measured over predicted, step by step
         self.busy_share = math.nan  # of the last timed step, in which this rank computed
         self.changes_s: list[float] = []  # how long each change of the configuration took
 
@@ -49,10 +89,33 @@ class StepTimes:
         if self._is_sampled:
             self._timelines.append((watch, program, profile))
 
+    def compare_compute(self, watch: Watch, program: Program, profile: Profile) -> None:
+        """Compare the compute of a step that has just run with its prediction, for whoever watches ranks. Not on a GPU,
+        where only some steps are timed."""
+        if self._world.device.type == "cuda":
+            return
+        if self._predicted is None or self._predicted.program is not program:
+            self._predicted = _predicted_compute(program, profile, self._world.rank)
+        if self._predicted.time_s > 0:
+            self._slowness.append(watch.busy_s(self._predicted.positions) / self._predicted.time_s)
+        if len(self._slowness) == _SLOW_STEPS:
+            recorder.slowness = statistics.median(self._slowness)
+            self._slowness.clear()
+
     def end_step(self, step_s: float, num_samples: int) -> float:
         self._step_s.append(step_s)
+        self._ends_s.append(step_s + (self._ends_s[-1] if self._ends_s else 0.0))
         self._num_samples.append(num_samples)
         return step_s
+
+    @property
+    def num_steps(self) -> int:
+        """The steps that have run."""
+        return len(self._step_s)
+
+    def end_s(self, number: int) -> float:
+        """When this rank was through with a step of this fit, since it began."""
+        return self._ends_s[number]
 
     @property
     def last_step_s(self) -> float | None:
@@ -73,7 +136,7 @@ class StepTimes:
         self,
         program: Program,
         profile: Profile,
-        losses: Sequence[dict[str, float]],
+        history: LossHistory,
         notices: Sequence[str],
         peak_bytes: int,
     ) -> FitResult:
@@ -101,7 +164,8 @@ class StepTimes:
             )
         return FitResult(
             rank=world.rank,
-            losses=tuple(losses),
+            losses=tuple(history.by_step),
+            metrics=tuple(history.metrics),
             step_s=self._until_last_rank(),
             num_samples=tuple(self._num_samples),
             plan=program.plan,
@@ -119,6 +183,6 @@ class StepTimes:
     def _until_last_rank(self) -> tuple[float, ...]:
         """Times of steps until the last rank was through. A rank with little to do may be a step or two ahead, so its
         own times are not those of the job."""
-        ends = self._world.broadcast_object(self._world.gather_objects(list(accumulate(self._step_s))))
+        ends = self._world.broadcast_object(self._world.gather_objects(self._ends_s))
         last = [0.0, *(max(rank) for rank in zip(*ends, strict=True))]
         return tuple(end - begin for begin, end in pairwise(last))
