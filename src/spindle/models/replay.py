@@ -316,6 +316,10 @@ class _Learner:
             follow.add(leaf, ("input", number))
         result, result_sources, result_read = self._learn(leaves, spec, targets, loose, follow, device)
         self._check_blocks(block_ids)
+        # Calls inside a part are its own: only parts that this code calls, or might call, are intercepted from now on.
+        outermost = {id(child) for part in self.module.modules() if id(part) in inlined for child in part.children()}
+        outermost |= {id(call.module) for call in self.calls}
+        targets = [target for target in targets if id(target) in outermost]
         first_block = next(number for number, call in enumerate(self.calls) if id(call.module) in block_ids)
         replay = Replay(
             module=self.module,
