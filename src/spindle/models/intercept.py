@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import linecache
 import sys
 import threading
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import CheckpointFunction
 RecordCall = Callable[[Any, Callable[[Any, Any], Any], Any, Any], Any]
 
 _CALL = "_compiled_call_impl"  # the attribute that nn.Module.__call__ calls instead of the module's forward
+_LIBRARIES = ("torch", "builtins", "spindle")
 _recording_lock = threading.RLock()
 
 
@@ -26,13 +26,14 @@ class Interception:
     """Routes calls of some modules, and of all custom autograd functions, through `record_call`, unless paused.
 
     A module is intercepted by its own `_compiled_call_impl`, which `nn.Module.__call__` calls where there is one
-    (`nn.Module.compile` sets it), so no other module is touched. `torch.autograd.Function.apply`, `len` and
-    `torch.Tensor.__len__` have no such hook and are replaced; calls of other threads pass through. One thread records
-    at a time; a recording inside a recording is fine.
+    (`nn.Module.compile` sets it), so no other module is touched. `torch.autograd.Function.apply`,
+    `torch.Tensor.__len__`, and `len` in the files that define the classes of `root`, have no such hook and are
+    replaced; calls of other threads pass through. One thread records at a time; a recording inside a recording is fine.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], record_call: RecordCall) -> None:
+    def __init__(self, root: nn.Module, modules: Iterable[nn.Module], record_call: RecordCall) -> None:
         self._modules, self._record_call = list(modules), record_call
+        self._files = {base.__module__ for module in root.modules() for base in type(module).__mro__}
         self._is_in_vmap = self.is_paused = False
 
     @contextmanager
@@ -79,19 +80,18 @@ class Interception:
                 and not self.is_paused
             ):
                 return value.shape[0]
-            return python_length(value)
+            return len(value)
 
-        python_length = builtins.len
         with _recording_lock, ExitStack() as stack:
             for module in self._modules:
                 stack.enter_context(self._intercepted(module, thread))
             torch.Tensor.__len__ = tensor_length  # type: ignore[method-assign]
-            builtins.len = symbolic_length
+            for file in self._files:
+                stack.enter_context(_global_length(file, symbolic_length))
             torch.autograd.Function.apply = classmethod(apply_function)  # type: ignore[method-assign, assignment]
             try:
                 yield
             finally:
-                builtins.len = python_length
                 torch.Tensor.__len__ = length  # type: ignore[method-assign]
                 torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 
@@ -115,6 +115,22 @@ class Interception:
                 del attributes[_CALL]
             else:
                 attributes[_CALL] = compiled
+
+
+@contextmanager
+def _global_length(file: str, length: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside, code of a file of Python that is no part of torch finds this function as `len`."""
+    names = (
+        vars(sys.modules[file]) if file in sys.modules and file.partition(".")[0] not in _LIBRARIES else {"len": len}
+    )
+    if "len" in names:
+        yield
+        return
+    names["len"] = length
+    try:
+        yield
+    finally:
+        del names["len"]
 
 
 @contextmanager

@@ -100,7 +100,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         } - self._blocks
 
         leaves = [submodule for submodule in module.modules() if id(submodule) not in inlined]
-        self._calls = Interception(leaves, self._record_call)
+        self._calls = Interception(module, leaves, self._record_call)
         self._code = Code()
         self._values = SymbolicValues(self._code, module, device)
         self._values.select_entry = self._select_entry
