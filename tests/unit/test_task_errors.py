@@ -38,6 +38,10 @@ MISTAKES = {
         lambda tower, batch: tower.encode(batch["x"]).mean(),
         "has no attribute 'encode': a task calls the handle",
     ),
+    "a value": (
+        lambda tower, batch: tower(batch["x"]).mean() / float(batch["x"].max()),
+        "it reads the value of a tensor (float() argument must be",
+    ),
     "a length": (lambda tower, batch: tower(batch["x"]).sum() / len(batch["x"]), "write x.shape[0] for len(x)"),
 }
 
@@ -102,3 +106,29 @@ def test_a_torchscript_module_is_refused_by_name():
     for module in (traced, nn.Sequential(nn.ReLU(), traced)):
         with pytest.raises(WorkloadError, match=r"TorchScript modules \(\w+\) cannot be split.*as it was before"):
             spindle.module("traced", module)
+
+
+def test_a_task_that_prints_or_reads_values_while_it_is_recorded_is_told_so(capsys):
+    history = []
+    tower = spindle.module("tower", nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)))
+
+    @spindle.task(batch_size=4)
+    def pull(batch):
+        loss = tower(batch["x"]).square().mean()
+        print("the loss is", loss)
+        history.append(loss.item())
+        print("recorded")
+        return loss
+
+    trainer = spindle.Trainer([pull], optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
+    trainer.fit({"pull": [{"x": torch.zeros(4, 8)}]}, steps=2, progress=False)
+    notices = [notice for notice in trainer.notices if "task 'pull', test_task_errors.py, line" in notice]
+    assert [notice.partition("(")[2].partition(" while")[0] for notice in notices] == [
+        'print("the loss is", loss)) prints',
+        "history.append(loss.item())) calls .item() of a tensor, which has no value",
+        'print("recorded")) prints',
+    ]
+    assert all("to see numbers, return spindle.result(loss, name=...)" in notice for notice in notices)
+    shown = capsys.readouterr().out
+    assert "Proxy" not in shown
+    assert "recorded" in shown

@@ -108,6 +108,7 @@ def profile_workload(
             progress=report_share,
             notify=notify,
             graphs=config.cuda_graphs and not config.planning.is_pipelined,  # whose programs live for a step
+            lanes=config.planning.lanes,
             capture=capture,
         )
 

@@ -118,6 +118,23 @@ def mean(total: Any, count: Any) -> Mean:
     return Mean(total, count)
 
 
+class TaskResult(NamedTuple):
+    """A task's loss, and metrics beside it."""
+
+    loss: Any
+    metrics: dict[str, Any]
+
+
+def result(loss: Any, **metrics: Any) -> TaskResult:
+    """What a task returns that reports more than its loss: `spindle.result(loss, accuracy=...)`.
+
+    A metric is a mean over the samples of the batch, a tensor with a value for each sample, or a pair `(total, count)`
+    of sums over samples or tokens. Totals and counts are added up over ranks and micro-steps, and in `evaluate` over
+    batches, before dividing.
+    """
+    return TaskResult(loss, metrics)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDefinition:
     """A task's function with its batch size and weight; callable like the function. The weight may be a function of

@@ -25,11 +25,16 @@ _GENERATED = "<eval_with_key>"  # how torch.fx names the code of a graph
 
 def mark_line(node: fx.Node) -> None:
     """Remember the line of the user's code that is being recorded as this node."""
-    frame: FrameType | None = sys._getframe(1)
+    line = users_line(sys._getframe(1))
+    if line:
+        node.meta[_LINE] = line
+
+
+def users_line(frame: FrameType | None, *, only_caller: bool = False) -> str:
+    """The innermost line of the user's code from a frame outwards, or in this frame alone; nothing if there is none."""
     while frame is not None and not is_users(frame.f_code):
-        frame = frame.f_back
-    if frame is not None:
-        node.meta[_LINE] = line_text(frame.f_code.co_filename, frame.f_lineno)
+        frame = None if only_caller else frame.f_back
+    return "" if frame is None else line_text(frame.f_code.co_filename, frame.f_lineno)
 
 
 def line_text(file: str, number: int) -> str:
