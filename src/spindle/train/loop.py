@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from spindle.launch.activity import ON_STEP, recorder
+from spindle.launch.activity import LOADING, ON_STEP, recorder
 from spindle.run import Budget, Gathering, HostCopy, copied_to, limit_gpu_memory, on_device
 from spindle.train.agreement import compare, config_items, module_items
 from spindle.train.config import TrainConfig
@@ -156,7 +156,8 @@ class Loop:
                 self._apply_change(headers, batches)
             current = batches
             if number + 1 < steps:
-                batches = self._read(step + 1)
+                with recorder.doing(LOADING):
+                    batches = self._read(step + 1)
                 carries_report = len(unsent) >= _LOSSES_BEHIND[world.device.type]
                 gathering = self._start_header(batches, unsent.popleft()() if carries_report else None)
                 if self._runtime.steps.plans_ahead:

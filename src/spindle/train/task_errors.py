@@ -9,7 +9,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -75,19 +75,33 @@ def named_call(line: str, module: str) -> Iterator[None]:
 
 
 @contextmanager
-def explained_errors() -> Iterator[None]:
+def explained_errors(run_tasks: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Inside, an error of a task's or a module's own code becomes a WorkloadError of two lines: where, and what.
 
-    Other errors pass: ours, and those that say nothing about the code, such as a full memory.
+    Other errors pass: ours, and those that say nothing about the code, such as a full memory. `run_tasks` runs the
+    tasks as they are written: the layers of a module are recorded code, whose errors have no line.
     """
     try:
         yield
     except (SpindleError, torch.OutOfMemoryError, MemoryError, OSError):
         raise
     except Exception as error:
-        where = "; ".join([text for text in (line_of(error), *getattr(error, "__notes__", ())) if text])
+        line = line_of(error) or _line_when(run_tasks, type(error))
+        where = "; ".join([text for text in (line, *getattr(error, "__notes__", ())) if text])
         if not where:
             raise
         what = f"{type(error).__name__}: {str(error).strip()}" if str(error).strip() else type(error).__name__
         hint = "" if is_debugging() else "\n(SPINDLE_DEBUG=1 shows the whole traceback)"
         raise WorkloadError(f"{where}\n{what}{hint}") from (error if is_debugging() else None)
+
+
+def _line_when(run_tasks: Callable[[], object], kind: type[BaseException]) -> str:
+    """The line at which the tasks fail in the same way when they run as they are written, or nothing."""
+    try:
+        with torch.no_grad():
+            run_tasks()
+    except kind as error:
+        return line_of(error)
+    except Exception:  # it fails in another way: the first error says more
+        return ""
+    return ""
