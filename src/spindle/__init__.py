@@ -5,8 +5,8 @@ What a training script uses:
 - `module(name, nn_module)` registers a module under a name that all tasks share.
 - `@task(batch_size=...)` makes a task of a function from a batch to its loss; `mean(total, count)` is a loss that ranks
   sum before dividing.
-- `Trainer(tasks, optimizer=...)` plans and trains them; `Planning(...)` says how. `Trainer.fit` returns a `FitResult`,
-  `Trainer.train_state` a `TrainState`.
+- `Trainer(tasks, optimizer=...)` plans and trains them; `Planning(...)` says how, `Checkpoints(...)` where its
+  state is saved. `Trainer.fit` returns a `FitResult`, `Trainer.train_state` a `TrainState`.
 
 They need torch, which planning and simulating do not, so they are imported on first use. Errors that a user can cause
 are in `spindle.errors`. Everything else is private. `docs/interface.md` describes all of it on one page.
@@ -19,9 +19,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spindle.train import FitResult, Planning, Trainer, TrainState, mean, module, task
+    from spindle.train import Checkpoints, FitResult, Planning, Trainer, TrainState, mean, module, task
 
-__all__ = ["FitResult", "Planning", "TrainState", "Trainer", "__version__", "mean", "module", "task"]
+__all__ = ["Checkpoints", "FitResult", "Planning", "TrainState", "Trainer", "__version__", "mean", "module", "task"]
 __version__ = "0.1.0"
 
 

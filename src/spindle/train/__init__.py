@@ -1,7 +1,7 @@
 """What does the user write? `module`, `task`, `mean` and the `Trainer`: tasks recorded, traced, bound and trained."""
 
 from spindle.train.bind import Bound, bind, code_of, trace_all
-from spindle.train.config import Planning
+from spindle.train.config import Checkpoints, Planning
 from spindle.train.probe import Facts, probe
 from spindle.train.record import RecordedCall, RecordedTask, record
 from spindle.train.result import FitResult
@@ -11,6 +11,7 @@ from spindle.train.trainer import Trainer
 
 __all__ = [
     "Bound",
+    "Checkpoints",
     "Facts",
     "FitResult",
     "Mean",

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -85,6 +85,9 @@ class LoaderPosition:
     num_read: int = 0
     generator: torch.Tensor | None = None
 
+    def values(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
 
 class Feed:
     """Read one task's loader, from a position on."""
@@ -98,7 +101,10 @@ class Feed:
         notify: Callable[[str], None],
         *,
         compared: bool,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
+        """`facts` are what another loader must have in common with this one to go on from its position."""
+        self.facts = facts or {}
         self.definition, self.loader, self.drop_last, self._notify = definition, loader, drop_last, notify
         self._state, self._compared = position.random_state, compared  # with what other ranks read
         self._epoch = position  # where this epoch began; at first, where it is to go on

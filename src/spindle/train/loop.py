@@ -7,9 +7,10 @@ accumulated from.
 
 from __future__ import annotations
 
+import signal
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -30,14 +31,19 @@ from spindle.train.header import (
     is_stopped,
     losses_in,
     read_batch_headers,
+    saves_in,
+    written_in,
 )
 from spindle.train.loss_history import LossHistory, OnStep, mean_losses
+from spindle.train.plain_json import to_plain
 from spindle.train.progress import Progress
 from spindle.train.result import FitResult
 from spindle.train.runtime import resident_tensors
 from spindle.train.samples import SampleFeed
 from spindle.train.sampling import tasks_in_step
+from spindle.train.saving import ENDING, REQUESTED
 from spindle.train.session import NEW_VARIANT, TrainSession
+from spindle.train.signals import NoticedSignals, noticed_signals
 from spindle.train.steps import microbatches_of
 from spindle.train.timing import StepTimes
 
@@ -66,6 +72,7 @@ class Loop:
         self._make_feed, self._world = make_feed, session.world
         self._requested: tuple[TrainConfig, dict[str, Any]] | None = None  # with loaders of tasks that join
         self._is_stopping = False  # whether this rank wants the fit to end
+        self._signals: NoticedSignals | None = None
         self._calls: list[str] = []  # methods of the Trainer that requested changes
         self._num_applied = 0  # of these
         self._runtime = session.plan(session.trace_and_profile(feeds, progress), progress)
@@ -94,11 +101,12 @@ class Loop:
         """The step that is about to run when losses are reported."""
         return self._next_step
 
-    def position(self) -> tuple[int, dict[str, int], dict[str, LoaderPosition]]:
+    def position(self, names: Collection[str] | None = None) -> tuple[int, dict[str, int], dict[str, LoaderPosition]]:
         """The step that is about to run when losses are reported, the batches of each task that this fit has trained
-        on, and where loaders are read for that step."""
+        on, and where the loaders of all tasks, or of some, are read for that step."""
         trained = {name: count - self._num_read_ahead.get(name, 0) for name, count in self._num_asked.items()}
-        return self._next_step, trained, {name: self._feeds[name].position(count) for name, count in trained.items()}
+        positions = {name: self._feeds[name].position(trained[name]) for name in (trained if names is None else names)}
+        return self._next_step, trained, positions
 
     def change(self, call: str, config: TrainConfig, loaders: Mapping[str, Any] | None = None) -> None:
         """Train the next step by this configuration, with a new plan. `call` is the user's call that requests it;
@@ -123,12 +131,13 @@ class Loop:
             self._free_gpu_memory()
             torch.cuda.reset_peak_memory_stats(world.device)
         self._times.start(steps)
-        with frozen_objects():
+        with frozen_objects(), noticed_signals() if self._session.saver is not None else nullcontext() as self._signals:
             self._run_steps(first, steps)
         return self._finish()
 
     def _run_steps(self, first: int, steps: int) -> None:
         world, progress = self._world, self._progress
+        planned_steps = steps
         batches = self._read(first)
         gathering = self._start_header(batches, None)
         unsent: deque[ReadLosses] = deque()  # of the last steps, which a GPU may still be at
@@ -146,11 +155,15 @@ class Loop:
                 break
             headers = read_batch_headers(table, self._names, self._config.gradient_accumulation_steps, step)
             self._times.read_busy_share(step - _LOSSES_BEHIND[world.device.type])
+            is_saving = self._is_saving(table, step)
             self._add_new_variants(headers, batches)
-            if self._requested is not None:
+            if self._requested is not None or is_saving:
                 self._report_unsent(unsent)
-                self._apply_change(headers, batches)
                 carries_losses = False
+            if self._requested is not None:
+                self._apply_change(headers, batches)
+            if is_saving:
+                self._save(step, is_ending=saves_in(table) == ENDING)
             current = batches
             if number + 1 < steps:
                 batches = self._read(step + 1)
@@ -178,6 +191,7 @@ class Loop:
         self._report_unsent(unsent)
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
+        self._save_last(was_stopped=steps < planned_steps)
 
     def _finish(self) -> FitResult:
         """Gather what the ranks hold, and take changes that were requested with the last losses."""
@@ -196,6 +210,72 @@ class Loop:
         planned, main = self._runtime.planned, self._runtime.steps.main
         result = self._times.result(planned.program, planned.profile, self._losses.by_step, session.notices, peak_bytes)
         return replace(result, num_captured_slots=main.num_captured, slots_without_cuda_graph=dict(main.without_graph))
+
+    def _saves(self) -> tuple[int, int]:
+        """What this rank wants to be saved, and which checkpoint it has written."""
+        saver = self._session.saver
+        if saver is None:
+            return 0, 0
+        is_ending = self._signals is not None and self._signals.first is not None
+        return ENDING if is_ending else REQUESTED if saver.is_requested else 0, saver.written
+
+    def _is_saving(self, table: Table, step: int) -> bool:
+        """Whether a checkpoint is saved before this step, on all ranks."""
+        saver, notify = self._session.saver, self._session.notifier(self._progress)
+        if saver is None:
+            return False
+        is_free, wanted = saver.advance(written_in(table), notify), saves_in(table)
+        if step == saver.last_step or not (wanted or saver.is_due(step)):
+            return wanted == ENDING
+        if not is_free and wanted != ENDING:
+            saver.is_requested = False
+            self._progress.note(f"no checkpoint of step {step}: that of step {saver.last_step} is still being written")
+        return is_free or wanted == ENDING
+
+    def _save(self, step: int, *, is_ending: bool = False, was_stopped: bool = False) -> None:
+        """Save the state before this step. `is_ending` ends the job, once it is written."""
+        saver, session, notify = self._session.saver, self._session, self._session.notifier(self._progress)
+        assert saver is not None
+        if is_ending or was_stopped:
+            saver.wait(notify)
+        if step != saver.last_step:
+            saver.save(
+                step,
+                lambda: saver.state(
+                    step, session.num_fits - 1, session.first_step, self.next_config, was_stopped=was_stopped
+                ),
+                self._data_positions(),
+            )
+        if is_ending:
+            saver.wait(notify)
+            name = "a signal" if self._signals is None or self._signals.first is None else self._signals.first.name
+            self._progress.note(f"stopped by {name} after {step} steps, which are saved")
+            raise SystemExit(128 + signal.SIGTERM)
+
+    def _save_last(self, *, was_stopped: bool) -> None:
+        """Save the state after the last step of the fit, and wait until it is written."""
+        saver, notify = self._session.saver, self._session.notifier(self._progress)
+        if saver is not None:
+            saver.wait(notify)
+            self._save(self._next_step, was_stopped=was_stopped)
+            saver.wait(notify)
+
+    def _data_positions(self) -> dict[str, Any]:
+        """The positions of loaders that this rank reads, in JSON."""
+        names = [name for name in self._names if self._reads(name)]
+        _, num_trained, positions = self.position(names)
+        counts = self._session.num_batches + Counter(num_trained)
+        ended: dict[str, Any] = {
+            name: {"num_batches": count, "position": None, "facts": {}} for name, count in counts.items()
+        }
+        return ended | {
+            name: {
+                "num_batches": counts[name],
+                "position": to_plain(positions[name].values(), f"the position of the loader of task {name!r}"),
+                "facts": self._feeds[name].facts,
+            }
+            for name in names
+        }
 
     def _free_gpu_memory(self) -> None:
         """Free what tracing left, or the graphs of a plan that is no longer referred to."""
@@ -221,7 +301,8 @@ class Loop:
 
     def _start_header(self, batches: StepBatches, losses: Sequence[float] | None) -> Gathering:
         num_changes, busy_share = len(self._calls), self._times.busy_share
-        row = header_row(self._names, batches, losses, num_changes, self._is_stopping, busy_share)
+        saves, written = self._saves()
+        row = header_row(self._names, batches, losses, num_changes, self._is_stopping, busy_share, saves, written)
         return self._world.start_all_gather(row)
 
     def _table(self, gathering: Gathering, step: int) -> Table:

@@ -44,7 +44,8 @@ class Update:
         """`named` are the parameters that this rank trains, `counted` those whose gradients it counts for all `ranks`
         that hold any, and `sharding` what every rank trains of each. `state` is what an earlier plan's left."""
         self._max_grad_norm, self._named, self._counted, self._world = max_grad_norm, list(named), counted, world
-        self._sharding, self._ranks = sharding, ranks
+        self.sharding, self._ranks = sharding, ranks
+        self._copied: torch.cuda.Event | None = None  # of parameters and state, for a checkpoint
         if max_grad_norm is not None and len(ranks) > 1:
             world.group("norm", ranks)
         self.optimizer = optimizer_of(make, named)
@@ -54,7 +55,7 @@ class Update:
         if self.optimizer is not None and make_scheduler is not None:
             self.scheduler = scheduler_of(make_scheduler, self.optimizer, state.num_steps)
             saved = state.lr_scheduler
-            if saved is not None and saved.groups == self._groups():  # other groups have other rates
+            if saved is not None and saved.groups in (None, self._groups()):  # other groups have other rates
                 self.scheduler.load_state_dict(dict(saved.state))
         if self.optimizer is not None and (state.settings or state.old_settings):
             self._load(self.optimizer, state)
@@ -66,7 +67,14 @@ class Update:
             old_settings={name: group for name, group in settings.items() if name not in sharding},
         )
 
+    def wait_for(self, copied: torch.cuda.Event | None) -> None:
+        """Have the next step wait until what it overwrites is copied."""
+        self._copied = copied
+
     def step(self) -> None:
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+            self._copied = None
         if self._max_grad_norm is not None:
             self._clip(self._max_grad_norm)
         if self.optimizer is not None:
@@ -122,7 +130,7 @@ class Update:
         scheduler = self.scheduler
         return OptimizerState(
             num_steps=self._num_steps,
-            sharding={**self._frozen.sharding, **self._sharding},
+            sharding={**self._frozen.sharding, **self.sharding},
             states=dict(self._frozen.states)
             | {name: on_host(state) if to_host else state for name, state in states.items()},
             settings=self._settings(),
