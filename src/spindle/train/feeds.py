@@ -63,6 +63,7 @@ def make_feed(
         "notify": session.notifier(progress),
         "compared": world.size > 1,
         "facts": facts,
+        "bar": progress.bar,
     }
     feed = sample_feed(loader, config.seed, session.num_batches[definition.name], **shared)
     if feed is None:
