@@ -217,6 +217,7 @@ def _restore(
         {(task, int(key)): name for task, keys in state.variants.items() for key, name in keys.items()}
     )
     session.checked |= set(state.checked)
+    session.handles = {**handles, **session.handles}  # also of tasks that have ended
     frozen, in_evaluation = set(state.frozen), set(state.in_evaluation)
     for name, handle in handles.items():
         if name in state.modules:
