@@ -142,7 +142,8 @@ class Loop:
         gathering = self._start_header(batches, None)
         unsent: deque[ReadLosses] = deque()  # of the last steps, which a GPU may still be at
         carries_losses = False  # the header in flight
-        progress.training(steps)
+        num_before = first - self._session.first_step  # steps of this fit that an earlier run did
+        progress.training(num_before + steps)
         for number in range(steps):
             begin_s = time.perf_counter()
             step = self._next_step = first + number
@@ -180,7 +181,7 @@ class Loop:
             num_samples = sum(header.num_rows for header in trained)
             step_s = self._times.end_step(time.perf_counter() - begin_s, num_samples)
             progress.step(
-                number + 1,
+                num_before + number + 1,
                 step_s,
                 samples=num_samples,
                 tokens=sum(header.tokens for header in trained),

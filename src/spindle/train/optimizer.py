@@ -71,6 +71,12 @@ class Update:
         """Have the next step wait until what it overwrites is copied."""
         self._copied = copied
 
+    def settle_copies(self) -> None:
+        """Wait for such a copy, before parameters and state move."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+
     def step(self) -> None:
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)

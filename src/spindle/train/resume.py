@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from spindle.artifact import artifact_from_json
 from spindle.checkpoint import (
@@ -31,14 +32,14 @@ from spindle.checkpoint import (
     steps_in,
 )
 from spindle.display import count_of
-from spindle.errors import CheckpointError, SpindleError
+from spindle.errors import CheckpointError, SpindleError, WorkloadError
 from spindle.plan import Plan
 from spindle.profile import Profile
 from spindle.program import Sharding, Slice, lower
 from spindle.run import Weights, World
 from spindle.simulate import simulate
 from spindle.train.config import Checkpoints, TrainConfig
-from spindle.train.feed import LoaderPosition, set_random_state
+from spindle.train.feed import LoaderPosition, random_state, set_random_state
 from spindle.train.optimizer_reshard import LRSchedulerState, OptimizerState
 from spindle.train.plain_json import from_plain
 from spindle.train.progress import Progress
@@ -52,7 +53,7 @@ T = TypeVar("T")
 _SHARED_S = 5.0  # until other hosts see a new file
 
 
-def resume(session: TrainSession, steps: int, progress: Progress) -> FitResult | None:
+def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int, progress: Progress) -> FitResult | None:
     """Prepare a fit of `steps` steps, of which some may be done. Returns the result of one that is over. All ranks must
     call it."""
     number, checkpoints = session.num_fits, session.config.checkpoints
@@ -70,7 +71,7 @@ def resume(session: TrainSession, steps: int, progress: Progress) -> FitResult |
     saved = session.saved
     if saved is None or number > saved.checkpoint.state.fit:
         return None
-    state, handles = saved.checkpoint.state, _handles(session)
+    state, handles = saved.checkpoint.state, _handles(session, loaders)
     num_done = state.step - state.first_step
     is_over = number < state.fit or state.was_stopped or steps <= num_done
     if number == state.fit:
@@ -89,8 +90,26 @@ def resume(session: TrainSession, steps: int, progress: Progress) -> FitResult |
     return None
 
 
-def _handles(session: TrainSession) -> dict[str, ModuleHandle]:
-    return session.handles or handles_of(record_all(session.config.tasks))
+def _handles(session: TrainSession, loaders: Mapping[str, Any]) -> dict[str, ModuleHandle]:
+    """The modules of all tasks that the script has; of tasks that look at their batches, those that the first one
+    reaches."""
+    if session.handles:
+        return session.handles
+    tasks = session.config.tasks
+    try:
+        return handles_of(record_all(tasks))
+    except WorkloadError:
+        outside = random_state()
+        examples = {task.name: _first_batch(loaders.get(task.name), task.batch_size) for task in tasks}
+        set_random_state(outside)
+        return handles_of(record_all([task for task in tasks if examples[task.name] is not None], examples))
+
+
+def _first_batch(loader: Any, batch_size: int) -> Any:
+    """A loader's first batch; None from one that could not give it again."""
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        return default_collate([loader[number] for number in range(batch_size)])
+    return None if loader is None or isinstance(loader, Iterator) else next(iter(loader), None)
 
 
 def _over(session: TrainSession, saved: ResumedTensors) -> FitResult:

@@ -146,6 +146,8 @@ class TrainSession:
 
     def gather_parameters(self, runtime: RankRuntime) -> None:
         """Give every rank all parameters and buffers again."""
+        if self.update is not None:
+            self.update.settle_copies()
         if runtime.shards is not None:
             runtime.shards.settle()
         runtime.weights.gather_parameters()
@@ -179,6 +181,7 @@ class TrainSession:
         assert old is not None
         assert update is not None
         old.steps.close()
+        update.settle_copies()
         self.checked -= self.variants.set_tasks(config.tasks)
         if not self._is_known():
             self.gather_parameters(old)

@@ -164,7 +164,7 @@ class Trainer:
         with ExitStack() as stack:
             display = Progress(enabled=progress and self.world.rank == 0)
             stack.callback(display.close)
-            result = resume(session, steps, display)
+            result = resume(session, loaders, steps, display)
             if result is not None:  # all of its steps are in a checkpoint
                 return result
             feeds = make_feeds(session, loaders, display, drop_last=drop_last)
