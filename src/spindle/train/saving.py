@@ -11,16 +11,17 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from spindle.artifact import artifact_text
 from spindle.checkpoint import PLAN, PROFILE, SavedState, finish, partial_folder, prune, write_part, writers_of
 from spindle.errors import CheckpointError, TrainingError
+from spindle.plan import Plan
+from spindle.profile import Profile
 from spindle.program import Box, Sharding, Slice
 from spindle.run import Copied, Staging, box_view
 from spindle.train.buffers import buffer_owners
@@ -72,7 +73,8 @@ class Saver:
         self._steps: dict[int, int] = {}  # their steps, by number
         self._writing: Future[None] | None = None
         self._finishing: Future[None] | None = None
-        self._state: tuple[SavedState, dict[str, str]] | None = None  # of the one that is written, on rank 0
+        self._state: tuple[SavedState, Plan, Profile] | None = None  # of the one that is written, on rank 0
+        self._checked: object = None  # the optimizer whose settings are known to be plain values
         self._is_noted = True  # whether the user was told how the last one ended
         self._writers: tuple[object, dict[str, list[Box]]] | None = None  # this rank's, under an optimizer
         self.last_step = 0  # that was saved, or resumed from
@@ -153,18 +155,27 @@ class Saver:
             {position for position, written in enumerate(boxes) if written.is_buffer},
         )
         update.wait_for(copied.event)
-        fragments = {"data": dict(data), **self._fragments(optimizer)}
+        if self._checked is not update:  # else in the thread
+            self._checked = update
+            self._fragments(optimizer)
+        optimizer = replace(
+            optimizer,
+            states={
+                name: {key: value for key, value in entries.items() if not isinstance(value, torch.Tensor)}
+                for name, entries in optimizer.states.items()
+            },
+        )
         self._number += 1
         self._steps[self._number] = self.last_step = step
         self._is_noted, self.is_requested, self._finishing = False, False, None
         if self._world.rank == 0:
-            plan, profile = session.runtime.planned.plan, session.profiled.profile
-            artifacts = {PLAN: artifact_text("plan", plan), PROFILE: artifact_text("profile", profile)}
-            self._state = state_of(), artifacts
-        self._writing = self._thread.submit(self._write, step, boxes, copied, fragments)
+            self._state = state_of(), session.runtime.planned.plan, session.profiled.profile
+        self._writing = self._thread.submit(self._write, step, boxes, copied, optimizer, data)
         self.pauses.append((len(copied.memory), time.perf_counter() - begin_s))
 
-    def _write(self, step: int, boxes: Sequence[_Written], copied: Copied, fragments: Mapping[str, Any]) -> None:
+    def _write(
+        self, step: int, boxes: Sequence[_Written], copied: Copied, optimizer: OptimizerState, data: Mapping[str, Any]
+    ) -> None:
         begin, described = 0, []
         for written in boxes:
             length = written.values.numel() * written.values.element_size()
@@ -173,6 +184,7 @@ class Saver:
             begin += length
         folder = partial_folder(self._folder, step)
         try:
+            fragments = {"data": dict(data), **self._fragments(optimizer)}
             write_part(folder, self._world.rank, copied.wait(), described, fragments)
         except OSError as error:
             raise CheckpointError(f"{folder}: {error.strerror}") from error
@@ -183,7 +195,7 @@ class Saver:
 
     def _start_finishing(self, written: Sequence[int]) -> None:
         assert self._state is not None
-        state, artifacts = self._state
+        state, plan, profile = self._state
         failed = [rank for rank, number in enumerate(written) if number < 0]
         own = self._writing.exception() if self._writing is not None else None
 
@@ -192,6 +204,7 @@ class Saver:
                 shutil.rmtree(partial_folder(self._folder, state.step), ignore_errors=True)
                 raise own or CheckpointError(f"rank {failed[0]} could not write its part")
             try:
+                artifacts = {PLAN: artifact_text("plan", plan), PROFILE: artifact_text("profile", profile)}
                 finish(self._folder, state, artifacts)
                 prune(self._folder, self._checkpoints.keep, self._needed_steps())
             except OSError as error:
@@ -259,9 +272,8 @@ class Saver:
         return {**parameter_names(self._session.handles), **planned}
 
     def _fragments(self, state: OptimizerState) -> dict[str, Any]:
-        """What this rank alone knows of the optimizer."""
-        update, rank = self._session.update, self._world.rank
-        assert update is not None
+        """What this rank alone knows of the optimizer, in JSON."""
+        rank = self._world.rank
         values = {
             name: {
                 key: to_plain(value, f"the optimizer's state {key!r} of parameter {name!r}")
@@ -272,11 +284,10 @@ class Saver:
             if rank == min(state.sharding[name])
         }
         extra = {}
-        if isinstance(update.scheduler, ReduceLROnPlateau):
+        scheduler = {} if state.lr_scheduler is None else state.lr_scheduler.state
+        if "num_bad_epochs" in scheduler:  # a ReduceLROnPlateau; others are made anew, and stepped
             extra["lr_scheduler"] = {
-                key: value
-                for key, value in update.scheduler.state_dict().items()
-                if isinstance(value, int | float | str)
+                key: value for key, value in scheduler.items() if isinstance(value, int | float | str)
             }
         return {"optimizer_values": values, "groups": _grouped(state.settings), "extra": extra}
 
