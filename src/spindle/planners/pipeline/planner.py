@@ -18,9 +18,10 @@ from spindle.planners.options import Layout, PlanOptions, Progress
 from spindle.planners.pipeline.bound import pipeline_bound_s
 from spindle.planners.pipeline.chains import pipeline_ranks_of
 from spindle.planners.pipeline.choose import pipeline_layout
+from spindle.planners.pipeline.gates import least_caps
 from spindle.planners.pipeline.interleave import Schedule
 from spindle.planners.pipeline.search import SearchResult, search
-from spindle.planners.pipeline.segments import Column
+from spindle.planners.pipeline.segments import Column, Segments
 from spindle.planners.pipeline.stages import Batch, batches_of, plan_of
 from spindle.profile import Profile
 from spindle.program import lower, posted_peaks, refuse_overfull
@@ -98,7 +99,8 @@ def fitting_plan(
     activation_budgets = [batch.activation_budget for batch in batches]
     for attempt in range(_ATTEMPTS):
         is_trial = has_trial and attempt == 0
-        plan = plan_of(profile, layout, planner, batches, schedules(activation_budgets, is_trial))
+        tried = schedules(activation_budgets, is_trial)
+        plan = plan_of(profile, layout, planner, batches, tried)
         program = lower(plan, profile)
         timeline = simulate(program, profile)
         plan = replace(plan, makespan_s=timeline.makespan_s)
@@ -111,10 +113,20 @@ def fitting_plan(
         if max(excess.max() for excess in excesses) <= 0 and not is_trial:
             break
         activation_budgets = [
-            activation_budget - np.maximum(0, excess + (excess > 0) * int(_MARGIN * limit))
-            for activation_budget, excess in zip(activation_budgets, excesses, strict=True)
+            _smaller_budget(budget, schedule.peak, excess, batch.segments, int(_MARGIN * limit))
+            for budget, schedule, excess, batch in zip(activation_budgets, tried, excesses, batches, strict=True)
         ]
     refuse_overfull(np.repeat(peak_bytes, layout.tensor_degree), profile)
     if bound_s is None:
         bound_s = pipeline_bound_s([profile], layout.num_ranks)
     return finished(plan, profile, bound_s)
+
+
+def _smaller_budget(budget: Column, peak: Column, excess: Column, segments: Segments, margin: int) -> Column:
+    """The activation budget of the next attempt, by rank, after a schedule with this peak exceeded the memory.
+
+    A schedule may need less than its budget allows, so only a budget below its peak makes another one. No budget gets
+    so small that one microbatch alone no longer fits.
+    """
+    smaller = np.minimum(budget, peak) - excess - margin
+    return np.where(excess > 0, np.maximum(smaller, np.minimum(budget, least_caps(segments))), budget)
