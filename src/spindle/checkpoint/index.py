@@ -6,8 +6,8 @@
       rank-0.bin ...   raw bytes, row-major, in the byte order of x86 and ARM
       plan.json, profile.json   the plan that was running, and what it was made from
 
-Names of tensors: `parameter/NAME`, `buffer/NAME`, `nonpersistent_buffer/NAME`, `optimizer/NAME/KEY` with the names of
-the user's modules, and `extra/REGISTERED/KEY`.
+Names of tensors: `parameter/NAME`, `buffer/NAME`, `nonpersistent_buffer/NAME` and `optimizer/NAME/KEY`, with the
+names of the user's modules.
 """
 
 from __future__ import annotations

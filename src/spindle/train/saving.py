@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,20 +34,6 @@ from spindle.train.session import TrainSession
 
 REQUESTED, ENDING = 1, 2  # in the header: a checkpoint was asked for; the job is to end after one
 _STATE_SIZE = 3  # elements written for an element of a trained parameter: Adam's two moments, too
-
-
-class ExtraState(Protocol):
-    """State beside parameters and the optimizer's that checkpoints hold: averaged weights, a loss scaler. Registered
-    in `TrainSession.extra_state` under a name, before the parameters are scattered for the first time."""
-
-    def values(self) -> Mapping[str, Any]:
-        """What is no tensor, the same on all ranks."""
-
-    def tensors(self) -> Mapping[str, tuple[Sequence[int], Mapping[int, Slice], torch.Tensor | None]]:
-        """By name: the whole shape, what every rank holds, and this rank's tensor. The same names on all ranks."""
-
-    def load(self, values: Mapping[str, Any], read: Callable[[str, Slice], torch.Tensor | None]) -> None:
-        """Take what was saved. `read` gives a slice of a tensor, on the host; None where none was saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,9 +244,6 @@ class Saver:
             groups=(),
             frozen_groups=_grouped(optimizer.old_settings),
             planning=self._planning,
-            extra={
-                name: to_plain(extra.values(), f"the state of {name}") for name, extra in session.extra_state.items()
-            },
             written_s=time.time(),
         )
 
@@ -328,7 +311,6 @@ class Saver:
                 if owners.get(id(buffer), 0) == rank and buffer.numel():
                     kind = "buffer" if path in persistent else "nonpersistent_buffer"
                     yield _whole(f"{kind}/{handle.name}.{path}", buffer, is_buffer=True)
-        yield from self._extra_boxes()
         yield from self._unloaded_boxes()
 
     def _writers_of(
@@ -351,17 +333,6 @@ class Saver:
             mine = {name: [box for box, writer in boxes if writer == rank] for name, boxes in writers.items()}
             self._writers = update, mine
         return self._writers[1]
-
-    def _extra_boxes(self) -> Iterator[_Written]:
-        for registered, extra in self._session.extra_state.items():
-            tensors = extra.tensors()
-            sharding = {name: slices for name, (_, slices, _) in tensors.items()}
-            for name, boxes in writers_of(sharding, lambda name: 4).items():
-                shape, slices, tensor = tensors[name]
-                for box, writer in boxes if tensor is not None else ():
-                    if writer == self._world.rank and tensor is not None:
-                        view = box_view(tensor, slices[writer], box)
-                        yield _Written(f"extra/{registered}/{name}", tuple(shape), box, view)
 
     def _unloaded_boxes(self) -> Iterator[_Written]:
         """What the checkpoint that was resumed from has of modules that were not called yet."""

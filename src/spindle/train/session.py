@@ -36,7 +36,7 @@ from spindle.train.task_variants import TaskVariants
 
 if TYPE_CHECKING:
     from spindle.train.resume import ResumedTensors
-    from spindle.train.saving import ExtraState, Saver
+    from spindle.train.saving import Saver
 
 NEW_VARIANT = "a batch takes a new variant of its task"
 
@@ -61,7 +61,6 @@ class TrainSession:
         self.loader_positions: dict[str, LoaderPosition] = {}  # of a restored state, where loaders go on
         self.loader_facts: dict[str, dict[str, Any]] = {}  # what was saved of the loaders that these are of
         self.absent_tasks: frozenset[str] = frozenset()  # of the script, which had ended in the restored state
-        self.extra_state: dict[str, ExtraState] = {}  # that checkpoints have, too
         self.saver: Saver | None = None
         self.saved: ResumedTensors | None = None  # of the checkpoint that was resumed from
         self.saved_plan: Plan | None = None  # for the first plan after that
