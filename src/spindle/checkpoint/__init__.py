@@ -15,7 +15,7 @@ from spindle.checkpoint.files import (
 )
 from spindle.checkpoint.index import DTYPE_BYTES, Index, Part, SavedState, StoredBox, StoredTensor
 from spindle.checkpoint.read import SavedCheckpoint, folder_of_step, open_checkpoint
-from spindle.checkpoint.writers import cut, writers_of
+from spindle.checkpoint.writers import checkpoint_bytes, cut, writers_of
 
 __all__ = [
     "DATA_FILE",
@@ -28,6 +28,7 @@ __all__ = [
     "SavedState",
     "StoredBox",
     "StoredTensor",
+    "checkpoint_bytes",
     "cut",
     "export_safetensors",
     "finish",

@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from math import prod
 
-from spindle.program import Box, Sharding, Slice
+from spindle.graph import MetaGraph
+from spindle.program import Box, Program, Sharding, Slice, optimizer_sharding, weight_sharding
 
 # So that a parameter that several ranks hold can be shared out among them, and that a check needs little memory.
 _BOX_BYTES = 16 << 20
@@ -53,3 +54,19 @@ def cut(box: Box, max_elements: int) -> Iterator[Box]:
         offsets = list(box.offsets)
         offsets[dim], lengths[dim] = box.offsets[dim] + begin, min(rows, box.lengths[dim] - begin)
         yield from cut(Box(tuple(offsets), tuple(lengths)), max_elements)
+
+
+def checkpoint_bytes(program: Program, graph: MetaGraph) -> dict[int, int]:
+    """About how many bytes each rank writes of a checkpoint: parameters, and the optimizer's state of trained ones."""
+    numerics = graph.numerics
+    weights = weight_sharding(program, graph)
+    trained = optimizer_sharding(program, graph, weights)
+    num_bytes: Counter[int] = Counter()
+
+    def element_bytes(name: str) -> int:
+        return round(numerics.parameter_bytes + (numerics.optimizer_bytes if name in trained else 0))
+
+    for name, boxes in writers_of({**weights, **trained}, element_bytes).items():
+        for box, rank in boxes:
+            num_bytes[rank] += element_bytes(name) * box.num_elements
+    return dict(num_bytes)
