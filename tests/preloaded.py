@@ -19,8 +19,8 @@ import torch
 
 from pool import forking
 from spindle.cli.main import run
-from spindle.launch import launch
-from spindle.launch.worker import LAUNCHER_VARIABLE, run_script
+from spindle.launch import launch, variables
+from spindle.launch.worker import run_script
 
 
 class _Descriptor:
@@ -37,7 +37,9 @@ def _detached(descriptor: Any) -> int:
     return descriptor.detach()
 
 
-def _run(arguments: Sequence[str], environment: Mapping[str, str], folder: str, output: int, error: int) -> None:
+def _run(
+    arguments: Sequence[str], environment: Mapping[str, str], folder: str, output: int, error: int, reports: int
+) -> None:
     """What `python -P -m spindle.launch.worker ARGUMENTS` does, in a copy of a process."""
     os.setsid()
     os.dup2(output, 1)
@@ -45,7 +47,8 @@ def _run(arguments: Sequence[str], environment: Mapping[str, str], folder: str, 
     os.chdir(folder)
     os.environ.clear()
     os.environ |= environment
-    os.environ.pop(LAUNCHER_VARIABLE, None)  # which is not the parent
+    os.environ.pop(variables.LAUNCHER, None)  # which is not the parent
+    os.environ[variables.REPORTS] = str(reports)
     warnings.resetwarnings()
     if "OMP_NUM_THREADS" in environment:  # torch has read it before
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
@@ -72,7 +75,8 @@ class Preloaded:
         assert command[1:4] == ["-P", "-m", "spindle.launch.worker"]
         output = 1 if options.get("stdout") is None else options["stdout"].fileno()
         error = output if options.get("stderr") == subprocess.STDOUT else 2
-        arguments = (command[4:], dict(env), os.getcwd(), _Descriptor(output), _Descriptor(error))
+        descriptors = [_Descriptor(number) for number in (output, error, *options["pass_fds"])]
+        arguments = (command[4:], dict(env), os.getcwd(), *descriptors)
         self._process = forking().Process(target=_run, args=arguments)
         self._process.start()
         self.pid = self._process.pid

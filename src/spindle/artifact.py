@@ -76,7 +76,7 @@ def _read(kind: Any, data: Any, where: str) -> Any:
         return _read(inner, data, where)
     if origin is tuple:
         if not isinstance(data, list):
-            raise InputError(f"{where}: expected a list, got {_shown(data)}")
+            raise InputError(f"{where}: expected a list, got {shown(data)}")
         if len(arguments) == 2 and arguments[1] is Ellipsis:
             return tuple(_read(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(data))
         if len(data) != len(arguments):
@@ -93,13 +93,13 @@ def _read(kind: Any, data: Any, where: str) -> Any:
         return read_integer(data, where)
     kind = dict if origin is dict else kind
     if not isinstance(data, kind):
-        raise InputError(f"{where}: expected {_NAMES.get(kind, kind.__name__)}, got {_shown(data)}")
+        raise InputError(f"{where}: expected {_NAMES.get(kind, kind.__name__)}, got {shown(data)}")
     return data
 
 
 def _read_dataclass(kind: type, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
-        raise InputError(f"{where}: expected an object with the fields of a {kind.__name__}, got {_shown(data)}")
+        raise InputError(f"{where}: expected an object with the fields of a {kind.__name__}, got {shown(data)}")
     fields = _fields(kind)
     known = [name for name, _, _ in fields]
     for key in data:
@@ -120,7 +120,8 @@ def _read_dataclass(kind: type, data: Any, where: str) -> Any:
 _NAMES = {str: "a string", bool: "true or false", dict: "an object", list: "a list"}
 
 
-def _shown(data: Any) -> str:
+def shown(data: Any) -> str:
+    """A value for an error message: its JSON, cut off where it is long."""
     text = json.dumps(data, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -128,7 +129,7 @@ def _shown(data: Any) -> str:
 def read_number(data: Any, where: str) -> float:
     """A finite number; JSON's NaN and Infinity, which Python accepts, are refused."""
     if isinstance(data, bool) or not isinstance(data, (int, float)):
-        raise InputError(f"{where}: expected a number, got {_shown(data)}")
+        raise InputError(f"{where}: expected a number, got {shown(data)}")
     try:
         number = float(data)
     except OverflowError as error:
@@ -139,8 +140,11 @@ def read_number(data: Any, where: str) -> float:
 
 
 def read_integer(data: Any, where: str) -> int:
+    """A whole number of 64 bits: what is counted here is counted in arrays and as floats, too."""
     if isinstance(data, bool) or not isinstance(data, int):
-        raise InputError(f"{where}: expected a whole number, got {_shown(data)}")
+        raise InputError(f"{where}: expected a whole number, got {shown(data)}")
+    if not -(1 << 63) <= data < 1 << 63:
+        raise InputError(f"{where}: expected a whole number of 64 bits, got one of {len(str(abs(data)))} digits")
     return data
 
 
@@ -152,7 +156,7 @@ def read_text_file(path: Path) -> str:
         raise InputError(f"{path}: no such file") from error
     except IsADirectoryError as error:
         raise InputError(f"{path}: is a directory; give the name of a file") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # a ValueError: not UTF-8, or a zero in the name
         raise InputError(f"{path}: cannot be read as text ({error})") from error
 
 
@@ -162,7 +166,7 @@ def read_json_file(path: Path) -> dict[str, Any]:
     if not text.strip():
         raise InputError(f"{path}: is empty")
     try:
-        data = json.loads(text, object_pairs_hook=_object_without_repeats)
+        data = json_value(text)
     except json.JSONDecodeError as error:
         hint = "; is the file truncated?" if error.pos >= len(text.rstrip()) - 1 else ""
         raise InputError(f"{path}, line {error.lineno}, column {error.colno}: not JSON ({error.msg}){hint}") from error
@@ -171,8 +175,13 @@ def read_json_file(path: Path) -> dict[str, Any]:
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     if not isinstance(data, dict):
-        raise InputError(f"{path}: expected a JSON object, got {_shown(data)}")
+        raise InputError(f"{path}: expected a JSON object, got {shown(data)}")
     return data
+
+
+def json_value(text: str) -> Any:
+    """The value of a JSON text; refuses objects in which a key appears twice."""
+    return json.loads(text, object_pairs_hook=_object_without_repeats)
 
 
 def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -198,6 +207,8 @@ def write_atomically(path: Path, text: str) -> None:
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # else a crash of the host may leave the new name with no content
         os.chmod(temporary, mode)
         os.replace(temporary, target)
     except OSError as error:
@@ -272,6 +283,6 @@ def artifact_from_json(data: dict[str, Any], where: str, kind: str, value_kind: 
         what = f"a Spindle {actual}" if isinstance(actual, str) else "not a Spindle artifact"
         raise InputError(f'{where}: expected a Spindle {kind} ("spindle": "{kind}"), this is {what}')
     if data.get("version") != 1:
-        raise InputError(f"{where}: this Spindle reads version 1 of a {kind}, got {_shown(data.get('version'))}")
+        raise InputError(f"{where}: this Spindle reads version 1 of a {kind}, got {shown(data.get('version'))}")
     body = {key: item for key, item in data.items() if key not in ("spindle", "version")}
     return from_json(value_kind, body, where)

@@ -17,16 +17,31 @@
 Users' mistakes raise one of these; `assert` is for bugs of Spindle.
 """
 
+_LONGEST_LINE, _LINE_END = 500, 120
+
 
 class SpindleError(Exception):
     """Base of all errors that Spindle raises deliberately."""
 
 
-class InputError(SpindleError):
+class _ContentError(SpindleError):
+    """Base of errors that quote what a file or an argument contains, which may be of any length.
+
+    The middle of a first line that is too long is left out: its beginning says where, its end what to do.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        line, newline, rest = text.partition("\n")
+        if len(line) > _LONGEST_LINE:
+            line = f"{line[: _LONGEST_LINE - _LINE_END - 5]} ... {line[-_LINE_END:]}"
+        super().__init__(line + newline + rest)
+
+
+class InputError(_ContentError):
     pass
 
 
-class WorkloadError(SpindleError):
+class WorkloadError(_ContentError):
     pass
 
 
@@ -36,15 +51,15 @@ class GuardError(WorkloadError):
         self.module = module
 
 
-class ClusterError(SpindleError):
+class ClusterError(_ContentError):
     pass
 
 
-class ProfileError(SpindleError):
+class ProfileError(_ContentError):
     pass
 
 
-class PlanError(SpindleError):
+class PlanError(_ContentError):
     pass
 
 

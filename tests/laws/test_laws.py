@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import small
 from spindle.errors import DoesNotFitError, ProfileError
-from spindle.plan import check, slots_per_op
+from spindle.plan import check, forward_spans, slots_per_op, spans
 from spindle.planners import PlanOptions, graph_bound_s, lp_bound, make_plan, problem_of
 from spindle.planners.problem import choices_of
 
@@ -22,6 +22,9 @@ ALL = ("wavefront", "paper", *BASELINES)
 def test_every_planners_plan_passes_check_and_lies_above_the_bound(profile, planner):
     plan = make_plan(profile, planner, QUICK)
     check(plan, profile)
+    starts_s = [span.start_s for span in forward_spans(plan, profile)]
+    assert starts_s == pytest.approx(sorted(starts_s), rel=1e-9)
+    assert plan.folded_s == pytest.approx(max(span.end_s for span in spans(plan, profile)), rel=1e-9)
     assert plan.folded_s >= plan.bound_s * (1 - 1e-9)
     assert plan.makespan_s >= plan.bound_s * (1 - 1e-6)
 

@@ -71,6 +71,13 @@ def test_a_fault_on_one_rank_ends_the_job_with_its_cause_on_top(fault, first_lin
     assert re.match(first_line, done.stderr), done.stderr
 
 
+def test_a_rank_that_hangs_is_named_with_its_step_and_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPINDLE_HUNG_S", "2")
+    done = run_job(None, "hang-forward", tmp_path / "mark")
+    first_line = rf"error: rank 1 has made no progress for \d+ s, in step \d+ \({SCRIPT}:\d+ in fail_in\)"
+    assert re.match(first_line, done.stderr), done.stderr
+
+
 def test_an_error_says_in_which_step_task_and_layers_it_was(tmp_path):
     done = run_job(None, "raise-forward", tmp_path / "mark")
     assert done.stderr.startswith("error: rank 1 failed: ArithmeticError: this layer is broken"), done.stderr

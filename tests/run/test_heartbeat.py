@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,7 +17,11 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
+from pool import forking  # noqa: E402
+from spindle.launch.activity import Activity  # noqa: E402
+from spindle.run import join_world  # noqa: E402
 from spindle.run.heartbeat import Heartbeat, _state_and_start, _this_process  # noqa: E402
+from test_launch import is_gone, wait_until  # noqa: E402
 
 INTERVAL_S, LIMIT_S = 0.02, 0.4
 SILENT_S = 5 * LIMIT_S  # for a host with one rank
@@ -23,8 +30,9 @@ SILENT_S = 5 * LIMIT_S  # for a host with one rank
 class Ranks:
     """Heartbeats of several ranks in this process, on one store; and what they say when a rank is lost."""
 
-    def __init__(self, hosts: str) -> None:
-        """`hosts` has a letter for the host of each rank."""
+    def __init__(self, hosts: str, waiting: Sequence[str] = ()) -> None:
+        """`hosts` has a letter for the host of each rank; `waiting` what each waits for, where ranks are watched."""
+        self.waiting = waiting
         self.master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.said: queue.Queue[str] = queue.Queue()
         self.beats = [self._heartbeat(rank, hosts) for rank in range(len(hosts))]
@@ -40,6 +48,18 @@ class Ranks:
             interval_s=INTERVAL_S,
             end=lambda error: self.said.put(f"{rank}: {error}"),
             process=f"{hosts[rank]} {pid} {started}",
+            activity=lambda: self._activity(rank),
+        )
+
+    def _activity(self, rank: int) -> Activity:
+        return Activity(
+            num_records=time.monotonic_ns(),
+            num_events=1,
+            step=3 if self.waiting else None,
+            longest_step_s=1e-3,
+            phase="",
+            waiting=self.waiting[rank] if self.waiting else "",
+            where="train.py:3 in loss",
         )
 
     def start(self) -> None:
@@ -58,6 +78,17 @@ def ranks():
     made = Ranks("ABC")
     yield made
     made.freeze(0, 1, 2)
+
+
+def test_a_rank_that_others_wait_for_ends_by_itself_and_is_named_by_the_others(monkeypatch):
+    monkeypatch.setenv("SPINDLE_HUNG_S", "0.3")
+    made = Ranks("AAA", ("exchanging tensors", "", "exchanging headers"))
+    made.start()
+    said = [made.said.get(timeout=10) for _ in range(3)]
+    made.freeze(0, 1, 2)
+    text = r"rank 1 has made no progress for 0 s, in step 3 \(train.py:3 in loss\)"
+    assert re.match(f"1: {text}", said[0])
+    assert all(re.match(f"[012]: {text}", line) for line in said[1:])
 
 
 def test_a_host_that_is_silent_is_lost_to_the_one_before_it(ranks):
@@ -163,3 +194,25 @@ def test_a_process_is_told_from_others_by_its_host_its_number_and_its_start():
     assert host
     assert int(pid) > 0
     assert int(started) > 0
+
+
+def agent(rank_pid: object) -> None:
+    """What torchrun's agent does: start a rank, and wait for it. The rank joins the world."""
+    os.environ |= {"TORCHELASTIC_RUN_ID": "any", "WORLD_SIZE": "1"}
+    pid = os.fork()
+    if pid == 0:
+        join_world()
+        rank_pid.put(os.getpid())
+        time.sleep(600)
+    os.waitpid(pid, 0)
+
+
+def test_ranks_end_with_the_agent_of_torchrun():
+    context = forking()
+    rank_pid = context.Queue()
+    process = context.Process(target=agent, args=(rank_pid,), daemon=True)
+    process.start()
+    pid = rank_pid.get(timeout=60)
+    process.kill()
+    process.join()
+    wait_until(lambda: is_gone(pid))

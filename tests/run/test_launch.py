@@ -15,7 +15,7 @@ import pytest
 
 from spindle.cli.main import run
 from spindle.launch import launch
-from spindle.launch.failure import Failure, read_failures, write_failure
+from spindle.launch.failure import Failure, parse_failures, write_failure
 from spindle.launch.verdict import SEEN_LATE_NS, Ending, verdict
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
@@ -79,10 +79,10 @@ def launched(path: Path, *arguments: str, environment: dict[str, str] | None = N
     )
 
 
-def started(path: Path) -> subprocess.Popen[str]:
+def started(path: Path, *options: str) -> subprocess.Popen[str]:
     """A job that runs until it is told to end. Ctrl-C reaches it even if the tests run in a shell's background."""
     return subprocess.Popen(
-        command(path),
+        command(path, options=options),
         env=os.environ | {"TMPDIR": str(path.parent)},  # a launcher that is killed leaves its folder
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -422,7 +422,7 @@ def test_help_says_when_another_launcher_is_needed(capsys):
 
 def alone(text: str, rank: str | None = "2") -> tuple[int, str]:
     """A process with the hook but without our launcher."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "SPINDLE_FAILURES")}
+    environment = {key: value for key, value in os.environ.items() if key != "RANK"}
     done = subprocess.run(
         [sys.executable, "-c", f"from spindle.launch.failure import install_hook\ninstall_hook()\n{text}"],
         env=environment | ({} if rank is None else {"RANK": rank}),
@@ -467,7 +467,8 @@ raise ValueError("boom")
 
 
 def test_a_report_that_cannot_be_written_is_printed_instead():
-    code, said = alone("import os; os.environ['SPINDLE_FAILURES'] = '/nowhere'\nraise ValueError('boom')")
+    closed = "import os; from spindle.launch.failure import report_to; ends = os.pipe(); report_to(ends[1])"
+    code, said = alone(f"{closed}; os.close(ends[0])\nraise ValueError('boom')")
     assert code == 1
     assert said.endswith("ValueError: boom\n")
 
@@ -484,14 +485,13 @@ def ends(*codes: int, time_ns: int = 10**9, told: bool = False) -> list[Ending]:
     return [Ending(rank=rank, code=code, time_ns=time_ns, was_signalled=told) for rank, code in enumerate(codes)]
 
 
-def test_reports_come_back_in_the_order_of_time_and_odd_files_are_skipped(tmp_path):
+def test_reports_come_back_in_the_order_of_time_and_odd_ones_are_skipped(tmp_path):
     later, sooner = own(0, 20), follows(1, 10)
-    for failure in (later, sooner):
-        write_failure(tmp_path, failure)
-    for name, text in (("a", "{"), ("b", "[]"), ("c", '{"rank": 1}'), ("d", ""), ("e", '{"rank": "x"}')):
-        (tmp_path / f"{name}.json").write_text(text)
-    (tmp_path / "odd.json").write_bytes(b"\xff\xfe")
-    assert read_failures(tmp_path) == (sooner, later)
+    with (tmp_path / "pipe").open("wb") as file:
+        for failure in (later, sooner):
+            write_failure(file.fileno(), failure)
+    odd = b'{\n[]\n{"rank": 1}\n\n{"rank": "x"}\n\xff\xfe\n' + b"[" * 100_000 + b'\n{"rank": 1, "time'
+    assert parse_failures((tmp_path / "pipe").read_bytes() + odd) == (sooner, later)
 
 
 def test_the_earliest_failure_of_ones_own_is_the_first_cause():
@@ -545,7 +545,8 @@ def test_a_rank_that_was_told_to_end_is_no_cause():
 
 
 def test_a_rank_that_was_stopped_is_the_cause_before_what_came_of_it():
-    stopped = Ending(rank=1, code=-9, time_ns=10**9, was_signalled=False, stopped_s=8.2)
+    because = "was stopped (SIGSTOP) for 8 s"
+    stopped = Ending(rank=1, code=-9, time_ns=10**9, was_signalled=False, killed_because=because)
     found = verdict([*ends(1, time_ns=9 * 10**9), stopped], [own(0, 9 * 10**9)], lambda rank: f"log of {rank}")
     assert found.code == 1
     assert found.text.splitlines() == [
@@ -559,7 +560,7 @@ def test_a_rank_that_was_stopped_is_the_cause_before_what_came_of_it():
 def test_a_rank_killed_because_it_was_stopped_may_end_between_two_polls(monkeypatch):
     monkeypatch.setattr(launch, "STOPPED_POLL_S", 0)
     monkeypatch.setattr(launch, "STOPPED_LIMIT_S", 0)
-    job = launch._Job()
+    job = launch._Job(1)
     job.start(0, [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"], os.environ, None)
     pid = job._processes[0].pid
     state = Path(f"/proc/{pid}/stat")
@@ -571,7 +572,7 @@ def test_a_rank_killed_because_it_was_stopped_may_end_between_two_polls(monkeypa
     assert not job.running()
     (ending,) = job.endings()
     assert ending.code == -signal.SIGKILL
-    assert ending.stopped_s is not None
+    assert ending.killed_because is not None
     job._processes[0].wait()
 
 

@@ -3,6 +3,8 @@ its own while the step before runs. The numbers are those of a plain PyTorch loo
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
@@ -86,10 +88,10 @@ def job(number=0, evaluations=300, **named):
 
 @pytest.fixture
 def planning():
-    process = BackgroundPlanner()
-    yield process
-    process.close()
-    assert process._process.poll() is not None
+    planner = BackgroundPlanner(patience_s=1.0)
+    yield planner
+    planner.close()
+    assert planner._process is None
 
 
 def test_there_is_a_plan_before_the_search_is_over(planning):
@@ -121,11 +123,54 @@ def test_a_step_that_comes_is_planned_before_another_is_searched():
     assert [one.is_final for one in alone] == [False, True]
 
 
-def test_the_end_of_the_planning_process_is_an_error(planning):
-    planning._process.kill()
-    planning._process.wait()
-    with pytest.raises(TrainingError, match="the process that plans has ended"):
-        planning.best(2)
+def test_a_planning_process_that_ends_before_its_first_answer_costs_no_step(planning):
+    planning.ask(job(evaluations=50))
+    os.kill(planning._process.pid, signal.SIGKILL)
+    with pytest.warns(UserWarning, match="has ended; it is started again"):
+        program, is_final = planning.best(0)
+    assert program.plan.passes
+    assert not is_final
+    limit = time.monotonic() + 100
+    while not planning.best(0)[1]:  # the new process searches what the old one was to search
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_a_planning_process_that_hangs_costs_no_step(planning):
+    planning.ask(job(evaluations=1))
+    planning.best(0)
+    process = planning._process
+    os.kill(process.pid, signal.SIGSTOP)
+    for number in range(1, 20):  # more than its pipe holds
+        planning.ask(job(number, evaluations=1))
+    with pytest.warns(UserWarning, match="has not answered for 1 s; it is started again"):
+        assert planning.best(1)[0].plan.passes
+    assert process.has_ended
+    assert planning._process is not process
+
+
+def test_without_a_planning_process_steps_run_in_their_natural_order(planning):
+    for number in range(3):
+        planning.ask(job(number, evaluations=50))
+        os.kill(planning._process.pid, signal.SIGKILL)
+        with pytest.warns(UserWarning, match="has ended"):
+            assert planning.best(number)[0].plan.passes
+    assert planning._process is None
+    planning.ask(job(3, evaluations=50))
+    program, is_final = planning.best(3)
+    assert program.plan.passes
+    assert is_final
+
+
+def test_the_planning_process_imports_nothing_from_the_folder_of_the_script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("queue", "pickle", "numpy"):
+        (tmp_path / f"{name}.py").write_text("import os; os.mkdir('planted')")
+    planner = BackgroundPlanner()
+    planner.ask(job(evaluations=1))
+    planner.best(0)
+    planner.close()
+    assert not (tmp_path / "planted").exists()
 
 
 def test_what_does_not_fit_is_reported_by_the_planning_process(planning):

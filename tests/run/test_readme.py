@@ -42,15 +42,17 @@ PROGRAMS = (
     Program(page="README.md", block=2, continues=0, prints=r"Losses over 4 steps(.|\n)*by planner pipeline"),
     Program(page="README.md", block=1, continues=0, prints=r"\{'image_text': \d"),
     Program(page="README.md", block=3, prints=r"\d+ ms, bound \d+ ms\n"),
+    Program(page="from_transformers.md", block=0, prints=r"Losses over 10 steps(.|\n)*predict"),
 )
 
 NEEDS_GPU = "needs a GPU"
 INSTALLS = "installs the package, which .ci/run does"
 TWINS = "tests/run/test_examples.py runs this script with fewer steps, on one process and on two"
+TRANSFORMERS = "tests/run/test_from_transformers.py runs it"
 QUICK_SEARCH = "takes half a minute; tests/unit/test_cli_pipelines.py runs this verb with fewer evaluations"
 NOT_RUN = {
-    "pip install '.[train]'": INSTALLS,
-    "pip install -e '.[dev]'": INSTALLS,
+    "pip install -c constraints.txt '.[train]'": INSTALLS,
+    "pip install -c constraints.txt -e '.[dev]'": INSTALLS,
     "pip install '.[hf]'": INSTALLS,
     "pytest": "these are the tests",
     "spindle launch -n 4 examples/four_tasks.py": "takes a minute; .ci/run runs it",
@@ -60,6 +62,10 @@ NOT_RUN = {
     "spindle profile --virtual-devices 8 -o profile.json train.py": NEEDS_GPU,
     "spindle compare vlm-s": QUICK_SEARCH,
     "spindle plan vlm-s --evaluations 20000 --show-search": QUICK_SEARCH,
+    "pip install '.[hf]' accelerate datasets": INSTALLS,
+    "python examples/transformers/make_model.py tiny-llava": TRANSFORMERS,
+    "python examples/transformers/before.py tiny-llava": TRANSFORMERS,
+    "spindle launch -n 2 examples/transformers/after.py tiny-llava": TRANSFORMERS,
     "python examples/vlm.py": TWINS,
     "spindle launch -n 2 examples/vlm.py --steps 40": TWINS,
     "python examples/plain/vlm.py": TWINS,
@@ -100,6 +106,13 @@ for path, continued in json.load(open("programs.json")):
 """
 
 
+def loss_rows(printed: str) -> dict[str, list[float]]:
+    """Losses of some steps from first to last, by task, as `FitResult.print` shows them."""
+    table = re.search(r"^Losses over .*\n(?:task .*\n)((?:\w+(?: +[\d.]+)+ *\n)+)", printed, flags=re.MULTILINE)
+    rows = [] if table is None else [line.split() for line in table[1].splitlines()]
+    return {task: [float(loss) for loss in losses] for task, *losses in rows}
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_python_programs_run_as_shown(num_ranks, tmp_path):
     pytest.importorskip("torch")
@@ -120,6 +133,10 @@ def test_the_python_programs_run_as_shown(num_ranks, tmp_path):
     outputs = dict(re.findall(r"^=== (\S+)\n((?:(?!=== ).*\n)*)", printed, flags=re.MULTILINE))
     for program in PROGRAMS:
         assert re.match(program.prints, outputs[program.path]), (program, printed)
+        rows = loss_rows(outputs[program.path])
+        assert bool(rows) == ("Losses" in program.prints)
+        for task, losses in rows.items():
+            assert losses[-1] < losses[0], (program, task, losses)
 
 
 def test_commands_that_are_not_run_are_shown():

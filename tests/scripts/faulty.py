@@ -1,7 +1,7 @@
 """A training script that goes wrong on one rank, in a way that its arguments name. Run by test_failures.py.
 
-faulty.py FAULT MARK      FAULT is "kill", "stop", "raise" or "memory" with a phase of a step ("kill-backward"), or
-                          something that goes wrong with data ("loader"). MARK is written when it happens.
+faulty.py FAULT MARK      FAULT is "kill", "stop", "hang", "raise" or "memory" with a phase of a step ("kill-backward"),
+                          or something that goes wrong with data ("loader"). MARK is written when it happens.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ def fail_in(phase: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "hang":
+            time.sleep(600)
         case "raise":
             raise ArithmeticError("this layer is broken")
         case "memory":

@@ -159,7 +159,6 @@ def lean(plan, **changes):
             "backward of m1 runs before the forward of m1",
         ),
         (lambda plan: replace(plan, passes=plan.passes[2:3] + plan.passes[:2] + plan.passes[3:]), "which feeds it"),
-        (lambda plan: replace(plan, folded_s=1.0), "folded_s is 1 s"),
         (lambda plan: replace(plan, slots=(replace(plan.slots[0], recomputed=2), *plan.slots[1:])), "recomputes 2"),
         (lambda plan: replace(plan, slots=(replace(plan.slots[0], offloaded=1), *plan.slots[1:])), "link to the host"),
         (lambda plan: replace(plan, passes=(), slots=lean(plan, recomputed=1).slots), "only plans with passes can"),

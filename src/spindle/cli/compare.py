@@ -70,15 +70,20 @@ def compare(
     from spindle.plan import Plan
     from spindle.planners import PLANNERS, PlanOptions, make_plan, planners_of
     from spindle.profile import Profile
+    from spindle.program import lower
     from spindle.recipes import BatchOptions
     from spindle.report import (
         REFERENCE,
         compared,
         comparison_figure,
         comparison_table,
+        conclusion,
+        idle_causes,
+        idle_sentences,
         refusal_lines,
         settings_lines,
     )
+    from spindle.simulate import simulate
 
     refuse_outputs(output, figure, inputs=(given, cluster, samples))
     batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples)
@@ -124,6 +129,11 @@ def compare(
         wide = comparison_table(comparison, whole, reference)
         shown = wide if fits(wide) else comparison_table(comparison, whole, reference, narrow=True)
         show(shown, *settings_lines(comparison), *refusal_lines(comparison), *left_out(unknown, assumptions))
+        if comparison.plans:
+            fastest, planned_from = plans[comparison.plans[0].planner]
+            program = lower(fastest, planned_from)
+            causes = idle_causes(simulate(program, planned_from), program, planned_from)
+            show(*idle_sentences(causes, at_most=2), conclusion(comparison, reference))
     for path in (output, figure):
         if path is not None:
             notice(f"wrote {path}")

@@ -11,17 +11,17 @@ from typing import Any
 from spindle.artifact import artifact_from_json, read_json_file
 from spindle.cli.script import script_words, workload_of_script
 from spindle.cli.terminal import printable
-from spindle.cluster import Cluster, DeviceKind, Island, Link, cluster_named, read_cluster_file
+from spindle.cluster import MAX_DEVICES, Cluster, DeviceKind, Island, Link, cluster_named, read_cluster_file
 from spindle.display import count_of
 from spindle.errors import InputError, PlanError, ProfileError, SpindleError
 from spindle.graph import metagraph_of
-from spindle.plan import Plan, check, read_plan
+from spindle.plan import Plan, check, read_plan, spans
 from spindle.planners import PLANNERS, Planner, PlanOptions, choose_layout, pipeline_bound_s, planners_of
 from spindle.profile import Profile, Roofline, abstract_profile, roofline_profile
 from spindle.recipes import MODELS, RECIPES, BatchOptions, Step, step_of
 from spindle.workload import Workload
 
-MAX_DEVICES = 1 << 20
+MAX_NAME = 500  # letters
 # What --json prints beside a plan: what the times do not know, and how the search improved it.
 REMARKS = frozenset({LEAVES_OUT := "leaves_out", SEARCH := "search"})
 
@@ -178,7 +178,8 @@ def load_plan(path: Path, profile: Profile, given: str = "") -> Plan:
         check(plan, profile)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error
-    return plan
+    # The plan may have been made from other times of the same graph.
+    return replace(plan, folded_s=max(span.end_s for span in spans(plan, profile)))
 
 
 def _roofline(given: str, workload: Workload, cluster: Cluster) -> Profile:
@@ -204,6 +205,8 @@ def _refuse_unprintable(where: str, names: Iterable[tuple[str, str]]) -> None:
     for what, name in names:
         if not name.isprintable():
             raise InputError(f"{where}: {what}: a name must be printable, got {name!r}")
+        if len(name) > MAX_NAME:
+            raise InputError(f"{where}: {what}: a name has at most {MAX_NAME} letters, got one of {len(name):,}")
 
 
 def _measured(data: dict[str, Any], given: str, num_devices: int | None, cluster_name: str | None) -> Profile:
@@ -250,8 +253,6 @@ def any_cluster(num_devices: int | None, cluster_name: str | None) -> Cluster:
         cluster = nameless_cluster(num_devices)
     else:
         raise InputError("on how many devices? give --devices N, or --cluster NAME (a800x32, or a .toml file)")
-    if cluster.num_devices > MAX_DEVICES:
-        raise InputError(f"{cluster.num_devices} devices are more than Spindle plans for ({MAX_DEVICES})")
     return cluster
 
 

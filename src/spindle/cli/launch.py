@@ -51,13 +51,28 @@ def launch(
             show_default=False,
         ),
     ] = None,
+    restarts: Annotated[
+        int,
+        typer.Option("--restarts", metavar="N", help="Start a job that fails again, up to N times.", min=0),
+    ] = 0,
+    least: Annotated[
+        int | None,
+        typer.Option(
+            "--least",
+            metavar="N",
+            help="Go on with as few as N processes when the same one is lost twice; as many as at first unless given.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
 ) -> JobEnded:
     """Run a training script in several processes of this machine, and stop them all when one fails.
 
     Every process finds its rank in the environment, under the names that torchrun uses. On a host without GPUs they
     talk through gloo. With --virtual-devices they share one NVIDIA GPU through MPS, which is started for them and
     stopped afterwards: one GPU stands for several. Rank 0 writes to this terminal; when a rank fails, the first error
-    stands on top. Options go before SCRIPT: what comes after it is the script's own.
+    stands on top. With --restarts the processes are then started again, unless the script has failed at the same
+    step twice. Options go before SCRIPT: what comes after it is the script's own.
 
     One process needs no launcher (python train.py), several hosts need torchrun. Examples:
 
@@ -65,9 +80,11 @@ def launch(
 
     spindle launch -n 4 --logs logs train.py --steps 100
 
+    spindle launch -n 4 --restarts 3 --least 2 train.py
+
     spindle launch --virtual-devices 8 train.py
     """
-    return launched(script, arguments, processes, virtual_devices, logs)
+    return launched(script, arguments, processes, virtual_devices, logs, restarts=restarts, least=least)
 
 
 def launched(
@@ -77,6 +94,9 @@ def launched(
     virtual_devices: int | None,
     logs: Path | None = None,
     environment: Mapping[str, str] | None = None,
+    *,
+    restarts: int = 0,
+    least: int | None = None,
 ) -> JobEnded:
     """Run a script as these options ask; `environment` is added to that of its processes."""
     import importlib.util
@@ -98,6 +118,13 @@ def launched(
 
     share_gpu = virtual_devices is not None
     code = spindle.launch.launch.launch(
-        script, arguments or (), count, logs, share_gpu=share_gpu, environment=environment
+        script,
+        arguments or (),
+        count,
+        logs,
+        share_gpu=share_gpu,
+        environment=environment,
+        num_restarts=restarts,
+        least_processes=least,
     )
     return JobEnded(code=code)

@@ -13,15 +13,11 @@ A refusal is one line on stderr, never a traceback: a traceback is a bug of ours
 
 from __future__ import annotations
 
-import atexit
 import inspect
 import os
 import re
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -39,7 +35,7 @@ from spindle.cli.profile import profile
 from spindle.cli.recipes import recipes
 from spindle.cli.simulate import simulate
 from spindle.cli.terminal import CLOSED_PIPE, leave_closed_pipe, printable, unwritable_output
-from spindle.errors import DoesNotFitError, InputError, SpindleError
+from spindle.errors import DoesNotFitError, SpindleError
 
 # The family of "no such option": click's own up to typer 0.25, typer's since; both name it through one member.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
@@ -153,42 +149,6 @@ def _message(error: Exception) -> str:
     return text
 
 
-def give_numba_a_cache() -> None:
-    """Where neither the installed package nor the home can be written, compiled code goes to a folder of this run.
-
-    Numba decides when the compiled modules are imported and refuses to import them when it finds no place at all.
-    """
-    if "NUMBA_CACHE_DIR" in os.environ:
-        return
-    package = Path(__file__).resolve().parent.parent
-    caches = [folder / "__pycache__" for folder in package.iterdir() if (folder / "__init__.py").exists()]
-    if all(map(_can_be_written, caches)) or _can_be_written(_numba_home()):
-        return
-    try:
-        folder = tempfile.mkdtemp(prefix="spindle-numba-")
-    except OSError as error:
-        raise InputError(
-            f"no folder can be written for compiled code ({error.strerror}); set NUMBA_CACHE_DIR or TMPDIR to one"
-        ) from error
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    os.environ["NUMBA_CACHE_DIR"] = folder
-
-
-def _numba_home() -> Path:
-    """Where numba puts the cache of a user (its copy of appdirs)."""
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home()))
-    if sys.platform == "darwin":
-        return Path(os.path.expanduser("~/Library/Caches/numba"))
-    return Path(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))) / "numba"
-
-
-def _can_be_written(folder: Path) -> bool:
-    """Whether a file can be created in this folder, which need not exist yet."""
-    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
-
-
 def main() -> None:
     if sys.stderr is None:  # closed by the caller; print would write errors to stdout
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # as long as the program
@@ -200,11 +160,6 @@ def main() -> None:
 
 def _run_and_flush(arguments: Sequence[str]) -> int:
     """Run a command and flush stdout, whose last bytes may still fail to be written."""
-    try:
-        give_numba_a_cache()
-    except InputError as error:
-        _say(f"error: {error}")
-        return 2
     code = run(arguments)
     try:
         if sys.stdout is not None:

@@ -73,8 +73,11 @@ def plan(
     from spindle.errors import InputError
     from spindle.plan import write_plan
     from spindle.planners import PLANNERS, PlanOptions, SearchResult, make_plan, planners_of
+    from spindle.program import lower
     from spindle.recipes import BatchOptions
-    from spindle.report import plan_chart, plan_facts, search_json, search_tables, simulated
+    from spindle.report import idle_causes, idle_sentences, plan_chart, plan_facts, search_json, search_tables
+    from spindle.simulate import simulate
+    from spindle.timeline import measure
 
     refuse_outputs(output, inputs=(given, cluster, samples))
     batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples)
@@ -97,7 +100,8 @@ def plan(
         else:
             made = make_plan(profile, name, options, report)
         made = with_sizes(made, step, profile)
-        measures = simulated(made, profile)
+        program = lower(made, profile)
+        timeline = simulate(program, profile)
     if output is not None:
         write_plan(output, made)
     if as_json:
@@ -108,9 +112,10 @@ def plan(
         show_text(json.dumps(json.loads(text) | remarks, indent=1) + "\n" if remarks else text)
         return
     unknown = left_out(profile.leaves_out, assumptions) if step.is_pipeline else []
-    show(plan_facts(made, measures, profile), *unknown)
+    show(plan_facts(made, measure(timeline), profile), *unknown)
     if show_search:
         show(*search_tables(name_of_step, results))
     show_chart(lambda num_columns: plan_chart(made, profile, num_columns), made.num_devices)
+    show(*idle_sentences(idle_causes(timeline, program, profile)))
     if output is not None:
         notice(f"wrote {output}")

@@ -24,15 +24,15 @@ def script_words(given: str) -> list[str] | None:
 def workload_of_script(script: str, *arguments: str) -> Workload:
     """Runs a script up to the first fit of its Trainer, which says what it would train."""
     from spindle.cli.launch import launched
+    from spindle.launch import variables
     from spindle.launch.capture import WorkloadCapture
     from spindle.launch.failure import INTERRUPTED
-    from spindle.launch.worker import PRELUDE_VARIABLE
 
     with tempfile.TemporaryDirectory(prefix="spindle-plan-") as folder:
         capture = WorkloadCapture(output=Path(folder) / "workload.json")
         environment = {
             **capture.environment(),
-            PRELUDE_VARIABLE: "spindle.run.meta_init:leave_out_weights",
+            variables.PRELUDE: "spindle.run.meta_init:leave_out_weights",
             "CUDA_VISIBLE_DEVICES": "",  # the same everywhere, and no memory of a GPU that others use
         }
         ended = launched(Path(script), list(arguments), 1, None, environment=environment)

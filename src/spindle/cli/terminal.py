@@ -89,7 +89,7 @@ def progress_bar(text: str, total: float) -> Iterator[Callable[[float], None]]:
 def refuse_outputs(*outputs: Path | None, inputs: Iterable[str | Path | None] = ()) -> None:
     """Refuse, before any work is done, outputs that cannot be written or are also an input or another output."""
     taken = {
-        Path(os.path.realpath(given)): "an input" for given in inputs if given is not None and Path(given).is_file()
+        Path(os.path.realpath(given)): "an input" for given in inputs if given is not None and os.path.isfile(given)
     }
     for path in outputs:
         if path is None:

@@ -1,9 +1,10 @@
 """Clusters: kinds of devices, islands, links; presets and files. Knows no workload."""
 
-from spindle.cluster.cluster import Cluster, DeviceKind, Island, Link
+from spindle.cluster.cluster import MAX_DEVICES, Cluster, DeviceKind, Island, Link
 from spindle.cluster.presets import PRESETS, cluster_named, read_cluster_file, uniform_cluster
 
 __all__ = [
+    "MAX_DEVICES",
     "PRESETS",
     "Cluster",
     "DeviceKind",

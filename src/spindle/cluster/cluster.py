@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from spindle.errors import ClusterError
 
+MAX_DEVICES = 1 << 20  # of a cluster
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
@@ -74,6 +76,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.islands:
             raise ClusterError(f"cluster {self.name!r} has no islands; it needs at least one")
+        if self.num_devices > MAX_DEVICES:
+            raise ClusterError(f"{self.num_devices} devices are more than Spindle plans for ({MAX_DEVICES})")
 
     @property
     def num_devices(self) -> int:
@@ -107,6 +111,9 @@ class Cluster:
                 islands.append(replace(island, num_devices=min(left, island.num_devices)))
             left -= island.num_devices
         return replace(self, islands=tuple(islands))
+
+    def num_tensor_groups(self, degree: int) -> int:
+        return sum(island.num_devices // degree for island in self.islands)
 
     def with_memory(self, memory_bytes: int) -> Cluster:
         """The same cluster with this much memory on every device."""

@@ -28,8 +28,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from spindle.artifact import from_json, read_integer, read_number
-from spindle.cluster.cluster import Cluster, DeviceKind, Island, Link
+from spindle.artifact import from_json, read_integer, read_number, read_text_file, shown
+from spindle.cluster.cluster import MAX_DEVICES, Cluster, DeviceKind, Island, Link
 from spindle.errors import ClusterError, InputError
 
 _GIB = 1 << 30
@@ -92,9 +92,11 @@ def cluster_named(name: str) -> Cluster:
             f"unknown cluster {name!r}; write KINDxCOUNT with a kind of {', '.join(PRESETS)} "
             "(a800x32), or give a .toml file"
         )
+    if len(match[2]) > 9 or not 1 <= int(match[2]) <= MAX_DEVICES:
+        raise ClusterError(
+            f"cluster {name!r}: expected 1 to {MAX_DEVICES} devices, more than that Spindle does not plan for"
+        )
     count = int(match[2])
-    if count < 1:
-        raise ClusterError(f"cluster {name!r}: needs at least one device")
     return uniform_cluster(name.lower(), PRESETS[match[1]], count)
 
 
@@ -109,16 +111,13 @@ def uniform_cluster(name: str, island: Island, num_devices: int) -> Cluster:
 
 def read_cluster_file(path: Path) -> Cluster:
     """Read a cluster from a TOML file; the module docstring shows the format."""
+    text = read_text_file(path)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError as error:
-        raise InputError(f"{path}: no such file") from error
-    except IsADirectoryError as error:
-        raise InputError(f"{path}: is a directory, expected a .toml file") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as text ({error})") from error
+        data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{path}: not TOML ({error})") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, lists in lists in lists
+        raise InputError(f"{path}: not TOML that can be read ({error})") from error
     for key in data:
         if key not in ("name", "kinds", "islands"):
             raise InputError(f"{path}: unknown key {key!r}; a cluster file has name, [kinds.NAME] and [[islands]]")
@@ -130,7 +129,7 @@ def read_cluster_file(path: Path) -> Cluster:
     for position, entry in enumerate(entries):
         where = f"{path}: islands[{position}]"
         if not isinstance(entry, dict):
-            raise InputError(f"{where}: expected a table with kind, num_devices, link and uplink, got {entry!r}")
+            raise InputError(f"{where}: expected a table with kind, num_devices, link and uplink, got {shown(entry)}")
         count = read_integer(entry.get("count", 1), f"{where}.count")
         if not 1 <= count <= MAX_ISLANDS:
             raise InputError(f"{where}.count: must be 1 to {MAX_ISLANDS}, got {count}")
@@ -164,7 +163,7 @@ def _table(data: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
 def _kind(name: str, body: Any, where: str) -> DeviceKind:
     if not isinstance(body, dict):
         raise InputError(
-            f"{where}: expected a table with peak_flops, memory_bytes and memory_bytes_per_s, got {body!r}"
+            f"{where}: expected a table with peak_flops, memory_bytes and memory_bytes_per_s, got {shown(body)}"
         )
     if "name" in body:
         raise InputError(f"{where}: the name of a kind is in its heading, [kinds.{name}]; leave out `name`")

@@ -116,6 +116,7 @@ def metagraph_of(workload: Workload) -> MetaGraph:
         edges=tuple(dict.fromkeys((run_of[a], run_of[b]) for a, b in edges if run_of[a] != run_of[b])),
         parameters=workload.parameters,
         numerics=workload.numerics,
+        remarks=workload.remarks,
     )
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from spindle.artifact import to_json
 from spindle.errors import WorkloadError
-from spindle.workload import LayerCost, Numerics, Parameter
+from spindle.workload import LayerCost, ModuleRemark, Numerics, Parameter
 
 Node = TypeVar("Node", int, str)
 
@@ -50,6 +50,7 @@ class MetaGraph:
     edges: tuple[tuple[int, int], ...]
     parameters: tuple[Parameter, ...] = ()
     numerics: Numerics = Numerics()
+    remarks: tuple[ModuleRemark, ...] = field(default=(), compare=False)
     predecessors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     successors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     order: tuple[int, ...] = field(init=False, repr=False, compare=False)  # topological, stable
@@ -63,6 +64,7 @@ class MetaGraph:
         if len(set(names)) < len(names):
             repeated = next(name for name in names if names.count(name) > 1)
             raise WorkloadError(f"two ops are called {repeated!r}; give tasks and calls different names")
+        self._refuse_positions()
         predecessors: list[list[int]] = [[] for _ in self.metaops]
         successors: list[list[int]] = [[] for _ in self.metaops]
         for producer, consumer in self.edges:
@@ -79,6 +81,25 @@ class MetaGraph:
         body = [to_json(self.metaops), self.edges, to_json(self.parameters), to_json(self.numerics)]
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         object.__setattr__(self, "fingerprint", digest[:16])
+
+    def _refuse_positions(self) -> None:
+        """Refuse edges to ops, and layers with parameters, that are not there; below 0, too, where Python would count
+        from the end."""
+        for edge in self.edges:
+            if edge[0] == edge[1] or not all(0 <= position < len(self.metaops) for position in edge):
+                raise WorkloadError(f"edge {list(edge)}: expected two ops, 0 to {len(self.metaops) - 1}")
+        for op in self.metaops:
+            if op.parameters and len(op.parameters) != op.num_layers:
+                raise WorkloadError(
+                    f"op {op.name!r}: expected the parameters of {op.num_layers} layers, got them for "
+                    f"{len(op.parameters)}"
+                )
+            positions = [position for layer in op.parameters for position in layer]
+            if positions and not 0 <= min(positions) <= max(positions) < len(self.parameters):
+                got = min(positions) if min(positions) < 0 else max(positions)
+                raise WorkloadError(
+                    f"op {op.name!r}: there is no parameter {got}, the graph has {len(self.parameters)}, from 0"
+                )
 
     @property
     def tasks(self) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """How a failing process reports its error, and how it ends.
 
-A failure is reported in a small file in the folder $SPINDLE_FAILURES. The launcher reads the reports and prints the
-first cause. Without such a folder (under torchrun, or alone) the process prints its error itself.
+A failure is reported through a pipe from the process to its launcher, which no full disk can block. The launcher reads
+the reports and prints the first cause. Without such a pipe (under torchrun, or alone) the process prints its error
+itself.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Literal, NoReturn
 
 from spindle.errors import PeerLostError, SpindleError
 
-FOLDER_VARIABLE = "SPINDLE_FAILURES"
 _TORCHELASTIC_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+_LONGEST_TEXT = 1 << 18  # letters of a report
 INTERRUPTED = 130  # as in shells: 128 + SIGINT
 # Folders of code that is not the user's.
 _OTHERS = tuple(
@@ -41,12 +42,13 @@ class Failure:
     kind: Literal["own", "follows"]
     summary: str  # one line
     text: str  # a traceback; or a message whose first line is the summary; or empty, after sys.exit
+    step: int | None = None  # of the training, if it had begun
 
     def __post_init__(self) -> None:
-        """Validate the fields: reports are read from files."""
+        """Validate the fields: reports come from other processes."""
         if not (isinstance(self.rank, int) and isinstance(self.time_ns, int) and self.kind in ("own", "follows")):
             raise ValueError(f"not a report of a failure: {self!r}")
-        if not (isinstance(self.summary, str) and isinstance(self.text, str)):
+        if not (isinstance(self.summary, str) and isinstance(self.text, str) and isinstance(self.step, int | None)):
             raise ValueError(f"not a report of a failure: {self!r}")
 
 
@@ -63,29 +65,44 @@ def is_users(code: CodeType) -> bool:
 
 def failure_of(error: BaseException, rank: int) -> Failure:
     """The report of an uncaught exception, with the present time."""
+    from spindle.launch.activity import recorder
+
     return Failure(
         rank=rank,
         time_ns=time.monotonic_ns(),
         kind="follows" if _follows(error) else "own",
         summary=_summary(error),
-        text=_text(error),
+        text=_text(error)[:_LONGEST_TEXT],
+        step=recorder.step,
     )
 
 
-def write_failure(folder: Path, failure: Failure) -> None:
-    """Write a report completely or not at all. A second report of a rank does not replace its first."""
-    name = f"rank-{failure.rank}-{failure.time_ns}"
-    partial = folder / f"{name}.part"
-    partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-    os.replace(partial, folder / f"{name}.json")
+class _Reports:
+    """The pipe to the launcher, once the worker has opened it."""
+
+    descriptor: int | None = None
 
 
-def read_failures(folder: Path) -> tuple[Failure, ...]:
-    """All reports in a folder, earliest first. Reports that cannot be read are skipped: their writer was failing."""
+def report_to(descriptor: int) -> None:
+    """From now on, report failures of this process to this pipe. Its child processes do not inherit it."""
+    os.set_inheritable(descriptor, False)
+    _Reports.descriptor = descriptor
+
+
+def write_failure(descriptor: int, failure: Failure) -> None:
+    """Write a report as one line."""
+    data = json.dumps(asdict(failure)).encode() + b"\n"
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def parse_failures(data: bytes) -> tuple[Failure, ...]:
+    """The reports in what came out of a pipe, earliest first. What cannot be read is skipped: its writer was
+    failing."""
     failures = []
-    for path in folder.glob("*.json"):
-        with suppress(OSError, ValueError, TypeError):
-            failures.append(Failure(**json.loads(path.read_text(encoding="utf-8"))))
+    for line in data.split(b"\n"):
+        with suppress(ValueError, TypeError, RecursionError):
+            failures.append(Failure(**json.loads(line)))
     return tuple(sorted(failures, key=lambda failure: (failure.time_ns, failure.rank)))
 
 
@@ -147,13 +164,13 @@ def _exit_now(code: int) -> NoReturn:
 
 
 def _report(error: BaseException) -> bool:
-    """Write a report for the launcher; False if there is none that prints it, or the file cannot be written."""
-    folder, rank = os.environ.get(FOLDER_VARIABLE), _rank()
+    """Write a report for the launcher; False if there is none that prints it, or the pipe cannot be written."""
+    descriptor, rank = _Reports.descriptor, _rank()
     _tell_torchelastic(error)
-    if not folder or rank is None:
+    if descriptor is None or rank is None:
         return False
     try:
-        write_failure(Path(folder), failure_of(error, rank))
+        write_failure(descriptor, failure_of(error, rank))
     except OSError:
         return False
     return True

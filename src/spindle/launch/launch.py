@@ -1,9 +1,10 @@
-"""Start the processes of a training script on this machine, watch them, and leave none behind.
+"""Start the processes of a training script on this machine, watch them, leave none behind, and start them again.
 
     start ──▶ watch ──▶ all exited with 0                                       ──▶ 0
-                   ├──▶ one failed: 2 s for the others, SIGTERM, 3 s, SIGKILL   ──▶ its code, or 1, and the verdict
-                   ├──▶ one is stopped (SIGSTOP) for 8 s: SIGKILL, then as above ──▶ 1, and the verdict
-                   └──▶ Ctrl-C, SIGTERM, SIGHUP: forwarded, then as above       ──▶ 130, 143, 129
+      ▲            ├──▶ one failed: 2 s for the others, SIGTERM, 3 s, SIGKILL   ──▶ its code, or 1, and the verdict
+      │            ├──▶ one is stopped (SIGSTOP) for 8 s, or hangs: SIGKILL, then as above ──▶ 1, and the verdict
+      │            └──▶ Ctrl-C, SIGTERM, SIGHUP: forwarded, then as above       ──▶ 130, 143, 129
+      └── while restarts are left, unless a signal ended it, or the script failed at the same step twice (`restart`)
 
 Every rank leads a session and a process group of its own, so that a signal reaches the rank's children, too. In any
 case each group gets a SIGKILL at the end. Not covered: a process that a rank has moved to another session; and children
@@ -13,28 +14,34 @@ of ranks, if this launcher itself is killed by SIGKILL (`worker` ends the ranks 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from spindle.errors import InputError
-from spindle.launch.failure import FOLDER_VARIABLE, read_failures
+from spindle.launch import variables
+from spindle.launch.activity import HangDetector, SlownessDetector, hung_limit_s, read_activities
+from spindle.launch.failure import Failure, parse_failures
+from spindle.launch.folders import locked, private_folder
 from spindle.launch.mps import shared_gpu
-from spindle.launch.verdict import Ending, verdict
-from spindle.launch.worker import LAUNCHER_VARIABLE
+from spindle.launch.restart import Fault, Restarts
+from spindle.launch.verdict import Ending, Verdict, verdict
 
 POLL_S = 0.02
 SWEEP_S = 0.2
 STOPPED_LIMIT_S = 8.0  # a rank that is stopped for longer counts as failed: the others would wait for it forever
 STOPPED_POLL_S = 0.5
+HUNG_POLL_S = 1.0
 REAP_S = 5.0
 BYTES_PER_PROCESS = 128 << 20  # torch, imported, takes more
+LONGEST_TEMPORARY = 70  # bytes of the name of a folder for temporary files
 LOG_END_LINES = 20
 LOG_END_BYTES = 1 << 16
 
@@ -58,12 +65,15 @@ def launch(
     *,
     share_gpu: bool = False,
     environment: Mapping[str, str] | None = None,
+    num_restarts: int = 0,
+    least_processes: int | None = None,
 ) -> int:
     """Run a script in `num_processes` processes. Returns the exit code of the job, and prints on stderr why it is not
     0.
 
     Rank 0 shares this process's output. The output of other ranks goes to `rank-1.log`… in the folder `logs`, or to
     temporary files. With `share_gpu` all ranks use one GPU, through MPS. `environment` is added to that of the ranks.
+    A job that fails is started again up to `num_restarts` times, with as few as `least_processes` when ranks are lost.
     Must be called in the main thread, which is the only one to receive signals.
     """
     if num_processes < 1:
@@ -71,29 +81,83 @@ def launch(
     most = max(64, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // BYTES_PER_PROCESS)
     if num_processes > most:
         raise InputError(f"{num_processes:,} processes do not fit in this host's memory; start at most {most:,}")
+    least = num_processes if least_processes is None else least_processes
+    if not 1 <= least <= num_processes or num_restarts < 0:
+        raise InputError(
+            f"expected --restarts of at least 0 and --least from 1 to {num_processes}, got {num_restarts} and {least}"
+        )
     if script.suffix == ".json":
         raise InputError(f"{script}: expected a Python script; a plan is given to Planning(plan=...) in the script")
     if not script.is_file():
         raise InputError(f"{script}: {'is a directory; give a script' if script.is_dir() else 'no such file'}")
     with ExitStack() as stack:
         signals = stack.enter_context(_collected_signals())  # first, so that nothing interrupts the cleanup
-        scratch = Path(stack.enter_context(_scratch_folder()))
-        failures = _make_folder(scratch / "failures")
+        scratch = stack.enter_context(private_folder())
         log_folder = _make_folder(logs or scratch / "logs")
-        shared = stack.enter_context(shared_gpu(num_processes)) if share_gpu else {}
-        job = stack.enter_context(closing(_Job()))
+        if logs is not None and not stack.enter_context(locked(log_folder)):
+            raise InputError(f"{logs}: another launch that is running writes its logs here; give another folder")
+        restarts = Restarts(num_restarts, num_processes, least)
+        while True:
+            attempt = _Attempt(
+                command=[sys.executable, "-P", "-m", "spindle.launch.worker", str(script), *arguments],
+                environment=environment or {},
+                restart_environment=restarts.environment(),
+                num_processes=restarts.num_processes,
+                share_gpu=share_gpu,
+                scratch=scratch,
+                log_folder=log_folder,
+                is_first=not restarts.num_done,
+            )
+            outcome = _run(attempt, signals)
+            if isinstance(outcome, int):
+                return outcome
+            result, fault = outcome
+            _print(result.text)
+            if logs is not None and attempt.num_processes > 1:
+                _print(f"the output of all ranks but 0 is in {logs}")
+            decision = restarts.decide(fault)
+            if num_restarts and not signals:
+                _print(decision)
+            if not restarts.goes_on or signals:
+                return result.code
 
-        common = _common_environment(num_processes, failures) | shared | dict(environment or {})
-        command = [sys.executable, "-P", "-m", "spindle.launch.worker", str(script), *arguments]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attempt:
+    """One start of all processes."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    restart_environment: Mapping[str, str]
+    num_processes: int
+    share_gpu: bool
+    scratch: Path
+    log_folder: Path
+    is_first: bool
+
+
+def _run(attempt: _Attempt, signals: Sequence[int]) -> int | tuple[Verdict, Fault]:
+    """Run a job once. Returns the exit code of one that was done, or stopped by a signal; else why it failed."""
+    num_processes, log_folder = attempt.num_processes, attempt.log_folder
+    with ExitStack() as stack:
+        # In memory: a full disk must not keep ranks from finding each other.
+        private = stack.enter_context(private_folder(in_memory=True))
+        activity = _make_folder(private / "activity")
+        shared = stack.enter_context(shared_gpu(num_processes)) if attempt.share_gpu else {}
+        job = stack.enter_context(closing(_Job(num_processes, activity)))
+        common = _common_environment(num_processes) | _folder_environment(attempt.scratch, private, activity)
+        common |= dict(attempt.restart_environment) | shared | dict(attempt.environment)
         for rank in range(num_processes):
             if signals:
                 break
             log = None if rank == 0 else _log_path(log_folder, rank)
-            job.start(rank, command, common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, log)
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            job.start(rank, attempt.command, common | own, log, appends=not attempt.is_first)
 
         # Watch until all are done, one fails, or we are asked to stop.
         while job.running() and not job.failed() and not signals:
             job.kill_stopped()
+            job.watch_activities()
             time.sleep(POLL_S)
         if signals:
             received = signal.Signals(signals[0])
@@ -104,53 +168,81 @@ def launch(
             job.sweep()
             return 0
         _end(job, AFTER_FAILURE, signals)
-        result = verdict(job.endings(), read_failures(failures), lambda rank: _log_end(_log_path(log_folder, rank)))
-        _print(result.text)
-        if logs is not None and num_processes > 1:
-            _print(f"the output of all ranks but 0 is in {logs}")
-        return result.code
+        result = verdict(job.endings(), job.failures(), lambda rank: _log_end(_log_path(log_folder, rank)))
+        activities = read_activities(activity, num_processes).values()
+        steps = [record.step for record in activities if record.step is not None]
+        every = next((record.checkpoint_every for record in activities if record.checkpoint_every), None)
+        step = max(steps, default=None) if result.is_lost else result.step
+        return result, Fault(rank=result.rank, is_lost=result.is_lost, step=step, checkpoint_every=every)
 
 
 class _Job:
     """The processes of one launch. Signals are sent only to process groups that are certainly its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_processes: int, activity: Path | None = None) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._num_processes, self._activity = num_processes, activity
+        self._hangs, self._slow = HangDetector(num_processes, hung_limit_s()), SlownessDetector()
+        self._reports: dict[int, int] = {}  # descriptors of pipes
+        self._reported: dict[int, bytes] = {}
         self._endings: dict[int, Ending] = {}
         self._stopped_since_ns: dict[int, int] = {}
-        self._killed: dict[int, tuple[int, float]] = {}  # ranks that were stopped: since when, for how long
-        self._last_poll_ns = 0
+        self._killed: dict[int, tuple[int, str]] = {}  # ranks that were stopped or hung: since when, and why
+        self._last_stopped_poll_ns = self._last_hung_poll_ns = time.monotonic_ns()
         self._has_signalled = False
 
-    def start(self, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> None:
+    def start(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path | None,
+        appends: bool = False,
+    ) -> None:
         """Start one rank. Without a log it shares stdin, stdout and stderr with this process."""
-        try:
-            if log is None:
-                process = subprocess.Popen(command, env=environment, start_new_session=True)
-            else:
-                with log.open("wb") as file:
-                    process = subprocess.Popen(
-                        command,
-                        env=environment,
-                        start_new_session=True,
-                        stdin=subprocess.DEVNULL,
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                    )
-        except OSError as error:
-            raise InputError(f"rank {rank} cannot be started ({error})") from error
-        self._processes[rank] = process
+        with ExitStack() as stack:
+            try:
+                reports, reporting = os.pipe()
+                stack.callback(os.close, reporting)
+                os.set_blocking(reports, False)
+                self._reports[rank], self._reported[rank] = reports, b""
+                file = None if log is None else stack.enter_context(log.open("ab" if appends else "wb"))
+                self._processes[rank] = subprocess.Popen(
+                    command,
+                    env=dict(environment) | {variables.REPORTS: str(reporting)},
+                    pass_fds=(reporting,),
+                    start_new_session=True,
+                    stdin=None if file is None else subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=None if file is None else subprocess.STDOUT,
+                )
+            except OSError as error:
+                raise InputError(f"rank {rank} cannot be started ({error})") from error
 
     def running(self) -> bool:
         """Whether any rank is still running. Records the endings of those that are not."""
+        self._read_reports()
         for rank, process in self._processes.items():
             if rank not in self._endings and (code := _exit_code(process)) is not None:
-                time_ns, stopped_s = self._killed.get(rank, (time.monotonic_ns(), None))
-                was_signalled = self._has_signalled and stopped_s is None
+                time_ns, because = self._killed.get(rank, (time.monotonic_ns(), None))
+                was_signalled = self._has_signalled and because is None
                 self._endings[rank] = Ending(
-                    rank=rank, code=code, time_ns=time_ns, was_signalled=was_signalled, stopped_s=stopped_s
+                    rank=rank, code=code, time_ns=time_ns, was_signalled=was_signalled, killed_because=because
                 )
         return len(self._endings) < len(self._processes)
+
+    def _read_reports(self) -> None:
+        """Read what ranks have reported, so that no pipe is ever full."""
+        for rank, descriptor in self._reports.items():
+            with suppress(BlockingIOError):
+                while data := os.read(descriptor, 1 << 16):
+                    self._reported[rank] += data
+
+    def failures(self) -> tuple[Failure, ...]:
+        """What ranks have reported of themselves."""
+        self._read_reports()
+        failures = [failure for data in self._reported.values() for failure in parse_failures(data)]
+        return tuple(sorted(failures, key=lambda failure: (failure.time_ns, failure.rank)))
 
     def kill_stopped(self) -> None:
         """Kill ranks that have been stopped for too long, by SIGSTOP or a terminal; not those in a debugger.
@@ -158,9 +250,9 @@ class _Job:
         SIGKILL is the only signal that ends a stopped process.
         """
         now_ns = time.monotonic_ns()
-        if now_ns - self._last_poll_ns < STOPPED_POLL_S * 1e9:
+        if now_ns - self._last_stopped_poll_ns < STOPPED_POLL_S * 1e9:
             return
-        self._last_poll_ns = now_ns
+        self._last_stopped_poll_ns = now_ns
         for rank, process in self._processes.items():
             if rank in self._endings or not _is_stopped(process.pid):
                 self._stopped_since_ns.pop(rank, None)
@@ -168,8 +260,24 @@ class _Job:
             since_ns = self._stopped_since_ns.setdefault(rank, now_ns)
             stopped_s = (now_ns - since_ns) / 1e9
             if stopped_s > STOPPED_LIMIT_S and rank not in self._killed:
-                self._killed[rank] = since_ns, stopped_s
+                self._killed[rank] = since_ns, f"was stopped (SIGSTOP) for {stopped_s:.0f} s"
                 _signal_group(process, signal.SIGKILL)
+
+    def watch_activities(self) -> None:
+        """Kill ranks that hang, and tell of those that are slow, by what all of them record."""
+        now_ns = time.monotonic_ns()
+        elapsed_s = (now_ns - self._last_hung_poll_ns) / 1e9
+        if self._activity is None or elapsed_s < HUNG_POLL_S:
+            return
+        self._last_hung_poll_ns = now_ns
+        # If this process was stopped, too, that time does not count.
+        activities = read_activities(self._activity, self._num_processes)
+        for notice in self._slow.notices(activities):
+            _print(f"note: {notice}")
+        for rank, because in self._hangs.hung(activities, min(elapsed_s, 2 * HUNG_POLL_S)).items():
+            if rank not in self._killed and rank not in self._endings:
+                self._killed[rank] = now_ns, because
+                _signal_group(self._processes[rank], signal.SIGKILL)
 
     def failed(self) -> bool:
         return any(ending.code != 0 for ending in self._endings.values())
@@ -206,6 +314,9 @@ class _Job:
         for process in self._processes.values():
             with suppress(subprocess.TimeoutExpired):  # stuck in a system call; it ends when the call returns
                 process.wait(timeout=REAP_S)
+        for descriptor in self._reports.values():
+            os.close(descriptor)
+        self._reports.clear()
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
@@ -283,8 +394,8 @@ def _collected_signals() -> Iterator[list[int]]:
                 signal.signal(number, handler)
 
 
-def _common_environment(num_processes: int, failures: Path) -> dict[str, str]:
-    """The environment of all ranks: the variables that torchrun sets, and where to report a failure."""
+def _common_environment(num_processes: int) -> dict[str, str]:
+    """The environment of all ranks: the variables that torchrun sets, and how to talk to this launcher."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     defaults = {
         "GLOO_SOCKET_IFNAME": loopback,  # otherwise gloo resolves the host name, which may be any address
@@ -298,12 +409,21 @@ def _common_environment(num_processes: int, failures: Path) -> dict[str, str]:
         | {
             "WORLD_SIZE": str(num_processes),
             "LOCAL_WORLD_SIZE": str(num_processes),
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": "127.0.0.1",  # for scripts that make a process group of their own
             "MASTER_PORT": str(_free_port()),
-            FOLDER_VARIABLE: str(failures),
-            LAUNCHER_VARIABLE: str(os.getpid()),
+            variables.LAUNCHER: str(os.getpid()),
+            variables.SECRET: secrets.token_hex(32),
         }
     )
+
+
+def _folder_environment(scratch: Path, private: Path, activity: Path) -> dict[str, str]:
+    folders = {variables.STORE: str(private / "store"), variables.ACTIVITY: str(activity)}
+    # What loaders of killed ranks leave is removed with it. Sockets in it have names of up to 107 bytes.
+    temporary = scratch / "tmp"
+    if len(os.fsencode(temporary)) <= LONGEST_TEMPORARY:
+        folders["TMPDIR"] = str(_make_folder(temporary))
+    return folders
 
 
 def _num_usable_cores() -> int:
@@ -317,15 +437,6 @@ def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
-
-
-def _scratch_folder() -> tempfile.TemporaryDirectory[str]:
-    try:
-        return tempfile.TemporaryDirectory(prefix="spindle-launch-", ignore_cleanup_errors=True)
-    except OSError as error:
-        raise InputError(
-            f"cannot create a temporary folder ({error.strerror}); set TMPDIR to one that is writable"
-        ) from error
 
 
 def _make_folder(folder: Path) -> Path:

@@ -27,15 +27,21 @@ class Ending:
     code: int  # as in subprocess: negative for a signal
     time_ns: int  # time.monotonic_ns
     was_signalled: bool  # whether the launcher had asked it to end before
-    stopped_s: float | None = None  # if the launcher killed it because it was stopped (SIGSTOP): for how long
+    killed_because: str | None = None  # of a rank that the launcher killed: "was stopped (SIGSTOP) for 8 s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What to print, with the first cause on top, and the exit code of the job."""
+    """What to print, with the first cause on top, and the exit code of the job.
+
+    `rank` is the one that failed first: by an error of its own in `step`, or because it was lost.
+    """
 
     text: str
     code: int
+    rank: int
+    is_lost: bool
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,8 @@ class _RankFailure:
     time_ns: int
     outcome: str  # "failed: ValueError: boom", "was killed by SIGKILL"
     text: str | None  # details to print below; None from a rank that did not report
+    is_lost: bool = False  # it did not report
+    step: int | None = None
 
 
 def verdict(endings: Sequence[Ending], failures: Sequence[Failure], log_end: Callable[[int], str]) -> Verdict:
@@ -81,7 +89,13 @@ def verdict(endings: Sequence[Ending], failures: Sequence[Failure], log_end: Cal
     if not causes and ended_well:
         lines.append(f"{_ranks(ended_well)} had already ended without an error")
     code = failed[first.rank].code
-    return Verdict(text="\n".join(lines), code=code if code > 0 else 1)
+    return Verdict(
+        text="\n".join(lines),
+        code=code if code > 0 else 1,
+        rank=first.rank,
+        is_lost=first.is_lost or not causes,
+        step=first.step,
+    )
 
 
 def _behind_kill(report: Failure, killed_ns: Iterable[int]) -> Failure:
@@ -97,17 +111,20 @@ def _in_order(failure: _RankFailure) -> tuple[int, int]:
 
 def _reported(failure: Failure) -> _RankFailure:
     text = failure.text.removeprefix(failure.summary).lstrip("\n") if failure.text else None
-    return _RankFailure(rank=failure.rank, time_ns=failure.time_ns, outcome=f"failed: {failure.summary}", text=text)
+    return _RankFailure(
+        rank=failure.rank, time_ns=failure.time_ns, outcome=f"failed: {failure.summary}", text=text, step=failure.step
+    )
 
 
 def _died(ending: Ending) -> _RankFailure:
-    return _RankFailure(rank=ending.rank, time_ns=ending.time_ns - SEEN_LATE_NS, outcome=_death(ending), text=None)
+    time_ns = ending.time_ns - SEEN_LATE_NS
+    return _RankFailure(rank=ending.rank, time_ns=time_ns, outcome=_death(ending), text=None, is_lost=True)
 
 
 def _death(ending: Ending) -> str:
     code = ending.code
-    if ending.stopped_s is not None:
-        return f"was stopped (SIGSTOP) for {ending.stopped_s:.0f} s"
+    if ending.killed_because is not None:
+        return ending.killed_because
     if code >= 0:
         return f"ended with exit code {code}"
     try:

@@ -15,19 +15,20 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from spindle.launch import variables
 from spindle.launch.capture import capture_from, capturing
-from spindle.launch.failure import end_by_exit, install_hook
+from spindle.launch.failure import end_by_exit, install_hook, report_to
 
-LAUNCHER_VARIABLE = "SPINDLE_LAUNCHER"
-PRELUDE_VARIABLE = "SPINDLE_PRELUDE"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def run_script(script: str, arguments: Sequence[str]) -> None:
     """Run a script in this process as its main module."""
-    launcher = os.environ.pop(LAUNCHER_VARIABLE, None)
+    launcher, reports = (os.environ.pop(name, None) for name in (variables.LAUNCHER, variables.REPORTS))
     if launcher is not None:
-        _die_with(int(launcher))
+        die_with_parent(int(launcher))
+    if reports is not None:
+        report_to(int(reports))
     install_hook()
     if sys.stderr is not None:  # closed by the caller
         faulthandler.enable()
@@ -35,7 +36,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         if stream is not None:
             # Python buffers output to files and pipes, and a process that is killed loses what is in the buffer.
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    prelude = os.environ.pop(PRELUDE_VARIABLE, None)
+    prelude = os.environ.pop(variables.PRELUDE, None)
     if prelude is not None:
         module, _, function = prelude.partition(":")
         getattr(importlib.import_module(module), function)()
@@ -49,16 +50,17 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         end_by_exit(exit_)
 
 
-def _die_with(launcher: int) -> None:
-    """Have the kernel kill this process when its launcher is gone, even by SIGKILL. Works on Linux only.
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when the one that started it is gone, even by SIGKILL. Works on Linux only.
 
+    With `parent`, end at once if that is no longer the parent.
     Child processes of the script are not covered; DataLoader workers watch their parent themselves.
     """
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-        if os.getppid() != launcher:  # the launcher ended before the call
+        if parent is not None and os.getppid() != parent:  # it ended before the call
             os._exit(1)
 
 

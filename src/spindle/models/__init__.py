@@ -1,7 +1,15 @@
 """Cut modules into chains of layers, and run layers tensor parallel. Needs torch; knows no rank and no plan."""
 
 from spindle.models.chain import Chain, ChainLayer, build_chain, chain_and_output, chain_of, whole_chain
-from spindle.models.fake import FakeWeights, as_when_compiling, device_of, fake_like, without_caches, without_torch_logs
+from spindle.models.fake import (
+    FakeWeights,
+    RandomWeights,
+    as_when_compiling,
+    device_of,
+    fake_like,
+    without_caches,
+    without_torch_logs,
+)
 from spindle.models.mappings import TensorGroup, shard_of, span_of
 from spindle.models.parallel_styles import (
     MAX_TENSOR_DEGREE,
@@ -25,6 +33,7 @@ __all__ = [
     "FakeWeights",
     "ModuleSnapshot",
     "NotSerializableError",
+    "RandomWeights",
     "StyledModule",
     "TensorGroup",
     "apply_styles",

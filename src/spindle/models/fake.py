@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,6 +80,41 @@ class FakeWeights:
         finally:
             for (tensors, name, _, _), tensor in zip(self._entries, current, strict=True):
                 tensors[name] = tensor
+
+
+class RandomWeights:
+    """A context in which some parameters of a module, on the `meta` device, have random values on the CPU."""
+
+    def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+        self._wanted = {id(parameter) for parameter in parameters if parameter.is_meta}
+        self._places = [
+            (submodule._parameters, name, parameter)
+            for submodule in module.modules()
+            for name, parameter in submodule._parameters.items()
+            if parameter is not None and id(parameter) in self._wanted
+        ]
+
+    def __enter__(self) -> None:
+        values: dict[int, torch.Tensor] = {}  # tied weights stay tied
+        for parameters, name, parameter in self._places:
+            if id(parameter) not in values:
+                values[id(parameter)] = _random_weight(parameter)
+            parameters[name] = values[id(parameter)]  # type: ignore[assignment]
+
+    def __exit__(self, *error: Any) -> None:
+        for parameters, name, parameter in self._places:
+            parameters[name] = parameter
+
+
+def _random_weight(parameter: nn.Parameter) -> torch.Tensor:
+    """Values that keep activations in scale: matrices by their inputs, others around 0.5. A plain tensor: where scripts
+    are planned, new parameters have no values."""
+    weight = torch.empty(parameter.shape, dtype=parameter.dtype)
+    if not parameter.is_floating_point():
+        return weight.zero_()
+    if parameter.dim() < 2:
+        return weight.normal_(0.5, 0.1)
+    return weight.normal_(std=(len(parameter) / max(1, parameter.numel())) ** 0.5)
 
 
 def _fake_weight(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:

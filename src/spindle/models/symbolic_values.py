@@ -17,7 +17,7 @@ from typing import Any
 import sympy
 import torch
 from torch import nn
-from torch._dynamo.source import ConstantSource
+from torch._guards import GuardSource, Source
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
@@ -31,6 +31,21 @@ from spindle.models.statements import Attribute, Code, References, UnsupportedFo
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 LITERALS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 _NAMED_CONSTANTS = (torch.memory_format, torch.Generator, enum.Enum, type(Ellipsis))
+
+
+@dataclass(frozen=True)
+class SizeSource(Source):
+    """Where a size comes from, by name. torch._dynamo has such a class, and takes a second to import."""
+
+    text: str
+
+    @property
+    def guard_source(self) -> GuardSource:
+        return GuardSource.CONSTANT
+
+    @property
+    def _name_template(self) -> str:
+        return self.text
 
 
 class _ShapeEnv(ShapeEnv):
@@ -111,7 +126,7 @@ class SymbolicValues:
         if value in (0, 1) or value < 0:
             self._code.add_check(f"{text} == {value}", frozenset((source,)))
             return value
-        origin = ConstantSource(f"{source}_{len(self._code.statements)}")
+        origin = SizeSource(f"{source}_{len(self._code.statements)}")
         symbol = self.shape_env.create_symbol(value, origin, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         self.shape_env.values[symbol] = value
         self._code.add_size(str(symbol), text, source)

@@ -97,7 +97,7 @@ class Plan:
         if self.passes:
             return self.passes
         order: list[Pass] = []
-        for round_number in range(self.num_rounds):
+        for round_number in sorted({slot.round for slot in self.slots}):
             slots = [number for number, slot in enumerate(self.slots) if slot.round == round_number]
             order += [Pass(slot=number, kind=FORWARD) for number in slots]
             order += [Pass(slot=number, kind=BACKWARD) for number in reversed(slots)]

@@ -13,21 +13,25 @@ Names are written as they are, with blanks as `%20` and a `>` in front as `%3E`.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from urllib.parse import quote, unquote
 
-from spindle.errors import PlanError
+from spindle.errors import PlanError, ProfileError
 from spindle.plan.assemble import Piece, assemble, assemble_passes
 from spindle.plan.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Plan, Slot
-from spindle.profile import Profile
+from spindle.profile import Profile, Setting
 
 _SLOT = re.compile(
-    r"(?P<op>\S+)\*(?P<layers>\d+)@(?P<devices>[\d,-]+)"
-    r"(\|(?P<lane>\d+))?(r(?P<recomputed>\d+))?(o(?P<offloaded>\d+))?(~(?P<round>\d+))?(\^(?P<start>[\d.e+-]+))?"
+    r"(?P<op>\S+)\*(?P<layers>\d+)@(?P<devices>\d+(-\d+)?(,\d+(-\d+)?)*)"
+    r"(\|(?P<lane>\d+))?(r(?P<recomputed>\d+))?(o(?P<offloaded>\d+))?(~(?P<round>\d+))?(\^(?P<start>[\d.e+-]+))?",
+    re.ASCII,
 )
+_HEADERS = {"planner": "# planner NAME", "tensor": "# tensor MODULE DEGREE", "recompute": "# recompute OP"}
+_MOST_DIGITS = 9
 PASS_LETTERS = {FORWARD: "F", BACKWARD: "B", INPUT: "I", WEIGHT: "W"}
-_PASS = re.compile(r"([FBIW])(\d+)")
+_PASS = re.compile(r"([FBIW])(\d+)", re.ASCII)
 
 
 def format_devices(devices: Sequence[int]) -> str:
@@ -73,30 +77,37 @@ _SAFE = "/#[]:()<>=,+!?&$'\""
 
 def _quoted(name: str) -> str:
     """Quote a name into one word; a leading `>` would start a line of passes."""
-    text = quote(name, safe=_SAFE)
+    text = quote(name, safe=_SAFE, errors="backslashreplace")  # a name of a file may be half a letter
     return "%3E" + text[1:] if text.startswith(">") else text
 
 
 def parse_plan(text: str, profile: Profile) -> Plan:
-    """Parse the text form; every line of slots is a wave."""
+    """Parse the text form; every line of slots is a wave. Refuses, with its line, what no plan of this profile has;
+    `check` says whether the plan is legal."""
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
     planner = "text"
     degrees: dict[str, int] = {}
     recompute: set[str] = set()
     shard_optimizer = False
     pieces: list[Piece] = []
+    piece_lines: list[int] = []
     passes: list[tuple[int, str]] = []
-    lines: list[int] = []  # where each pass stands
+    pass_lines: list[int] = []
     lean = 0  # the first line with layers that are recomputed or offloaded
     wave = -1
     for number, line in enumerate(text.splitlines(), start=1):
         if line.startswith("# "):
             words = [unquote(word) for word in line[1:].split()]
-            if words[:1] == ["planner"]:
+            header = words[0] if words else ""
+            if header in _HEADERS and len(words) != len(_HEADERS[header].split()) - 1:
+                raise PlanError(f"line {number}: expected {_HEADERS[header]}, got {line!r}")
+            if header == "planner":
                 planner = words[1]
-            elif words[:1] == ["tensor"]:
-                degrees[words[1]] = int(words[2])
-            elif words[:1] == ["recompute"]:
+            elif header == "tensor":
+                degrees[words[1]] = _parse_degree(words[1], words[2], profile, number)
+            elif header == "recompute":
+                if words[1] not in position:
+                    raise PlanError(f"line {number}: no op is called {words[1]!r}; ops: {', '.join(position)}")
                 recompute.add(words[1])
             elif words == ["optimizer", "sharded"]:
                 shard_optimizer = True
@@ -104,34 +115,16 @@ def parse_plan(text: str, profile: Profile) -> Plan:
         if line.startswith(">"):
             parsed = [_parse_pass(word, number) for word in line[1:].split()]
             passes += parsed
-            lines += [number] * len(parsed)
+            pass_lines += [number] * len(parsed)
             continue
         wave += bool(line.strip())
         for word in line.split():
-            match = _SLOT.fullmatch(word)
-            if match is None:
-                raise PlanError(
-                    f"line {number}: {word!r} is no slot; expected op*layers@devices, such as vision*12@0-3"
-                )
-            op = unquote(match["op"])
-            if op not in position:
-                raise PlanError(f"line {number}: no op is called {op!r}; ops: {', '.join(position)}")
-            lean = lean or (number if match["recomputed"] or match["offloaded"] else 0)
-            pieces.append(
-                Piece(
-                    op=position[op],
-                    num_layers=int(match["layers"]),
-                    devices=_parse_devices(match["devices"]),
-                    round=int(match["round"] or 0),
-                    not_before_s=float(match["start"] or 0.0),
-                    wave=wave,
-                    lane=int(match["lane"] or 0),
-                    recomputed=int(match["recomputed"] or 0),
-                    offloaded=int(match["offloaded"] or 0),
-                )
-            )
+            pieces.append(_parse_slot(word, position, wave, profile, number))
+            piece_lines.append(number)
+            lean = lean or (number if pieces[-1].recomputed or pieces[-1].offloaded else 0)
     setting = profile.setting(degrees, frozenset(recompute), shard_optimizer)
-    for (slot, _), number in zip(passes, lines, strict=True):
+    _refuse_layers_and_devices(pieces, piece_lines, profile, setting)
+    for (slot, _), number in zip(passes, pass_lines, strict=True):
         if slot >= len(pieces):
             raise PlanError(f"line {number}: there is a pass of slot {slot}; slots are 0 to {len(pieces) - 1}")
     if passes:
@@ -141,18 +134,91 @@ def parse_plan(text: str, profile: Profile) -> Plan:
     return assemble(profile, setting, planner, pieces)
 
 
+def _parse_slot(word: str, position: Mapping[str, int], wave: int, profile: Profile, line: int) -> Piece:
+    match = _SLOT.fullmatch(word)
+    if match is None:
+        raise PlanError(f"line {line}: {word!r} is no slot; expected op*layers@devices, such as vision*12@0-3")
+    op = unquote(match["op"])
+    if op not in position:
+        raise PlanError(f"line {line}: no op is called {op!r}; ops: {', '.join(position)}")
+    return Piece(
+        op=position[op],
+        num_layers=_parse_count(match["layers"], line),
+        devices=_parse_devices(match["devices"], profile.cluster.num_devices, line),
+        round=_parse_count(match["round"], line),
+        not_before_s=_parse_start(match["start"], line),
+        wave=wave,
+        lane=_parse_count(match["lane"], line),
+        recomputed=_parse_count(match["recomputed"], line),
+        offloaded=_parse_count(match["offloaded"], line),
+    )
+
+
+def _refuse_layers_and_devices(
+    pieces: Sequence[Piece], lines: Sequence[int], profile: Profile, setting: Setting
+) -> None:
+    """Refuse layers that an op does not have, and numbers of devices for which it has no time."""
+    if not pieces:
+        raise PlanError("the text of a plan has no slots; expected op*layers@devices, such as vision*12@0-3")
+    num_layers = [0] * len(profile.graph.metaops)
+    for piece, line in zip(pieces, lines, strict=True):
+        op = profile.graph.metaops[piece.op]
+        num_layers[piece.op] += piece.num_layers
+        if not 0 < piece.num_layers <= num_layers[piece.op] <= op.num_layers:
+            raise PlanError(
+                f"line {line}: {op.name} has {op.num_layers} layers, up to here its slots run {num_layers[piece.op]} "
+                f"and this one {piece.num_layers}"
+            )
+        try:
+            profile.curve(piece.op, setting).times_s(len(piece.devices))
+        except ProfileError as error:
+            raise PlanError(f"line {line}: {op.name}: {error}") from error
+
+
+def _parse_degree(module: str, text: str, profile: Profile, line: int) -> int:
+    if module not in profile.graph.modules:
+        raise PlanError(f"line {line}: no module is called {module!r}; modules: {', '.join(profile.graph.modules)}")
+    degree = _parse_count(text, line) if text.isascii() and text.isdecimal() else 0
+    if degree not in profile.degrees_of(module):
+        known = ", ".join(map(str, profile.degrees_of(module)))
+        raise PlanError(f"line {line}: {module!r} can have the tensor degrees {known}, got {text}")
+    return degree
+
+
 def _parse_pass(word: str, line: int) -> tuple[int, str]:
     match = _PASS.fullmatch(word)
     if match is None:
         raise PlanError(f"line {line}: {word!r} is no pass; expected a letter of F, B, I, W and a slot, such as F0")
-    return int(match[2]), next(kind for kind, letter in PASS_LETTERS.items() if letter == match[1])
+    return _parse_count(match[2], line), next(kind for kind, letter in PASS_LETTERS.items() if letter == match[1])
 
 
-def _parse_devices(text: str) -> tuple[int, ...]:
+def _parse_count(digits: str | None, line: int) -> int:
+    """A number of the text; 0 if it is left out."""
+    if digits is not None and len(digits) > _MOST_DIGITS:
+        raise PlanError(f"line {line}: expected a number of up to {_MOST_DIGITS} digits, got {digits}")
+    return int(digits or 0)
+
+
+def _parse_start(text: str | None, line: int) -> float:
+    try:
+        start_s = float(text or 0.0)
+    except ValueError:
+        start_s = math.nan
+    if not 0 <= start_s < math.inf:
+        raise PlanError(f"line {line}: {text} is no start; expected seconds, such as ^0.25")
+    return start_s
+
+
+def _parse_devices(text: str, num_devices: int, line: int) -> tuple[int, ...]:
     devices: list[int] = []
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        devices += range(int(first), int(last or first) + 1)
+        ends = [_parse_count(digits, line) for digits in part.split("-")]
+        first, last = ends[0], ends[-1]
+        if last >= num_devices:
+            raise PlanError(f"line {line}: there is no device {last}, only 0 to {num_devices - 1}")
+        if last < first:
+            raise PlanError(f"line {line}: {part} is no range of devices, it ends before it begins")
+        devices += range(first, last + 1)
     return tuple(devices)
 
 

@@ -105,6 +105,9 @@ def slot_links(ops: Sequence[int], graph: MetaGraph) -> list[tuple[int, int]]:
     slots_of: dict[int, list[int]] = defaultdict(list)
     for number, op in enumerate(ops):
         slots_of[op].append(number)
+    for op, metaop in enumerate(graph.metaops):
+        if op not in slots_of:
+            raise PlanError(f"op {metaop.name!r} has no slots")
     pairs = [pair for numbers in slots_of.values() for pair in pairwise(numbers)]
     pairs += [(slots_of[producer][-1], slots_of[consumer][0]) for producer, consumer in graph.edges]
     return sorted(pairs)

@@ -29,7 +29,7 @@ from spindle.planners.pipeline.choose import choose_layout, pipeline_layout
 from spindle.planners.pipeline.planner import plan_pipeline, search_pipeline
 from spindle.planners.pipeline.search import SearchResult
 from spindle.planners.pipeline.stages import owning_ranks_in
-from spindle.planners.pipeline.worker import Answer, Job, read_frame, write_frame
+from spindle.planners.pipeline.worker import Answer, Job, natural_answer, read_frame, write_frame
 from spindle.planners.problem import Problem, Timed, problem_of
 from spindle.planners.wavefront import plan_wavefront
 from spindle.profile import Profile
@@ -56,6 +56,7 @@ __all__ = [
     "lower_hull",
     "lp_bound",
     "make_plan",
+    "natural_answer",
     "needs_compiling",
     "owning_ranks_in",
     "paper_waves",

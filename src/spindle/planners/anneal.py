@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
+from spindle.jit import njit
 from spindle.planners.problem import Problem, Timed
 
 Mixes = Sequence[Sequence[tuple[int, float]]]  # by op: layers, not whole, on numbers of devices

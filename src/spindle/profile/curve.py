@@ -39,7 +39,7 @@ class Curve:
             raise ProfileError(
                 f"numbers of devices must be increasing and at least 1, got {list(self.num_devices)[:8]}"
             )
-        if self.num_devices[0] % self.tensor_degree:
+        if self.tensor_degree < 1 or self.num_devices[0] % self.tensor_degree:
             raise ProfileError(
                 f"{self.num_devices[0]} devices cannot be split into tensor groups of {self.tensor_degree}"
             )

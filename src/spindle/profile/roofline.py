@@ -62,7 +62,7 @@ def _curve(graph: MetaGraph, op: MetaOp, cluster: Cluster, roofline: Roofline, d
     cost, kind = op.cost, cluster.kind
     assert cost is not None
     assert op.batch_size is not None
-    max_replicas = 1 if cost.whole_batch else min(len(cluster.tensor_groups(degree)), op.batch_size)
+    max_replicas = 1 if cost.whole_batch else min(cluster.num_tensor_groups(degree), op.batch_size)
     # One entry per number of replicas: the largest share of the batch decides the time.
     num_replicas = np.arange(1, max_replicas + 1)
     rows = -(-op.batch_size // num_replicas)
@@ -74,8 +74,9 @@ def _curve(graph: MetaGraph, op: MetaOp, cluster: Cluster, roofline: Roofline, d
 
     def pass_s(flops: float, traffic_passes: int, overhead_s: float) -> list[float]:
         # Weights are read once per pass, whatever the rows; backward reads and writes twice as much.
-        traffic = traffic_passes * (rows * cost.traffic_bytes / divisor + weight_bytes)
-        compute = np.maximum(rows * flops / effective_flops, traffic / effective_bandwidth)
+        with np.errstate(over="ignore"):  # a Curve refuses times that are not finite
+            traffic = traffic_passes * (rows * cost.traffic_bytes / divisor + weight_bytes)
+            compute = np.maximum(rows * flops / effective_flops, traffic / effective_bandwidth)
         link_s = np.array([tensor_group_s(cost, count, degree, cluster) for count in rows.tolist()])
         return [float(time_s) for time_s in overhead_s + compute + link_s]
 

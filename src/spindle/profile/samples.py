@@ -79,7 +79,7 @@ def tensor_curve(
     """The curve of a layer in tensor groups: the time of one device divided by the degree, plus all-reduces. None if no
     size that it needs was measured."""
     points = []
-    max_replicas = 1 if cost.whole_batch else min(len(cluster.tensor_groups(degree)), batch_size)
+    max_replicas = 1 if cost.whole_batch else min(cluster.num_tensor_groups(degree), batch_size)
     for num_replicas in range(1, max_replicas + 1):
         rows = -(-batch_size // num_replicas)
         if samples.rows[0] <= rows <= samples.rows[-1]:

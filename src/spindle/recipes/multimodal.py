@@ -143,7 +143,7 @@ class MultimodalModel:
                 f"{self.name} has {self.num_stages} stages of {degree} devices: {cluster.name} has no multiple of "
                 f"{num_devices}"
             )
-        if degree * len(cluster.tensor_groups(degree)) < cluster.num_devices:
+        if degree * cluster.num_tensor_groups(degree) < cluster.num_devices:
             size = next(island.num_devices for island in cluster.islands if island.num_devices % degree)
             raise InputError(
                 f"{self.name} has tensor groups of {degree} devices, which lie inside islands: {cluster.name} has an "

@@ -4,9 +4,10 @@ Nothing is imported here, so that one who wants a number does not load the drawi
 """
 
 from spindle.report.bound import bound_report, limit_sentences
-from spindle.report.compare import REFERENCE, compared, simulated
+from spindle.report.compare import REFERENCE, compared, conclusion, simulated
 from spindle.report.explain import explain, headline, sentences
 from spindle.report.gantt import Chart, columns_for, draw, plan_chart, timeline_chart
+from spindle.report.idle import IdleCause, idle_causes, idle_sentences
 from spindle.report.measured import profile_facts, profile_table
 from spindle.report.pipelines import comparison_figure, search_json, search_tables
 from spindle.report.predicted_vs_measured import StepComparison, compare_step, draw_steps, step_charts, step_tables
@@ -25,6 +26,7 @@ from spindle.report.trace import trace_of
 __all__ = [
     "REFERENCE",
     "Chart",
+    "IdleCause",
     "StepComparison",
     "bound_facts",
     "bound_report",
@@ -33,10 +35,13 @@ __all__ = [
     "compared",
     "comparison_figure",
     "comparison_table",
+    "conclusion",
     "draw",
     "draw_steps",
     "explain",
     "headline",
+    "idle_causes",
+    "idle_sentences",
     "largest_differences",
     "limit_sentences",
     "loss_table",

@@ -64,6 +64,29 @@ class Comparison:
         return tuple(row for row in self.rows if isinstance(row, ComparedPlan))
 
 
+_AS_GOOD = 1.02  # times as fast: less is no reason to leave plain data parallel
+
+
+def conclusion(comparison: Comparison, reference: str) -> str:
+    """Which planner is fastest and by how much, or that the reference, which needs no planner, is as good."""
+    if not comparison.plans:
+        return ""
+    best, *others = comparison.plans
+    plain = next((row for row in comparison.plans if row.planner == reference), None)
+    what = "Plain data parallel" if reference == REFERENCE[False] else "The usual schedule"
+    if plain is not None and plain.makespan_s <= _AS_GOOD * best.makespan_s:
+        faster = f"{best.planner} is {_faster(plain, best)} faster" if best is not plain else "no planner is faster"
+        return f"{what} ({reference}) is as good here: {faster}."
+    others = [row for row in others if row is not plain]
+    parts = [] if plain is None else [f"{_faster(plain, best)} faster than {what.lower()} ({reference})"]
+    parts += [f"{_faster(others[0], best)} faster than the next best ({others[0].planner})"] if others else []
+    return f"{best.planner} is best: {', '.join(parts)}." if parts else f"Only {best.planner} has a plan."
+
+
+def _faster(slower: ComparedPlan, faster: ComparedPlan) -> str:
+    return f"{100 * (slower.makespan_s / faster.makespan_s - 1):.1f} %"
+
+
 def simulated(plan: Plan, profile: Profile) -> Measures:
     """The measures of a plan's simulated step."""
     return measure(simulate(lower(plan, profile), profile))

@@ -21,19 +21,21 @@ class Request(Protocol):
 
 def start_reduce_scatter(flat: torch.Tensor, ranks: tuple[int, ...], world: World) -> Request:
     """Start a reduce-scatter in place: each rank's part becomes its sum; the other parts are undefined afterwards."""
-    with peers("synchronising gradients"):
-        return start_reduce_scatter_in(flat, world.group("sync", ranks), ranks, world.rank)
+    return start_reduce_scatter_in(flat, world.group("sync", ranks), ranks, world.rank, "synchronising gradients")
 
 
-def start_reduce_scatter_in(flat: torch.Tensor, group: Any, ranks: tuple[int, ...], own: int) -> Request:
-    """The same in a given group, whose ranks are in ascending order."""
+def start_reduce_scatter_in(flat: torch.Tensor, group: Any, ranks: tuple[int, ...], own: int, doing: str) -> Request:
+    """The same in a given group, whose ranks are in ascending order; `doing` is for errors."""
     parts, place = flat.chunk(len(ranks)), ranks.index(own)
     if not _uses_point_to_point(flat, group):
-        return _as_request(_reduce_scatter(parts[place], flat, group=group, async_op=True))
+        with peers(doing):
+            return _as_request(_reduce_scatter(parts[place], flat, group=group, async_op=True))
     peers_parts = [(part, rank) for part, rank in zip(parts, ranks, strict=True) if rank != own]
     buffers = [torch.empty_like(parts[place]) for _ in peers_parts]
-    receives = [dist.irecv(buffer, rank, group=group) for buffer, (_, rank) in zip(buffers, peers_parts, strict=True)]
-    sends = [dist.isend(part, rank, group=group) for part, rank in peers_parts]
+    pairs = zip(buffers, peers_parts, strict=True)
+    with peers(doing):
+        receives = [dist.irecv(buffer, rank, group=group) for buffer, (_, rank) in pairs]
+        sends = [dist.isend(part, rank, group=group) for part, rank in peers_parts]
     return _Messages([*receives, *sends], parts[place], buffers)
 
 

@@ -4,6 +4,8 @@
                               checks the process of the next rank of this host (/proc)
                               reads the counter of the next host
     stopped, gone, or a counter that did not change, for 12 iterations ──▶ PeerLostError, and this process ends
+    every 5 s, each rank:     records its activity in the store; rank 0 reads all of them
+    no rank makes progress (`launch.activity`) ──▶ those that hang end with a TrainingError, the others as above
 
 A rank that is stopped, or whose host is gone, closes no connection: the others would wait for it until a timeout of
 minutes. Each rank watches the next rank of its host, and each host the next host, in rings, so the store gets a few
@@ -16,27 +18,39 @@ to do so: it may be silent five times as long. Without /proc, each rank counts a
 
 Time is counted in iterations of the loop, not by a clock, so that a job that is stopped and continued as a whole (a
 paused container) goes on. A second thread watches the first, which blocks where the store's own process is stopped.
-Left out: a rank whose process runs while its main thread is deadlocked.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
 
-from spindle.errors import PeerLostError
-from spindle.launch.failure import FOLDER_VARIABLE, end_by_error
+from spindle.errors import PeerLostError, SpindleError, TrainingError
+from spindle.launch import variables
+from spindle.launch.activity import (
+    RECORD_S,
+    Activity,
+    HangDetector,
+    SlownessDetector,
+    hung_limit_s,
+    parse_activity,
+    recorder,
+)
+from spindle.launch.failure import end_by_error
 
 LIMIT_VARIABLE = "SPINDLE_HEARTBEAT_S"  # 0: no heartbeat
 LIMIT_S = 12.0
@@ -44,6 +58,8 @@ INTERVAL_S = 1.0
 _ALONE = 5  # times the limit: a host with one rank, which may hold the GIL
 _GOODBYE = 1 << 40  # in the counter of a host: one of its ranks has left
 _UNKNOWN = "unknown"
+_RECORD = round(RECORD_S / INTERVAL_S)  # iterations between two records of activity
+_HUNG, _HUNG_FIRST = "hung", _RECORD + 3  # in the store; iterations in which ranks that hang report first
 _LEAVE_S = 2 * INTERVAL_S  # in which ranks learn that rank 0, which may hold the store, leaves
 
 
@@ -53,7 +69,7 @@ def start_heartbeat() -> None:
     Idempotent per group. The heartbeat of a destroyed group ends.
     """
     limit_s = float(os.environ.get(LIMIT_VARIABLE, LIMIT_S))
-    if FOLDER_VARIABLE in os.environ or limit_s <= 0 or dist.get_world_size() == 1:
+    if variables.ACTIVITY in os.environ or limit_s <= 0 or dist.get_world_size() == 1:
         return
     group, running = dist.group.WORLD, _running()
     if running and running[0].group is group:
@@ -88,8 +104,9 @@ class Heartbeat:
         limit_s: float = LIMIT_S,
         *,
         interval_s: float = INTERVAL_S,
-        end: Callable[[PeerLostError], object] = end_by_error,
+        end: Callable[[SpindleError], object] = end_by_error,
         process: str | None = None,  # instead of this one
+        activity: Callable[[], Activity] = recorder.activity,
     ) -> None:
         self.group, self._store = group, cast(Any, dist.distributed_c10d.PrefixStore("spindle heartbeat", store))
         self._rank, self._peers = rank, [(rank + step) % size for step in range(1, size)]
@@ -104,6 +121,8 @@ class Heartbeat:
         self._stopped = 0  # iterations in which the watched rank was stopped or gone
         self._last, self._silent = 0, 0  # of the watched host: its counter, and iterations without a change
         self._store_left = rank == 0
+        self._activity, self._hangs = activity, HangDetector(size, hung_limit_s())
+        self._size, self._iterations, self._slow = size, 0, SlownessDetector()
 
     def start(self) -> None:
         self._store.set(f"process {self._rank}", self._process)
@@ -137,6 +156,9 @@ class Heartbeat:
                 if self._processes or self._discover_peers():
                     self._check_next_rank()
                     self._check_next_host()
+                    self._iterations += 1
+                    if self._iterations % _RECORD == 0:
+                        self._record_activity()
             except RuntimeError as error:
                 if not (self._leaving.is_set() or self._store_left):
                     first_line = str(error).splitlines()[0]
@@ -192,6 +214,25 @@ class Heartbeat:
             if self._silent >= limit:
                 several = f"the host of ranks {', '.join(map(str, sorted(ranks)))} has"
                 self._lose(several if len(ranks) > 1 else f"rank {ranks[0]} has", limit)
+
+    def _record_activity(self) -> None:
+        """Record this rank's activity; on rank 0, look for ranks that hang; end if there are any."""
+        self._store.set(f"activity {self._rank}", json.dumps(asdict(self._activity())))
+        keys = [f"activity {rank}" for rank in range(self._size)]
+        if self._rank == 0 and self._store.check(keys):
+            texts = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
+            parsed = [parse_activity(text.decode()) for text in texts]
+            activities = {rank: activity for rank, activity in enumerate(parsed) if activity is not None}
+            for notice in self._slow.notices(activities):
+                print(f"note: {notice}", file=sys.stderr)
+            if hung := self._hangs.hung(activities, _RECORD * self._interval_s):
+                self._store.set(_HUNG, json.dumps(hung))
+        if self._store.check([_HUNG]):
+            hung = {int(rank): text for rank, text in json.loads(self._store.get(_HUNG)).items()}
+            if self._rank in hung:
+                self._end(TrainingError(f"rank {self._rank} {hung[self._rank]}"))
+            self._leaving.wait(_HUNG_FIRST * self._interval_s)
+            self._end(PeerLostError(f"rank {min(hung)} {hung[min(hung)]}"))
 
     def _lose(self, who: str, iterations: int) -> None:
         self._end(PeerLostError(f"{who} not answered for {iterations * self._interval_s:.0f} s"))

@@ -50,11 +50,9 @@ def _check_split(
     code: LossCode, slot: RankSlot, batch: Any, outputs: list[Any], part: torch.Tensor, world: World
 ) -> None:
     """Compare the sum of all parts with the loss of the whole batch, on the first rank of the slot."""
-    boxes: list[Any] = [None] * len(slot.ranks)
-    with peers("checking a loss"):
-        # Via the host: a CUDA tensor of another process would be unpickled onto its device index.
-        box = (slot.begin, on_device(detached(outputs), torch.device("cpu")), float(part))
-        dist.all_gather_object(boxes, box, group=world.group("loss", slot.ranks))
+    # Via the host: a CUDA tensor of another process would be unpickled onto its device index.
+    box = (slot.begin, on_device(detached(outputs), torch.device("cpu")), float(part))
+    boxes = world.all_gather_objects(box, "loss", slot.ranks)
     if world.rank != slot.ranks[0]:
         return
     parts = sorted((box for box in boxes if box[1]), key=lambda box: box[0])

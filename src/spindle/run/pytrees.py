@@ -9,13 +9,14 @@ entries: it has an axis, too, and is sliced like a tensor of that length.
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from spindle.run import signed_pickle
 
 Axes = tuple[int | None, ...]  # by leaf, in the order of `tree_leaves`
 _SAMPLES = 64
@@ -110,11 +111,11 @@ def with_rows(meta: PytreeMeta, axes: Axes, rows: int) -> PytreeMeta:
 def meta_to_bytes(meta: PytreeMeta) -> bytes:
     """Metadata as a message: the pytree itself with a TensorMeta for each tensor, because a TreeSpec does not pickle
     across versions of torch."""
-    return pickle.dumps((tree_unflatten(list(meta.leaves), meta.spec), meta.num_rows))
+    return signed_pickle.dumps((tree_unflatten(list(meta.leaves), meta.spec), meta.num_rows))
 
 
 def meta_from_bytes(text: bytes) -> PytreeMeta:
-    tree, num_rows = pickle.loads(text)
+    tree, num_rows = signed_pickle.loads(text)
     leaves, spec = tree_flatten(tree)
     return PytreeMeta(spec, tuple(leaves), num_rows)
 

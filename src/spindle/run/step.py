@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
@@ -172,6 +172,12 @@ class Watch:
         whole = max(spans.end.values(), default=spans.begin) - spans.begin
         busy = sum(spans.end[position] - start for position, start in spans.start.items() if position in spans.end)
         return busy / whole if whole else 0.0
+
+    def busy_s(self, positions: Collection[int]) -> float:
+        """The seconds that these instructions took, of which some may not have run. The GPU must have finished."""
+        spans = self.spans()
+        ran = [position for position in spans.start if position in positions and position in spans.end]
+        return 1e-9 * sum(spans.end[position] - spans.start[position] for position in ran)
 
     def _settled(self, moments: dict[int, Moment]) -> dict[int, int]:
         return {position: self._number(moment) for position, moment in moments.items()}

@@ -34,8 +34,10 @@ class TensorParallelGroup:
         for place, row in enumerate(self._order):
             first, last = span_of(len(rows), self.size, place)
             padded[row, : last - first] = rows[first:last]
-        with peers("all-reducing in a tensor-parallel group"):
-            start_reduce_scatter_in(padded.view(-1), self._group, self._ranks, self._rank).wait()
+        doing = "all-reducing in a tensor-parallel group"
+        request = start_reduce_scatter_in(padded.view(-1), self._group, self._ranks, self._rank, doing)
+        with peers(doing):
+            request.wait()
         first, last = span_of(len(rows), self.size, self.group_rank)
         own = padded[self._order[self.group_rank], : last - first].movedim(0, dim)
         return own.clone(memory_format=torch.contiguous_format)
@@ -47,9 +49,10 @@ class TensorParallelGroup:
             padding = list(tensor.shape)
             padding[dim] = max(lengths) - tensor.shape[dim]
             padded = torch.cat([tensor, tensor.new_zeros(padding)], dim)
-        parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        padded = padded.contiguous()
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
         with peers("gathering in a tensor-parallel group"):
-            dist.all_gather(parts, padded.contiguous(), group=self._group)
+            dist.all_gather(parts, padded, group=self._group)
         return torch.cat([parts[row].narrow(dim, 0, size) for row, size in zip(self._order, lengths, strict=True)], dim)
 
     def _lengths(self, own: int, length: int | None, device: torch.device) -> list[int]:
@@ -58,6 +61,7 @@ class TensorParallelGroup:
             spans = [span_of(length, self.size, place) for place in range(self.size)]
             return [last - first for first, last in spans]
         lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.size)]
+        own_length = torch.full_like(lengths[0], own)
         with peers("gathering in a tensor-parallel group"):
-            dist.all_gather(lengths, torch.full_like(lengths[0], own), group=self._group)
+            dist.all_gather(lengths, own_length, group=self._group)
         return [int(lengths[row]) for row in self._order]

@@ -22,12 +22,16 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spindle.errors import InputError, PeerLostError
+from spindle.launch import variables
+from spindle.launch.activity import recorder
 from spindle.launch.failure import install_hook
 from spindle.launch.mps import VIRTUAL_VARIABLE
-from spindle.run import ipc
+from spindle.launch.worker import die_with_parent
+from spindle.run import ipc, signed_pickle
 from spindle.run.heartbeat import start_heartbeat
 from spindle.run.pytrees import on_device
 
+_TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _NCCL_DEFAULTS = {
     # Kernels of several communicators then start on every GPU in the order in which the host launches them, which is
@@ -36,6 +40,7 @@ _NCCL_DEFAULTS = {
     # Otherwise ranks that lose a peer fill the terminal with advice before the first cause is reported.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
+_CPU_ALLOCATOR = "DefaultCPUAllocator"  # in the message when a tensor of the host cannot be allocated
 _SHARED_MEMORY = 0.92  # share of a GPU for its ranks; CUDA contexts and IPC segments take the rest
 
 
@@ -168,13 +173,18 @@ class World:
             return Gathering(dist.all_gather(table, record, group=self.control, async_op=True), table)
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """Broadcast one rank's value, pickled, to all ranks. Not for tensors."""
+        """Broadcast one rank's value, pickled and signed, to all ranks. Not for tensors."""
         if self.size == 1:
             return value
-        box = [value]
-        with peers(f"broadcasting from rank {source}"):
-            dist.broadcast_object_list(box, src=source, group=self.control)
-        return box[0]
+        message = signed_pickle.to_tensor(value) if self.rank == source else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([message.numel()])
+        with peers(doing := f"broadcasting from rank {source}"):
+            dist.broadcast(length, source, group=self.control)
+        if self.rank != source:
+            message = torch.empty(int(length), dtype=torch.uint8)
+        with peers(doing):
+            dist.broadcast(message, source, group=self.control)
+        return value if self.rank == source else signed_pickle.from_tensor(message)
 
     def all_reduce(self, value: torch.Tensor, purpose: str, ranks: tuple[int, ...]) -> None:
         """All-reduce a tensor in place over these ranks, of which this is one. Its group must exist."""
@@ -183,13 +193,23 @@ class World:
                 dist.all_reduce(value, group=self.group(purpose, ranks))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Gather every rank's value, pickled, on rank 0; an empty list elsewhere. Not for tensors."""
+        """Gather every rank's value, pickled and signed, on rank 0; an empty list elsewhere. Not for tensors."""
         if self.size == 1:
             return [value]
-        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        message, lengths = _padded(signed_pickle.to_tensor(value), self.control, self.size)
+        messages = [torch.empty_like(message) for _ in range(self.size)] if self.rank == 0 else None
         with peers("gathering"):
-            dist.gather_object(value, values, dst=0, group=self.control)
-        return values or []
+            dist.gather(message, messages, dst=0, group=self.control)
+        return _unpickled(messages or [], lengths)
+
+    def all_gather_objects(self, value: Any, purpose: str, ranks: tuple[int, ...]) -> list[Any]:
+        """Gather a value of each of these ranks, of which this is one, on all of them. Their group must exist."""
+        group, device = self.group(purpose, ranks), self.device if self.uses_nccl else torch.device("cpu")
+        message, lengths = _padded(signed_pickle.to_tensor(value).to(device), group, len(ranks))
+        messages = [torch.empty_like(message) for _ in ranks]
+        with peers("gathering"):
+            dist.all_gather(messages, message, group=group)
+        return _unpickled(messages, lengths)
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -201,6 +221,20 @@ class World:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.barrier()
+
+
+def _padded(message: torch.Tensor, group: Any, size: int) -> tuple[torch.Tensor, list[int]]:
+    """A message padded to the longest of a group, and the lengths of all of them: collectives take equal sizes."""
+    lengths = [torch.zeros(1, dtype=torch.int64, device=message.device) for _ in range(size)]
+    length = torch.full_like(lengths[0], message.numel())
+    with peers("gathering"):
+        dist.all_gather(lengths, length, group=group)
+    lengths_on_host = [int(length) for length in lengths]
+    return torch.nn.functional.pad(message, (0, max(lengths_on_host) - message.numel())), lengths_on_host
+
+
+def _unpickled(messages: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[Any]:
+    return [signed_pickle.from_tensor(message[:length]) for message, length in zip(messages, lengths, strict=False)]
 
 
 CONTROL, TRANSFER = "control", "transfer"
@@ -275,13 +309,22 @@ class Gathering:
 
 @contextmanager
 def peers(doing: str) -> Iterator[None]:
-    """Turn the RuntimeError that torch raises when another process is gone into a PeerLostError."""
+    """Turn the RuntimeError that a backend raises when another process is gone into a PeerLostError.
+
+    Nothing but calls of the backend belongs here: gloo raises plain RuntimeErrors, as everything else in torch does.
+    """
+    before, recorder.waiting = recorder.waiting, doing
+    recorder.num_events += 1
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError):  # errors of this rank
         raise
     except RuntimeError as error:
+        if _CPU_ALLOCATOR in str(error):  # memory that the backend asked for
+            raise
         raise lost(doing, error) from error
+    finally:
+        recorder.waiting = before
 
 
 def wait(request: Any) -> None:
@@ -297,10 +340,10 @@ def lost(doing: str, error: BaseException) -> PeerLostError:
 def join_world() -> World:
     """Join the world that the environment describes."""
     size, is_ordered = int(os.environ.get("WORLD_SIZE", "1")), _LAUNCH_ORDER in os.environ
+    if _TORCHRUN_VARIABLE in os.environ:  # whose ranks would go on without it
+        die_with_parent()
     if dist.is_initialized():
-        atexit.register(_leave)  # a script that leaves its group open may be aborted by threads of gloo as it ends
-        install_hook()
-        start_heartbeat()
+        _watch_ranks()
         on_host = dist.get_backend() == "gloo"  # which cannot send CUDA tensors
         world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu") if on_host else _device())
         if world.uses_nccl and not is_ordered:
@@ -315,14 +358,25 @@ def join_world() -> World:
     device = _device()
     if VIRTUAL_VARIABLE in os.environ:
         ipc.register()
-        dist.init_process_group(ipc.BACKEND)
+        backend = ipc.BACKEND
     else:
         _set_nccl_defaults()
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    atexit.register(_leave)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if variables.STORE in os.environ:  # a file that no other user can read, where a TCP store would be open to all
+        store = dist.FileStore(os.environ[variables.STORE], size)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=size)
+    else:
+        dist.init_process_group(backend)
+    _watch_ranks()
+    return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def _watch_ranks() -> None:
+    """Notice, report and end what goes wrong with this rank or another."""
+    atexit.register(_leave)  # a script that leaves its group open may be aborted by threads of gloo as it ends
     install_hook()  # after torch, whose own hook would end the process before this one reports
     start_heartbeat()
-    return World(dist.get_rank(), dist.get_world_size(), device)
+    recorder.start()
 
 
 def _set_nccl_defaults() -> None:

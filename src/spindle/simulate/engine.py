@@ -12,7 +12,8 @@ whose time is not the present `finish` of its rendezvous is stale and skipped. T
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from spindle.jit import njit
 
 _NEVER = np.int64(-1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +52,15 @@ def measure(timeline: Timeline) -> Measures:
         idle_share=(total - busy - transfer - sync) / total if total else 0.0,
         peak_bytes=int(timeline.peak_bytes().max(initial=0)),
     )
+
+
+def busy_intervals(timeline: Timeline, lanes: Collection[int]) -> Iterator[Intervals]:
+    """For each rank, when one of these lanes is busy."""
+    order = np.argsort(timeline.rank, kind="stable")
+    bounds = np.searchsorted(timeline.rank[order], np.arange(timeline.num_ranks + 1))
+    for rank in range(timeline.num_ranks):
+        spans = order[bounds[rank] : bounds[rank + 1]]
+        yield _covered(timeline, spans[np.isin(timeline.lane[spans], list(lanes))])
 
 
 Intervals = np.ndarray  # rows of (start, end), disjoint and sorted

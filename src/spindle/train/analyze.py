@@ -20,7 +20,7 @@ from spindle.train.agreement import compare, compare_attributes, task_items
 from spindle.train.bind import Bound, bind, code_of
 from spindle.train.config import TrainConfig
 from spindle.train.header import check_first_batches
-from spindle.train.probe import Facts, facts_without_values, probe
+from spindle.train.probe import Facts, probe, probe_without_weights
 from spindle.train.record import handles_of, parameter_names, record_all
 from spindle.train.task import TaskDefinition
 from spindle.train.tensor import Sharing, find_sharing
@@ -76,7 +76,12 @@ def analyze(
     if has_weights:
         facts: Facts = world.broadcast_object(probe(traced, examples) if world.rank == 0 else None)
     else:
-        facts = facts_without_values(traced)
+        facts, unknown = probe_without_weights(traced, examples)
+        for name, reason in unknown.items():
+            notify(
+                f"planned as if module {name!r} did not couple its samples: {reason}; if it does, say "
+                f"spindle.module({name!r}, ..., whole_batch=True)"
+            )
     sharing = Sharing()
     if world.size > 1 or not has_weights:
         with autocast_of(config, world):
@@ -84,9 +89,7 @@ def analyze(
                 find_sharing(traced, examples, has_values=has_weights) if world.rank == 0 else None
             )
     bound = bind(config.name, traced, facts, sharing)
-    _explain(bound, world, notify)
-    if not has_weights:
-        notify("planned without weights: that modules couple samples is told by shapes and batch normalisation alone")
+    _explain(bound, world, notify, is_planned=not has_weights)
     return _analyzed(bound)
 
 
@@ -127,8 +130,9 @@ def mode_of(bound: Bound) -> tuple[bool, ...]:
     return (*requires_grad, *training)
 
 
-def _explain(bound: Bound, world: World, notify: Notify) -> None:
-    """Notify the user which modules run as one layer, or on one device, and why."""
+def _explain(bound: Bound, world: World, notify: Notify, is_planned: bool) -> None:
+    """Notify the user which modules run as one layer, or on one device, and why; a script that `is_planned` is one
+    process for many."""
     for handle in bound.handles.values():
         if handle.chain.reason and not handle.whole_batch and any(handle.module.children()):
             notify(f"module {handle.name!r} runs as one layer: {handle.chain.reason}")
@@ -151,7 +155,7 @@ def _explain(bound: Bound, world: World, notify: Notify) -> None:
     coupled: dict[tuple[str, str], list[str]] = {}  # tasks, by module and reason
     for (task, call_name), reason in bound.facts.coupled.items():
         handle = next(call for call in bound.tasks[task].recorded.calls if call.name == call_name).handle
-        if world.size > 1 and not handle.whole_batch:
+        if (world.size > 1 or is_planned) and not handle.whole_batch:
             coupled.setdefault((handle.name, reason), []).append(task)
     for (name, reason), tasks in coupled.items():
         notify(

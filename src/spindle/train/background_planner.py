@@ -1,84 +1,147 @@
-"""A process that searches plans of coming steps while rank 0 trains."""
+"""A process that searches plans of coming steps while rank 0 trains.
+
+No failure of it costs a step: a process that ends or hangs is replaced, and rank 0 takes the natural order of a step
+for which there is no answer.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Collection
+import warnings
+from collections.abc import Callable, Collection
 from pathlib import Path
 
-from spindle.errors import TrainingError
-from spindle.planners import Answer, Job, read_frame, write_frame
+from spindle.planners import Answer, Job, natural_answer, read_frame, write_frame
 from spindle.program import Program
 
-_LONGEST_S = 600.0  # for a first plan; a process that takes longer hangs
+_PATIENCE_S = 60.0  # for the natural order of a step; a process that takes longer hangs
+_FIRST_PATIENCE_S = 120.0  # of a new process, which may compile loops
+_MOST_FAILURES = 3  # then all steps run in their natural order
 
 
 class BackgroundPlanner:
     """Plan steps in another process. `best` returns the best program so far, and waits only while there is none."""
 
-    def __init__(self) -> None:
-        root = str(Path(__file__).resolve().parents[2])
-        # The package that is running, wherever it is from; not the script, which would begin to train.
-        command = f"import sys; sys.path.insert(0, {root!r}); from spindle.planners.pipeline.worker import main; main()"
-        self._process = subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def __init__(self, patience_s: float = _PATIENCE_S, first_patience_s: float = _FIRST_PATIENCE_S) -> None:
+        self._patience_s, self._first_patience_s = patience_s, first_patience_s
+        self._jobs: dict[int, Job] = {}  # without a final answer
         self._answers: dict[int, Answer] = {}
         self._news = threading.Condition()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self._num_failures = 0
+        self._process: _Process | None = _Process(self._take)
 
     def ask(self, job: Job) -> None:
         """Queue a step to plan."""
-        assert self._process.stdin is not None
-        try:
-            write_frame(self._process.stdin, job)
-        except OSError as error:
-            raise TrainingError("the process that plans steps has ended") from error
+        self._jobs[job.number] = job
+        if self._process is not None:
+            self._process.send(job)
 
     def best(self, number: int) -> tuple[Program, bool]:
         """The best program of a job so far, and whether its search is over."""
-        with self._news:
-            self._news.wait_for(lambda: number in self._answers or self._process.poll() is not None, _LONGEST_S)
-            answer = self._answers.get(number)
+        process = self._process
+        if process is not None:
+            patience_s = self._patience_s if process.has_answered else self._first_patience_s
+            with self._news:
+                has_news = self._news.wait_for(lambda: number in self._answers or process.has_ended, patience_s)
+            if process.has_ended or not has_news:
+                self._replace(process, "has ended" if process.has_ended else f"has not answered for {patience_s:g} s")
+        answer = self._answers.get(number)
         if answer is None:
-            raise TrainingError(f"there is no plan of a step: the process that plans {self._state()}")
+            answer = self._answers[number] = natural_answer(self._jobs[number])
         if answer.program is None:
             assert answer.error is not None
             raise answer.error
-        return answer.program, answer.is_final
+        return answer.program, answer.is_final or self._process is None
 
     def keep(self, numbers: Collection[int]) -> None:
         """Drop the answers to all other jobs."""
         with self._news:
             self._answers = {number: answer for number, answer in self._answers.items() if number in numbers}
+            self._jobs = {number: job for number, job in self._jobs.items() if number in numbers}
 
     def close(self) -> None:
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-        self._process.terminate()
-        self._process.wait()
-        self._reader.join()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        if self._process is not None:
+            self._process.close()
+            self._process = None
 
-    def _state(self) -> str:
-        code = self._process.poll()
-        return f"did not answer in {_LONGEST_S:g} s" if code is None else f"has ended (exit code {code})"
+    def _take(self, answer: Answer | None) -> None:
+        """Take an answer, or None at the end of a process. Called by its reader."""
+        with self._news:
+            if answer is not None:
+                self._num_failures = 0
+                earlier = self._answers.get(answer.number)
+                if earlier is None or answer.program is not None:  # a later failure does not undo a plan
+                    self._answers[answer.number] = answer
+                if answer.is_final:
+                    self._jobs.pop(answer.number, None)
+            self._news.notify_all()
+
+    def _replace(self, process: _Process, reason: str) -> None:
+        """End a process that has failed, and start another for the jobs that are left."""
+        process.close()
+        self._num_failures += 1
+        gives_up = self._num_failures >= _MOST_FAILURES
+        then = "steps run in their natural order from now on" if gives_up else "it is started again"
+        warnings.warn(f"the process that plans steps {reason}; {then}", stacklevel=3)
+        self._process = None
+        if not gives_up:
+            self._process = _Process(self._take)
+            for job in self._jobs.values():
+                self._process.send(job)
+
+
+class _Process:
+    """One planning process, with a thread that writes to it and one that reads: it may hang, and pipes be full."""
+
+    def __init__(self, take: Callable[[Answer | None], None]) -> None:
+        root = str(Path(__file__).resolve().parents[2])
+        # The package that is running, wherever it is from; not the script, which would begin to train. With -P, no
+        # module of the folder that the script was started in is imported.
+        command = f"import sys; sys.path.insert(0, {root!r}); from spindle.planners.pipeline.worker import main; main()"
+        self._popen = subprocess.Popen(
+            [sys.executable, "-P", "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self.has_answered = self.has_ended = False
+        self._take = take
+        self._unsent: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._write, self._read)]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def send(self, job: Job) -> None:
+        self._unsent.put(job)
+
+    def close(self) -> None:
+        """End the process, even one that is stopped."""
+        self._popen.kill()
+        self._popen.wait()
+        self._unsent.put(None)
+        for thread in self._threads:
+            thread.join()
+        for stream in (self._popen.stdin, self._popen.stdout):
+            assert stream is not None
+            with contextlib.suppress(OSError):  # what is left cannot be written
+                stream.close()
+
+    def _write(self) -> None:
+        assert self._popen.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended, as the reader notices
+            while (job := self._unsent.get()) is not None:
+                write_frame(self._popen.stdin, job)
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        while True:
-            with contextlib.suppress(ValueError):  # closed under us
-                answer = read_frame(self._process.stdout)
-                with self._news:
-                    if answer is not None:
-                        earlier = self._answers.get(answer.number)
-                        if earlier is None or answer.program is not None:  # a later failure does not undo a plan
-                            self._answers[answer.number] = answer
-                    self._news.notify_all()
-                if answer is not None:
-                    continue
-            return
+        assert self._popen.stdout is not None
+        with contextlib.suppress(Exception):  # an answer that cannot be read ends it, too
+            while (answer := read_frame(self._popen.stdout)) is not None:
+                self.has_answered = True
+                self._take(answer)
+        self.has_ended = True
+        self._take(None)

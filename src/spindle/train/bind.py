@@ -20,7 +20,7 @@ from spindle.train.record import RecordedTask, cut_all, handles_of, kept_whole, 
 from spindle.train.task import ModuleHandle, TaskDefinition
 from spindle.train.tensor import Sharing, parts_of, styles_in
 from spindle.train.trace import TracedLayer, TracedTask, trace
-from spindle.workload import Call, Layer, LayerCost, Module, Numerics, Parameter, Task, Workload
+from spindle.workload import Call, Layer, LayerCost, Module, ModuleRemark, Numerics, Parameter, Task, Workload
 
 LOSS = "loss"
 _NO_FACTS, _NO_SHARING = Facts(), Sharing()
@@ -106,6 +106,7 @@ def bind(
             optimizer_bytes=2 * element_bytes,
             update_bytes=7 * element_bytes,
         ),
+        remarks=_remarks(tasks, handles, facts),
     )
     return Bound(
         workload=workload,
@@ -116,6 +117,26 @@ def bind(
         sharing=sharing,
         styled=styled,
     )
+
+
+def _remarks(
+    tasks: Sequence[TracedTask], handles: Mapping[str, ModuleHandle], facts: Facts
+) -> tuple[ModuleRemark, ...]:
+    """Which modules are one layer or run on one device, and why."""
+    one_device = {name: "whole_batch=True" for name, handle in handles.items() if handle.whole_batch}
+    for task in tasks:
+        for call in task.recorded.calls:
+            if (task.name, call.name) in facts.coupled:
+                one_device.setdefault(call.handle.name, facts.coupled[task.name, call.name])
+    remarks = [
+        ModuleRemark(
+            module=name,
+            one_layer=handle.chain.reason if any(handle.module.children()) else "",
+            one_device=one_device.get(name, ""),
+        )
+        for name, handle in handles.items()
+    ]
+    return tuple(remark for remark in remarks if remark.one_layer or remark.one_device)
 
 
 def _kinds(handle: ModuleHandle) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from spindle.launch.activity import ON_STEP, recorder
 from spindle.run import Budget, Gathering, Losses, copied_to, limit_gpu_memory, on_device
 from spindle.train.agreement import compare, config_items, module_items
 from spindle.train.config import TrainConfig
@@ -144,12 +145,13 @@ class Loop:
         carries_losses = False  # the header in flight
         num_before = first - self._session.first_step  # steps of this fit that an earlier run did
         progress.training(num_before + steps)
+        recorder.begin(first)
         for number in range(steps):
             begin_s = time.perf_counter()
             step = self._next_step = first + number
             table = self._table(gathering, step)
             if carries_losses:
-                self._losses.report(losses_in(table, self._names))
+                self._report_losses(table)
             if is_stopped(table):
                 self._leave_out_read_ahead()
                 gathering, steps = self._start_header(self._no_batches, None), number
@@ -187,6 +189,8 @@ class Loop:
                 tokens=sum(header.tokens for header in trained),
                 idle=idle_in(table),
             )
+            recorder.step_done(step + 1)
+        recorder.pause()
         self._next_step = first + steps
         self._table(gathering, first + steps)
         self._report_unsent(unsent)
@@ -238,6 +242,7 @@ class Loop:
         saver, session, notify = self._session.saver, self._session, self._session.notifier(self._progress)
         assert saver is not None
         if is_ending or was_stopped:
+            recorder.pause()  # a disk may take its time
             saver.wait(notify)
         if step != saver.last_step:
             saver.save(
@@ -294,7 +299,11 @@ class Loop:
         while unsent:
             losses = unsent.popleft()()
             gathering = self._start_header(self._no_batches, losses)
-            self._losses.report(losses_in(self._table(gathering, self._losses.next_step), self._names))
+            self._report_losses(self._table(gathering, self._losses.next_step))
+
+    def _report_losses(self, table: Table) -> None:
+        with recorder.doing(ON_STEP):
+            self._losses.report(losses_in(table, self._names))
 
     @property
     def _no_batches(self) -> StepBatches:
@@ -318,6 +327,7 @@ class Loop:
     def _apply_change(self, headers: StepHeaders, batches: StepBatches) -> None:
         """Tasks end and join before a step whose batches are read: a task that joins has none yet."""
         assert self._requested is not None
+        recorder.pause()
         (config, loaders), self._requested = self._requested, None
         begin_s = time.perf_counter()
         items = self._call_items() | config_items(config)
@@ -393,6 +403,7 @@ class Loop:
             for task, header in row.items():
                 if session.variants.get(task, header.variant) is None:
                     if not is_new:
+                        recorder.pause()
                         session.gather_parameters(self._runtime)
                         is_new = True
                     batch = self._broadcast_batch(batches[number].get(task), header.reader)
@@ -471,6 +482,8 @@ class Loop:
                 )
             if run.checks_losses:
                 checked.update(variants)
+            if run.is_as_planned:
+                self._times.compare_compute(watch, run.executor.program, run.profile)
             if is_timed:
                 self._times.keep(step, watch, run.executor.program, run.profile)
             tasks = run.profile.graph.tasks

@@ -112,6 +112,7 @@ def step_graph(
         edges=tuple(edges),
         parameters=profile.graph.parameters,
         numerics=profile.graph.numerics,
+        remarks=profile.graph.remarks,
     )
     whole = replace(profile, graph=graph, curves=tuple(curves))
     reached_by = None if reached is None else {task: reached[variant] for task, variant in variants.items()}

@@ -8,9 +8,10 @@ dropout does not look like coupling. What a module gives in layers is compared w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from spindle.errors import WorkloadError
-from spindle.models import device_of, without_caches
-from spindle.run import Axes, cut, cut_leaf
+from spindle.models import ChainLayer, RandomWeights, device_of, without_caches
+from spindle.run import Axes, cut, cut_leaf, pytree_meta
 from spindle.train.index_checks import IndexChecks
 from spindle.train.record import RecordedCall, handles_of, parameter_names
 from spindle.train.trace import TracedTask, Visit, unchanged, walk
@@ -60,17 +61,6 @@ def probe(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> Facts:
         random_losses=frozenset(random_losses),
         reached=reached,
     )
-
-
-def facts_without_values(tasks: Sequence[TracedTask]) -> Facts:
-    """What follows from shapes alone, for modules without weights."""
-    coupled: dict[tuple[str, str], str] = {}
-    for task in tasks:
-        for call in task.recorded.calls:
-            if any(isinstance(module, _BatchNorm) and module.training for module in call.handle.module.modules()):
-                coupled[task.name, call.name] = "it normalises over its batch"
-        coupled.update(_coupled_by_shape(task))
-    return Facts(coupled=coupled)
 
 
 def _coupled_by_shape(task: TracedTask) -> Iterator[tuple[tuple[str, str], str]]:
@@ -258,3 +248,101 @@ def _drawing() -> Iterator[Any]:
 def _generators() -> list[torch.Tensor]:
     """The states of the generators that layers draw from."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
+
+
+# Without weights.
+
+_MAX_LAYER_BYTES = 1 << 30  # of the weights of one layer
+_MAX_FLOPS = 2e11  # of a layer on two samples, which is run five times
+
+
+def probe_without_weights(tasks: Sequence[TracedTask], batches: dict[str, Any]) -> tuple[Facts, dict[str, str]]:
+    """What `probe` finds, of modules whose weights are on `meta`: layers run one at a time on two rows, with random
+    weights that are dropped again; of layers that do the same, one. And which modules could not be run, and why."""
+    coupled: dict[tuple[str, str], str] = {}
+    unknown: dict[str, str] = {}
+    handles = handles_of([task.recorded for task in tasks])
+    with unchanged([handle.module for handle in handles.values()]), torch.no_grad():
+        torch.manual_seed(_SEED)
+        for task in tasks:
+            coupled.update(_coupled_by_shape(task))
+            if task.recorded.definition.batch_size > 1:
+                _probe_layers(task, batches[task.name], coupled, unknown)
+    for task in tasks:
+        for call in task.recorded.calls:
+            if any(isinstance(module, _BatchNorm) and module.training for module in call.handle.module.modules()):
+                coupled[task.name, call.name] = "it normalises over its batch"
+    known = {call.handle.name for task in tasks for call in task.recorded.calls if (task.name, call.name) in coupled}
+    return Facts(coupled=coupled), {name: reason for name, reason in unknown.items() if name not in known}
+
+
+def _probe_layers(task: TracedTask, batch: Any, coupled: dict[tuple[str, str], str], unknown: dict[str, str]) -> None:
+    """Fill in which calls of a task couple samples, and which modules could not be run."""
+    rows = task.recorded.definition.batch_size
+    pair = _different(_rows(batch, task.batch_axes, rows, [0, _other_row(batch, task.batch_axes, rows)]), task)
+    outputs: dict[str, Any] = {}
+    axes = {call: layers[-1].axes for call, layers in task.layers.items()}
+    for call in task.recorded.calls:
+        name = call.handle.name
+        if any(source not in outputs for source in call.sources):
+            unknown.setdefault(name, "what it takes is not known")
+            continue
+
+        def first_inputs(wanted: list[int], call: RecordedCall = call) -> Any:
+            sources = (_rows(outputs[source], axes[source], 2, wanted) for source in call.sources)
+            return call.arguments(_rows(pair, task.batch_axes, 2, wanted), *sources)
+
+        values: Any = None
+        seen: dict[Any, Any] = {}  # what layers gave, of those that do the same
+        for number, (layer, traced) in enumerate(zip(call.chain.layers, task.layers[call.name], strict=True)):
+            key = (layer.settings, repr(pytree_meta(values, 0))) if number and layer.settings else None
+            if key is not None and key in seen:
+                values = seen[key]
+                continue
+            num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in layer.parameters)
+            if num_bytes > _MAX_LAYER_BYTES or 2 * traced.forward_flops / rows > _MAX_FLOPS:
+                unknown.setdefault(name, f"a layer of it is too large to try here ({num_bytes / 2**30:.1f} GiB)")
+                break
+            inputs = first_inputs
+            if number:
+                inputs = partial(_inner_inputs, values, task.layers[call.name][number - 1].axes)
+            try:
+                with RandomWeights(call.handle.module, layer.parameters):
+                    values, reason = _tried_layer(layer, inputs, traced.axes)
+            except Exception as error:  # the user's code, on two rows
+                unknown.setdefault(name, f"it does not run on two samples here ({type(error).__name__})")
+                break
+            if reason:
+                coupled.setdefault((task.name, call.name), reason)
+            if key is not None:
+                seen[key] = values
+        else:
+            outputs[call.name] = values[0]
+
+
+def _inner_inputs(values: Any, axes: Axes, wanted: list[int]) -> Any:
+    return _rows(values, axes, 2, wanted), {}
+
+
+def _tried_layer(layer: ChainLayer, inputs: Callable[[list[int]], Any], axes: Axes) -> tuple[Any, str]:
+    """What a layer gives for two rows, and why they are coupled, if they are."""
+
+    def row(number: int, wanted: list[int]) -> Any:
+        """What one row gives among these. Random numbers are drawn alike each time."""
+        torch.manual_seed(_SEED)
+        args, kwargs = inputs(wanted)
+        return cut(layer.run(*args, **kwargs), axes, 2, number, number + 1)
+
+    versions = [buffer._version for buffer in layer.buffers]
+    args, kwargs = inputs([0, 1])
+    torch.manual_seed(_SEED)
+    with _drawing() as drawn:
+        both = layer.run(*args, **kwargs)
+    if versions != [buffer._version for buffer in layer.buffers]:
+        return both, "it keeps something of the samples it sees"
+    first, second = (cut(both, axes, 2, number, number + 1) for number in (0, 1))
+    if not (_alike(first, row(0, [0, 0])) and _alike(second, row(1, [1, 1]))):
+        return both, "its samples influence each other"
+    if not drawn() and not _alike(first, row(1, [1, 0])):
+        return both, "what it does with a sample depends on its place in the batch"
+    return both, ""

@@ -16,12 +16,14 @@ from spindle.graph import MetaGraph
 from spindle.plan import Plan
 from spindle.planners import make_plan
 from spindle.profile import Profile
-from spindle.program import Program
+from spindle.program import COMPUTE, Program
 from spindle.report import (
     StepComparison,
     columns_for,
     compare_step,
     draw_steps,
+    idle_causes,
+    idle_sentences,
     largest_differences,
     loss_table,
     loss_text,
@@ -108,6 +110,13 @@ class FitResult:
             alone_s = make_plan(self.profile, "sequential").makespan_s
             rows.append(("speedup", f"{alone_s / self.predicted.makespan_s:.2f} over one module at a time, predicted"))
         remarks = [] if comparison is None else largest_differences(comparison)
+        idle_lines: list[str] = []
+        if self.program.num_ranks > 1 and not self.oversubscribed:
+            causes = idle_causes(self.measured or self.predicted, self.program, self.profile, (COMPUTE,))
+            idle_lines = idle_sentences(causes, at_most=2 if max_tasks else 4)
+        if idle_lines:
+            max_tasks = max_tasks and 4  # all of it fits in 25 lines
+            remarks = [*remarks[: 1 if max_tasks else None], *idle_lines]
         if self.oversubscribed:
             remarks.append("There are more ranks than cores here, so more ranks do not make a step faster.")
         more = [] if comparison is None else ["print(full=True) shows both steps in time, by module and by wave."]

@@ -3,18 +3,54 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from spindle.launch.activity import recorder
+from spindle.plan import setting_of
 from spindle.profile import Profile
-from spindle.program import Program
+from spindle.program import Backward, Forward, Program
 from spindle.run import Watch, World, timeline_of
 from spindle.simulate import simulate
 from spindle.train.result import FitResult
 
 _NUM_TIMELINES = 9  # that are kept
+_SLOW_STEPS = 50  # whose median says how slow a rank is
 # Steps that are timed besides, so that idle time is known early.
 _EARLY_TIMED = frozenset(3 * 10**power for power in range(9))
+
+
+@dataclass(frozen=True, slots=True)
+class _PredictedCompute:
+    """The instructions of a program in which one rank computes and waits for no other, with their seconds by the
+    curves."""
+
+    program: Program
+    positions: frozenset[int]
+    time_s: float
+
+
+def _predicted_compute(program: Program, profile: Profile, rank: int) -> _PredictedCompute:
+    plan, graph, setting = program.plan, profile.graph, setting_of(program.plan, profile)
+    position = {op.name: number for number, op in enumerate(graph.metaops)}
+    slots, total_s = set(), 0.0
+    for number, slot in enumerate(plan.slots):
+        op = position[slot.op]
+        cost, curve = graph.metaops[op].cost, profile.curve(op, setting)
+        if rank not in slot.devices or curve.tensor_degree > 1 or (cost is not None and cost.meets):
+            continue
+        forward_s, backward_s = curve.times_s(len(slot.devices))
+        num_recomputed = slot.num_layers if setting.recompute[op] else slot.recomputed
+        total_s += (slot.num_layers + num_recomputed) * forward_s + slot.num_layers * backward_s
+        slots.add(number)
+    positions = [
+        number
+        for number, instruction in enumerate(program.instructions)
+        if isinstance(instruction, Forward | Backward) and instruction.slot in slots
+    ]
+    return _PredictedCompute(program, frozenset(positions), total_s)
 
 
 class StepTimes:
@@ -27,6 +63,8 @@ class StepTimes:
         self._timelines: list[tuple[Watch, Program, Profile]] = []
         self._watched: tuple[int, Watch] | None = None  # a timed step that a GPU may still be at
         self._sampled: frozenset[int] = frozenset()
+        self._predicted: _PredictedCompute | None = None  # of the last program
+        self._slowness: list[float] = []  # compute measured over predicted, step by step
         self.busy_share = math.nan  # of the last timed step, in which this rank computed
         self.changes_s: list[float] = []  # how long each change of the configuration took
 
@@ -48,6 +86,19 @@ class StepTimes:
         self._watched = (step, watch)
         if self._is_sampled:
             self._timelines.append((watch, program, profile))
+
+    def compare_compute(self, watch: Watch, program: Program, profile: Profile) -> None:
+        """Compare the compute of a step that has just run with its prediction, for whoever watches ranks. Not on a GPU,
+        where only some steps are timed."""
+        if self._world.device.type == "cuda":
+            return
+        if self._predicted is None or self._predicted.program is not program:
+            self._predicted = _predicted_compute(program, profile, self._world.rank)
+        if self._predicted.time_s > 0:
+            self._slowness.append(watch.busy_s(self._predicted.positions) / self._predicted.time_s)
+        if len(self._slowness) == _SLOW_STEPS:
+            recorder.slowness = statistics.median(self._slowness)
+            self._slowness.clear()
 
     def end_step(self, step_s: float, num_samples: int) -> float:
         self._step_s.append(step_s)

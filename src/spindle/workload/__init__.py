@@ -18,7 +18,17 @@ from spindle.workload.batches import (
     split_evenly,
 )
 from spindle.workload.file import read_workload, write_workload
-from spindle.workload.workload import Call, Layer, LayerCost, Module, Numerics, Parameter, Task, Workload
+from spindle.workload.workload import (
+    Call,
+    Layer,
+    LayerCost,
+    Module,
+    ModuleRemark,
+    Numerics,
+    Parameter,
+    Task,
+    Workload,
+)
 
 __all__ = [
     "FILLED",
@@ -31,6 +41,7 @@ __all__ = [
     "LayerCost",
     "Microbatch",
     "Module",
+    "ModuleRemark",
     "Numerics",
     "Packing",
     "Parameter",

@@ -12,17 +12,17 @@ Samples come from a file of one JSON object per line, or from a generator (`spin
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from spindle.artifact import from_json, read_text_file
+from spindle.artifact import from_json, json_value, read_text_file
 from spindle.errors import InputError, WorkloadError
 
 VISION, LANGUAGE, VIDEO = "vision", "language", "video"
-_MAX_IMAGES, _MAX_TOKENS = 10**6, 10**9  # of a sample in a file; more is surely a mistake
+# Of a sample in a file, and of all its samples; more is surely a mistake.
+_MAX_IMAGES, _MAX_TOKENS, _MAX_PIXELS, _MAX_TOTAL_TOKENS = 10**6, 10**9, 1 << 16, 10**10
 
 
 class SampleError(WorkloadError):
@@ -102,17 +102,25 @@ class Sample:
 def read_samples(path: Path) -> tuple[Sample, ...]:
     """Read the samples of a JSONL file, one per line; empty lines are skipped."""
     samples = []
+    num_tokens = 0
     for number, line in _lines(path):
         where = f"{path}, line {number}"
         try:
-            data = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            data = json_value(line)
+        except (ValueError, RecursionError, InputError) as error:
             raise InputError(f"{where}: not a JSON object on one line ({error})") from error
         sample = from_json(Sample, data, where)
         if sample.images > _MAX_IMAGES or sample.text_tokens > _MAX_TOKENS:
             raise InputError(
                 f"{where}: a sample has at most {_MAX_IMAGES:,} images and {_MAX_TOKENS:,} tokens of text, got "
                 f"{sample.images:,} and {sample.text_tokens:,}"
+            )
+        if any(max(clip.width, clip.height) > _MAX_PIXELS for clip in sample.clips):
+            raise InputError(f"{where}: a clip has at most {_MAX_PIXELS:,} pixels in each direction")
+        num_tokens += sample.text_tokens
+        if num_tokens > _MAX_TOTAL_TOKENS:
+            raise InputError(
+                f"{where}: up to here there are {num_tokens:,} tokens of text, expected up to {_MAX_TOTAL_TOKENS:,}"
             )
         samples.append(sample)
     if not samples:
@@ -210,12 +218,24 @@ def _cut(sample: Sample, packing: Packing) -> list[Sample]:
     """Split a sample into the fewest equal parts that each fit into a sequence."""
     length = sample.text_tokens + sample.images * packing.image_tokens
     count = max(-(-length // packing.max_tokens), -(-sample.images // packing.max_images))
-    while count > 1:
-        parts = list(zip(even_parts(sample.text_tokens, count), even_parts(sample.images, count)[::-1], strict=True))
-        if all(text + images * packing.image_tokens <= packing.max_tokens for text, images in parts):
-            return [Sample(text_tokens=text, images=images) for text, images in parts if text or images]
+    if count <= 1:
+        return [sample]
+    while not _fits_into(sample, count, packing):
         count += 1
-    return [sample]
+    parts = zip(even_parts(sample.text_tokens, count), even_parts(sample.images, count)[::-1], strict=True)
+    return [Sample(text_tokens=text, images=images) for text, images in parts if text or images]
+
+
+def _fits_into(sample: Sample, count: int, packing: Packing) -> bool:
+    """Whether the longest of `count` equal parts fits into a sequence.
+
+    The first parts have the longer texts and the last parts more images, so the longest is the first or the last.
+    """
+    text, num_longer_texts = divmod(sample.text_tokens, count)
+    images, num_more_images = divmod(sample.images, count)
+    first = text + (num_longer_texts > 0) + images * packing.image_tokens
+    last = text + (num_longer_texts + num_more_images > count) + (images + (num_more_images > 0)) * packing.image_tokens
+    return max(first, last) <= packing.max_tokens
 
 
 def pack_clips(samples: Iterable[Sample], packing: Packing = FILLED) -> tuple[Microbatch, ...]:

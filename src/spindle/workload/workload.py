@@ -8,7 +8,7 @@ layers use.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spindle.errors import WorkloadError
 
@@ -48,6 +48,16 @@ class Module:
     def __post_init__(self) -> None:
         if not self.layers:
             raise WorkloadError(f"module {self.name!r} has no layers; it needs at least one")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleRemark:
+    """Why a module is divided less than others, in words: why it is one layer, and why one device must see its whole
+    batch. No plan depends on it."""
+
+    module: str
+    one_layer: str = ""
+    one_device: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +155,7 @@ class Workload:
     tasks: tuple[Task, ...]
     numerics: Numerics = Numerics()
     tensor_degrees: tuple[tuple[str, int], ...] = ()  # by module, where the user gave them; planners choose the others
+    remarks: tuple[ModuleRemark, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if not self.tasks:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import namedtuple
 
 import numpy as np
-from numba import njit
 
+from spindle.jit import njit
 from spindle.planners.pipeline.gates import ADMISSION, NONE, SAFE, least_caps
 from spindle.planners.pipeline.interleave import interleave_passes, natural_priorities
 from spindle.planners.pipeline.memory import choices_of, choose_memory, fastest_choices

@@ -16,9 +16,9 @@ before any of them can turn around. It is here for golden values only. The other
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from spindle.errors import DoesNotFitError
+from spindle.jit import njit
 from spindle.planners.pipeline.segments import Column, Segments, footprints, serial_peaks
 
 NONE, HARD, ADMISSION, SAFE = 0, 1, 2, 3

@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
 from spindle.errors import InputError
+from spindle.jit import njit
 from spindle.planners.pipeline.gates import (
     ADMISSION,
     HARD,

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections import namedtuple
 
 import numpy as np
-from numba import njit
 
+from spindle.jit import njit
 from spindle.planners.pipeline.interleave import Schedule
 from spindle.planners.pipeline.retime import retime
 from spindle.planners.pipeline.segments import BACKWARD, FORWARD, WEIGHT, Column, Segments

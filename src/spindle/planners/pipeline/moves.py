@@ -6,8 +6,8 @@ The paper searches a tree (PipeWeaver §4.1); annealing alone is as good (experi
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from spindle.jit import njit
 from spindle.planners.anneal import DONE, STOP, random_below, random_share
 from spindle.planners.pipeline.evaluate import evaluate
 

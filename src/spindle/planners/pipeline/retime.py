@@ -7,9 +7,9 @@ whose backwards may be cut into input and weight passes.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from spindle.errors import PlanError
+from spindle.jit import njit
 from spindle.planners.pipeline.interleave import Schedule
 from spindle.planners.pipeline.segments import BACKWARD, FORWARD, INPUT, WEIGHT, Column, Segments, Table, table_of
 

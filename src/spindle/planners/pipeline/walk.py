@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numba import njit
 
+from spindle.jit import njit
 from spindle.planners.pipeline.segments import BACKWARD, FORWARD, INPUT, WEIGHT, Segments, Table
 
 Pass = tuple[int, int]  # pair, kind

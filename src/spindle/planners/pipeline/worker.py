@@ -56,6 +56,11 @@ def planned(job: Job, options: PlanOptions) -> Program:
     return program
 
 
+def natural_answer(job: Job) -> Answer:
+    """The natural order of a job alone."""
+    return next(answers(job, lambda: True))
+
+
 def answers(job: Job, is_awaited: Callable[[], bool]) -> Iterator[Answer]:
     """Answer with the natural order first, then with the best order, unless another job is waiting."""
     try:

@@ -1,0 +1,242 @@
+"""What a rank is doing, recorded for whoever watches it: the launcher, or under torchrun another rank.
+
+    main thread ──▶ Recorder ── every 5 s ──▶ Activity, in a file of the launcher, or in the store
+    activities of all ranks ──▶ HangDetector ──▶ ranks that hang, and where they are
+
+Ranks are watched while they train, from the end of their first step on; not while they trace, measure or plan, and not
+between fits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from spindle.launch import variables
+from spindle.launch.failure import is_users
+
+RECORD_S = 5.0  # between two records
+LIMIT_VARIABLE = "SPINDLE_HUNG_S"  # seconds without progress after which a rank hangs; 0: never
+LIMIT_S = 60.0
+_LONGEST_STEPS = 20  # no rank hangs before so many of the longest steps
+_USERS_CODE = 10  # times the limit: a callback of the user's may write, evaluate or sample for long
+_SLOW = 1.3  # times as long as predicted, relative to other ranks
+ON_STEP = "on_step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """What a rank was doing at its last record."""
+
+    num_records: int
+    num_events: int  # grows with everything that the main thread gets done
+    step: int | None  # the next one; None where the rank is not watched
+    longest_step_s: float
+    phase: str
+    waiting: str  # what it waits for others for; empty if it does not
+    where: str  # the line of the script that it runs
+    checkpoint_every: int | None = None  # steps
+    slowness: float | None = None  # compute measured over predicted, of the last steps
+    host: str = ""
+
+    def __post_init__(self) -> None:
+        """Validate the fields: records are read from files."""
+        for name in ("num_records", "num_events"):
+            if not isinstance(getattr(self, name), int):
+                raise ValueError(f"not a record of a rank's activity: {self!r}")
+        numbers = (self.longest_step_s, 0.0 if self.slowness is None else self.slowness)
+        if not all(isinstance(number, int | float) for number in numbers) or not isinstance(self.step, int | None):
+            raise ValueError(f"not a record of a rank's activity: {self!r}")
+
+
+class Recorder:
+    """What the main thread of this process is doing. Its attributes are set by the main thread alone."""
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.is_watched = False
+        self.phase = self.waiting = ""
+        self.checkpoint_every: int | None = None
+        self.slowness: float | None = None
+        self.num_events = 0
+        self._num_records = 0
+        self._longest_step_s = 0.0
+        self._last_s: float | None = None
+        self._thread: threading.Thread | None = None
+
+    def begin(self, step: int) -> None:
+        """Note that steps begin. The first is no measure of those that follow, and is not watched."""
+        self.step, self.is_watched, self._last_s, self._longest_step_s = step, True, None, 0.0
+
+    def step_done(self, step: int) -> None:
+        """Note that the steps before `step` are done."""
+        now_s = time.monotonic()
+        if self._last_s is not None:
+            self._longest_step_s = max(self._longest_step_s, now_s - self._last_s)
+        self._last_s, self.step, self.is_watched = now_s, step, True
+        self.num_events += 1
+
+    def pause(self) -> None:
+        """End the watch, until another step is done."""
+        self._last_s, self.is_watched = None, False
+
+    @contextmanager
+    def doing(self, phase: str) -> Iterator[None]:
+        """Name what runs inside."""
+        before, self.phase = self.phase, phase
+        self.num_events += 1
+        try:
+            yield
+        finally:
+            self.phase = before
+            self.num_events += 1
+
+    def activity(self) -> Activity:
+        self._num_records += 1
+        return Activity(
+            num_records=self._num_records,
+            num_events=self.num_events,
+            step=self.step if self.is_watched and not _is_debugged() else None,
+            longest_step_s=round(self._longest_step_s, 3),
+            phase=self.phase,
+            waiting=self.waiting,
+            where=_place_of_main_thread(),
+            checkpoint_every=self.checkpoint_every,
+            slowness=self.slowness,
+            host=socket.gethostname(),
+        )
+
+    def start(self) -> None:
+        """Record to the launcher's folder, if there is one. Idempotent."""
+        folder, rank = os.environ.get(variables.ACTIVITY), os.environ.get("RANK")
+        if folder is None or rank is None or self._thread is not None:
+            return
+        self._thread = threading.Thread(target=self._record, args=(Path(folder), rank), daemon=True)
+        self._thread.start()
+
+    def _record(self, folder: Path, rank: str) -> None:
+        while True:
+            with suppress(OSError):
+                partial = folder / f"{rank}.part"
+                partial.write_text(json.dumps(asdict(self.activity())))
+                os.replace(partial, folder / f"{rank}.json")
+            time.sleep(RECORD_S)
+
+
+recorder = Recorder()  # of this process, as `sys.modules` is
+
+
+def parse_activity(text: str) -> Activity | None:
+    """The record in a text; None if it is none: its writer may be failing."""
+    with suppress(ValueError, TypeError):
+        return Activity(**json.loads(text))
+    return None
+
+
+def read_activities(folder: Path, num_ranks: int) -> dict[int, Activity]:
+    """The last records of ranks that have any."""
+    activities = {}
+    for rank in range(num_ranks):
+        with suppress(OSError):
+            activity = parse_activity((folder / f"{rank}.json").read_text())
+            if activity is not None:
+                activities[rank] = activity
+    return activities
+
+
+def hung_limit_s() -> float:
+    """Seconds without progress after which a rank hangs, before longer steps are taken into account; 0: never."""
+    with suppress(ValueError):
+        return max(0.0, float(os.environ.get(LIMIT_VARIABLE, LIMIT_S)))
+    return LIMIT_S
+
+
+class HangDetector:
+    """Finds ranks that hang: no rank has made progress for long, and they do not wait for others.
+
+    Time is what the caller counts, not a clock, so that a job that is stopped and continued as a whole goes on.
+    """
+
+    def __init__(self, num_ranks: int, limit_s: float) -> None:
+        self._num_ranks, self._limit_s = num_ranks, limit_s
+        self._events: dict[int, int] = {}
+        self._records: dict[int, int] = {}
+        self._silent_s = 0.0
+        self._unrecorded_s: dict[int, float] = {}
+
+    def hung(self, activities: Mapping[int, Activity], elapsed_s: float) -> dict[int, str]:
+        """Ranks that hang, with what to say of each; `elapsed_s` is the time since the last call."""
+        for rank, activity in activities.items():
+            is_new = self._records.get(rank) != activity.num_records
+            self._records[rank] = activity.num_records
+            self._unrecorded_s[rank] = 0.0 if is_new else self._unrecorded_s.get(rank, 0.0) + elapsed_s
+        events = {rank: activity.num_events for rank, activity in activities.items()}
+        is_watched = len(activities) == self._num_ranks and all(
+            activity.step is not None and activity.longest_step_s for activity in activities.values()
+        )
+        if events != self._events or not is_watched or not self._limit_s:
+            self._events, self._silent_s = events, 0.0
+            return {}
+        self._silent_s += elapsed_s
+        longest_s = max(activity.longest_step_s for activity in activities.values())
+        limit_s = max(self._limit_s, _LONGEST_STEPS * longest_s)
+        mute = {rank for rank, silent_s in self._unrecorded_s.items() if silent_s > max(self._limit_s, 3 * RECORD_S)}
+        busy = {rank for rank, activity in activities.items() if not activity.waiting} | mute
+        if any(activities[rank].phase == ON_STEP for rank in busy):
+            limit_s *= _USERS_CODE
+        if self._silent_s < limit_s:
+            return {}
+        return {rank: self._text(activities[rank], rank in mute) for rank in sorted(busy or activities)}
+
+    def _text(self, activity: Activity, is_mute: bool) -> str:
+        silence = f"has made no progress for {self._silent_s:.0f} s, in step {activity.step}"
+        doing = ", ".join(filter(None, (activity.phase, activity.waiting, activity.where)))
+        mute = "; its threads do not run" if is_mute else ""
+        return f"{silence}{f' ({doing})' if doing else ''}{mute} ({LIMIT_VARIABLE} sets the limit)"
+
+
+class SlownessDetector:
+    """Finds ranks whose compute takes longer than predicted, more than that of the others does; each is told once."""
+
+    def __init__(self) -> None:
+        self._told: set[int] = set()
+
+    def notices(self, activities: Mapping[int, Activity]) -> list[str]:
+        slowness = {rank: activity.slowness for rank, activity in activities.items() if activity.slowness}
+        notices = []
+        for rank, own in slowness.items():
+            others = [number for another, number in slowness.items() if another != rank]
+            factor = own / statistics.median(others) if others else 1.0
+            if factor > _SLOW and rank not in self._told:
+                self._told.add(rank)
+                notices.append(
+                    f"rank {rank} on {activities[rank].host} computes {factor:.2f} times as long as predicted, "
+                    "relative to the other ranks"
+                )
+        return notices
+
+
+def _is_debugged() -> bool:
+    """Whether the main thread waits in a debugger of Python's."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_globals.get("__name__") != "bdb":
+        frame = frame.f_back
+    return frame is not None
+
+
+def _place_of_main_thread() -> str:
+    """The innermost line of the user's own code that the main thread runs; the innermost at all if there is none."""
+    frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and not is_users(frame.f_code):
+        frame = frame.f_back
+    frame = frame or innermost
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,0 +1,8 @@
+"""Environment variables through which a launcher talks to its ranks."""
+
+LAUNCHER = "SPINDLE_LAUNCHER"  # its pid
+PRELUDE = "SPINDLE_PRELUDE"  # `package.module:function` to call before the script
+REPORTS = "SPINDLE_REPORTS"  # the descriptor of the pipe for the report of a failure
+STORE = "SPINDLE_STORE"  # the file through which ranks find each other
+ACTIVITY = "SPINDLE_ACTIVITY"  # the folder in which ranks record what they are doing
+SECRET = "SPINDLE_SECRET"  # the key that signs what ranks send each other pickled; torchrun's users set it themselves
