@@ -253,9 +253,9 @@ class Loop:
                 self._data_positions(),
             )
         if is_ending:
-            saver.wait(notify)
+            is_saved = saver.wait(notify)
             name = "a signal" if self._signals is None or self._signals.first is None else self._signals.first.name
-            self._progress.note(f"stopped by {name} after {step} steps, which are saved")
+            self._progress.note(f"stopped by {name} after {step} steps, which are {'' if is_saved else 'not '}saved")
             raise SystemExit(128 + signal.SIGTERM)
 
     def _save_last(self, *, was_stopped: bool) -> None:

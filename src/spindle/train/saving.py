@@ -20,6 +20,7 @@ import torch
 from spindle.artifact import artifact_text
 from spindle.checkpoint import PLAN, PROFILE, SavedState, finish, partial_folder, prune, write_part, writers_of
 from spindle.errors import CheckpointError, TrainingError
+from spindle.launch.activity import recorder
 from spindle.plan import Plan
 from spindle.profile import Profile
 from spindle.program import Box, Sharding, Slice
@@ -54,6 +55,7 @@ class Saver:
         self._session, self._world, self._checkpoints = session, session.world, checkpoints
         self._planning = planning_text(planning)
         self._staging = Staging(self._world.device)
+        recorder.checkpoint_every = checkpoints.every
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._number = 0  # of checkpoints begun
         self._steps: dict[int, int] = {}  # their steps, by number
@@ -100,14 +102,16 @@ class Saver:
     def _writing_is_done(self) -> bool:
         return self._writing is not None and self._writing.done()
 
-    def wait(self, notify: Callable[[str], None]) -> None:
-        """Wait until the checkpoint that is being written is complete, on all ranks together."""
+    def wait(self, notify: Callable[[str], None]) -> bool:
+        """Wait until the checkpoint that is being written is over, on all ranks together. Returns whether it is
+        complete."""
         if self._number == 0:
-            return
-        while not self.advance(self._exchange(), notify):
+            return True
+        while not self.advance(written := self._exchange(), notify):
             for future in (self._writing, self._finishing):
                 if future is not None:
                     future.exception()  # waits
+        return written[0] > 0
 
     def _exchange(self) -> list[int]:
         if self._writing is not None:
@@ -156,17 +160,23 @@ class Saver:
         self._is_noted, self.is_requested, self._finishing = False, False, None
         if self._world.rank == 0:
             self._state = state_of(), session.runtime.planned.plan, session.profiled.profile
-        self._writing = self._thread.submit(self._write, step, boxes, copied, optimizer, data)
+        # Without the tensors themselves, whose memory a change of plan may free meanwhile.
+        described = [(written.name, written.shape, written.box, written.values.dtype) for written in boxes]
+        self._writing = self._thread.submit(self._write, step, described, copied, optimizer, data)
         self.pauses.append((len(copied.memory), time.perf_counter() - begin_s))
 
     def _write(
-        self, step: int, boxes: Sequence[_Written], copied: Copied, optimizer: OptimizerState, data: Mapping[str, Any]
+        self,
+        step: int,
+        boxes: Sequence[tuple[str, tuple[int, ...], Box, torch.dtype]],
+        copied: Copied,
+        optimizer: OptimizerState,
+        data: Mapping[str, Any],
     ) -> None:
         begin, described = 0, []
-        for written in boxes:
-            length = written.values.numel() * written.values.element_size()
-            dtype = str(written.values.dtype).removeprefix("torch.")
-            described.append((written.name, dtype, written.shape, written.box, begin, length))
+        for name, shape, box, dtype in boxes:
+            length = box.num_elements * dtype.itemsize
+            described.append((name, str(dtype).removeprefix("torch."), shape, box, begin, length))
             begin += length
         folder = partial_folder(self._folder, step)
         try:
@@ -186,15 +196,16 @@ class Saver:
         own = self._writing.exception() if self._writing is not None else None
 
         def finish_or_fail() -> None:
-            if own is not None or failed:
-                shutil.rmtree(partial_folder(self._folder, state.step), ignore_errors=True)
-                raise own or CheckpointError(f"rank {failed[0]} could not write its part")
             try:
+                if own is not None or failed:
+                    raise own or CheckpointError(f"rank {failed[0]} could not write its part")
                 artifacts = {PLAN: artifact_text("plan", plan), PROFILE: artifact_text("profile", profile)}
                 finish(self._folder, state, artifacts)
                 prune(self._folder, self._checkpoints.keep, self._needed_steps())
             except OSError as error:
                 raise CheckpointError(f"{error.filename or self._folder}: {error.strerror}") from error
+            finally:
+                shutil.rmtree(partial_folder(self._folder, state.step), ignore_errors=True)
 
         self._finishing = self._thread.submit(finish_or_fail)
 
