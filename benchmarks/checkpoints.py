@@ -24,7 +24,7 @@ import spindle
 from common import markdown, publish
 from encoder import Encoder, make_optimizer
 
-WINDOW, PAIRS = 50, 5
+WINDOW, PAIRS = 50, 3
 WIDTH, NUM_BLOCKS, LENGTH, BATCH = 512, 4, 8, 16
 COPIED_BYTES = 64 << 20
 

@@ -88,6 +88,7 @@ class Run:
     folder: str | None = None
     every: int | None = 4  # often enough apart for one to be written before the next
     keep: int | None = 2
+    memory_every: int | None = None
     planning: Mapping[str, Any] = field(default_factory=dict)
     loaders: tuple[str, ...] = ("dataset", "stacking", "collating", "stateful")
     signalled_at: int | None = None  # rank 1 gets SIGTERM when the losses of this step are known
@@ -139,7 +140,9 @@ def run(rank: int, num_ranks: int, options: Run) -> Ran:
         planning=spindle.Planning(**{"profile": internals.guessed_profile, **options.planning}),
         checkpoints=None
         if options.folder is None
-        else spindle.Checkpoints(options.folder, every=options.every, keep=options.keep),
+        else spindle.Checkpoints(
+            options.folder, every=options.every, keep=options.keep, memory_every=options.memory_every
+        ),
     )
 
     def on_step(step: int, losses: dict[str, float]) -> None:

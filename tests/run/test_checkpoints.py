@@ -344,3 +344,19 @@ def test_the_command_line_lists_checks_and_exports(saved, copy, tmp_path, capsys
     assert [(row["step"], row["complete"]) for row in listed] == [(3, False), (4, True)]
     assert run_cli(["export", str(copy), "--step", "3", "-o", str(target)]) == 2
     assert run_cli(["checkpoints", str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_the_newest_checkpoint_may_be_in_memory(tmp_path, monkeypatch):
+    """A launcher that may start ranks again has a folder for them; here it is an ordinary one."""
+    folder, memory = tmp_path / "runs", tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setenv("SPINDLE_MEMORY", str(memory))
+    whole = run(0, 1, Run(steps=7))
+    run(0, 1, Run(steps=6, folder=str(folder), every=None, memory_every=5))
+    assert [path.name for path in memory.glob("*/step-*")] == ["step-5"]
+    shutil.rmtree(folder / "step-6")  # as if the job had been killed before
+    resumed = run(0, 1, Run(steps=7, folder=str(folder), every=None, memory_every=5))
+    assert any("step-5: 5 steps of 7" in notice for notice in resumed.notices)
+    assert resumed.losses == whole.losses[5:]
+    assert same(resumed.state, whole.state)

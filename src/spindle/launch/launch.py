@@ -96,11 +96,14 @@ def launch(
         log_folder = _make_folder(logs or scratch / "logs")
         if logs is not None and not stack.enter_context(locked(log_folder)):
             raise InputError(f"{logs}: another launch that is running writes its logs here; give another folder")
+        environment = dict(environment or {})
+        if num_restarts:
+            environment[variables.MEMORY] = str(stack.enter_context(private_folder(in_memory=True)))
         restarts = Restarts(num_restarts, num_processes, least)
         while True:
             attempt = _Attempt(
                 command=[sys.executable, "-P", "-m", "spindle.launch.worker", str(script), *arguments],
-                environment=environment or {},
+                environment=environment,
                 restart_environment=restarts.environment(),
                 num_processes=restarts.num_processes,
                 share_gpu=share_gpu,

@@ -93,15 +93,19 @@ class Checkpoints:
     `folder` must be shared by all ranks. A checkpoint is saved after every `every` steps (None: only by
     `Trainer.save`), at the end of a fit, and on SIGTERM and SIGUSR1, after which the job ends. The newest `keep` stay
     (None: all).
+
+    Under `spindle launch --restarts`, the state is also saved after every `memory_every` steps in memory that outlives
+    ranks, not their host: a rank that is lost then costs at most so many steps.
     """
 
     folder: Path | str
     every: int | None = 500
     keep: int | None = 2
+    memory_every: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder))
-        for name in ("every", "keep"):
+        for name in ("every", "keep", "memory_every"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise TrainingError(f"spindle.Checkpoints({name}={value!r}): must be at least 1")

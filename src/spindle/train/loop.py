@@ -166,7 +166,7 @@ class Loop:
             if self._requested is not None:
                 self._apply_change(headers, batches)
             if is_saving:
-                self._save(step, is_ending=saves_in(table) == ENDING)
+                self._save(step, saves_in(table))
             current = batches
             if number + 1 < steps:
                 batches = self._read(step + 1)
@@ -230,17 +230,23 @@ class Loop:
         if saver is None:
             return False
         is_free, wanted = saver.advance(written_in(table), notify), saves_in(table)
-        if step == saver.last_step or not (wanted or saver.is_due(step)):
+        is_due = saver.is_due(step) or bool(wanted)
+        if step == saver.last_step or not (is_due or saver.is_due_in_memory(step)):
             return wanted == ENDING
-        if not is_free and wanted != ENDING:
+        if not is_free and (wanted == ENDING or saver.is_in_memory):
+            saver.wait(notify)
+            is_free = True
+        if not is_free:
             saver.is_requested = False
             self._progress.note(f"no checkpoint of step {step}: that of step {saver.last_step} is still being written")
-        return is_free or wanted == ENDING
+        return is_free
 
-    def _save(self, step: int, *, is_ending: bool = False, was_stopped: bool = False) -> None:
-        """Save the state before this step. `is_ending` ends the job, once it is written."""
+    def _save(self, step: int, wanted: int, *, was_stopped: bool = False) -> None:
+        """Save the state before this step: in memory, unless it falls due on disk or is `wanted`. ENDING ends the job,
+        once it is written."""
         saver, session, notify = self._session.saver, self._session, self._session.notifier(self._progress)
         assert saver is not None
+        is_ending = wanted == ENDING
         if is_ending or was_stopped:
             recorder.pause()  # a disk may take its time
             saver.wait(notify)
@@ -251,6 +257,8 @@ class Loop:
                     step, session.num_fits - 1, session.first_step, self.next_config, was_stopped=was_stopped
                 ),
                 self._data_positions(),
+                notify,
+                in_memory=not wanted and not saver.is_due(step),
             )
         if is_ending:
             is_saved = saver.wait(notify)
@@ -263,7 +271,7 @@ class Loop:
         saver, notify = self._session.saver, self._session.notifier(self._progress)
         if saver is not None:
             saver.wait(notify)
-            self._save(self._next_step, was_stopped=was_stopped)
+            self._save(self._next_step, REQUESTED, was_stopped=was_stopped)
             saver.wait(notify)
 
     def _data_positions(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from spindle.train.plain_json import from_plain
 from spindle.train.progress import Progress
 from spindle.train.record import handles_of, record_all
 from spindle.train.result import FitResult
-from spindle.train.saving import Saver, planning_text, whole_shape
+from spindle.train.saving import Saver, memory_folder, planning_text, whole_shape
 from spindle.train.session import TrainSession
 from spindle.train.task import ModuleHandle
 
@@ -137,12 +137,17 @@ def newest_checkpoint(checkpoints: Checkpoints, world: World, notify: Callable[[
     must call it, and each checks a share of the bytes."""
     folder = Path(checkpoints.folder)
     _check_folder(folder, world)
-    steps = world.broadcast_object(steps_in(folder) if world.rank == 0 else None)
+    memory = memory_folder(checkpoints)
+    if memory is not None and world.rank == 0:
+        memory.mkdir(exist_ok=True)
+        remove_unfinished(memory)
+    folders = [each for each in (memory, folder) if each is not None]
+    steps = sorted((step, number) for number, each in enumerate(folders) for step in steps_in(each))
     problems: list[str] = []
-    for step in reversed(steps):
+    for step, number in reversed(world.broadcast_object(steps)):
         problem, checkpoint = "", None
         try:
-            checkpoint = open_checkpoint(folder_of_step(folder, step))
+            checkpoint = open_checkpoint(folder_of_step(folders[number], step))
             checkpoint.check(world.rank, world.size)
         except (SpindleError, OSError) as error:
             problem = str(error)

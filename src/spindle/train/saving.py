@@ -7,8 +7,10 @@ communicates with other ranks. One checkpoint is written at a time.
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,7 +21,9 @@ import torch
 
 from spindle.artifact import artifact_text
 from spindle.checkpoint import PLAN, PROFILE, SavedState, finish, partial_folder, prune, write_part, writers_of
+from spindle.display import num_bytes as _text
 from spindle.errors import CheckpointError, TrainingError
+from spindle.launch import variables
 from spindle.launch.activity import recorder
 from spindle.plan import Plan
 from spindle.profile import Profile
@@ -34,6 +38,7 @@ from spindle.train.record import parameter_names
 from spindle.train.session import TrainSession
 
 REQUESTED, ENDING = 1, 2  # in the header: a checkpoint was asked for; the job is to end after one
+_ROOM = 1.5  # of a checkpoint's size, which memory must have free
 _STATE_SIZE = 3  # elements written for an element of a trained parameter: Adam's two moments, too
 
 
@@ -57,6 +62,9 @@ class Saver:
         self._staging = Staging(self._world.device)
         recorder.checkpoint_every = checkpoints.every
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.memory = memory_folder(checkpoints)
+        self._folder = Path(checkpoints.folder)  # of the last checkpoint
+        self._has_room = False  # in memory, as far as is known
         self._number = 0  # of checkpoints begun
         self._steps: dict[int, int] = {}  # their steps, by number
         self._writing: Future[None] | None = None
@@ -84,6 +92,16 @@ class Saver:
         """Whether a checkpoint after so many steps falls due by their number."""
         every = self._checkpoints.every
         return every is not None and step % every == 0 and step > self.last_step
+
+    def is_due_in_memory(self, step: int) -> bool:
+        """Whether one falls due that stays in memory."""
+        every = self._checkpoints.memory_every
+        return self.memory is not None and every is not None and step % every == 0 and step > self.last_step
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the last checkpoint stays in memory."""
+        return self._folder == self.memory
 
     def advance(self, written: Sequence[int], notify: Callable[[str], None]) -> bool:
         """Go on with the checkpoint that is being written, by what the ranks say of it. Returns whether it is over; all
@@ -130,7 +148,15 @@ class Saver:
 
     # What.
 
-    def save(self, step: int, state_of: Callable[[], SavedState], data: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        state_of: Callable[[], SavedState],
+        data: Mapping[str, Any],
+        notify: Callable[[str], None],
+        *,
+        in_memory: bool = False,
+    ) -> None:
         """Copy what this rank writes, and have it written. The last checkpoint must be over. `state_of` is called on
         rank 0; `data` are the positions of loaders that this rank reads."""
         begin_s = time.perf_counter()
@@ -140,6 +166,9 @@ class Saver:
         assert update is not None
         optimizer = update.state()
         boxes = sorted(self._boxes(optimizer), key=lambda written: -written.values.element_size())
+        if in_memory and not self._finds_room(boxes, notify):
+            return
+        self._folder = self.memory if in_memory and self.memory is not None else Path(self._checkpoints.folder)
         copied = self._staging.copy(
             [written.values for written in boxes],
             {position for position, written in enumerate(boxes) if written.is_buffer},
@@ -185,13 +214,25 @@ class Saver:
         except OSError as error:
             raise CheckpointError(f"{folder}: {error.strerror}") from error
 
-    @property
-    def _folder(self) -> Path:
-        return Path(self._checkpoints.folder)
+    def _finds_room(self, boxes: Sequence[_Written], notify: Callable[[str], None]) -> bool:
+        """Whether memory has room for checkpoints, as rank 0 finds it; else there are none from now on."""
+        if not self._has_room and self.memory is not None:
+            num_bytes = sum(written.values.numel() * written.values.element_size() for written in boxes)
+            free = shutil.disk_usage(self.memory.parent).free
+            rows = self._world.start_all_gather(torch.tensor([num_bytes, free], dtype=torch.float64)).wait()
+            needed, free = _ROOM * sum(float(row[0]) for row in rows), int(rows[0][1])
+            self._has_room = free >= needed
+            if not self._has_room:
+                self.memory = None
+                notify(
+                    f"no checkpoints in memory: they need {_text(needed)} there, and {_text(free)} are free; those on "
+                    "disk go on"
+                )
+        return self._has_room
 
     def _start_finishing(self, written: Sequence[int]) -> None:
         assert self._state is not None
-        state, plan, profile = self._state
+        folder, (state, plan, profile) = self._folder, self._state
         failed = [rank for rank, number in enumerate(written) if number < 0]
         own = self._writing.exception() if self._writing is not None else None
 
@@ -200,12 +241,12 @@ class Saver:
                 if own is not None or failed:
                     raise own or CheckpointError(f"rank {failed[0]} could not write its part")
                 artifacts = {PLAN: artifact_text("plan", plan), PROFILE: artifact_text("profile", profile)}
-                finish(self._folder, state, artifacts)
-                prune(self._folder, self._checkpoints.keep, self._needed_steps())
+                finish(folder, state, artifacts)
+                prune(folder, 1 if folder == self.memory else self._checkpoints.keep, self._needed_steps())
             except OSError as error:
-                raise CheckpointError(f"{error.filename or self._folder}: {error.strerror}") from error
+                raise CheckpointError(f"{error.filename or folder}: {error.strerror}") from error
             finally:
-                shutil.rmtree(partial_folder(self._folder, state.step), ignore_errors=True)
+                shutil.rmtree(partial_folder(folder, state.step), ignore_errors=True)
 
         self._finishing = self._thread.submit(finish_or_fail)
 
@@ -351,6 +392,14 @@ class Saver:
         for number, (name, tensor) in enumerate(saved.unloaded() if saved is not None else ()):
             if number % self._world.size == self._world.rank:
                 yield _whole(name, tensor())
+
+
+def memory_folder(checkpoints: Checkpoints) -> Path | None:
+    """Where checkpoints in memory are, if there are to be any and a launcher has a place for them."""
+    folder = os.environ.get(variables.MEMORY)
+    if folder is None or checkpoints.memory_every is None:
+        return None
+    return Path(folder) / f"checkpoints-{zlib.crc32(str(Path(checkpoints.folder).absolute()).encode())}"
 
 
 def _frozen(name: str) -> str:
