@@ -16,7 +16,7 @@ from torch import nn
 
 from backends import graphs_enabled, graphs_on_any_device, rank_device, to_device
 from comparison import Comparison
-from random_plans import plan_text_named
+from random_plans import contended, plan_text_named, random_lane_plan
 from spindle.cluster import cluster_named
 from spindle.graph import MetaGraph, metagraph_of
 from spindle.plan import Plan, check, parse_plan
@@ -27,7 +27,7 @@ from spindle.run import Executor, OpCode, World
 from spindle.run.pytrees import signature_of
 from spindle.train import Bound, bind, code_of, probe, trace_all, trace_broadcast
 from spindle.train.record import handles_of, record_all
-from spindle.train.task import Mean
+from spindle.train.task import Mean, TaskResult
 from workloads import handles_in, unique_parameters, workload_named
 from zoo import Workload
 
@@ -36,9 +36,10 @@ STEPS_WITH_REPLAY = 6  # one that checks losses, two launched one by one, one ca
 # One process, plain PyTorch.
 
 
-def loss_value(result: torch.Tensor | Mean) -> torch.Tensor:
+def loss_value(result: torch.Tensor | Mean | TaskResult) -> torch.Tensor:
     """The loss that a task's function stands for."""
-    return result.total / result.count if isinstance(result, Mean) else result
+    loss = result.loss if isinstance(result, TaskResult) else result
+    return loss.total / loss.count if isinstance(loss, Mean) else loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +135,9 @@ def _bind(name: str, workload: Workload, traced: Sequence[Any], facts: Any) -> T
 def plan_named(traced: TracedWorkload, name: str, num_ranks: int) -> tuple[Plan, Profile]:
     """The plan of a planner, made on rank 0, or a random one."""
     profile = traced.profile(num_ranks)
+    if name.startswith("plan ") and name.endswith("lanes"):
+        profile = contended(profile)
+        return random_lane_plan(profile, name), profile
     if name.startswith("plan "):
         return parse_plan(plan_text_named(profile, name), profile), profile
     return made_on_rank_0(num_ranks, lambda: make_plan(profile, name, PlanOptions(evaluations=1_000))), profile

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from spindle.profile import Profile
+from spindle.plan import Piece, Plan, assemble, parse_plan, setting_of
+from spindle.profile import Contention, Profile
+
+MAX_RANDOM_LANES = 4
 
 
 def random_plan_text(
@@ -80,3 +84,35 @@ def plan_text_named(profile: Profile, name: str, degrees: Mapping[str, int] | No
     recomputed_share = 1.0 if "recomputed" in options else None
     text = random_plan_text(profile, int(seed), degrees=degrees, recomputed_share=recomputed_share)
     return "# optimizer sharded\n" * ("sharded" in options) + text
+
+
+def contended(profile: Profile, by_module: Mapping[str, tuple[float, float]] | None = None) -> Profile:
+    """The profile with pressure and fill of each module, or of an op without one; without them, lanes hardly disturb
+    each other."""
+    curves = []
+    for op, choices in zip(profile.graph.metaops, profile.curves, strict=True):
+        shares = (by_module or {}).get(op.module or op.name, (0.0, 0.01))
+        contention = Contention(forward=shares, backward=shares)
+        curves.append(tuple(replace(curve, contention=(contention,) * len(curve.num_devices)) for curve in choices))
+    return replace(profile, curves=tuple(curves))
+
+
+def random_lane_plan(profile: Profile, name: str) -> Plan:
+    """The random plan `plan SEED lanes`, each slot as early as its lanes and data allow; modules that share weights
+    share a lane."""
+    seed = int(name.split()[1])
+    choose = random.Random(seed)
+    plan = parse_plan(random_plan_text(profile, seed, has_rounds=False), profile)
+    lane_of: dict[object, int] = {}
+    lanes = []
+    module_of = {op.name: op.module for op in profile.graph.metaops}
+    for slot in plan.slots:
+        family = profile.family_of(module_of[slot.op]) if module_of[slot.op] else slot.op
+        lanes.append(lane_of.setdefault(family, choose.randrange(MAX_RANDOM_LANES)))
+    number_of = {lane: number for number, lane in enumerate(sorted(set(lanes)))}
+    position = {op.name: number for number, op in enumerate(profile.graph.metaops)}
+    pieces = [
+        Piece(op=position[slot.op], num_layers=slot.num_layers, devices=slot.devices, lane=number_of[lane])
+        for slot, lane in zip(plan.slots, lanes, strict=True)
+    ]
+    return assemble(profile, setting_of(plan, profile), "random", pieces)

@@ -134,6 +134,7 @@ def run(rank: int, num_ranks: int, options: Run) -> Ran:
         optimizer=adamw,
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
         max_grad_norm=1.0,
+        ema=0.9,
         gradient_accumulation_steps=2,
         sampling_weights=dict.fromkeys(options.loaders, 1.0),
         tasks_per_step=max(1, len(options.loaders) - 1),
@@ -162,7 +163,9 @@ def run(rank: int, num_ranks: int, options: Run) -> Ran:
             losses = result.losses
         except SystemExit as exit_:
             exit_code = exit_.code
-    state = {} if exit_code else {name: value.clone() for name, value in trainer.state_dict().items()}
+    state: dict[str, torch.Tensor] = {}
+    for ema in () if exit_code else (False, True):
+        state |= {f"{name} {ema}": value.clone() for name, value in trainer.state_dict(ema=ema).items()}
     return Ran(
         losses=losses,
         state=state,

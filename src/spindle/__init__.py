@@ -4,10 +4,12 @@ What a training script uses:
 
 - `module(name, nn_module)` registers a module under a name that all tasks share.
 - `@task(batch_size=...)` makes a task of a function from a batch to its loss; `mean(total, count)` is a loss that ranks
-  sum before dividing.
+  sum before dividing, and `result(loss, accuracy=...)` a loss with metrics.
 - `Trainer(tasks, optimizer=...)` plans and trains them; `Planning(...)` says how, `Checkpoints(...)` where its
   state is saved. `Trainer.fit` returns a `FitResult`, `Trainer.train_state` a `TrainState`.
 - `hf.options(training_arguments)` takes what a script with `transformers.Trainer` has.
+- A `Callback` is told of plans, steps (`StepRecord`), evaluations (`EvaluationRecord`) and the end of fits.
+  `JSONLines`, `TensorBoard`, `WeightsAndBiases` and `MLflow` are callbacks that write.
 
 They need torch, which planning and simulating do not, so they are imported on first use. Errors that a user can cause
 are in `spindle.errors`. Everything else is private. `docs/interface.md` describes all of it on one page.
@@ -21,9 +23,44 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spindle import hf as hf
-    from spindle.train import Checkpoints, FitResult, Planning, Trainer, TrainState, mean, module, task
+    from spindle.train import (
+        Callback,
+        Checkpoints,
+        EvaluationRecord,
+        FitResult,
+        JSONLines,
+        MLflow,
+        Planning,
+        StepRecord,
+        TensorBoard,
+        Trainer,
+        TrainState,
+        WeightsAndBiases,
+        mean,
+        module,
+        result,
+        task,
+    )
 
-__all__ = ["Checkpoints", "FitResult", "Planning", "TrainState", "Trainer", "__version__", "mean", "module", "task"]
+__all__ = [
+    "Callback",
+    "Checkpoints",
+    "EvaluationRecord",
+    "FitResult",
+    "JSONLines",
+    "MLflow",
+    "Planning",
+    "StepRecord",
+    "TensorBoard",
+    "TrainState",
+    "Trainer",
+    "WeightsAndBiases",
+    "__version__",
+    "mean",
+    "module",
+    "result",
+    "task",
+]
 __version__ = "0.1.0"
 
 

@@ -51,6 +51,7 @@ def run_job(launcher: list[str] | None, fault: str, mark: Path) -> subprocess.Co
         [
             ("kill-transfer", r"error: rank 1 was killed by SIGKILL"),
             ("stop-backward", r"error: rank 1 was stopped \(SIGSTOP\) for 8 s\n"),
+            ("raise-callback", r"error: rank 1 failed: ArithmeticError: this layer is broken"),
         ],
         # In CI, other tests have these errors in one process or on processes that import torch once.
         ("loader", r"error: rank 1 failed: OSError: this file is broken"),

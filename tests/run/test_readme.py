@@ -41,6 +41,7 @@ PROGRAMS = (
     # Before block 1, which freezes a module.
     Program(page="README.md", block=2, continues=0, prints=r"Losses over 4 steps(.|\n)*by planner pipeline"),
     Program(page="README.md", block=1, continues=0, prints=r"\{'image_text': \d"),
+    Program(page="interface.md", block=0, prints=r"Losses over \d+ steps(.|\n)*metrics +classify/accuracy"),
     Program(page="README.md", block=3, prints=r"\d+ ms, bound \d+ ms\n"),
     Program(page="from_transformers.md", block=0, prints=r"Losses over 10 steps(.|\n)*predict"),
 )

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 import zoo  # noqa: E402
+from backends import on_gpu  # noqa: E402
 from comparison import assert_close  # noqa: E402
 from programs import Run, compare_steps  # noqa: E402
 from sweeps import alternating, chosen, spread  # noqa: E402
@@ -53,6 +54,14 @@ def test_random_legal_plans_give_the_numbers_of_one_process(pool, seed):
     num_ranks = 1 + (seed + plan) % 6
     chunk_bytes = SMALL_CHUNKS if plan else 64e6
     assert_same(pool.run(num_ranks, compare_steps, f"random {seed}", f"plan {seed + 100 * plan}", STEPS, chunk_bytes))
+
+
+# Without a GPU lanes are orders: here, those that come of running each slot as early as its lane allows.
+@pytest.mark.parametrize("seed", chosen([2, 5, 8], *[0, 1, 3, 4, 6, 7, *range(9, 20)]))
+def test_lanes_give_the_numbers_of_one_process(pool, seed):
+    num_ranks = 1 if on_gpu() else 1 + seed % 3
+    plan = f"plan {seed} lanes"
+    assert_same(pool.run(num_ranks, compare_steps, f"random {seed % NUM_RANDOM_WORKLOADS}", plan, STEPS))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from spindle.launch.activity import LIMIT_S, ON_STEP, Activity, HangDetector, SlownessDetector
+from spindle.launch.activity import LIMIT_S, LOADING, ON_STEP, Activity, HangDetector, SlownessDetector
 from spindle.launch.folders import PREFIX
 from spindle.launch.restart import Fault, Restarts
 from test_launch import PRELUDE, is_gone, launched, noted_pid, started, wait_until
@@ -234,6 +234,7 @@ def test_the_rank_that_others_wait_for_hangs_and_is_told_with_its_place():
     [
         ((activity(longest_step_s=10.0), activity()), 200),  # twenty of the longest steps
         ((activity(phase=ON_STEP), activity(waiting="exchanging headers")), 600),
+        ((activity(phase=LOADING), activity(waiting="exchanging headers")), 600),
         ((activity(step=None), activity()), 10_000),  # planning
         ((activity(longest_step_s=0.0), activity()), 10_000),  # the first step
         ((activity(),), 10_000),  # a rank that has not begun

@@ -109,6 +109,11 @@ def loader():
         yield {"x": torch.full((rows, 8), value + number)}
 
 
+class FailingCallback(spindle.Callback):
+    def on_step(self, record):
+        fail_in("callback")
+
+
 def failing(function, phase):
     def call(*arguments, **named):
         fail_in(phase)
@@ -139,6 +144,7 @@ if __name__ == "__main__":
         [fit],
         optimizer=lambda named: FailingSGD([parameter for _, parameter in named] or [torch.zeros(1)], lr=1e-4),
         planning=spindle.Planning(plan=plan, profile=guessed),
+        callbacks=[FailingCallback()],
         cuda_graphs=PHASE == "replay",  # a replay runs no Python in which something could go wrong
     )
     trainer.fit(

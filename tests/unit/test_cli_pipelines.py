@@ -6,7 +6,10 @@ import json
 
 import pytest
 
+from spindle.cli.compare import pipelines_estimate_s
+from spindle.cli.inputs import load_step
 from spindle.cli.main import run
+from spindle.cli.terminal import note_duration
 from spindle.recipes import MODELS
 
 QUICK = ("--microbatches", "2", "--evaluations", "5")
@@ -157,3 +160,18 @@ def test_what_the_times_leave_out_is_said(capsys, tmp_path, verb):
         again = tmp_path / "again.json"
         again.write_text(printed)
         answer(capsys, "simulate", "vlm-s", str(again), "--microbatches", "2")
+
+
+def test_long_work_says_how_long_before_it_starts(capsys):
+    for estimate_s in (19, 38, 170):
+        note_duration("tuning 7 planners", estimate_s)
+    assert capsys.readouterr().err.splitlines() == [
+        "note: tuning 7 planners: about 40 s on a free core",
+        "note: tuning 7 planners: about 3 minutes on a free core",
+    ]
+
+
+def test_the_paper_models_are_compared_in_about_a_minute():
+    for name, measured_s in {"vlm-s": 38, "vlm-l": 73, "t2v-s": 59}.items():
+        step = load_step(name, None, None)
+        assert 0.6 < pipelines_estimate_s(len(step.whole.graph.metaops), step.pipeline_ranks) / measured_s < 1.6

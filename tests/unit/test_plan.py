@@ -61,7 +61,7 @@ def test_a_plan_stays_legal_when_its_curves_are_measured_again():
     ("change", "message"),
     [
         ({"microbatch": 1}, "is of microbatch 0, its slot says 1"),
-        ({"lane": 1}, r"is on lane 1; devices have one lane each, 0\n(.*\n)*.*@0-2\|1 <<<"),
+        ({"lane": 1}, r"does not say how much they slow each other down; .*\n(.*\n)*.*@0-2\|1 <<<"),
     ],
 )
 def test_a_slot_of_another_microbatch_or_lane_is_refused(change, message):

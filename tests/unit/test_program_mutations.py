@@ -35,7 +35,7 @@ from spindle.program import (
     lower,
     verify,
 )
-from spindle.program.instructions import COMPUTE, LANES, SYNC, TRANSFER
+from spindle.program.instructions import COMPUTE, SYNC, TRANSFER
 from spindle.program.program import lane_from_pairs
 from test_pipeline_plans import batch
 
@@ -84,7 +84,7 @@ def without(program: Program, dropped: Callable[[Instruction], bool]) -> Program
     """The program without some instructions, on all ranks; the numbers of the others follow."""
     left = [number for number, instruction in enumerate(program.instructions) if not dropped(instruction)]
     number_of = {old: new for new, old in enumerate(left)}
-    for lane in range(len(LANES)):
+    for lane in range(len(program.lanes)):
         lists = [
             [number_of[number] for number in numbers if number in number_of] for numbers in lists_of(program, lane)
         ]

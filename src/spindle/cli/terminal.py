@@ -74,6 +74,16 @@ def note_compilation(is_pipeline: bool) -> None:
         notice("compiling loops, once after an install: about half a minute")
 
 
+_LONG_S = 20.0
+
+
+def note_duration(what: str, estimate_s: float) -> None:
+    """Say how long something takes before it begins, if that is long."""
+    if estimate_s >= _LONG_S:
+        minutes = f"{estimate_s / 60:.0f} minutes" if estimate_s >= 90 else f"{10 * round(estimate_s / 10)} s"
+        notice(f"{what}: about {minutes} on a free core")
+
+
 @contextmanager
 def progress_bar(text: str, total: float) -> Iterator[Callable[[float], None]]:
     """A progress bar on stderr; nothing where stderr is no terminal."""

@@ -28,9 +28,9 @@ RECORD_S = 5.0  # between two records
 LIMIT_VARIABLE = "SPINDLE_HUNG_S"  # seconds without progress after which a rank hangs; 0: never
 LIMIT_S = 60.0
 _LONGEST_STEPS = 20  # no rank hangs before so many of the longest steps
-_USERS_CODE = 10  # times the limit: a callback of the user's may write, evaluate or sample for long
+_USERS_CODE = 10  # times the limit: a callback may evaluate for long, and a loader wait for a file system
 _SLOW = 1.3  # times as long as predicted, relative to other ranks
-ON_STEP = "on_step"
+ON_STEP, LOADING = USERS_PHASES = ("on_step", "reading a batch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +191,7 @@ class HangDetector:
         limit_s = max(self._limit_s, _LONGEST_STEPS * longest_s)
         mute = {rank for rank, silent_s in self._unrecorded_s.items() if silent_s > max(self._limit_s, 3 * RECORD_S)}
         busy = {rank for rank, activity in activities.items() if not activity.waiting} | mute
-        if any(activities[rank].phase == ON_STEP for rank in busy):
+        if any(activities[rank].phase in USERS_PHASES for rank in busy):
             limit_s *= _USERS_CODE
         if self._silent_s < limit_s:
             return {}

@@ -8,7 +8,7 @@ from a cache. Equal work is timed once: the same block in five tasks, on inputs 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_leaves
 from spindle.errors import PeerLostError
 from spindle.graph import MetaGraph
 from spindle.measure.cache import Cache, Times
+from spindle.measure.contention import ALONE, NUM_COPIES, measure_contention
 from spindle.measure.rank_sync import RankSync
 from spindle.measure.timing import Work, time_passes
-from spindle.profile import LayerSamples
+from spindle.profile import Contention, LayerSamples
 from spindle.run import (
     Axes,
     LayerCode,
@@ -76,6 +77,7 @@ class LayerMeter:
         self._longest_s = 0.0
         self._rank_sync, self._cache = rank_sync, cache  # the first rank has the cache
         self._known: dict[tuple[tuple[str, str], ...], Times] = {}
+        self._contention: dict[tuple[tuple[str, str], ...], Contention] = {}
 
     def times(self, points: Sequence[_Point | Exception]) -> list[Times | Exception]:
         """The times of one layer at each point, or the error that prevented them."""
@@ -92,6 +94,16 @@ class LayerMeter:
                 results.append(known[number] or self._measure(point))
                 self._remember(point, results[-1])
         return results
+
+    def contention(self, copies: Sequence[_Point | Exception]) -> Contention:
+        """How much copies of a layer slow each other down; each kind of layer is measured once."""
+        points = [copy for copy in copies if isinstance(copy, _Point)]
+        if len(points) < len(copies):
+            return ALONE
+        key = _sorted(points[0].key)
+        if key not in self._contention:
+            self._contention[key] = measure_contention([point.work for point in points])
+        return self._contention[key]
 
     def _find(self, point: _Point | Exception) -> Times | None:
         if isinstance(point, Exception):
@@ -129,9 +141,11 @@ def measure_layers(
     meter: LayerMeter,
     *,
     graphs: bool = False,
+    lanes: bool = False,
     progress: Callable[[float], None] = lambda share: None,
 ) -> dict[str, LayerSamples]:
-    """Times of one layer of each op, by op name. Leaves no gradients behind."""
+    """Times of one layer of each op, by op name; with `lanes`, how much layers that share a device slow each other
+    down. Leaves no gradients behind."""
     sizes = [_sizes(graph, position, num_devices, device) for position in range(len(graph.metaops))]
     samples: dict[str, LayerSamples] = {}
     num_done = 0
@@ -146,11 +160,27 @@ def measure_layers(
                     graph.metaops[source].call: as_leaves(cut(nest, _axes(code[source]), op.batch_size, 0, rows))
                     for source, nest in op_inputs.items()
                 }
-                points.append(_point(code[position], kinds[position], batch, inputs, device, graphs))
-            samples[op.name] = _samples(op.task, op.name, sizes[position], meter.times(points))
+                points.append(_point(code[position], kinds[position], batch, inputs, device, graphs, num_devices > 1))
+            measured = _samples(op.task, op.name, sizes[position], meter.times(points))
+            if lanes:
+                copies = [
+                    _point(_rotated(code[position], number), kinds[position], batch, inputs, device, graphs, False)
+                    for number in range(NUM_COPIES)
+                ]
+                measured = replace(measured, contention=(meter.contention(copies),) * len(measured.rows))
+            samples[op.name] = measured
             num_done += len(points)
             progress(num_done / sum(map(len, sizes)))
     return {op.name: samples[op.name] for op in graph.metaops}
+
+
+def _rotated(code: OpCode, number: int) -> OpCode:
+    """An op that begins with other layers, all of which are equal: a copy with weights of its own, if there are enough
+    layers."""
+    if isinstance(code, LossCode):
+        return code
+    first = number * _MAX_LAYERS % len(code.layers)
+    return replace(code, layers=(*code.layers[first:], *code.layers[:first]))
 
 
 def _sizes(graph: MetaGraph, position: int, num_devices: int, device: torch.device) -> list[int]:
@@ -231,7 +261,13 @@ def _outputs(code: OpCode, inputs: Mapping[str | None, Any]) -> list[Any]:
 
 
 def _point(
-    code: OpCode, kind: Kind, batch: Any, inputs: Mapping[str | None, Any], device: torch.device, graphs: bool
+    code: OpCode,
+    kind: Kind,
+    batch: Any,
+    inputs: Mapping[str | None, Any],
+    device: torch.device,
+    graphs: bool,
+    copies_gradients: bool,
 ) -> _Point | Exception:
     """What to time for an op on this batch and these inputs; the key has all that the time depends on."""
     try:
@@ -242,7 +278,7 @@ def _point(
                 is_random = code.is_random
 
                 def run() -> Any:
-                    result = code.loss(batch, *_outputs(code, inputs))
+                    result, _ = code.run(batch, *_outputs(code, inputs))
                     return result[0] / result[1] if code.is_mean else result
 
             case LayersCode():
@@ -277,7 +313,7 @@ def _point(
         "buffers": _form(buffers),
         "layers timed": str(max(1, len(layers))),
         "random": str(is_random),
-        "graphed": str(is_graphed),
+        "graphed": f"{is_graphed}, gradients copied" if is_graphed and copies_gradients else str(is_graphed),
     }
     work = Work(
         run=run,
@@ -285,6 +321,7 @@ def _point(
         parameters=tuple(parameter for parameter in parameters if parameter.requires_grad),
         device=device,
         is_graphed=is_graphed,
+        copies_gradients=copies_gradients,
     )
     return _Point(key=key, work=work, num_layers=max(1, len(layers)))
 

@@ -48,6 +48,7 @@ def local_profile(
     progress: Callable[[float], None] = lambda share: None,
     notify: Callable[[str], None] = lambda text: None,
     graphs: bool = False,
+    lanes: int = 1,
     capture: ProfileCapture | None = None,
 ) -> Profile:
     """Measure layers, optimizer and links. A collective: every rank gets the same profile.
@@ -72,7 +73,17 @@ def local_profile(
             cache = Cache(_machine(world, rank_sync), notify, fresh=capture is not None and capture.fresh)
         meter = LayerMeter(rank_sync, cache)
         samples = measure_layers(
-            graph, code, kinds, batches, batch_axes, world.size, world.device, meter, graphs=graphs, progress=progress
+            graph,
+            code,
+            kinds,
+            batches,
+            batch_axes,
+            world.size,
+            world.device,
+            meter,
+            graphs=graphs,
+            lanes=lanes > 1 and world.size == 1 and world.device.type == "cuda",
+            progress=progress,
         )
         rates = _host_rates(world) if rank_sync.size == 1 else measure_rates(meter.longest, rank_sync)
         if world.device.type == "cuda":

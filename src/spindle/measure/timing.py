@@ -1,7 +1,7 @@
 """Time a forward and a backward pass: medians after a warm-up, by CUDA events on a GPU.
 
-On a GPU the two passes may run as CUDA graphs, as slots do in a step. Then the copy of each parameter's gradient to its
-buffer is part of the backward pass, as in a step.
+On a GPU the two passes may run as CUDA graphs, as slots do in a step. Where gradients are reduced over ranks, the copy
+of each parameter's gradient to its buffer is part of the backward pass then, as in a step.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ _LAUNCH_REPEATS = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Something to time: `run()` is a forward pass; its backward computes gradients of leaves and parameters."""
+    """Something to time: `run()` is a forward pass; its backward computes gradients of leaves and parameters, which it
+    copies to buffers where it is told to."""
 
     run: Callable[[], Any]
     leaves: tuple[torch.Tensor, ...]
     parameters: tuple[nn.Parameter, ...]
     device: torch.device
     is_graphed: bool = False
+    copies_gradients: bool = True
 
 
 def time_passes(work: Work, rank_sync: RankSync, num_busy: int | None = None) -> Times | Exception:
@@ -101,7 +103,7 @@ def warmed(work: Work) -> Passes:
     if not work.is_graphed:
         return passes
     try:
-        graphed = _Graphed(passes, stream)
+        graphed = Graphed(passes, stream)
         graphed.forward()
         graphed.backward()
         return graphed
@@ -121,7 +123,7 @@ class _Eager:
         self.forward()
         # Not zeros: a GPU that multiplies zeros draws less power and runs faster.
         self.gradients = [torch.randn_like(output) for output in self.outputs]
-        if self.work.is_graphed:
+        if self.work.is_graphed and self.work.copies_gradients:
             self.buffers = [torch.empty_like(parameter) for parameter in self.work.parameters]
         self.backward()
 
@@ -139,7 +141,7 @@ class _Eager:
                 buffer.copy_(gradient)
 
 
-class _Graphed:
+class Graphed:
     def __init__(self, passes: _Eager, stream: torch.cuda.Stream) -> None:
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle()
@@ -162,7 +164,7 @@ class _Graphed:
             self._backward.replay()
 
 
-Passes = _Eager | _Graphed
+Passes = _Eager | Graphed
 
 
 def medians(passes: Passes, num_repeats: int, device: torch.device) -> tuple[float, float]:

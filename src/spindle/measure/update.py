@@ -12,7 +12,10 @@ from spindle.measure.timing import median_s
 from spindle.run import compute_stream
 
 _REPEATS, _REPEATS_ON_GPU = 3, 15
-_MAX_ELEMENTS, _MAX_ELEMENTS_ON_GPU = 1 << 24, 1 << 27  # enough to measure, few enough to copy
+_MAX_ELEMENTS = 1 << 24  # enough to measure, few enough to copy
+# On a GPU as many as a quarter of the free memory holds, with float32 states: with fewer, launches take longer than
+# kernels, and whole steps are predicted too long.
+_GPU_SHARE, _BYTES_PER_ELEMENT = 0.25, 16
 
 
 def measure_update(
@@ -29,10 +32,15 @@ def measure_update(
         return None
     device = next(iter(trained.values())).device
     is_cuda = device.type == "cuda"
+    max_elements = _MAX_ELEMENTS
+    if is_cuda:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        free_bytes = min(free_bytes, int(total_bytes * torch.cuda.get_per_process_memory_fraction(device)))
+        max_elements = max(_MAX_ELEMENTS, int(_GPU_SHARE * free_bytes) // _BYTES_PER_ELEMENT)
     copies: list[tuple[str, nn.Parameter]] = []
     elements = 0
     for name, parameter in trained.items():
-        if not copies or elements + parameter.numel() <= (_MAX_ELEMENTS_ON_GPU if is_cuda else _MAX_ELEMENTS):
+        if not copies or elements + parameter.numel() <= max_elements:
             copy = nn.Parameter(parameter.detach().clone())
             copy.grad = torch.randn_like(copy)
             copies.append((name, copy))

@@ -1,7 +1,7 @@
 """What is a plan, is this one legal? The Plan, how pieces become one, its check and its text form."""
 
 from spindle.plan.assemble import Piece, assemble, assemble_passes, relaxed, slots_per_op
-from spindle.plan.check import check
+from spindle.plan.check import MAX_LANES, check
 from spindle.plan.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Pass, Plan, Slot, read_plan, setting_of, write_plan
 from spindle.plan.text import PASS_LETTERS, format_devices, format_plan, parse_plan
 from spindle.plan.times import FOLDED, Span, forward_spans, pass_s, slot_links, spans
@@ -11,6 +11,7 @@ __all__ = [
     "FOLDED",
     "FORWARD",
     "INPUT",
+    "MAX_LANES",
     "PASS_LETTERS",
     "WEIGHT",
     "Pass",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from spindle.graph import MetaGraph
-from spindle.plan.plan import FORWARD, Pass, Plan, Slot
+from spindle.plan.plan import FORWARD, DeviceLane, Pass, Plan, Slot
 from spindle.plan.times import Key, pass_spans
 from spindle.profile import Profile, Setting
 
@@ -38,8 +38,8 @@ def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[
     graph = profile.graph
     next_layer = [0] * len(graph.metaops)
     op_end = [0.0] * len(graph.metaops)
-    device_end: dict[int, float] = {}
-    device_slot: dict[int, int] = {}
+    lane_end: dict[DeviceLane, float] = {}
+    lane_slot: dict[DeviceLane, int] = {}
     last_slot = [-1] * len(graph.metaops)
     slots: list[Slot] = []
     starts_s: list[float] = []  # in folded time
@@ -47,30 +47,32 @@ def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[
         layer_s = profile.curve(piece.op, setting).layer_s(len(piece.devices), setting.recompute[piece.op])
         first = next_layer[piece.op]
         next_layer[piece.op] = last = first + piece.num_layers
+        lanes = [(device, piece.lane) for device in piece.devices]
         before = last_slot[piece.op]
         continues = (
             before >= 0
             and slots[before].devices == piece.devices
+            and slots[before].lane == piece.lane
             and slots[before].round == piece.round
             and piece.not_before_s <= op_end[piece.op]
             and piece.wave in (None, slots[before].wave)
-            and all(device_slot[device] == before for device in piece.devices)
+            and all(lane_slot[lane] == before for lane in lanes)
         )
         if continues:
             end_s = starts_s[before] + (last - slots[before].first) * layer_s
             slots[before] = replace(slots[before], last=last)
         else:
             producers = [op_end[piece.op]] if first else [op_end[producer] for producer in graph.predecessors[piece.op]]
-            ready_s = max([0.0, *(device_end.get(device, 0.0) for device in piece.devices), *producers])
+            ready_s = max([0.0, *(lane_end.get(lane, 0.0) for lane in lanes), *producers])
             is_held = piece.not_before_s > ready_s
             starts_s.append(piece.not_before_s if is_held else ready_s)
             end_s = starts_s[-1] + piece.num_layers * layer_s
             last_slot[piece.op] = len(slots)
             slots.append(_slot(piece, graph, first, not_before_s=piece.not_before_s if is_held else 0.0))
         op_end[piece.op] = end_s
-        for device in piece.devices:
-            device_end[device] = end_s
-            device_slot[device] = last_slot[piece.op]
+        for lane in lanes:
+            lane_end[lane] = end_s
+            lane_slot[lane] = last_slot[piece.op]
     by_start = sorted(range(len(slots)), key=lambda number: starts_s[number])
     ordered = label_waves(profile, [slots[number] for number in by_start])
     return _plan(profile, setting, planner, ordered, max(op_end), seed)
@@ -147,12 +149,12 @@ def _plan(profile: Profile, setting: Setting, planner: str, slots: Sequence[Slot
 
 
 def label_waves(profile: Profile, slots: Sequence[Slot]) -> list[Slot]:
-    """Label slots that have no wave, in start order: a slot opens a new wave when its devices or its data are in the
+    """Label slots that have no wave, in start order: a slot opens a new wave when its lanes or its data are in the
     current one."""
     graph = profile.graph
     position = {op.name: index for index, op in enumerate(graph.metaops)}
     wave = 0
-    devices: set[int] = set()
+    lanes: set[DeviceLane] = set()
     ops: set[int] = set()
     labelled = []
     for slot in slots:
@@ -160,9 +162,9 @@ def label_waves(profile: Profile, slots: Sequence[Slot]) -> list[Slot]:
         if slot.wave >= 0:
             labelled.append(slot)
             continue
-        if not devices.isdisjoint(slot.devices) or op in ops or not ops.isdisjoint(graph.predecessors[op]):
-            wave, devices, ops = wave + 1, set(), set()
-        devices.update(slot.devices)
+        if not lanes.isdisjoint(slot.lanes) or op in ops or not ops.isdisjoint(graph.predecessors[op]):
+            wave, lanes, ops = wave + 1, set(), set()
+        lanes.update(slot.lanes)
         ops.add(op)
         labelled.append(replace(slot, wave=wave))
     return labelled
@@ -183,7 +185,7 @@ def relaxed(plan: Plan, profile: Profile, setting: Setting) -> Plan:
     """The plan without barriers: the same slots in the same order, each as early as data and devices allow."""
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
     pieces = [
-        Piece(op=position[slot.op], num_layers=slot.num_layers, devices=slot.devices, round=slot.round)
+        Piece(op=position[slot.op], num_layers=slot.num_layers, devices=slot.devices, round=slot.round, lane=slot.lane)
         for slot in plan.slots
     ]
     return assemble(profile, setting, plan.planner, pieces, plan.seed)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 
 from spindle.errors import PlanError
-from spindle.plan.plan import FORWARD, WEIGHT, Plan, Slot, setting_of
+from spindle.plan.plan import FORWARD, WEIGHT, DeviceLane, Plan, Slot, setting_of
 from spindle.plan.text import marked
 from spindle.plan.times import pass_needs, pass_s, refuse_other_slots, slot_links
 from spindle.profile import Profile, bytes_text, saved_bytes
 
+MAX_LANES = 8  # compute streams of a device
 _TOLERANCE = 1e-9  # other versions may add the same times in another order
 
 
@@ -29,6 +30,7 @@ def check(plan: Plan, profile: Profile) -> None:
         _allocations,
         _memory,
         _rounds,
+        _lanes,
         _order,
         _host,
         _waves,
@@ -72,8 +74,6 @@ def _ops_and_layers(plan: Plan, profile: Profile) -> None:
         if slot.microbatch != microbatch_of[slot.op]:
             expected = microbatch_of[slot.op]
             raise _refuse(plan, slot, f"{slot.op} is of microbatch {expected}, its slot says {slot.microbatch}")
-        if slot.lane:
-            raise _refuse(plan, slot, f"{slot.op} is on lane {slot.lane}; devices have one lane each, 0")
         next_layer[slot.op] = slot.last
     for op in profile.graph.metaops:
         if next_layer[op.name] != op.num_layers:
@@ -223,6 +223,51 @@ def _rounds(plan: Plan, profile: Profile) -> None:
             raise PlanError(f"{first} in round {op_round[first]} feeds {second} in round {op_round[second]}")
 
 
+def _lanes(plan: Plan, profile: Profile) -> None:
+    """Lanes are numbered without gaps, slots that train the same parameters on a device share a lane, and
+    lanes that run at the same time need a profile that says how much they slow each other down."""
+    if all(slot.lane == 0 for slot in plan.slots):
+        return
+    if plan.num_lanes > MAX_LANES:
+        slot = max(plan.slots, key=lambda slot: slot.lane)
+        raise _refuse(plan, slot, f"{slot.op} is on lane {slot.lane}; a device has lanes 0 to {MAX_LANES - 1}")
+    if plan.passes:
+        raise PlanError("this plan lists its passes and has several lanes; pipelines have one lane on each device")
+    graph = profile.graph
+    position = {op.name: index for index, op in enumerate(graph.metaops)}
+    first_with: dict[tuple[int, int], Slot] = {}  # by device and parameter
+    for slot in plan.slots:
+        op = position[slot.op]
+        if slot.lane < 0:
+            raise _refuse(plan, slot, f"{slot.op} is on lane {slot.lane}; lanes are numbered from 0")
+        if not profile.curve(op, setting_of(plan, profile)).contention:
+            raise _refuse(
+                plan,
+                slot,
+                f"{slot.op} shares a device with other lanes, and the profile does not say how much they slow each "
+                "other down; measure it on this machine, or plan with lanes=1",
+            )
+        trained = {
+            parameter
+            for layer in graph.metaops[op].parameters[slot.first : slot.last]
+            for parameter in layer
+            if graph.parameters[parameter].trainable
+        }
+        for device in slot.devices:
+            for parameter in trained:
+                sibling = first_with.setdefault((device, parameter), slot)
+                if sibling.lane != slot.lane:
+                    raise _refuse(
+                        plan,
+                        slot,
+                        f"{slot.op} is on lane {slot.lane} and {sibling.op} on lane {sibling.lane} of device {device}; "
+                        f"both train {graph.parameters[parameter].name}, so they need one lane",
+                    )
+    lanes = {slot.lane for slot in plan.slots}
+    if lanes != set(range(len(lanes))):
+        raise PlanError(f"this plan has lanes {sorted(lanes)}, expected numbers from 0 without gaps")
+
+
 def _order(plan: Plan, profile: Profile) -> None:
     """Every pass comes after the passes it depends on."""
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
@@ -244,20 +289,21 @@ def _order(plan: Plan, profile: Profile) -> None:
 
 
 def _waves(plan: Plan, profile: Profile) -> None:
-    """A device appears at most once in a wave, waves follow start order, and data flows to later waves."""
+    """A lane of a device appears at most once in a wave, waves follow start order, and data flows to later waves."""
     graph = profile.graph
     position = {op.name: index for index, op in enumerate(graph.metaops)}
     wave_of_op: dict[int, int] = {}
-    used: dict[int, int] = {}
+    used: dict[DeviceLane, int] = {}
     wave = 0
     for slot in plan.slots:
         if slot.wave < wave:
             raise _refuse(plan, slot, f"wave numbers must not decrease; wave {wave} came before")
         wave = slot.wave
-        for device in slot.devices:
-            if used.get(device) == slot.wave:
-                raise _refuse(plan, slot, f"device {device} is used twice")
-            used[device] = slot.wave
+        for device, lane in slot.lanes:
+            if used.get((device, lane)) == slot.wave:
+                where = f"lane {lane} of device {device}" if lane else f"device {device}"
+                raise _refuse(plan, slot, f"{where} is used twice")
+            used[device, lane] = slot.wave
         op = position[slot.op]
         sources = [op] if slot.first else list(graph.predecessors[op])
         for source in sources:

@@ -13,15 +13,18 @@ from spindle.profile import Profile, Setting
 
 FORWARD, BACKWARD, INPUT, WEIGHT = PASS_KINDS = ("forward", "backward", "input", "weight")
 
+DeviceLane = tuple[int, int]  # a device, and one of its compute streams
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
     """Layers `[first, last)` of one op on these devices, forward and backward.
 
     The i-th device, or the i-th group of as many as the module's tensor degree, works on the i-th share of the batch.
-    `microbatch` is that of the op; `lane` is for slots that share a device. The first `recomputed` layers run again in
-    backward instead of keeping activations; those of the next `offloaded` wait on the host. `not_before_s` is a start
-    in folded time later than data and devices ask for: the barriers of planner `paper`, for which no rank waits.
+    `microbatch` is that of the op; slots on different lanes (compute streams) of a device run at the same time. The
+    first `recomputed` layers run again in backward instead of keeping activations; those of the next `offloaded` wait
+    on the host. `not_before_s` is a start in folded time later than data and devices ask for: the barriers of planner
+    `paper`, for which no rank waits.
     """
 
     op: str
@@ -39,6 +42,11 @@ class Slot:
     @property
     def num_layers(self) -> int:
         return self.last - self.first
+
+    @property
+    def lanes(self) -> tuple[DeviceLane, ...]:
+        """The lane that this slot takes on each of its devices."""
+        return tuple((device, self.lane) for device in self.devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +100,13 @@ class Plan:
         return 1 + max(slot.round for slot in self.slots)
 
     @property
+    def num_lanes(self) -> int:
+        """Compute lanes of the device that has most."""
+        return 1 + max(slot.lane for slot in self.slots)
+
+    @property
     def order(self) -> tuple[Pass, ...]:
-        """All passes; each device runs its own in this order."""
+        """All passes; each lane of a device runs its own in this order."""
         if self.passes:
             return self.passes
         order: list[Pass] = []

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from spindle.errors import PlanError, ProfileError
 from spindle.graph import MetaGraph
-from spindle.plan.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Plan, Slot, setting_of
+from spindle.plan.plan import BACKWARD, FORWARD, INPUT, WEIGHT, DeviceLane, Plan, Slot, setting_of
 from spindle.profile import Curve, Profile, Setting
 
 Key = tuple[int, str]  # a slot and a kind of pass
@@ -27,7 +27,7 @@ class Span:
 
 
 def spans(plan: Plan, profile: Profile) -> tuple[Span, ...]:
-    """Every pass of a plan in its order, each as early as its data and its devices allow.
+    """Every pass of a plan in its order, each as early as its data and the lanes of its devices allow.
 
     Mirrored plans are in folded time, which counts forward and backward together: a span for each slot.
     """
@@ -47,15 +47,15 @@ def forward_spans(plan: Plan, profile: Profile) -> tuple[Span, ...]:
 
 def _folded_spans(slots: Sequence[Slot], ops: Sequence[int], profile: Profile, setting: Setting) -> tuple[Span, ...]:
     op_end: dict[int, float] = {}
-    device_end: dict[int, float] = {}
+    lane_end: dict[DeviceLane, float] = {}
     timed: list[Span] = []
     for number, (slot, op) in enumerate(zip(slots, ops, strict=True)):
         producers = [op] if slot.first else profile.graph.predecessors[op]
         ready_s = [op_end.get(producer, 0.0) for producer in producers]
-        start_s = max([slot.not_before_s, *ready_s, *(device_end.get(device, 0.0) for device in slot.devices)])
+        start_s = max([slot.not_before_s, *ready_s, *(lane_end.get(lane, 0.0) for lane in slot.lanes)])
         layer_s = profile.curve(op, setting).layer_s(len(slot.devices), setting.recompute[op])
         op_end[op] = end_s = start_s + slot.num_layers * layer_s
-        device_end.update(dict.fromkeys(slot.devices, end_s))
+        lane_end.update(dict.fromkeys(slot.lanes, end_s))
         timed.append(Span(slot=number, kind=FOLDED, start_s=start_s, end_s=end_s))
     return tuple(timed)
 
@@ -67,7 +67,7 @@ def pass_spans(
     refuse_other_slots((number for number, _ in order), len(slots))
     needs = pass_needs(order, slot_links(ops, profile.graph))
     ends: dict[Key, float] = {}
-    device_end: dict[int, float] = defaultdict(float)
+    lane_end: dict[DeviceLane, float] = defaultdict(float)
     timed: list[Span] = []
     for key in order:
         number, kind = key
@@ -75,12 +75,10 @@ def pass_spans(
         if late:
             raise PlanError(f"the {kind} of slot {number} stands before the {late[0][1]} of slot {late[0][0]}")
         slot, op = slots[number], ops[number]
-        start_s = max(
-            [*(ends[need] for need in needs[key]), *(device_end[device] for device in slot.devices)], default=0.0
-        )
+        start_s = max([*(ends[need] for need in needs[key]), *(lane_end[lane] for lane in slot.lanes)], default=0.0)
         end_s = start_s + pass_s(slot, kind, profile.curve(op, setting), setting.recompute[op])
         ends[key] = end_s
-        device_end.update(dict.fromkeys(slot.devices, end_s))
+        lane_end.update(dict.fromkeys(slot.lanes, end_s))
         timed.append(Span(slot=number, kind=kind, start_s=start_s, end_s=end_s))
     return tuple(timed)
 

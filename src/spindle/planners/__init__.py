@@ -21,6 +21,7 @@ from spindle.planners.bounds import (
 from spindle.planners.build import Scheduler, plan_with
 from spindle.planners.compiled import needs_compiling
 from spindle.planners.exhaustive import schedule_exhaustive
+from spindle.planners.lanes import with_lanes
 from spindle.planners.options import Chain, Layout, PlanOptions, Progress
 from spindle.planners.paper import paper_waves, schedule_paper
 from spindle.planners.pipeline.baselines import BASELINES, baseline_layouts, plan_baseline
@@ -135,4 +136,5 @@ def make_plan(
     """Make a plan with the named planner: simulated, checked and verified, with its bound."""
     if planner not in PLANNERS:
         raise InputError(f"no planner is called {planner!r}; there are {', '.join(PLANNERS)}")
-    return PLANNERS[planner].plan(profile, options, progress)
+    plan = PLANNERS[planner].plan(profile, options, progress)
+    return with_lanes(plan, profile, options.lanes, seed=options.seed)

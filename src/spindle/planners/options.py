@@ -72,7 +72,8 @@ class PlanOptions:
     is simulated to be faster, or memory asks for it, unless `shard_optimizer` says. Pipelines have `pipeline_ranks`
     stages, as many as the devices allow unless given, and place chunks as in the best of `layouts`, which were chosen
     on another batch, or as is best for this one. Where their microbatches could be split in other ways than the profile
-    has them, `bound_s` is the bound over all of these.
+    has them, `bound_s` is the bound over all of these. Up to `lanes` slots share a device at the same time, where the
+    profile says how much they slow each other down; pipelines have one lane.
     """
 
     seed: int = 0
@@ -82,3 +83,4 @@ class PlanOptions:
     pipeline_ranks: int | None = None
     layouts: tuple[Layout, ...] = ()
     bound_s: float | None = None
+    lanes: int = 1

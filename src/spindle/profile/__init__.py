@@ -2,7 +2,7 @@
 
 from spindle.profile.abstract import abstract_profile, read_abstract_graph
 from spindle.profile.communication import all_reduce_s, collective_latency_s, ring_bytes
-from spindle.profile.curve import Curve
+from spindle.profile.curve import Contention, Curve
 from spindle.profile.efficiency import EFFICIENCIES_KIND, AttentionTable, Efficiencies, GemmColumn, MemoryTable
 from spindle.profile.file import fitting, read_profile, write_profile
 from spindle.profile.host import HostOverhead
@@ -19,6 +19,7 @@ __all__ = [
     "Attention",
     "AttentionTable",
     "Collective",
+    "Contention",
     "Curve",
     "Efficiencies",
     "Gemm",

@@ -14,13 +14,34 @@ from spindle.workload import LayerCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Contention:
+    """How a layer shares a device with what runs on its other lanes: for each pass, pressure and fill.
+
+    *Pressure* is the slowdown minus one of a copy that runs beside it. *Fill* is the time of several copies at once
+    over the time of as many one after another: 1 for a layer that fills the device alone. While passes run together,
+    each is slowed by the larger of 1 plus the pressure of the others, and the sum of all fills.
+    """
+
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+
+    def __post_init__(self) -> None:
+        for pressure, fill in (self.forward, self.backward):
+            if not (0 <= pressure <= 16 and 0 < fill <= 16):
+                raise ProfileError(
+                    f"pressure is between 0 and 16 and fill between 0 and 16, got {pressure:g} and {fill:g}"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
     """Forward and backward seconds of one layer over its whole batch, for each allowed number of devices.
 
     A number that is not listed is not allowed: a curve neither interpolates nor extrapolates. `weight_s` is the part of
     `backward_s` that computes weight gradients and may run later; empty if it is not known. `launch_s` is the host time
     to launch the forward and the backward kernels of one layer, for any batch size; zero for layers that run as CUDA
-    graphs, and where it was not measured.
+    graphs, and where it was not measured. `contention`, for each number of devices, is needed by plans with lanes;
+    empty where it was not measured.
     """
 
     num_devices: tuple[int, ...]
@@ -29,6 +50,7 @@ class Curve:
     tensor_degree: int = 1
     weight_s: tuple[float, ...] = ()
     launch_s: tuple[float, float] = (0.0, 0.0)
+    contention: tuple[Contention, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.num_devices:
@@ -46,6 +68,8 @@ class Curve:
         times = np.asarray(self.forward_s + self.backward_s + self.launch_s)
         if not (np.isfinite(times).all() and (times >= 0).all()):
             raise ProfileError("times must be finite and not negative")
+        if self.contention and len(self.contention) != len(self.num_devices):
+            raise ProfileError("a curve needs one contention for each number of devices, or none")
         if self.weight_s:
             if len(self.weight_s) != len(self.backward_s):
                 raise ProfileError("a curve needs one weight_s for each number of devices, or none")
@@ -71,6 +95,11 @@ class Curve:
         self.times_s(num_devices)
         return self.weight_s[bisect_left(self.num_devices, num_devices)] if self.weight_s else None
 
+    def contention_on(self, num_devices: int) -> Contention:
+        """How a layer shares each of exactly this many devices; it must have been measured."""
+        self.times_s(num_devices)
+        return self.contention[bisect_left(self.num_devices, num_devices)]
+
     def layer_s(self, num_devices: int, recompute: bool = False) -> float:
         """Forward and backward seconds together; recomputation adds a second forward."""
         forward_s, backward_s = self.times_s(num_devices)
@@ -94,6 +123,7 @@ class Curve:
             forward_s=self.forward_s[:count],
             backward_s=self.backward_s[:count],
             weight_s=self.weight_s[:count],
+            contention=self.contention[:count],
         )
 
     def scaled(self, factor: float) -> Curve:

@@ -15,7 +15,7 @@ from spindle.cluster import Cluster
 from spindle.errors import ProfileError
 from spindle.graph import MetaGraph
 from spindle.profile.communication import tensor_group_s
-from spindle.profile.curve import Curve, tensor_degrees
+from spindle.profile.curve import Contention, Curve, tensor_degrees
 from spindle.profile.profile import Profile
 from spindle.workload import LayerCost
 
@@ -27,18 +27,22 @@ TENSOR_LEAVES_OUT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSamples:
-    """Measured seconds of one layer at several numbers of rows on one device; `launch_s` as in `Curve`."""
+    """Measured seconds of one layer at several numbers of rows on one device; `launch_s` and `contention` as in
+    `Curve`."""
 
     rows: tuple[int, ...]
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     launch_s: tuple[float, float] = (0.0, 0.0)
+    contention: tuple[Contention, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.rows or any(b <= a for a, b in zip(self.rows, self.rows[1:], strict=False)) or self.rows[0] < 1:
             raise ProfileError(f"measured rows must be increasing and at least 1, got {list(self.rows)}")
         if not len(self.rows) == len(self.forward_s) == len(self.backward_s):
             raise ProfileError("expected one forward and one backward time for each number of rows")
+        if self.contention and len(self.contention) != len(self.rows):
+            raise ProfileError("expected one contention for each number of rows, or none")
 
     def at(self, rows: int) -> tuple[float, float]:
         """Forward and backward seconds for this many rows, interpolated."""
@@ -70,7 +74,17 @@ def curve_from_samples(samples: LayerSamples, batch_size: int, max_devices: int)
             f"measured: {samples.rows[0]} to {samples.rows[-1]}"
         )
     counts, forward_s, backward_s = zip(*points, strict=True)
-    return Curve(num_devices=counts, forward_s=forward_s, backward_s=backward_s, launch_s=samples.launch_s)
+    contention: tuple[Contention, ...] = ()
+    if samples.contention:
+        shares = [-(-batch_size // count) for count in counts]
+        contention = tuple(samples.contention[bisect_left(samples.rows, share)] for share in shares)
+    return Curve(
+        num_devices=counts,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        launch_s=samples.launch_s,
+        contention=contention,
+    )
 
 
 def tensor_curve(

@@ -1,9 +1,8 @@
 """Programs: the instructions of every rank, lowering from a plan, and `verify`. Knows ranks, not torch."""
 
-from spindle.program.instances import Instances, cut_by, instances_of
+from spindle.program.instances import Instances, cut_by, instances_of, needed_pairs
 from spindle.program.instructions import (
     COMPUTE,
-    LANES,
     SYNC,
     TRANSFER,
     Backward,
@@ -13,14 +12,16 @@ from spindle.program.instructions import (
     Instruction,
     OptimizerStep,
     SyncGradients,
+    are_compute,
     code,
+    lane_name,
 )
 from spindle.program.launch_order import launch_order, launches_collectives
 from spindle.program.lower import lower
 from spindle.program.memory import Memory, counts_bytes, refuse_overfull
 from spindle.program.moves import Move, StateSharding, moves_between, moving_s, state_sharding
 from spindle.program.posted import posted_peaks
-from spindle.program.program import Bucket, Column, Flows, Lane, Link, Program, SlotShape
+from spindle.program.program import NUM_LANES, Bucket, Column, Flows, Lane, Link, Program, SlotShape
 from spindle.program.sharding import (
     Box,
     Piece,
@@ -40,7 +41,7 @@ from spindle.program.verify import describe_deadlock, verify
 
 __all__ = [
     "COMPUTE",
-    "LANES",
+    "NUM_LANES",
     "SYNC",
     "TRANSFER",
     "Backward",
@@ -66,6 +67,7 @@ __all__ = [
     "StateSharding",
     "SyncGradients",
     "Transfer",
+    "are_compute",
     "code",
     "counts_bytes",
     "cut_by",
@@ -74,12 +76,14 @@ __all__ = [
     "format_program",
     "instances_of",
     "keep_unused",
+    "lane_name",
     "launch_order",
     "launches_collectives",
     "lower",
     "main_replicas",
     "moves_between",
     "moving_s",
+    "needed_pairs",
     "numbers_by_dtype",
     "optimizer_sharding",
     "parse_program",

@@ -17,9 +17,6 @@ import numpy as np
 
 from spindle.errors import ProgramError
 from spindle.program.instructions import (
-    COMPUTE,
-    SYNC,
-    TRANSFER,
     Backward,
     Exchange,
     Forward,
@@ -27,6 +24,7 @@ from spindle.program.instructions import (
     OptimizerStep,
     SyncGradients,
     code,
+    lane_name,
 )
 from spindle.program.program import Column, Program
 
@@ -85,7 +83,7 @@ def instances_of(program: Program) -> Instances:
     if (where >= 0).sum() < len(instruction):
         repeated = np.flatnonzero(where[instruction, rank] != np.arange(len(instruction)))[0]
         name = code(program.instructions[instruction[repeated]])
-        raise ProgramError(f"rank {rank[repeated]} runs {name} twice on its {_LANE_NAMES[lane_number[repeated]]} lane")
+        raise ProgramError(f"rank {rank[repeated]} runs {name} twice on its {lane_name(lane_number[repeated])} lane")
 
     sources, targets = _needs(program, where)
     # On a lane, each instance waits for the one before it on the same rank.
@@ -111,9 +109,6 @@ def instances_of(program: Program) -> Instances:
         members=members,
         rendezvous_instruction=owners,
     )
-
-
-_LANE_NAMES = {COMPUTE: "compute", TRANSFER: "transfer", SYNC: "sync"}
 
 
 def cut_by(key: Column, value: Column, num_keys: int) -> tuple[Column, Column]:

@@ -1,18 +1,42 @@
 """The instructions of a program, one class per kind.
 
 An instruction is stored once, and appears in the lists of all ranks that take part in it; what differs between ranks
-(rows, peers) is looked up in the program. Each rank has three lanes that run concurrently, each in its own order:
-compute, transfer, and sync.
+(rows, peers) is looked up in the program. Each rank has lanes that run concurrently, each in its own order: compute,
+transfer, sync, and further compute lanes where a plan runs several slots on a device at the same time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spindle.plan import BACKWARD, INPUT, PASS_LETTERS, WEIGHT
+import numpy as np
+from numpy.typing import NDArray
+
+from spindle.plan import BACKWARD, INPUT, PASS_LETTERS, WEIGHT, Plan
 
 COMPUTE, TRANSFER, SYNC = range(3)
-LANES = ("compute", "transfer", "sync")
+_LANES = ("compute", "transfer", "sync")
+
+
+def compute_lane(lane: int) -> int:
+    """The number in a program of a slot's lane on its device."""
+    return COMPUTE if lane == 0 else SYNC + lane
+
+
+def is_compute(lane: int) -> bool:
+    """Whether a lane of a program, by number, runs slots."""
+    return lane == COMPUTE or lane > SYNC
+
+
+def are_compute(lanes: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """`is_compute` of each lane."""
+    computes: NDArray[np.bool_] = (lanes == COMPUTE) | (lanes > SYNC)
+    return computes
+
+
+def lane_name(lane: int) -> str:
+    """What a lane of a program is called: compute, transfer, sync, compute1, compute2."""
+    return _LANES[lane] if lane < len(_LANES) else f"compute{lane - SYNC}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +117,12 @@ def code(instruction: Instruction) -> str:
             return "U"
 
 
-def lane_of(instruction: Instruction) -> int:
+def lane_of(instruction: Instruction, plan: Plan) -> int:
+    """The lane of a program that an instruction stands on."""
     match instruction:
-        case Forward() | Backward() | OptimizerStep():
+        case Forward(slot=slot) | Backward(slot=slot):
+            return compute_lane(plan.slots[slot].lane)
+        case OptimizerStep():
             return COMPUTE
         case Exchange():
             return TRANSFER

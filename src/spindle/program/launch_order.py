@@ -20,7 +20,7 @@ import numpy as np
 from spindle.errors import ProgramError
 from spindle.plan import FORWARD
 from spindle.program.instances import needed_pairs
-from spindle.program.instructions import COMPUTE, Backward, Forward, Instruction, code, lane_of
+from spindle.program.instructions import Backward, Forward, Instruction, OptimizerStep, code
 from spindle.program.program import Column, Program
 
 Key = tuple[int, ...]
@@ -84,7 +84,7 @@ def _keys(program: Program) -> list[Key]:
                 keys.append((1, place[slot, FORWARD]))
             case Backward(slot=slot, first=first, part=part):
                 keys.append((1, place[slot, part], -first))
-            case _ if lane_of(instruction) == COMPUTE:
+            case OptimizerStep():
                 keys.append((2,))
             case _:
                 keys.append((0,))

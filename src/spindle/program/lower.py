@@ -26,6 +26,7 @@ from spindle.program.instructions import (
     Instruction,
     OptimizerStep,
     SyncGradients,
+    compute_lane,
 )
 from spindle.program.program import Bucket, Column, Flows, Lane, Link, Program, SlotShape, lane_from_pairs
 from spindle.program.row_flows import bytes_per_row, flows_between, placement_key, share_bounds
@@ -83,15 +84,16 @@ def lower(
         instructions += [GatherParameters(bucket=number) for number in range(len(buckets))]
     instructions.append(OptimizerStep())
 
-    compute: Order = [
-        (number, shapes[pass_.slot].ranks) for pass_ in plan.order for number in numbers[pass_.slot, pass_.kind]
-    ]
-    transfer = _transfer_order(plan, links, link_base, clock)
+    orders: dict[int, Order] = {compute_lane(lane): [] for lane in range(plan.num_lanes)}
+    for pass_ in plan.order:
+        lane = compute_lane(plan.slots[pass_.slot].lane)
+        orders[lane] += [(number, shapes[pass_.slot].ranks) for number in numbers[pass_.slot, pass_.kind]]
+    orders[TRANSFER] = _transfer_order(plan, links, link_base, clock)
     if profile.graph.parameters:
         # Also on ranks whose parameters no microbatch of this step uses: schedulers and norms are those of all ranks.
         everywhere = [*(shape.ranks for shape in shapes), *(bucket.ranks for bucket in buckets)]
         everywhere += [np.asarray(ranks) for ranks in owning_ranks.values()]
-        compute.append((len(instructions) - 1, np.unique(np.concatenate(everywhere))))
+        orders[COMPUTE].append((len(instructions) - 1, np.unique(np.concatenate(everywhere))))
     sync: Order = []
     if plan.shard_optimizer:
         # First what the step needs first. One order for all ranks, here as below.
@@ -99,14 +101,12 @@ def lower(
         order = sorted(range(len(buckets)), key=lambda number: (uses[number], number))
         sync += [(gather_base + number, buckets[number].ranks) for number in order]
     sync += [(bucket_base + number, bucket.ranks) for number, bucket in enumerate(buckets)]
+    orders[SYNC] = sync
     return Program(
         plan=plan,
         num_ranks=profile.cluster.num_devices,
         instructions=tuple(instructions),
-        lanes=tuple(
-            _lane(profile.cluster.num_devices, order)
-            for _, order in sorted({COMPUTE: compute, TRANSFER: transfer, SYNC: sync}.items())
-        ),
+        lanes=tuple(_lane(profile.cluster.num_devices, order) for _, order in sorted(orders.items())),
         slots=shapes,
         links=tuple(links),
         buckets=buckets,

@@ -7,7 +7,7 @@ import numpy as np
 from spindle.errors import DoesNotFitError
 from spindle.profile import Profile, backward_bytes, bytes_text, saved_bytes, state_bytes
 from spindle.program.instances import Instances
-from spindle.program.instructions import COMPUTE, Backward, Exchange, Forward
+from spindle.program.instructions import Backward, Exchange, Forward, are_compute
 from spindle.program.program import Column, Program
 
 
@@ -82,9 +82,17 @@ class Memory:
         return starts[instances.instruction, instances.rank], ends[instances.instruction, instances.rank]
 
     def peaks_in_order(self, instances: Instances) -> Column:
-        """The peak memory of each rank if inputs arrived just in time: a lower bound for any timing."""
+        """The peak memory of each rank if inputs arrived just in time: with one compute lane a lower bound for any
+        timing. With several, each lane is at its peak at the same time: no timing of these lanes needs more."""
+        peaks = self.static_bytes.copy()
+        for lane in np.unique(instances.lane[are_compute(instances.lane)]):
+            peaks += self._peaks_of_lane(instances, lane)
+        return peaks
+
+    def _peaks_of_lane(self, instances: Instances, lane: int) -> Column:
+        """By rank: the peak of what the instructions of one compute lane allocate."""
         at_start, at_end = self.changes(instances)
-        computes = np.flatnonzero(instances.lane == COMPUTE)
+        computes = np.flatnonzero(instances.lane == lane)
         rank, instruction = instances.rank[computes], instances.instruction[computes]
         slot_of = np.array(
             [instruction.slot if isinstance(instruction, Forward) else -1 for instruction in self.program.instructions]
@@ -92,8 +100,8 @@ class Memory:
         slot = slot_of[instruction]
         inputs = np.where(slot >= 0, self.received[slot, rank], 0)
         live = np.cumsum(np.stack([at_start[computes] + inputs, at_end[computes]], axis=1).ravel())
-        peaks = self.static_bytes.copy()
-        # The compute lane is one rank after another, so the running sum has to be cut by rank.
+        peaks = np.zeros_like(self.static_bytes)
+        # A lane is one rank after another, so the running sum has to be cut by rank.
         first = np.searchsorted(rank, np.arange(self.program.num_ranks))
         present = np.flatnonzero(np.bincount(rank, minlength=self.program.num_ranks))
         if len(present):
@@ -126,10 +134,9 @@ def _passing_gradients(program: Program, profile: Profile, unshared: set[int]) -
     instruction and rank: gradients of parameters that no other rank holds, which have no place in a reduction
     buffer."""
     graph, gradient_bytes = profile.graph, dict[tuple[int, int], int]()
-    compute = program.lanes[COMPUTE]
     for rank in range(program.num_ranks):
         seen: set[int] = set()
-        for number in compute.of_rank(rank).tolist():
+        for number in program.compute_of_rank(rank):
             instruction = program.instructions[number]
             if not isinstance(instruction, Backward):
                 continue

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spindle.plan import Plan
-from spindle.program.instructions import Instruction
+from spindle.plan import FORWARD, Plan
+from spindle.program.instructions import SYNC, Backward, Forward, Instruction, is_compute
 
 Column = NDArray[np.int64]
+
+NUM_LANES = SYNC + 1  # of a program whose devices run one slot at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,35 @@ class Program:
     buckets: tuple[Bucket, ...]
     # By parameter: ranks that hold it from step to step, whether or not their slots use it.
     owning_ranks: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    def compute_of_rank(self, rank: int) -> list[int]:
+        """Instruction numbers of all compute lanes of a rank, in the order of the plan: that in which a host launches
+        them."""
+        numbers = [
+            number
+            for lane, columns in enumerate(self.lanes)
+            if is_compute(lane)
+            for number in columns.of_rank(rank).tolist()
+        ]
+        if len(self.lanes) == NUM_LANES:
+            return numbers
+        places = self.places
+        return sorted(numbers, key=lambda number: (places[number], number))
+
+    @property
+    def places(self) -> Column:
+        """By instruction: the place of its pass in the order of the plan; the last for all but forward and backward."""
+        place = {(pass_.slot, pass_.kind): number for number, pass_ in enumerate(self.plan.order)}
+        places = np.full(len(self.instructions), len(place))
+        for number, instruction in enumerate(self.instructions):
+            match instruction:
+                case Forward(slot=slot):
+                    places[number] = place[slot, FORWARD]
+                case Backward(slot=slot, part=part):
+                    places[number] = place[slot, part]
+                case _:
+                    pass
+        return places
 
     @property
     def num_instructions(self) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from spindle.errors import ProgramError
 from spindle.plan import format_devices, format_plan, parse_plan
 from spindle.profile import Profile
-from spindle.program.instructions import LANES, code
+from spindle.program.instructions import code, lane_name
 from spindle.program.lower import lower
 from spindle.program.program import Program, lane_from_pairs
 
@@ -24,7 +24,8 @@ from spindle.program.program import Program, lane_from_pairs
 def format_program(program: Program, profile: Profile) -> str:
     lines = [format_plan(program.plan).rstrip(), "---"]
     codes = [code(instruction) for instruction in program.instructions]
-    for lane, name in zip(program.lanes, LANES, strict=True):
+    for number, lane in enumerate(program.lanes):
+        name = lane_name(number)
         ranks_with: dict[tuple[int, ...], list[int]] = {}
         for rank in range(program.num_ranks):
             ranks_with.setdefault(tuple(lane.of_rank(rank).tolist()), []).append(rank)
@@ -39,7 +40,7 @@ def parse_program(text: str, profile: Profile) -> Program:
     plan_text, _, lane_text = text.partition("---\n")
     program = lower(parse_plan(plan_text, profile), profile)
     number_of = {code(instruction): number for number, instruction in enumerate(program.instructions)}
-    pairs: dict[str, list[tuple[int, int]]] = {name: [] for name in LANES}
+    pairs: dict[str, list[tuple[int, int]]] = {lane_name(number): [] for number in range(len(program.lanes))}
     for line in lane_text.splitlines():
         word, ranks, name, *codes = line.split()
         if word != "rank" or name not in pairs:
@@ -52,7 +53,7 @@ def parse_program(text: str, profile: Profile) -> Program:
             for rank in range(int(first), int(last or first) + 1):
                 pairs[name] += [(number_of[code], rank) for code in codes]
     lanes = []
-    for name in LANES:
-        columns = np.array(pairs[name], dtype=np.int64).reshape(-1, 2)
+    for instructions in pairs.values():
+        columns = np.array(instructions, dtype=np.int64).reshape(-1, 2)
         lanes.append(lane_from_pairs(program.num_ranks, columns[:, 0], columns[:, 1]))
     return replace(program, lanes=tuple(lanes))

@@ -17,12 +17,12 @@ from collections import Counter, defaultdict
 import numpy as np
 
 from spindle.errors import ProgramError
-from spindle.plan import FORWARD, format_devices, setting_of, slot_links
+from spindle.plan import format_devices, setting_of, slot_links
 from spindle.profile import Profile
 from spindle.program.instances import Instances, instances_of
 from spindle.program.instructions import (
     COMPUTE,
-    LANES,
+    SYNC,
     Backward,
     Exchange,
     Forward,
@@ -31,6 +31,8 @@ from spindle.program.instructions import (
     OptimizerStep,
     SyncGradients,
     code,
+    is_compute,
+    lane_name,
     lane_of,
 )
 from spindle.program.launch_order import launch_order
@@ -305,8 +307,12 @@ def _every_bucket_has_its_collectives(program: Program) -> None:
 
 def _every_lane_has_its_instructions(program: Program) -> None:
     """Lanes are cut into one list for each rank, of instructions that exist and belong on this lane."""
-    lane_numbers = np.array([lane_of(instruction) for instruction in program.instructions])
-    for number, (lane, name) in enumerate(zip(program.lanes, LANES, strict=True)):
+    plan = program.plan
+    lane_numbers = np.array([lane_of(instruction, plan) for instruction in program.instructions])
+    if len(program.lanes) != SYNC + plan.num_lanes:
+        raise ProgramError(f"the program has {len(program.lanes)} lanes, expected {SYNC + plan.num_lanes}")
+    for number, lane in enumerate(program.lanes):
+        name = lane_name(number)
         starts = lane.starts
         if len(starts) != program.num_ranks + 1 or starts[0] or starts[-1] != len(lane.instructions):
             raise ProgramError(f"the {name} lane is not cut into the instructions of {program.num_ranks} ranks")
@@ -318,7 +324,9 @@ def _every_lane_has_its_instructions(program: Program) -> None:
         is_misplaced = lane_numbers[lane.instructions] != number
         if is_misplaced.any():
             instruction = program.instructions[lane.instructions[int(np.argmax(is_misplaced))]]
-            raise ProgramError(f"{code(instruction)} is on the {name} lane, expected {LANES[lane_of(instruction)]}")
+            raise ProgramError(
+                f"{code(instruction)} is on the {name} lane, expected {lane_name(lane_of(instruction, plan))}"
+            )
 
 
 def _every_rank_updates(program: Program, profile: Profile) -> None:
@@ -348,22 +356,18 @@ def _no_other_rank_runs_it(program: Program, instances: Instances) -> None:
 
 
 def _passes_are_in_the_order_of_the_plan(program: Program) -> None:
-    """The order on each rank's compute lane is the plan's. Another order without a deadlock would run, but not in the
-    time and memory that were planned."""
-    place = {(pass_.slot, pass_.kind): number for number, pass_ in enumerate(program.plan.order)}
-    places = np.full(len(program.instructions), len(place))  # the optimizer step comes last
-    for number, instruction in enumerate(program.instructions):
-        if isinstance(instruction, Forward | Backward):
-            places[number] = place[instruction.slot, FORWARD if isinstance(instruction, Forward) else instruction.part]
-    compute = program.lanes[COMPUTE]
-    rank = np.repeat(np.arange(program.num_ranks), np.diff(compute.starts))
-    along = places[compute.instructions]
-    swapped = np.flatnonzero((rank[1:] == rank[:-1]) & (along[1:] < along[:-1]))
-    if len(swapped):
-        before, after = (code(program.instructions[number]) for number in compute.instructions[swapped[0] :][:2])
-        raise ProgramError(
-            f"rank {rank[swapped[0]]} runs {before} before {after}, its plan has them in the other order"
-        )
+    """The order on each compute lane of a rank is the plan's. Another order without a deadlock would run, but not in
+    the time and memory that were planned."""
+    places = program.places
+    for lane in (lane for number, lane in enumerate(program.lanes) if is_compute(number)):
+        rank = np.repeat(np.arange(program.num_ranks), np.diff(lane.starts))
+        along = places[lane.instructions]
+        swapped = np.flatnonzero((rank[1:] == rank[:-1]) & (along[1:] < along[:-1]))
+        if len(swapped):
+            before, after = (code(program.instructions[number]) for number in lane.instructions[swapped[0] :][:2])
+            raise ProgramError(
+                f"rank {rank[swapped[0]]} runs {before} before {after}, its plan has them in the other order"
+            )
 
 
 def describe_deadlock(program: Program, instances: Instances, stuck: Column) -> str:

@@ -1,8 +1,9 @@
 """A step in the terminal: devices down, time across.
 
 A cell shows what its device does at the middle of the cell's time. Devices whose rows look the same become one row, so
-that hundreds fit. Letters carry everything: forward in capitals, backward in small letters. Where there is colour, a
-block has its letter only where it begins.
+that hundreds fit. Where slots share a device at the same time, each of its lanes has a row (`0|1`). Letters carry
+everything: forward in capitals, backward in small letters. Where there is colour, a block has its letter only where it
+begins.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Rows of marks (positions in `marks`, -1 idle, -2 after the step) with the devices that look so; the columns end
-    at `end_s`."""
+    """Rows of marks (positions in `marks`, -1 idle, -2 after the step) with the devices that look so, and the lane of
+    these devices that each row shows; the columns end at `end_s`."""
 
     marks: tuple[Mark, ...]
     rows: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    lanes: tuple[int, ...]
     end_s: float
     hint: str
 
@@ -60,21 +62,27 @@ def plan_chart(plan: Plan, profile: Profile, num_columns: int) -> Chart:
     position = {op.name: number for number, op in enumerate(graph.metaops)}
     is_folded = all(span.kind == FOLDED for span in timed)
     scale = num_columns / plan.folded_s
-    devices = [np.asarray(plan.slots[span.slot].devices, dtype=np.int64) for span in timed]
-    counts = [len(on) for on in devices]
+    num_lanes = plan.num_lanes
+    lanes = [
+        num_lanes * np.asarray(plan.slots[span.slot].devices, dtype=np.int64) + plan.slots[span.slot].lane
+        for span in timed
+    ]
+    counts = [len(on) for on in lanes]
     codes = [position[plan.slots[span.slot].op] + (0 if span.kind in (FORWARD, FOLDED) else num_ops) for span in timed]
     cells = _paint(
-        plan.num_devices,
+        plan.num_devices * num_lanes,
         num_columns,
-        np.concatenate(devices),
+        np.concatenate(lanes),
         np.repeat([span.start_s * scale for span in timed], counts),
         np.repeat([span.end_s * scale for span in timed], counts),
         np.repeat(codes, counts),
         num_ops if is_folded else 0,  # one of many passes that is too short for a cell need not show
     )
+    rows, lanes_of_rows = _grouped(cells, num_lanes)
     return Chart(
         marks=marks if is_folded else (*marks, *_backward_marks(marks)),
-        rows=_grouped(cells),
+        rows=rows,
+        lanes=lanes_of_rows,
         end_s=plan.folded_s,
         hint="forward and backward together" if is_folded else "capitals forward, small letters backward",
     )
@@ -99,12 +107,15 @@ def timeline_chart(
         Mark(letter="+", meaning="gather parameters"),
     )
     code = np.zeros(len(timeline.instructions), dtype=np.int64)
+    lane = np.zeros(len(timeline.instructions), dtype=np.int64)
     for number, instruction in enumerate(timeline.instructions):
         match instruction:
             case Forward(slot=slot):
                 code[number] = program.slots[slot].op
+                lane[number] = program.plan.slots[slot].lane
             case Backward(slot=slot):
                 code[number] = num_ops + program.slots[slot].op
+                lane[number] = program.plan.slots[slot].lane
             case Exchange():
                 code[number] = 2 * num_ops
             case SyncGradients():
@@ -114,12 +125,13 @@ def timeline_chart(
             case GatherParameters():
                 code[number] = 2 * num_ops + 3
     scale = num_columns / max(1, end_ns)
+    num_lanes = program.plan.num_lanes
     # Compute is painted last: what else goes on then costs nothing.
     order = np.argsort(-timeline.lane, kind="stable")
     cells = _paint(
-        timeline.num_ranks,
+        timeline.num_ranks * num_lanes,
         num_columns,
-        timeline.rank[order],
+        num_lanes * timeline.rank[order] + lane[timeline.instruction[order]],
         timeline.start[order] * scale,
         timeline.end[order] * scale,
         code[timeline.instruction[order]],
@@ -127,9 +139,11 @@ def timeline_chart(
     )
     after = cells[:, math.ceil(timeline.makespan_ns * scale - 0.5) :]
     after[after < 0] = _OVER
+    rows, lanes_of_rows = _grouped(cells, num_lanes)
     return Chart(
         marks=(*forward, *backward, *communication),
-        rows=_grouped(cells),
+        rows=rows,
+        lanes=lanes_of_rows,
         end_s=end_ns * 1e-9,
         hint="capitals forward, small letters backward",
     )
@@ -150,36 +164,44 @@ def _op_marks(palette: Palette) -> tuple[Mark, ...]:
 
 
 def _paint(
-    num_devices: int,
+    num_rows: int,
     num_columns: int,
-    device: NDArray[np.int64],
+    of_row: NDArray[np.int64],
     start: NDArray[np.floating],
     end: NDArray[np.floating],
     mark: NDArray[np.int64],
     num_ops: int,
 ) -> NDArray[np.int64]:
-    """Cells by device and column, from spans in columns; later spans lie on top."""
-    cells = np.full((num_devices, num_columns), -1, dtype=np.int64)
+    """Cells by row (a lane of a device) and column, from spans in columns; later spans lie on top."""
+    cells = np.full((num_rows, num_columns), -1, dtype=np.int64)
     # Span [start, end) holds the middles c + 1/2 of columns first to last - 1.
     first = np.ceil(start - 0.5).astype(np.int64).clip(0, num_columns)
     last = np.ceil(end - 0.5).astype(np.int64).clip(0, num_columns)
     length = last - first
-    span = np.repeat(np.arange(len(device)), length)
+    span = np.repeat(np.arange(len(of_row)), length)
     column = np.arange(len(span)) - np.repeat(np.cumsum(length) - length, length) + first[span]
-    cells[device[span], column] = mark[span]
+    cells[of_row[span], column] = mark[span]
     # An op too short for any middle still shows once.
     for op in np.setdiff1d(mark[mark < num_ops], cells):
         longest = int(np.argmax(np.where(mark == op, end - start, -1.0)))
         column_of_it = min(num_columns - 1, int((start[longest] + end[longest]) / 2))
-        cells[device[(mark == op) & (start == start[longest])], column_of_it] = op
+        cells[of_row[(mark == op) & (start == start[longest])], column_of_it] = op
     return cells
 
 
-def _grouped(cells: NDArray[np.int64]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    groups: dict[bytes, list[int]] = {}
-    for device, row in enumerate(cells):
-        groups.setdefault(row.tobytes(), []).append(device)
-    return tuple((tuple(devices), tuple(cells[devices[0]].tolist())) for devices in groups.values())
+def _grouped(
+    cells: NDArray[np.int64], num_lanes: int
+) -> tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], tuple[int, ...]]:
+    """Rows with their devices, and the lane of each. Lanes beside the first show only where they run something."""
+    groups: dict[tuple[int, bytes], list[int]] = {}
+    for number, row in enumerate(cells):
+        device, lane = divmod(number, num_lanes)
+        if lane == 0 or (row >= 0).any():
+            groups.setdefault((lane, row.tobytes()), []).append(device)
+    rows = tuple(
+        (tuple(devices), tuple(cells[devices[0] * num_lanes + lane].tolist())) for (lane, _), devices in groups.items()
+    )
+    return rows, tuple(lane for lane, _ in groups)
 
 
 def columns_for(width: int, num_devices: int) -> int:
@@ -202,8 +224,9 @@ def draw_rows(chart: Chart, num_devices: int, in_colour: bool = False) -> Text:
     text = Text(no_wrap=True)
     text.append(f"{'devices':>{label_width}} ", style="bold")
     text.append(f"one column is {_short(chart.end_s / max(1, len(chart.rows[0][1])))}; {chart.hint}\n", style="dim")
-    for devices, row in chart.rows[:_MAX_ROWS]:
-        text.append(f"{_label(devices, label_width):>{label_width}} ")
+    for (devices, row), lane in zip(chart.rows[:_MAX_ROWS], chart.lanes, strict=False):
+        label = _label(devices, label_width - 2) + f"|{lane}" if lane else _label(devices, label_width)
+        text.append(f"{label:>{label_width}} ")
         for mark, cells in _runs(row):
             if mark == _OVER:
                 text.append(" " * cells)

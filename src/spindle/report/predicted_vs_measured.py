@@ -22,7 +22,7 @@ from spindle.artifact import to_json
 from spindle.display import count_of, facts, figures, percent, seconds
 from spindle.errors import ProgramError
 from spindle.graph import MetaGraph, MetaOp
-from spindle.program import COMPUTE, Backward, Column, Forward, OptimizerStep, Program, code
+from spindle.program import Backward, Column, Forward, OptimizerStep, Program, code
 from spindle.report.gantt import Chart, draw_legend, draw_rows, timeline_chart
 from spindle.timeline import Timeline, measure
 
@@ -181,9 +181,8 @@ def _refuse_another(name: str, timeline: Timeline, program: Program) -> None:
         raise ProgramError(
             f"the {name} timeline is of {count_of(timeline.num_ranks, 'rank')}, the program of {program.num_ranks}"
         )
-    lane = program.lanes[COMPUTE]
-    ranks = np.repeat(np.arange(program.num_ranks), np.diff(lane.starts))
-    expected = _computed(program, ranks, lane.instructions)
+    ranks = np.concatenate([np.repeat(np.arange(program.num_ranks), np.diff(lane.starts)) for lane in program.lanes])
+    expected = _computed(program, ranks, np.concatenate([lane.instructions for lane in program.lanes]))
     got = _computed(program, timeline.rank, timeline.instruction)
     if not np.array_equal(got, expected):
         num_got, num_expected = Counter(got.tolist()), Counter(expected.tolist())

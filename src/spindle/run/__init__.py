@@ -4,6 +4,7 @@ from spindle.run.budget import Budget, limit_gpu_memory
 from spindle.run.compute import seed_of
 from spindle.run.executor import Executor
 from spindle.run.graphs import capturing
+from spindle.run.losses import metric_sums
 from spindle.run.measured_timeline import timeline_of
 from spindle.run.op_code import LayerCode, LayersCode, LossCode, OpCode
 from spindle.run.pytrees import (
@@ -28,7 +29,7 @@ from spindle.run.resharding import TensorSpec, box_view, reshard, send_tensors, 
 from spindle.run.shape_inference import Cuts, ShapeInference
 from spindle.run.shards import Shards
 from spindle.run.staging import Copied, Staging
-from spindle.run.step import MAX_AHEAD, Losses, MicroStep, Pace, Spans, Watch
+from spindle.run.step import MAX_AHEAD, HostCopy, MicroStep, Pace, Spans, Watch
 from spindle.run.weights import Weights
 from spindle.run.world import (
     Gathering,
@@ -50,10 +51,10 @@ __all__ = [
     "Cuts",
     "Executor",
     "Gathering",
+    "HostCopy",
     "LayerCode",
     "LayersCode",
     "LossCode",
-    "Losses",
     "Message",
     "MicroStep",
     "OpCode",
@@ -82,6 +83,7 @@ __all__ = [
     "held_parameters",
     "join_world",
     "limit_gpu_memory",
+    "metric_sums",
     "on_compute_stream",
     "on_device",
     "peers",

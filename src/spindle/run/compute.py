@@ -66,7 +66,7 @@ class Compute:
             step.inputs[link.number] = [leaf if takes_gradient(leaf) else None for leaf in leaves]
         step.pieces[slot.number] = output.pieces
         if isinstance(slot.code, LossCode):
-            step.losses[slot.number] = output.outputs
+            step.losses[slot.number], step.metrics[slot.number] = output.outputs
         else:
             step.outputs[slot.number] = output.outputs
 
@@ -90,8 +90,8 @@ class Compute:
             self._seed(step, slot, slot.first_layer)
         batch = self._batch(step, slot) if slot.rows else None
         whole = step.batches[slot.task] if step.check_losses and slot.task not in step.held else None
-        loss = loss_part(slot.code, slot, batch, trees, self._world, check_with=whole)
-        return SlotOutput([Piece(inputs=(), outputs=loss)], loss)
+        loss, metrics = loss_part(slot.code, slot, batch, trees, self._world, check_with=whole)
+        return SlotOutput([Piece(inputs=(), outputs=loss)], (loss, metrics))
 
     def _run_layers(
         self, step: Step, slot: RankSlot, code: LayersCode, trees: dict[str, Any], watch: Watch
@@ -255,7 +255,10 @@ class Compute:
         if isinstance(slot.code, LossCode):
             # The task's weight scales the gradient, not the loss: a captured loss could never change it.
             weight = slot.code.weight(step.number) if callable(slot.code.weight) else slot.code.weight
-            gradients = [torch.full_like(step.losses[slot.number], weight / step.micro_step.count)]
+            gradient = torch.full_like(step.losses[slot.number], weight / step.micro_step.count)
+            if step.loss_scale is not None:
+                gradient = (gradient * step.loss_scale).to(gradient.dtype)
+            gradients = [gradient]
         elif is_last:
             gradients = self._output_gradients(step, slot, leaves_of(step.outputs[slot.number]), watch)
         else:

@@ -4,8 +4,8 @@ Transfers are posted as soon as their data exists and waited for when it is need
 backward still runs. Each lane keeps the program's order, so what `verify` has proved holds here. Under NCCL, transfers
 and collectives are launched in one order, the same on all ranks (`program.launch_order`).
 
-Rows of a link are rows of the batch, because both ends of a task's flow have the same batch. Left out so far: lanes
-with SM quotas.
+Rows of a link are rows of the batch, because both ends of a task's flow have the same batch. Slots on several lanes of
+a GPU run on streams of their own (`lanes`). Left out so far: SM quotas for lanes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from spindle.program import (
 from spindle.run.compute import Compute
 from spindle.run.gradients import GradientBuffers
 from spindle.run.graph_cache import GraphCache
+from spindle.run.lanes import Lanes
 from spindle.run.op_code import LossCode, OpCode
 from spindle.run.pytrees import Axes, PytreeMeta
 from spindle.run.rank_program import held_parameters, rank_program_of, tensor_groups
 from spindle.run.shards import Shards
-from spindle.run.step import Losses, MicroStep, Pace, Step, Watch
+from spindle.run.step import HostCopy, MicroStep, Pace, Step, Watch
 from spindle.run.syncs import Syncs, Updates
 from spindle.run.tensor_parallel import TENSOR
 from spindle.run.transfers import Transfers
@@ -91,11 +92,15 @@ class Executor:
         self._compute = Compute(
             self._rank_program, self._transfers, self._syncs, self.graph_cache, world, batch_axes, seed, autocast
         )
+        self._lanes_of_device = Lanes(program, self._rank_program, world)
         self._chunks_of: dict[str, set[int]] = {}  # backward instructions by task
         for position in self._rank_program.compute:
             instruction = program.instructions[position]
             if isinstance(instruction, Backward):
                 self._chunks_of.setdefault(self._rank_program.slots[instruction.slot].task, set()).add(position)
+        self._losses_of = {
+            op.task: op_code for op, op_code in zip(graph.metaops, code, strict=True) if isinstance(op_code, LossCode)
+        }
         self._launched_before = self._order_launches()
         if world.uses_nccl:
             _ = world.control, world.everyone  # a group is made by all ranks, whoever uses it
@@ -120,16 +125,18 @@ class Executor:
         micro_step: MicroStep | None = None,
         held: Mapping[str, tuple[tuple[int, int], ...]] | None = None,
         cuts: Mapping[tuple[int, int], PytreeMeta] | None = None,
+        loss_scale: torch.Tensor | None = None,
         check_losses: bool = False,
         timed: bool = True,
-    ) -> tuple[Losses, Watch]:
+    ) -> tuple[HostCopy, Watch]:
         """Run a step, or one micro-step of it, on whole batches, of which each slot takes its rows.
 
         `signatures` tell the shapes of all tasks' batches; a task without one is left out. For a batch of which this
         rank has only some rows, `held` has the rows of each leaf. `cuts` has, by op and number of layers, the shapes
         that cross that cut; all ranks must give the same ones, or none, in which case senders tell receivers. The last
-        micro-step synchronises gradients and runs the optimizer.
-        Returns this rank's parts of the tasks' losses, which add up over ranks, and the times of a timed step.
+        micro-step synchronises gradients and runs the optimizer. Losses are multiplied by `loss_scale` for backward.
+        Returns this rank's parts of the tasks' losses, then of the totals and counts of `metrics`, all of which add up
+        over ranks; and the times of a timed step.
         """
         step = Step(
             number=number,
@@ -138,6 +145,7 @@ class Executor:
             check_losses=check_losses,
             held=held or {},
             cuts=cuts or {},
+            loss_scale=loss_scale,
             new=self._transfers.new(signatures),
             micro_step=micro_step or MicroStep(tasks=frozenset(signatures)),
             next_in=[0] * len(self._lanes),
@@ -164,39 +172,48 @@ class Executor:
         self._syncs.begin(step, watch)
         self._advance(step, watch)
         pace = Pace(self.world)
+        self._lanes_of_device.begin()
         for position in self._rank_program.compute:
             instruction = self.program.instructions[position]
             if not self._is_on(step, instruction):
                 continue
             self._launch_before(step, watch, position)
             pace.keep()
-            watch.posted[position] = watch.now()
-            try:
-                match instruction:
-                    case Forward(slot=slot):
-                        self._compute.forward(step, self._rank_program.slots[slot], watch, position)
-                        step.forwarded.add(slot)
-                        self._transfers.send_metadata(step, self._rank_program.slots[slot])
-                    case Backward(slot=slot, first=first):
-                        self._compute.backward(step, self._rank_program.slots[slot], instruction, watch, position)
-                        step.done_chunks.add(position)
-                        if instruction.makes_inputs and first == self.program.plan.slots[slot].first:
-                            step.returned.add(slot)
-                    case OptimizerStep():
-                        self._syncs.finish(step, watch, self.graph_cache.replays_all_layers(step))
-                        watch.start[position] = watch.now()
-                        if optimizer is not None:
-                            self._syncs.update(step, optimizer)
-                    case Exchange() | SyncGradients() | GatherParameters():
-                        raise AssertionError("these instructions are on other lanes")
-            except Exception as error:
-                error.add_note(f"in step {step.number} on rank {self.world.rank}, {self._describe(instruction)}")
-                raise
-            watch.end[position] = watch.now()
+            with self._lanes_of_device.on_stream_of(position):
+                self._run_instruction(step, optimizer, watch, position)
             step.computed.add(position)
             self._advance(step, watch)
+        self._lanes_of_device.join()
         self._syncs.finish(step, watch, self.graph_cache.replays_all_layers(step))
         self._transfers.finish(step)
+
+    def _run_instruction(self, step: Step, optimizer: Updates | None, watch: Watch, position: int) -> None:
+        """Run an instruction of a compute lane."""
+        instruction = self.program.instructions[position]
+        watch.posted[position] = watch.now()
+        try:
+            match instruction:
+                case Forward(slot=slot):
+                    self._compute.forward(step, self._rank_program.slots[slot], watch, position)
+                    self._lanes_of_device.hold(step, self._rank_program.slots[slot])
+                    step.forwarded.add(slot)
+                    self._transfers.send_metadata(step, self._rank_program.slots[slot])
+                case Backward(slot=slot, first=first):
+                    self._compute.backward(step, self._rank_program.slots[slot], instruction, watch, position)
+                    step.done_chunks.add(position)
+                    if instruction.makes_inputs and first == self.program.plan.slots[slot].first:
+                        step.returned.add(slot)
+                case OptimizerStep():
+                    self._syncs.finish(step, watch, self.graph_cache.replays_all_layers(step))
+                    watch.start[position] = watch.now()
+                    if optimizer is not None:
+                        self._syncs.update(step, optimizer)
+                case Exchange() | SyncGradients() | GatherParameters():
+                    raise AssertionError("these instructions are on other lanes")
+        except Exception as error:
+            error.add_note(f"in step {step.number} on rank {self.world.rank}, {self._describe(instruction)}")
+            raise
+        watch.end[position] = watch.now()
 
     def _is_on(self, step: Step, instruction: Instruction) -> bool:
         """Whether an instruction runs in this step."""
@@ -310,11 +327,26 @@ class Executor:
             watch.posted[position] = launched
         return is_launched
 
-    def _losses(self, step: Step) -> Losses:
-        """This rank's part of each task's loss."""
+    @property
+    def metrics(self) -> list[tuple[str, str]]:
+        """Task and name of the metrics of all tasks."""
+        return [(task, name) for task, code in self._losses_of.items() for name in code.metrics]
+
+    def _losses(self, step: Step) -> HostCopy:
+        """This rank's part of each task's loss, and of its metrics."""
         nothing = torch.zeros((), dtype=torch.float64, device=self.world.device)
         values = dict.fromkeys(self.graph.tasks, nothing)
         for slot, loss in step.losses.items():
             task = self._rank_program.slots[slot].task
             values[task] = values[task] + loss.detach()
-        return Losses(torch.stack(list(values.values())))
+        parts = [torch.stack(list(values.values()))]
+        sums: dict[str, torch.Tensor] = {}
+        for slot, metrics in step.metrics.items():
+            task = self._rank_program.slots[slot].task
+            sums[task] = sums[task] + metrics if task in sums else metrics
+        parts += [
+            sums[task] if task in sums else nothing.expand(2 * len(code.metrics))
+            for task, code in self._losses_of.items()
+            if code.metrics
+        ]
+        return HostCopy(torch.cat(parts) if len(parts) > 1 else parts[0])

@@ -1,7 +1,8 @@
-"""A rank's part of a task's loss, and the check that the parts add up to the loss of the whole batch."""
+"""A rank's part of a task's loss and metrics, and the check that the parts add up to those of the whole batch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,16 +18,18 @@ from spindle.run.world import World, peers
 
 def loss_part(
     code: LossCode, slot: RankSlot, batch: Any, trees: dict[str, Any], world: World, check_with: Any = None
-) -> torch.Tensor:
-    """This rank's part of a task's loss, over its rows; the parts of all ranks add up to the loss.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's part of a task's loss, over its rows, and total and count of each metric; the parts of all ranks add
+    up.
 
-    With `check_with`, the whole batch, the sum is compared with the loss of the whole batch.
+    With `check_with`, the whole batch, the sums are compared with those of the whole batch.
     """
     result: Any = torch.zeros((), device=world.device)
+    values: tuple[Any, ...] = (0.0,) * len(code.metrics)
     count: Any = torch.zeros((), dtype=torch.float64, device=world.device)
     outputs = [trees[source][0] for source in code.sources] if slot.rows else []
     if slot.rows:
-        result = code.loss(batch, *outputs)
+        result, values = code.run(batch, *outputs)
         if code.is_mean:
             result, count = result
             count = torch.as_tensor(count, device=world.device).detach().to(torch.float64)
@@ -41,17 +44,48 @@ def loss_part(
         result = result / count.to(result.dtype)
     elif code.per_sample_mean:
         result = result * (slot.rows / slot.num_rows)
+    sums = metric_sums(values, slot.rows, world.device)
     if check_with is not None and len(slot.ranks) > 1 and not code.is_random:
-        _check_split(code, slot, check_with, outputs, result.detach(), world)
-    return result.reshape(())  # type: ignore[no-any-return]
+        _check_split(code, slot, check_with, outputs, result.detach(), sums, world)
+    return result.reshape(()), sums
+
+
+@torch.no_grad()
+def metric_sums(values: Sequence[Any], num_rows: int, device: torch.device) -> torch.Tensor:
+    """Total and count of each metric over so many rows, one after the other: of a pair, the two; of a tensor with
+    dimensions, the sum and number of its elements; else the value is a mean over the rows."""
+    sums: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, tuple):
+            total, count = value
+        elif isinstance(value, torch.Tensor) and value.dim():
+            total, count = value.sum(dtype=torch.float64), value.numel()
+        else:
+            # Multiplied as float64, in which it is added up.
+            total, count = _scalar(value, device) * num_rows, num_rows
+        sums += [_scalar(total, device), _scalar(count, device)]
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64, device=device)
+
+
+def _scalar(value: Any, device: torch.device) -> torch.Tensor:
+    """A number as a float64 tensor, without a copy from the host, which could not be captured."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device, torch.float64).reshape(())
+    return torch.full((), float(value), dtype=torch.float64, device=device)
 
 
 def _check_split(
-    code: LossCode, slot: RankSlot, batch: Any, outputs: list[Any], part: torch.Tensor, world: World
+    code: LossCode,
+    slot: RankSlot,
+    batch: Any,
+    outputs: list[Any],
+    part: torch.Tensor,
+    sums: torch.Tensor,
+    world: World,
 ) -> None:
-    """Compare the sum of all parts with the loss of the whole batch, on the first rank of the slot."""
+    """Compare the sums of all parts with loss and metrics of the whole batch, on the first rank of the slot."""
     # Via the host: a CUDA tensor of another process would be unpickled onto its device index.
-    box = (slot.begin, on_device(detached(outputs), torch.device("cpu")), float(part))
+    box = (slot.begin, on_device(detached(outputs), torch.device("cpu")), float(part), sums.tolist())
     boxes = world.all_gather_objects(box, "loss", slot.ranks)
     if world.rank != slot.ranks[0]:
         return
@@ -67,12 +101,24 @@ def _check_split(
         )
     ]
     with torch.no_grad():
-        whole = code.loss(batch, *tree_unflatten(leaves, flat[0][1]))
+        whole, values = code.run(batch, *tree_unflatten(leaves, flat[0][1]))
     whole = float(whole[0] / whole[1] if code.is_mean else whole)
     together = sum(box[2] for box in boxes)
     tolerance = {torch.float64: 1e-7, torch.float32: 1e-3}.get(part.dtype, 5e-2)
     if torch.is_autocast_enabled(world.device.type):
         tolerance = 5e-2
+    whole_sums = metric_sums(values, slot.num_rows, world.device).tolist()
+    added_sums = [sum(box[3][place] for box in boxes) for place in range(len(whole_sums))]
+    for name, total, count, added, added_count in zip(
+        code.metrics, whole_sums[::2], whole_sums[1::2], added_sums[::2], added_sums[1::2], strict=True
+    ):
+        expected, actual = total / (count or 1.0), added / (added_count or 1.0)
+        if abs(expected - actual) > tolerance * max(abs(expected), 1e-3):
+            raise TrainingError(
+                f"task {slot.task!r}: its metric {name!r} is {expected:.6g} over the whole batch, but {actual:.6g} put "
+                f"together from the parts of {len(slot.ranks)} ranks; give spindle.result(...) a mean over samples, a "
+                "value for each sample, or a pair (total, count) of sums over samples"
+            )
     if abs(whole - together) > tolerance * max(abs(whole), 1e-3):
         raise TrainingError(
             f"task {slot.task!r}: its loss over the whole batch is {whole:.6g}, but {together:.6g} when put "

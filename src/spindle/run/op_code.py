@@ -46,7 +46,8 @@ class LayersCode:
 class LossCode:
     """A loss over the outputs of `sources`: a value, or, with `is_mean`, a total and a count to sum before dividing.
 
-    Its weight among the losses of a step may be a function of the step's number.
+    With `metrics`, their names, `loss` returns it with a tuple of their values. The weight among the losses of a step
+    may be a function of the step's number.
     """
 
     loss: Callable[..., Any]
@@ -55,6 +56,12 @@ class LossCode:
     is_mean: bool
     per_sample_mean: bool
     is_random: bool = False
+    metrics: tuple[str, ...] = ()
+
+    def run(self, batch: Any, *outputs: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The loss, and the values of the metrics."""
+        returned = self.loss(batch, *outputs)
+        return returned if self.metrics else (returned, ())
 
 
 OpCode = LayersCode | LossCode

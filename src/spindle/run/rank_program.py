@@ -8,7 +8,6 @@ from typing import Any
 
 from spindle.graph import MetaGraph
 from spindle.program import (
-    COMPUTE,
     SYNC,
     TRANSFER,
     Backward,
@@ -123,7 +122,8 @@ def rank_program_of(
         for number, link in enumerate(program.links)
         if rank in rows[link.producer] or rank in rows[link.consumer]
     }
-    compute, transfer, sync = (tuple(program.lanes[lane].of_rank(rank).tolist()) for lane in (COMPUTE, TRANSFER, SYNC))
+    compute = tuple(program.compute_of_rank(rank))
+    transfer, sync = (tuple(program.lanes[lane].of_rank(rank).tolist()) for lane in (TRANSFER, SYNC))
     slots = _slots(program, graph, code, rank, links, rows)
     launches: tuple[int, ...] = ()
     if in_order:

@@ -74,12 +74,14 @@ class Step:
     new: frozenset[str]  # tasks whose batch has a shape not seen before
     micro_step: MicroStep
     cuts: Mapping[tuple[int, int], PytreeMeta] = field(default_factory=dict)  # of what crosses cuts, where it is known
+    loss_scale: torch.Tensor | None = None
     graphs: Graphs | None = None
     pieces: dict[int, list[Piece]] = field(default_factory=dict)  # by slot, in forward order
     deferred: dict[int, list[WeightPart]] = field(default_factory=dict)  # by slot: backward of its weights
     inputs: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # by link: leaves that take gradients
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    metrics: dict[int, torch.Tensor] = field(default_factory=dict)  # by slot: total and count of each
     arrivals: dict[tuple[int, bool], list[Arrival]] = field(default_factory=dict)
     # By link and direction: peer, request, and buffer, which must live until it is sent.
     sending: dict[tuple[int, bool], list[tuple[int, Any, torch.Tensor]]] = field(default_factory=dict)
@@ -89,11 +91,12 @@ class Step:
     computed: set[int] = field(default_factory=set)  # positions of finished instructions of the compute lane
     syncs: list[tuple[int, int, Any]] = field(default_factory=list)  # position, number of the flat bucket, request
     next_in: list[int] = field(default_factory=list)  # by communication lane: its next instruction
+    crossing: list[tuple[Any, ...]] = field(default_factory=list)  # tensors that another lane reads
 
 
-class Losses:
-    """This rank's parts of a step's losses. Reading them waits until the GPU has finished the step, but not for later
-    work."""
+class HostCopy:
+    """A small tensor, copied to the host asynchronously. Reading it waits until the GPU has computed it, but not for
+    later work."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values, self._copied = values, None

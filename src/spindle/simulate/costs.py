@@ -3,12 +3,14 @@
 Resources are shared by what runs at the same time: each device's port out and in; each island's uplink out and in; and
 each island's host, if the profile says that busy neighbours slow each other down. A transfer sends its bytes through
 every resource on its path; a collective is a ring over its members. If the profile says that compute and collectives
-slow each other down, the device itself is a resource, too.
+slow each other down, the device itself is a resource, too. Where a plan has several compute lanes, each device has two
+more: the pressure and the fill of what runs on it at the same time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import UnionType
 
 import numpy as np
 
@@ -26,6 +28,7 @@ from spindle.program import (
     Program,
     SyncGradients,
 )
+from spindle.simulate.engine import EQUAL_SHARES, FILL, PRESSURE, WEIGHT_ONE
 
 NS = 1e9
 
@@ -44,7 +47,7 @@ class Costs:
     entry_resource: Column
     entry_ns: np.ndarray
     entry_weight: Column
-    slowness_of: Column  # by resource: a row of `slowness`, or -1 for equal shares
+    slowness_of: Column  # by resource: a row of `slowness`, or a kind of resource without one
     slowness: np.ndarray  # by row and load: how many times longer than alone
     bytes_at_start: Column
     bytes_at_end: Column
@@ -96,9 +99,15 @@ class _Topology:
     def device(self, device: np.ndarray) -> np.ndarray:
         return 2 * self.num_devices + 3 * self.num_islands + device
 
+    def pressure(self, device: np.ndarray) -> np.ndarray:
+        return 3 * self.num_devices + 3 * self.num_islands + device
+
+    def fill(self, device: np.ndarray) -> np.ndarray:
+        return 4 * self.num_devices + 3 * self.num_islands + device
+
     @property
     def num_resources(self) -> int:
-        return 3 * self.num_devices + 3 * self.num_islands
+        return 5 * self.num_devices + 3 * self.num_islands
 
 
 def _topology(profile: Profile) -> _Topology:
@@ -149,13 +158,15 @@ def costs_of(program: Program, instances: Instances, profile: Profile) -> Costs:
     memory = Memory(program, profile)
 
     _time_compute(program, profile, topology, instances, fixed_ns, entries)
+    if program.plan.num_lanes > 1:
+        _time_contention(program, profile, topology, instances, entries)
     _time_flows(program, topology, instances, delay_ns, entries)
     _time_collectives(program, profile, topology, instances, delay_ns, entries)
     _time_updates(program, profile, topology, instances, memory.update_bytes, fixed_ns, entries)
     entry_starts, entry_resource, entry_ns, entry_weight = entries.grouped(instances.num_rendezvous)
 
-    # Ports and uplinks share equally (-1). Hosts and devices have measured slowdowns.
-    slowness_of = np.full(topology.num_resources, -1, dtype=np.int64)
+    # Ports and uplinks share equally. Hosts and devices have measured slowdowns.
+    slowness_of = np.full(topology.num_resources, EQUAL_SHARES, dtype=np.int64)
     slowness = np.ones((2, max(2 + _REDUCTION_WEIGHT * _MAX_REDUCTIONS, 1 + len(profile.host_rates))))
     for busy in range(1, slowness.shape[1]) if profile.host_rates else ():
         slowness[0, busy] = 1 / profile.host_rates[min(busy, len(profile.host_rates)) - 1]
@@ -165,7 +176,10 @@ def costs_of(program: Program, instances: Instances, profile: Profile) -> Costs:
     slowness[1, 2::2] = profile.overlap / profile.exchange_overlap  # reductions only
     slowness[1, 3::2] = profile.overlap  # both
     slowness_of[topology.host(np.arange(topology.num_islands))] = 0
-    slowness_of[topology.device(np.arange(topology.num_devices))] = 1
+    devices = np.arange(topology.num_devices)
+    slowness_of[topology.device(devices)] = 1
+    slowness_of[topology.pressure(devices)] = PRESSURE
+    slowness_of[topology.fill(devices)] = FILL
     bytes_at_start, bytes_at_end = memory.changes(instances)
     return Costs(
         delay_ns=delay_ns,
@@ -182,7 +196,7 @@ def costs_of(program: Program, instances: Instances, profile: Profile) -> Costs:
     )
 
 
-def _rendezvous_of(program: Program, instances: Instances, kind: type) -> np.ndarray:
+def _rendezvous_of(program: Program, instances: Instances, kind: type | UnionType) -> np.ndarray:
     """Rendezvous whose instruction is of this kind, in order."""
     is_kind = np.array([isinstance(instruction, kind) for instruction in program.instructions])
     return np.flatnonzero(is_kind[instances.rendezvous_instruction])
@@ -234,6 +248,26 @@ def _time_compute(
             entries.add(np.full(len(hosts), rendezvous), topology.host(hosts), np.full(len(hosts), work_ns), counts)
         if shares_device:
             entries.add(np.full(len(ranks), rendezvous), topology.device(ranks), np.full(len(ranks), work_ns))
+
+
+def _time_contention(
+    program: Program, profile: Profile, topology: _Topology, instances: Instances, entries: _Entries
+) -> None:
+    """Passes that run at the same time on lanes of one device slow each other down, by pressure and by fill."""
+    setting = setting_of(program.plan, profile)
+    time_ns = passes_s(program, profile) * NS
+    for rendezvous in _rendezvous_of(program, instances, Forward | Backward).tolist():
+        number = instances.rendezvous_instruction[rendezvous]
+        instruction = program.instructions[number]
+        assert isinstance(instruction, Forward | Backward)
+        slot = program.plan.slots[instruction.slot]
+        contention = profile.curve(program.slots[instruction.slot].op, setting).contention_on(len(slot.devices))
+        pressure, fill = contention.forward if isinstance(instruction, Forward) else contention.backward
+        members = instances.members[instances.member_starts[rendezvous] : instances.member_starts[rendezvous + 1]]
+        ranks = instances.rank[members]
+        owners, work_ns = np.full(len(ranks), rendezvous), np.full(len(ranks), time_ns[number])
+        for resource, weight in ((topology.pressure, pressure), (topology.fill, fill)):
+            entries.add(owners, resource(ranks), work_ns, np.full(len(ranks), round(weight * WEIGHT_ONE)))
 
 
 def _time_flows(

@@ -2,7 +2,9 @@
 
 A rendezvous waits for all its members, then for a fixed delay (latency), then runs. It has a fixed time and entries
 (resource, time alone on it, weight). While it runs, each of its resources is shared by all rendezvous on it: at a total
-weight w it takes `slowness[w]` times its time alone, and its slowest resource decides. When a rendezvous starts or
+weight w it takes `slowness[w]` times its time alone, and its slowest resource decides. Two kinds of resources have
+weights in millionths instead of a table: on `FILL` the slowdown is the total weight, at least 1; on `PRESSURE` it is 1
+plus the weight of the others. When a rendezvous starts or
 ends, the rendezvous that share a resource with it are re-timed: the fraction that is left stays, the rate changes.
 
 Events are (time, rendezvous) in a binary heap. Re-timing pushes a new event instead of moving the old one; an event
@@ -16,6 +18,10 @@ import numpy as np
 from spindle.jit import njit
 
 _NEVER = np.int64(-1)
+
+# Kinds of resources, in place of a row of the table of slowdowns.
+EQUAL_SHARES, PRESSURE, FILL = -1, -2, -3
+WEIGHT_ONE = 1_000_000  # of pressure and fill: a weight of 1
 
 
 @njit(cache=True)
@@ -68,19 +74,26 @@ def _grown(column):
 
 
 @njit(cache=True)
-def _slowness(resource, load, slowness_of, slowness):
-    """How many times longer than alone a rendezvous takes on a resource with this load (total weight)."""
+def _slowness(resource, load, weight, slowness_of, slowness):
+    """How many times longer than alone a rendezvous of this weight takes on a resource with this load (total
+    weight)."""
     row = slowness_of[resource]
-    return np.float64(load) if row < 0 else slowness[row, min(load, slowness.shape[1] - 1)]
+    if row >= 0:
+        return slowness[row, min(load, slowness.shape[1] - 1)]
+    if row == PRESSURE:
+        return 1.0 + (load - weight) / WEIGHT_ONE
+    if row == FILL:
+        return max(1.0, load / WEIGHT_ONE)
+    return np.float64(load)
 
 
 @njit(cache=True)
-def _span(rendezvous, fixed_ns, entry_starts, entry_resource, entry_ns, weight_on, slowness_of, slowness):
+def _span(rendezvous, fixed_ns, entry_starts, entry_resource, entry_ns, entry_weight, weight_on, slowness_of, slowness):
     """The duration of a whole rendezvous at the present load."""
     span = np.float64(fixed_ns[rendezvous])
     for entry in range(entry_starts[rendezvous], entry_starts[rendezvous + 1]):
         resource = entry_resource[entry]
-        time = entry_ns[entry] * _slowness(resource, weight_on[resource], slowness_of, slowness)
+        time = entry_ns[entry] * _slowness(resource, weight_on[resource], entry_weight[entry], slowness_of, slowness)
         if time > span:
             span = time
     return span
@@ -233,7 +246,15 @@ def run(
                 _unlink(entry, resource, head, following, preceding)
         if starts:
             span[rendezvous] = _span(
-                rendezvous, fixed_ns, entry_starts, entry_resource, entry_ns, weight_on, slowness_of, slowness
+                rendezvous,
+                fixed_ns,
+                entry_starts,
+                entry_resource,
+                entry_ns,
+                entry_weight,
+                weight_on,
+                slowness_of,
+                slowness,
             )
             finish[rendezvous] = now + np.int64(np.ceil(span[rendezvous] - 1e-6))
             if heap_size + 1 >= len(heap_time):
@@ -248,13 +269,12 @@ def run(
             resource = entry_resource[entry]
             load = weight_on[resource]
             before = load - entry_weight[entry] if starts else load + entry_weight[entry]
-            slow_before = _slowness(resource, before, slowness_of, slowness)
-            slow_now = _slowness(resource, load, slowness_of, slowness)
             neighbour_entry = head[resource]
             while neighbour_entry >= 0:
                 neighbour = entry_rendezvous[neighbour_entry]
-                time_before = entry_ns[neighbour_entry] * slow_before
-                time_now = entry_ns[neighbour_entry] * slow_now
+                weight = entry_weight[neighbour_entry]
+                time_before = entry_ns[neighbour_entry] * _slowness(resource, before, weight, slowness_of, slowness)
+                time_now = entry_ns[neighbour_entry] * _slowness(resource, load, weight, slowness_of, slowness)
                 neighbour_entry = following[neighbour_entry]
                 if neighbour == rendezvous:
                     continue
@@ -263,7 +283,15 @@ def run(
                     new_span = time_now
                 elif time_before >= span[neighbour] * (1 - 1e-12):
                     new_span = _span(
-                        neighbour, fixed_ns, entry_starts, entry_resource, entry_ns, weight_on, slowness_of, slowness
+                        neighbour,
+                        fixed_ns,
+                        entry_starts,
+                        entry_resource,
+                        entry_ns,
+                        entry_weight,
+                        weight_on,
+                        slowness_of,
+                        slowness,
                     )
                 if new_span == span[neighbour]:
                     continue

@@ -17,7 +17,7 @@ import numpy as np
 
 from spindle.graph import MetaGraph
 from spindle.profile import HostOverhead, Profile
-from spindle.program import COMPUTE, SYNC, TRANSFER, Column, Instances, OptimizerStep, Program, cut_by
+from spindle.program import SYNC, TRANSFER, Column, Instances, OptimizerStep, Program, are_compute, cut_by
 from spindle.simulate.costs import NS, Costs, passes_s
 
 
@@ -34,7 +34,7 @@ def with_hosts(
     program: Program, instances: Instances, costs: Costs, overhead: HostOverhead, profile: Profile
 ) -> tuple[Instances, Costs]:
     """The instances and costs of a program, with those of the hosts appended."""
-    computes = np.flatnonzero(instances.lane == COMPUTE)  # rank by rank, in program order
+    computes = _launched(program, instances)
     count, first = len(computes), instances.num_instances
     rank = instances.rank[computes]
     place = np.full(first, -1)
@@ -53,7 +53,8 @@ def with_hosts(
     hosts = first + np.arange(count)
     posts = hosts.copy()  # the last instance of the host for each pass
     posts[posting] = first + count + np.arange(len(posting))
-    received = (instances.lane[edges.source] != COMPUTE) & (instances.lane[edges.target] == COMPUTE)
+    computing = are_compute(instances.lane)
+    received = ~computing[edges.source] & computing[edges.target]
     sources = [edges.source, hosts, edges.source[received], hosts[posting], posts[last_pass]]
     targets = [edges.target, computes, hosts[place[edges.target[received]]], posts[posting], posted]
     # A host launches one pass after another, at most `ahead` passes ahead of its GPU.
@@ -68,6 +69,15 @@ def with_hosts(
         _with_instances(instances, owners, all_sources, all_targets),
         _with_times(instances, costs, time_s, overhead),
     )
+
+
+def _launched(program: Program, instances: Instances) -> Column:
+    """The instances of compute lanes, rank by rank, in the order in which the host launches them."""
+    computes = np.flatnonzero(are_compute(instances.lane))
+    if program.plan.num_lanes == 1:
+        return computes
+    places = program.places[instances.instruction[computes]]
+    return computes[np.lexsort((instances.instruction[computes], places, instances.rank[computes]))]
 
 
 def _with_instances(instances: Instances, owners: Column, sources: Column, targets: Column) -> Instances:
@@ -117,14 +127,15 @@ def _start_s(
     is_update = updates[instances.instruction[computes]]
     time_s = np.where(is_update, overhead.optimizer_s, overhead.pass_s).astype(np.float64)
     for lane, receive_s in ((TRANSFER, overhead.receive_s), (SYNC, overhead.collective_finish_s)):
-        received = (instances.lane[edges.source] == lane) & (instances.lane[edges.target] == COMPUTE)
+        received = (instances.lane[edges.source] == lane) & are_compute(instances.lane[edges.target])
         time_s += receive_s * np.bincount(edges.place[edges.target[received]], minlength=len(computes))
     return time_s
 
 
 def _posted(instances: Instances, edges: _Edges) -> tuple[Column, Column]:
     """Transfers and collectives that need a pass, and the position of the last pass that each of them needs."""
-    produced = (instances.lane[edges.source] == COMPUTE) & (instances.lane[edges.target] != COMPUTE)
+    computing = are_compute(instances.lane)
+    produced = computing[edges.source] & ~computing[edges.target]
     last = np.full(instances.num_instances, -1)
     np.maximum.at(last, edges.target[produced], edges.place[edges.source[produced]])
     posted = np.flatnonzero(last >= 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spindle.program import COMPUTE, SYNC, TRANSFER
+from spindle.program import SYNC, TRANSFER, are_compute
 from spindle.timeline.timeline import Timeline
 
 
@@ -37,10 +37,11 @@ def measure(timeline: Timeline) -> Measures:
     # Per rank, in order of precedence: what transfers add to the time that compute covers, and what reductions add.
     for rank in range(timeline.num_ranks):
         spans = order[bounds[rank] : bounds[rank + 1]]
-        by_lane = [_covered(timeline, spans[timeline.lane[spans] == lane]) for lane in (COMPUTE, TRANSFER, SYNC)]
-        compute_ns = _length(by_lane[COMPUTE])
-        with_transfer_ns = _length(_union(by_lane[COMPUTE], by_lane[TRANSFER]))
-        with_sync_ns = _length(_union(_union(by_lane[COMPUTE], by_lane[TRANSFER]), by_lane[SYNC]))
+        lanes = timeline.lane[spans]
+        compute = _covered(timeline, spans[are_compute(lanes)])
+        with_transfer = _union(compute, _covered(timeline, spans[lanes == TRANSFER]))
+        with_sync = _union(with_transfer, _covered(timeline, spans[lanes == SYNC]))
+        compute_ns, with_transfer_ns, with_sync_ns = map(_length, (compute, with_transfer, with_sync))
         busy += compute_ns
         transfer += with_transfer_ns - compute_ns
         sync += with_sync_ns - with_transfer_ns

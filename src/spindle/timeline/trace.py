@@ -7,18 +7,19 @@ from collections.abc import Callable
 
 import numpy as np
 
-from spindle.program import LANES, Instruction
+from spindle.program import NUM_LANES, Instruction, lane_name
 from spindle.timeline.timeline import Timeline
 
 
 def chrome_trace(timeline: Timeline, name_of: Callable[[Instruction], str]) -> str:
     """JSON text with one process per rank, one thread per lane, and a counter of live memory."""
     events: list[dict[str, object]] = []
+    num_lanes = max(NUM_LANES, 1 + int(timeline.lane.max(initial=0)))
     for rank in range(timeline.num_ranks):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         events += [
-            {"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}}
-            for lane, name in enumerate(LANES)
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": lane_name(lane)}}
+            for lane in range(num_lanes)
         ]
         times, live = timeline.memory_of(rank)
         events += [

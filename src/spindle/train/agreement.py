@@ -28,7 +28,9 @@ from spindle.train.optimizer import (
     MakeLRScheduler,
     MakeOptimizer,
     Named,
+    NamedGroups,
     group_settings,
+    named_groups,
     optimizer_of,
     scheduler_of,
     settings_of,
@@ -288,6 +290,7 @@ _COMPARED_ARGUMENTS = (
     "seed",
     "name",
     "cuda_graphs",
+    "ema",
 )
 
 
@@ -297,6 +300,9 @@ def config_items(config: TrainConfig) -> dict[str, Any]:
     planning = config.planning
     items = {f"Trainer({name}=...)": getattr(config, name) for name in _COMPARED_ARGUMENTS}
     items["Trainer(lr_scheduler=...)"] = _given(config.lr_scheduler)
+    scaler = config.loss_scaling
+    items["Trainer(grad_scaler=...)"] = None if scaler is None else scaler.state_dict()
+    items["Trainer(callbacks=...)"] = [type(callback).__qualname__ for callback in config.callbacks]
     items["Planning(tensor_parallel_degrees=...)"] = planning.tensor_parallel_degrees
     items["Planning(memory_limit_bytes=...)"] = planning.memory_limit_bytes
     items["Planning(profile=...)"] = _given(planning.profile)
@@ -320,8 +326,9 @@ def optimizer_items(
     make: MakeOptimizer,
     make_scheduler: MakeLRScheduler | None,
     parameters: Iterable[tuple[str, nn.Parameter, torch.Size]],
-) -> dict[str, str]:
-    """What the user's functions give for all parameters that are trained, by name and with their whole shapes.
+) -> tuple[dict[str, str], NamedGroups]:
+    """What the user's functions give for all parameters that are trained, by name and with their whole shapes; and the
+    optimizer's groups.
 
     Each rank makes its optimizer of the parameters that it holds, so groups may differ from rank to rank; what must not
     is the rule by which they are made. It is asked here for parameters without memory. What it does with values of
@@ -336,20 +343,21 @@ def optimizer_items(
     try:
         optimizer = optimizer_of(make, named)
         if optimizer is None:
-            return {}
+            return {}, ()
         if make_scheduler is not None:
             scheduler = scheduler_of(make_scheduler, optimizer, _TRIED_STEPS)
             items["the scheduler"] = canonical_text((type(scheduler), _without_rates(scheduler.state_dict())))
         settings = group_settings(optimizer, named)
     except Exception as error:  # the user's code may raise anything; if it is a mistake, the real ones raise it again
-        return {"the optimizer of parameters without values": type(error).__name__}
+        return {"the optimizer of parameters without values": type(error).__name__}, ()
     texts = {id(setting): canonical_text(setting) for setting in settings.values()}
     by_name = {
         f"the optimizer's settings of parameter {name!r}": texts[id(setting)] for name, setting in settings.items()
     }
     # Groups that have no parameter here, too: which ones are in them may not be told by the name.
     groups = [canonical_text(settings_of(group)) for group in optimizer.param_groups]
-    return by_name | items | {"the settings of the optimizer's groups": "\n".join(sorted(groups))}
+    items |= {"the settings of the optimizer's groups": "\n".join(sorted(groups))}
+    return by_name | items, named_groups(optimizer, named)
 
 
 def _without_rates(state: Any) -> Any:
@@ -397,7 +405,7 @@ def task_items(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -> di
         items[f"the first batch of task {name!r}"] = form_text(examples[name])
         lines = [f"{call.name} of {call.sources}: {graph_text(call.arguments, values=True)}" for call in task.calls]
         lines.append(f"loss of {task.loss_sources}: {graph_text(task.loss, values=True)}")
-        lines.append(f"is_mean={task.is_mean}, branches {task.decisions}")
+        lines.append(f"is_mean={task.is_mean}, metrics {task.metrics}, branches {task.decisions}")
         items[f"the recorded graph of task {name!r}"] = "\n".join(lines)
     return items
 

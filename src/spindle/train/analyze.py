@@ -22,6 +22,7 @@ from spindle.train.config import TrainConfig
 from spindle.train.header import check_first_batches
 from spindle.train.probe import Facts, probe, probe_without_weights
 from spindle.train.record import handles_of, parameter_names, record_all
+from spindle.train.recording_notices import noticing
 from spindle.train.task import TaskDefinition
 from spindle.train.tensor import Sharing, find_sharing
 from spindle.train.trace_broadcast import trace_on_rank_0
@@ -64,7 +65,8 @@ def analyze(
     Modules are moved to that device. Without weights (`spindle plan script.py`) only shapes are looked at.
     """
     with autocast_of(config, world):
-        recorded = record_all(list(definitions), examples)
+        with noticing(notify):
+            recorded = record_all(list(definitions), examples)
         handles = handles_of(recorded)
         compare(world, task_items(recorded, examples))
         compare_attributes(world, handles)
@@ -89,8 +91,22 @@ def analyze(
                 find_sharing(traced, examples, has_values=has_weights) if world.rank == 0 else None
             )
     bound = bind(config.name, traced, facts, sharing)
+    if config.ema is not None:
+        bound = _with_average(bound)
     _explain(bound, world, notify, is_planned=not has_weights)
     return _analyzed(bound)
+
+
+def _with_average(bound: Bound) -> Bound:
+    """Count the memory of an average beside each weight, in float32 at least, and the traffic of its update."""
+    numerics = bound.workload.numerics
+    average_bytes = max(4, numerics.parameter_bytes)
+    numerics = replace(
+        numerics,
+        optimizer_bytes=numerics.optimizer_bytes + average_bytes,
+        update_bytes=numerics.update_bytes + 2 * average_bytes + numerics.parameter_bytes,
+    )
+    return replace(bound, workload=replace(bound.workload, numerics=numerics))
 
 
 def _analyzed(bound: Bound, ended_modules: frozenset[str] = frozenset()) -> AnalyzedWorkload:
@@ -118,7 +134,9 @@ def without_tasks(workload: AnalyzedWorkload, ended: Collection[str], name: str)
         reached=reached,
     )
     remaining = [traced for task, traced in bound.tasks.items() if task not in ended]
-    restricted = _analyzed(bind(name, remaining, facts, bound.sharing, parameter_names(bound.handles)))
+    restricted_bound = bind(name, remaining, facts, bound.sharing, parameter_names(bound.handles))
+    remaining_workload = replace(restricted_bound.workload, numerics=bound.workload.numerics)
+    restricted = _analyzed(replace(restricted_bound, workload=remaining_workload))
     ended_modules = frozenset(workload.graph.modules) - frozenset(restricted.graph.modules)
     return replace(restricted, ended_modules=ended_modules)
 

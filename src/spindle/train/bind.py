@@ -219,6 +219,7 @@ def code_of(bound: Bound, op: MetaOp) -> OpCode:
             is_mean=recorded.is_mean,
             per_sample_mean=recorded.definition.per_sample_mean,
             is_random=traced.name in facts.random_losses,
+            metrics=recorded.metrics,
         )
     layers = tuple(
         LayerCode(

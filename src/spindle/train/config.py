@@ -10,9 +10,10 @@ import torch
 
 from spindle.errors import TrainingError, WorkloadError
 from spindle.graph import MetaGraph
-from spindle.plan import Plan
+from spindle.plan import MAX_LANES, Plan
 from spindle.planners import PLANNERS
 from spindle.profile import Profile
+from spindle.train.callbacks import Callback, check_callbacks
 from spindle.train.optimizer import MakeLRScheduler, MakeOptimizer
 from spindle.train.sampling import SamplingWeight
 from spindle.train.task import TaskDefinition
@@ -45,6 +46,10 @@ class Planning:
 
     Each rank may hold `memory_limit_bytes` of tensors: plans keep to it, and a step that exceeds it raises an error.
     Without a GPU tensors are counted operation by operation, which takes time.
+
+    With `lanes`, up to so many modules share a GPU at the same time, on streams of their own, where that is simulated
+    to be faster: small modules do not fill a GPU. So far on one GPU with one process; on CPUs and several ranks, and in
+    pipelines, there is one lane.
     """
 
     planner: str | MakePlan = "wavefront"
@@ -54,8 +59,11 @@ class Planning:
     pipeline_parallel_degree: int | None = None
     shard_optimizer: bool | None = None
     memory_limit_bytes: int | None = None
+    lanes: int = 1
 
     def __post_init__(self) -> None:
+        if not 1 <= self.lanes <= MAX_LANES:
+            raise TrainingError(f"spindle.Planning(lanes={self.lanes}): a device has 1 to {MAX_LANES} lanes")
         # A copy, which nobody else can change.
         object.__setattr__(self, "tensor_parallel_degrees", dict(self.tensor_parallel_degrees))
         if isinstance(self.planner, str) and self.planner not in PLANNERS:  # before minutes of profiling
@@ -128,8 +136,12 @@ class TrainConfig:
     seed: int = 0
     name: str = "training"
     cuda_graphs: bool = True
+    callbacks: tuple[Callback, ...] = ()
+    ema: float | None = None
+    grad_scaler: torch.amp.GradScaler | None = None
 
     def __post_init__(self) -> None:
+        check_callbacks(self.callbacks)
         if not self.tasks:
             raise WorkloadError("spindle.Trainer needs at least one task")
         for task in self.tasks:
@@ -150,10 +162,12 @@ class TrainConfig:
             )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise TrainingError(f"spindle.Trainer(max_grad_norm={self.max_grad_norm}): must be above 0")
-        if self.autocast not in (None, torch.bfloat16):
-            raise TrainingError(
-                f"spindle.Trainer(autocast={self.autocast}): expected torch.bfloat16; other types need loss scaling"
-            )
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise TrainingError(f"spindle.Trainer(ema={self.ema}): expected a decay between 0 and 1, such as 0.999")
+        if self.autocast not in (None, torch.bfloat16, torch.float16):
+            raise TrainingError(f"spindle.Trainer(autocast={self.autocast}): expected torch.bfloat16 or torch.float16")
+        if self.grad_scaler is not None and self.autocast != torch.float16:
+            raise TrainingError("spindle.Trainer(grad_scaler=...): requires autocast=torch.float16")
         if not isinstance(self.planning, Planning):
             raise TrainingError(
                 f"spindle.Trainer(planning={self.planning!r}): expected spindle.Planning(...), for example "
@@ -166,6 +180,14 @@ class TrainConfig:
             )
         if self.sampling_weights is not None:
             object.__setattr__(self, "sampling_weights", dict(self.sampling_weights))
+
+    @property
+    def loss_scaling(self) -> torch.amp.GradScaler | None:
+        """The settings of the loss scale, where losses are scaled."""
+        if self.autocast != torch.float16:
+            return None
+        scaler = self.grad_scaler or torch.amp.GradScaler("cuda" if torch.cuda.is_available() else "cpu")
+        return scaler if scaler.is_enabled() else None
 
     @property
     def task_names(self) -> list[str]:

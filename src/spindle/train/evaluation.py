@@ -5,6 +5,7 @@ Between fits every rank has all weights, so nothing needs a plan, and numbers ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
@@ -16,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from spindle.errors import TrainingError
-from spindle.run import World, on_device, plain, send_tensors
+from spindle.run import World, metric_sums, on_device, plain, send_tensors
 from spindle.train.agreement import compare_attributes
 from spindle.train.config import TrainConfig
 from spindle.train.feed import RandomState, form_of_batch, is_empty, random_state, set_random_state
 from spindle.train.record import handles_of, record
-from spindle.train.task import Mean, TaskDefinition
+from spindle.train.task import Mean, TaskDefinition, TaskResult
 
 _END = object()
 
@@ -35,19 +36,22 @@ def evaluate(
     *,
     share_weights: bool,
 ) -> dict[str, float]:
-    """The mean loss of each task over its loader, or over its first `steps` batches."""
+    """The mean loss of each task over its loader, or over its first `steps` batches, and its metrics by `task/name`."""
     tasks = {task.name: task for task in config.tasks}
-    sums = torch.zeros(len(loaders), 2, dtype=torch.float64)
-    for place, (name, loader) in enumerate(loaders.items()):
+    names: list[str] = []
+    sums: list[torch.Tensor] = []
+    for name, loader in loaders.items():
         if name not in tasks:
             raise TrainingError(f"evaluate: {name!r} is no task (tasks: {', '.join(tasks)})")
-        sums[place] = _sums(tasks[name], loader, steps, state, config, world, share_weights)
-    totals = sum(world.start_all_gather(sums).wait())
+        loss, metrics = _sums(tasks[name], loader, steps, state, config, world, share_weights)
+        names += [name, *(f"{name}/{metric}" for metric in metrics)]
+        sums += [loss, *metrics.values()]
+    totals = sum(world.start_all_gather(torch.stack(sums)).wait()) if sums else torch.zeros(0, 2)
     means = {}
-    for name, (total, count) in zip(loaders, totals.tolist(), strict=True):  # type: ignore[union-attr]
-        if not count:
+    for name, (total, count) in zip(names, totals.tolist(), strict=True):  # type: ignore[union-attr]
+        if not count and name in loaders:
             raise TrainingError(f"evaluate: the loader of task {name!r} gives no sample")
-        means[name] = total / count
+        means[name] = total / count if count else math.nan
     return means
 
 
@@ -59,9 +63,11 @@ def _sums(
     config: TrainConfig,
     world: World,
     share_weights: bool,
-) -> torch.Tensor:
-    """A rank's sum of losses and its divisor: the counts of a `spindle.mean`, else the number of samples."""
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A rank's sum of losses and its divisor: the counts of a `spindle.mean`, else the number of samples; and total and
+    count of each metric, the same metrics on all ranks."""
     sums = torch.zeros(2, dtype=torch.float64)
+    metrics: dict[str, torch.Tensor] = {}
     seen: dict[str, nn.Module] = {}
     forms: set[str] = set()
     with ExitStack() as after, torch.no_grad():
@@ -73,7 +79,10 @@ def _sums(
             form = form_of_batch(nest)
             if form not in forms:  # on all ranks
                 forms.add(form)
-                for name, handle in handles_of([record(task, nest)]).items():
+                recorded = record(task, nest)
+                for name in recorded.metrics:
+                    metrics.setdefault(name, torch.zeros(2, dtype=torch.float64))
+                for name, handle in handles_of([recorded]).items():
                     if name not in seen:
                         compare_attributes(world, {name: handle})
                         seen[name] = handle.module.to(world.device)
@@ -83,10 +92,16 @@ def _sums(
                             _share(handle.module, world)
             if number % world.size == world.rank:
                 loss = task(on_device(nest, world.device))
+                num_samples = _num_samples(nest)
+                if isinstance(loss, TaskResult):
+                    loss, values = loss
+                    pairs = metric_sums(list(values.values()), num_samples, world.device).cpu().view(-1, 2)
+                    for name, pair in zip(values, pairs, strict=True):
+                        metrics[name] += pair
                 total, count = loss if isinstance(loss, Mean) else (loss, 1)
-                samples = 1 if isinstance(loss, Mean) else _num_samples(nest)
+                samples = 1 if isinstance(loss, Mean) else num_samples
                 sums += torch.tensor([float(total) * samples, float(count) * samples], dtype=torch.float64)
-    return sums
+    return sums, metrics
 
 
 def _num_samples(nest: Any) -> int:

@@ -1,10 +1,10 @@
 """Batch headers, exchanged a step ahead: a row of numbers for each micro-step and task, the same columns on every rank.
 
-Signature, tokens, rows, fingerprint and variant of the task's next batch, where the rank reads it; then its parts of
-the losses of an earlier step, and five numbers: how many changes of tasks and plan it has requested, whether it wants
-the fit to end, what it wants to be saved, which checkpoint it has written, and the busy share of its last timed step.
-All headers of a plan have the same size, so that ranks still exchange headers,
-and detect it, when only some of them have requested a change.
+Signature, tokens, rows, fingerprint and variant of the task's next batch, where the rank reads it; then its part of an
+earlier step's report, and five numbers: how many changes of tasks and plan it has requested, whether it wants the fit
+to end, what it wants to be saved, which checkpoint it has written, and the busy share of its last timed step. All
+headers of a plan have the same size, so that ranks still exchange headers, and detect it, when only some of them have
+requested a change.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ class BatchHeader:
 def header_row(
     names: Sequence[str],
     micro_steps: MicroSteps,
-    losses: Sequence[float] | None,
+    report: Sequence[float],
     num_changes: int,
     is_stopping: bool,
     busy_share: float,
     saves: int = 0,
     written: int = 0,
 ) -> torch.Tensor:
-    """This rank's header: float64, `micro_steps` x `names` x columns, then a loss for each name, and five numbers."""
+    """This rank's header: float64, `micro_steps` x `names` x columns, then the report of an earlier step, and five
+    numbers."""
     row: list[float] = []
     for batches in micro_steps:
         for name in names:
@@ -65,14 +66,12 @@ def header_row(
                 batch.fingerprint,
                 batch.variant,
             ]
-    row += [0.0] * len(names) if losses is None else losses
-    return torch.tensor([*row, num_changes, is_stopping, saves, written, busy_share], dtype=torch.float64)
+    return torch.tensor([*row, *report, num_changes, is_stopping, saves, written, busy_share], dtype=torch.float64)
 
 
-def losses_in(table: Table, names: Sequence[str]) -> dict[str, float]:
-    """The tasks' losses: the sums of all ranks' parts."""
-    first = _CHANGES - len(names)
-    return {name: sum(row[first + number] for row in table) for number, name in enumerate(names)}
+def reports_in(table: Table, num_columns: int) -> Table:
+    """Every rank's report of an earlier step."""
+    return [row[_CHANGES - num_columns : _CHANGES] for row in table]
 
 
 def idle_in(table: Table) -> float | None:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from spindle.launch.activity import ON_STEP, recorder
-from spindle.run import Budget, Gathering, Losses, copied_to, limit_gpu_memory, on_device
+from spindle.launch.activity import LOADING, ON_STEP, recorder
+from spindle.run import Budget, Gathering, HostCopy, copied_to, limit_gpu_memory, on_device
 from spindle.train.agreement import compare, config_items, module_items
 from spindle.train.config import TrainConfig
 from spindle.train.feed import Batch, Feed, LoaderPosition, MakeFeed
@@ -30,12 +30,12 @@ from spindle.train.header import (
     header_row,
     idle_in,
     is_stopped,
-    losses_in,
     read_batch_headers,
+    reports_in,
     saves_in,
     written_in,
 )
-from spindle.train.loss_history import LossHistory, OnStep, mean_losses
+from spindle.train.loss_history import LossHistory, loss_and_metric_sums
 from spindle.train.plain_json import to_plain
 from spindle.train.progress import Progress
 from spindle.train.result import FitResult
@@ -45,10 +45,12 @@ from spindle.train.sampling import tasks_in_step
 from spindle.train.saving import ENDING, REQUESTED
 from spindle.train.session import NEW_VARIANT, TrainSession
 from spindle.train.signals import NoticedSignals, noticed_signals
-from spindle.train.steps import microbatches_of
+from spindle.train.step_forecast import StepForecast
+from spindle.train.step_report import ReportColumns
+from spindle.train.steps import StepRun, microbatches_of
 from spindle.train.timing import StepTimes
 
-ReadLosses = Callable[[], list[float]]  # waits for the step that they are of
+ReadReport = Callable[[], list[float]]  # this rank's row of a step's report; waits for the step
 StepHeaders = list[dict[str, BatchHeader]]  # by micro-step and task
 StepBatches = list[dict[str, Batch]]  # by micro-step and task: those that this rank reads
 _SEARCH_SHARE = 0.5  # of a step's time, for which the next is planned
@@ -66,10 +68,10 @@ class Loop:
         feeds: dict[str, Feed],
         make_feed: MakeFeed,
         progress: Progress,
-        on_step: OnStep | None,
     ) -> None:
-        self._session, self._feeds, self._progress, self._on_step = session, feeds, progress, on_step
+        self._session, self._feeds, self._progress = session, feeds, progress
         self._losses: LossHistory
+        self._columns: ReportColumns
         self._make_feed, self._world = make_feed, session.world
         self._requested: tuple[TrainConfig, dict[str, Any]] | None = None  # with loaders of tasks that join
         self._is_stopping = False  # whether this rank wants the fit to end
@@ -124,9 +126,9 @@ class Loop:
         """Train for so many steps from step `first` on, or until a rank wants to stop."""
         world = self._world
         compare(world, {"fit(steps=...)": f"{steps} steps from step {first} on"})
-        self._losses = LossHistory(first, self._progress, self._on_step)
+        self._losses = LossHistory(first, self._progress, self._session.callbacks)
         self._session.scatter_parameters(self._runtime)
-        self._count_resident_tensors()
+        self._start_plan()
         if world.device.type == "cuda":
             limit_gpu_memory(self._config.planning.memory_limit_bytes, world.device)
             self._free_gpu_memory()
@@ -141,8 +143,8 @@ class Loop:
         planned_steps = steps
         batches = self._read(first)
         gathering = self._start_header(batches, None)
-        unsent: deque[ReadLosses] = deque()  # of the last steps, which a GPU may still be at
-        carries_losses = False  # the header in flight
+        unsent: deque[ReadReport] = deque()  # of the last steps, which a GPU may still be at
+        carries_report = False  # the header in flight
         num_before = first - self._session.first_step  # steps of this fit that an earlier run did
         progress.training(num_before + steps)
         recorder.begin(first)
@@ -150,8 +152,8 @@ class Loop:
             begin_s = time.perf_counter()
             step = self._next_step = first + number
             table = self._table(gathering, step)
-            if carries_losses:
-                self._report_losses(table)
+            if carries_report:
+                self._report(table)
             if is_stopped(table):
                 self._leave_out_read_ahead()
                 gathering, steps = self._start_header(self._no_batches, None), number
@@ -159,20 +161,19 @@ class Loop:
             headers = read_batch_headers(table, self._names, self._config.gradient_accumulation_steps, step)
             self._times.read_busy_share(step - _LOSSES_BEHIND[world.device.type])
             is_saving = self._is_saving(table, step)
-            self._add_new_variants(headers, batches)
+            self._add_new_variants(headers, batches, unsent)
             if self._requested is not None or is_saving:
                 self._report_unsent(unsent)
-                carries_losses = False
             if self._requested is not None:
                 self._apply_change(headers, batches)
             if is_saving:
                 self._save(step, saves_in(table))
             current = batches
             if number + 1 < steps:
-                batches = self._read(step + 1)
-                carries_losses = len(unsent) >= _LOSSES_BEHIND[world.device.type]
-                losses = unsent.popleft()() if carries_losses else None
-                gathering = self._start_header(batches, losses)
+                with recorder.doing(LOADING):
+                    batches = self._read(step + 1)
+                carries_report = len(unsent) >= _LOSSES_BEHIND[world.device.type]
+                gathering = self._start_header(batches, unsent.popleft()() if carries_report else None)
                 if self._runtime.steps.plans_ahead:
                     self._plan_ahead(self._table(gathering, step), batches, step + 1)
             else:  # of no batches: a rank that has just requested a change waits for the others' headers
@@ -204,16 +205,14 @@ class Loop:
         notify = session.notifier(self._progress)
         for name, reason in self._runtime.steps.main.without_graph.items():
             notify(f"{name} runs without a CUDA graph: {reason}")
-        peak_bytes = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else 0
-        if self._budget is not None:
-            peak_bytes = self._budget.peak_bytes
+        peak_bytes = self._peak_bytes
         compare(world, self._call_items())
         session.gather_parameters(self._runtime)
         session.num_batches.update(self._num_asked)
         if self._requested is not None:
             session.set_config(self._requested[0], self._progress)
         planned, main = self._runtime.planned, self._runtime.steps.main
-        result = self._times.result(planned.program, planned.profile, self._losses.by_step, session.notices, peak_bytes)
+        result = self._times.result(planned.program, planned.profile, self._losses, session.notices, peak_bytes)
         return replace(result, num_captured_slots=main.num_captured, slots_without_cuda_graph=dict(main.without_graph))
 
     def _saves(self) -> tuple[int, int]:
@@ -297,30 +296,56 @@ class Loop:
             collect_all()
             torch.cuda.empty_cache()
 
-    def _count_resident_tensors(self) -> None:
-        """Count weights, and what optimizer and gradients keep, against the memory limit."""
+    def _start_plan(self) -> None:
+        """Count weights, and what optimizer and gradients keep, against the memory limit; and find what step records
+        need to know of the plan."""
+        update = self._session.update
+        assert update is not None
         if self._budget is not None:
-            self._budget.adopt(resident_tensors(self._runtime, self._session.update))
+            self._budget.adopt(resident_tensors(self._runtime, update))
+        self._columns = ReportColumns(
+            tasks=tuple(self._names), metrics=self._metric_names(), lr_groups=update.lr_groups
+        )
+        self._forecast = StepForecast(self._runtime, self._config, self._world.device)
 
-    def _report_unsent(self, unsent: deque[ReadLosses]) -> None:
-        """Exchange and report the losses of steps that have no header to travel with."""
-        while unsent:
-            losses = unsent.popleft()()
-            gathering = self._start_header(self._no_batches, losses)
-            self._report_losses(self._table(gathering, self._losses.next_step))
+    def _metric_names(self) -> tuple[str, ...]:
+        """`task/name` of the metrics of all tasks, whichever variants have them."""
+        task_of = {variant.name: variant.task for variant in self._session.variants}
+        metrics = self._runtime.steps.main.metrics
+        return tuple(dict.fromkeys(f"{task_of[variant]}/{name}" for variant, name in metrics))
 
-    def _report_losses(self, table: Table) -> None:
+    @property
+    def _peak_bytes(self) -> int:
+        """The most that this rank has held in this fit; 0 where that is not counted."""
+        if self._budget is not None:
+            return self._budget.peak_bytes
+        if self._world.device.type != "cuda":
+            return 0
+        # The statistic alone: `max_memory_allocated` flattens all of them, which takes longer.
+        peak: int = torch.cuda.memory_stats_as_nested_dict(self._world.device)["allocated_bytes"]["all"]["peak"]
+        return peak
+
+    def _report(self, table: Table) -> None:
+        """Report the step whose numbers these headers carry."""
         with recorder.doing(ON_STEP):
-            self._losses.report(losses_in(table, self._names))
+            self._losses.report(self._columns.read(reports_in(table, len(self._columns))), idle_in(table))
+
+    def _report_unsent(self, unsent: deque[ReadReport]) -> None:
+        """Exchange and report the numbers of steps that have no header to travel with."""
+        while unsent:
+            gathering = self._start_header(self._no_batches, unsent.popleft()())
+            self._report(self._table(gathering, self._losses.next_step))
 
     @property
     def _no_batches(self) -> StepBatches:
         return [{}] * self._config.gradient_accumulation_steps
 
-    def _start_header(self, batches: StepBatches, losses: Sequence[float] | None) -> Gathering:
+    def _start_header(self, batches: StepBatches, report: Sequence[float] | None) -> Gathering:
         num_changes, busy_share = len(self._calls), self._times.busy_share
+        if report is None:
+            report = [0.0] * len(self._columns)
         saves, written = self._saves()
-        row = header_row(self._names, batches, losses, num_changes, self._is_stopping, busy_share, saves, written)
+        row = header_row(self._names, batches, report, num_changes, self._is_stopping, busy_share, saves, written)
         return self._world.start_all_gather(row)
 
     def _table(self, gathering: Gathering, step: int) -> Table:
@@ -358,7 +383,7 @@ class Loop:
         headers[:] = [{name: header for name, header in row.items() if name not in ended} for row in headers]
         batches[:] = [{name: batch for name, batch in row.items() if name not in ended} for row in batches]
         self._share_batches(headers, batches)
-        self._count_resident_tensors()
+        self._start_plan()
         self._times.changes_s.append(time.perf_counter() - begin_s)
 
     def _read(self, step: int) -> StepBatches:
@@ -403,7 +428,7 @@ class Loop:
             return feed.at(number, None)
         return feed.at(number, self._runtime.steps.needs(variant.name))
 
-    def _add_new_variants(self, headers: StepHeaders, batches: StepBatches) -> None:
+    def _add_new_variants(self, headers: StepHeaders, batches: StepBatches, unsent: deque[ReadReport]) -> None:
         """Make a new plan when a batch takes a variant for the first time."""
         session = self._session
         is_new = False
@@ -411,6 +436,7 @@ class Loop:
             for task, header in row.items():
                 if session.variants.get(task, header.variant) is None:
                     if not is_new:
+                        self._report_unsent(unsent)  # with the columns of the plan that they ran under
                         recorder.pause()
                         session.gather_parameters(self._runtime)
                         is_new = True
@@ -424,7 +450,7 @@ class Loop:
             self._runtime = session.plan(session.trace_and_profile(self._feeds, self._progress), self._progress)
             self._free_gpu_memory()
             session.scatter_parameters(self._runtime)
-            self._count_resident_tensors()
+            self._start_plan()
             self._share_batches(headers, batches)
 
     def _share_batches(self, headers: StepHeaders, batches: StepBatches) -> None:
@@ -461,10 +487,12 @@ class Loop:
             microbatches_of(headers, self._session.variants), num_micro_steps, batches, time_limit_s
         )
 
-    def _step(self, step: int, headers: StepHeaders, batches: StepBatches) -> ReadLosses:
-        """Run a step. Returns this rank's parts of the tasks' losses, each a mean over the task's micro-steps."""
-        world, checked = self._world, self._session.checked
-        parts: list[tuple[Losses, dict[int, str]]] = []  # with the task of each loss that the step had
+    def _step(self, step: int, headers: StepHeaders, batches: StepBatches) -> ReadReport:
+        """Run a step. Returns this rank's row of its report; losses are means over the task's micro-steps."""
+        world, checked, update = self._world, self._session.checked, self._session.update
+        assert update is not None
+        parts: list[tuple[HostCopy, dict[int, str], dict[int, str]]] = []  # with what the step had at each position
+        runs: list[StepRun] = []
         microbatches = microbatches_of(headers, self._session.variants)
         for number, run in enumerate(self._runtime.steps.runs(microbatches, len(headers), batches)):
             variants = {microbatch.variant for microbatch in run.microbatches.values()}
@@ -481,10 +509,11 @@ class Loop:
                     step,
                     {name: copied_to(world.device, batch.nest) for name, batch in read.items()},
                     {name: microbatch.header.signature for name, microbatch in run.microbatches.items()},
-                    self._session.update,
+                    update,
                     micro_step=run.micro_step,
                     held={name: batch.held for name, batch in read.items() if batch.held is not None},
                     cuts=run.cuts,
+                    loss_scale=None if update.loss_scale is None else update.loss_scale.scale,
                     check_losses=run.checks_losses and not checked.issuperset(variants),
                     timed=is_timed,
                 )
@@ -496,7 +525,21 @@ class Loop:
                 self._times.keep(step, watch, run.executor.program, run.profile)
             tasks = run.profile.graph.tasks
             positions = {tasks.index(name): microbatch.task for name, microbatch in run.microbatches.items()}
-            parts.append((losses, positions))
+            metrics = {
+                len(tasks) + 2 * number: f"{run.microbatches[name].task}/{metric}"
+                for number, (name, metric) in enumerate(run.executor.metrics)
+                if name in run.microbatches
+            }
+            parts.append((losses, positions, metrics))
+            runs.append(run)
         counts = {name: sum(name in row for row in headers) for name in self._names}
-        self._losses.expect(frozenset(name for name, count in counts.items() if count))
-        return lambda: mean_losses(parts, counts)
+        self._losses.expect(self._forecast.launched(step, headers, runs))
+        position, columns = self._times.num_steps, self._columns
+        read_update = update.read_report
+
+        def read_report() -> list[float]:
+            peak_bytes = self._peak_bytes if self._config.callbacks else 0
+            sums = loss_and_metric_sums(parts, counts, columns.metrics)
+            return [*sums, *read_update(), self._times.end_s(position), peak_bytes]
+
+        return read_report

@@ -18,11 +18,15 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from spindle.errors import TrainingError
 from spindle.program import Sharding
-from spindle.run import World
+from spindle.run import HostCopy, World
+from spindle.train.ema import WeightAverage, without_average
+from spindle.train.grad_scaler import LossScale, step_unless
 from spindle.train.optimizer_reshard import LRSchedulerState, OptimizerState, on_host, reshard_state
+from spindle.train.step_report import NO_RATE, NO_SQUARE
 
 Named = tuple[str, nn.Parameter]
 MakeOptimizer = Callable[[list[Named]], torch.optim.Optimizer]
+NamedGroups = tuple[tuple[str, frozenset[str]], ...]  # a name for each parameter group, and its parameters' names
 MakeLRScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
@@ -40,18 +44,37 @@ class Update:
         ranks: tuple[int, ...],
         world: World,
         state: OptimizerState | None,
+        ema: float | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        scaled_ranks: tuple[int, ...] = (),
+        lr_groups: NamedGroups | None = None,
+        reports_norm: bool = False,
     ) -> None:
         """`named` are the parameters that this rank trains, `counted` those whose gradients it counts for all `ranks`
-        that hold any, and `sharding` what every rank trains of each. `state` is what an earlier plan's left."""
+        that hold any, and `sharding` what every rank trains of each. `state` is what an earlier plan's left. `ema` is
+        the decay of an average of the weights. `grad_scaler` has the settings of a loss scale, which is the same on
+        `scaled_ranks`: all that run a step. `lr_groups` are the groups of all ranks, this rank's unless given. With
+        `reports_norm`, the norm of gradients is computed even where they are not clipped."""
         self._max_grad_norm, self._named, self._counted, self._world = max_grad_norm, list(named), counted, world
         self.sharding, self._ranks = sharding, ranks
         self._copied: torch.cuda.Event | None = None  # of parameters and state, for a checkpoint
-        if max_grad_norm is not None and len(ranks) > 1:
-            world.group("norm", ranks)
+        self._reducing_ranks = ranks if grad_scaler is None else scaled_ranks
+        if (max_grad_norm is not None or grad_scaler is not None) and len(self._reducing_ranks) > 1:
+            world.group("norm", self._reducing_ranks)
         self.optimizer = optimizer_of(make, named)
         self.scheduler = None
         state = OptimizerState() if state is None else reshard_state(world, state, sharding)
         self._num_steps = state.num_steps
+        self.loss_scale = None if grad_scaler is None else LossScale(grad_scaler, world.device, state.loss_scale)
+        self.average = None if ema is None else WeightAverage(ema, self._named, state.states, state.num_steps)
+        self._reports_norm = reports_norm
+        if lr_groups is None:
+            lr_groups = () if self.optimizer is None else named_groups(self.optimizer, self._named)
+        self.lr_groups = tuple(name for name, _ in lr_groups)
+        # The place in this rank's optimizer of each group, if the rank has any of its parameters.
+        local = {name: place for place, names in enumerate(self._groups()) for name in names}
+        self._lr_places = [next((local[name] for name in names if name in local), None) for _, names in lr_groups]
+        self.read_report = self._start_report(None, None)  # of the last step
         if self.optimizer is not None and make_scheduler is not None:
             self.scheduler = scheduler_of(make_scheduler, self.optimizer, state.num_steps)
             saved = state.lr_scheduler
@@ -81,10 +104,21 @@ class Update:
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
             self._copied = None
-        if self._max_grad_norm is not None:
-            self._clip(self._max_grad_norm)
+        found_inf = None
+        if self.loss_scale is not None:
+            gradients = [parameter.grad for _, parameter in self._named if parameter.grad is not None]
+            found_inf = self.loss_scale.unscale(gradients)
+        square = self._clip_gradients(found_inf)
+        self.read_report = self._start_report(square, found_inf)
         if self.optimizer is not None:
-            self.optimizer.step()
+            if found_inf is None:
+                self.optimizer.step()
+            else:
+                step_unless(self.optimizer, found_inf)
+        if self.loss_scale is not None and found_inf is not None:
+            self.loss_scale.update(found_inf)
+        if self.average is not None:
+            self.average.update()
         if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
         self._num_steps += 1
@@ -100,23 +134,59 @@ class Update:
             )
         self.scheduler.step(metric)
 
-    def _clip(self, limit: float) -> None:
-        """As `torch.nn.utils.clip_grad_norm_` in one process: every parameter counts once, whoever holds it."""
-        if self._world.rank not in self._ranks:
-            return
-        gradients = [parameter.grad for parameter in self._counted if parameter.grad is not None]
-        square = get_total_norm(gradients).to(self._world.device, torch.float64).square().reshape(1)
-        self._world.all_reduce(square, "norm", self._ranks)
-        clip_grads_with_norm_([parameter for _, parameter in self._named], limit, square.sqrt().reshape(()))
+    def _clip_gradients(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
+        """Clip gradients as `torch.nn.utils.clip_grad_norm_` does in one process: every parameter counts once, whoever
+        holds it. All-reduces `found_inf` as well. Returns this rank's part of the square of the norm, where it is
+        reported."""
+        limit, device = self._max_grad_norm, self._world.device
+        if self._world.rank not in self._reducing_ranks:
+            return None
+        square = None
+        if self._world.rank in self._ranks and (limit is not None or self._reports_norm):
+            gradients = [parameter.grad for parameter in self._counted if parameter.grad is not None]
+            square = get_total_norm(gradients).to(device, torch.float64).square()
+        if limit is None and found_inf is None:
+            return square
+        # Together in one all-reduce.
+        nothing = torch.zeros((), dtype=torch.float64, device=device)
+        sums = torch.stack(
+            [nothing if square is None else square, nothing if found_inf is None else found_inf.double()]
+        )
+        self._world.all_reduce(sums, "norm", self._reducing_ranks)
+        if found_inf is not None:
+            found_inf.copy_(sums[1].clamp(max=1.0))  # fused optimizers compare it with 1
+        if limit is not None:
+            clip_grads_with_norm_([parameter for _, parameter in self._named], limit, sums[0].sqrt())
+        return square if self._reports_norm else None
+
+    def _start_report(self, square: torch.Tensor | None, found_inf: torch.Tensor | None) -> Callable[[], list[float]]:
+        """A function that gives the learning rate of each group in this step, this rank's part of the square of the
+        gradient norm, the loss scale, and whether the step is skipped. It waits for the GPU where these are computed
+        there."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        rates = [NO_RATE if place is None else groups[place].get("lr", NO_RATE) for place in self._lr_places]
+        values: list[Any] = [*rates, NO_SQUARE if square is None else square]
+        scale = None if self.loss_scale is None or found_inf is None else self.loss_scale.scale
+        values += [NO_RATE, 0.0] if scale is None else [scale, found_inf]
+        places = [place for place, value in enumerate(values) if _is_on(value, self._world.device)]
+        if not places:
+            return lambda: [float(value) for value in values]
+        copy = HostCopy(torch.stack([values[place].detach().double().reshape(()) for place in places]))
+
+        def read() -> list[float]:
+            copied = dict(zip(places, copy.tolist(), strict=True))
+            return [copied[place] if place in copied else float(value) for place, value in enumerate(values)]
+
+        return read
 
     def _load(self, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
         names = {id(parameter): name for name, parameter in self._named}
         loaded = optimizer.state_dict()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         loaded["state"] = {
-            index: dict(state.states[names[id(parameter)]])
+            index: values
             for index, parameter in enumerate(parameters)
-            if names[id(parameter)] in state.states
+            if (values := without_average(state.states.get(names[id(parameter)], {})))
         }
         for group, entry in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
             members = [names[id(parameter)] for parameter in group["params"]]
@@ -132,7 +202,12 @@ class Update:
     def state(self, *, to_host: bool = False) -> OptimizerState:
         """This rank's share of the state, for the optimizer of another plan."""
         values = self.optimizer.state if self.optimizer is not None else {}
-        states = {name: values[parameter] for name, parameter in self._named if parameter in values}
+        averages = {} if self.average is None else self.average.states(self._num_steps)
+        states = {
+            name: {**values.get(parameter, {}), **averages.get(name, {})}
+            for name, parameter in self._named
+            if parameter in values or name in averages
+        }
         scheduler = self.scheduler
         return OptimizerState(
             num_steps=self._num_steps,
@@ -142,6 +217,7 @@ class Update:
             settings=self._settings(),
             old_settings=self._frozen.old_settings,
             lr_scheduler=None if scheduler is None else LRSchedulerState(self._groups(), scheduler.state_dict()),
+            loss_scale=None if self.loss_scale is None else self.loss_scale.state(),
         )
 
     def _groups(self) -> tuple[tuple[str, ...], ...]:
@@ -169,9 +245,22 @@ class Update:
         }
 
 
+def _is_on(value: Any, device: torch.device) -> bool:
+    return isinstance(value, torch.Tensor) and value.device == device
+
+
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """What a group says of all its parameters; which ones these are differs from rank to rank."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def named_groups(optimizer: torch.optim.Optimizer, named: Sequence[Named]) -> NamedGroups:
+    """The groups of an optimizer, by their entry `name` or their number, with the names of their parameters."""
+    names = {id(parameter): name for name, parameter in named}
+    return tuple(
+        (str(group.get("name", number)), frozenset(names[id(parameter)] for parameter in group["params"]))
+        for number, group in enumerate(optimizer.param_groups)
+    )
 
 
 def group_settings(optimizer: torch.optim.Optimizer, named: Sequence[Named]) -> dict[str, dict[str, Any]]:

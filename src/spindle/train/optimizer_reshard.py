@@ -14,6 +14,7 @@ import torch
 
 from spindle.program import Sharding, Slice, keep_unused
 from spindle.run import TensorSpec, World, reshard
+from spindle.train.grad_scaler import ScaleState
 
 State = Mapping[str, Any]  # of one parameter
 
@@ -41,6 +42,7 @@ class OptimizerState:
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     old_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     lr_scheduler: LRSchedulerState | None = None  # this rank's
+    loss_scale: ScaleState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,8 @@ def reshard_state(world: World, state: OptimizerState, sharding: Sharding) -> Op
     """This rank's share of the state under another sharding. All ranks call this; each receives what it lacks from one
     that has it. The state of parameters that are not in `sharding` stays with one rank, on the host."""
     described = {name: _describe(state.sharding[name][world.rank], values) for name, values in state.states.items()}
-    table = world.broadcast_object(world.gather_objects((described, state.settings, state.num_steps)))
+    table = world.broadcast_object(world.gather_objects((described, state.settings, state.num_steps, state.loss_scale)))
+    latest = max(table, key=lambda row: row[2])  # a rank without parameters has counted no steps
     descriptions = [row[0] for row in table]
     old = {
         name: {rank: part for rank, part in slices.items() if name in descriptions[rank]}
@@ -92,12 +95,13 @@ def reshard_state(world: World, state: OptimizerState, sharding: Sharding) -> Op
         if tensor is not None:
             states[name][key] = tensor if name in sharding else tensor.cpu()
     return OptimizerState(
-        num_steps=max(row[2] for row in table),  # a rank without parameters has counted none
+        num_steps=latest[2],
         sharding=new,
         states=states,
         settings={name: group for row in table for name, group in row[1].items()},
         old_settings=state.old_settings,
         lr_scheduler=state.lr_scheduler,
+        loss_scale=latest[3],
     )
 
 

@@ -163,7 +163,7 @@ def _rank_0_plan(
     """The given plan, or a new one."""
     given, planner = config.planning.plan, config.planning.planner
     if given is None and isinstance(planner, str):
-        options = PlanOptions(seed=config.seed, shard_optimizer=shard_optimizer)
+        options = PlanOptions(seed=config.seed, shard_optimizer=shard_optimizer, lanes=config.planning.lanes)
         return make_plan(profile, planner, options, report_share)
     if given is None:
         assert callable(planner)

@@ -98,6 +98,8 @@ def _probe_task(
             visits.append(visit)
         with _drawing() as drawn:
             result = task.recorded.loss(pair, *(outputs[source] for source in task.recorded.loss_sources))
+        if task.recorded.metrics:
+            result, _ = result
         if drawn():
             random_losses.add(task.name)
         loss = result[0] / result[1] if task.recorded.is_mean else result

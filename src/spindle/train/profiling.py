@@ -53,7 +53,12 @@ def trace_and_profile(
     """Analyze and profile these task variants, of which `examples` has a batch each. Under a `capture`, write what it
     asks for instead, and end the script. A `saved` profile holds where it is for the same tasks, on as many devices or
     more."""
-    with on_compute_stream(world.device), without_torch_logs(), explained_errors():
+
+    def run_tasks() -> None:
+        for definition in definitions:
+            definition(on_device(tree_map(_cloned, examples[definition.name]), world.device))
+
+    with on_compute_stream(world.device), without_torch_logs(), explained_errors(run_tasks):
         # Copies, because what is tried out may write over its input.
         copies = {name: on_device(tree_map(_cloned, batch), world.device) for name, batch in examples.items()}
         progress.stage("recording tasks")
@@ -108,6 +113,7 @@ def profile_workload(
             progress=report_share,
             notify=notify,
             graphs=config.cuda_graphs and not config.planning.is_pipelined,  # whose programs live for a step
+            lanes=config.planning.lanes,
             capture=capture,
         )
 

@@ -21,7 +21,8 @@ from spindle.errors import WorkloadError
 from spindle.launch.failure import is_debugging
 from spindle.models import Chain, as_when_compiling, device_of, fake_like, whole_chain, without_torch_logs
 from spindle.run import on_device, pytree_meta
-from spindle.train.task import Mean, ModuleHandle, TaskDefinition, called_module, recording
+from spindle.train.recording_notices import INSTEAD, note_method, prints_noticed
+from spindle.train.task import Mean, ModuleHandle, TaskDefinition, TaskResult, called_module, recording
 from spindle.train.task_errors import line_of_node, mark_line
 from spindle.train.tracer import GradientTracer
 
@@ -50,6 +51,7 @@ class RecordedTask:
     loss_sources: tuple[str, ...]
     loss: Callable[..., Any]
     is_mean: bool
+    metrics: tuple[str, ...] = ()  # names: `loss` then returns it with a tuple of their values
     decisions: tuple[bool, ...] = ()  # ways taken where it branches on shapes; other batches must take the same
 
 
@@ -73,9 +75,9 @@ def _writes(kind: str, target: Any, kwargs: Mapping[str, Any]) -> bool:
 class _TaskTracer(GradientTracer):
     """Traces a function of the batch; a module that is called without a handle is refused."""
 
-    def __init__(self, samples: Sequence[Any], mode: FakeTensorMode) -> None:
+    def __init__(self, task: str, samples: Sequence[Any], mode: FakeTensorMode) -> None:
         super().__init__()
-        self._samples, self._mode = samples, mode  # batches of different sizes, of fake tensors
+        self._task, self._samples, self._mode = task, samples, mode  # batches of different sizes, of fake tensors
         self._looking = False
         self.decisions: list[bool] = []  # ways taken where the code branches on shapes
 
@@ -95,6 +97,8 @@ class _TaskTracer(GradientTracer):
                     f"it changes a tensor in place ({getattr(target, '__name__', target)}) that others may share: part "
                     "of the batch, or of another tensor; use what gives a new tensor, such as x.relu() for x.relu_()"
                 )
+        if kind == "call_method":
+            note_method(self._task, target)
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
         mark_line(proxy.node)
         return proxy
@@ -181,10 +185,10 @@ def record(definition: TaskDefinition, example: Any = None) -> RecordedTask:
 
     name = f"task {definition.name!r}"
     try:
-        tracer = _TaskTracer(samples, mode)
+        tracer = _TaskTracer(definition.name, samples, mode)
         token = recording.set(tracer)
         try:
-            with without_torch_logs():
+            with without_torch_logs(), prints_noticed(definition.name):
                 graph = tracer.trace(function)
         finally:
             recording.reset(token)
@@ -198,6 +202,8 @@ def record(definition: TaskDefinition, example: Any = None) -> RecordedTask:
         )
         if isinstance(error, KeyError) and isinstance(example, dict) and error.args[0] not in example:
             text = f"its batch has no entry {error.args[0]!r}; it has {', '.join(map(repr, example))}"
+        elif isinstance(error, TypeError) and "'Proxy'" in str(error):
+            text = f"it reads the value of a tensor ({what}), which it has not while the task is recorded; {INSTEAD}"
         elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleHandle):
             text = str(error)
         cause = error if is_debugging() else None
@@ -259,15 +265,20 @@ def _read(definition: TaskDefinition, graph: fx.Graph, tracer: _TaskTracer) -> R
             )
     if not recorded:
         raise WorkloadError(f"task {definition.name!r} calls no module; register one with spindle.module and call it")
-    result = output.args[0]
+    result: Any = output.args[0]
+    metrics: Any = {}
+    if isinstance(result, fx.Node) and result.target is TaskResult:
+        result, metrics = result.args
     is_mean = isinstance(result, fx.Node) and result.target is Mean
-    sources, loss = _glue(graph, constants, batch, calls, result)
+    wanted = (result, tuple(metrics.values())) if metrics else result
+    sources, loss = _glue(graph, constants, batch, calls, wanted)
     return RecordedTask(
         definition=definition,
         calls=tuple(recorded),
         loss_sources=sources,
         loss=loss,
         is_mean=is_mean,
+        metrics=tuple(metrics),
         decisions=tuple(tracer.decisions),
     )
 
@@ -383,3 +394,10 @@ def parameter_names(handles: Mapping[str, ModuleHandle]) -> dict[int, str]:
         for path, parameter in handle.module.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), f"{handle.name}.{path}")
     return names
+
+
+def named_parameters(handles: Mapping[str, ModuleHandle]) -> dict[str, nn.Parameter]:
+    """Every parameter once, by its first name."""
+    names = parameter_names(handles)
+    parameters = [parameter for handle in handles.values() for parameter in handle.module.parameters()]
+    return {names[id(parameter)]: parameter for parameter in parameters}

@@ -55,6 +55,7 @@ class FitResult:
     num_captured_slots: int = 0  # that run as CUDA graphs on this rank
     slots_without_cuda_graph: Mapping[str, str] = field(default_factory=dict)  # on this rank, with the reason
     oversubscribed: bool = False  # more threads than cores
+    metrics: tuple[dict[str, float], ...] = ()  # by step and `task/name`
 
     @property
     def graph(self) -> MetaGraph:
@@ -109,6 +110,9 @@ class FitResult:
         if self.program.num_ranks > 1 and not self.plan.passes and self.plan.planner != "sequential":
             alone_s = make_plan(self.profile, "sequential").makespan_s
             rows.append(("speedup", f"{alone_s / self.predicted.makespan_s:.2f} over one module at a time, predicted"))
+        if self.metrics and self.metrics[-1]:
+            last = [f"{name} {loss_text(value)}" for name, value in list(self.metrics[-1].items())[:max_tasks]]
+            rows.append(("metrics", f"{', '.join(last)}, in the last step"))
         remarks = [] if comparison is None else largest_differences(comparison)
         idle_lines: list[str] = []
         if self.program.num_ranks > 1 and not self.oversubscribed:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from spindle.artifact import artifact_from_json
+from spindle.artifact import artifact_from_json, from_json
 from spindle.checkpoint import (
     PLAN,
     PROFILE,
@@ -40,6 +40,7 @@ from spindle.run import Weights, World
 from spindle.simulate import simulate
 from spindle.train.config import Checkpoints, TrainConfig
 from spindle.train.feed import LoaderPosition, random_state, set_random_state
+from spindle.train.grad_scaler import ScaleState
 from spindle.train.optimizer_reshard import LRSchedulerState, OptimizerState
 from spindle.train.plain_json import from_plain
 from spindle.train.progress import Progress
@@ -415,7 +416,7 @@ class ResumedTensors:
                 tensor = self.read(path, part if is_sharded else Slice.whole(tensors[path].shape))
                 values[key] = tensor.to(world.device) if is_sharded and name in sharding else tensor
             states[name] = values
-        scheduler = state.extra.get("lr_scheduler")
+        scheduler, scale = state.extra.get("lr_scheduler"), state.extra.get("loss_scale")
         return OptimizerState(
             num_steps=state.num_updates,
             sharding=shares,
@@ -423,6 +424,7 @@ class ResumedTensors:
             settings=self._settings(state.groups, current),
             old_settings=self._settings(state.frozen_groups, current),
             lr_scheduler=None if scheduler is None else LRSchedulerState(None, scheduler),
+            loss_scale=None if scale is None else from_json(ScaleState, scale, where),
         )
 
     def _settings(self, groups: tuple[dict[str, Any], ...], current: Mapping[str, str]) -> dict[str, dict[str, Any]]:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from spindle.errors import TrainingError
 from spindle.models import split_dims
 from spindle.program import Sharding, main_replicas, optimizer_sharding
 from spindle.run import Shards, Weights, World
 from spindle.train.agreement import compare, compare_held, optimizer_items
 from spindle.train.analyze import AnalyzedWorkload
 from spindle.train.config import TrainConfig
-from spindle.train.optimizer import Named, Update
+from spindle.train.optimizer import Named, NamedGroups, Update
 from spindle.train.optimizer_reshard import OptimizerState
 from spindle.train.plan import PlannedWorkload
 from spindle.train.steps import PipelinedSteps, StaticSteps, Steps
@@ -78,10 +79,23 @@ def make_update(
             if world.rank in main_replicas(slices):
                 counted.append(updated)
     trained = {number: entry.name for number, entry in enumerate(parameters) if entry.name in sharding}
+    lr_groups: NamedGroups | None = None
     if world.size > 1:  # before the real optimizer is made: a function that keeps its last optimizer keeps that one
         whole = [(name, weights.parameters[number], weights.shapes[number]) for number, name in trained.items()]
-        compare(world, optimizer_items(config.optimizer, config.lr_scheduler, whole))
+        items, lr_groups = optimizer_items(config.optimizer, config.lr_scheduler, whole)
+        compare(world, items)
+        lr_groups = world.broadcast_object(lr_groups)  # which may be in another order on another rank
     ranks = sorted({rank for slices in sharding.values() for rank in slices})
+    stepping = {rank for slices in weights.sharding.values() for rank in slices}
+    computing = {rank for shape in program.slots for rank in shape.ranks.tolist()}
+    if not config.planning.is_pipelined:
+        stepping |= computing
+    elif config.loss_scaling is not None and not computing <= stepping:
+        # Which step a rank takes part in that only computes is known when the step is planned.
+        raise TrainingError(
+            f"autocast=torch.float16 in a pipeline: rank {min(computing - stepping)} computes a loss and holds no "
+            "weights, so that it would not know the loss scale; use torch.bfloat16, or fewer ranks"
+        )
     update = Update(
         config.optimizer,
         config.lr_scheduler,
@@ -92,6 +106,11 @@ def make_update(
         ranks=tuple(ranks),
         world=world,
         state=state(sharding) if callable(state) else state,
+        ema=config.ema,
+        grad_scaler=config.loss_scaling,
+        scaled_ranks=tuple(sorted(stepping)),
+        lr_groups=lr_groups,
+        reports_norm=bool(config.callbacks),
     )
     names = [parameter.name for parameter in parameters]
     compare_held(world, names, update.group_settings(), "the optimizer's settings of parameter")
@@ -104,6 +123,8 @@ def resident_tensors(runtime: RankRuntime, update: Update | None) -> Iterator[to
     for handle in runtime.workload.bound.handles.values():
         yield from handle.module.buffers()
     yield from runtime.steps.gradient_tensors()
+    if update is not None and update.average is not None:
+        yield from update.average.tensors
     optimizer = update.optimizer if update is not None else None
     for state in optimizer.state.values() if optimizer is not None else ():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))

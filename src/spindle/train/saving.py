@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from spindle.artifact import artifact_text
+from spindle.artifact import artifact_text, to_json
 from spindle.checkpoint import PLAN, PROFILE, SavedState, finish, partial_folder, prune, write_part, writers_of
 from spindle.display import num_bytes as _text
 from spindle.errors import CheckpointError, TrainingError
@@ -318,12 +318,14 @@ class Saver:
             for name, entries in state.states.items()
             if rank == min(state.sharding[name])
         }
-        extra = {}
+        extra: dict[str, Any] = {}
         scheduler = {} if state.lr_scheduler is None else state.lr_scheduler.state
         if "num_bad_epochs" in scheduler:  # a ReduceLROnPlateau; others are made anew, and stepped
             extra["lr_scheduler"] = {
                 key: value for key, value in scheduler.items() if isinstance(value, int | float | str)
             }
+        if state.loss_scale is not None:
+            extra["loss_scale"] = to_json(state.loss_scale)
         return {"optimizer_values": values, "groups": _grouped(state.settings), "extra": extra}
 
     def _boxes(self, state: OptimizerState) -> Iterator[_Written]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from spindle.errors import TrainingError
 from spindle.launch.capture import Capture
 from spindle.plan import Plan
 from spindle.profile import Profile
@@ -22,7 +23,9 @@ from spindle.run import World
 from spindle.train.agreement import compare, config_items, module_items, version_items
 from spindle.train.analyze import mode_of
 from spindle.train.buffers import gather_buffers, share_buffers
+from spindle.train.callbacks import Callbacks
 from spindle.train.config import TrainConfig
+from spindle.train.ema import averaged_weights
 from spindle.train.feed import Batch, Feed, LoaderPosition
 from spindle.train.garbage import collect_all
 from spindle.train.optimizer import Update
@@ -30,6 +33,7 @@ from spindle.train.optimizer_reshard import OptimizerState
 from spindle.train.plan import plan_workload
 from spindle.train.profiling import ProfiledWorkload, trace_and_profile
 from spindle.train.progress import Progress
+from spindle.train.record import named_parameters
 from spindle.train.runtime import RankRuntime, StateFor, make_runtime, make_update
 from spindle.train.task import ModuleHandle
 from spindle.train.task_variants import TaskVariants
@@ -46,6 +50,7 @@ class TrainSession:
 
     def __init__(self, config: TrainConfig, world: World, notices: list[str], capture: Capture | None) -> None:
         self.config, self.world, self.notices, self.capture = config, world, notices, capture
+        self.callbacks = Callbacks(config.callbacks, world.rank)
         self.variants = TaskVariants(config.tasks)
         self.profiled: ProfiledWorkload | None = None
         self._all_profiled: ProfiledWorkload | None = None  # with the tasks that have ended since
@@ -115,6 +120,7 @@ class TrainSession:
         if plan is not None and self._applies(plan, profiled):
             config = replace(config, planning=replace(config.planning, plan=plan))
         planned = plan_workload(workload, profiled.profile, config, world, progress, self.notifier(progress))
+        self.callbacks.call("on_plan", planned.plan)
         return make_runtime(workload, planned, config, world, self._examples())
 
     def _applies(self, plan: Plan, profiled: ProfiledWorkload) -> bool:
@@ -164,6 +170,16 @@ class TrainSession:
         self.gather_parameters(self.runtime)
         yield
         self.scatter_parameters(self.runtime)
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Inside, parameters hold their averages (EMA). Every rank must hold all weights."""
+        decay = self.config.ema
+        if decay is None:
+            raise TrainingError("ema=True: there is no average of the weights; give the Trainer ema=0.999, for example")
+        state = self.optimizer_state() if self.update is None else self.update.state()
+        with averaged_weights(self.world, state, named_parameters(self.handles), decay):
+            yield
 
     def set_config(self, config: TrainConfig, progress: Progress, *, keep_optimizer: bool = True) -> None:
         """Train by this configuration from the next fit on. Every rank must hold all weights."""

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx, nn
 
 from spindle.errors import WorkloadError
@@ -91,6 +92,12 @@ def module(
     """
     if not isinstance(nn_module, nn.Module):
         raise WorkloadError(f"spindle.module({name!r}, ...): expected an nn.Module, got {type(nn_module).__name__}")
+    scripted = next((part for part in nn_module.modules() if isinstance(part, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        raise WorkloadError(
+            f"spindle.module({name!r}, ...): TorchScript modules ({type(scripted).__name__}) cannot be split into "
+            "layers; register the module as it was before torch.jit.script or torch.jit.trace"
+        )
     if not name or "/" in name or "#" in name:
         raise WorkloadError(f"spindle.module({name!r}, ...): a name must not be empty or contain '/' or '#'")
     if tensor_parallel is not None:
@@ -109,6 +116,23 @@ class Mean(NamedTuple):
 def mean(total: Any, count: Any) -> Mean:
     """A mean that can be split over ranks with different counts: over tokens with padding, for example."""
     return Mean(total, count)
+
+
+class TaskResult(NamedTuple):
+    """A task's loss, and metrics beside it."""
+
+    loss: Any
+    metrics: dict[str, Any]
+
+
+def result(loss: Any, **metrics: Any) -> TaskResult:
+    """What a task returns that reports more than its loss: `spindle.result(loss, accuracy=...)`.
+
+    A metric is a mean over the samples of the batch, a tensor with a value for each sample, or a pair `(total, count)`
+    of sums over samples or tokens. Totals and counts are added up over ranks and micro-steps, and in `evaluate` over
+    batches, before dividing.
+    """
+    return TaskResult(loss, metrics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -25,11 +25,16 @@ _GENERATED = "<eval_with_key>"  # how torch.fx names the code of a graph
 
 def mark_line(node: fx.Node) -> None:
     """Remember the line of the user's code that is being recorded as this node."""
-    frame: FrameType | None = sys._getframe(1)
+    line = users_line(sys._getframe(1))
+    if line:
+        node.meta[_LINE] = line
+
+
+def users_line(frame: FrameType | None, *, only_caller: bool = False) -> str:
+    """The innermost line of the user's code from a frame outwards, or in this frame alone; nothing if there is none."""
     while frame is not None and not is_users(frame.f_code):
-        frame = frame.f_back
-    if frame is not None:
-        node.meta[_LINE] = line_text(frame.f_code.co_filename, frame.f_lineno)
+        frame = None if only_caller else frame.f_back
+    return "" if frame is None else line_text(frame.f_code.co_filename, frame.f_lineno)
 
 
 def line_text(file: str, number: int) -> str:
@@ -70,19 +75,33 @@ def named_call(line: str, module: str) -> Iterator[None]:
 
 
 @contextmanager
-def explained_errors() -> Iterator[None]:
+def explained_errors(run_tasks: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Inside, an error of a task's or a module's own code becomes a WorkloadError of two lines: where, and what.
 
-    Other errors pass: ours, and those that say nothing about the code, such as a full memory.
+    Other errors pass: ours, and those that say nothing about the code, such as a full memory. `run_tasks` runs the
+    tasks as they are written: the layers of a module are recorded code, whose errors have no line.
     """
     try:
         yield
     except (SpindleError, torch.OutOfMemoryError, MemoryError, OSError):
         raise
     except Exception as error:
-        where = "; ".join([text for text in (line_of(error), *getattr(error, "__notes__", ())) if text])
+        line = line_of(error) or _line_when(run_tasks, type(error))
+        where = "; ".join([text for text in (line, *getattr(error, "__notes__", ())) if text])
         if not where:
             raise
         what = f"{type(error).__name__}: {str(error).strip()}" if str(error).strip() else type(error).__name__
         hint = "" if is_debugging() else "\n(SPINDLE_DEBUG=1 shows the whole traceback)"
         raise WorkloadError(f"{where}\n{what}{hint}") from (error if is_debugging() else None)
+
+
+def _line_when(run_tasks: Callable[[], object], kind: type[BaseException]) -> str:
+    """The line at which the tasks fail in the same way when they run as they are written, or nothing."""
+    try:
+        with torch.no_grad():
+            run_tasks()
+    except kind as error:
+        return line_of(error)
+    except Exception:  # it fails in another way: the first error says more
+        return ""
+    return ""

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from spindle.launch.activity import recorder
 from spindle.plan import setting_of
@@ -14,6 +14,7 @@ from spindle.profile import Profile
 from spindle.program import Backward, Forward, Program
 from spindle.run import Watch, World, timeline_of
 from spindle.simulate import simulate
+from spindle.train.loss_history import LossHistory
 from spindle.train.result import FitResult
 
 _NUM_TIMELINES = 9  # that are kept
@@ -59,6 +60,7 @@ class StepTimes:
     def __init__(self, world: World) -> None:
         self._world = world
         self._step_s: list[float] = []
+        self._ends_s: list[float] = []  # since the fit began
         self._num_samples: list[int] = []
         self._timelines: list[tuple[Watch, Program, Profile]] = []
         self._watched: tuple[int, Watch] | None = None  # a timed step that a GPU may still be at
@@ -102,8 +104,18 @@ class StepTimes:
 
     def end_step(self, step_s: float, num_samples: int) -> float:
         self._step_s.append(step_s)
+        self._ends_s.append(step_s + (self._ends_s[-1] if self._ends_s else 0.0))
         self._num_samples.append(num_samples)
         return step_s
+
+    @property
+    def num_steps(self) -> int:
+        """The steps that have run."""
+        return len(self._step_s)
+
+    def end_s(self, number: int) -> float:
+        """When this rank was through with a step of this fit, since it began."""
+        return self._ends_s[number]
 
     @property
     def last_step_s(self) -> float | None:
@@ -124,7 +136,7 @@ class StepTimes:
         self,
         program: Program,
         profile: Profile,
-        losses: Sequence[dict[str, float]],
+        history: LossHistory,
         notices: Sequence[str],
         peak_bytes: int,
     ) -> FitResult:
@@ -152,7 +164,8 @@ class StepTimes:
             )
         return FitResult(
             rank=world.rank,
-            losses=tuple(losses),
+            losses=tuple(history.by_step),
+            metrics=tuple(history.metrics),
             step_s=self._until_last_rank(),
             num_samples=tuple(self._num_samples),
             plan=program.plan,
@@ -170,6 +183,6 @@ class StepTimes:
     def _until_last_rank(self) -> tuple[float, ...]:
         """Times of steps until the last rank was through. A rank with little to do may be a step or two ahead, so its
         own times are not those of the job."""
-        ends = self._world.broadcast_object(self._world.gather_objects(list(accumulate(self._step_s))))
+        ends = self._world.broadcast_object(self._world.gather_objects(self._ends_s))
         last = [0.0, *(max(rank) for rank in zip(*ends, strict=True))]
         return tuple(end - begin for begin, end in pairwise(last))

@@ -19,11 +19,11 @@ from spindle.plan import Plan
 from spindle.profile import Profile
 from spindle.run import World, join_world
 from spindle.train.agreement import compare
+from spindle.train.callbacks import Callback, EvaluationRecord, OnStep
 from spindle.train.config import Checkpoints, MakePlan, Planning, TrainConfig
 from spindle.train.evaluation import evaluate
 from spindle.train.feeds import make_feed, make_feeds, shared_random_state
 from spindle.train.loop import Loop
-from spindle.train.loss_history import OnStep
 from spindle.train.optimizer import MakeLRScheduler, MakeOptimizer
 from spindle.train.progress import Progress
 from spindle.train.record import handles_of, record_all
@@ -43,14 +43,16 @@ class Trainer:
     With several ranks both are called once before that with all parameters on `meta`, to check that ranks agree.
 
     A step averages the gradients of `gradient_accumulation_steps` batches of each task, and clips them by their global
-    norm to `max_grad_norm`. Layers and losses run under `torch.autocast` with this dtype (torch.bfloat16). With
-    `sampling_weights`, a step has `tasks_per_step` of the tasks, drawn by these weights, which may be functions of the
-    step.
+    norm to `max_grad_norm`. Layers and losses run under `torch.autocast` with this dtype; with torch.float16, losses
+    are scaled as by torch's GradScaler, whose settings `grad_scaler` may have. With `sampling_weights`, a step has
+    `tasks_per_step` of the tasks, drawn by these weights, which may be functions of the step.
 
     `planning` says how steps are planned (see `spindle.Planning`). With `checkpoints`, the state is saved now and then,
     and a script that is started again goes on where it was (see `spindle.Checkpoints`). `seed` is that of random
     layers, data order and planner. On a GPU, steps whose batches have the same shapes are captured as CUDA graphs and
-    replayed (`cuda_graphs`): the same numbers, without the side effects of Python code in a module.
+    replayed (`cuda_graphs`): the same numbers, without the side effects of Python code in a module. `callbacks` are
+    told of plans, steps, evaluations and the end of fits (see `spindle.Callback`). `ema` is the decay of an exponential
+    moving average of the weights, for `evaluate(ema=True)` and `state_dict(ema=True)`.
     """
 
     def __init__(
@@ -69,6 +71,9 @@ class Trainer:
         seed: int = 0,
         name: str = "training",
         cuda_graphs: bool = True,
+        callbacks: Sequence[Callback] = (),
+        ema: float | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         config = TrainConfig(
             tasks=tuple(tasks),
@@ -84,6 +89,9 @@ class Trainer:
             seed=seed,
             name=name,
             cuda_graphs=cuda_graphs,
+            callbacks=tuple(callbacks),
+            ema=ema,
+            grad_scaler=grad_scaler,
         )
         if sampling_weights is not None:
             check_sampling_weights(sampling_weights, config.task_names, tasks_per_step)
@@ -92,6 +100,8 @@ class Trainer:
         self._loop: Loop | None = None  # while there is a fit
         self._has_new_modules = True  # which may have other weights on each rank
         self._session = TrainSession(config, self.world, self.notices, active_capture())
+        for callback in callbacks:
+            callback.trainer = self
 
     @property
     def rank(self) -> int:
@@ -107,13 +117,14 @@ class Trainer:
         """The measured profile, once there is one."""
         return self._session.profiled.profile if self._session.profiled else None
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Weights and buffers of all modules, `module.path` by name, the same on every rank.
+    def state_dict(self, *, ema: bool = False) -> dict[str, torch.Tensor]:
+        """Weights and buffers of all modules, `module.path` by name, the same on every rank. With `ema`, the averages
+        of the weights.
 
         They load into plain PyTorch: `nn.ModuleDict({"vision": vision.module, ...}).load_state_dict(...)`. During a fit
         (in its `on_step`, on all ranks) they are copies, as of the last step that was started.
         """
-        with self._whole_weights():
+        with self._whole_weights(ema):
             handles = self._session.handles or handles_of(record_all(self._session.config.tasks))
             return {
                 f"{name}.{path}": value if self._loop is None else value.clone()
@@ -152,17 +163,28 @@ class Trainer:
         `loaders` has for each task an iterable of batches, the same on every rank, or a map-style dataset, of which
         each rank reads the samples that it needs, in an order given by the seed (where the dataset has a method
         `get_fields(number, names)`, it is asked for just the fields that a rank needs). `on_step(step, losses)` is
-        called on every rank as losses become known, a step or two behind. Modules that were frozen, thawed or switched
-        since the last fit are detected, and planned anew. With `Trainer(checkpoints=...)`, `steps` counts those that an
-        earlier run has done; their `on_step` is not called again, and the result has only the others.
+        called on every rank as losses become known, a step or two behind: short for a callback of this fit with an
+        `on_step`. Modules that were frozen, thawed or switched since the last fit are detected, and planned anew. With
+        `Trainer(checkpoints=...)`, `steps` counts those that an earlier run has done; their `on_step` is not called
+        again, and the result has only the others.
         """
         if steps < 1:
             raise TrainingError(f"fit(steps={steps}): must be at least 1")
         self._compare_call("fit")
         self._refuse_scattered_weights()
+        callbacks = self._session.callbacks
+        callbacks.start_fit(on_step)
+        try:
+            result = self._fit(loaders, steps, drop_last, Progress(enabled=progress and self.world.rank == 0))
+        except BaseException as error:
+            callbacks.fail(error)
+            raise
+        callbacks.call("on_end", result)
+        return result
+
+    def _fit(self, loaders: Mapping[str, Any], steps: int, drop_last: bool, display: Progress) -> FitResult:
         session = self._session
         with ExitStack() as stack:
-            display = Progress(enabled=progress and self.world.rank == 0)
             stack.callback(display.close)
             result = resume(session, loaders, steps, display)
             if result is not None:  # all of its steps are in a checkpoint
@@ -170,7 +192,7 @@ class Trainer:
             feeds = make_feeds(session, loaders, display, drop_last=drop_last)
             stack.callback(self._end_fit, feeds)
             try:
-                self._loop = Loop(session, feeds, partial(make_feed, session, drop_last=drop_last), display, on_step)
+                self._loop = Loop(session, feeds, partial(make_feed, session, drop_last=drop_last), display)
             except WorkloadError as error:  # where in the user's code is in its message
                 if not is_debugging():
                     error.__traceback__ = None
@@ -291,18 +313,19 @@ class Trainer:
         config = replace(config, tasks=(*config.tasks, task), sampling_weights=weights)
         self._change_tasks(call, config, {task.name: loader})
 
-    def evaluate(self, loaders: Mapping[str, Any], *, steps: int | None = None) -> dict[str, float]:
-        """The mean loss of each task that has a loader here, over one epoch of it or `steps` of its batches.
+    def evaluate(self, loaders: Mapping[str, Any], *, steps: int | None = None, ema: bool = False) -> dict[str, float]:
+        """The mean loss of each task that has a loader here, over one epoch of it or `steps` of its batches; and its
+        metrics (`spindle.result`), as `task/name`.
 
         Modules are in evaluation mode meanwhile. A `spindle.mean` is total over count of all batches; other losses are
         averaged over batches, each weighted by its number of samples. During a fit (in its `on_step`, on all ranks) the
-        weights are those after the last step that was started.
+        weights are those after the last step that was started. With `ema`, averages of the weights are evaluated.
         """
         if isinstance(self._session.capture, WorkloadCapture):  # modules have no weights to evaluate
             return dict.fromkeys(loaders, math.nan)
         self._compare_call("evaluate")
-        with self._whole_weights():
-            return evaluate(
+        with self._whole_weights(ema):
+            means = evaluate(
                 self._session.config,
                 loaders,
                 steps,
@@ -310,6 +333,12 @@ class Trainer:
                 self.world,
                 share_weights=self.world.size > 1 and self._has_new_modules and self._loop is None,
             )
+        step = self._session.step if self._loop is None else self._loop.next_step
+        losses = {name: means[name] for name in loaders}
+        metrics = {name: value for name, value in means.items() if name not in losses}
+        record = EvaluationRecord(step=step, losses=losses, metrics=metrics, ema=ema)
+        self._session.callbacks.call("on_evaluate", record)
+        return means
 
     def _end_fit(self, feeds: Mapping[str, Any]) -> None:
         self._loop = None
@@ -329,13 +358,16 @@ class Trainer:
             self._loop.change(call, config, loaders)
 
     @contextmanager
-    def _whole_weights(self) -> Iterator[None]:
-        """Inside, every rank has all weights."""
-        if self._loop is not None:
-            with self._session.gathered_parameters():
-                yield
-        else:
+    def _whole_weights(self, ema: bool = False) -> Iterator[None]:
+        """Inside, every rank has all weights, or their averages."""
+        self._session.callbacks.refuse_collective("a method of the Trainer that needs all weights")
+        if self._loop is None:
             self._refuse_scattered_weights()
+        with ExitStack() as stack:
+            if self._loop is not None:
+                stack.enter_context(self._session.gathered_parameters())
+            if ema:
+                stack.enter_context(self._session.averaged_weights())
             yield
 
     def _refuse_scattered_weights(self) -> None:
@@ -347,4 +379,5 @@ class Trainer:
 
     def _compare_call(self, call: str) -> None:
         """Check that all ranks call the same method of the Trainer, before anything in it communicates."""
+        self._session.callbacks.refuse_collective(call)
         compare(self.world, {"the Trainer method called": call})

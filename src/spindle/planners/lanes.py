@@ -1,0 +1,219 @@
+"""Lanes: slots of a finished plan that run at the same time on one device, where that is simulated to be faster.
+
+Modules that are too small to fill a device share it (Mosaic, §1; the algorithm here is our own). Slots of one
+module stay together, as a *group*, because the order in which they add to a gradient is fixed by their lane.
+So what is searched is a lane for each group, and which groups come first. The longest group begins on a lane of its
+own, the others on the lane with least work; annealing goes on from there, by simulation, in which slots that run
+together slow each other down by their measured pressure and fill. The plan that came in is never made slower.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from spindle.errors import PlanError
+from spindle.plan import MAX_LANES, Piece, Plan, assemble, check, setting_of, slot_links, spans
+from spindle.profile import Profile, Setting
+from spindle.program import Memory, instances_of, lower, verify
+from spindle.simulate import simulate
+
+EVALUATIONS = 120
+_HOT, _COLD = 0.03, 0.001  # temperatures at the beginning and at the end, as shares of the step
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A lane for each group, and the groups in the order in which they are preferred."""
+
+    lanes: tuple[int, ...]
+    order: tuple[int, ...]
+
+
+def can_share_devices(plan: Plan, profile: Profile) -> bool:
+    """Whether lanes can be planned: contention was measured for all slots, and no order of passes is given."""
+    position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
+    setting = setting_of(plan, profile)
+    return not plan.passes and all(profile.curve(position[slot.op], setting).contention for slot in plan.slots)
+
+
+def with_lanes(plan: Plan, profile: Profile, most: int, evaluations: int = EVALUATIONS, seed: int = 0) -> Plan:
+    """The plan with up to `most` lanes on each device; the plan itself where no other is simulated to be faster."""
+    if not 1 <= most <= MAX_LANES:
+        raise PlanError(f"a device has 1 to {MAX_LANES} lanes, got lanes={most}")
+    if most == 1 or not can_share_devices(plan, profile):
+        return plan
+    search = _Search(plan, profile)
+    if len(search.groups) < 2:
+        return plan
+    best = search.anneal(most, evaluations, random.Random(seed))
+    if best is None or best.makespan_s >= plan.makespan_s:
+        return plan
+    check(best, profile)
+    verify(lower(best, profile), profile)
+    return replace(best, bound_s=lanes_bound_s(best, profile, plan.bound_s))
+
+
+def lanes_bound_s(plan: Plan, profile: Profile, bound_s: float) -> float:
+    """What no plan with lanes beats, given the bound of plans without: a pass takes a share of its device as large as
+    its fill, and a path of the graph takes as long as alone. On several devices, every pass is given the smallest
+    fill."""
+    graph, setting = profile.graph, setting_of(plan, profile)
+    fills = []
+    area_s, path_s = 0.0, [0.0] * len(graph.metaops)
+    for op in graph.order:
+        curve = profile.curve(op, setting)
+        count = graph.metaops[op].num_layers
+        fills += [fill for contention in curve.contention for _, fill in (contention.forward, contention.backward)]
+        (_, forward_fill), (_, backward_fill) = curve.contention[0].forward, curve.contention[0].backward
+        area_s += count * (min(1.0, forward_fill) * curve.forward_s[0] + min(1.0, backward_fill) * curve.backward_s[0])
+        before_s = max((path_s[source] for source in graph.predecessors[op]), default=0.0)
+        path_s[op] = before_s + count * min(curve.folded_s())
+    if profile.cluster.num_devices == 1:
+        return min(bound_s, max(area_s, *path_s))
+    return min(bound_s, max(min(1.0, *fills) * bound_s, *path_s))
+
+
+class _Search:
+    """Candidates for one plan, and their simulated plans."""
+
+    def __init__(self, plan: Plan, profile: Profile) -> None:
+        self._plan, self._profile = plan, profile
+        position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
+        self._ops = [position[slot.op] for slot in plan.slots]
+        self._setting: Setting = setting_of(plan, profile)
+        self._times_s = [span.end_s - span.start_s for span in spans(plan, profile)]
+        self.groups = _groups(plan, profile, self._ops)
+        self._group_of = {slot: group for group, slots in enumerate(self.groups) for slot in slots}
+        self._needs: list[list[int]] = [[] for _ in plan.slots]
+        for producer, consumer in slot_links(self._ops, profile.graph):
+            self._needs[consumer].append(producer)
+        self._known: dict[_Candidate, Plan | None] = {}
+
+    def anneal(self, most: int, evaluations: int, numbers: random.Random) -> Plan | None:
+        """The fastest plan found: from the best start, candidates that differ in the lane or the place of a group."""
+        current = min(
+            (self._start(count) for count in range(2, most + 1)), key=lambda start: self._time_s(self.planned(start))
+        )
+        best = self.planned(current)
+        current_s, scale_s = self._time_s(best), self._plan.makespan_s
+        for number in range(evaluations):
+            candidate = self._moved(current, most, numbers)
+            plan = self.planned(candidate)
+            time_s = self._time_s(plan)
+            temperature_s = scale_s * _HOT * (_COLD / _HOT) ** (number / evaluations)
+            if time_s <= current_s or numbers.random() < math.exp((current_s - time_s) / temperature_s):
+                current, current_s = candidate, time_s
+            if time_s < self._time_s(best):
+                best = plan
+        return best
+
+    def _start(self, count: int) -> _Candidate:
+        """The longest group on a lane of its own, then the others, longest first, where least work is."""
+        length_s = [sum(self._times_s[slot] for slot in slots) for slots in self.groups]
+        longest_first = sorted(range(len(self.groups)), key=lambda group: (-length_s[group], group))
+        lanes, work_s = [0] * len(self.groups), [0.0] * count
+        for group in longest_first:
+            lanes[group] = min(range(count), key=lambda lane: (work_s[lane], lane))
+            work_s[lanes[group]] += length_s[group]
+        return _Candidate(tuple(lanes), tuple(longest_first))
+
+    def _moved(self, candidate: _Candidate, most: int, numbers: random.Random) -> _Candidate:
+        """A neighbour: another lane for a group, two groups that swap lanes, or another place in the order."""
+        lanes, order = list(candidate.lanes), list(candidate.order)
+        first, second = numbers.sample(range(len(lanes)), 2)
+        kind = numbers.randrange(3)
+        if kind == 0:
+            lanes[first] = numbers.randrange(most)
+        elif kind == 1:
+            lanes[first], lanes[second] = lanes[second], lanes[first]
+        else:
+            order.insert(numbers.randrange(len(order)), order.pop(first))
+        return _Candidate(_without_gaps(lanes), tuple(order))
+
+    def planned(self, candidate: _Candidate) -> Plan | None:
+        """The simulated plan of a candidate; None where its memory does not fit."""
+        if candidate not in self._known:
+            self._known[candidate] = self._simulated(candidate)
+        return self._known[candidate]
+
+    def _simulated(self, candidate: _Candidate) -> Plan | None:
+        pieces = [
+            Piece(
+                op=self._ops[slot],
+                num_layers=self._plan.slots[slot].num_layers,
+                devices=self._plan.slots[slot].devices,
+                round=self._plan.slots[slot].round,
+                lane=candidate.lanes[self._group_of[slot]],
+            )
+            for slot in self._listed(candidate)
+        ]
+        plan = assemble(self._profile, self._setting, self._plan.planner, pieces, self._plan.seed)
+        program = lower(plan, self._profile)
+        # `verify` refuses plans that do not fit under every timing of their lanes.
+        peaks = Memory(program, self._profile).peaks_in_order(instances_of(program))
+        timeline = simulate(program, self._profile)
+        if np.maximum(peaks, timeline.peak_bytes()).max() > self._profile.cluster.kind.memory_bytes:
+            return None
+        return replace(
+            plan,
+            makespan_s=timeline.makespan_s,
+            evaluations=self._plan.evaluations,
+            cut_s=self._plan.cut_s,
+            settings=self._plan.settings,
+        )
+
+    def _listed(self, candidate: _Candidate) -> list[int]:
+        """All slots, each as soon as its lanes and its data are there; of those that could start, the preferred."""
+        preference = {group: place for place, group in enumerate(candidate.order)}
+        lane_end: dict[tuple[int, int], float] = {}
+        ends: dict[int, float] = {}
+        left = list(range(len(self._plan.slots)))
+        listed: list[int] = []
+        while left:
+            round_number = min(self._plan.slots[slot].round for slot in left)
+            starts: list[tuple[float, int, int]] = []
+            for slot in left:
+                if self._plan.slots[slot].round == round_number and all(need in ends for need in self._needs[slot]):
+                    lane = candidate.lanes[self._group_of[slot]]
+                    ready_s = [ends[need] for need in self._needs[slot]]
+                    free_s = [lane_end.get((device, lane), 0.0) for device in self._plan.slots[slot].devices]
+                    starts.append((max([*ready_s, *free_s]), preference[self._group_of[slot]], slot))
+            start_s, _, slot = min(starts)
+            left.remove(slot)
+            listed.append(slot)
+            ends[slot] = start_s + self._times_s[slot]
+            for device in self._plan.slots[slot].devices:
+                lane_end[device, candidate.lanes[self._group_of[slot]]] = ends[slot]
+        return listed
+
+    def _time_s(self, plan: Plan | None) -> float:
+        return math.inf if plan is None else plan.makespan_s
+
+
+def _without_gaps(lanes: Sequence[int]) -> tuple[int, ...]:
+    """The same lanes, numbered from 0."""
+    number_of = {lane: number for number, lane in enumerate(sorted(set(lanes)))}
+    return tuple(number_of[lane] for lane in lanes)
+
+
+def _groups(plan: Plan, profile: Profile, ops: Sequence[int]) -> list[list[int]]:
+    """Slots of one module, or that train the same parameters, which stay on one lane."""
+    graph = profile.graph
+    group_of = list(range(len(plan.slots)))  # named after its first slot
+    first_with: dict[tuple[str, int | str], int] = {}
+    for number, (slot, op) in enumerate(zip(plan.slots, ops, strict=True)):
+        used = {parameter for layer in graph.metaops[op].parameters[slot.first : slot.last] for parameter in layer}
+        trained = [("parameter", parameter) for parameter in used if graph.parameters[parameter].trainable]
+        module = graph.metaops[op].module
+        for key in [("op", op) if module is None else ("module", module), *trained]:
+            ends = group_of[number], group_of[first_with.setdefault(key, number)]
+            group_of = [min(ends) if group in ends else group for group in group_of]
+    groups: dict[int, list[int]] = {}
+    for slot_number, group in enumerate(group_of):
+        groups.setdefault(group, []).append(slot_number)
+    return list(groups.values())

@@ -1,0 +1,93 @@
+"""Compute streams of a rank's lanes, and the events between them.
+
+The host launches the instructions of all lanes in the order of the plan, each on the stream of its lane. Where an
+instruction depends on one of another lane, its stream waits for an event behind that one. Memory needs no further care
+but for tensors that cross lanes: torch's allocator gives memory back to the stream that allocated it, in captures, too,
+so whatever another lane reads is held until the step ends.
+
+On CPUs lanes are only an order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from spindle.errors import TrainingError
+from spindle.program import Backward, Forward, Program, needed_pairs
+from spindle.run.rank_program import RankProgram, RankSlot
+from spindle.run.step import Step
+from spindle.run.world import World, compute_stream
+
+
+class Lanes:
+    """The lanes of one rank. With one lane, or on a CPU, all of it does nothing."""
+
+    def __init__(self, program: Program, rank_program: RankProgram, world: World) -> None:
+        self._lane_of = [slot.lane for slot in program.plan.slots]
+        self._is_on = world.device.type == "cuda" and program.plan.num_lanes > 1
+        self._streams: list[torch.cuda.Stream] = []
+        self._lane_at: dict[int, int] = {}  # by instruction
+        self._waits: dict[int, list[int]] = {}  # by instruction: those of other lanes that it needs
+        self._events: dict[int, torch.cuda.Event] = {}
+        if not self._is_on:
+            return
+        if world.size > 1:
+            raise TrainingError(
+                "this plan has several lanes, which run on one GPU with one process so far; plan with lanes=1"
+            )
+        self._streams = [compute_stream(), *(_lane_stream(lane) for lane in range(1, program.plan.num_lanes))]
+        for position in rank_program.compute:
+            match program.instructions[position]:
+                case Forward(slot=slot) | Backward(slot=slot):
+                    self._lane_at[position] = self._lane_of[slot]
+                case _:
+                    self._lane_at[position] = 0
+        for before, after in needed_pairs(program).tolist():
+            if before in self._lane_at and after in self._lane_at and self._lane_at[before] != self._lane_at[after]:
+                self._waits.setdefault(after, []).append(before)
+
+    def begin(self) -> None:
+        """Let all lanes wait for what was launched before the step: the last update, and this step's batches."""
+        for stream in self._streams[1:]:
+            stream.wait_stream(self._streams[0])
+
+    @contextmanager
+    def on_stream_of(self, position: int) -> Iterator[None]:
+        """Launch an instruction on its lane, behind what it needs from other lanes."""
+        if not self._is_on:
+            yield
+            return
+        stream = self._streams[self._lane_at[position]]
+        for before in self._waits.get(position, ()):
+            if before in self._events:  # else its task takes no part in this step
+                stream.wait_event(self._events[before])
+        with torch.cuda.stream(stream):
+            yield
+            self._events[position] = stream.record_event()
+
+    def hold(self, step: Step, slot: RankSlot) -> None:
+        """Keep what a slot reads from other lanes, and the gradients that they will read from it, until the step ends.
+        Called after its forward."""
+        if not self._is_on:
+            return
+        for link in slot.inputs:
+            if self._lane_of[link.producer] != self._lane_of[link.consumer]:
+                crossing: tuple[Any, ...] = (step.outputs.get(link.producer), step.inputs.get(link.number))
+                step.crossing.append(crossing)
+
+    def join(self) -> None:
+        """Let what follows the step wait for all lanes."""
+        for stream in self._streams[1:]:
+            self._streams[0].wait_stream(stream)
+        self._events.clear()
+
+
+@cache
+def _lane_stream(lane: int) -> torch.cuda.Stream:
+    """The stream of a lane beside the first. Libraries keep a workspace per stream, so plans share them."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -1,0 +1,121 @@
+"""An exponential moving average (EMA) of the weights: each rank averages what it updates, so it is sharded as the
+optimizer's state is, and travels with it from plan to plan and into a `TrainState`.
+
+As `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`, updated after every step: the average
+starts with the weights after the first step. Averages of 16-bit weights are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from spindle.program import Slice
+from spindle.run import TensorSpec, World, reshard
+from spindle.train.optimizer_reshard import OptimizerState, State
+
+AVERAGE, AVERAGED_STEPS = "spindle.ema", "spindle.ema_steps"  # entries in the optimizer's state of a parameter
+
+
+class WeightAverage:
+    """The average of the parameters that this rank updates."""
+
+    def __init__(
+        self, decay: float, named: Sequence[tuple[str, nn.Parameter]], states: Mapping[str, State], num_steps: int
+    ) -> None:
+        """`states` are those of an earlier plan's parameters; `num_steps` have run."""
+        self._decay, self._named = decay, list(named)
+        self._averages: list[torch.Tensor] = []
+        for name, parameter in self._named if num_steps else ():
+            state = states.get(name, {})
+            average = state.get(AVERAGE)
+            if average is None:  # it was frozen, or of no task, so that it has not changed
+                average = _as_average(parameter)
+            else:
+                average = average.to(parameter.device)
+                move_towards(average, parameter, decay, num_steps - state[AVERAGED_STEPS])
+            self._averages.append(average)
+
+    def update(self) -> None:
+        """Average the weights of another step."""
+        parameters = [_as_average(parameter, copies=False) for _, parameter in self._named]
+        if not self._averages:
+            self._averages = [parameter.clone() for parameter in parameters]
+        else:
+            torch._foreach_lerp_(self._averages, parameters, 1 - self._decay)
+
+    def states(self, num_steps: int) -> dict[str, dict[str, Any]]:
+        """What goes into the optimizer's state of each parameter, after so many steps."""
+        names = [name for name, _ in self._named] if self._averages else []
+        return {
+            name: {AVERAGE: average, AVERAGED_STEPS: num_steps}
+            for name, average in zip(names, self._averages, strict=True)
+        }
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return self._averages
+
+
+def without_average(state: State) -> dict[str, Any]:
+    """The state of a parameter as its optimizer knows it."""
+    return {key: value for key, value in state.items() if key not in (AVERAGE, AVERAGED_STEPS)}
+
+
+def move_towards(average: torch.Tensor, parameter: torch.Tensor, decay: float, num_steps: int) -> None:
+    """Average a parameter over steps in which it did not change."""
+    if num_steps:
+        average.lerp_(parameter.detach().to(average), 1 - decay**num_steps)
+
+
+def _as_average(parameter: torch.Tensor, *, copies: bool = True) -> torch.Tensor:
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    return parameter.detach().to(dtype, copy=copies)
+
+
+@contextmanager
+def averaged_weights(
+    world: World, state: OptimizerState, parameters: Mapping[str, nn.Parameter], decay: float
+) -> Iterator[None]:
+    """Inside, parameters hold their averages. Every rank must hold all parameters, which are given by name, and its
+    share of the optimizer's state; all ranks call it."""
+    weights = {name: parameters[name].data for name in parameters}
+    try:
+        for name, average, num_steps in _gathered(world, state, parameters):
+            move_towards(average, weights[name], decay, num_steps)
+            parameters[name].data = average.to(weights[name])
+        yield
+    finally:
+        for name, weight in weights.items():
+            parameters[name].data = weight
+
+
+def _gathered(
+    world: World, state: OptimizerState, parameters: Mapping[str, nn.Parameter]
+) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """The whole average of each parameter that has one, and for how many steps it was not updated."""
+    mine = {
+        name: (values[AVERAGE].dtype, values[AVERAGED_STEPS])
+        for name, values in state.states.items()
+        if AVERAGE in values and name in parameters
+    }
+    tables = world.broadcast_object(world.gather_objects((mine, state.num_steps)))
+    last_step = max(num_steps for _, num_steps in tables)
+    described = {name: entry for table, _ in tables for name, entry in table.items()}
+    old = {
+        name: {rank: part for rank, part in state.sharding[name].items() if name in tables[rank][0]}
+        for name in described
+    }
+    wholes = {name: Slice.whole(parameters[name].shape) for name in described}
+    everywhere = {name: dict.fromkeys(range(world.size), whole) for name, whole in wholes.items()}
+    tensors = {name: state.states[name][AVERAGE].to(world.device) for name in mine}
+    specs = {name: TensorSpec(dtype, world.device) for name, (dtype, _) in described.items()}
+    for name, average in reshard(world, old, everywhere, tensors, specs):
+        assert average is not None
+        if name in tensors and average is tensors[name]:  # which training goes on to change
+            average = average.clone()
+        yield name, average, last_step - described[name][1]

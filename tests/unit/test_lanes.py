@@ -1,0 +1,188 @@
+"""Lanes: slots that share a device at the same time, in plans, programs, the simulator and the planner."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+import small
+from random_plans import contended, random_lane_plan
+from spindle.errors import PlanError, ProfileError
+from spindle.plan import check, format_plan, parse_plan
+from spindle.planners import make_plan
+from spindle.planners.lanes import with_lanes
+from spindle.profile import Contention, Profile
+from spindle.program import Memory, format_program, instances_of, lower, parse_program, verify
+from spindle.report.gantt import draw_rows, plan_chart, timeline_chart
+from spindle.simulate import simulate
+
+TOWERS = [("vision", 16, 4, 1, 0.5), ("text", 16, 4, 1, 0.1), ("audio", 16, 2, 2, 0.2)]
+
+
+def towers(by_op: dict[str, tuple[float, float]] | None = None) -> Profile:
+    return contended(small.linear_profile(TOWERS, num_devices=1), by_op)
+
+
+def step_s(text: str, profile: Profile) -> float:
+    plan = small.plan(text, profile)
+    check(plan, profile)
+    program = lower(plan, profile)
+    verify(program, profile)
+    return simulate(program, profile).makespan_s
+
+
+def test_slots_on_two_lanes_run_at_the_same_time():
+    profile = towers()
+    apart = [step_s(f"{name}*{layers}@0", small_one(name)) for name, _, layers, _, _ in TOWERS]
+    assert step_s("vision*4@0 text*4@0|1 audio*2@0|2", profile) == pytest.approx(max(apart), rel=1e-6)
+    assert step_s("vision*4@0\ntext*4@0\naudio*2@0", profile) == pytest.approx(sum(apart), rel=1e-6)
+
+
+def small_one(name: str) -> Profile:
+    return contended(small.linear_profile([tower for tower in TOWERS if tower[0] == name], num_devices=1))
+
+
+def test_pressure_slows_others_and_fill_limits_all():
+    vision_s, text_s = 0.036, 0.0104  # alone
+    two = small.linear_profile(TOWERS[:2], num_devices=1)
+    # While text runs, 1.5 times as long, vision runs at 1 / 1.25 of its speed.
+    pressed = contended(two, {"vision": (0.5, 0.01), "text": (0.25, 0.01)})
+    shared_s = 1.5 * text_s
+    assert step_s("vision*4@0 text*4@0|1", pressed) == pytest.approx(vision_s + shared_s * (1 - 1 / 1.25), rel=1e-5)
+    # Fills of 0.8 and 0.7 make both 1.5 times as long while they run together.
+    full = contended(two, {"vision": (0.0, 0.8), "text": (0.0, 0.7)})
+    assert step_s("vision*4@0 text*4@0|1", full) == pytest.approx(vision_s + shared_s * (1 - 1 / 1.5), rel=1e-5)
+
+
+def test_every_lane_of_a_device_has_a_row():
+    profile = towers()
+    plan = small.plan("vision*4@0 text*4@0|1\naudio*2@0|1", profile)
+    program = lower(plan, profile)
+    for chart in (
+        timeline_chart(simulate(program, profile), program, profile.graph, 60),
+        plan_chart(plan, profile, 60),
+    ):
+        first, second = draw_rows(chart, 1).plain.splitlines()[1:3]
+        assert first.split()[0] == "0"
+        assert second.split()[0] == "0|1"
+        assert set("AB") == {first.split()[1][0], second.split()[1][0]}
+
+
+def test_a_plan_with_lanes_survives_its_text_form():
+    profile = towers()
+    plan = small.plan("vision*4@0 text*4@0|1\naudio*2@0|1", profile)
+    assert parse_plan(format_plan(plan), profile).slots == plan.slots
+    program = lower(plan, profile)
+    text = format_program(program, profile)
+    assert "rank 0 compute1 F1" in text
+    assert format_program(parse_program(text, profile), profile) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("vision*4@0 text*4@0|2\naudio*2@0", r"lanes \[0, 2\], expected numbers from 0 without gaps"),
+        ("vision*4@0 text*4@0|9\naudio*2@0", "is on lane 9; a device has lanes 0 to 7"),
+        ("vision*4@0 text*4@0|1 audio*2@0|1", "lane 1 of device 0 is used twice"),
+    ],
+)
+def test_lanes_that_cannot_be_are_refused(text, message):
+    profile = towers()
+    with pytest.raises(PlanError, match=message):
+        check(small.plan(text, profile), profile)
+
+
+def test_lanes_need_measured_contention():
+    profile = small.linear_profile(TOWERS, num_devices=1)
+    with pytest.raises(PlanError, match="the profile does not say how much they slow each other down"):
+        check(small.plan("vision*4@0 text*4@0|1\naudio*2@0", profile), profile)
+    plan = make_plan(profile, "sequential")
+    assert with_lanes(plan, profile, 4) == plan
+    with pytest.raises(PlanError, match="1 to 8 lanes, got lanes=0"):
+        with_lanes(plan, profile, 0)
+    with pytest.raises(ProfileError, match="pressure is between 0 and 16"):
+        Contention(forward=(-1.0, 0.5), backward=(0.1, 0.5))
+
+
+def shared_module() -> Profile:
+    tasks = {"first": ["vision", "head"], "second": ["text", "head"]}
+    return contended(small.workload_profile(tasks, num_devices=1))
+
+
+def test_slots_that_train_the_same_parameters_share_a_lane():
+    profile = shared_module()
+    plan = make_plan(profile, "sequential")
+    heads = [number for number, slot in enumerate(plan.slots) if "head" in slot.op]
+    slots = [replace(slot, lane=int(number == heads[-1])) for number, slot in enumerate(plan.slots)]
+    with pytest.raises(PlanError, match=r"both train head\.0, so they need one lane"):
+        check(replace(plan, slots=tuple(slots)), profile)
+    found = with_lanes(plan, profile, 4)
+    assert found.num_lanes > 1
+    assert len({slot.lane for slot in found.slots if "head" in slot.op}) == 1
+    assert found.bound_s <= found.makespan_s < plan.makespan_s
+
+
+def test_memory_of_lanes_is_that_of_all_lanes_at_their_peaks():
+    profile = shared_module()
+    plan = make_plan(profile, "sequential")
+    found = with_lanes(plan, profile, 4)
+
+    def bound(of):
+        program = lower(of, profile)
+        return Memory(program, profile).peaks_in_order(instances_of(program)).max()
+
+    assert bound(found) >= simulate(lower(found, profile), profile).peak_bytes().max()
+    limit = int(bound(found)) - 1
+    tight = replace(profile, cluster=profile.cluster.with_memory(limit))
+    within = with_lanes(make_plan(tight, "sequential"), tight, 4)
+    assert bound(within) <= limit
+
+
+def random_towers(numbers: random.Random) -> Profile:
+    """Up to five towers, some under a common head, with random pressure and fill, on one device."""
+    count = numbers.randint(2, 5)
+    ops = [(f"m{number}", 16, numbers.randint(1, 4), numbers.uniform(0.5, 3), 0.1) for number in range(count)]
+    edges = [(f"m{number}", "head") for number in range(count - 1)] if numbers.random() < 0.5 else []
+    if edges:
+        ops.append(("head", 16, 1, 0.5, 0.1))
+    shares = {name: (numbers.uniform(0, 0.6), numbers.uniform(0.3, 1.0)) for name, *_ in ops}
+    return contended(small.linear_profile(ops, edges, num_devices=1), shares)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_planner_finds_nearly_the_best_lanes_and_is_never_slower(seed):
+    profile = random_towers(random.Random(seed))
+    plan = make_plan(profile, "sequential")
+    found = with_lanes(plan, profile, 3)
+    assert found.makespan_s <= plan.makespan_s
+    # Every assignment of towers to three lanes, in the order of the graph.
+    names = [op.name for op in profile.graph.metaops]
+    layers = {op.name: op.num_layers for op in profile.graph.metaops}
+    best_s = plan.makespan_s
+    for lanes in product(range(3), repeat=len(names)):
+        if set(lanes) != set(range(max(lanes) + 1)):
+            continue
+        text = "\n".join(f"{name}*{layers[name]}@0|{lane}" for name, lane in zip(names, lanes, strict=True))
+        best_s = min(best_s, simulate(lower(parse_plan(text, profile), profile), profile).makespan_s)
+    assert found.makespan_s <= 1.02 * best_s
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_lanes_are_legal_and_cannot_deadlock(seed):
+    tasks = {"first": ["vision", "head"], "second": ["text", "head"], "third": ["audio"]}
+    profile = contended(small.workload_profile(tasks, num_devices=1 + seed % 4))
+    plan = random_lane_plan(profile, f"plan {seed} lanes")
+    check(plan, profile)
+    program = lower(plan, profile)
+    verify(program, profile)
+    ordered = [program.compute_of_rank(rank) for rank in range(program.num_ranks)]
+    for rank, numbers in enumerate(ordered):
+        assert sorted(numbers) == sorted(
+            number
+            for lane in (0, *range(3, len(program.lanes)))
+            for number in program.lanes[lane].of_rank(rank).tolist()
+        )
+    assert simulate(program, profile).makespan_s > 0
