@@ -5,8 +5,8 @@ What a training script uses:
 - `module(name, nn_module)` registers a module under a name that all tasks share.
 - `@task(batch_size=...)` makes a task of a function from a batch to its loss; `mean(total, count)` is a loss that ranks
   sum before dividing, and `result(loss, accuracy=...)` a loss with metrics.
-- `Trainer(tasks, optimizer=...)` plans and trains them; `Planning(...)` says how. `Trainer.fit` returns a `FitResult`,
-  `Trainer.train_state` a `TrainState`.
+- `Trainer(tasks, optimizer=...)` plans and trains them; `Planning(...)` says how, `Checkpoints(...)` where its
+  state is saved. `Trainer.fit` returns a `FitResult`, `Trainer.train_state` a `TrainState`.
 - `hf.options(training_arguments)` takes what a script with `transformers.Trainer` has.
 - A `Callback` is told of plans, steps (`StepRecord`), evaluations (`EvaluationRecord`) and the end of fits.
   `JSONLines`, `TensorBoard`, `WeightsAndBiases` and `MLflow` are callbacks that write.
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from spindle import hf as hf
     from spindle.train import (
         Callback,
+        Checkpoints,
         EvaluationRecord,
         FitResult,
         JSONLines,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Callback",
+    "Checkpoints",
     "EvaluationRecord",
     "FitResult",
     "JSONLines",

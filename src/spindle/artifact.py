@@ -85,10 +85,13 @@ def _read(kind: Any, data: Any, where: str) -> Any:
             _read(argument, item, f"{where}[{index}]")
             for index, (argument, item) in enumerate(zip(arguments, data, strict=True))
         )
+    if kind is typing.Any:
+        return data
     if kind is float:
         return read_number(data, where)
     if kind is int:
         return read_integer(data, where)
+    kind = dict if origin is dict else kind
     if not isinstance(data, kind):
         raise InputError(f"{where}: expected {_NAMES.get(kind, kind.__name__)}, got {shown(data)}")
     return data

@@ -10,6 +10,7 @@
     ├── ProgramError        a program that would deadlock, or use data that it does not have
     ├── DoesNotFitError     no plan fits into memory
     ├── OverBudgetError     a rank exceeds its memory limit
+    ├── CheckpointError     a checkpoint that is damaged, or that this training cannot resume from
     ├── TrainingError       a step that failed: a loss that is not finite, a loader that yields a wrong batch
     └── PeerLostError       another rank has ended, so this rank ends, too
 
@@ -77,6 +78,10 @@ class DoesNotFitError(SpindleError):
 
 class OverBudgetError(SpindleError):
     """A rank has exceeded its memory limit."""
+
+
+class CheckpointError(SpindleError):
+    pass
 
 
 class TrainingError(SpindleError):

@@ -372,6 +372,9 @@ time.sleep(600)
 """)
     job = started(path)
     pids = [noted_pid(tmp_path, f"rank-{rank}") for rank in range(2)]
+    job.send_signal(signal.SIGUSR1)  # they might be saving a checkpoint
+    time.sleep(0.5)
+    assert not any(map(is_gone, pids))
     job.send_signal(signal.SIGTERM)
     job.communicate(timeout=LIMIT_S)
     assert job.returncode == 143

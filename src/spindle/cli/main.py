@@ -25,8 +25,10 @@ import typer.core
 
 from spindle import __version__
 from spindle.cli.bound import bound
+from spindle.cli.checkpoints import checkpoints
 from spindle.cli.compare import compare
 from spindle.cli.explain import explain
+from spindle.cli.export import export
 from spindle.cli.launch import JobEnded, launch
 from spindle.cli.plan import plan
 from spindle.cli.profile import profile
@@ -45,7 +47,7 @@ _OUR_WORDS = (
     (r"Input should be a valid number.*", "expected a number"),
 )
 INTERRUPTED = 130
-VERBS = (plan, simulate, compare, bound, explain, recipes, launch, profile)
+VERBS = (plan, simulate, compare, bound, explain, recipes, launch, profile, checkpoints, export)
 _RUN_A_SCRIPT = (launch, profile)
 
 

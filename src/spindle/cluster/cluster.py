@@ -103,6 +103,15 @@ class Cluster:
             first += island.num_devices
         return tuple(groups)
 
+    def up_to(self, num_devices: int) -> Cluster:
+        """The first `num_devices` devices of the cluster."""
+        islands, left = [], num_devices
+        for island in self.islands:
+            if left > 0:
+                islands.append(replace(island, num_devices=min(left, island.num_devices)))
+            left -= island.num_devices
+        return replace(self, islands=tuple(islands))
+
     def num_tensor_groups(self, degree: int) -> int:
         return sum(island.num_devices // degree for island in self.islands)
 

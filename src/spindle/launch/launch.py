@@ -45,12 +45,14 @@ LONGEST_TEMPORARY = 70  # bytes of the name of a folder for temporary files
 LOG_END_LINES = 20
 LOG_END_BYTES = 1 << 16
 
+GRACE_S = 30.0  # in which ranks may save a checkpoint after SIGTERM; another signal cuts it short
+
 # How ranks are ended: wait for some seconds, then send a signal to those that still run.
 Escalation = tuple[tuple[float, signal.Signals], ...]
 AFTER_FAILURE: Escalation = ((2.0, signal.SIGTERM), (3.0, signal.SIGKILL))
 AFTER_SIGNAL: Mapping[int, Escalation] = {
     signal.SIGINT: ((0.0, signal.SIGINT), (2.0, signal.SIGTERM), (3.0, signal.SIGKILL)),
-    signal.SIGTERM: ((0.0, signal.SIGTERM), (3.0, signal.SIGKILL)),
+    signal.SIGTERM: ((0.0, signal.SIGTERM), (GRACE_S, signal.SIGKILL)),
     signal.SIGHUP: ((0.0, signal.SIGTERM), (3.0, signal.SIGKILL)),
 }
 
@@ -94,11 +96,14 @@ def launch(
         log_folder = _make_folder(logs or scratch / "logs")
         if logs is not None and not stack.enter_context(locked(log_folder)):
             raise InputError(f"{logs}: another launch that is running writes its logs here; give another folder")
+        environment = dict(environment or {})
+        if num_restarts:
+            environment[variables.MEMORY] = str(stack.enter_context(private_folder(in_memory=True)))
         restarts = Restarts(num_restarts, num_processes, least)
         while True:
             attempt = _Attempt(
                 command=[sys.executable, "-P", "-m", "spindle.launch.worker", str(script), *arguments],
-                environment=environment or {},
+                environment=environment,
                 restart_environment=restarts.environment(),
                 num_processes=restarts.num_processes,
                 share_gpu=share_gpu,
@@ -284,10 +289,15 @@ class _Job:
         return tuple(self._endings[rank] for rank in sorted(self._endings))
 
     def signal_running(self, number: signal.Signals) -> None:
-        """Send a signal to every running rank and its children."""
+        """Send a signal to every running rank and its children. SIGTERM goes to ranks alone, because one that saves a
+        checkpoint first needs its DataLoader's workers; `sweep` ends them later."""
         self._has_signalled = True
         for rank, process in self._processes.items():
-            if rank not in self._endings:
+            if rank in self._endings:
+                continue
+            if number == signal.SIGTERM and process.returncode is None:
+                os.kill(process.pid, number)  # a zombie, at worst: it is not reaped yet
+            else:
                 _signal_group(process, number)
 
     def sweep(self) -> None:
@@ -371,10 +381,12 @@ def _collected_signals() -> Iterator[list[int]]:
     """
     signals: list[int] = []
     before = {}
-    for number in AFTER_SIGNAL:
+    for number in (*AFTER_SIGNAL, signal.SIGUSR1):  # which queues send as a warning, and which means the same
         # Signals that our caller ignores (nohup, background jobs of a shell) stay ignored.
         if signal.getsignal(number) != signal.SIG_IGN:
-            before[number] = signal.signal(number, lambda number, _: signals.append(number))
+            before[number] = signal.signal(
+                number, lambda number, _: signals.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
+            )
     # If the caller ignores SIGCHLD, the kernel keeps no exit codes.
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:

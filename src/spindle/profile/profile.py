@@ -166,6 +166,13 @@ class Profile:
         curves_of = {op.name: curves for op, curves in zip(self.graph.metaops, self.curves, strict=True)}
         return replace(self, graph=graph, curves=tuple(curves_of[op.name] for op in graph.metaops))
 
+    def up_to(self, num_devices: int) -> Profile:
+        """The profile on the first `num_devices` devices, where there are more: points for more are left out."""
+        if num_devices >= self.cluster.num_devices:
+            return self
+        curves = tuple(tuple(filter(None, (curve.up_to(num_devices) for curve in each))) for each in self.curves)
+        return replace(self, cluster=self.cluster.up_to(num_devices), curves=curves)
+
     def curve(self, op: int, setting: Setting) -> Curve:
         """The curve of an op at the setting's degree."""
         degree = setting.tensor_degrees[op]

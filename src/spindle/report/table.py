@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from spindle.checkpoint import checkpoint_bytes
 from spindle.display import count_of, facts, figures, listed, milliseconds, num_bytes, percent, seconds
 from spindle.plan import Plan, slots_per_op
 from spindle.planners import PipelineBound
@@ -44,6 +45,8 @@ def plan_facts(plan: Plan, measures: Measures, profile: Profile) -> Table:
     if counts_bytes(profile):
         shares = f"{percent(measures.transfer_share)} send and receive, {percent(measures.sync_share)} synchronisation"
         rows.insert(5, ("not hidden", shares))
+    if profile.graph.parameters:
+        rows.append(("checkpoint", _checkpoint(plan, profile)))
     num_used = len({device for slot in plan.slots for device in slot.devices})
     if num_used < plan.num_devices:
         rows.insert(1, ("devices", _unused(num_used, plan.num_devices)))
@@ -60,6 +63,14 @@ def plan_facts(plan: Plan, measures: Measures, profile: Profile) -> Table:
     if plan.recompute or plan.shard_optimizer or plan.num_rounds > 1:
         rows.append(("without these", memory(_unsaved_bytes(plan, profile), profile)))
     return facts(rows)
+
+
+def _checkpoint(plan: Plan, profile: Profile) -> str:
+    """Its size, and how long the device that writes most of it copies to its host."""
+    num_bytes_of = checkpoint_bytes(lower(plan, profile), profile.graph)
+    largest, rate = max(num_bytes_of.values(), default=0), profile.cluster.kind.host_bytes_per_s
+    copied = f", copied in {seconds(largest / rate)}" if rate else ""
+    return f"{num_bytes(sum(num_bytes_of.values()))}, at most {num_bytes(largest)} from one device{copied}"
 
 
 def _unused(num_used: int, num_devices: int) -> str:

@@ -25,9 +25,10 @@ from spindle.run.pytrees import (
     takes_gradient,
 )
 from spindle.run.rank_program import held_parameters
-from spindle.run.resharding import TensorSpec, reshard, send_tensors, slice_of
+from spindle.run.resharding import TensorSpec, box_view, reshard, send_tensors, slice_of
 from spindle.run.shape_inference import Cuts, ShapeInference
 from spindle.run.shards import Shards
+from spindle.run.staging import Copied, Staging
 from spindle.run.step import MAX_AHEAD, HostCopy, MicroStep, Pace, Spans, Watch
 from spindle.run.weights import Weights
 from spindle.run.world import (
@@ -46,6 +47,7 @@ __all__ = [
     "MAX_AHEAD",
     "Axes",
     "Budget",
+    "Copied",
     "Cuts",
     "Executor",
     "Gathering",
@@ -61,6 +63,7 @@ __all__ = [
     "ShapeInference",
     "Shards",
     "Spans",
+    "Staging",
     "TensorMeta",
     "TensorSpec",
     "Watch",
@@ -68,6 +71,7 @@ __all__ = [
     "World",
     "as_leaves",
     "axes_of",
+    "box_view",
     "capturing",
     "compute_stream",
     "copied",

@@ -42,6 +42,11 @@ class Weights:
     def _scattered(self) -> Sharding:
         return {**self._unused, **self.sharding}
 
+    @property
+    def held(self) -> dict[str, tuple[nn.Parameter, Mapping[int, Slice]]]:
+        """Scattered parameters by name, those of earlier plans too, each with what every rank holds of it."""
+        return {name: (self._parameters[name], slices) for name, slices in self._scattered.items()}
+
     def scatter_parameters(self) -> None:
         """Give every parameter rank 0's value on the ranks that hold it, and free it elsewhere. A parameter of a layer
         that no task runs stays where it is."""

@@ -2,7 +2,7 @@
 
 from spindle.train.bind import Bound, bind, code_of, trace_all
 from spindle.train.callbacks import Callback, EvaluationRecord, StepRecord
-from spindle.train.config import Planning
+from spindle.train.config import Checkpoints, Planning
 from spindle.train.probe import Facts, probe
 from spindle.train.record import RecordedCall, RecordedTask, record
 from spindle.train.result import FitResult
@@ -14,6 +14,7 @@ from spindle.train.writers import JSONLines, MLflow, TensorBoard, WeightsAndBias
 __all__ = [
     "Bound",
     "Callback",
+    "Checkpoints",
     "EvaluationRecord",
     "Facts",
     "FitResult",

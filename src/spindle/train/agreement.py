@@ -286,6 +286,7 @@ _COMPARED_ARGUMENTS = (
     "autocast",
     "sampling_weights",
     "tasks_per_step",
+    "checkpoints",
     "seed",
     "name",
     "cuda_graphs",

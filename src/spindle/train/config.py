@@ -94,6 +94,31 @@ class Planning:
         return self.planner == PIPELINE and self.plan is None
 
 
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """Where and how often `spindle.Trainer` saves its state, to resume from when its script is started again.
+
+    `folder` must be shared by all ranks. A checkpoint is saved after every `every` steps (None: only by
+    `Trainer.save`), at the end of a fit, and on SIGTERM and SIGUSR1, after which the job ends. The newest `keep` stay
+    (None: all).
+
+    Under `spindle launch --restarts`, the state is also saved after every `memory_every` steps in memory that outlives
+    ranks, not their host: a rank that is lost then costs at most so many steps.
+    """
+
+    folder: Path | str
+    every: int | None = 500
+    keep: int | None = 2
+    memory_every: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))
+        for name in ("every", "keep", "memory_every"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise TrainingError(f"spindle.Checkpoints({name}={value!r}): must be at least 1")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """The Trainer's arguments, checked."""
@@ -107,6 +132,7 @@ class TrainConfig:
     sampling_weights: Mapping[str, SamplingWeight] | None = None
     tasks_per_step: int = 1
     planning: Planning = field(default_factory=Planning)
+    checkpoints: Checkpoints | None = None
     seed: int = 0
     name: str = "training"
     cuda_graphs: bool = True
@@ -146,6 +172,11 @@ class TrainConfig:
             raise TrainingError(
                 f"spindle.Trainer(planning={self.planning!r}): expected spindle.Planning(...), for example "
                 'spindle.Planning(planner="sequential")'
+            )
+        if not isinstance(self.checkpoints, Checkpoints | None):
+            raise TrainingError(
+                f"spindle.Trainer(checkpoints={self.checkpoints!r}): expected "
+                'spindle.Checkpoints("runs/a", every=500, keep=2)'
             )
         if self.sampling_weights is not None:
             object.__setattr__(self, "sampling_weights", dict(self.sampling_weights))

@@ -8,19 +8,22 @@ on all ranks, so what else a rank does cannot change the order of its data.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves
+from torch.utils.data import DataLoader, IterableDataset
 
 from spindle.errors import TrainingError
 from spindle.run import Axes, fingerprint_of, plain, signature_of
+from spindle.train.plain_json import to_plain
 from spindle.train.task import TaskDefinition
 from spindle.train.trace import batch_axes, describe_batch
 
@@ -47,6 +50,7 @@ class Batch:
 RandomState = tuple[Any, Any, Any]
 _MOST_EMPTY = 1000  # batches one after another
 _MOST_POSITIONS = 4096  # of batches, remembered
+_MANY_SKIPPED = 100  # batches, which may take time to read
 
 
 def random_state() -> RandomState:
@@ -78,12 +82,26 @@ def set_random_state(state: RandomState) -> None:
 class LoaderPosition:
     """Where a loader is read next: the random state that its epoch began with, and how many entries were read since.
 
-    `generator` is the state of the loader's own `torch.Generator` then, where it has one.
+    `generator` is the state of the loader's own `torch.Generator` then, where it has one. `now` is the random state
+    before the next entry, for a loader whose entries need not be read again to get there, and `loader_state` what a
+    `StatefulDataLoader` has of itself. `rows` is what is known of where batches have rows.
     """
 
     random_state: RandomState
     num_read: int = 0
     generator: torch.Tensor | None = None
+    now: RandomState | None = None
+    loader_state: Mapping[str, Any] | None = None
+    rows: Mapping[str, Any] | None = None
+
+    def values(self) -> dict[str, Any]:
+        """All fields, for a checkpoint; without a loader's state that has values which no checkpoint can hold."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        try:
+            to_plain(self.loader_state, "the state of a loader")
+        except TrainingError:
+            values["loader_state"] = None
+        return values
 
 
 class Feed:
@@ -98,7 +116,12 @@ class Feed:
         notify: Callable[[str], None],
         *,
         compared: bool,
+        facts: Mapping[str, Any] | None = None,
+        bar: Callable[[str], AbstractContextManager[Callable[[float], None]]] | None = None,
     ) -> None:
+        """`facts` are what another loader must have in common with this one to go on from its position; `bar` shows
+        how far batches are skipped."""
+        self.facts, self._bar = facts or {}, bar
         self.definition, self.loader, self.drop_last, self._notify = definition, loader, drop_last, notify
         self._state, self._compared = position.random_state, compared  # with what other ranks read
         self._epoch = position  # where this epoch began; at first, where it is to go on
@@ -109,8 +132,9 @@ class Feed:
         self._draws = not isinstance(loader, list | tuple)  # whether reading may take random numbers
         self._fingerprints: dict[tuple[int, ...], int] = {}
         self._iterator: Iterator[Any] | None = None
-        self._axes: dict[str, Axes] = {}  # by form
-        self._with_rows: dict[str, bool] = {}  # by where a tensor stands in a batch
+        rows = position.rows or {"axes": {}, "with_rows": {}}
+        self._axes: dict[str, Axes] = dict(rows["axes"])  # by form
+        self._with_rows: dict[str, bool] = dict(rows["with_rows"])  # by where a tensor stands in a batch
         self._has_noted_short_batch = False
         self._since_start = 0  # full batches of this epoch
         self._kept: deque[Batch] = deque()
@@ -133,15 +157,21 @@ class Feed:
         """Where the batch of this number is read from: a batch to come, or one of the last that were given."""
         while self._num_batches < number:
             self._kept.append(self._read())
-        if number == self._num_batches:
-            return self._next_position()
-        return self._positions[number - self._num_batches]
+        is_next = number == self._num_batches
+        position = self._next_position() if is_next else self._positions[number - self._num_batches]
+        return replace(position, rows={"axes": dict(self._axes), "with_rows": dict(self._with_rows)})
 
     def _next_position(self) -> LoaderPosition:
         if not self._is_started:
             return self._epoch
         if self._iterator is not None:
-            return replace(self._epoch, num_read=self._num_read)
+            position = replace(self._epoch, num_read=self._num_read)
+            if _is_stateful(self.loader):
+                state = {"num_workers": self.loader.num_workers, "state": self.loader.state_dict()}  # type: ignore[attr-defined]
+                return replace(position, now=self._state, loader_state=state)
+            if _has_numbers(self.loader) and self.loader.num_workers == 0:
+                return replace(position, now=self._state)
+            return position
         return self._epoch_start(self._state)
 
     def _epoch_start(self, state: RandomState) -> LoaderPosition:
@@ -166,7 +196,9 @@ class Feed:
         try:
             yield
         finally:
-            self._state = random_state()
+            state = random_state()
+            if not is_same(state, self._state):  # else positions share one
+                self._state = state
             set_random_state(outside)
 
     def _read(self) -> Batch:
@@ -223,19 +255,37 @@ class Feed:
                 raise TrainingError(f"task {name!r}: its loader has {rows} samples, fewer than its batch_size {size}")
 
     def _start_epoch(self) -> None:
-        self._since_start = self._num_read = num_passed = 0
         if self._is_started:
             self._epoch = self._epoch_start(random_state() if self._draws else self._state)
+            self._iterator, self._num_read = iter(self.loader), 0
         else:
-            generator = _generator_of(self.loader)
-            if generator is not None and self._epoch.generator is not None:
-                generator.set_state(self._epoch.generator)
-            num_passed, self._epoch = self._epoch.num_read, self._epoch_start(self._epoch.random_state)
-            self._is_started = True
-        self._iterator = iter(self.loader)
-        for _ in range(num_passed):
-            self._rows(plain(self._next_entry()))  # which learns where tensors have rows
-        self._since_start = num_passed
+            generator, position = _generator_of(self.loader), self._epoch
+            if generator is not None and position.generator is not None:
+                generator.set_state(position.generator)
+            self._epoch, self._is_started = self._epoch_start(position.random_state), True
+            self._iterator, self._num_read = self._iterator_at(position), position.num_read
+        self._since_start = self._num_read
+
+    def _iterator_at(self, position: LoaderPosition) -> Iterator[Any]:
+        """The entries of an epoch from a position on. Where a loader is told numbers of samples, these are drawn
+        again, and no sample is read; other loaders are read."""
+        loader, state = self.loader, position.loader_state
+        if state is not None and _is_stateful(loader) and state["num_workers"] == loader.num_workers:
+            loader.load_state_dict(state["state"])  # type: ignore[attr-defined]
+            entries = iter(loader)
+            if position.now is not None:
+                set_random_state(position.now)
+            return entries
+        if position.num_read and _has_numbers(loader):
+            return iter(_loader_after(loader, position.num_read, position.now))
+        iterator = iter(loader)
+        shown = position.num_read >= _MANY_SKIPPED and self._bar is not None
+        text = f"skipping batches of task {self.definition.name!r} that are trained"
+        with self._bar(text) if shown and self._bar is not None else nullcontext(_ignored) as report_share:
+            for number in range(position.num_read):
+                next(iterator, _END)
+                report_share(number / position.num_read)
+        return iterator
 
     def _next_entry(self) -> Any:
         assert self._iterator is not None
@@ -292,6 +342,47 @@ class Feed:
 
 
 MakeFeed = Callable[[TaskDefinition, Any, Any], Feed]  # of a task's loader; notices go to a progress display
+
+
+def _is_stateful(loader: Any) -> TypeGuard[DataLoader[Any]]:
+    """Whether a loader is torchdata's `StatefulDataLoader`, or like it."""
+    return isinstance(loader, DataLoader) and hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def _has_numbers(loader: Any) -> TypeGuard[DataLoader[Any]]:
+    """Whether a loader reads samples by the numbers that its sampler gives."""
+    return type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
+
+
+class _After:
+    """What a sampler gives after its first `count` entries; from there on random numbers are drawn from `now`."""
+
+    def __init__(self, sampler: Any, count: int, now: RandomState | None) -> None:
+        self._sampler, self._count, self._now = sampler, count, now
+
+    def __len__(self) -> int:
+        return max(0, len(self._sampler) - self._count)
+
+    def __iter__(self) -> Iterator[Any]:
+        entries = iter(self._sampler)
+        for _ in range(self._count):
+            next(entries, None)
+        if self._now is not None:
+            set_random_state(self._now)
+        yield from entries
+
+
+def _loader_after(loader: DataLoader[Any], count: int, now: RandomState | None) -> DataLoader[Any]:
+    """A copy of a loader that begins after its first batches."""
+    later = copy.copy(loader)
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    # Which DataLoader refuses to have set: another sampler would not be the one that its other attributes are of.
+    object.__setattr__(later, name, _After(getattr(loader, name), count, now))
+    return later
+
+
+def _ignored(share: float) -> None:
+    pass
 
 
 def _generator_of(loader: Any) -> torch.Generator | None:

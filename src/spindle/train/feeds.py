@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
-from spindle.errors import TrainingError
+from spindle.errors import CheckpointError, TrainingError
 from spindle.run import World
 from spindle.train.agreement import compare
 from spindle.train.feed import Feed, LoaderPosition, RandomState, draw, random_state
@@ -23,6 +23,7 @@ def make_feeds(
     """A feed for each task; refuses loaders that are missing or of no task."""
     names = session.config.task_names
     problems = [f"none for {name!r}" for name in names if name not in loaders]
+    loaders = {name: loader for name, loader in loaders.items() if name not in session.absent_tasks}
     problems += [f"{name!r} is no task (tasks: {', '.join(names)})" for name in loaders if name not in names]
     if problems:
         raise TrainingError(f"fit needs one loader for each task: {'; '.join(problems)}")
@@ -51,6 +52,8 @@ def make_feed(
     config, world = session.config, session.world
     _refuse_distributed_sampler(definition.name, loader)
     position = session.loader_positions.pop(definition.name, None)
+    facts = _facts_of(definition, loader)
+    _check_facts(definition.name, session.loader_facts.pop(definition.name, None), facts)
     if position is None:
         position = LoaderPosition(random_state=shared_random_state(world) if state is None else state)
     shared: dict[str, Any] = {
@@ -59,12 +62,31 @@ def make_feed(
         "position": position,
         "notify": session.notifier(progress),
         "compared": world.size > 1,
+        "facts": facts,
+        "bar": progress.bar,
     }
     feed = sample_feed(loader, config.seed, session.num_batches[definition.name], **shared)
     if feed is None:
         return Feed(loader=loader, **shared)
     feed.num_again = config.gradient_accumulation_steps
     return feed
+
+
+def _facts_of(definition: TaskDefinition, loader: Any) -> dict[str, Any]:
+    """What a loader must have in common with the one that a checkpoint has the position of."""
+    return {"class": type(loader).__name__, "length": _length_of(loader), "batch_size": definition.batch_size}
+
+
+def _check_facts(task: str, saved: Mapping[str, Any] | None, present: Mapping[str, Any]) -> None:
+    for key, value in present.items() if saved is not None else ():
+        if saved is not None and saved.get(key) != value:
+            raise CheckpointError(
+                f"task {task!r}: the {_FACTS[key]} was {saved.get(key)} when the checkpoint was saved, and is {value} "
+                "now; its data would go on in another order"
+            )
+
+
+_FACTS = {"class": "class of its loader", "length": "length of its loader", "batch_size": "batch size"}
 
 
 def _refuse_distributed_sampler(task: str, loader: Any) -> None:

@@ -1,9 +1,10 @@
 """Batch headers, exchanged a step ahead: a row of numbers for each micro-step and task, the same columns on every rank.
 
 Signature, tokens, rows, fingerprint and variant of the task's next batch, where the rank reads it; then its part of an
-earlier step's report, how many changes of tasks and plan it has requested, whether it wants the fit to end, and the
-busy share of its last timed step. All headers of a plan have the same size, so that ranks still exchange headers, and
-detect it, when only some of them have requested a change.
+earlier step's report, and five numbers: how many changes of tasks and plan it has requested, whether it wants the fit
+to end, what it wants to be saved, which checkpoint it has written, and the busy share of its last timed step. All
+headers of a plan have the same size, so that ranks still exchange headers, and detect it, when only some of them have
+requested a change.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from spindle.train.feed import Batch
 
 _READ, _PARTIAL, _SIGNATURE, _TOKENS, _ROWS, _FINGERPRINT, _VARIANT = range(7)
 _NUM_COLUMNS = 7
+_CHANGES, _STOPS, _SAVES, _WRITTEN, _BUSY = range(-5, 0)
 MicroSteps = Sequence[Mapping[str, Batch]]  # by micro-step and task
 Table = list[list[float]]  # of all ranks
 
@@ -43,8 +45,10 @@ def header_row(
     num_changes: int,
     is_stopping: bool,
     busy_share: float,
+    saves: int = 0,
+    written: int = 0,
 ) -> torch.Tensor:
-    """This rank's header: float64, `micro_steps` x `names` x columns, then the report of an earlier step, and three
+    """This rank's header: float64, `micro_steps` x `names` x columns, then the report of an earlier step, and five
     numbers."""
     row: list[float] = []
     for batches in micro_steps:
@@ -62,17 +66,17 @@ def header_row(
                 batch.fingerprint,
                 batch.variant,
             ]
-    return torch.tensor([*row, *report, num_changes, is_stopping, busy_share], dtype=torch.float64)
+    return torch.tensor([*row, *report, num_changes, is_stopping, saves, written, busy_share], dtype=torch.float64)
 
 
 def reports_in(table: Table, num_columns: int) -> Table:
     """Every rank's report of an earlier step."""
-    return [row[-num_columns - 3 : -3] for row in table]
+    return [row[_CHANGES - num_columns : _CHANGES] for row in table]
 
 
 def idle_in(table: Table) -> float | None:
     """The idle share of the last timed step, averaged over ranks; None before there is one."""
-    busy_shares = [row[-1] for row in table if not math.isnan(row[-1])]
+    busy_shares = [row[_BUSY] for row in table if not math.isnan(row[_BUSY])]
     return 1 - sum(busy_shares) / len(busy_shares) if busy_shares else None
 
 
@@ -99,12 +103,22 @@ def _other_batch(step: int, task: str, rank: int, reader: int) -> TrainingError:
 
 def is_stopped(table: Table) -> bool:
     """Whether any rank wants the fit to end."""
-    return any(row[-2] for row in table)
+    return any(row[_STOPS] for row in table)
+
+
+def saves_in(table: Table) -> int:
+    """What any rank wants to be saved: the largest of their `saves`."""
+    return max(int(row[_SAVES]) for row in table)
+
+
+def written_in(table: Table) -> list[int]:
+    """Which checkpoint each rank has written, as `Saver.written` says it."""
+    return [int(row[_WRITTEN]) for row in table]
 
 
 def check_changes(table: Table, calls: Sequence[str], step: int) -> None:
     """Refuse changes of tasks and plan that not all ranks have requested; `calls` are this rank's, for the message."""
-    counts = [int(row[-3]) for row in table]
+    counts = [int(row[_CHANGES]) for row in table]
     fewest, most = min(counts), max(counts)
     if fewest != most:
         called = ", ".join(calls[fewest:most]) or "remove_task, add_task or replan"

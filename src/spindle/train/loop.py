@@ -7,9 +7,10 @@ accumulated from.
 
 from __future__ import annotations
 
+import signal
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -31,14 +32,19 @@ from spindle.train.header import (
     is_stopped,
     read_batch_headers,
     reports_in,
+    saves_in,
+    written_in,
 )
 from spindle.train.loss_history import LossHistory, loss_and_metric_sums
+from spindle.train.plain_json import to_plain
 from spindle.train.progress import Progress
 from spindle.train.result import FitResult
 from spindle.train.runtime import resident_tensors
 from spindle.train.samples import SampleFeed
 from spindle.train.sampling import tasks_in_step
+from spindle.train.saving import ENDING, REQUESTED
 from spindle.train.session import NEW_VARIANT, TrainSession
+from spindle.train.signals import NoticedSignals, noticed_signals
 from spindle.train.step_forecast import StepForecast
 from spindle.train.step_report import ReportColumns
 from spindle.train.steps import StepRun, microbatches_of
@@ -69,6 +75,7 @@ class Loop:
         self._make_feed, self._world = make_feed, session.world
         self._requested: tuple[TrainConfig, dict[str, Any]] | None = None  # with loaders of tasks that join
         self._is_stopping = False  # whether this rank wants the fit to end
+        self._signals: NoticedSignals | None = None
         self._calls: list[str] = []  # methods of the Trainer that requested changes
         self._num_applied = 0  # of these
         self._runtime = session.plan(session.trace_and_profile(feeds, progress), progress)
@@ -97,11 +104,12 @@ class Loop:
         """The step that is about to run when losses are reported."""
         return self._next_step
 
-    def position(self) -> tuple[int, dict[str, int], dict[str, LoaderPosition]]:
+    def position(self, names: Collection[str] | None = None) -> tuple[int, dict[str, int], dict[str, LoaderPosition]]:
         """The step that is about to run when losses are reported, the batches of each task that this fit has trained
-        on, and where loaders are read for that step."""
+        on, and where the loaders of all tasks, or of some, are read for that step."""
         trained = {name: count - self._num_read_ahead.get(name, 0) for name, count in self._num_asked.items()}
-        return self._next_step, trained, {name: self._feeds[name].position(count) for name, count in trained.items()}
+        positions = {name: self._feeds[name].position(trained[name]) for name in (trained if names is None else names)}
+        return self._next_step, trained, positions
 
     def change(self, call: str, config: TrainConfig, loaders: Mapping[str, Any] | None = None) -> None:
         """Train the next step by this configuration, with a new plan. `call` is the user's call that requests it;
@@ -126,17 +134,19 @@ class Loop:
             self._free_gpu_memory()
             torch.cuda.reset_peak_memory_stats(world.device)
         self._times.start(steps)
-        with frozen_objects():
+        with frozen_objects(), noticed_signals() if self._session.saver is not None else nullcontext() as self._signals:
             self._run_steps(first, steps)
         return self._finish()
 
     def _run_steps(self, first: int, steps: int) -> None:
         world, progress = self._world, self._progress
+        planned_steps = steps
         batches = self._read(first)
         gathering = self._start_header(batches, None)
         unsent: deque[ReadReport] = deque()  # of the last steps, which a GPU may still be at
         carries_report = False  # the header in flight
-        progress.training(steps)
+        num_before = first - self._session.first_step  # steps of this fit that an earlier run did
+        progress.training(num_before + steps)
         recorder.begin(first)
         for number in range(steps):
             begin_s = time.perf_counter()
@@ -150,10 +160,14 @@ class Loop:
                 break
             headers = read_batch_headers(table, self._names, self._config.gradient_accumulation_steps, step)
             self._times.read_busy_share(step - _LOSSES_BEHIND[world.device.type])
+            is_saving = self._is_saving(table, step)
             self._add_new_variants(headers, batches, unsent)
-            if self._requested is not None:
+            if self._requested is not None or is_saving:
                 self._report_unsent(unsent)
+            if self._requested is not None:
                 self._apply_change(headers, batches)
+            if is_saving:
+                self._save(step, saves_in(table))
             current = batches
             if number + 1 < steps:
                 with recorder.doing(LOADING):
@@ -170,7 +184,7 @@ class Loop:
             num_samples = sum(header.num_rows for header in trained)
             step_s = self._times.end_step(time.perf_counter() - begin_s, num_samples)
             progress.step(
-                number + 1,
+                num_before + number + 1,
                 step_s,
                 samples=num_samples,
                 tokens=sum(header.tokens for header in trained),
@@ -183,6 +197,7 @@ class Loop:
         self._report_unsent(unsent)
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
+        self._save_last(was_stopped=steps < planned_steps)
 
     def _finish(self) -> FitResult:
         """Gather what the ranks hold, and take changes that were requested with the last losses."""
@@ -199,6 +214,81 @@ class Loop:
         planned, main = self._runtime.planned, self._runtime.steps.main
         result = self._times.result(planned.program, planned.profile, self._losses, session.notices, peak_bytes)
         return replace(result, num_captured_slots=main.num_captured, slots_without_cuda_graph=dict(main.without_graph))
+
+    def _saves(self) -> tuple[int, int]:
+        """What this rank wants to be saved, and which checkpoint it has written."""
+        saver = self._session.saver
+        if saver is None:
+            return 0, 0
+        is_ending = self._signals is not None and self._signals.first is not None
+        return ENDING if is_ending else REQUESTED if saver.is_requested else 0, saver.written
+
+    def _is_saving(self, table: Table, step: int) -> bool:
+        """Whether a checkpoint is saved before this step, on all ranks."""
+        saver, notify = self._session.saver, self._session.notifier(self._progress)
+        if saver is None:
+            return False
+        is_free, wanted = saver.advance(written_in(table), notify), saves_in(table)
+        is_due = saver.is_due(step) or bool(wanted)
+        if step == saver.last_step or not (is_due or saver.is_due_in_memory(step)):
+            return wanted == ENDING
+        if not is_free and (wanted == ENDING or saver.is_in_memory):
+            saver.wait(notify)
+            is_free = True
+        if not is_free:
+            saver.is_requested = False
+            self._progress.note(f"no checkpoint of step {step}: that of step {saver.last_step} is still being written")
+        return is_free
+
+    def _save(self, step: int, wanted: int, *, was_stopped: bool = False) -> None:
+        """Save the state before this step: in memory, unless it falls due on disk or is `wanted`. ENDING ends the job,
+        once it is written."""
+        saver, session, notify = self._session.saver, self._session, self._session.notifier(self._progress)
+        assert saver is not None
+        is_ending = wanted == ENDING
+        if is_ending or was_stopped:
+            recorder.pause()  # a disk may take its time
+            saver.wait(notify)
+        if step != saver.last_step:
+            saver.save(
+                step,
+                lambda: saver.state(
+                    step, session.num_fits - 1, session.first_step, self.next_config, was_stopped=was_stopped
+                ),
+                self._data_positions(),
+                notify,
+                in_memory=not wanted and not saver.is_due(step),
+            )
+        if is_ending:
+            is_saved = saver.wait(notify)
+            name = "a signal" if self._signals is None or self._signals.first is None else self._signals.first.name
+            self._progress.note(f"stopped by {name} after {step} steps, which are {'' if is_saved else 'not '}saved")
+            raise SystemExit(128 + signal.SIGTERM)
+
+    def _save_last(self, *, was_stopped: bool) -> None:
+        """Save the state after the last step of the fit, and wait until it is written."""
+        saver, notify = self._session.saver, self._session.notifier(self._progress)
+        if saver is not None:
+            saver.wait(notify)
+            self._save(self._next_step, REQUESTED, was_stopped=was_stopped)
+            saver.wait(notify)
+
+    def _data_positions(self) -> dict[str, Any]:
+        """The positions of loaders that this rank reads, in JSON."""
+        names = [name for name in self._names if self._reads(name)]
+        _, num_trained, positions = self.position(names)
+        counts = self._session.num_batches + Counter(num_trained)
+        ended: dict[str, Any] = {
+            name: {"num_batches": count, "position": None, "facts": {}} for name, count in counts.items()
+        }
+        return ended | {
+            name: {
+                "num_batches": counts[name],
+                "position": to_plain(positions[name].values(), f"the position of the loader of task {name!r}"),
+                "facts": self._feeds[name].facts,
+            }
+            for name in names
+        }
 
     def _free_gpu_memory(self) -> None:
         """Free what tracing left, or the graphs of a plan that is no longer referred to."""
@@ -254,7 +344,8 @@ class Loop:
         num_changes, busy_share = len(self._calls), self._times.busy_share
         if report is None:
             report = [0.0] * len(self._columns)
-        row = header_row(self._names, batches, report, num_changes, self._is_stopping, busy_share)
+        saves, written = self._saves()
+        row = header_row(self._names, batches, report, num_changes, self._is_stopping, busy_share, saves, written)
         return self._world.start_all_gather(row)
 
     def _table(self, gathering: Gathering, step: int) -> Table:

@@ -56,7 +56,8 @@ class Update:
         `scaled_ranks`: all that run a step. `lr_groups` are the groups of all ranks, this rank's unless given. With
         `reports_norm`, the norm of gradients is computed even where they are not clipped."""
         self._max_grad_norm, self._named, self._counted, self._world = max_grad_norm, list(named), counted, world
-        self._sharding, self._ranks = sharding, ranks
+        self.sharding, self._ranks = sharding, ranks
+        self._copied: torch.cuda.Event | None = None  # of parameters and state, for a checkpoint
         self._reducing_ranks = ranks if grad_scaler is None else scaled_ranks
         if (max_grad_norm is not None or grad_scaler is not None) and len(self._reducing_ranks) > 1:
             world.group("norm", self._reducing_ranks)
@@ -77,7 +78,7 @@ class Update:
         if self.optimizer is not None and make_scheduler is not None:
             self.scheduler = scheduler_of(make_scheduler, self.optimizer, state.num_steps)
             saved = state.lr_scheduler
-            if saved is not None and saved.groups == self._groups():  # other groups have other rates
+            if saved is not None and saved.groups in (None, self._groups()):  # other groups have other rates
                 self.scheduler.load_state_dict(dict(saved.state))
         if self.optimizer is not None and (state.settings or state.old_settings):
             self._load(self.optimizer, state)
@@ -89,7 +90,20 @@ class Update:
             old_settings={name: group for name, group in settings.items() if name not in sharding},
         )
 
+    def wait_for(self, copied: torch.cuda.Event | None) -> None:
+        """Have the next step wait until what it overwrites is copied."""
+        self._copied = copied
+
+    def settle_copies(self) -> None:
+        """Wait for such a copy, before parameters and state move."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+
     def step(self) -> None:
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+            self._copied = None
         found_inf = None
         if self.loss_scale is not None:
             gradients = [parameter.grad for _, parameter in self._named if parameter.grad is not None]
@@ -197,7 +211,7 @@ class Update:
         scheduler = self.scheduler
         return OptimizerState(
             num_steps=self._num_steps,
-            sharding={**self._frozen.sharding, **self._sharding},
+            sharding={**self._frozen.sharding, **self.sharding},
             states=dict(self._frozen.states)
             | {name: on_host(state) if to_host else state for name, state in states.items()},
             settings=self._settings(),

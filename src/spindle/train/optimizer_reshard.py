@@ -21,9 +21,10 @@ State = Mapping[str, Any]  # of one parameter
 
 @dataclass(frozen=True, slots=True)
 class LRSchedulerState:
-    """The `state_dict` of a rank's scheduler, and the parameters of the groups that it is for."""
+    """The `state_dict` of a rank's scheduler, and the parameters of the groups that it is for; None where nothing in
+    it is for a group."""
 
-    groups: tuple[tuple[str, ...], ...]
+    groups: tuple[tuple[str, ...], ...] | None
     state: Mapping[str, Any]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from spindle.errors import ProfileError
 from spindle.graph import MetaGraph
 from spindle.launch.capture import Capture, Captured, ProfileCapture, WorkloadCapture
 from spindle.measure import local_profile, measure_update
@@ -47,9 +48,11 @@ def trace_and_profile(
     progress: Progress,
     notify: Callable[[str], None],
     capture: Capture | None,
+    saved: Profile | None = None,
 ) -> ProfiledWorkload:
     """Analyze and profile these task variants, of which `examples` has a batch each. Under a `capture`, write what it
-    asks for instead, and end the script."""
+    asks for instead, and end the script. A `saved` profile holds where it is for the same tasks, on as many devices or
+    more."""
 
     def run_tasks() -> None:
         for definition in definitions:
@@ -65,7 +68,9 @@ def trace_and_profile(
             degrees = tuple(config.planning.tensor_parallel_degrees.items())
             write_workload(capture.output, replace(workload.bound.workload, tensor_degrees=degrees))
             raise Captured
-        profile = profile_workload(workload, config, copies, world, progress, notify, capture)
+        profile = _fitting_saved(saved, workload.graph, world) if capture is None else None
+        if profile is None:
+            profile = profile_workload(workload, config, copies, world, progress, notify, capture)
         if capture is not None:
             if world.rank == 0:
                 write_profile(capture.output, profile)
@@ -111,6 +116,13 @@ def profile_workload(
             lanes=config.planning.lanes,
             capture=capture,
         )
+
+
+def _fitting_saved(saved: Profile | None, graph: MetaGraph, world: World) -> Profile | None:
+    try:
+        return None if saved is None else fitting(saved.up_to(world.size), graph, world.size, "the saved profile")
+    except ProfileError:  # of other tasks, or for fewer devices
+        return None
 
 
 def _given_profile(given: Profile | Path | str | MakeProfile, graph: MetaGraph, world: World) -> Profile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -62,8 +63,9 @@ class FitResult:
 
     @property
     def typical_step_s(self) -> float:
-        """The median of all steps but the first quarter, in which graphs are captured and caches fill."""
-        return statistics.median(self.step_s[len(self.step_s) // 4 :])
+        """The median of all steps but the first quarter, in which graphs are captured and caches fill; NaN without
+        steps."""
+        return math.nan if not self.step_s else statistics.median(self.step_s[len(self.step_s) // 4 :])
 
     @property
     def comparison(self) -> StepComparison | None:
@@ -90,6 +92,8 @@ class FitResult:
         console.print(*step_tables(comparison), sep="\n")
 
     def _summary(self, max_tasks: int | None) -> list[RenderableType]:
+        if not self.step_s:
+            return ["No steps: all of them were done by the run that this one resumed."]
         steps, num_samples = len(self.step_s), sum(self.num_samples[len(self.step_s) // 4 :])
         rate = num_samples / sum(self.step_s[steps // 4 :])
         rows = [
@@ -127,7 +131,8 @@ class FitResult:
         losses = ", ".join(f"{name} {loss_text(loss)}" for name, loss in list(last.items())[:4])
         more = f", and {len(last) - 4} more" if len(last) > 4 else ""
         ranks = f"{count_of(self.program.num_ranks, 'rank')}, planner {self.plan.planner!r}"
-        return f"FitResult({len(self.losses)} steps of {seconds(self.typical_step_s)} on {ranks}; {losses}{more})"
+        time = f" of {seconds(self.typical_step_s)}" if self.step_s else ""
+        return f"FitResult({len(self.losses)} steps{time} on {ranks}; {losses}{more})"
 
     def _repr_html_(self) -> str:
         """What notebooks show."""

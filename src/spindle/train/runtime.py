@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from spindle.errors import TrainingError
 from spindle.models import split_dims
-from spindle.program import main_replicas, optimizer_sharding
+from spindle.program import Sharding, main_replicas, optimizer_sharding
 from spindle.run import Shards, Weights, World
 from spindle.train.agreement import compare, compare_held, optimizer_items
 from spindle.train.analyze import AnalyzedWorkload
@@ -20,6 +20,8 @@ from spindle.train.optimizer import Named, NamedGroups, Update
 from spindle.train.optimizer_reshard import OptimizerState
 from spindle.train.plan import PlannedWorkload
 from spindle.train.steps import PipelinedSteps, StaticSteps, Steps
+
+StateFor = Callable[[Sharding], OptimizerState]  # reads a rank's share of a saved state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +57,11 @@ def make_runtime(
     return RankRuntime(workload=workload, planned=planned, weights=weights, shards=shards, steps=steps)
 
 
-def make_update(runtime: RankRuntime, config: TrainConfig, world: World, state: OptimizerState | None) -> Update:
-    """The optimizer over what this rank holds, which must be here, with the state that an earlier plan's left."""
+def make_update(
+    runtime: RankRuntime, config: TrainConfig, world: World, state: OptimizerState | StateFor | None
+) -> Update:
+    """The optimizer over what this rank holds, which must be here, with the state that an earlier plan's left, or that
+    is read for it."""
     weights, shards, parameters = runtime.weights, runtime.shards, runtime.workload.graph.parameters
     program = runtime.planned.program
     owned = shards.owned if shards is not None else {}
@@ -100,7 +105,7 @@ def make_update(runtime: RankRuntime, config: TrainConfig, world: World, state: 
         sharding=sharding,
         ranks=tuple(ranks),
         world=world,
-        state=state,
+        state=state(sharding) if callable(state) else state,
         ema=config.ema,
         grad_scaler=config.loss_scaling,
         scaled_ranks=tuple(sorted(stepping)),

@@ -240,7 +240,7 @@ class SampleFeed(Feed):
     def position(self, number: int) -> LoaderPosition:
         if isinstance(self.loader, Shuffled):  # which goes on by the number of batches alone
             return LoaderPosition(random_state=self._state)
-        if number:
+        if number > self._num_chosen:
             self._choose(number - 1)
         return super().position(number)
 

@@ -11,12 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from spindle.errors import TrainingError
 from spindle.launch.capture import Capture
+from spindle.plan import Plan
+from spindle.profile import Profile
 from spindle.run import World
 from spindle.train.agreement import compare, config_items, module_items, version_items
 from spindle.train.analyze import mode_of
@@ -32,9 +34,13 @@ from spindle.train.plan import plan_workload
 from spindle.train.profiling import ProfiledWorkload, trace_and_profile
 from spindle.train.progress import Progress
 from spindle.train.record import named_parameters
-from spindle.train.runtime import RankRuntime, make_runtime, make_update
+from spindle.train.runtime import RankRuntime, StateFor, make_runtime, make_update
 from spindle.train.task import ModuleHandle
 from spindle.train.task_variants import TaskVariants
+
+if TYPE_CHECKING:
+    from spindle.train.resume import ResumedTensors
+    from spindle.train.saving import Saver
 
 NEW_VARIANT = "a batch takes a new variant of its task"
 
@@ -54,8 +60,17 @@ class TrainSession:
         self.is_scattered = False  # whether parameters are with the ranks that hold them
         self.checked: set[str] = set()  # task variants whose split loss was compared with the whole one
         self.num_batches: Counter[str] = Counter()  # of each task, in all fits
+        self.step = 0  # how many steps are done
+        self.num_fits = 0  # that were begun
+        self.first_step = 0  # of the last of these
         self.loader_positions: dict[str, LoaderPosition] = {}  # of a restored state, where loaders go on
-        self._optimizer_state: OptimizerState | None = None  # for the next optimizer, where there is none
+        self.loader_facts: dict[str, dict[str, Any]] = {}  # what was saved of the loaders that these are of
+        self.absent_tasks: frozenset[str] = frozenset()  # of the script, which had ended in the restored state
+        self.saver: Saver | None = None
+        self.saved: ResumedTensors | None = None  # of the checkpoint that was resumed from
+        self.saved_plan: Plan | None = None  # for the first plan after that
+        self.saved_profile: Profile | None = None
+        self._optimizer_state: OptimizerState | StateFor | None = None  # for the next optimizer, where there is none
 
     def notifier(self, progress: Progress) -> Callable[[str], None]:
         """A function that shows a text the first time it is given it."""
@@ -88,6 +103,7 @@ class TrainSession:
                 progress,
                 self.notifier(progress),
                 self.capture,
+                self.saved_profile,
             )
             self.handles |= self.profiled.workload.bound.handles
         return self.profiled
@@ -100,9 +116,22 @@ class TrainSession:
 
     def _planned(self, profiled: ProfiledWorkload, progress: Progress) -> RankRuntime:
         workload, config, world = profiled.workload, self.config, self.world
+        plan, self.saved_plan = self.saved_plan, None
+        if plan is not None and self._applies(plan, profiled):
+            config = replace(config, planning=replace(config.planning, plan=plan))
         planned = plan_workload(workload, profiled.profile, config, world, progress, self.notifier(progress))
         self.callbacks.call("on_plan", planned.plan)
         return make_runtime(workload, planned, config, world, self._examples())
+
+    def _applies(self, plan: Plan, profiled: ProfiledWorkload) -> bool:
+        """Whether the saved plan holds here: for the same graph and ranks, with the saved profile."""
+        graph = profiled.workload.graph
+        return (
+            not self.config.planning.is_pipelined
+            and (plan.num_devices, plan.fingerprint) == (self.world.size, graph.fingerprint)
+            and self.saved_profile is not None
+            and profiled.profile == replace(self.saved_profile, graph=graph)
+        )
 
     def _examples(self) -> dict[str, Any]:
         return {variant.name: variant.example for variant in self.variants}
@@ -111,6 +140,8 @@ class TrainSession:
         """Send parameters to the ranks that hold them, and make an optimizer over what this rank has."""
         self.is_scattered = True
         runtime.weights.scatter_parameters()
+        if self.saved is not None:
+            self.saved.load(runtime.weights, self.handles, self.world.rank)
         if runtime.shards is not None:
             runtime.shards.attach()
         share_buffers(runtime.workload.bound, self.world)
@@ -120,6 +151,8 @@ class TrainSession:
 
     def gather_parameters(self, runtime: RankRuntime) -> None:
         """Give every rank all parameters and buffers again."""
+        if self.update is not None:
+            self.update.settle_copies()
         if runtime.shards is not None:
             runtime.shards.settle()
         runtime.weights.gather_parameters()
@@ -144,8 +177,8 @@ class TrainSession:
         decay = self.config.ema
         if decay is None:
             raise TrainingError("ema=True: there is no average of the weights; give the Trainer ema=0.999, for example")
-        state = self._optimizer_state if self.update is None else self.update.state()
-        with averaged_weights(self.world, state or OptimizerState(), named_parameters(self.handles), decay):
+        state = self.optimizer_state() if self.update is None else self.update.state()
+        with averaged_weights(self.world, state, named_parameters(self.handles), decay):
             yield
 
     def set_config(self, config: TrainConfig, progress: Progress, *, keep_optimizer: bool = True) -> None:
@@ -163,6 +196,7 @@ class TrainSession:
         assert old is not None
         assert update is not None
         old.steps.close()
+        update.settle_copies()
         self.checked -= self.variants.set_tasks(config.tasks)
         if not self._is_known():
             self.gather_parameters(old)
@@ -243,10 +277,12 @@ class TrainSession:
         """This rank's share of the optimizer's state."""
         if self.update is not None:
             return self.update.state(to_host=True)
-        return self._optimizer_state or OptimizerState()
+        state = self._optimizer_state
+        return state({}) if callable(state) else state or OptimizerState()
 
-    def restore_optimizer_state(self, state: OptimizerState) -> None:
-        """Have the next optimizer go on from this state, whatever its plan."""
+    def restore_optimizer_state(self, state: OptimizerState | StateFor) -> None:
+        """Have the next optimizer go on from this state, whatever its plan, or from what a function of its sharding
+        reads."""
         assert self.update is None
         self._optimizer_state = state
 

@@ -68,6 +68,11 @@ class TaskVariants:
     def tasks(self) -> list[str]:
         return list(self._tasks)
 
+    @property
+    def seen(self) -> list[str]:
+        """All tasks so far, also those that have ended."""
+        return list(self._seen)
+
     def get(self, task: str, key: int) -> TaskVariant | None:
         return self._variants.get((task, key))
 

@@ -20,7 +20,7 @@ from spindle.profile import Profile
 from spindle.run import World, join_world
 from spindle.train.agreement import compare
 from spindle.train.callbacks import Callback, EvaluationRecord, OnStep
-from spindle.train.config import MakePlan, Planning, TrainConfig
+from spindle.train.config import Checkpoints, MakePlan, Planning, TrainConfig
 from spindle.train.evaluation import evaluate
 from spindle.train.feeds import make_feed, make_feeds, shared_random_state
 from spindle.train.loop import Loop
@@ -28,6 +28,7 @@ from spindle.train.optimizer import MakeLRScheduler, MakeOptimizer
 from spindle.train.progress import Progress
 from spindle.train.record import handles_of, record_all, root_handles
 from spindle.train.result import FitResult
+from spindle.train.resume import resume
 from spindle.train.sampling import SamplingWeight, check_sampling_weights
 from spindle.train.session import TrainSession
 from spindle.train.state import TrainState, restore_state, take_state
@@ -46,11 +47,12 @@ class Trainer:
     are scaled as by torch's GradScaler, whose settings `grad_scaler` may have. With `sampling_weights`, a step has
     `tasks_per_step` of the tasks, drawn by these weights, which may be functions of the step.
 
-    `planning` says how steps are planned (see `spindle.Planning`). `seed` is that of random layers, data order and
-    planner. On a GPU, steps whose batches have the same shapes are captured as CUDA graphs and replayed
-    (`cuda_graphs`): the same numbers, without the side effects of Python code in a module. `callbacks` are told of
-    plans, steps, evaluations and the end of fits (see `spindle.Callback`). `ema` is the decay of an exponential moving
-    average of the weights, for `evaluate(ema=True)` and `state_dict(ema=True)`.
+    `planning` says how steps are planned (see `spindle.Planning`). With `checkpoints`, the state is saved now and then,
+    and a script that is started again goes on where it was (see `spindle.Checkpoints`). `seed` is that of random
+    layers, data order and planner. On a GPU, steps whose batches have the same shapes are captured as CUDA graphs and
+    replayed (`cuda_graphs`): the same numbers, without the side effects of Python code in a module. `callbacks` are
+    told of plans, steps, evaluations and the end of fits (see `spindle.Callback`). `ema` is the decay of an exponential
+    moving average of the weights, for `evaluate(ema=True)` and `state_dict(ema=True)`.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Trainer:
         sampling_weights: Mapping[str, SamplingWeight] | None = None,
         tasks_per_step: int = 1,
         planning: Planning | None = None,
+        checkpoints: Checkpoints | None = None,
         seed: int = 0,
         name: str = "training",
         cuda_graphs: bool = True,
@@ -82,6 +85,7 @@ class Trainer:
             sampling_weights=sampling_weights,
             tasks_per_step=tasks_per_step,
             planning=Planning() if planning is None else planning,
+            checkpoints=checkpoints,
             seed=seed,
             name=name,
             cuda_graphs=cuda_graphs,
@@ -93,7 +97,6 @@ class Trainer:
             check_sampling_weights(sampling_weights, config.task_names, tasks_per_step)
         self.world: World = join_world()
         self.notices: list[str] = []
-        self._steps_done = 0
         self._loop: Loop | None = None  # while there is a fit
         self._has_new_modules = True  # which may have other weights on each rank
         self._session = TrainSession(config, self.world, self.notices, active_capture())
@@ -134,7 +137,7 @@ class Trainer:
         sampling and optimizer. All ranks must call it, between fits or in a fit's `on_step`."""
         session, loop = self._session, self._loop
         if loop is None:
-            return take_state(session, self._steps_done, session.num_batches, {})
+            return take_state(session, session.step, session.num_batches, {})
         step, num_trained, loaders = loop.position()
         num_batches = {name: session.num_batches[name] + count for name, count in num_trained.items()}
         return take_state(session, step, {**session.num_batches, **num_batches}, loaders)
@@ -144,7 +147,7 @@ class Trainer:
         the modules before, on rank 0 at least. A Trainer that has trained already is refused."""
         self._compare_call("load_train_state")
         restore_state(self._session, state)
-        self._steps_done = state.step
+        self._session.step = state.step
 
     def fit(
         self,
@@ -161,7 +164,9 @@ class Trainer:
         each rank reads the samples that it needs, in an order given by the seed (where the dataset has a method
         `get_fields(number, names)`, it is asked for just the fields that a rank needs). `on_step(step, losses)` is
         called on every rank as losses become known, a step or two behind: short for a callback of this fit with an
-        `on_step`. Modules that were frozen, thawed or switched since the last fit are detected, and planned anew.
+        `on_step`. Modules that were frozen, thawed or switched since the last fit are detected, and planned anew. With
+        `Trainer(checkpoints=...)`, `steps` counts those that an earlier run has done; their `on_step` is not called
+        again, and the result has only the others.
         """
         if steps < 1:
             raise TrainingError(f"fit(steps={steps}): must be at least 1")
@@ -181,6 +186,9 @@ class Trainer:
         session = self._session
         with ExitStack() as stack:
             stack.callback(display.close)
+            result = resume(session, loaders, steps, display)
+            if result is not None:  # all of its steps are in a checkpoint
+                return result
             feeds = make_feeds(session, loaders, display, drop_last=drop_last)
             stack.callback(self._end_fit, feeds)
             try:
@@ -189,8 +197,8 @@ class Trainer:
                 if not is_debugging():
                     error.__traceback__ = None
                 raise
-            result = self._loop.run(self._steps_done, steps)
-            self._steps_done = self._loop.next_step
+            result = self._loop.run(session.step, session.first_step + steps - session.step)
+            session.step = self._loop.next_step
             self._has_new_modules = False
             return result
 
@@ -200,6 +208,15 @@ class Trainer:
         if self._loop is None:
             raise TrainingError("stop(): there is no fit to end; call it in fit(on_step=...)")
         self._loop.stop()
+
+    def save(self) -> None:
+        """Save a checkpoint before the next step but one, from a fit's `on_step`: on all ranks, even if only some call
+        it."""
+        if self._loop is None or self._session.saver is None:
+            raise TrainingError(
+                "save(): call it in fit(on_step=...), with Trainer(checkpoints=spindle.Checkpoints(...))"
+            )
+        self._session.saver.is_requested = True
 
     def step_lr_scheduler(self, metric: float) -> None:
         """Step a `ReduceLROnPlateau` with a metric, such as a loss of `evaluate`: on all ranks, in a fit's `on_step` or
@@ -316,7 +333,7 @@ class Trainer:
                 self.world,
                 share_weights=self.world.size > 1 and self._has_new_modules and self._loop is None,
             )
-        step = self._steps_done if self._loop is None else self._loop.next_step
+        step = self._session.step if self._loop is None else self._loop.next_step
         losses = {name: means[name] for name in loaders}
         metrics = {name: value for name, value in means.items() if name not in losses}
         record = EvaluationRecord(step=step, losses=losses, metrics=metrics, ema=ema)

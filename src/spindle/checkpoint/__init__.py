@@ -1,0 +1,44 @@
+"""What is in a checkpoint, and is it complete? Folders, indexes and bytes; knows neither torch nor processes."""
+
+from spindle.checkpoint.export import export_safetensors
+from spindle.checkpoint.files import (
+    DATA_FILE,
+    PLAN,
+    PROFILE,
+    finish,
+    partial_folder,
+    prune,
+    remove_unfinished,
+    steps_in,
+    sync_folder,
+    write_part,
+)
+from spindle.checkpoint.index import DTYPE_BYTES, Index, Part, SavedState, StoredBox, StoredTensor
+from spindle.checkpoint.read import SavedCheckpoint, folder_of_step, open_checkpoint
+from spindle.checkpoint.writers import checkpoint_bytes, cut, writers_of
+
+__all__ = [
+    "DATA_FILE",
+    "DTYPE_BYTES",
+    "PLAN",
+    "PROFILE",
+    "Index",
+    "Part",
+    "SavedCheckpoint",
+    "SavedState",
+    "StoredBox",
+    "StoredTensor",
+    "checkpoint_bytes",
+    "cut",
+    "export_safetensors",
+    "finish",
+    "folder_of_step",
+    "open_checkpoint",
+    "partial_folder",
+    "prune",
+    "remove_unfinished",
+    "steps_in",
+    "sync_folder",
+    "write_part",
+    "writers_of",
+]

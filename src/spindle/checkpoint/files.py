@@ -1,0 +1,178 @@
+"""Folders of checkpoints: written under another name, complete once they are renamed.
+
+Ranks write `rank-N.bin` and `rank-N.json` into `step-400.part`. Rank 0 joins the parts, writes index and state, and
+renames the folder. Files and folders are synced before that, so that what has its final name is on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from spindle.artifact import from_json, read_json_file, to_json
+from spindle.checkpoint.index import Index, Part, SavedState, StoredBox, StoredTensor, joined
+from spindle.errors import CheckpointError
+from spindle.program import Box
+
+VERSION = 1
+STATE, INDEX, PLAN, PROFILE = "state.json", "index.json", "plan.json", "profile.json"
+DATA_FILE = "rank-{rank}.bin"
+_PART_FILE = "rank-{rank}.json"
+_STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
+_UNFINISHED = re.compile(rf"{_STEP.pattern}\.(part|removed)")
+_DIGEST = re.compile(rb',"sha256":"([0-9a-f]{64})"\}\n')
+_DIGEST_BYTES = len(',"sha256":""}\n') + 64
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step}"
+
+
+def partial_folder(folder: Path, step: int) -> Path:
+    return folder / f"{folder_name(step)}.part"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps of which a folder has a checkpoint under its final name, in order."""
+    names = [entry.name for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
+    return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
+
+
+def write_part(
+    folder: Path,
+    rank: int,
+    memory: memoryview,
+    boxes: Iterable[tuple[str, str, tuple[int, ...], Box, int, int]],
+    fragments: Mapping[str, Any],
+) -> None:
+    """Write a rank's bytes, and what they are. `boxes` have the name, dtype and shape of their tensor, and the offset
+    and length of their bytes. `fragments` are the other fields of a `Part`."""
+    file = DATA_FILE.format(rank=rank)
+    tensors: dict[str, StoredTensor] = {}
+    for name, dtype, shape, box, offset, length in boxes:
+        crc32 = zlib.crc32(memory[offset : offset + length])
+        stored = StoredBox(box=box, file=file, offset=offset, length=length, crc32=crc32)
+        known = tensors.setdefault(name, StoredTensor(name=name, dtype=dtype, shape=shape, boxes=()))
+        tensors[name] = replace(known, boxes=(*known.boxes, stored))
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / file, memory)
+    part = Part(tensors=tuple(tensors.values()), **fragments)
+    text = json.dumps({field.name: to_json(getattr(part, field.name)) for field in fields(part)})
+    _write(folder / _PART_FILE.format(rank=rank), text.encode())
+
+
+def finish(folder: Path, state: SavedState, artifacts: Mapping[str, str]) -> Path:
+    """Join the parts of all ranks, and give the checkpoint its final name. `artifacts` are further files."""
+    partial, final = partial_folder(folder, state.step), folder / folder_name(state.step)
+    paths = [partial / _PART_FILE.format(rank=rank) for rank in range(state.num_ranks)]
+    parts = [from_json(Part, read_json_file(path), str(path)) for path in paths]
+    data: dict[str, Any] = {}
+    for part in parts:  # the first rank that reads a task has its position
+        data |= {task: entry for task, entry in part.data.items() if data.get(task, {}).get("position") is None}
+    state = replace(
+        state,
+        data=data,
+        optimizer_values={name: values for part in parts for name, values in part.optimizer_values.items()},
+        groups=tuple(group for part in parts for group in part.groups),
+        extra={**state.extra, **{name: values for part in parts for name, values in part.extra.items()}},
+    )
+    files = {INDEX: json.dumps(to_json(joined(parts))).encode()}
+    files |= {name: text.encode() for name, text in artifacts.items()}
+    for name, content in files.items():
+        _write(partial / name, content)
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    _write(partial / STATE, state_text(state, digests))
+    for path in paths:
+        path.unlink()
+    sync_folder(partial)
+    if final.exists():  # damaged, or of a run that took another course
+        _remove(final)
+    partial.rename(final)
+    sync_folder(folder)
+    return final
+
+
+def state_text(state: SavedState, digests: Mapping[str, str]) -> bytes:
+    """The bytes of `state.json`, which end with their own digest."""
+    values = {field.name: to_json(getattr(state, field.name)) for field in fields(state)}
+    content = json.dumps({"spindle": "checkpoint", "version": VERSION, "files": digests, **values}).encode()
+    return content[:-1] + f',"sha256":"{hashlib.sha256(content).hexdigest()}"}}\n'.encode()
+
+
+def read_state(path: Path) -> tuple[SavedState, dict[str, str]]:
+    """What `state_text` wrote: the state, and the digests of other files."""
+    data = read_json_file(path)
+    if data.get("spindle") != "checkpoint":
+        raise CheckpointError(f"{path}: not the state of a Spindle checkpoint")
+    if data.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path}: format {data.get('version')!r} was written by another version of Spindle; this one reads format "
+            f"{VERSION}"
+        )
+    content = path.read_bytes()
+    match = _DIGEST.fullmatch(content[-_DIGEST_BYTES:])
+    if match is None or hashlib.sha256(content[:-_DIGEST_BYTES] + b"}").hexdigest() != match[1].decode():
+        raise CheckpointError(f"{path}: is damaged: it does not have the digest that it says")
+    body = {key: value for key, value in data.items() if key not in ("spindle", "version", "files", "sha256")}
+    return from_json(SavedState, body, str(path)), dict(data["files"])
+
+
+def read_verified(folder: Path, name: str, digests: Mapping[str, str]) -> dict[str, Any]:
+    """A JSON file whose digest the state has."""
+    path = folder / name
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    if hashlib.sha256(content).hexdigest() != digests.get(name):
+        raise CheckpointError(f"{path}: is damaged: it does not have the digest that {STATE} says")
+    return read_json_file(path)
+
+
+def read_index(folder: Path, digests: Mapping[str, str]) -> Index:
+    return from_json(Index, read_verified(folder, INDEX, digests), str(folder / INDEX))
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what earlier runs left unfinished. No run may be writing to the folder."""
+    for entry in list(folder.iterdir()) if folder.is_dir() else ():
+        if _UNFINISHED.fullmatch(entry.name):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def prune(folder: Path, keep: int | None, needed: Sequence[int] = ()) -> None:
+    """Remove all checkpoints but the newest `keep`, and those that are still `needed`, by step."""
+    for step in steps_in(folder)[:-keep] if keep is not None else ():
+        if step not in needed:
+            _remove(folder / folder_name(step))
+
+
+def _remove(folder: Path) -> None:
+    """Rename first: a checkpoint that has its name is complete."""
+    doomed = folder.with_name(f"{folder.name}.removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _write(path: Path, content: bytes | memoryview) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

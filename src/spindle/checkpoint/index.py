@@ -1,0 +1,169 @@
+"""The index of a checkpoint: every tensor as boxes, each a run of bytes in some file; and the state beside tensors.
+
+    step-400/
+      state.json       SavedState, the digests of the other JSON files, and its own
+      index.json       Index: dtype, shape and boxes of each tensor; file, offset, length and CRC-32 of each box
+      rank-0.bin ...   raw bytes, row-major, in the byte order of x86 and ARM
+      plan.json, profile.json   the plan that was running, and what it was made from
+
+Names of tensors: `parameter/NAME`, `buffer/NAME`, `nonpersistent_buffer/NAME` and `optimizer/NAME/KEY`, with the
+names of the user's modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from spindle.errors import CheckpointError
+from spindle.program import Box
+
+# The size of an element, by torch's name of a dtype.
+DTYPE_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "uint16": 2,
+    "int16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "float32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+_MOST_ELEMENTS = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBox:
+    """A box of a tensor, and the bytes `[offset, offset + length)` of a file that hold it."""
+
+    box: Box
+    file: str
+    offset: int
+    length: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[StoredBox, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise CheckpointError(f"tensor {self.name!r} has the unknown dtype {self.dtype!r}")
+        if any(size < 0 for size in self.shape) or prod(self.shape) > _MOST_ELEMENTS:
+            raise CheckpointError(f"tensor {self.name!r} has the impossible shape {list(self.shape)}")
+        for stored in self.boxes:
+            self._check(stored)
+
+    def _check(self, stored: StoredBox) -> None:
+        box, where = stored.box, f"tensor {self.name!r}, box {text_of(stored.box)}"
+        if not len(box.offsets) == len(box.lengths) == len(self.shape):
+            raise CheckpointError(f"{where}: expected {len(self.shape)} dimensions")
+        for offset, length, size in zip(box.offsets, box.lengths, self.shape, strict=True):
+            if offset < 0 or length < 0 or offset + length > size:
+                raise CheckpointError(f"{where}: not inside the shape {list(self.shape)}")
+        if stored.length != box.num_elements * DTYPE_BYTES[self.dtype] or stored.offset < 0:
+            raise CheckpointError(f"{where}: {stored.length} bytes at {stored.offset} cannot be a box of {self.dtype}")
+        if not is_plain_name(stored.file):
+            raise CheckpointError(f"{where}: {stored.file!r} is not the name of a file in the folder of the checkpoint")
+
+    def check_tiling(self) -> None:
+        """Raise an error unless the boxes cover every element once."""
+        covered = sum(stored.box.num_elements for stored in self.boxes)
+        if covered != prod(self.shape):
+            raise CheckpointError(f"tensor {self.name!r}: its boxes have {covered} of {prod(self.shape)} elements")
+        boxes = [stored.box for stored in self.boxes]
+        for number, box in enumerate(boxes):
+            if any(box.overlap(earlier) is not None for earlier in boxes[:number]):
+                raise CheckpointError(f"tensor {self.name!r}: two of its boxes have elements of {text_of(box)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    tensors: tuple[StoredTensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one rank wrote: its boxes, and its share of the state that is no tensor, by field of `SavedState`."""
+
+    tensors: tuple[StoredTensor, ...]
+    data: dict[str, Any] = field(default_factory=dict)
+    optimizer_values: dict[str, Any] = field(default_factory=dict)
+    groups: tuple[dict, ...] = ()  # type: ignore[type-arg]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedState:
+    """The state of a training after `step` steps, but for tensors."""
+
+    step: int
+    fit: int  # which call of Trainer.fit it was in, from 0
+    first_step: int  # of that fit
+    was_stopped: bool  # by Trainer.stop: the fit is over
+    seed: int
+    num_ranks: int
+    tasks: tuple[str, ...]
+    ended_tasks: tuple[str, ...]
+    modules: tuple[str, ...]
+    frozen: tuple[str, ...]  # parameters that were not trained
+    in_evaluation: tuple[str, ...]  # submodules
+    aliases: dict[str, Any]  # further names of tied parameters → the name that they are stored under
+    variants: dict[str, Any]  # task → key → name
+    checked: tuple[str, ...]  # task variants whose split loss was compared with the whole one
+    data: dict[str, Any]  # positions of loaders, by task
+    random_state: Any
+    num_updates: int
+    optimizer_values: dict[str, Any]  # by parameter: what is no tensor
+    groups: tuple[dict, ...]  # type: ignore[type-arg]  # parameters with their settings
+    frozen_groups: tuple[dict, ...]  # type: ignore[type-arg]  # of parameters that are not trained now
+    planning: str
+    extra: dict[str, Any] = field(default_factory=dict)
+    written_s: float = 0.0  # seconds since 1970
+
+
+def is_plain_name(name: str) -> bool:
+    return bool(name) and name not in (".", "..") and not {"/", "\\", "\0"} & set(name)
+
+
+def text_of(box: Box) -> str:
+    """`[0:4, 16:32]`, as one would index it."""
+    ranges = (f"{offset}:{offset + length}" for offset, length in zip(box.offsets, box.lengths, strict=True))
+    return f"[{', '.join(ranges)}]"
+
+
+def joined(parts: Iterable[Part]) -> Index:
+    """The tensors of all parts, whose boxes must tile them."""
+    tensors: dict[str, StoredTensor] = {}
+    boxes: dict[str, list[StoredBox]] = {}
+    for part in parts:
+        for tensor in part.tensors:
+            known = tensors.setdefault(tensor.name, tensor)
+            if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
+                raise CheckpointError(
+                    f"tensor {tensor.name!r}: ranks disagree, {known.dtype} {known.shape} and {tensor.dtype} "
+                    f"{tensor.shape}"
+                )
+            boxes.setdefault(tensor.name, []).extend(tensor.boxes)
+    joined_tensors = tuple(
+        StoredTensor(name=name, dtype=tensor.dtype, shape=tensor.shape, boxes=tuple(boxes[name]))
+        for name, tensor in sorted(tensors.items())
+    )
+    for tensor in joined_tensors:
+        tensor.check_tiling()
+    return Index(tensors=joined_tensors)

@@ -1,0 +1,72 @@
+"""Which rank writes which box: each box is written by one of the ranks that hold it, so that bytes are even."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from math import prod
+
+from spindle.graph import MetaGraph
+from spindle.program import Box, Program, Sharding, Slice, optimizer_sharding, weight_sharding
+
+# So that a parameter that several ranks hold can be shared out among them, and that a check needs little memory.
+_BOX_BYTES = 16 << 20
+
+
+def writers_of(sharding: Sharding, element_bytes: Callable[[str], int]) -> dict[str, list[tuple[Box, int]]]:
+    """The boxes of every tensor, each with the rank that writes it, by name. `element_bytes` is what is written for an
+    element of the tensor, with what belongs to it.
+
+    Of the ranks that hold a box, the one with the fewest bytes so far, large boxes first. Depends on its arguments
+    alone, so that ranks can compute it each for themselves.
+    """
+    boxes: list[tuple[int, str, Box, tuple[int, ...]]] = []
+    for name, slices in sharding.items():
+        ranks_of: dict[Slice, list[int]] = defaultdict(list)
+        for rank, part in sorted(slices.items()):
+            ranks_of[part].append(rank)
+        size = element_bytes(name)
+        for part, ranks in ranks_of.items():
+            boxes += [
+                (size * box.num_elements, name, box, tuple(ranks))
+                for _, whole in part.boxes()
+                for box in cut(whole, max(1, _BOX_BYTES // size))
+            ]
+    num_bytes: Counter[int] = Counter()
+    writers: dict[str, list[tuple[Box, int]]] = {name: [] for name in sharding}
+    for size, name, box, holders in sorted(boxes, key=lambda entry: (len(entry[3]) > 1, -entry[0])):
+        writer = min(holders, key=lambda rank: (num_bytes[rank], rank))
+        num_bytes[writer] += size
+        writers[name].append((box, writer))
+    return writers
+
+
+def cut(box: Box, max_elements: int) -> Iterator[Box]:
+    """A box in pieces of at most so many elements, along its first dimensions."""
+    if box.num_elements <= max_elements:
+        if box.num_elements:
+            yield box
+        return
+    dim = next(number for number, length in enumerate(box.lengths) if length > 1)
+    rows = max(1, max_elements // prod(box.lengths[dim + 1 :]))
+    for begin in range(0, box.lengths[dim], rows):
+        lengths = list(box.lengths)
+        offsets = list(box.offsets)
+        offsets[dim], lengths[dim] = box.offsets[dim] + begin, min(rows, box.lengths[dim] - begin)
+        yield from cut(Box(tuple(offsets), tuple(lengths)), max_elements)
+
+
+def checkpoint_bytes(program: Program, graph: MetaGraph) -> dict[int, int]:
+    """About how many bytes each rank writes of a checkpoint: parameters, and the optimizer's state of trained ones."""
+    numerics = graph.numerics
+    weights = weight_sharding(program, graph)
+    trained = optimizer_sharding(program, graph, weights)
+    num_bytes: Counter[int] = Counter()
+
+    def element_bytes(name: str) -> int:
+        return round(numerics.parameter_bytes + (numerics.optimizer_bytes if name in trained else 0))
+
+    for name, boxes in writers_of({**weights, **trained}, element_bytes).items():
+        for box, rank in boxes:
+            num_bytes[rank] += element_bytes(name) * box.num_elements
+    return dict(num_bytes)

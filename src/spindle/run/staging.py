@@ -1,0 +1,74 @@
+"""Tensors copied into one flat piece of host memory, from which a thread writes them to disk.
+
+On CPUs the copy is made at once. On a GPU it runs on a stream of its own, beside the forward and backward passes that
+follow; whatever overwrites a tensor has to wait for `Copied.event` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Bytes of tensors end to end, once `wait` has returned; `event` is None where the copy is made."""
+
+    memory: torch.Tensor
+    event: torch.cuda.Event | None = None
+
+    def wait(self) -> memoryview:
+        if self.event is not None:
+            self.event.synchronize()
+        return memoryview(self.memory.numpy())  # type: ignore[arg-type]  # an array is a buffer
+
+
+class Staging:
+    """Host memory for copies, reused from copy to copy; pinned beside a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensors: Sequence[torch.Tensor], urgent: Collection[int] = ()) -> Copied:
+        """Copy tensors; those at the positions `urgent` before work that is launched later on the current stream.
+        Larger elements must come first, so that none needs padding. The last copy must no longer be in use."""
+        ends = list(accumulate(tensor.numel() * tensor.element_size() for tensor in tensors))
+        num_bytes = ends[-1] if ends else 0
+        if len(self._memory) < num_bytes:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # before more is allocated
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        memory = self._memory[:num_bytes]
+        places = [
+            memory[begin:end].view(tensor.dtype).view(tensor.shape)
+            for begin, end, tensor in zip([0, *ends], ends, tensors, strict=False)
+        ]
+        if self._device.type != "cuda":
+            for place, tensor in zip(places, tensors, strict=True):
+                place.copy_(tensor.detach())
+            return Copied(memory)
+        current, stream = torch.cuda.current_stream(), _stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            for position in urgent:
+                _copy(places[position], tensors[position], stream)
+            current.wait_event(stream.record_event())
+            for position, tensor in enumerate(tensors):
+                if position not in urgent:
+                    _copy(places[position], tensor, stream)
+            return Copied(memory, stream.record_event(torch.cuda.Event(blocking=True)))  # type: ignore[no-untyped-call]
+
+
+def _copy(place: torch.Tensor, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    place.copy_(tensor.detach(), non_blocking=True)
+    if tensor.is_cuda:
+        tensor.record_stream(stream)  # which its allocator does not know of
+
+
+@cache
+def _stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -1,0 +1,436 @@
+"""A script that is started again goes on from its newest checkpoint that is complete and undamaged.
+
+Before the first fit rank 0 chooses the checkpoint, and all ranks check its bytes. A fit that was over when it was saved
+returns at once. In the one that was not, state is restored before tasks are traced, parameters once they are scattered,
+and the optimizer's state when it is made: each rank reads what it holds under its own plan.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from spindle.artifact import artifact_from_json, from_json
+from spindle.checkpoint import (
+    PLAN,
+    PROFILE,
+    SavedCheckpoint,
+    folder_of_step,
+    open_checkpoint,
+    remove_unfinished,
+    steps_in,
+)
+from spindle.display import count_of
+from spindle.errors import CheckpointError, SpindleError, WorkloadError
+from spindle.plan import Plan
+from spindle.profile import Profile
+from spindle.program import Sharding, Slice, lower
+from spindle.run import Weights, World
+from spindle.simulate import simulate
+from spindle.train.config import Checkpoints, TrainConfig
+from spindle.train.feed import LoaderPosition, random_state, set_random_state
+from spindle.train.grad_scaler import ScaleState
+from spindle.train.optimizer_reshard import LRSchedulerState, OptimizerState
+from spindle.train.plain_json import from_plain
+from spindle.train.progress import Progress
+from spindle.train.record import handles_of, record_all
+from spindle.train.result import FitResult
+from spindle.train.saving import Saver, memory_folder, planning_text, whole_shape
+from spindle.train.session import TrainSession
+from spindle.train.task import ModuleHandle
+
+T = TypeVar("T")
+_SHARED_S = 5.0  # until other hosts see a new file
+
+
+def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int, progress: Progress) -> FitResult | None:
+    """Prepare a fit of `steps` steps, of which some may be done. Returns the result of one that is over. All ranks must
+    call it."""
+    number, checkpoints = session.num_fits, session.config.checkpoints
+    session.num_fits += 1
+    session.first_step = session.step
+    if checkpoints is None or session.capture is not None:
+        return None
+    notify = session.notifier(progress)
+    if session.saver is None:
+        session.saver = Saver(session, checkpoints, session.config.planning)
+        found = newest_checkpoint(checkpoints, session.world, notify)
+        if found is not None:
+            session.saved = ResumedTensors(found)
+            session.saver.last_step = found.state.step
+    saved = session.saved
+    if saved is None or number > saved.checkpoint.state.fit:
+        return None
+    state, handles = saved.checkpoint.state, _handles(session, loaders)
+    num_done = state.step - state.first_step
+    is_over = number < state.fit or state.was_stopped or steps <= num_done
+    if number == state.fit:
+        _restore(session, saved, handles, progress, is_over=is_over)
+        session.step, session.first_step = state.step, state.step if is_over else state.first_step
+    if is_over:
+        saved.load_modules(handles)
+        if number < state.fit:
+            saved.forget_loaded()  # what is done between fits is done to them before the state is restored
+        notify(f"fit {number + 1} is over in the checkpoint of step {state.step}: its steps are not trained again")
+        return _over(session, saved)
+    notify(
+        f"resumed from {saved.checkpoint.folder}: {count_of(num_done, 'step')} of {steps} in this fit are done"
+        + ("" if state.num_ranks == session.world.size else f" (saved by {count_of(state.num_ranks, 'rank')})")
+    )
+    return None
+
+
+def _handles(session: TrainSession, loaders: Mapping[str, Any]) -> dict[str, ModuleHandle]:
+    """The modules of all tasks that the script has; of tasks that look at their batches, those that the first one
+    reaches."""
+    if session.handles:
+        return session.handles
+    tasks = session.config.tasks
+    try:
+        return handles_of(record_all(tasks))
+    except WorkloadError:
+        outside = random_state()
+        examples = {task.name: _first_batch(loaders.get(task.name), task.batch_size) for task in tasks}
+        set_random_state(outside)
+        return handles_of(record_all([task for task in tasks if examples[task.name] is not None], examples))
+
+
+def _first_batch(loader: Any, batch_size: int) -> Any:
+    """A loader's first batch; None from one that could not give it again."""
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        return default_collate([loader[number] for number in range(batch_size)])
+    return None if loader is None or isinstance(loader, Iterator) else next(iter(loader), None)
+
+
+def _over(session: TrainSession, saved: ResumedTensors) -> FitResult:
+    plan, profile = saved.plan, saved.profile
+    program = lower(plan, profile)
+    return FitResult(
+        rank=session.world.rank,
+        losses=(),
+        step_s=(),
+        num_samples=(),
+        plan=plan,
+        program=program,
+        profile=profile,
+        predicted=simulate(program, profile),
+        measured=None,
+        notices=tuple(session.notices),
+    )
+
+
+# Which.
+
+
+def newest_checkpoint(checkpoints: Checkpoints, world: World, notify: Callable[[str], None]) -> SavedCheckpoint | None:
+    """The newest checkpoint of a folder that is complete and undamaged; None where there is none at all. All ranks
+    must call it, and each checks a share of the bytes."""
+    folder = Path(checkpoints.folder)
+    _check_folder(folder, world)
+    memory = memory_folder(checkpoints)
+    if memory is not None and world.rank == 0:
+        memory.mkdir(exist_ok=True)
+        remove_unfinished(memory)
+    folders = [each for each in (memory, folder) if each is not None]
+    steps = sorted((step, number) for number, each in enumerate(folders) for step in steps_in(each))
+    problems: list[str] = []
+    for step, number in reversed(world.broadcast_object(steps)):
+        problem, checkpoint = "", None
+        try:
+            checkpoint = open_checkpoint(folder_of_step(folders[number], step))
+            checkpoint.check(world.rank, world.size)
+        except (SpindleError, OSError) as error:
+            problem = str(error)
+        # The first sentence of the first rank that has one.
+        problem = next(filter(None, world.broadcast_object(world.gather_objects(problem))), "")
+        if not problem:
+            return checkpoint
+        problems.append(problem)
+        notify(f"{problem}; an older checkpoint is tried")
+    if problems:
+        raise CheckpointError(
+            f"{folder}: none of its {count_of(len(problems), 'checkpoint')} can be read. {problems[0]}. Move them away "
+            "to start anew"
+        )
+    return None
+
+
+def _check_folder(folder: Path, world: World) -> None:
+    """Make the folder, remove what an earlier run left unfinished, and refuse one that ranks do not share, or that
+    another job uses."""
+    problem, token = "", ""
+    if world.rank == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _lock(folder)
+            remove_unfinished(folder)
+            token = f".shared-{secrets.token_hex(8)}"
+            (folder / token).touch()
+        except CheckpointError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"{folder}: cannot be written ({error.strerror})"
+    problem, token = world.broadcast_object((problem, token))
+    if problem:
+        raise CheckpointError(problem)
+    sees = world.broadcast_object(world.gather_objects(_sees(folder / token)))
+    if world.rank == 0:
+        (folder / token).unlink(missing_ok=True)
+    blind = [rank for rank, sees_it in enumerate(sees) if not sees_it]
+    if blind:
+        raise CheckpointError(
+            f"{folder.absolute()}: rank {blind[0]} does not see what rank 0 writes there; "
+            "Checkpoints(...) needs a folder that all hosts share"
+        )
+
+
+def _sees(path: Path) -> bool:
+    end_s = time.monotonic() + _SHARED_S
+    while not path.exists():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _lock(folder: Path) -> None:
+    """Hold a lock of this process on a folder, until the process ends. Child processes do not inherit it."""
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        os.close(descriptor)
+        raise CheckpointError(f"{folder}: another running job saves its checkpoints there") from error
+    except OSError:  # a file system without locks
+        os.close(descriptor)
+
+
+# State.
+
+
+def _restore(
+    session: TrainSession,
+    saved: ResumedTensors,
+    handles: Mapping[str, ModuleHandle],
+    progress: Progress,
+    *,
+    is_over: bool,
+) -> None:
+    """Bring a session into the saved state, before its tasks are traced."""
+    state, where = saved.checkpoint.state, str(saved.checkpoint.folder)
+    config = _restored_config(session.config, saved)
+    if config.tasks != session.config.tasks:
+        session.set_config(config, progress)
+    session.absent_tasks = frozenset(state.ended_tasks) - set(config.task_names)
+    for task, position in state.data.items():
+        session.num_batches[task] = position["num_batches"]
+        if not is_over and position["position"] is not None:
+            session.loader_positions[task] = LoaderPosition(**from_plain(position["position"], where))
+        session.loader_facts[task] = position["facts"]
+    session.variants.restore_names(
+        {(task, int(key)): name for task, keys in state.variants.items() for key, name in keys.items()}
+    )
+    session.checked |= set(state.checked)
+    session.handles = {**handles, **session.handles}  # also of tasks that have ended
+    frozen, in_evaluation = set(state.frozen), set(state.in_evaluation)
+    for name, handle in handles.items():
+        if name in state.modules:
+            for path, parameter in handle.module.named_parameters():
+                full = f"{name}.{path}"
+                parameter.requires_grad_(state.aliases.get(full, full) not in frozen)
+            for path, module in handle.module.named_modules():
+                module.training = f"{name}.{path}" not in in_evaluation
+    session.restore_optimizer_state(partial(saved.optimizer_state, session.world))
+    is_planned_alike = state.planning == planning_text(config.planning)
+    if is_planned_alike:
+        session.saved_plan = saved.plan
+    if is_planned_alike or config.planning.profile is None:
+        session.saved_profile = saved.profile
+    set_random_state(from_plain(state.random_state, where))
+
+
+def _restored_config(config: TrainConfig, saved: ResumedTensors) -> TrainConfig:
+    """The tasks that were trained, in their order, then new ones; without those that had ended."""
+    state, tasks = saved.checkpoint.state, {task.name: task for task in config.tasks}
+    missing = [name for name in state.tasks if name not in tasks]
+    if missing:
+        raise CheckpointError(
+            f"{saved.checkpoint.folder}: it is of a training with the task {missing[0]!r}, which this script does not "
+            f"have (its tasks: {', '.join(tasks)}); give it to the Trainer, and end it with remove_task"
+        )
+    if state.seed != config.seed:
+        raise CheckpointError(
+            f"{saved.checkpoint.folder}: it is of a training with seed={state.seed}, this one has seed={config.seed}, "
+            "with which the order of its data is another"
+        )
+    names = [*state.tasks, *(name for name in tasks if name not in (*state.tasks, *state.ended_tasks))]
+    weights = config.sampling_weights
+    if weights is not None:
+        weights = {name: weight for name, weight in weights.items() if name in names}
+    return replace(config, tasks=tuple(tasks[name] for name in names), sampling_weights=weights)
+
+
+class ResumedTensors:
+    """The tensors of the checkpoint that a training was resumed from, until all of them are loaded."""
+
+    def __init__(self, checkpoint: SavedCheckpoint) -> None:
+        self.checkpoint = checkpoint
+        self._loaded: set[str] = set()
+
+    @property
+    def plan(self) -> Plan:
+        return self._artifact(PLAN, "plan", Plan)
+
+    @property
+    def profile(self) -> Profile:
+        return self._artifact(PROFILE, "profile", Profile)
+
+    def _artifact(self, file: str, kind: str, value_kind: type[T]) -> T:
+        where = self.checkpoint.folder / file
+        data = self.checkpoint.artifact(file)
+        if data is None:
+            raise CheckpointError(f"{where}: is missing")
+        return artifact_from_json(data, str(where), kind, value_kind)
+
+    def read(self, name: str, part: Slice) -> torch.Tensor:
+        """A slice of a tensor, on the host."""
+        stored = self.checkpoint.tensors[name]
+        values = torch.empty(part.num_elements, dtype=getattr(torch, stored.dtype))
+        bytes_of = values.view(torch.uint8).numpy()
+        for begin, box in part.boxes():
+            numbers = self.checkpoint.read(name, box).reshape(-1)
+            size = numbers.itemsize
+            bytes_of[begin * size : (begin + len(numbers)) * size] = numbers.view("u1")
+        return values.reshape(part.shape)
+
+    # Parameters and buffers.
+
+    def load(self, weights: Weights, handles: Mapping[str, ModuleHandle], rank: int) -> None:
+        """Load what a rank holds of parameters that are not loaded yet, and buffers; new modules stay as they are."""
+        held = {id(parameter): slices for parameter, slices in weights.held.values()}
+        shapes = {key: whole_shape(slices) for key, slices in held.items()}
+        for name, parameter in self._matches(handles, shapes):
+            slices = held.get(id(parameter))
+            shape = self.checkpoint.tensors[name].shape
+            part = Slice.whole(shape) if slices is None else slices.get(rank)
+            if part is not None:
+                parameter.data.copy_(self.read(name, part))
+        self._load_buffers(handles)
+
+    def load_modules(self, handles: Mapping[str, ModuleHandle]) -> None:
+        """Load all parameters and buffers of modules, as a whole."""
+        for name, parameter in self._matches(handles, {}):
+            parameter.data.copy_(self.read(name, Slice.whole(self.checkpoint.tensors[name].shape)))
+        self._load_buffers(handles)
+
+    def forget_loaded(self) -> None:
+        """Load everything again."""
+        self._loaded.clear()
+
+    def _matches(
+        self, handles: Mapping[str, ModuleHandle], shapes: Mapping[int, tuple[int, ...]]
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of modules that are not loaded yet, each with its tensor; they count as loaded from now on.
+        `shapes` are those of scattered ones, by id."""
+        state, tensors = self.checkpoint.state, self.checkpoint.tensors
+        for module, handle in handles.items():
+            for path, parameter in handle.module.named_parameters(remove_duplicate=False):
+                full = f"{module}.{path}"
+                name = f"parameter/{state.aliases.get(full, full)}"
+                if name in self._loaded or (module not in state.modules and name not in tensors):
+                    continue
+                shape = shapes.get(id(parameter), tuple(parameter.shape))
+                if name not in tensors:
+                    if 0 in shape:
+                        continue
+                    raise CheckpointError(
+                        f"{self.checkpoint.folder}: it has no parameter {full!r} of module {module!r}"
+                    )
+                stored, dtype = tensors[name], str(parameter.dtype).removeprefix("torch.")
+                if (stored.shape, stored.dtype) != (shape, dtype):
+                    raise CheckpointError(
+                        f"{self.checkpoint.folder}: parameter {full!r} was saved as {stored.dtype} "
+                        f"{list(stored.shape)}, here it is {dtype} {list(shape)}"
+                    )
+                self._loaded.add(name)
+                yield name, parameter
+
+    def _load_buffers(self, handles: Mapping[str, ModuleHandle]) -> None:
+        for module, handle in handles.items():
+            for path, buffer in handle.module.named_buffers():
+                for kind in ("buffer", "nonpersistent_buffer"):
+                    name = f"{kind}/{module}.{path}"
+                    stored = self.checkpoint.tensors.get(name)
+                    if stored is not None and name not in self._loaded and stored.shape == tuple(buffer.shape):
+                        self._loaded.add(name)
+                        buffer.copy_(self.read(name, Slice.whole(stored.shape)))
+
+    def unloaded(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        """Parameters and buffers that no module took, each with a function that reads it."""
+        for name, stored in self.checkpoint.tensors.items():
+            if name.startswith(("parameter/", "buffer/", "nonpersistent_buffer/")) and name not in self._loaded:
+                yield name, lambda name=name, shape=stored.shape: self.read(name, Slice.whole(shape))  # type: ignore[misc]
+
+    # The optimizer.
+
+    def optimizer_state(self, world: World, sharding: Sharding) -> OptimizerState:
+        """A rank's share of the optimizer's state under a sharding; that of other parameters stays with one rank
+        each, on the host."""
+        state, tensors = self.checkpoint.state, self.checkpoint.tensors
+        where = str(self.checkpoint.folder)
+        current = {state.aliases.get(name, name): name for name in sharding}  # by the name that it was saved under
+        keys: dict[str, list[str]] = {name: [] for name in state.optimizer_values}
+        for path in tensors:
+            if path.startswith("optimizer/"):
+                name, _, key = path.removeprefix("optimizer/").rpartition("/")
+                keys.setdefault(name, []).append(key)
+        shares: dict[str, Mapping[int, Slice]] = {}
+        states: dict[str, dict[str, Any]] = {}
+        for number, (saved_name, its_keys) in enumerate(sorted(keys.items())):
+            parameter = tensors.get(f"parameter/{saved_name}")
+            if parameter is None:
+                continue
+            name = current.get(saved_name, saved_name)
+            whole = {number % world.size: Slice.whole(parameter.shape)}
+            shares[name] = sharding.get(name, whole)
+            part = shares[name].get(world.rank)
+            if part is None:
+                continue
+            values = {
+                key: from_plain(value, where) for key, value in state.optimizer_values.get(saved_name, {}).items()
+            }
+            for key in its_keys:
+                path = f"optimizer/{saved_name}/{key}"
+                is_sharded = tensors[path].shape == parameter.shape and bool(parameter.shape)
+                tensor = self.read(path, part if is_sharded else Slice.whole(tensors[path].shape))
+                values[key] = tensor.to(world.device) if is_sharded and name in sharding else tensor
+            states[name] = values
+        scheduler, scale = state.extra.get("lr_scheduler"), state.extra.get("loss_scale")
+        return OptimizerState(
+            num_steps=state.num_updates,
+            sharding=shares,
+            states=states,
+            settings=self._settings(state.groups, current),
+            old_settings=self._settings(state.frozen_groups, current),
+            lr_scheduler=None if scheduler is None else LRSchedulerState(None, scheduler),
+            loss_scale=None if scale is None else from_json(ScaleState, scale, where),
+        )
+
+    def _settings(self, groups: tuple[dict[str, Any], ...], current: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+        where = str(self.checkpoint.folder)
+        settings: dict[str, dict[str, Any]] = {}
+        for group in groups:
+            values = {key: from_plain(value, where) for key, value in group["settings"].items()}
+            settings |= {current.get(name, name): values for name in group["parameters"]}
+        return settings

@@ -1,0 +1,362 @@
+"""Checkpoints of one process: what is in them, what happens to damaged ones, which fits and tasks they resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import spindle  # noqa: E402
+from internals import guessed_profile  # noqa: E402
+from resuming import LOADERS, Run, Waves, run, stacked  # noqa: E402
+from spindle.checkpoint import folder_of_step, open_checkpoint  # noqa: E402
+from spindle.cli.main import run as run_cli  # noqa: E402
+from spindle.errors import CheckpointError, TrainingError  # noqa: E402
+
+torch.set_num_threads(1)
+BATCHES = [stacked([Waves()[number] for number in range(first, first + 4)]) for first in range(0, 20, 4)]
+
+
+def trainer_of(folder, tasks=("pull", "push"), *, every=2, keep=3, seed=0, size=8):
+    """A Trainer of two modules with a tied weight; `extra` is a further task with a module of its own."""
+    torch.manual_seed(0)
+    modules = {name: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, size)).double() for name in ("a", "b", "c")}
+    modules["b"][0].weight = modules["a"][0].weight
+    a, b, c = (spindle.module(name, module) for name, module in modules.items())
+
+    @spindle.task(batch_size=4)
+    def pull(batch):
+        return a(batch["x"]).square().mean()
+
+    @spindle.task(batch_size=4)
+    def push(batch):
+        return (b(batch["x"]) - 1).square().mean()
+
+    @spindle.task(batch_size=4)
+    def extra(batch):
+        return (c(batch["x"]) - 2).square().mean()
+
+    known = {task.name: task for task in (pull, push, extra)}
+    trainer = spindle.Trainer(
+        [known[name] for name in tasks],
+        optimizer=lambda named: torch.optim.Adam([parameter for _, parameter in named], lr=0.01),
+        planning=spindle.Planning(profile=guessed_profile),
+        checkpoints=None if folder is None else spindle.Checkpoints(folder, every=every, keep=keep),
+        seed=seed,
+    )
+    return trainer, modules
+
+
+def fit(trainer, steps, tasks=("pull", "push"), **options):
+    return trainer.fit(dict.fromkeys(tasks, BATCHES), steps=steps, progress=False, **options)
+
+
+def same(state, expected):
+    return state.keys() == expected.keys() and all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with the checkpoints of steps 3 and 4, and the weights after 4 steps."""
+    folder = tmp_path_factory.mktemp("saved")
+    for steps in (3, 4):
+        trainer, _ = trainer_of(folder, every=None)
+        fit(trainer, steps)
+    return folder, trainer.state_dict()
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    shutil.copytree(saved[0], tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
+@pytest.mark.parametrize("loader", LOADERS)
+def test_each_kind_of_loader_goes_on_with_the_same_samples(tmp_path, loader):
+    loaders = (loader, "generator" if loader == "list" else "list")
+    whole = run(0, 1, Run(steps=7, loaders=loaders))
+    run(0, 1, Run(steps=5, loaders=loaders, folder=str(tmp_path)))
+    resumed = run(0, 1, Run(steps=7, loaders=loaders, folder=str(tmp_path)))
+    assert resumed.losses == whole.losses[5:]
+    assert same(resumed.state, whole.state)
+
+
+def test_a_loader_that_collates_reads_no_sample_again(tmp_path):
+    fetched = []
+    for steps in (6, 7):
+        torch.manual_seed(steps)
+        trainer, _ = trainer_of(tmp_path, ["pull"])
+        dataset = Waves(400)
+        trainer.fit({"pull": torch.utils.data.DataLoader(dataset, 4, collate_fn=stacked)}, steps=steps, progress=False)
+        fetched.append(dataset.num_fetched)
+    assert fetched == [24, 4]
+
+
+def test_fits_that_are_over_return_at_once_and_later_ones_go_on(tmp_path):
+    def script(folder, *, last):
+        trainer, modules = trainer_of(folder)
+        first = fit(trainer, 3)
+        with torch.no_grad():
+            modules["a"][2].bias.add_(torch.rand(1).double())  # what a script does between fits
+        second = fit(trainer, last)
+        return first, second, trainer.state_dict()
+
+    *_, expected = script(None, last=5)
+    script(tmp_path, last=2)
+    first, second, state = script(tmp_path, last=5)
+    assert first.losses == ()
+    assert len(second.losses) == 3
+    assert same(state, expected)
+    repr(first), first.print()  # a result without steps can be shown
+
+
+def test_a_fit_that_was_stopped_is_over(tmp_path):
+    trainer, _ = trainer_of(tmp_path)
+    fit(trainer, 9, on_step=lambda step, _: trainer.stop() if step == 1 else None)
+    trainer, _ = trainer_of(tmp_path)
+    assert fit(trainer, 9).losses == ()
+    assert len(fit(trainer, 2).losses) == 2
+
+
+def test_on_step_may_save_and_what_it_changed_is_resumed(tmp_path):
+    def script(folder, steps, called):
+        trainer, modules = trainer_of(folder, ["pull", "push", "extra"], every=None)
+
+        def on_step(step, losses):
+            called.append(step)
+            if step == 1:
+                trainer.remove_task("extra")
+                modules["b"][2].requires_grad_(False)
+                trainer.replan()
+            if step == 3 and folder is not None:
+                trainer.save()
+
+        result = fit(trainer, steps, ["pull", "push", "extra"], on_step=on_step)
+        return result, trainer.state_dict()
+
+    _, expected = script(None, 9, [])
+    script(tmp_path, 7, called := [])
+    assert called == list(range(7))
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-6", "step-7"]
+    shutil.rmtree(tmp_path / "step-7")
+    result, state = script(tmp_path, 9, called := [])
+    assert called == list(range(6, 9))
+    assert result.losses[0].keys() == {"pull", "push"}
+    assert same(state, expected)
+
+
+def test_a_new_task_starts_fresh_and_a_missing_one_is_refused(tmp_path):
+    trainer, _ = trainer_of(tmp_path)
+    fit(trainer, 4)
+    trained = trainer.state_dict()
+    trainer, modules = trainer_of(tmp_path, ["pull", "push", "extra"])
+    fresh = {name: value.clone() for name, value in modules["c"].state_dict().items()}
+    more = fit(trainer, 5, ["pull", "push", "extra"])
+    assert more.losses[0].keys() == {"pull", "push", "extra"}
+    state = open_checkpoint(folder_of_step(tmp_path, 4))
+    assert "parameter/c.0.weight" not in state.tensors
+    assert (trained["a.0.weight"] - trainer.state_dict()["a.0.weight"]).abs().max() < 0.02  # one step further
+    assert (fresh["0.weight"] - modules["c"][0].weight).abs().max() < 0.02
+    trainer, _ = trainer_of(tmp_path, ["pull", "extra"])
+    with pytest.raises(CheckpointError, match=r"a training with the task 'push', which this script does not have"):
+        fit(trainer, 6, ["pull", "extra"])
+    # Ended on purpose, its module stays in later checkpoints.
+    trainer, _ = trainer_of(tmp_path, ["pull", "push", "extra"])
+    trainer.remove_task("extra")
+    with pytest.raises(CheckpointError, match="'extra'"):
+        fit(trainer, 6)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"seed": 1}, "a training with seed=0, this one has seed=1"),
+        ({"size": 9}, r"parameter 'a.2.weight' was saved as float64 \[8, 8\], here it is float64 \[9, 8\]"),
+    ],
+)
+def test_another_training_is_refused(copy, change, problem):
+    trainer, _ = trainer_of(copy, **change)
+    with pytest.raises(CheckpointError, match=problem):
+        fit(trainer, 6)
+
+
+def test_a_loader_of_another_length_is_refused(copy):
+    trainer, _ = trainer_of(copy)
+    with pytest.raises(CheckpointError, match="'push': the length of its loader was 5 when the checkpoint was saved"):
+        trainer.fit({"pull": BATCHES, "push": BATCHES[:3]}, steps=6, progress=False)
+
+
+# Damage.
+
+
+def damaged(folder):
+    """The folder with one file cut, overwritten or with a flipped bit, each in turn."""
+    newest = folder_of_step(folder)
+    for path in sorted(newest.iterdir()):
+        content = path.read_bytes()
+        changed = [content[: len(content) * tenth // 10] for tenth in range(10)] + [content + b"x"]
+        for place in range(0, len(content), max(1, len(content) // 23)):
+            changed.append(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        for number, bytes_ in enumerate(changed):
+            path.write_bytes(bytes_)
+            yield path, number
+        path.unlink()
+        yield path, -1
+        path.write_bytes(content)
+
+
+def read_all(folder):
+    checkpoint = open_checkpoint(folder)
+    checkpoint.check()
+    for name in ("plan.json", "profile.json"):
+        checkpoint.artifact(name)
+
+
+def test_every_cut_and_every_flipped_bit_is_noticed_and_its_file_is_named(copy):
+    newest = folder_of_step(copy)
+    read_all(newest)
+    for path, number in damaged(copy):
+        with pytest.raises(CheckpointError) as caught:
+            read_all(newest)
+        assert path.name in str(caught.value) or path.name == "state.json", number
+    read_all(newest)
+
+
+def test_the_last_good_checkpoint_is_taken(copy):
+    (path,) = folder_of_step(copy).glob("*.bin")
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    trainer, _ = trainer_of(copy)
+    fit(trainer, 4)
+    assert any("step-4" in notice and "an older checkpoint is tried" in notice for notice in trainer.notices)
+    assert any("step-3: 3 steps of 4" in notice for notice in trainer.notices)
+    read_all(folder_of_step(copy, 4))  # saved again
+    for data in copy.glob("step-*/*.bin"):
+        data.unlink()
+    trainer, _ = trainer_of(copy)
+    with pytest.raises(CheckpointError, match=r"none of its 2 checkpoints can be read\. .*is missing"):
+        fit(trainer, 5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("version", 2, "format 2 was written by another version of Spindle; this one reads format 1"),
+        ("spindle", "plan", "not the state of a Spindle checkpoint"),
+    ],
+)
+def test_another_format_is_refused_in_a_sentence(copy, field, value, problem):
+    path = folder_of_step(copy) / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(CheckpointError, match=problem):
+        open_checkpoint(path.parent)
+
+
+class Planted:
+    """Leaves a mark when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+def test_no_file_is_unpickled(copy, tmp_path):
+    mark = tmp_path / "mark"
+    newest = folder_of_step(copy)
+    for path in sorted(newest.iterdir()):
+        content = path.read_bytes()
+        path.write_bytes(pickle.dumps(Planted(mark)) + b"\0" * max(0, len(content) - 200))
+        with pytest.raises(CheckpointError):
+            read_all(newest)
+        path.write_bytes(content)
+    trainer, _ = trainer_of(copy)
+    fit(trainer, 5)
+    assert not mark.exists()
+
+
+def test_a_checkpoint_that_cannot_be_written_does_not_end_the_training(tmp_path):
+    (tmp_path / "step-2.part").write_text("a file where a folder should be")
+    trainer, _ = trainer_of(tmp_path)
+    assert len(fit(trainer, 3).losses) == 3
+    assert any("the checkpoint of step 2 could not be written" in notice for notice in trainer.notices)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-2.part", "step-3"]
+
+
+def test_what_an_earlier_run_left_unfinished_is_removed(copy):
+    (copy / "step-5.part").mkdir()
+    (copy / "step-5.part" / "rank-0.bin").write_bytes(b"half")
+    (copy / "step-1.removed").mkdir()
+    trainer, _ = trainer_of(copy, keep=1)
+    fit(trainer, 6)
+    assert [path.name for path in copy.glob("step-*")] == ["step-6"]
+
+
+def test_settings_that_json_does_not_have_are_refused_by_name(tmp_path):
+    def with_function(named):
+        optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
+        optimizer.param_groups[0]["rule"] = stacked
+        return optimizer
+
+    tower = spindle.module("tower", nn.Linear(8, 8).double())
+
+    @spindle.task(batch_size=4)
+    def pull(batch):
+        return tower(batch["x"]).square().mean()
+
+    trainer = spindle.Trainer(
+        [pull],
+        optimizer=with_function,
+        planning=spindle.Planning(profile=guessed_profile),
+        checkpoints=spindle.Checkpoints(tmp_path),
+    )
+    with pytest.raises(TrainingError, match=r"the optimizer's setting 'rule' of parameter 'tower\.weight'"):
+        fit(trainer, 1, ["pull"])
+
+
+# The command line.
+
+
+def test_the_command_line_lists_checks_and_exports(saved, copy, tmp_path, capsys):
+    assert run_cli(["checkpoints", str(copy), "--check"]) == 0
+    assert capsys.readouterr().out.count("complete") == 2
+    target = tmp_path / "model.safetensors"
+    assert run_cli(["export", str(copy), "-o", str(target)]) == 0
+    weights = pytest.importorskip("safetensors.torch").load_file(target)
+    assert same(weights, saved[1])
+    _, modules = trainer_of(None)
+    nn.ModuleDict({name: modules[name] for name in "ab"}).load_state_dict(weights)
+    (path,) = folder_of_step(copy, 3).glob("*.bin")
+    path.write_bytes(b"\1" + path.read_bytes()[1:])
+    assert run_cli(["checkpoints", str(copy)]) == 0
+    capsys.readouterr()
+    assert run_cli(["checkpoints", str(copy), "--check", "--json"]) == 1
+    listed = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(row["step"], row["complete"]) for row in listed] == [(3, False), (4, True)]
+    assert run_cli(["export", str(copy), "--step", "3", "-o", str(target)]) == 2
+    assert run_cli(["checkpoints", str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_the_newest_checkpoint_may_be_in_memory(tmp_path, monkeypatch):
+    """A launcher that may start ranks again has a folder for them; here it is an ordinary one."""
+    folder, memory = tmp_path / "runs", tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setenv("SPINDLE_MEMORY", str(memory))
+    whole = run(0, 1, Run(steps=7))
+    run(0, 1, Run(steps=6, folder=str(folder), every=None, memory_every=5))
+    assert [path.name for path in memory.glob("*/step-*")] == ["step-5"]
+    shutil.rmtree(folder / "step-6")  # as if the job had been killed before
+    resumed = run(0, 1, Run(steps=7, folder=str(folder), every=None, memory_every=5))
+    assert any("step-5: 5 steps of 7" in notice for notice in resumed.notices)
+    assert resumed.losses == whole.losses[5:]
+    assert same(resumed.state, whole.state)
