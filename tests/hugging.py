@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from spindle.train import mean, module, task
 from zoo import Workload
 
 hf.logging.set_verbosity_error()
+# Losses of transformers are computed in float32, whose rounding would hide errors of other kinds.
+_float = torch.Tensor.float
+torch.Tensor.float = lambda tensor: tensor if tensor.dtype == torch.float64 else _float(tensor)
 Batch = dict[str, torch.Tensor]
 IMAGE_TOKEN, VISION_START, VISION_END = 60, 58, 57  # of a vocabulary of 61
 IMAGE, FRAMES = 32, 4
@@ -102,6 +106,10 @@ PARTS: dict[str, Callable[[int, int, int], Batch]] = {
         "pixel_values": torch.randn(rows, 1, 3, IMAGE, IMAGE),
         "pixel_attention_mask": ones(rows, 1, IMAGE, IMAGE, dtype=torch.bool),
     },
+    "anyres_images": lambda rows, *_: {
+        "pixel_values": torch.randn(rows, 2, 3, IMAGE, IMAGE),
+        "image_sizes": torch.full((rows, 2), IMAGE),
+    },
     "image_sizes": lambda rows, *_: {"image_sizes": torch.full((rows, 2), IMAGE)},
     "points": lambda rows, *_: {
         "input_points": torch.rand(rows, 1, 1, 2) * (IMAGE - 1),
@@ -157,8 +165,10 @@ class Model:
         return self.entry.get("reason", "")
 
 
-MODELS, FAMILIES = ({name: Model(entry) for name, entry in _FILE[group].items()} for group in ("models", "families"))
-ALL_MODELS = {**MODELS, **FAMILIES}
+MODELS, FAMILIES, COMPOSITES = (
+    {name: Model(entry) for name, entry in _FILE[group].items()} for group in ("models", "families", "composites")
+)
+ALL_MODELS = {**MODELS, **FAMILIES, **COMPOSITES}
 
 
 def made(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -283,3 +293,46 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "hf BART": lambda: translation("BART"),
     "hf loss inside": loss_inside,
 }
+
+
+def labelled(name: str, batch: Batch) -> dict[str, Any]:
+    """A batch with what a model needs to compute its loss."""
+    if name in ("CLIP", "CLAP", "SigLIP"):
+        return {**batch, "return_loss": True}
+    if "decoder_input_ids" in batch:
+        batch = dict(batch)
+        return {"labels": batch.pop("decoder_input_ids"), **batch}
+    labels = batch["input_ids"].clone()
+    labels[(labels == 0) | (labels >= VISION_END)] = -100
+    return {**batch, "labels": labels}
+
+
+def composite(name: str) -> Workload:
+    """A model that is given labels and returns its loss, as `CLIP` or, with adapters, `LoRA LLaVA`; in `counted Llama`
+    the batch says by how many tokens the loss is divided."""
+    kind, _, model_name = name.rpartition(" ") if name.startswith(("LoRA ", "counted ")) else ("", "", name)
+    network = made(model_name)
+    if kind == "LoRA":
+        peft = import_module("peft")
+        torch.manual_seed(1)
+        adapters = peft.LoraConfig(r=4, target_modules=r".*(q_proj|v_proj|qkv)", init_lora_weights=False)
+        network = peft.get_peft_model(network, adapters).double()
+    model = module("model", network)
+
+    @task(batch_size=ROWS)
+    def train(batch):
+        return model(**batch).loss
+
+    def batches(step: int) -> dict[str, Any]:
+        batch = labelled(model_name, batch_of(model_name, ROWS, 7 + 2 * (step % 3)))
+        return {
+            "train": {**batch, "num_items_in_batch": (batch["labels"] != -100).sum()} if kind == "counted" else batch
+        }
+
+    return Workload(tasks=[train], batches=batches)
+
+
+def workload_named(name: str) -> Workload:
+    """One of `WORKLOADS`, or `hf composite CLIP`: a model of the file that computes its own loss."""
+    _, is_composite, model = name.partition("composite ")
+    return composite(model) if is_composite else WORKLOADS[name]()

@@ -26,7 +26,7 @@ from spindle.program import lower, verify
 from spindle.run import Executor, OpCode, World
 from spindle.run.pytrees import signature_of
 from spindle.train import Bound, bind, code_of, probe, trace_all, trace_broadcast
-from spindle.train.record import handles_of, record_all
+from spindle.train.record import handles_of, record_all, root_handles
 from spindle.train.task import Mean, TaskResult
 from workloads import handles_in, unique_parameters, workload_named
 from zoo import Workload
@@ -54,7 +54,7 @@ class Reference:
 def reference(name: str, step: int) -> Reference:
     workload = workload_named(name)
     handles = handles_in(workload)
-    nn.ModuleList([handle.module for handle in handles.values()]).to(rank_device())
+    nn.ModuleList([handle.module for handle in root_handles(handles).values()]).to(rank_device())
     batches = to_device(workload.batches(step))
     losses = {task.name: loss_value(task(batches[task.name])) for task in workload.tasks}
     torch.stack([task.weight * losses[task.name] for task in workload.tasks]).sum().backward()
@@ -110,7 +110,7 @@ def traced_on_rank_0(rank: int, num_ranks: int, name: str, device: str) -> Trace
                 workload = workload_named(name)
                 examples = to_device(workload.batches(0), device)
                 recorded = record_all(workload.tasks, examples)
-                nn.ModuleList([handle.module for handle in handles_of(recorded).values()]).to(device)
+                nn.ModuleList([handle.module for handle in root_handles(handles_of(recorded)).values()]).to(device)
                 world = World(rank, num_ranks, torch.device(device))
                 traced = trace_broadcast._rebuild(recorded, examples, chains, messages, world)
                 _TRACED[name, device] = _bind(name, workload, traced, facts)

@@ -348,7 +348,7 @@ def workload_named(name: str, dtype: torch.dtype = torch.float64, seed: int | No
     if name in WORKLOADS:
         return WORKLOADS[name]()
     if name.startswith("hf "):
-        return import_module("hugging").WORKLOADS[name]()  # which takes a while to import
+        return import_module("hugging").workload_named(name)  # which takes a while to import
     kind, _, last = name.rpartition(" ")
     if kind == "random":
         return random_workload(int(last), dtype, seed)

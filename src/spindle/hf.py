@@ -109,7 +109,7 @@ _ADVICE = {
     "load_best_model_at_end": _SAVE,
     "resume_from_checkpoint": "trainer.load_train_state(...) does that",
     "push_to_hub": "call model.push_to_hub(...) after fit",
-    "report_to": "give the writers to spindle.Trainer as callbacks",
+    "report_to": "give writers to spindle.Trainer: callbacks=[spindle.TensorBoard(...)]",
     "label_smoothing_factor": "compute the loss in the task, with torch's label_smoothing",
     "deepspeed": _PLANNED,
     "fsdp": _PLANNED,

@@ -259,7 +259,7 @@ def test_progress_shows_losses_rates_and_idle_time(capsys):
     [
         ({"gradient_accumulation_steps": 0}, r"gradient_accumulation_steps=0\): must be at least 1"),
         ({"max_grad_norm": 0.0}, r"max_grad_norm=0.0\): must be above 0"),
-        ({"autocast": torch.float16}, r"expected torch.bfloat16; other types need loss scaling"),
+        ({"autocast": torch.float64}, r"expected torch.bfloat16 or torch.float16"),
         ({"sampling_weights": {"push": 1.0}}, r"expected a weight for each task \(pull\), got push"),
         ({"sampling_weights": {"pull": 1.0}, "tasks_per_step": 2}, r"tasks_per_step=2\): must be from 1 to 1"),
     ],

@@ -168,7 +168,7 @@ def test_the_script_for_gpus_runs_on_a_cpu():
 @pytest.mark.parametrize("workload", hugging.WORKLOADS)
 def test_two_processes_give_the_numbers_of_one(pool, workload):
     answers = pool.run(2, compare_steps, workload, "plan 2", 2, 1.0)
-    assert answers[0].most_layers >= 5
+    assert answers[0].most_layers >= 4
     assert_close([answer.comparison for answer in answers], kinds=("loss", "gradient"))
 
 

@@ -1,12 +1,15 @@
 """Cut modules into chains of layers, and run layers tensor parallel. Needs torch; knows no rank and no plan."""
 
+from spindle.models.blocks import towers_of
 from spindle.models.chain import Chain, ChainLayer, build_chain, chain_and_output, chain_of, whole_chain
+from spindle.models.composite import Glue, OpenedComposite, PartCall, matched_leaves, open_composite
 from spindle.models.fake import (
     FakeWeights,
     RandomWeights,
     as_when_compiling,
     device_of,
     fake_like,
+    fake_output,
     without_caches,
     without_torch_logs,
 )
@@ -22,6 +25,7 @@ from spindle.models.parallel_styles import (
     split_dims,
     with_styles,
 )
+from spindle.models.replay import zero_output, zero_outputs, zero_weights, zeros_like
 from spindle.models.serialize import NotSerializableError, dump_chain, load_source, source_text
 from spindle.models.state import ModuleSnapshot
 
@@ -31,8 +35,11 @@ __all__ = [
     "ChainLayer",
     "EmulatedTensorGroup",
     "FakeWeights",
+    "Glue",
     "ModuleSnapshot",
     "NotSerializableError",
+    "OpenedComposite",
+    "PartCall",
     "RandomWeights",
     "StyledModule",
     "TensorGroup",
@@ -46,14 +53,22 @@ __all__ = [
     "drop_tied_conflicts",
     "dump_chain",
     "fake_like",
+    "fake_output",
     "load_source",
+    "matched_leaves",
+    "open_composite",
     "resolve_styles",
     "shard_of",
     "source_text",
     "span_of",
     "split_dims",
+    "towers_of",
     "whole_chain",
     "with_styles",
     "without_caches",
     "without_torch_logs",
+    "zero_output",
+    "zero_outputs",
+    "zero_weights",
+    "zeros_like",
 ]

@@ -27,6 +27,42 @@ def block_lists(module: nn.Module) -> BlockLists:
     return []
 
 
+def towers_of(module: nn.Module) -> list[nn.Module]:
+    """The submodules of a composite (a vision tower, a language model) that have one stack of blocks each, or call
+    blocks of several lists themselves, as large as possible; none where the composite itself calls blocks. Stages in
+    one list are one stack."""
+    blocks = {id(block) for items in block_lists(module) for block in items}
+    stacks = {id(stack) for child in module.children() for stack in _stacks_in(child, blocks)}
+
+    def towers_in(part: nn.Module) -> list[nn.Module] | None:
+        num_stacks = sum(id(submodule) in stacks for submodule in part.modules())
+        if num_stacks == 0:
+            return []
+        if isinstance(part, nn.ModuleList | nn.ModuleDict) and id(part) in stacks:
+            return None  # its items are called by the composite itself
+        calls_blocks = any(id(child) in stacks for child in part.children())
+        if part is not module and (num_stacks == 1 or calls_blocks or id(part) in stacks):
+            return [part]
+        towers: list[nn.Module] = []
+        for child in part.children():
+            inner = towers_in(child)
+            if inner is None:
+                return None
+            towers += inner
+        return towers
+
+    return towers_in(module) or []
+
+
+def _stacks_in(module: nn.Module, blocks: set[int]) -> list[nn.Module]:
+    """The outermost containers that have blocks in them."""
+    if not any(id(submodule) in blocks for submodule in module.modules()):
+        return []
+    if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        return [module]
+    return [stack for child in module.children() for stack in _stacks_in(child, blocks)]
+
+
 def is_plain_sequence(module: nn.Module) -> TypeGuard[nn.Sequential]:
     """Whether a module is an `nn.Sequential` whose children can be its layers."""
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward or len(module) < 2:

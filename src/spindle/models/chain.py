@@ -33,6 +33,7 @@ from spindle.errors import WorkloadError
 from spindle.models.blocks import BlockLists, block_lists, is_plain_sequence
 from spindle.models.fake import fake_output
 from spindle.models.recording import argument_normalizer, record_forward
+from spindle.models.replay import Replay, has_replay, parts_of, replay_forward, shape_of, zero_output
 from spindle.models.state import ModuleSnapshot
 from spindle.models.statements import (
     Attribute,
@@ -42,6 +43,7 @@ from spindle.models.statements import (
     UnsupportedForwardError,
     failure_reason,
     guard_error,
+    needs_values,
     signature_of,
 )
 
@@ -121,6 +123,20 @@ class Chain:
         return isinstance(self.source, RecordedForward)
 
     @property
+    def reads_values(self) -> bool:
+        """Whether code between its blocks runs itself, because it reads values of tensors."""
+        return isinstance(self.source, RecordedForward) and has_replay(self.source.namespace)
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The submodules that its layers call."""
+        if not isinstance(self.source, RecordedForward):
+            return parts_of(self.module)
+        replays = [value for value in self.source.namespace.values() if isinstance(value, Replay)]
+        replayed = [replay.module.get_submodule(path) for replay in replays for path in replay.targets]
+        return list(dict.fromkeys([*replayed, *(module for layer in self.source.layers for module in layer.modules)]))
+
+    @property
     def reason(self) -> str:
         """Why the module is one layer; empty if it is not."""
         return self.source.reason if isinstance(self.source, WholeModule) else ""
@@ -158,16 +174,23 @@ def chain_of(module: nn.Module, *args: Any, **kwargs: Any) -> Chain:
     return chain_and_output(module, args, kwargs)[0]
 
 
-def chain_and_output(module: nn.Module, args: Any, kwargs: Any, split: bool = True) -> tuple[Chain, Callable[[], Any]]:
-    """The chain of a module for arguments like these, and a function that returns the output as fake tensors.
+def chain_and_output(
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    split: bool = True,
+    values: Callable[[], tuple[Any, Any]] | None = None,
+) -> tuple[Chain, Callable[[], Any]]:
+    """The chain of a module for arguments like these, and a function that returns the output without values.
 
-    With `split=False` the chain is one layer. The output is computed lazily because recording has it for free.
+    With `split=False` the chain is one layer. `values` returns the arguments as real tensors, for code between blocks
+    that reads them. The output is computed lazily because recording has it for free.
     """
 
     def run_on_fake_tensors() -> Any:
         snapshot = ModuleSnapshot([module])
         try:
-            return fake_output(module, args, kwargs)
+            return fake_output(module, args, kwargs) if values is None else zero_output(module, *values())
         finally:
             snapshot.restore()
 
@@ -177,7 +200,7 @@ def chain_and_output(module: nn.Module, args: Any, kwargs: Any, split: bool = Tr
     # From cheap to expensive: reasons to stay whole, children that are layers already, and a recording.
     if not split:
         return whole("")
-    if _has_hooks(module):
+    if has_hooks(module):
         return whole("it has hooks, which run around all of it")
     if is_plain_sequence(module):
         return build_chain(module, ChildModules(kinds=tuple(map(signature_of, module)))), run_on_fake_tensors
@@ -185,13 +208,24 @@ def chain_and_output(module: nn.Module, args: Any, kwargs: Any, split: bool = Tr
     if not lists:
         return whole("it has no list of two or more equal blocks")
     try:
-        recording = _record_pure(module, args, kwargs, lists)
+        recording = record_pure(module, args, kwargs, lists)
         return build_chain(module, _cut(module, recording, lists)), lambda: recording.result
     except Exception as error:  # recording runs the user's code, which may raise anything
-        return whole(failure_reason(error))
+        reason = failure_reason(error)
+        if values is None or not needs_values(error):
+            return whole(reason)
+    before = ModuleSnapshot([module])
+    try:
+        blocks = {id(block): block for items in lists for block in items}
+        replayed = replay_forward(module, *values(), blocks.values(), runs_ahead=True)
+        return build_chain(module, _cut(module, replayed, lists)), lambda: replayed.result
+    except Exception:
+        return whole(reason)
+    finally:
+        before.restore()
 
 
-def _record_pure(module: nn.Module, args: Any, kwargs: Any, lists: BlockLists) -> Recording:
+def record_pure(module: nn.Module, args: Any, kwargs: Any, lists: BlockLists) -> Recording:
     """Record a forward whose inlined code leaves no state on modules: recorded code would not update that state.
 
     State that is set up by the first call only is fine, so a forward that changed something is recorded once more, and
@@ -204,7 +238,7 @@ def _record_pure(module: nn.Module, args: Any, kwargs: Any, lists: BlockLists) -
         if any(id(descendant) in blocks for descendant in submodule.modules())
     } - blocks.keys()
     for submodule in module.modules():
-        if id(submodule) in inlined and _has_hooks(submodule):
+        if id(submodule) in inlined and has_hooks(submodule):
             raise UnsupportedForwardError(f"its {type(submodule).__name__} has hooks, which run around several blocks")
     before = ModuleSnapshot([module])
     try:
@@ -219,7 +253,7 @@ def _record_pure(module: nn.Module, args: Any, kwargs: Any, lists: BlockLists) -
         before.restore()
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
@@ -336,7 +370,7 @@ def _layer_source(
 ) -> LayerSource:
     """The source of one layer. `outputs` is None for the last layer, which returns the module's own output."""
     result = f"({recording.output},)" if outputs is None else f"({''.join(f'{name}, ' for name in outputs)})"
-    text = _function_text(recording, segment, inputs, result)
+    text = function_text(recording, segment, inputs, result)
     modules = tuple(statement.module for statement in segment if statement.module is not None)
     attributes = [attribute for statement in segment for attribute in statement.attributes]
     attributes += recording.output_attributes if outputs is None else ()
@@ -357,7 +391,7 @@ def _layer_source(
     )
 
 
-def _function_text(recording: Recording, segment: Sequence[Statement], inputs: Sequence[str], result: str) -> str:
+def function_text(recording: Recording, segment: Sequence[Statement], inputs: Sequence[str], result: str) -> str:
     """The text of `def run(inputs)`, with grad mode and autocast switched where the recorded code had switched them."""
     sizes = {statement.name: statement.text for statement in recording.statements if statement.kind == "size"}
     lines = [f"def run({', '.join(inputs)}):"]
@@ -390,7 +424,7 @@ def _context_managers(inner: Context, outer: Context) -> list[str]:
 def _with_canonical_names(text: str) -> str:
     """The text with variables renamed in order of appearance: equal for texts that differ in variable names only."""
     names: dict[str, str] = {}
-    return re.sub(r"\b[atsum]\d+_?\b", lambda word: names.setdefault(word[0], f"v{len(names)}"), text)
+    return re.sub(r"\b[atsumxeng]\d+_?\b", lambda word: names.setdefault(word[0], f"v{len(names)}"), text)
 
 
 _TENSOR_DICTS = ("_parameters", "_buffers", "_modules")
@@ -429,6 +463,7 @@ _BUILTIN_NAMESPACE: Mapping[str, Any] = {
     "_leaves": tree_leaves,
     "_unflatten": tree_unflatten,
     "_guard_error": guard_error,
+    "_shape_of": shape_of,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import linecache
 import sys
 import threading
@@ -25,7 +26,7 @@ class Interception:
     """Routes calls of some modules, and of all custom autograd functions, through `record_call`, unless paused.
 
     A module is intercepted by its own `_compiled_call_impl`, which `nn.Module.__call__` calls where there is one
-    (`nn.Module.compile` sets it), so no other module is touched. `torch.autograd.Function.apply` and
+    (`nn.Module.compile` sets it), so no other module is touched. `torch.autograd.Function.apply`, `len` and
     `torch.Tensor.__len__` have no such hook and are replaced; calls of other threads pass through. One thread records
     at a time; a recording inside a recording is fine.
     """
@@ -69,14 +70,28 @@ class Interception:
                 raise TypeError("a list of unknown length")  # `list` ignores it and appends entry by entry
             return length(tensor)  # type: ignore[no-any-return, no-untyped-call]
 
+        def symbolic_length(value: Any) -> Any:
+            # `len` itself returns plain ints only, which would fix the number of samples in the recording.
+            if (
+                isinstance(value, torch.Tensor)
+                and threading.get_ident() == thread
+                and value.dim()
+                and not self.is_paused
+            ):
+                return value.shape[0]
+            return python_length(value)
+
+        python_length = builtins.len
         with _recording_lock, ExitStack() as stack:
             for module in self._modules:
                 stack.enter_context(self._intercepted(module, thread))
             torch.Tensor.__len__ = tensor_length  # type: ignore[method-assign]
+            builtins.len = symbolic_length
             torch.autograd.Function.apply = classmethod(apply_function)  # type: ignore[method-assign, assignment]
             try:
                 yield
             finally:
+                builtins.len = python_length
                 torch.Tensor.__len__ = length  # type: ignore[method-assign]
                 torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 
@@ -98,6 +113,38 @@ class Interception:
         finally:
             if compiled is None:
                 del attributes[_CALL]
+            else:
+                attributes[_CALL] = compiled
+
+
+@contextmanager
+def intercepted_calls(modules: Iterable[nn.Module], called: RecordCall) -> Iterator[None]:
+    """Route calls of modules in this thread through `called`. Calls that these modules make inside run as they are."""
+    thread = threading.get_ident()
+    is_inside = False
+
+    def route(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_inside
+            if is_inside or threading.get_ident() != thread:
+                return run(*args, **kwargs)
+            is_inside = True
+            try:
+                return called(module, lambda a, k: run(*a, **k), args, kwargs)
+            finally:
+                is_inside = False
+
+        return call
+
+    before = [(vars(module), vars(module).get(_CALL)) for module in modules]
+    try:
+        for module, (attributes, compiled) in zip(modules, before, strict=True):
+            attributes[_CALL] = route(module, module._call_impl if compiled is None else compiled)
+        yield
+    finally:
+        for attributes, compiled in before:
+            if compiled is None:
+                attributes.pop(_CALL, None)
             else:
                 attributes[_CALL] = compiled
 

@@ -54,7 +54,10 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def argument_normalizer(module: nn.Module) -> Callable[[Any, Any], Arguments]:
-    """A function that makes arguments positional where the signature of the module's forward allows it."""
+    """A function that makes arguments positional where the signature of the module's forward allows it. Where forward
+    is wrapped they stay as they are: the wrapper may look for some of them by name."""
+    if hasattr(module.forward, "__wrapped__"):
+        return lambda args, kwargs: (args, kwargs)
     try:
         signature = inspect.signature(module.forward)
     except (TypeError, ValueError):
@@ -136,6 +139,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._record_guards()
         references = References()
         output = self._values.text(result, references, "it returns")
+        returned = [(leaf, References()) for leaf in tree_leaves(result)]
         return Recording(
             statements=tuple(self._code.statements),
             spec=spec,
@@ -148,6 +152,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             outer_context=outer_context,
             storages=self._values.storages,
             result=tree_map(self._values.to_concrete, result),
+            leaves=tuple((self._values.text(leaf, uses, "it returns"), uses) for leaf, uses in returned),
         )
 
     # Hooks into the running forward.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -173,8 +173,26 @@ def source_text(chain: Chain) -> str:
             return f"one layer: {reason}"
         case ChildModules():
             return f"its {len(chain.layers)} children"
-    paths = {id(submodule): path for path, submodule in chain.module.named_modules()}
-    tensors = {id(tensor): f"{path}.{name}" for path, name, tensor in _tensors_of(chain.module)}
+    name_of = _namer(chain.module)
+    lines = []
+    for number, layer in enumerate(source.layers):
+        lines += [f"layer {number}: {_ADDRESS.sub('', layer.kind)}", _ADDRESS.sub("", layer.text)]
+        lines += [f"reads {name_of(owner)} {name}" for owner, name in layer.attributes]
+    lines += [f"{name} = {name_of(value)}" for name, value in source.namespace.items()]
+    constants = [name_of(value) for value in source.constants]
+    return "\n".join([*lines, f"arguments {source.inputs} {constants} {_ADDRESS.sub('', str(source.spec))}"])
+
+
+def namespace_text(module: nn.Module, namespace: Mapping[str, Any]) -> str:
+    """Describe what the names in generated code stand for, equal in all processes where they stand for the same."""
+    name_of = _namer(module)
+    return "\n".join(f"{name} = {name_of(value)}" for name, value in namespace.items())
+
+
+def _namer(module: nn.Module) -> Callable[[Any], str]:
+    """A function that describes a value of a recording, equal in all processes."""
+    paths = {id(submodule): path for path, submodule in module.named_modules()}
+    tensors = {id(tensor): f"{path}.{name}" for path, name, tensor in _tensors_of(module)}
 
     def name_of(value: Any) -> str:
         if id(value) in paths:
@@ -195,10 +213,4 @@ def source_text(chain: Chain) -> str:
             return f"{{{', '.join(f'{name_of(key)}: {name_of(item)}' for key, item in value.items())}}}"
         return _ADDRESS.sub("", repr(value))
 
-    lines = []
-    for number, layer in enumerate(source.layers):
-        lines += [f"layer {number}: {_ADDRESS.sub('', layer.kind)}", _ADDRESS.sub("", layer.text)]
-        lines += [f"reads {name_of(owner)} {name}" for owner, name in layer.attributes]
-    lines += [f"{name} = {name_of(value)}" for name, value in source.namespace.items()]
-    constants = [name_of(value) for value in source.constants]
-    return "\n".join([*lines, f"arguments {source.inputs} {constants} {_ADDRESS.sub('', str(source.spec))}"])
+    return name_of

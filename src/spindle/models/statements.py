@@ -47,6 +47,14 @@ class Statement:
     context: Context = ()
 
 
+@dataclass(slots=True)
+class References:
+    """The variables and module tensors that a piece of generated text refers to."""
+
+    uses: set[str] = field(default_factory=set)
+    attributes: list[Attribute] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
     """A forward as statements.
@@ -67,6 +75,7 @@ class Recording:
     outer_context: Context
     storages: Mapping[str, int]  # by variable; views of one another have the same storage
     result: Any  # the output, as concrete fake tensors
+    leaves: tuple[tuple[str, References], ...] = ()  # the text of each leaf of the output, and what it refers to
 
 
 def current_context() -> Context:
@@ -74,14 +83,6 @@ def current_context() -> Context:
         torch.is_grad_enabled(),
         *((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
     )
-
-
-@dataclass(slots=True)
-class References:
-    """The variables and module tensors that a piece of generated text refers to."""
-
-    uses: set[str] = field(default_factory=set)
-    attributes: list[Attribute] = field(default_factory=list)
 
 
 class Code:
@@ -124,6 +125,15 @@ def signature_of(module: nn.Module) -> str:
     """A string that is equal for modules of the same type, settings and parameter shapes."""
     shapes = ",".join(f"{name}{tuple(parameter.shape)}" for name, parameter in module.named_parameters())
     return f"{type(module).__name__}|{module!r}|{shapes}"
+
+
+class ValueDependenceError(UnsupportedForwardError):
+    """A forward in which values of tensors decide between blocks."""
+
+
+def needs_values(error: BaseException) -> bool:
+    """Whether a forward that could not be recorded may run on real tensors."""
+    return isinstance(error, ValueDependenceError) or not isinstance(error, UnsupportedForwardError)
 
 
 def failure_reason(error: BaseException) -> str:

@@ -26,7 +26,7 @@ from torch.utils._sympy.functions import Mod, PythonMod
 from torch.utils._sympy.printers import PythonPrinter
 
 from spindle.models.fake import FakeWeights, fake_like
-from spindle.models.statements import Attribute, Code, References, UnsupportedForwardError
+from spindle.models.statements import Attribute, Code, References, UnsupportedForwardError, ValueDependenceError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 LITERALS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
@@ -169,7 +169,7 @@ class SymbolicValues:
         """The concrete counterpart of a symbolic tensor or size."""
         if isinstance(leaf, SYMBOLIC):
             if leaf.node.hint is None:
-                raise UnsupportedForwardError("a size between its blocks depends on values of tensors")
+                raise ValueDependenceError("a size between its blocks depends on values of tensors")
             return leaf.node.hint
         if type(leaf) is torch.Size:
             return tuple(map(self.to_concrete, leaf))
@@ -257,6 +257,6 @@ class SymbolicValues:
         """The source text of a size. Symbols without a variable are sizes that no statement can read."""
         names = {str(symbol) for symbol in expression.free_symbols}
         if names - self._code.variables:
-            raise UnsupportedForwardError("a size between its blocks depends on values of tensors")
+            raise ValueDependenceError("a size between its blocks depends on values of tensors")
         references.uses |= names
         return f"({PythonPrinter().doprint(expression)})"

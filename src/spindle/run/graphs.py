@@ -152,7 +152,7 @@ class Graphs:
         return slot.number in self._slots or (not self.is_complete and self._can_try(slot))
 
     def _can_try(self, slot: RankSlot) -> bool:
-        reason = None
+        reason = "its task's code reads values of tensors" if slot.code.reads_values else None
         match slot.code:
             case LossCode() as code:
                 if slot.rows == 0:

@@ -40,6 +40,7 @@ class LayersCode:
     layers: tuple[LayerCode, ...]
     arguments: Callable[..., Any] | None = None
     sources: tuple[str, ...] = ()
+    reads_values: bool = False  # in this task, shapes may differ for batches of one shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,8 @@ class LossCode:
     is_mean: bool
     per_sample_mean: bool
     is_random: bool = False
+    is_sum: bool = False  # whether losses of parts of a batch add up as they are
+    reads_values: bool = False
     metrics: tuple[str, ...] = ()
 
     def run(self, batch: Any, *outputs: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -47,6 +47,7 @@ class LinkEnd:
     receives: tuple[tuple[Flow, ...], tuple[Flow, ...]]
     local: tuple[int, int] | None  # rows that this rank has on both sides
     is_whole: bool  # this rank produces and consumes the same rows: nothing is sent
+    has_new_shapes: bool  # in every step
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,7 @@ def _link_end(
         receives=(forward_takes, backward_takes),
         local=local,
         is_whole=had == wanted == local and not any((*forward_sends, *forward_takes, *backward_sends, *backward_takes)),
+        has_new_shapes=layers.reads_values,
     )
 
 

@@ -65,7 +65,7 @@ class Transfers:
 
     def _is_new(self, step: Step, link: LinkEnd) -> bool:
         """Whether the sender tells the metadata of what a link carries."""
-        return link.task in step.new and link.cut not in step.cuts
+        return (link.has_new_shapes or link.task in step.new) and link.cut not in step.cuts
 
     def send_metadata(self, step: Step, slot: RankSlot) -> None:
         """Send the metadata of a slot's outputs, ahead of the values, to ranks that do not know it yet."""
@@ -126,11 +126,13 @@ class Transfers:
         meta = pytree_meta(tree, producer.rows)
         if len(meta.leaves) > _MAX_LEAVES:
             raise TrainingError(f"{producer.name} returns {len(meta.leaves)} tensors, more than {_MAX_LEAVES}")
-        known = self._sent.setdefault((link.number, step.signatures[link.task]), meta)
+        known = meta
+        if not link.has_new_shapes:
+            known = self._sent.setdefault((link.number, step.signatures[link.task]), meta)
         given = step.cuts.get(link.cut)
         if given is not None:
             known = with_rows(given, link.axes, producer.rows)
-        if known != meta:
+        if known != meta and not link.has_new_shapes:
             raise TrainingError(
                 f"{producer.name} gives {_shapes(meta)} where it gave {_shapes(known)} for a batch of the same shape; "
                 "what crosses from rank to rank must have shapes that follow from the batch's: let it pad to a fixed "

@@ -405,7 +405,7 @@ def task_items(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -> di
         items[f"the first batch of task {name!r}"] = form_text(examples[name])
         lines = [f"{call.name} of {call.sources}: {graph_text(call.arguments, values=True)}" for call in task.calls]
         lines.append(f"loss of {task.loss_sources}: {graph_text(task.loss, values=True)}")
-        lines.append(f"is_mean={task.is_mean}, metrics {task.metrics}, branches {task.decisions}")
+        lines.append(f"is_mean={task.is_mean}, is_sum={task.is_sum}, metrics {task.metrics}, branches {task.decisions}")
         items[f"the recorded graph of task {name!r}"] = "\n".join(lines)
     return items
 

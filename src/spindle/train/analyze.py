@@ -21,7 +21,7 @@ from spindle.train.bind import Bound, bind, code_of
 from spindle.train.config import TrainConfig
 from spindle.train.header import check_first_batches
 from spindle.train.probe import Facts, probe, probe_without_weights
-from spindle.train.record import handles_of, parameter_names, record_all
+from spindle.train.record import handles_of, parameter_names, record_all, root_handles
 from spindle.train.recording_notices import noticing
 from spindle.train.task import TaskDefinition
 from spindle.train.tensor import Sharing, find_sharing
@@ -72,7 +72,7 @@ def analyze(
         compare_attributes(world, handles)
         check_first_batches(examples, world)
         if has_weights:
-            for handle in handles.values():
+            for handle in root_handles(handles).values():
                 handle.module.to(world.device)
         traced = trace_on_rank_0(recorded, examples, world, notify)
     if has_weights:

@@ -16,7 +16,15 @@ from spindle.graph import MetaOp
 from spindle.models import ChainLayer, StyledModule, split_dims
 from spindle.run import Axes, LayerCode, LayersCode, LossCode, OpCode
 from spindle.train.probe import Facts
-from spindle.train.record import RecordedTask, cut_all, handles_of, kept_whole, parameter_names, record_all
+from spindle.train.record import (
+    RecordedTask,
+    cut_all,
+    handles_of,
+    kept_whole,
+    parameter_names,
+    record_all,
+    root_handles,
+)
 from spindle.train.task import ModuleHandle, TaskDefinition
 from spindle.train.tensor import Sharing, parts_of, styles_in
 from spindle.train.trace import TracedLayer, TracedTask, trace
@@ -50,7 +58,7 @@ def trace_all(
     moved to the device first."""
     recorded = record_all(definitions, examples)
     if device is not None:
-        for handle in handles_of(recorded).values():
+        for handle in root_handles(handles_of(recorded)).values():
             handle.module.to(device)
     return trace_recorded(recorded, examples)
 
@@ -62,7 +70,9 @@ def trace_recorded(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -
         try:
             return [trace(task, examples[task.definition.name]) for task in recorded]
         except GuardError as error:
-            reason = "its code between the blocks depends on how many samples there are (len(x) for x.shape[0]?)"
+            if not any(call.handle.module is error.module for task in recorded for call in task.calls):
+                raise
+            reason = "its code between the blocks depends on how many samples there are (int(x.shape[0])?)"
             recorded = kept_whole(recorded, error.module, reason)
 
 
@@ -174,7 +184,7 @@ def _task(one: TracedTask, facts: Facts, sharing: Sharing) -> Task:
             costs[kind] = max(cost, costs.get(kind, cost), key=lambda known: known.backward_flops)
         calls.append(Call(name=call.name, module=call.handle.name, costs=tuple(costs.items())))
         flows += [(source, call.name) for source in call.sources]
-    splits = recorded.is_mean or definition.per_sample_mean
+    splits = recorded.is_mean or recorded.is_sum or definition.per_sample_mean
     loss_cost = LayerCost(
         forward_flops=0,
         backward_flops=0,
@@ -217,6 +227,8 @@ def code_of(bound: Bound, op: MetaOp) -> OpCode:
             sources=recorded.loss_sources,
             weight=recorded.definition.weight,
             is_mean=recorded.is_mean,
+            is_sum=recorded.is_sum,
+            reads_values=recorded.reads_values,
             per_sample_mean=recorded.definition.per_sample_mean,
             is_random=traced.name in facts.random_losses,
             metrics=recorded.metrics,
@@ -235,5 +247,5 @@ def code_of(bound: Bound, op: MetaOp) -> OpCode:
         for number in range(op.first_layer, op.first_layer + op.num_layers)
     )
     if op.first_layer:
-        return LayersCode(layers=layers)
-    return LayersCode(layers=layers, arguments=call.arguments, sources=call.sources)
+        return LayersCode(layers=layers, reads_values=recorded.reads_values)
+    return LayersCode(layers=layers, arguments=call.arguments, sources=call.sources, reads_values=recorded.reads_values)

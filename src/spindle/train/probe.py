@@ -80,8 +80,11 @@ def _probe_task(
 ) -> set[int] | None:
     """Fills in what one task shows; the ids of parameters that a gradient may reach, None when that failed."""
     rows = task.recorded.definition.batch_size
-    few = min(rows, 2)
-    pair = _different(_rows(batch, task.batch_axes, rows, [0, _other_row(batch, task.batch_axes, rows)][:few]), task)
+    few = 1 if task.whole_only else min(rows, 2)
+    pair = batch  # where it does not run on part of a batch
+    if not task.whole_only or rows == 1:
+        pair = _rows(batch, task.batch_axes, rows, [0, _other_row(batch, task.batch_axes, rows)][:few])
+        pair = _different(pair, task)
     outputs: dict[str, Any] = {}
     visits: list[Visit] = []
     keeping: set[str] = set()  # calls that change what their modules hold
@@ -268,7 +271,7 @@ def probe_without_weights(tasks: Sequence[TracedTask], batches: dict[str, Any]) 
         torch.manual_seed(_SEED)
         for task in tasks:
             coupled.update(_coupled_by_shape(task))
-            if task.recorded.definition.batch_size > 1:
+            if task.recorded.definition.batch_size > 1 and not task.whole_only:
                 _probe_layers(task, batches[task.name], coupled, unknown)
     for task in tasks:
         for call in task.recorded.calls:

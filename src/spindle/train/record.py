@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from torch.utils._pytree import tree_map
 
 from spindle.errors import WorkloadError
 from spindle.launch.failure import is_debugging
-from spindle.models import Chain, as_when_compiling, device_of, fake_like, whole_chain, without_torch_logs
+from spindle.models import Chain, as_when_compiling, device_of, fake_like, whole_chain, without_torch_logs, zeros_like
 from spindle.run import on_device, pytree_meta
+from spindle.train.composites import open_graph, split_loss
 from spindle.train.recording_notices import INSTEAD, note_method, prints_noticed
-from spindle.train.task import Mean, ModuleHandle, TaskDefinition, TaskResult, called_module, recording
+from spindle.train.task import Mean, ModuleHandle, TaskDefinition, TaskResult, called_module, called_part, recording
 from spindle.train.task_errors import line_of_node, mark_line
 from spindle.train.tracer import GradientTracer
 
@@ -53,6 +55,18 @@ class RecordedTask:
     is_mean: bool
     metrics: tuple[str, ...] = ()  # names: `loss` then returns it with a tuple of their values
     decisions: tuple[bool, ...] = ()  # ways taken where it branches on shapes; other batches must take the same
+    is_sum: bool = False  # whether losses of parts of a batch add up to that of the whole
+    whole_loss: Callable[..., Any] | None = None  # instead, where samples of a loss found inside a module are coupled
+    graph: fx.Graph = field(repr=False)  # all that was recorded, with its constants
+    constants: nn.Module = field(repr=False)
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether code of its modules, between towers or blocks, reads values of tensors, which may decide about
+        shapes."""
+        return any(call.chain.reads_values for call in self.calls) or any(
+            getattr(node.target, "reads_values", False) for node in self.graph.nodes
+        )
 
 
 # What may give a part of another tensor, or one that shares its memory.
@@ -208,7 +222,8 @@ def record(definition: TaskDefinition, example: Any = None) -> RecordedTask:
             text = str(error)
         cause = error if is_debugging() else None
         raise WorkloadError(f"{name}{_line_of(error, definition)}: {text}") from cause
-    return _read(definition, graph, tracer)
+    _settle_writes(graph)
+    return read_graph(definition, graph, tracer.root, tuple(tracer.decisions))
 
 
 def _fake(mode: FakeTensorMode, leaf: Any, batch_size: int, missing: int) -> Any:
@@ -238,20 +253,22 @@ def _settle_writes(graph: fx.Graph) -> None:
                 node.args = (graph.call_method("clone", (changed,)), *rest)
 
 
-def _read(definition: TaskDefinition, graph: fx.Graph, tracer: _TaskTracer) -> RecordedTask:
-    constants = tracer.root
-    _settle_writes(graph)
+def read_graph(
+    definition: TaskDefinition, graph: fx.Graph, constants: nn.Module, decisions: tuple[bool, ...]
+) -> RecordedTask:
+    """The calls and the loss of a recorded graph."""
     (batch,) = (node for node in graph.nodes if node.op == "placeholder")
     output = next(node for node in graph.nodes if node.op == "output")
     calls: dict[fx.Node, str] = {}
     times: dict[str, int] = {}
     recorded = []
     for node in graph.nodes:
-        if node.op == "call_function" and node.target is called_module:
+        if node.op == "call_function" and node.target in (called_module, called_part):
             handle = node.args[0]
             name = f"{handle.name}#{times.get(handle.name, 0)}"
             times[handle.name] = times.get(handle.name, 0) + 1
-            sources, arguments = _glue(graph, constants, batch, calls, (node.args[1:], node.kwargs))
+            wanted = node.args[1] if node.target is called_part else (node.args[1:], node.kwargs)
+            sources, arguments = _glue(graph, constants, batch, calls, wanted)
             calls[node] = name
             recorded.append(
                 RecordedCall(
@@ -279,7 +296,9 @@ def _read(definition: TaskDefinition, graph: fx.Graph, tracer: _TaskTracer) -> R
         loss=loss,
         is_mean=is_mean,
         metrics=tuple(metrics),
-        decisions=tuple(tracer.decisions),
+        decisions=decisions,
+        graph=graph,
+        constants=constants,
     )
 
 
@@ -315,8 +334,29 @@ def _glue(
 
 
 def record_all(definitions: Sequence[TaskDefinition], examples: Mapping[str, Any] | None = None) -> list[RecordedTask]:
-    """Record tasks that train together; modules are told apart by their names."""
-    return [record(definition, (examples or {}).get(definition.name)) for definition in definitions]
+    """Record tasks that train together; modules are told apart by their names. With examples, composites are opened."""
+    recorded = [record(definition, (examples or {}).get(definition.name)) for definition in definitions]
+    return [_open(task, examples[task.definition.name]) if examples else task for task in recorded]
+
+
+def _open(task: RecordedTask, example: Any) -> RecordedTask:
+    """A task with its composites opened, and its loss split where it is a mean inside one of them."""
+    with without_torch_logs():
+        graph = open_graph(task, example)
+    if graph is None:
+        return task
+    opened = read_graph(task.definition, graph, task.constants, task.decisions)
+    split, is_sum = split_loss(graph)
+    if split is None:
+        return replace(opened, is_sum=is_sum, whole_loss=opened.loss if is_sum else None)
+    with_parts = read_graph(task.definition, split, task.constants, task.decisions)
+    return replace(with_parts, whole_loss=opened.loss) if with_parts.loss_sources == opened.loss_sources else opened
+
+
+def with_whole_loss(task: RecordedTask) -> RecordedTask:
+    """A task whose loss, found inside a module, is computed over the whole batch after all."""
+    assert task.whole_loss is not None
+    return replace(task, loss=task.whole_loss, is_mean=False, is_sum=False, whole_loss=None)
 
 
 def cut_all(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -> list[RecordedTask]:
@@ -328,20 +368,31 @@ def cut_all(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -> list[
 def _cut(task: RecordedTask, example: Any, known: dict[Any, tuple[Chain, Callable[[], Any]]]) -> RecordedTask:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     batch = tree_map(lambda leaf: fake_like(mode, leaf), example)
-    outputs: dict[str, Any] = {}
+    outputs: dict[str, Callable[[], Any]] = {}
     calls = []
-    wanted = {source for call in task.calls for source in call.sources}
     for call in task.calls:
+
+        def values(call: RecordedCall = call) -> tuple[Any, Any]:
+            """Its arguments on the real batch, where modules return zeros."""
+            with torch.no_grad():
+                arguments = call.arguments(
+                    example, *(tree_map(zeros_like, outputs[source]()) for source in call.sources)
+                )
+            return arguments[0], arguments[1]
+
         try:
-            with mode:
-                args, kwargs = call.arguments(batch, *(outputs[source] for source in call.sources))
+            try:
+                given = [tree_map(lambda leaf: fake_like(mode, leaf), outputs[source]()) for source in call.sources]
+                with mode:
+                    args, kwargs = call.arguments(batch, *given)
+            except Exception:  # it may read values, which fake tensors do not have
+                args, kwargs = values()
             form = pytree_meta((args, kwargs), 0)
             key = (id(call.handle.module), repr(form.spec), repr(form.leaves))
             if key not in known:
-                known[key] = call.handle.cut(args, kwargs)
-            chain, give = known[key]
-            if call.name in wanted:
-                outputs[call.name] = tree_map(lambda leaf: fake_like(mode, leaf), give())
+                chain, give = call.handle.cut(args, kwargs, values)
+                known[key] = chain, cache(give)
+            chain, outputs[call.name] = known[key]
         except Exception as error:
             error.add_note(f"in task {task.definition.name!r}, looking at the layers of {call.name} ({call.line})")
             raise
@@ -385,6 +436,12 @@ def handles_of(tasks: Sequence[RecordedTask]) -> dict[str, ModuleHandle]:
                     f"two modules are called {call.handle.name!r}; give one of them another name in spindle.module"
                 )
     return handles
+
+
+def root_handles(handles: Mapping[str, ModuleHandle]) -> dict[str, ModuleHandle]:
+    """The handles that the user registered: composites instead of their parts."""
+    roots = [handle.composite or handle for handle in handles.values()]
+    return {root.name: root for root in roots}
 
 
 def parameter_names(handles: Mapping[str, ModuleHandle]) -> dict[int, str]:

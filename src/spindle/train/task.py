@@ -36,10 +36,29 @@ class ModuleHandle:
         self.tensor_parallel = tensor_parallel
         self.has_compared_attributes = False  # with other ranks
         self.chain: Chain = whole_chain(nn_module, "it was not called yet")
+        self.composite: ModuleHandle | None = None  # of which this is a part
+        self._parts: dict[str, ModuleHandle] = {}
 
-    def cut(self, args: Any, kwargs: Any) -> tuple[Chain, Callable[[], Any]]:
-        """The chain of calls with such arguments, and a function that gives their output without values."""
-        return chain_and_output(self.module, args, kwargs, self.split)
+    def part(self, path: str, module: nn.Module | None = None) -> ModuleHandle:
+        """The handle of a part of this composite, named by its path; the same one each time."""
+        if path not in self._parts:
+            assert module is not None
+            name = f"{self.name}.{path}" if path else self.name
+            styles = None if self.tensor_parallel is None else styles_of_part(self.tensor_parallel, path)
+            handle = ModuleHandle(name, module, self.whole_batch, self.activation_checkpointing, True, styles)
+            handle.composite = self
+            self._parts[path] = handle
+        return self._parts[path]
+
+    def has_part(self, path: str) -> bool:
+        return path in self._parts
+
+    def cut(
+        self, args: Any, kwargs: Any, values: Callable[[], tuple[Any, Any]] | None = None
+    ) -> tuple[Chain, Callable[[], Any]]:
+        """The chain of calls with such arguments, and a function that gives their output without values. `values`
+        returns the arguments as real tensors."""
+        return chain_and_output(self.module, args, kwargs, self.split, values)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tracer = recording.get()
@@ -59,6 +78,26 @@ class ModuleHandle:
 
     def __repr__(self) -> str:
         return f"spindle.module({self.name!r})"
+
+
+def styles_of_part(styles: Mapping[str, str], path: str) -> dict[str, str]:
+    """The styles of a composite that concern one of its parts, with patterns relative to that part."""
+    components = path.split(".") if path else []
+    relative = {}
+    for pattern, style in styles.items():
+        first = pattern.split(".")
+        begins = len(first) > len(components) and all(
+            mine in (theirs, "*") for mine, theirs in zip(first, components, strict=False)
+        )
+        if begins:
+            relative[".".join(first[len(components) :])] = style
+    return relative
+
+
+def called_part(handle: ModuleHandle, arguments: tuple[Any, Any]) -> Any:
+    """Stand in a recorded task for a call of a part of a composite, with the args and kwargs that its glue gives."""
+    args, kwargs = arguments
+    return handle.module(*args, **kwargs)
 
 
 def called_module(handle: ModuleHandle, *args: Any, **kwargs: Any) -> Any:

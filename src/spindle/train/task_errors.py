@@ -37,6 +37,11 @@ def users_line(frame: FrameType | None, *, only_caller: bool = False) -> str:
     return "" if frame is None else line_text(frame.f_code.co_filename, frame.f_lineno)
 
 
+def copy_line(source: fx.Node, node: fx.Node) -> None:
+    """Remember for a node the line of another."""
+    node.meta[_LINE] = line_of_node(source)
+
+
 def line_text(file: str, number: int) -> str:
     """`train.py, line 12 (return x.mean())`."""
     code = linecache.getline(file, number).strip()

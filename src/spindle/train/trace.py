@@ -24,9 +24,19 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from torch.utils.flop_counter import flop_registry
 
 from spindle.errors import GuardError, WorkloadError
-from spindle.models import ChainLayer, FakeWeights, ModuleSnapshot, as_when_compiling, device_of
+from spindle.models import (
+    ChainLayer,
+    FakeWeights,
+    ModuleSnapshot,
+    as_when_compiling,
+    device_of,
+    fake_like,
+    zero_outputs,
+    zero_weights,
+    zeros_like,
+)
 from spindle.run import Axes, axes_of, cut, pytree_meta
-from spindle.train.record import RecordedCall, RecordedTask
+from spindle.train.record import RecordedCall, RecordedTask, with_whole_loss
 from spindle.train.task_errors import named_call
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -149,16 +159,22 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
     definition = recorded.definition
     rows = definition.batch_size
     axes = batch_axes(definition.name, rows, batch)
-    large, used = _layers(recorded, batch)
+    large, used, loss_shapes = _layers(recorded, batch)
     small: dict[str, list[_Run]] = {}
+    couples = True
     whole_only = "its batch is one sample" if rows == 1 else ""
     if rows > 1:
         try:
-            small, _ = _layers(recorded, cut(batch, axes, rows, 0, rows - 1))
-        except GuardError:  # of a module in layers; whole it may well run
-            raise
+            small, _, fewer_shapes = _layers(recorded, cut(batch, axes, rows, 0, rows - 1))
+            couples = not loss_shapes or any(map(_pairs_rows, fewer_shapes, loss_shapes))
+        except GuardError as error:
+            if any(call.handle.module is error.module for call in recorded.calls):  # whole it may well run
+                raise
+            whole_only = "what its code between towers does depends on how many samples there are"
         except Exception as error:  # the user's code, on fewer rows than it may expect
             whole_only = f"it does not run on part of a batch ({type(error).__name__}: {_first_line(error)})"
+    if recorded.whole_loss is not None and (whole_only or couples):
+        recorded = with_whole_loss(recorded)
     layers: dict[str, tuple[TracedLayer, ...]] = {}
     for call, runs in large.items():
         traced = []
@@ -169,7 +185,8 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
                 # What grows with the batch: views of weights are kept as well, and are no activations.
                 saved_bytes = rows * max(0, saved_bytes - small[call][number].saved_bytes)
                 output_axes, mixes = axes_of(small[call][number].values, rows - 1, run.values, rows)
-                mixes |= any(map(_pairs_rows, small[call][number].shapes, run.shapes))
+                if len(run.shapes) == len(small[call][number].shapes):  # else code that reads values did other things
+                    mixes |= any(map(_pairs_rows, small[call][number].shapes, run.shapes))
             traced.append(
                 TracedLayer(
                     forward_flops=run.flops,
@@ -200,8 +217,11 @@ class _Run:
     passes_gradient: bool
 
 
-def _layers(recorded: RecordedTask, batch: Any) -> tuple[dict[str, list[_Run]], list[Any]]:
-    """What each layer did, and what the loss took."""
+_Runs = tuple[dict[str, list[_Run]], list[Any], list[torch.Size]]
+
+
+def _layers(recorded: RecordedTask, batch: Any) -> _Runs:
+    """What each layer did, what the loss took, and the shapes in a loss that was found inside a module."""
     modules = {id(call.handle.module): call.handle.module for call in recorded.calls}
     try:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -213,6 +233,8 @@ def _layers(recorded: RecordedTask, batch: Any) -> tuple[dict[str, list[_Run]], 
             return _run_layers(recorded, tree_map(lambda leaf: _fake(mode, leaf), batch), {})
     except (*_NEEDS_VALUES, RuntimeError) as error:
         if any(parameter.is_meta for module in modules.values() for parameter in module.parameters()):
+            if recorded.reads_values:
+                return _run_layers_without_weights(recorded, batch)
             raise WorkloadError(
                 f"task {recorded.definition.name!r} cannot be followed without values, and its modules have none (they "
                 f"are on meta): {_first_line(error)}. If its code looks at values, measure it where its weights fit "
@@ -227,10 +249,8 @@ def _fake(mode: FakeTensorMode, leaf: Any) -> Any:
     return mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _run_layers(
-    recorded: RecordedTask, batch: Any, known: dict[Any, _Run] | None = None
-) -> tuple[dict[str, list[_Run]], list[Any]]:
-    """What each layer did, and what the loss took. Layers that do the same are not run again where they are `known`,
+def _run_layers(recorded: RecordedTask, batch: Any, known: dict[Any, _Run] | None = None) -> _Runs:
+    """As `_layers`. Layers that do the same are not run again where they are `known`,
     which takes values that are but shapes."""
     runs: dict[str, list[_Run]] = {}
     outputs: dict[str, Any] = {}
@@ -263,7 +283,57 @@ def _run_layers(
         )
         if known is not None and key is not None:
             known[key] = runs[visit.call.name][-1]
-    return runs, [outputs[source] for source in recorded.loss_sources]
+    used = [outputs[source] for source in recorded.loss_sources]
+    shapes: list[torch.Size] = []
+    if recorded.whole_loss is not None:
+        with _Noting() as noted:
+            recorded.loss(batch, *used)
+        shapes = noted.shapes
+    return runs, used, shapes
+
+
+def _run_layers_without_weights(recorded: RecordedTask, batch: Any) -> _Runs:
+    """As `_layers`, for tasks whose code reads values of the batch, and whose modules have no weights: layers run on
+    fake tensors, and code that reads values runs on zeros."""
+    runs: dict[str, list[_Run]] = {}
+    outputs: dict[str, Any] = {}
+    for call in recorded.calls:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        weights = FakeWeights(call.handle.module, mode, device_of(batch))
+        with torch.no_grad():
+            args, kwargs = call.arguments(batch, *(outputs[source] for source in call.sources))
+        for layer in call.chain.layers:
+            trains = any(parameter.requires_grad for parameter in layer.parameters)
+            fakes = tree_map(lambda leaf, mode=mode: fake_like(mode, leaf), (args, kwargs))
+            saved: dict[int, torch.UntypedStorage] = {}
+            keep = torch.autograd.graph.saved_tensors_hooks(_counting(saved, layer.parameters), lambda packed: packed)
+            noted = _Noting()
+            try:
+                with weights, mode, as_when_compiling(), noted, keep:
+                    values = layer.run(*fakes[0], **fakes[1])
+                given = zip(tree_leaves(fakes), tree_leaves((args, kwargs)), strict=True)
+                passed = {id(fake): leaf for fake, leaf in given}  # leaves that it returns as they are
+                values = tree_map(lambda leaf, passed=passed: passed.get(id(leaf), zeros_like(leaf)), values)
+            except (*_NEEDS_VALUES, RuntimeError):
+                module, noted = call.handle.module, _Noting()
+                parts = zero_outputs(call.chain.parts)
+                with torch.no_grad(), zero_weights(module, device_of(batch)), noted, parts:
+                    values = layer.run(*args, **kwargs)
+            runs.setdefault(call.name, []).append(
+                _Run(
+                    values=values,
+                    shapes=noted.shapes,
+                    flops=noted.flops,
+                    input_bytes=_num_bytes((args, kwargs)),
+                    saved_bytes=sum(storage.nbytes() for storage in saved.values()),
+                    writes_input=False,
+                    trains=trains,
+                    passes_gradient=trains or bool(call.sources),
+                )
+            )
+            args, kwargs = values, {}
+        outputs[call.name] = values[0]
+    return runs, [outputs[source] for source in recorded.loss_sources], []
 
 
 def _likeness(visit: Visit) -> Any:

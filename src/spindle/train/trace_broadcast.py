@@ -17,7 +17,7 @@ from spindle.models import Chain, NotSerializableError, build_chain, dump_chain,
 from spindle.run import Axes, World
 from spindle.train.agreement import compare
 from spindle.train.bind import trace_recorded
-from spindle.train.record import RecordedCall, RecordedTask, cut_all
+from spindle.train.record import RecordedCall, RecordedTask, cut_all, with_whole_loss
 from spindle.train.trace import TracedLayer, TracedTask
 
 
@@ -41,6 +41,7 @@ class _TaskMessage:
     layers: Mapping[str, tuple[TracedLayer, ...]]
     loss_bytes: int
     whole_only: str
+    splits_loss: bool
 
 
 _Message = tuple[list[_ChainMessage], list[_TaskMessage]]
@@ -89,6 +90,7 @@ def _message_of(traced: Sequence[TracedTask]) -> _Message:
             layers=task.layers,
             loss_bytes=task.loss_bytes,
             whole_only=task.whole_only,
+            splits_loss=task.recorded.is_mean or task.recorded.is_sum,
         )
         for task in traced
     ]
@@ -108,6 +110,8 @@ def _rebuild(
     built: dict[int, Chain] = {}
     traced = []
     for task, message in zip(tasks, messages, strict=True):
+        if task.whole_loss is not None and not message.splits_loss:
+            task = with_whole_loss(task)
         calls = []
         for call, position in zip(task.calls, message.chains, strict=True):
             if position not in built:

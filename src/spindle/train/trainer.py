@@ -26,7 +26,7 @@ from spindle.train.feeds import make_feed, make_feeds, shared_random_state
 from spindle.train.loop import Loop
 from spindle.train.optimizer import MakeLRScheduler, MakeOptimizer
 from spindle.train.progress import Progress
-from spindle.train.record import handles_of, record_all
+from spindle.train.record import handles_of, record_all, root_handles
 from spindle.train.result import FitResult
 from spindle.train.resume import resume
 from spindle.train.sampling import SamplingWeight, check_sampling_weights
@@ -125,7 +125,7 @@ class Trainer:
         (in its `on_step`, on all ranks) they are copies, as of the last step that was started.
         """
         with self._whole_weights(ema):
-            handles = self._session.handles or handles_of(record_all(self._session.config.tasks))
+            handles = root_handles(self._session.handles or handles_of(record_all(self._session.config.tasks)))
             return {
                 f"{name}.{path}": value if self._loop is None else value.clone()
                 for name, handle in handles.items()

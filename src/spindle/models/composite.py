@@ -1,0 +1,376 @@
+"""A composite (CLIP, LLaVA) as calls of its parts, with the code between them as glue.
+
+    composite, arguments ── record_forward ─▶ Recording ── slice ─▶ calls of parts, each with its glue
+
+The parts are its towers, which are split into layers later, and the other submodules that have parameters (projectors,
+embeddings, heads). The forward of the composite is recorded around them. For each call, the statements that compute its
+arguments become a function of the composite's own arguments and of the outputs of earlier calls; and so do those that
+compute what the composite returns. A statement that two functions need is run by both.
+
+Parameters that this code reads itself (a temperature) are the output of a part, too: `LooseParameters`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from spindle.models.blocks import towers_of
+from spindle.models.chain import function_text, has_hooks, record_pure
+from spindle.models.recording import argument_normalizer
+from spindle.models.replay import has_replay, replay_forward, shape_of
+from spindle.models.serialize import namespace_text
+from spindle.models.state import ModuleSnapshot
+from spindle.models.statements import (
+    Attribute,
+    Recording,
+    References,
+    Statement,
+    UnsupportedForwardError,
+    failure_reason,
+    guard_error,
+    needs_values,
+)
+
+_MEAN, _SUM = 1, 2  # reductions, as operators have them
+
+
+class LooseParameters(nn.Module):
+    """Parameters that belong to a module but are read outside its forward, as a module that returns them by name."""
+
+    def __init__(self, owner: nn.Module, names: Iterable[str]) -> None:
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, getattr(owner, name))
+
+    def extend(self, module: LooseParameters) -> None:
+        """Return the parameters of another module, too."""
+        self._parameters.update(module._parameters)
+
+    def forward(self) -> dict[str, torch.Tensor]:
+        parameters = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
+        return {name: parameter.view_as(parameter) for name, parameter in parameters.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glue:
+    """A function of variables: arguments of the composite, outputs of parts, and loose parameters."""
+
+    run: Callable[..., Any]
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartCall:
+    """A call of a part, whose output is the variable `name`. Its glue returns its args and kwargs.
+
+    A call of `LooseParameters` assigns several variables: those in `entries`, from what it returns by name.
+    """
+
+    name: str
+    path: str
+    module: nn.Module
+    glue: Glue
+    entries: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedComposite:
+    """A composite's forward as calls of parts. `inputs` and `constants` are those of `Recording`; `index` is its output
+    with the position of each leaf instead of the leaf."""
+
+    module: nn.Module
+    spec: Any
+    inputs: tuple[str | None, ...]
+    constants: tuple[Any, ...]
+    calls: tuple[PartCall, ...]
+    index: Any
+    result: Any  # the output, as fake tensors
+    output: Callable[[Any], Glue]  # what computes part of `index`
+    loss_parts: Callable[[int], tuple[str, Glue] | None]
+    reads_values: bool  # whether its code runs itself, around calls of its parts
+
+
+def open_composite(
+    module: nn.Module, args: Any, kwargs: Any, values: Callable[[], tuple[Any, Any]] | None = None
+) -> OpenedComposite | str:
+    """A composite's forward on arguments like these as calls of its parts, or why it cannot be opened. `values` returns
+    the arguments as real tensors, for code between its towers that reads them."""
+    towers = towers_of(module)
+    if not towers:
+        return "it has no towers"
+    if has_hooks(module):
+        return "it has hooks, which run around all of it"
+    try:
+        return _Opening(module, record_pure(module, args, kwargs, [towers])).opened()
+    except Exception as error:  # recording runs the user's code, which may raise anything
+        if values is None or not needs_values(error):
+            return failure_reason(error)
+    before = ModuleSnapshot([module])
+    try:
+        return _Opening(module, replay_forward(module, *values(), towers, runs_ahead=False)).opened()
+    except Exception as error:
+        return failure_reason(error)
+    finally:
+        before.restore()
+
+
+class _Opening:
+    def __init__(self, module: nn.Module, recording: Recording) -> None:
+        self._module, self._recording = module, recording
+        self._paths = {id(submodule): path for path, submodule in module.named_modules()}
+        self._names = {id(value): name for name, value in recording.namespace.items() if isinstance(value, nn.Module)}
+        self._parts = {
+            statement.name: statement
+            for statement in recording.statements
+            if statement.module is not None and any(True for _ in statement.module.parameters())
+        }
+        self._loose: dict[str, Attribute] = {}  # by variable
+
+    def opened(self) -> OpenedComposite:
+        recording = self._recording
+        if sum(statement.is_block for statement in self._parts.values()) < 1:
+            raise UnsupportedForwardError("its forward calls none of its towers")
+        calls = []
+        for statement in self._parts.values():
+            assert statement.module is not None
+            arguments = statement.text.partition("(")[2]
+            references = References(uses=set(statement.uses), attributes=list(statement.attributes))
+            calls.append(
+                PartCall(
+                    name=statement.name,
+                    path=self._paths[id(statement.module)],
+                    module=statement.module,
+                    glue=self._glue(f"_arguments({arguments}", references, before=statement),
+                )
+            )
+        num_leaves = len(recording.leaves)
+        spec = tree_flatten(recording.result)[1]
+        # Last, because the glue of all calls and outputs says which parameters are loose.
+        for position in range(num_leaves):
+            self._output(position)
+        return OpenedComposite(
+            module=self._module,
+            spec=recording.spec,
+            inputs=recording.inputs,
+            constants=recording.constants,
+            calls=(*self._loose_calls(), *calls),
+            index=tree_unflatten(list(range(num_leaves)), spec),
+            result=recording.result,
+            output=self._output,
+            loss_parts=self._loss_parts,
+            reads_values=has_replay(recording.namespace),
+        )
+
+    def _loose_calls(self) -> list[PartCall]:
+        by_owner: dict[int, dict[str, str]] = {}  # variable by name
+        owners = {id(owner): owner for owner, _ in self._loose.values()}
+        for variable, (owner, name) in self._loose.items():
+            by_owner.setdefault(id(owner), {})[name] = variable
+        calls: list[PartCall] = []
+        for owner_id, variables in by_owner.items():
+            owner = owners[owner_id]
+            if any(statement.module is owner for statement in self._parts.values()):
+                raise UnsupportedForwardError(
+                    f"its forward reads parameters of its {type(owner).__name__} beside calling it"
+                )
+            calls.append(
+                PartCall(
+                    name=f"loose{len(calls)}",
+                    path=self._paths[owner_id],
+                    module=LooseParameters(owner, variables),
+                    glue=Glue(run=_no_arguments, inputs=()),
+                    entries={variable: name for name, variable in variables.items()},
+                )
+            )
+        return calls
+
+    def _output(self, index: Any) -> Glue:
+        positions, spec = tree_flatten(index)
+        references = References()
+        texts = []
+        for position in positions:
+            text, uses = self._recording.leaves[position]
+            references.uses |= uses.uses
+            references.attributes += uses.attributes
+            texts.append(text)
+        if positions == [index]:
+            return self._glue(texts[0], references)
+        return self._glue(f"_unflatten([{', '.join(texts)}], _spec)", references, extra={"_spec": spec})
+
+    def _loss_parts(self, position: int) -> tuple[str, Glue] | None:
+        """A leaf of the output as the mean of a cross entropy over tokens, or as its sum over a given number: ("mean",
+        the glue of its total and count), or ("sum", its glue); None for any other."""
+        text, _ = self._recording.leaves[position]
+        by_name = {statement.name: statement for statement in self._recording.statements if statement.name}
+        statement = by_name.get(text)
+        if statement is None:
+            return None
+        loss = _cross_entropy(statement, self._recording.namespace)
+        if loss is not None and loss.reduction == _MEAN:
+            total = re.sub(r"^\w+", "_cross_entropy_parts", statement.text)
+            return "mean", self._glue(
+                total, References(uses=set(statement.uses), attributes=list(statement.attributes))
+            )
+        if statement.kind.startswith("aten.div.") and len(statement.uses) >= 1:
+            dividend = statement.text.partition("(")[2].partition(",")[0]
+            summed = by_name.get(dividend)
+            loss = _cross_entropy(summed, self._recording.namespace) if summed is not None else None
+            divisors = [by_name[name] for name in statement.uses if name != dividend and name in by_name]
+            if (
+                loss is not None
+                and loss.reduction == _SUM
+                and not any(self._depends_on_parts(divisor) for divisor in divisors)
+            ):
+                return "sum", self._output(position)
+        return None
+
+    def _depends_on_parts(self, statement: Statement) -> bool:
+        closure, _ = self._slice(References(uses={statement.name}), None)
+        return any(name in self._parts for taken in closure for name in taken.uses)
+
+    def _slice(self, references: References, before: Statement | None) -> tuple[list[Statement], set[str]]:
+        """The statements that compute what is referred to, in order, and all variables that they need. Calls of parts
+        are not among them."""
+        statements = list(self._recording.statements)
+        if before is not None:
+            statements = statements[: statements.index(before)]
+        storages = self._recording.storages
+        needed = set(references.uses)
+        taken = []
+        for statement in reversed(statements):
+            if statement.name in self._parts:
+                continue
+            written = {storages.get(name) for name in statement.writes} - {None}
+            is_written = any(storages.get(name) in written for name in needed) if written else False
+            if statement.kind == "check":
+                taken.append(statement)
+            elif statement.name in needed or is_written:
+                needed |= statement.uses
+                taken.append(statement)
+        # A check of sizes that nothing here depends on is up to others.
+        return [each for each in taken[::-1] if each.kind != "check" or each.uses <= needed], needed
+
+    def _glue(
+        self,
+        result: str,
+        references: References,
+        before: Statement | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Glue:
+        recording = self._recording
+        statements, needed = self._slice(references, before)
+        attributes = [*references.attributes, *(each for statement in statements for each in statement.attributes)]
+        loose = {
+            self._variable_of(owner, name): f"{self._names[id(owner)]}.{name}"
+            for owner, name in attributes
+            if isinstance(getattr(owner, name), nn.Parameter)
+        }
+        assigned = {statement.name for statement in statements}
+        inputs = [name for name in recording.inputs if name in needed]
+        inputs += [name for name in self._parts if name in needed]
+        assert needed <= {*inputs, *assigned}, needed - {*inputs, *assigned}
+        inputs += list(loose)
+        # What changes a tensor in place works on copies of what the function is given.
+        storages = recording.storages
+        given = {storages.get(name) for name in inputs}
+        given |= {storages.get(statement.name) for statement in statements if statement.kind == "pick"}
+        written = {storages.get(name) for statement in statements for name in statement.writes} - {None}
+        text = function_text(recording, statements, inputs, result)
+        for variable, attribute in loose.items():
+            text = re.sub(rf"\b{re.escape(attribute)}\b", variable, text)
+        words = frozenset(re.findall(r"\w+", text))
+        namespace = {name: value for name, value in recording.namespace.items() if name in words}
+        return Glue(
+            run=_compiled(self._module, text, namespace, extra or {}, copies=bool(given & written)),
+            inputs=tuple(inputs),
+        )
+
+    def _variable_of(self, owner: nn.Module, name: str) -> str:
+        for variable, (known_owner, known_name) in self._loose.items():
+            if known_owner is owner and known_name == name:
+                return variable
+        variable = f"p{len(self._loose)}"
+        self._loose[variable] = (owner, name)
+        return variable
+
+
+def _compiled(
+    module: nn.Module, text: str, namespace: Mapping[str, Any], extra: Mapping[str, Any], copies: bool
+) -> Callable[..., Any]:
+    """The function of a text. Its `__qualname__` is a digest of what it does, equal in all processes."""
+    names = {**_NAMESPACE, **namespace, **extra, "_module": module}
+    exec(compile(text, f"<glue of {type(module).__name__}>", "exec"), names)
+    run = names["run"]
+    description = "\n".join([text, namespace_text(module, {**namespace, **extra})])
+    digest = hashlib.blake2b(description.encode(errors="replace"), digest_size=8).hexdigest()
+
+    def glue(*values: Any) -> Any:
+        return run(*(tree_map(_clone, value) for value in values)) if copies else run(*values)
+
+    glue.reads_values = has_replay(namespace)  # type: ignore[attr-defined]
+    glue.__qualname__ = f"glue of {type(module).__qualname__} {digest}"
+    return glue
+
+
+def _clone(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _no_arguments() -> tuple[tuple[()], dict[str, Any]]:
+    return (), {}
+
+
+@dataclass(frozen=True, slots=True)
+class _CrossEntropy:
+    reduction: int
+
+
+def _cross_entropy(statement: Statement | None, namespace: Mapping[str, Any]) -> _CrossEntropy | None:
+    """The reduction of a statement that is a cross entropy."""
+    if statement is None or statement.kind != "aten.cross_entropy_loss.default":
+        return None
+    values = statement.text.partition("(")[2].rstrip(")").split(", ")
+    return _CrossEntropy(int(values[3]) if len(values) > 3 else _MEAN)
+
+
+def cross_entropy_parts(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of a cross entropy, and what its mean divides by."""
+    total = torch.ops.aten.cross_entropy_loss(logits, target, weight, _SUM, ignore_index, label_smoothing)
+    if target.is_floating_point():  # probabilities of classes
+        return total, torch.tensor(target.numel() // target.shape[1 if target.dim() > 1 else 0], device=target.device)
+    counted = target != ignore_index
+    return total, counted.sum() if weight is None else weight[target.where(counted, 0)].where(counted, 0).sum()
+
+
+def matched_leaves(opened: OpenedComposite, args: Any, kwargs: Any) -> list[Any] | None:
+    """The leaves of arguments in the order of `inputs`; None where their structure is another."""
+    leaves, spec = tree_flatten(argument_normalizer(opened.module)(args, kwargs))
+    return leaves if spec == opened.spec else None
+
+
+_NAMESPACE: Mapping[str, Any] = {
+    "math": math,
+    "torch": torch,
+    "_leaves": tree_leaves,
+    "_unflatten": tree_unflatten,
+    "_guard_error": guard_error,
+    "_arguments": lambda *args, **kwargs: (args, kwargs),
+    "_cross_entropy_parts": cross_entropy_parts,
+    "_shape_of": shape_of,
+}

@@ -1,0 +1,177 @@
+"""Composites, unchanged: opened into towers and other parts, with the numbers of the whole model."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+import hugging  # noqa: E402
+from comparison import assert_close  # noqa: E402
+from programs import compare_steps  # noqa: E402
+from spindle import Trainer, module, task  # noqa: E402
+from spindle.train import trace_all  # noqa: E402
+from spindle.train.record import cut_all, record_all  # noqa: E402
+from sweeps import chosen, spread  # noqa: E402
+
+torch.set_num_threads(1)  # several do nothing for tensors as small as these
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+# How many layers towers have, and what the loss is: "whole", or a token mean that is split.
+LLAVA = {"model.vision_tower": 5, "model.language_model": 5}
+QWEN = {"model.visual": 5, "model.language_model": 5}
+COMPOSITES = {
+    "CLIP": ({"vision_model": 5, "text_model": 5}, "whole"),
+    "SigLIP": ({"vision_model": 5, "text_model": 5}, "whole"),
+    "CLAP": ({"audio_model": 7, "text_model": 5}, "whole"),
+    "LLaVA": (LLAVA, "mean"),
+    "LLaVA-OneVision": (LLAVA, "whole"),
+    "Qwen2-VL": (QWEN, "whole"),
+    "Qwen2.5-VL": (QWEN, "whole"),
+    "Qwen3-VL": ({"model.visual": 7, "model.language_model": 5}, "whole"),
+    "InternVL": (LLAVA, "mean"),
+    "Idefics3": ({"model.vision_model": 5, "model.text_model": 5}, "whole"),
+    "SmolVLM": ({"model.vision_model": 5, "model.text_model": 5}, "whole"),
+    "PaliGemma": (LLAVA, "mean"),
+    "Whisper": ({"model.encoder": 5, "model.decoder": 4}, "mean"),
+    "BLIP-2": ({"vision_model": 5, "qformer": 5, "language_model": 5}, "mean"),
+    "Llama": ({"model": 5}, "mean"),
+    "counted Llama": ({"model": 5}, "sum"),
+}
+
+
+def opened(workload):
+    """The only task of a workload, with its composite opened and cut into layers, and a batch."""
+    batches = workload.batches(0)
+    (recorded,) = cut_all(record_all(workload.tasks, batches), batches)
+    return recorded, batches["train"]
+
+
+@pytest.mark.parametrize("name", ["CLIP", "counted Llama", *spread([*COMPOSITES][1:-1], 3)])
+def test_a_composite_becomes_its_towers_each_in_layers(name):
+    towers, loss = COMPOSITES[name]
+    workload = hugging.composite(name)
+    recorded, batch = opened(workload)
+    layers = {call.handle.name: len(call.chain.layers) for call in recorded.calls}
+    assert {path: layers.get(f"model.{path}") for path in towers} == towers
+    assert loss == ("mean" if recorded.is_mean else "sum" if recorded.is_sum else "whole")
+    outputs = {}
+    with torch.no_grad():
+        for call in recorded.calls:
+            args, kwargs = call.arguments(batch, *(outputs[source] for source in call.sources))
+            outputs[call.name] = call.chain(*args, **kwargs)
+        result = recorded.loss(batch, *(outputs[source] for source in recorded.loss_sources))
+        expected = workload.tasks[0](batch)
+    assert torch.allclose(result.total / result.count if loss == "mean" else result, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "name"),
+    chosen(
+        [(2, "CLIP"), (3, "Qwen3-VL"), (2, "counted Llama")],
+        *((ranks, name) for ranks in (2, 3) for name in COMPOSITES if (ranks, name) != (3, "Qwen3-VL")),
+    ),
+)
+def test_processes_give_the_numbers_of_one(pool, num_ranks, name):
+    answers = pool.run(num_ranks, compare_steps, f"hf composite {name}", "plan 2", 2, 1.0)
+    assert_close([answer.comparison for answer in answers], kinds=("loss", "gradient"))
+
+
+@pytest.mark.parametrize("name", chosen(["LLaVA"], "Qwen2.5-VL"))
+def test_adapters_are_trained_in_the_layers_of_their_towers(pool, name):
+    pytest.importorskip("peft")
+    answers = pool.run(2, compare_steps, f"hf composite LoRA {name}", "plan 3", 2, 1.0)
+    assert answers[0].most_layers == 5
+    assert_close([answer.comparison for answer in answers], kinds=("loss", "gradient"))
+
+
+@pytest.mark.parametrize("name", ["CLIP", "Qwen3-VL"])
+def test_a_plan_without_weights_has_the_same_parts(name):
+    def traced(device):
+        with torch.device(device):
+            model = module("model", hugging.ALL_MODELS[name].make().double())
+
+        @task(batch_size=hugging.ROWS)
+        def train(batch):
+            return model(**batch).loss
+
+        batch = hugging.labelled(name, hugging.batch_of(name, hugging.ROWS, 9))
+        (result,) = trace_all([train], {"train": batch})
+        return {call: len(layers) for call, layers in result.layers.items()}
+
+    assert traced("meta") == traced("cpu")
+
+
+class Tower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class Pair(nn.Module):
+    """Two towers, a temperature, and a loss over all pairs of a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Tower(), Tower()
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x, y):
+        scores = self.first(x) @ self.second(y).T * self.temperature.exp()
+        return {"loss": F.cross_entropy(scores, torch.arange(len(scores))), "scores": scores}
+
+
+def test_a_contrastive_loss_stays_whole_while_its_towers_are_divided():
+    model = Pair().double()
+    pair = module("pair", model)
+
+    @task(batch_size=4)
+    def match(batch):
+        return pair(batch["x"], batch["y"])["loss"]
+
+    batch = {name: torch.randn(4, 8, dtype=torch.float64) for name in "xy"}
+    (traced,) = trace_all([match], {"match": batch})
+    assert not traced.recorded.is_mean
+    assert not traced.whole_only
+    assert {call.handle.name: call.handle.whole_batch for call in traced.recorded.calls} == {
+        "pair": True,  # whose only parameter is the temperature
+        "pair.first": False,
+        "pair.second": False,
+    }
+    trainer = Trainer([match], optimizer=lambda named: torch.optim.SGD([weight for _, weight in named], 0.1))
+    losses = [step["match"] for step in trainer.fit({"match": [batch]}, steps=3, progress=False).losses]
+    assert losses[2] < losses[0]
+    assert trainer.state_dict().keys() == {f"pair.{path}" for path in model.state_dict()}
+
+
+class Packed(nn.Module):
+    """A recurrent module on packed sequences: how long its output is depends on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0], batch_first=True)[0]
+
+
+def test_a_module_whose_output_depends_on_values_may_be_followed_by_another():
+    words, head = module("words", Packed().double()), module("head", nn.Linear(8, 4).double())
+
+    @task(batch_size=4)
+    def predict(batch):
+        return head(words(batch["x"], batch["lengths"])).square().mean()
+
+    batch = {"x": torch.randn(4, 6, 8, dtype=torch.float64), "lengths": torch.tensor([6, 5, 4, 6])}
+    (traced,) = trace_all([predict], {"predict": batch})
+    assert {call: len(layers) for call, layers in traced.layers.items()} == {"words#0": 1, "head#0": 1}
