@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 import internals
 import spindle
@@ -46,6 +45,12 @@ def stacked(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {"x": torch.stack([sample["x"] for sample in samples])}
 
 
+def stateful(dataset: Any) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader  # not everywhere: tests on GPUs do without
+
+    return StatefulDataLoader(dataset, ROWS, shuffle=True)
+
+
 def endless() -> Iterator[Any]:
     while True:
         yield {"x": torch.randn(ROWS, SIZE, dtype=torch.float64) + random.random()}
@@ -55,7 +60,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "dataset": lambda: Waves(noise=0.1),
     "stacking": lambda: DataLoader(Waves(), ROWS, shuffle=True, drop_last=True),
     "collating": lambda: DataLoader(Waves(noise=0.1), ROWS, shuffle=True, collate_fn=stacked),
-    "stateful": lambda: StatefulDataLoader(Waves(noise=0.1), ROWS, shuffle=True),
+    "stateful": lambda: stateful(Waves(noise=0.1)),
     "list": lambda: [stacked([Waves()[7 * number + row] for row in range(ROWS)]) for number in range(3)],
     "iterable": lambda: DataLoader(Stream(), ROWS),
     "generator": endless,

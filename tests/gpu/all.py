@@ -57,6 +57,9 @@ PARTS = {
     "combined": Part(files=("test_combined.py",)),
     "sequence": Part(files=("test_sequence.py",)),
     "features": Part(files=("test_features.py",)),
+    "hooks": Part(files=("test_callbacks.py", "test_metrics.py", "test_ema.py", "test_float16.py")),
+    "resuming": Part(files=("test_resuming.py",)),
+    "composites": Part(files=("test_composites.py",)),
     "mixed-batches": Part(files=("test_mixed_batches.py",)),
     "data-parallel": Part(files=("test_run.py",)),
     "without-graphs": Part(

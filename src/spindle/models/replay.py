@@ -681,17 +681,22 @@ def zeros_like(leaf: Any) -> Any:
 
 @contextmanager
 def zero_weights(module: nn.Module, device: torch.device) -> Iterator[dict[tuple[int, str], torch.Tensor]]:
-    """Inside, parameters are zeros that take no memory, by owner and name; and so are buffers without values."""
+    """Inside, parameters are zeros that take no memory, by owner and name, and so are buffers without values. All are
+    on this device, whatever device the module is still on."""
     zeros: dict[tuple[int, str], torch.Tensor] = {}
     with ExitStack() as stack:
         for submodule in module.modules():
             groups: tuple[dict[str, Any], ...] = (submodule._parameters, submodule._buffers)
             for tensors in groups:
                 for name, tensor in tensors.items():
-                    if tensor is None or (tensors is submodule._buffers and not tensor.is_meta):
+                    if tensor is None:
                         continue
-                    where = device if tensor.is_meta else tensor.device
-                    zero = torch.zeros((), dtype=tensor.dtype, device=where).expand(tensor.shape)
+                    if tensors is submodule._buffers and not tensor.is_meta:
+                        if tensor.device != device:
+                            stack.callback(tensors.__setitem__, name, tensor)
+                            tensors[name] = tensor.to(device)
+                        continue
+                    zero = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
                     zeros[id(submodule), name] = zero
                     stack.callback(tensors.__setitem__, name, tensor)
                     tensors[name] = nn.Parameter(zero, False) if isinstance(tensor, nn.Parameter) else zero
