@@ -217,7 +217,7 @@ def record(definition: TaskDefinition, example: Any = None) -> RecordedTask:
         if isinstance(error, KeyError) and isinstance(example, dict) and error.args[0] not in example:
             text = f"its batch has no entry {error.args[0]!r}; it has {', '.join(map(repr, example))}"
         elif isinstance(error, TypeError) and "'Proxy'" in str(error):
-            text = f"it reads the value of a tensor ({what}), but tensors have no values while a task is recorded; {INSTEAD}"
+            text = f"it reads the value of a tensor ({what}), but has none while it is recorded; {INSTEAD}"
         elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleHandle):
             text = str(error)
         cause = error if is_debugging() else None
