@@ -9,6 +9,7 @@ lacks raises AttributeError. Dropout is off.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,9 +25,17 @@ from spindle.train import mean, module, task
 from zoo import Workload
 
 hf.logging.set_verbosity_error()
-# Losses of transformers are computed in float32, whose rounding would hide errors of other kinds.
 _float = torch.Tensor.float
-torch.Tensor.float = lambda tensor: tensor if tensor.dtype == torch.float64 else _float(tensor)
+
+
+def _float_unless_double(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Transformers computes losses in float32, whose rounding would hide errors of other kinds: there, and only there,
+    float64 stays as it is."""
+    is_in_transformers = sys._getframe(1).f_globals.get("__name__", "").startswith("transformers.")
+    return tensor if tensor.dtype == torch.float64 and is_in_transformers else _float(tensor, **options)
+
+
+torch.Tensor.float = _float_unless_double
 Batch = dict[str, torch.Tensor]
 IMAGE_TOKEN, VISION_START, VISION_END = 60, 58, 57  # of a vocabulary of 61
 IMAGE, FRAMES = 32, 4

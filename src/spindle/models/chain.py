@@ -33,7 +33,7 @@ from spindle.errors import WorkloadError
 from spindle.models.blocks import BlockLists, block_lists, is_plain_sequence
 from spindle.models.fake import fake_output
 from spindle.models.recording import argument_normalizer, record_forward
-from spindle.models.replay import Replay, has_replay, parts_of, replay_forward, shape_of, zero_output
+from spindle.models.replay import Replay, after, has_replay, parts_of, replay_forward, shape_of, zero_output
 from spindle.models.state import ModuleSnapshot
 from spindle.models.statements import (
     Attribute,
@@ -464,6 +464,7 @@ _BUILTIN_NAMESPACE: Mapping[str, Any] = {
     "_unflatten": tree_unflatten,
     "_guard_error": guard_error,
     "_shape_of": shape_of,
+    "_after": after,
 }
 
 

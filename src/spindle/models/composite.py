@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from spindle.models.blocks import towers_of
 from spindle.models.chain import function_text, has_hooks, record_pure
 from spindle.models.recording import argument_normalizer
-from spindle.models.replay import has_replay, replay_forward, shape_of
+from spindle.models.replay import after, has_replay, replay_forward, shape_of
 from spindle.models.serialize import namespace_text
 from spindle.models.state import ModuleSnapshot
 from spindle.models.statements import (
@@ -110,13 +110,13 @@ def open_composite(
     if has_hooks(module):
         return "it has hooks, which run around all of it"
     try:
-        return _Opening(module, record_pure(module, args, kwargs, [towers])).opened()
+        return _Opening(module, record_pure(module, args, kwargs, [towers]), args, kwargs).opened()
     except Exception as error:  # recording runs the user's code, which may raise anything
         if values is None or not needs_values(error):
             return failure_reason(error)
     before = ModuleSnapshot([module])
     try:
-        return _Opening(module, replay_forward(module, *values(), towers, runs_ahead=False)).opened()
+        return _Opening(module, replay_forward(module, *values(), towers, runs_ahead=False), args, kwargs).opened()
     except Exception as error:
         return failure_reason(error)
     finally:
@@ -124,8 +124,17 @@ def open_composite(
 
 
 class _Opening:
-    def __init__(self, module: nn.Module, recording: Recording) -> None:
+    def __init__(self, module: nn.Module, recording: Recording, args: Any, kwargs: Any) -> None:
+        if any(_is_random(statement) for statement in recording.statements):
+            # Each piece of glue that needs them would draw numbers of its own.
+            raise UnsupportedForwardError("random numbers are drawn between its parts")
         self._module, self._recording = module, recording
+        leaves = tree_leaves(argument_normalizer(module)(args, kwargs))
+        self._with_rows = {
+            name
+            for name, leaf in zip(recording.inputs, leaves, strict=True)
+            if name is not None and isinstance(leaf, torch.Tensor) and leaf.dim()
+        }
         self._paths = {id(submodule): path for path, submodule in module.named_modules()}
         self._names = {id(value): name for name, value in recording.namespace.items() if isinstance(value, nn.Module)}
         self._parts = {
@@ -224,18 +233,19 @@ class _Opening:
             dividend = statement.text.partition("(")[2].partition(",")[0]
             summed = by_name.get(dividend)
             loss = _cross_entropy(summed, self._recording.namespace) if summed is not None else None
-            divisors = [by_name[name] for name in statement.uses if name != dividend and name in by_name]
+            divisors = [name for name in statement.uses if name != dividend]
             if (
                 loss is not None
                 and loss.reduction == _SUM
-                and not any(self._depends_on_parts(divisor) for divisor in divisors)
+                and not any(self._depends_on_rows(divisor) for divisor in divisors)
             ):
                 return "sum", self._output(position)
         return None
 
-    def _depends_on_parts(self, statement: Statement) -> bool:
-        closure, _ = self._slice(References(uses={statement.name}), None)
-        return any(name in self._parts for taken in closure for name in taken.uses)
+    def _depends_on_rows(self, name: str) -> bool:
+        """Whether a variable is another for parts of a batch: it follows from an input with rows, or from a part."""
+        _, needed = self._slice(References(uses={name}), None)
+        return not needed.isdisjoint(self._with_rows) or not needed.isdisjoint(self._parts)
 
     def _slice(self, references: References, before: Statement | None) -> tuple[list[Statement], set[str]]:
         """The statements that compute what is referred to, in order, and all variables that they need. Calls of parts
@@ -301,6 +311,14 @@ class _Opening:
         variable = f"p{len(self._loose)}"
         self._loose[variable] = (owner, name)
         return variable
+
+
+def _is_random(statement: Statement) -> bool:
+    """Whether a statement is an operation that draws random numbers."""
+    namespace, _, rest = statement.kind.partition(".")
+    name, _, overload = rest.partition(".")
+    operation = getattr(getattr(torch.ops.aten, name, None), overload, None) if namespace == "aten" else None
+    return operation is not None and torch.Tag.nondeterministic_seeded in operation.tags
 
 
 def _compiled(
@@ -373,4 +391,5 @@ _NAMESPACE: Mapping[str, Any] = {
     "_arguments": lambda *args, **kwargs: (args, kwargs),
     "_cross_entropy_parts": cross_entropy_parts,
     "_shape_of": shape_of,
+    "_after": after,
 }

@@ -13,6 +13,11 @@ What is learnt once, from a first batch
     dispatcher for that, while parts return zeros of the right shapes and are not computed. Outputs that a piece of code
     does not depend on need not be sent to the rank that runs it: it gets zeros of the same shape.
 
+What every replay checks
+    Where values were read, they may decide otherwise for another batch. So whatever a part is given then, numbers and
+    None included, is taken from a replay of this batch. Only outputs of parts that are passed on as they are go
+    straight to the next part, and every replay checks that they still do: a batch for which that is not so is refused.
+
 Blocks
     Most arguments of blocks (masks, positions, lengths of sequences) do not depend on the blocks before. They are
     computed once, in front of the first block, by running ahead: the code goes through all blocks while these return
@@ -57,15 +62,27 @@ class Like:
     leaf: int
 
 
+@dataclass(frozen=True, slots=True)
+class Same:
+    """A leaf of arguments, or of the output, that is an input as it is (`call` is None), or a leaf of what a call
+    returned."""
+
+    call: int | None
+    leaf: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedCall:
     """A call of a part. `shapes` has for each leaf of its output what its shape is like, or None where that is unknown,
-    or the leaf itself where it is no tensor."""
+    or the leaf itself where it is no tensor. `passed` has for each leaf of its arguments what it must be, where the
+    program passes that on without a replay; `writes` says whether the code changes its output in place."""
 
     path: str
     spec: TreeSpec
     shapes: tuple[Any, ...]
     is_block: bool
+    passed: tuple[Same | None, ...]
+    writes: bool
 
 
 class _Stop(Exception):
@@ -84,6 +101,8 @@ class Replay:
     calls: tuple[ReplayedCall, ...]
     loose: tuple[tuple[str, str, tuple[int, ...], torch.dtype], ...]  # path of the owner, name, shape, dtype
     first_block: int
+    returned: tuple[Same | None, ...]  # of the leaves of the output, as `passed` of calls
+    written: tuple[int, ...]  # leaves of the arguments that the code changes in place
 
     def __repr__(self) -> str:
         return f"Replay({self.targets}, {[call.path for call in self.calls]}, {self.loose})"
@@ -100,9 +119,7 @@ class Replay:
             if place == number:
                 wanted.extend(tree_leaves((args, kwargs)))
                 raise _Stop
-            if place not in known:
-                return self._zeros(call, outputs[place], args, kwargs)
-            return tree_map(lambda leaf: leaf, outputs[place])  # a copy of the object, which the code may change
+            return outputs[place] if place in known else self._zeros(call, outputs[place], args, kwargs)
 
         result = self._run(answer, inputs, loose)
         return tree_leaves(result) if number == len(self.calls) else wanted
@@ -120,7 +137,7 @@ class Replay:
         values: dict[tuple[int, int], Any] = {}
         computed: dict[int, Any] = {}
         places = set(wanted)
-        last = max((place for place, _ in wanted), default=0)
+        last = len(self.calls) - 1  # further than the last that is wanted: what is passed on is checked on the way
 
         def answer(place: int, call: ReplayedCall, run: Any, args: Any, kwargs: Any) -> Any:
             for leaf, value in enumerate(tree_leaves((args, kwargs))):
@@ -131,7 +148,7 @@ class Replay:
             if place < self.first_block:
                 part = self.module.get_submodule(call.path)
                 computed[place] = run(args, kwargs) if compute is None else compute(part, args, kwargs)
-                return tree_map(lambda leaf: leaf, computed[place])
+                return computed[place]
             return self._zeros(call, None, args, kwargs)
 
         self._run(answer, inputs, loose)
@@ -156,17 +173,34 @@ class Replay:
     def _run(self, answer: Callable[..., Any], inputs: Any, loose: Any) -> Any:
         targets = [self.module.get_submodule(path) for path in self.targets]
         paths = {id(target): path for target, path in zip(targets, self.targets, strict=True)}
-        place = 0
-
-        def called(module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
-            nonlocal place
-            if place >= len(self.calls) or self.calls[place].path != paths[id(module)]:
-                raise guard_error(self.module, f"calls of {[call.path for call in self.calls]} in this order")
-            place += 1
-            return answer(place - 1, self.calls[place - 1], run, args, kwargs)
-
         given = iter(inputs)
         leaves = [next(given) if named else value for named, value in zip(self.is_input, self.constants, strict=True)]
+        leaves = [_clone(leaf) if number in self.written else leaf for number, leaf in enumerate(leaves)]
+        seen: dict[int | None, list[Any]] = {None: leaves}  # what the code was given: inputs, and by call
+        versions: dict[int | None, list[int]] = {None: list(map(_version, leaves))}
+
+        def check(values: list[Any], rules: Sequence[Same | None], what: str) -> None:
+            if len(values) != len(rules):
+                raise guard_error(self.module, f"{len(rules)} values for {what}, got {len(values)}")
+            for value, rule in zip(values, rules, strict=True):
+                if rule is not None and (
+                    value is not seen[rule.call][rule.leaf] or _version(value) != versions[rule.call][rule.leaf]
+                ):
+                    raise guard_error(self.module, f"{what} to get what an earlier part returned, unchanged")
+
+        def called(module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
+            place = len(seen) - 1
+            if place >= len(self.calls) or self.calls[place].path != paths[id(module)]:
+                raise guard_error(self.module, f"calls of {[call.path for call in self.calls]} in this order")
+            call = self.calls[place]
+            check(tree_leaves((tuple(args), dict(kwargs))), call.passed, call.path)
+            output = answer(place, call, run, args, kwargs)
+            # A copy of the object, which the code may change, and of tensors that it does change.
+            output = tree_map(_clone if call.writes else lambda leaf: leaf, output)
+            seen[place] = tree_leaves(output)
+            versions[place] = list(map(_version, seen[place]))
+            return output
+
         args, kwargs = tree_unflatten(leaves, self.spec)
         has_weights = not any(parameter.is_meta for parameter in islice(self.module.parameters(), 1))
         weights: Any = nullcontext() if has_weights else zero_weights(self.module, device_of(leaves))
@@ -177,9 +211,19 @@ class Replay:
             intercepted_calls(targets, called),
         ):
             try:
-                return self.module(*args, **kwargs)
+                result = self.module(*args, **kwargs)
+                check(tree_leaves(result), self.returned, "the output")
             except _Stop:
-                return None
+                result = None
+        changed = [
+            number
+            for place, before in versions.items()
+            for number, (leaf, version) in enumerate(zip(seen[place], before, strict=True))
+            if _version(leaf) != version and not (number in self.written if place is None else self.calls[place].writes)
+        ]
+        if changed:
+            raise guard_error(self.module, "code that changes nothing in place that it did not change before")
+        return result
 
     @contextmanager
     def _loose_parameters(self, loose: Any, leaves: Any) -> Iterator[None]:
@@ -231,6 +275,7 @@ class _Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.of: dict[int, set[Source]] = {}
         self.read: set[Source] = set()
+        self.is_random = False
         self.is_paused = False
         self._alive: list[Any] = []
 
@@ -253,6 +298,15 @@ class _Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         sources = self.sources((args, kwargs or {}))
         if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
+            self.read |= sources
+        tags = getattr(func, "tags", ())
+        self.is_random |= torch.Tag.nondeterministic_seeded in tags
+        if func is torch.ops.aten.index.Tensor:  # by a mask: how many rows there are follows from values
+            masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+            self.read |= self.sources(masks)
+        elif func is torch.ops.aten.masked_select.default:
+            self.read |= self.sources(args[1])
+        elif torch.Tag.dynamic_output_shape in tags:
             self.read |= sources
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
@@ -321,6 +375,11 @@ class _Learner:
         outermost |= {id(call.module) for call in self.calls}
         targets = [target for target in targets if id(target) in outermost]
         first_block = next(number for number, call in enumerate(self.calls) if id(call.module) in block_ids)
+        if follow.is_random:
+            raise UnsupportedForwardError("random numbers are drawn between its parts")
+        if any(kind != "input" for kind, _ in result_read):  # which were zeros here, and decide otherwise
+            raise UnsupportedForwardError("values that its parts compute decide what its code does between them")
+        passed = _Passed(leaves, is_input, self.calls)
         replay = Replay(
             module=self.module,
             spec=spec,
@@ -333,6 +392,8 @@ class _Learner:
                     spec=call.output_spec,
                     shapes=tuple(_shape_rule(leaf, call.leaves) for leaf in call.output),
                     is_block=id(call.module) in block_ids,
+                    passed=tuple(map(passed.rule, call.leaves, call.versions, [call.read] * len(call.leaves))),
+                    writes=any(_version(leaf) for leaf in call.output),
                 )
                 for call in self.calls
             ),
@@ -341,6 +402,8 @@ class _Learner:
                 for owner, name in loose
             ),
             first_block=first_block,
+            returned=tuple(passed.rule(leaf, _version(leaf), result_read) for leaf in tree_leaves(result)),
+            written=tuple(number for number, leaf in enumerate(leaves) if _version(leaf)),
         )
         writer = _Writer(replay, self.calls, leaves, loose, self.runs_ahead, block_ids)
         return writer.recording(result, result_sources, result_read, outer_context)
@@ -362,6 +425,9 @@ class _Learner:
                 output = zero_output(module, args, kwargs)
             finally:
                 follow.is_paused = False
+            if any(isinstance(leaf, int | float) for leaf in tree_leaves(output)):
+                name = type(module).__name__
+                raise UnsupportedForwardError(f"its {name} returns a number, which may follow from values of tensors")
             follow.add(output, ("call", len(self.calls)))
             versions = list(map(_version, argument_leaves))
             # As leaves: the code may change the object that it gets.
@@ -375,7 +441,7 @@ class _Learner:
         with torch.no_grad(), without_caches(self.module), zero_weights(self.module, device) as zeros:
             for number, (owner, name) in enumerate(loose):
                 follow.add(zeros[id(owner), name], ("loose", number))
-            with intercepted_calls(targets, called), follow:
+            with intercepted_calls(targets, called), follow, _noting_reads(follow):
                 result = self.module(*args, **kwargs)
         result_leaves = tree_leaves(result)
         return result, [follow.sources(leaf) for leaf in result_leaves], set(follow.read)
@@ -394,6 +460,26 @@ def _shape_rule(leaf: Any, arguments: list[Any]) -> Any:
         if isinstance(argument, torch.Tensor) and argument.shape == leaf.shape and argument.dtype == leaf.dtype:
             return Like(number)
     return None
+
+
+class _Passed:
+    """Which tensors the code passes on as it got them."""
+
+    def __init__(self, leaves: list[Any], is_input: list[bool], calls: list[_Call]) -> None:
+        self._places: dict[int, Same] = {}
+        for number, leaf in enumerate(leaves):
+            if is_input[number] and isinstance(leaf, torch.Tensor):
+                self._places[id(leaf)] = Same(None, number)
+        for number, call in enumerate(calls):
+            for position, leaf in enumerate(call.output):
+                if isinstance(leaf, torch.Tensor):
+                    self._places.setdefault(id(leaf), Same(number, position))
+
+    def rule(self, value: Any, version: int, read: set[Source]) -> Same | None:
+        """What a value must be in every batch; None for what is computed in every batch. Inputs are passed on without a
+        replay only where no value was read before."""
+        place = self._places.get(id(value)) if isinstance(value, torch.Tensor) and version == 0 else None
+        return None if place is None or (place.call is None and read) else place
 
 
 class _Writer:
@@ -421,9 +507,11 @@ class _Writer:
             if name is not None and isinstance(leaf, torch.Tensor):
                 self._same[id(leaf)] = (name, name)
 
-    def _is_same(self, value: Any, version: int) -> bool:
-        """Whether a tensor is passed on as it was given or returned."""
-        return isinstance(value, torch.Tensor) and id(value) in self._same and version == 0
+    def _is_same(self, value: Any, version: int, read: set[Source]) -> bool:
+        """Whether a tensor is passed on as it was returned, or as it was given before any value was read."""
+        if not isinstance(value, torch.Tensor) or id(value) not in self._same or version:
+            return False
+        return not read or self._same[id(value)][1] not in self._inputs
 
     def recording(self, result: Any, sources: list[set[Source]], read: set[Source], outer_context: Any) -> Recording:
         first = self._replay.first_block if self._runs_ahead else 0
@@ -460,14 +548,14 @@ class _Writer:
                 raise UnsupportedForwardError("values of tensors that its blocks return decide between its blocks")
             arguments = zip(call.leaves, call.sources, call.versions, strict=True)
             for leaf, (value, sources, version) in enumerate(arguments):
-                if self._is_same(value, version):
+                if self._is_same(value, version, call.read):
                     continue
                 if isinstance(value, torch.Tensor):
                     if sources & blocks:
                         continue
                     aliases[number, leaf] = places.setdefault(id(value), (number, leaf))
                     needed |= sources
-                elif type(value) is int:
+                elif type(value) is int or call.read:
                     aliases[number, leaf] = (number, leaf)
                 else:
                     continue
@@ -509,6 +597,8 @@ class _Writer:
     def _write_call(self, number: int, ahead: dict[tuple[int, int], str]) -> None:
         call = self._calls[number]
         texts = self._texts(number, call.leaves, call.versions, call.sources, call.read, ahead)
+        if self._runs_ahead and number == self._replay.first_block and texts and self._calls[-1].read:
+            texts[0] = f"_after(ahead, {texts[0][0]})", References(uses={"ahead", *texts[0][1].uses})
         uses: set[str] = set().union(*(references.uses for _, references in texts))
         callee = self._name_of(call.module)
         args, kwargs = tree_unflatten([text for text, _ in texts], call.spec)
@@ -557,22 +647,24 @@ class _Writer:
         texts: list[tuple[str, References] | None] = []
         needed: set[Source] = set(read)
         for leaf, (value, version) in enumerate(zip(leaves, versions, strict=True)):
-            if self._is_same(value, version):
+            if self._is_same(value, version, read):
                 text, variable = self._same[id(value)]
                 texts.append((text, References(uses={variable})))
             elif (number, leaf) in ahead:
                 texts.append((ahead[number, leaf], References(uses={ahead[number, leaf]})))
-            elif isinstance(value, bool | float | str | None):
+            elif isinstance(value, bool | float | str | None) and not read:
                 texts.append((repr(value), References()))
             else:
                 needed |= sources[leaf]
                 texts.append(None)
-        if None in texts:
+        is_checked = self._runs_ahead and number < len(self._calls)  # by the code that runs ahead
+        if None in texts or (read and texts and not is_checked):
             variable = self._write_segment(number, needed)
-            return [
-                (f"{variable}[{leaf}]", References(uses={variable})) if text is None else text
-                for leaf, text in enumerate(texts)
-            ]
+            for leaf, known in enumerate(texts):
+                if known is None:
+                    texts[leaf] = f"{variable}[{leaf}]", References(uses={variable})
+                elif leaf == 0:  # a replay that only checks is run for what it checks
+                    texts[leaf] = f"_after({variable}, {known[0]})", References(uses={variable, *known[1].uses})
         return [text for text in texts if text is not None]
 
     def _write_segment(self, number: int, needed: set[Source]) -> str:
@@ -625,6 +717,39 @@ class _Writer:
                 name=name, text=text, uses=frozenset(uses), kind=kind, attributes=attributes, context=current_context()
             )
         )
+
+
+@contextmanager
+def _noting_reads(follow: _Dependencies) -> Iterator[None]:
+    """Inside, reads of whole tensors count that the dispatcher does not see."""
+    names = ("tolist", "numpy", "__array__")
+    before = {name: getattr(torch.Tensor, name) for name in names}
+
+    def noting(name: str) -> Callable[..., Any]:
+        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not follow.is_paused:
+                follow.read |= follow.sources(tensor)
+            return before[name](tensor, *args, **kwargs)
+
+        return read
+
+    own = {name for name in names if name in vars(torch.Tensor)}  # others are inherited
+    for name in names:
+        setattr(torch.Tensor, name, noting(name))
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(torch.Tensor, name, method) if name in own else delattr(torch.Tensor, name)
+
+
+def after(checked: Any, value: Any) -> Any:
+    """A value that may be used once a replay has checked that it may be."""
+    return value
+
+
+def _clone(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _version(leaf: Any) -> int:

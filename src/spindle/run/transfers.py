@@ -132,7 +132,7 @@ class Transfers:
         given = step.cuts.get(link.cut)
         if given is not None:
             known = with_rows(given, link.axes, producer.rows)
-        if known != meta and not link.has_new_shapes:
+        if known != meta and (given is not None or not link.has_new_shapes):
             raise TrainingError(
                 f"{producer.name} gives {_shapes(meta)} where it gave {_shapes(known)} for a batch of the same shape; "
                 "what crosses from rank to rank must have shapes that follow from the batch's: let it pad to a fixed "
