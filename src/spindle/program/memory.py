@@ -39,6 +39,13 @@ class Memory:
                 self.working[number, shape.ranks] = rows * backward_bytes(op, 1, degree, num_kept < slot.num_layers)
                 whole = rows * saved_bytes(op, 1, slot.num_layers, degree, False)
                 self.returned[number, shape.ranks] = whole - self.saved[number, shape.ranks]
+        # What crosses lanes, and its gradient, is held to the end of the step (`run/lanes.py`).
+        for link in program.links:
+            producer = program.slots[link.producer]
+            cost = self.graph.metaops[producer.op].cost
+            if program.plan.slots[link.producer].lane != program.plan.slots[link.consumer].lane and cost is not None:
+                held = producer.rows_of_ranks() * cost.cut_bytes_at(producer.tensor_degree)
+                self.static_bytes[producer.ranks] += np.ceil(2 * held).astype(np.int64)
         # By link and rank: bytes of activations that arrive.
         self.arrived = np.zeros((len(program.links), program.num_ranks), dtype=np.int64)
         for number, link in enumerate(program.links):

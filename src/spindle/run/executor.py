@@ -88,7 +88,9 @@ class Executor:
         )
         # A program whose passes have an order of their own is for one step, or a few: graphs would not pay off.
         captures = cuda_graphs and world.device.type == "cuda" and not program.plan.passes
-        self.graph_cache = GraphCache(self._rank_program, self._syncs.gradients, is_enabled=captures)
+        self.graph_cache = GraphCache(
+            self._rank_program, self._syncs.gradients, is_enabled=captures, num_lanes=program.plan.num_lanes
+        )
         self._compute = Compute(
             self._rank_program, self._transfers, self._syncs, self.graph_cache, world, batch_axes, seed, autocast
         )

@@ -24,12 +24,14 @@ Shapes = frozenset[tuple[str, int]]  # signatures of batches, by task
 class GraphCache:
     """The sets of CUDA graphs of one rank; least recently used ones are evicted first."""
 
-    def __init__(self, rank_program: RankProgram, gradients: Gradients, *, is_enabled: bool) -> None:
+    def __init__(
+        self, rank_program: RankProgram, gradients: Gradients, *, is_enabled: bool, num_lanes: int = 1
+    ) -> None:
         self.is_enabled = is_enabled
         self.refused: dict[str, str] = {}  # why slots run without a graph, by name
         self._rank_program, self._gradients = rank_program, gradients
         self._sets: dict[Shapes, Graphs] = {}  # most recently used last
-        self._memory = GraphMemory()
+        self._memory = GraphMemory(reserves=num_lanes == 1)
         self._max_sets = _MAX_SETS  # lowered when memory runs out
         self._num_steps: Counter[Shapes] = Counter()
         self._num_wasted = 0  # sets that were evicted before they had paid off

@@ -84,7 +84,8 @@ class GraphMemory:
     """The memory pool of all graphs of a rank. A step replays one set of graphs, from its first forward to its last
     backward, so sets may share memory that is free between pieces; what a set keeps is its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, reserves: bool = True) -> None:
+        self._reserves = reserves  # not with several lanes: memory that one stream reserves serves no other
         self._handle: Any = None
         self._reserve: torch.cuda.CUDAGraph | None = None  # an empty graph that holds the reserved memory
 
@@ -95,7 +96,7 @@ class GraphMemory:
         if self._handle is None:
             self._handle, self._reserve = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
             num_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-            if num_bytes > 0:
+            if num_bytes > 0 and self._reserves:
                 try:
                     with capturing(self._reserve, self._handle):
                         torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
