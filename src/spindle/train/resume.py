@@ -44,7 +44,7 @@ from spindle.train.grad_scaler import ScaleState
 from spindle.train.optimizer_reshard import LRSchedulerState, OptimizerState
 from spindle.train.plain_json import from_plain
 from spindle.train.progress import Progress
-from spindle.train.record import handles_of, record_all
+from spindle.train.record import handles_of, record_all, root_handles
 from spindle.train.result import FitResult
 from spindle.train.saving import Saver, memory_folder, planning_text, whole_shape
 from spindle.train.session import TrainSession
@@ -92,18 +92,19 @@ def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int, progre
 
 
 def _handles(session: TrainSession, loaders: Mapping[str, Any]) -> dict[str, ModuleHandle]:
-    """The modules of all tasks that the script has; of tasks that look at their batches, those that the first one
-    reaches."""
+    """The modules of all tasks that the script has, with composites as a whole; of tasks that look at their batches,
+    those that the first one reaches."""
     if session.handles:
-        return session.handles
+        return root_handles(session.handles)
     tasks = session.config.tasks
     try:
-        return handles_of(record_all(tasks))
+        return root_handles(handles_of(record_all(tasks)))
     except WorkloadError:
         outside = random_state()
         examples = {task.name: _first_batch(loaders.get(task.name), task.batch_size) for task in tasks}
         set_random_state(outside)
-        return handles_of(record_all([task for task in tasks if examples[task.name] is not None], examples))
+        reached = record_all([task for task in tasks if examples[task.name] is not None], examples)
+        return root_handles(handles_of(reached))
 
 
 def _first_batch(loader: Any, batch_size: int) -> Any:

@@ -34,7 +34,7 @@ from spindle.train.config import Checkpoints, Planning, TrainConfig
 from spindle.train.feed import random_state
 from spindle.train.optimizer_reshard import OptimizerState
 from spindle.train.plain_json import to_plain
-from spindle.train.record import parameter_names
+from spindle.train.record import parameter_names, root_handles
 from spindle.train.session import TrainSession
 
 REQUESTED, ENDING = 1, 2  # in the header: a checkpoint was asked for; the job is to end after one
@@ -261,7 +261,7 @@ class Saver:
         """What is no tensor, but for what other ranks know."""
         session, update = self._session, self._session.update
         assert update is not None
-        handles, names, optimizer = session.handles, self._names(), update.state()
+        handles, names, optimizer = root_handles(session.handles), self._names(), update.state()
         tasks = tuple(config.task_names)
         aliases, frozen, in_evaluation = {}, [], []
         for name, handle in handles.items():
@@ -304,7 +304,7 @@ class Saver:
         assert self._session.runtime is not None
         held = self._session.runtime.weights.held
         planned = {id(parameter): name for name, (parameter, _) in held.items()}
-        return {**parameter_names(self._session.handles), **planned}
+        return {**parameter_names(root_handles(self._session.handles)), **planned}
 
     def _fragments(self, state: OptimizerState) -> dict[str, Any]:
         """What this rank alone knows of the optimizer, in JSON."""
@@ -331,13 +331,13 @@ class Saver:
     def _boxes(self, state: OptimizerState) -> Iterator[_Written]:
         """The boxes that this rank writes."""
         session, rank = self._session, self._world.rank
-        runtime, update, names = session.runtime, session.update, self._names()
+        runtime, update, names, handles = session.runtime, session.update, self._names(), root_handles(session.handles)
         assert runtime is not None
         assert update is not None
         held = runtime.weights.held
         named = {name: parameter for name, (parameter, _) in held.items()}
         weights = {name: slices for name, (_, slices) in held.items()}
-        for handle in session.handles.values():
+        for handle in handles.values():
             for parameter in handle.module.parameters():
                 name = names[id(parameter)]
                 if name not in named:  # of a layer that no task runs now: every rank has it
@@ -359,7 +359,7 @@ class Saver:
                 elif rank == min(slices):
                     yield _whole(f"optimizer/{name}/{key}", value)
         owners = buffer_owners(runtime)
-        for handle in session.handles.values():
+        for handle in handles.values():
             persistent = handle.module.state_dict(keep_vars=True).keys()
             for path, buffer in handle.module.named_buffers():
                 if owners.get(id(buffer), 0) == rank and buffer.numel():
