@@ -318,7 +318,7 @@ class Saver:
             for name, entries in state.states.items()
             if rank == min(state.sharding[name])
         }
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = {"num_updates": state.num_steps}
         scheduler = {} if state.lr_scheduler is None else state.lr_scheduler.state
         if "num_bad_epochs" in scheduler:  # a ReduceLROnPlateau; others are made anew, and stepped
             extra["lr_scheduler"] = {
