@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,20 @@ def test_a_fit_that_was_stopped_is_over(tmp_path):
     trainer, _ = trainer_of(tmp_path)
     assert fit(trainer, 9).losses == ()
     assert len(fit(trainer, 2).losses) == 2
+
+
+def test_a_signal_after_the_last_header_ends_the_job_and_its_repeat_is_ignored(tmp_path):
+    trainer, _ = trainer_of(tmp_path, every=None)
+
+    def on_step(step, losses):
+        for _ in range(2 if step == 2 else 0):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended:
+        fit(trainer, 3, on_step=on_step)
+    assert ended.value.code == 143
+    trainer, _ = trainer_of(tmp_path, every=None)
+    assert len(fit(trainer, 4).losses) == 1
 
 
 def test_on_step_may_save_and_what_it_changed_is_resumed(tmp_path):

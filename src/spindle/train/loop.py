@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -260,18 +260,25 @@ class Loop:
                 in_memory=not wanted and not saver.is_due(step),
             )
         if is_ending:
-            is_saved = saver.wait(notify)
-            name = "a signal" if self._signals is None or self._signals.first is None else self._signals.first.name
-            self._progress.note(f"stopped by {name} after {step} steps, which are {'' if is_saved else 'not '}saved")
-            raise SystemExit(128 + signal.SIGTERM)
+            self._end_job(step, is_saved=saver.wait(notify))
+
+    def _end_job(self, step: int, *, is_saved: bool) -> NoReturn:
+        name = "a signal" if self._signals is None or self._signals.first is None else self._signals.first.name
+        self._progress.note(f"stopped by {name} after {step} steps, which are {'' if is_saved else 'not '}saved")
+        raise SystemExit(128 + signal.SIGTERM)
 
     def _save_last(self, *, was_stopped: bool) -> None:
-        """Save the state after the last step of the fit, and wait until it is written."""
+        """Save the state after the last step of the fit, and wait until it is written. End the job if a rank was
+        signalled."""
         saver, notify = self._session.saver, self._session.notifier(self._progress)
         if saver is not None:
             saver.wait(notify)
             self._save(self._next_step, REQUESTED, was_stopped=was_stopped)
-            saver.wait(notify)
+            is_saved = saver.wait(notify)
+            # A signal that no header of this fit has carried.
+            rows = self._world.start_all_gather(torch.tensor([self._saves()[0]], dtype=torch.float64)).wait()
+            if any(int(row.item()) == ENDING for row in rows):
+                self._end_job(self._next_step, is_saved=is_saved)
 
     def _data_positions(self) -> dict[str, Any]:
         """The positions of loaders that this rank reads, in JSON."""
