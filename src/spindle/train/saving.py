@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,6 +33,7 @@ from spindle.run import Copied, Staging, box_view
 from spindle.train.buffers import buffer_owners
 from spindle.train.config import Checkpoints, Planning, TrainConfig
 from spindle.train.feed import random_state
+from spindle.train.optimizer import Update
 from spindle.train.optimizer_reshard import OptimizerState
 from spindle.train.plain_json import to_plain
 from spindle.train.record import parameter_names, root_handles
@@ -70,9 +72,11 @@ class Saver:
         self._writing: Future[None] | None = None
         self._finishing: Future[None] | None = None
         self._state: tuple[SavedState, Plan, Profile] | None = None  # of the one that is written, on rank 0
-        self._checked: object = None  # the optimizer whose settings are known to be plain values
+        # The optimizer whose settings are known to be plain values, while it lives.
+        self._checked: weakref.ref[Update] | None = None
         self._is_noted = True  # whether the user was told how the last one ended
-        self._writers: tuple[object, dict[str, list[Box]]] | None = None  # this rank's, under an optimizer
+        # This rank's boxes, under an optimizer.
+        self._writers: tuple[weakref.ref[Update], dict[str, list[Box]]] | None = None
         self.last_step = 0  # that was saved, or resumed from
         self.is_requested = False  # by the user, on this rank
         self.pauses: list[tuple[int, float]] = []  # bytes copied on this rank, and seconds that took
@@ -174,8 +178,8 @@ class Saver:
             {position for position, written in enumerate(boxes) if written.is_buffer},
         )
         update.wait_for(copied.event)
-        if self._checked is not update:  # else in the thread
-            self._checked = update
+        if self._checked is None or self._checked() is not update:  # else in the thread
+            self._checked = weakref.ref(update)
             self._fragments(optimizer)
         optimizer = replace(
             optimizer,
@@ -374,7 +378,8 @@ class Saver:
         those of the state of a parameter that is not trained now, which other ranks may have."""
         update, rank = self._session.update, self._world.rank
         assert update is not None
-        if self._writers is None or self._writers[0] is not update or self._writers[1].keys() < weights.keys():
+        known = self._writers
+        if known is None or known[0]() is not update or not known[1].keys() >= weights.keys():
             sizes = {name: parameter.element_size() for name, parameter in named.items()}
             trained = update.sharding
             # Of what a sharded optimizer updates, each rank writes its part: nothing waits for an all-gather.
@@ -385,8 +390,8 @@ class Saver:
 
             writers = writers_of({**weights, **trained, **frozen}, element_bytes)
             mine = {name: [box for box, writer in boxes if writer == rank] for name, boxes in writers.items()}
-            self._writers = update, mine
-        return self._writers[1]
+            self._writers = known = weakref.ref(update), mine
+        return known[1]
 
     def _unloaded_boxes(self) -> Iterator[_Written]:
         """What the checkpoint that was resumed from has of modules that were not called yet."""
