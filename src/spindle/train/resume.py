@@ -373,9 +373,16 @@ class ResumedTensors:
                 for kind in ("buffer", "nonpersistent_buffer"):
                     name = f"{kind}/{module}.{path}"
                     stored = self.checkpoint.tensors.get(name)
-                    if stored is not None and name not in self._loaded and stored.shape == tuple(buffer.shape):
-                        self._loaded.add(name)
+                    if stored is None or name in self._loaded:
+                        continue
+                    self._loaded.add(name)
+                    if stored.shape == tuple(buffer.shape):
                         buffer.copy_(self.read(name, Slice.whole(stored.shape)))
+                    elif kind == "buffer":  # others are a cache, as long as the longest sequence so far
+                        raise CheckpointError(
+                            f"{self.checkpoint.folder}: buffer {f'{module}.{path}'!r} was saved with the shape "
+                            f"{list(stored.shape)}, here it has {list(buffer.shape)}"
+                        )
 
     def unloaded(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
         """Parameters and buffers that no module took, each with a function that reads it."""
