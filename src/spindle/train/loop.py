@@ -230,7 +230,7 @@ class Loop:
             return False
         is_free, wanted = saver.advance(written_in(table), notify), saves_in(table)
         is_due = saver.is_due(step) or bool(wanted)
-        if step == saver.last_step or not (is_due or saver.is_due_in_memory(step)):
+        if saver.is_saved(step, on_disk=bool(wanted)) or not (is_due or saver.is_due_in_memory(step)):
             return wanted == ENDING
         if not is_free and (wanted == ENDING or saver.is_in_memory):
             saver.wait(notify)
@@ -249,7 +249,8 @@ class Loop:
         if is_ending or was_stopped:
             recorder.pause()  # a disk may take its time
             saver.wait(notify)
-        if step != saver.last_step:
+        on_disk = bool(wanted) or saver.is_due(step)
+        if not saver.is_saved(step, on_disk=on_disk):
             saver.save(
                 step,
                 lambda: saver.state(
@@ -257,7 +258,7 @@ class Loop:
                 ),
                 self._data_positions(),
                 notify,
-                in_memory=not wanted and not saver.is_due(step),
+                in_memory=not on_disk,
             )
         if is_ending:
             self._end_job(step, is_saved=saver.wait(notify))

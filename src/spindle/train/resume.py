@@ -68,7 +68,7 @@ def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int, progre
         found = newest_checkpoint(checkpoints, session.world, notify)
         if found is not None:
             session.saved = ResumedTensors(found)
-            session.saver.last_step = found.state.step
+            session.saver.resume_from(found.folder.parent, found.state.step)
     saved = session.saved
     if saved is None or number > saved.checkpoint.state.fit:
         return None

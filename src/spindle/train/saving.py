@@ -102,6 +102,15 @@ class Saver:
         every = self._checkpoints.memory_every
         return self.memory is not None and every is not None and step % every == 0 and step > self.last_step
 
+    def is_saved(self, step: int, *, on_disk: bool) -> bool:
+        """Whether the state after so many steps was saved, or resumed from; with `on_disk`, whether not in memory
+        alone."""
+        return step == self.last_step and (not on_disk or self._folder == Path(self._checkpoints.folder))
+
+    def resume_from(self, folder: Path, step: int) -> None:
+        """Note that the training was resumed from a checkpoint of `folder`."""
+        self._folder, self.last_step = folder, step
+
     @property
     def is_in_memory(self) -> bool:
         """Whether the last checkpoint stays in memory."""
