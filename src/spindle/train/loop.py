@@ -233,6 +233,7 @@ class Loop:
         if saver.is_saved(step, on_disk=bool(wanted)) or not (is_due or saver.is_due_in_memory(step)):
             return wanted == ENDING
         if not is_free and (wanted == ENDING or saver.is_in_memory):
+            recorder.pause()  # a disk may take its time
             saver.wait(notify)
             is_free = True
         if not is_free:
