@@ -380,6 +380,7 @@ class Loop:
         ended = {name for name in self._feeds if name not in config.task_names or name in loaders}
         for name in ended:
             self._feeds.pop(name).close()
+            self._num_read_ahead.pop(name, None)
             # What was read for this step is not trained on; a dataset that comes back begins with it.
             self._session.num_batches[name] += self._num_asked.pop(name) - sum(name in row for row in headers)
         for task in config.tasks:
