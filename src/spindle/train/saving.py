@@ -40,7 +40,7 @@ from spindle.train.record import parameter_names, root_handles
 from spindle.train.session import TrainSession
 
 REQUESTED, ENDING = 1, 2  # in the header: a checkpoint was asked for; the job is to end after one
-_ROOM = 1.5  # of a checkpoint's size, which memory must have free
+_ROOM = 2.2  # of a checkpoint's size: the last one in memory is removed once the next is complete
 _STATE_SIZE = 3  # elements written for an element of a trained parameter: Adam's two moments, too
 
 
@@ -231,7 +231,9 @@ class Saver:
         """Whether memory has room for checkpoints, as rank 0 finds it; else there are none from now on."""
         if not self._has_room and self.memory is not None:
             num_bytes = sum(written.values.numel() * written.values.element_size() for written in boxes)
-            free = shutil.disk_usage(self.memory.parent).free
+            # What is there already is removed as new ones are written.
+            present = sum(path.stat().st_size for path in self.memory.glob("*/*") if path.is_file())
+            free = shutil.disk_usage(self.memory.parent).free + present
             rows = self._world.start_all_gather(torch.tensor([num_bytes, free], dtype=torch.float64)).wait()
             needed, free = _ROOM * sum(float(row[0]) for row in rows), int(rows[0][1])
             self._has_room = free >= needed
