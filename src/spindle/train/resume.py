@@ -253,7 +253,8 @@ def _restore(
             for path, module in handle.module.named_modules():
                 module.training = f"{name}.{path}" not in in_evaluation
     session.restore_optimizer_state(partial(saved.optimizer_state, session.world))
-    is_planned_alike = state.planning == planning_text(config.planning)
+    # As rank 0 finds it: others may not see the file of a given plan.
+    is_planned_alike = session.world.broadcast_object(state.planning == planning_text(config.planning))
     if is_planned_alike:
         session.saved_plan = saved.plan
     if is_planned_alike or config.planning.profile is None:

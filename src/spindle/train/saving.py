@@ -7,6 +7,7 @@ communicates with other ranks. One checkpoint is written at a time.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import time
@@ -465,13 +466,24 @@ def planning_text(planning: Planning) -> str:
     return repr(
         (
             planner,
-            None if planning.plan is None else str(planning.plan),
+            None if planning.plan is None else _plan_text(planning.plan),
             sorted(planning.tensor_parallel_degrees.items()),
             planning.pipeline_parallel_degree,
             planning.shard_optimizer,
             planning.memory_limit_bytes,
+            planning.lanes,
         )
     )
+
+
+def _plan_text(plan: Plan | Path | str) -> str:
+    """A given plan; of a file the digest, because another plan may be written to it."""
+    if isinstance(plan, Plan) or (isinstance(plan, str) and "*" in plan):
+        return str(plan)
+    try:
+        return hashlib.sha256(Path(plan).read_bytes()).hexdigest()
+    except OSError:  # rank 0 alone needs the file
+        return str(plan)
 
 
 def _name_of(function: Any) -> str:
