@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,20 @@ def test_a_fit_that_was_stopped_is_over(tmp_path):
     assert len(fit(trainer, 2).losses) == 2
 
 
+def test_a_signal_after_the_last_header_ends_the_job_and_its_repeat_is_ignored(tmp_path):
+    trainer, _ = trainer_of(tmp_path, every=None)
+
+    def on_step(step, losses):
+        for _ in range(2 if step == 2 else 0):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended:
+        fit(trainer, 3, on_step=on_step)
+    assert ended.value.code == 143
+    trainer, _ = trainer_of(tmp_path, every=None)
+    assert len(fit(trainer, 4).losses) == 1
+
+
 def test_on_step_may_save_and_what_it_changed_is_resumed(tmp_path):
     def script(folder, steps, called):
         trainer, modules = trainer_of(folder, ["pull", "push", "extra"], every=None)
@@ -152,6 +167,59 @@ def test_on_step_may_save_and_what_it_changed_is_resumed(tmp_path):
     assert called == list(range(6, 9))
     assert result.losses[0].keys() == {"pull", "push"}
     assert same(state, expected)
+
+
+class Pair(nn.Module):
+    """A composite: two towers, one with running statistics, and a scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)), *last)
+            for last in ((), (nn.BatchNorm1d(8),))
+        )
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x, y):
+        return (self.left(x) * self.scale - self.right(y)).square().mean(1)
+
+
+def test_an_opened_composite_is_saved_and_resumed_again_and_again(tmp_path):
+    def script(folder, steps):
+        torch.manual_seed(0)
+        model = Pair().double()
+        pair = spindle.module("pair", model)
+
+        @spindle.task(batch_size=4)
+        def match(batch):
+            return pair(x=batch["x"], y=batch["x"].flip(1)).mean()
+
+        trainer = spindle.Trainer(
+            [match],
+            optimizer=lambda named: torch.optim.Adam([parameter for _, parameter in named], lr=0.01),
+            planning=spindle.Planning(profile=guessed_profile),
+            checkpoints=None if folder is None else spindle.Checkpoints(folder),
+        )
+
+        def on_step(step, losses):
+            if step == 1:
+                model.left[0].requires_grad_(False)
+                model.right[2].eval()
+                trainer.replan()
+
+        result = trainer.fit({"match": BATCHES}, steps=steps, on_step=on_step, progress=False)
+        return result, trainer.state_dict(), model
+
+    expected, weights, _ = script(None, 8)
+    assert "pair.left" in {metaop.module for metaop in expected.profile.graph.metaops}
+    for done, steps in ((0, 3), (3, 5), (5, 8)):
+        result, state, model = script(tmp_path, steps)
+        assert result.losses == expected.losses[done:steps]
+        assert not any("could not be written" in notice for notice in result.notices)
+    assert same(state, weights)
+    assert not model.left[0][0].weight.requires_grad
+    assert not model.right[2].training
+    assert model.training
 
 
 def test_a_new_task_starts_fresh_and_a_missing_one_is_refused(tmp_path):

@@ -77,12 +77,17 @@ def finish(folder: Path, state: SavedState, artifacts: Mapping[str, str]) -> Pat
     data: dict[str, Any] = {}
     for part in parts:  # the first rank that reads a task has its position
         data |= {task: entry for task, entry in part.data.items() if data.get(task, {}).get("position") is None}
+    # A rank that runs no slot counts no updates, and its loss scale and learning-rate scheduler stand still.
+    counts = [part.extra.get("num_updates", state.num_updates) for part in parts]
+    latest = [part.extra for part, count in zip(parts, counts, strict=True) if count == max(counts)]
+    extra = {name: value for values in latest for name, value in values.items() if name != "num_updates"}
     state = replace(
         state,
         data=data,
+        num_updates=max(counts),
         optimizer_values={name: values for part in parts for name, values in part.optimizer_values.items()},
         groups=tuple(group for part in parts for group in part.groups),
-        extra={**state.extra, **{name: values for part in parts for name, values in part.extra.items()}},
+        extra={**state.extra, **extra},
     )
     files = {INDEX: json.dumps(to_json(joined(parts))).encode()}
     files |= {name: text.encode() for name, text in artifacts.items()}

@@ -22,15 +22,23 @@ _LEAST_FILL = 0.05  # less is not told from a launch
 
 def measure_contention(works: Sequence[Work]) -> Contention:
     """Pressure and fill of the forward and the backward of a layer, given copies of it."""
+    try:
+        contention = _contention(works)
+    except torch.OutOfMemoryError:  # such copies do not run together in training, either
+        contention = ALONE
+    torch.cuda.empty_cache()
+    return contention
+
+
+def _contention(works: Sequence[Work]) -> Contention:
     copies = [warmed(work) for work in works]
     graphed = [passes for passes in copies if isinstance(passes, Graphed)]
     if len(graphed) < len(copies):
         return ALONE
-    forward = _shares([passes.forward for passes in graphed])
-    backward = _shares([passes.backward for passes in graphed])
-    del copies, graphed
-    torch.cuda.empty_cache()
-    return Contention(forward=forward, backward=backward)
+    return Contention(
+        forward=_shares([passes.forward for passes in graphed]),
+        backward=_shares([passes.backward for passes in graphed]),
+    )
 
 
 def _shares(replays: Sequence[Callable[[], None]]) -> tuple[float, float]:

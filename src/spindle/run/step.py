@@ -170,10 +170,16 @@ class Watch:
         return Spans(self._begin, *(self._settled(moments) for moments in (self.posted, self.start, self.end)))
 
     def busy_share(self) -> float:
-        """The share of the step in which this rank computed. The GPU must have finished it."""
+        """The share of the step in which this rank computed, in any lane. The GPU must have finished it."""
         spans = self.spans()
         whole = max(spans.end.values(), default=spans.begin) - spans.begin
-        busy = sum(spans.end[position] - start for position, start in spans.start.items() if position in spans.end)
+        intervals = sorted(
+            (start, spans.end[position]) for position, start in spans.start.items() if position in spans.end
+        )
+        busy, last = 0, spans.begin
+        for start, end in intervals:
+            busy += max(0, end - max(start, last))
+            last = max(last, end)
         return busy / whole if whole else 0.0
 
     def busy_s(self, positions: Collection[int]) -> float:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from spindle.errors import TrainingError
+from spindle.launch.activity import recorder
 from spindle.run import World, metric_sums, on_device, plain, send_tensors
 from spindle.train.agreement import compare_attributes
 from spindle.train.config import TrainConfig
@@ -74,6 +75,7 @@ def _sums(
         if config.autocast is not None:
             after.enter_context(torch.autocast(world.device.type, dtype=config.autocast))
         for number, nest in enumerate(islice(_batches(loader, task.batch_size, state), steps)):
+            recorder.num_events += 1  # an evaluation in `on_step` may take long
             if is_empty(nest):
                 continue
             form = form_of_batch(nest)

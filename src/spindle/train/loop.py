@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -230,9 +230,10 @@ class Loop:
             return False
         is_free, wanted = saver.advance(written_in(table), notify), saves_in(table)
         is_due = saver.is_due(step) or bool(wanted)
-        if step == saver.last_step or not (is_due or saver.is_due_in_memory(step)):
+        if saver.is_saved(step, on_disk=bool(wanted)) or not (is_due or saver.is_due_in_memory(step)):
             return wanted == ENDING
         if not is_free and (wanted == ENDING or saver.is_in_memory):
+            recorder.pause()  # a disk may take its time
             saver.wait(notify)
             is_free = True
         if not is_free:
@@ -249,7 +250,8 @@ class Loop:
         if is_ending or was_stopped:
             recorder.pause()  # a disk may take its time
             saver.wait(notify)
-        if step != saver.last_step:
+        on_disk = bool(wanted) or saver.is_due(step)
+        if not saver.is_saved(step, on_disk=on_disk):
             saver.save(
                 step,
                 lambda: saver.state(
@@ -257,21 +259,28 @@ class Loop:
                 ),
                 self._data_positions(),
                 notify,
-                in_memory=not wanted and not saver.is_due(step),
+                in_memory=not on_disk,
             )
         if is_ending:
-            is_saved = saver.wait(notify)
-            name = "a signal" if self._signals is None or self._signals.first is None else self._signals.first.name
-            self._progress.note(f"stopped by {name} after {step} steps, which are {'' if is_saved else 'not '}saved")
-            raise SystemExit(128 + signal.SIGTERM)
+            self._end_job(step, is_saved=saver.wait(notify))
+
+    def _end_job(self, step: int, *, is_saved: bool) -> NoReturn:
+        name = "a signal" if self._signals is None or self._signals.first is None else self._signals.first.name
+        self._progress.note(f"stopped by {name} after {step} steps, which are {'' if is_saved else 'not '}saved")
+        raise SystemExit(128 + signal.SIGTERM)
 
     def _save_last(self, *, was_stopped: bool) -> None:
-        """Save the state after the last step of the fit, and wait until it is written."""
+        """Save the state after the last step of the fit, and wait until it is written. End the job if a rank was
+        signalled."""
         saver, notify = self._session.saver, self._session.notifier(self._progress)
         if saver is not None:
             saver.wait(notify)
             self._save(self._next_step, REQUESTED, was_stopped=was_stopped)
-            saver.wait(notify)
+            is_saved = saver.wait(notify)
+            # A signal that no header of this fit has carried.
+            rows = self._world.start_all_gather(torch.tensor([self._saves()[0]], dtype=torch.float64)).wait()
+            if any(int(row.item()) == ENDING for row in rows):
+                self._end_job(self._next_step, is_saved=is_saved)
 
     def _data_positions(self) -> dict[str, Any]:
         """The positions of loaders that this rank reads, in JSON."""
@@ -371,6 +380,7 @@ class Loop:
         ended = {name for name in self._feeds if name not in config.task_names or name in loaders}
         for name in ended:
             self._feeds.pop(name).close()
+            self._num_read_ahead.pop(name, None)
             # What was read for this step is not trained on; a dataset that comes back begins with it.
             self._session.num_batches[name] += self._num_asked.pop(name) - sum(name in row for row in headers)
         for task in config.tasks:

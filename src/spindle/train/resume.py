@@ -44,7 +44,7 @@ from spindle.train.grad_scaler import ScaleState
 from spindle.train.optimizer_reshard import LRSchedulerState, OptimizerState
 from spindle.train.plain_json import from_plain
 from spindle.train.progress import Progress
-from spindle.train.record import handles_of, record_all
+from spindle.train.record import handles_of, record_all, root_handles
 from spindle.train.result import FitResult
 from spindle.train.saving import Saver, memory_folder, planning_text, whole_shape
 from spindle.train.session import TrainSession
@@ -68,7 +68,7 @@ def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int, progre
         found = newest_checkpoint(checkpoints, session.world, notify)
         if found is not None:
             session.saved = ResumedTensors(found)
-            session.saver.last_step = found.state.step
+            session.saver.resume_from(found.folder.parent, found.state.step)
     saved = session.saved
     if saved is None or number > saved.checkpoint.state.fit:
         return None
@@ -92,18 +92,19 @@ def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int, progre
 
 
 def _handles(session: TrainSession, loaders: Mapping[str, Any]) -> dict[str, ModuleHandle]:
-    """The modules of all tasks that the script has; of tasks that look at their batches, those that the first one
-    reaches."""
+    """The modules of all tasks that the script has, with composites as a whole; of tasks that look at their batches,
+    those that the first one reaches."""
     if session.handles:
-        return session.handles
+        return root_handles(session.handles)
     tasks = session.config.tasks
     try:
-        return handles_of(record_all(tasks))
+        return root_handles(handles_of(record_all(tasks)))
     except WorkloadError:
         outside = random_state()
         examples = {task.name: _first_batch(loaders.get(task.name), task.batch_size) for task in tasks}
         set_random_state(outside)
-        return handles_of(record_all([task for task in tasks if examples[task.name] is not None], examples))
+        reached = record_all([task for task in tasks if examples[task.name] is not None], examples)
+        return root_handles(handles_of(reached))
 
 
 def _first_batch(loader: Any, batch_size: int) -> Any:
@@ -252,7 +253,8 @@ def _restore(
             for path, module in handle.module.named_modules():
                 module.training = f"{name}.{path}" not in in_evaluation
     session.restore_optimizer_state(partial(saved.optimizer_state, session.world))
-    is_planned_alike = state.planning == planning_text(config.planning)
+    # As rank 0 finds it: others may not see the file of a given plan.
+    is_planned_alike = session.world.broadcast_object(state.planning == planning_text(config.planning))
     if is_planned_alike:
         session.saved_plan = saved.plan
     if is_planned_alike or config.planning.profile is None:
@@ -372,9 +374,16 @@ class ResumedTensors:
                 for kind in ("buffer", "nonpersistent_buffer"):
                     name = f"{kind}/{module}.{path}"
                     stored = self.checkpoint.tensors.get(name)
-                    if stored is not None and name not in self._loaded and stored.shape == tuple(buffer.shape):
-                        self._loaded.add(name)
+                    if stored is None or name in self._loaded:
+                        continue
+                    self._loaded.add(name)
+                    if stored.shape == tuple(buffer.shape):
                         buffer.copy_(self.read(name, Slice.whole(stored.shape)))
+                    elif kind == "buffer":  # others are a cache, as long as the longest sequence so far
+                        raise CheckpointError(
+                            f"{self.checkpoint.folder}: buffer {f'{module}.{path}'!r} was saved with the shape "
+                            f"{list(stored.shape)}, here it has {list(buffer.shape)}"
+                        )
 
     def unloaded(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
         """Parameters and buffers that no module took, each with a function that reads it."""

@@ -7,9 +7,11 @@ communicates with other ranks. One checkpoint is written at a time.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,13 +34,14 @@ from spindle.run import Copied, Staging, box_view
 from spindle.train.buffers import buffer_owners
 from spindle.train.config import Checkpoints, Planning, TrainConfig
 from spindle.train.feed import random_state
+from spindle.train.optimizer import Update
 from spindle.train.optimizer_reshard import OptimizerState
 from spindle.train.plain_json import to_plain
-from spindle.train.record import parameter_names
+from spindle.train.record import parameter_names, root_handles
 from spindle.train.session import TrainSession
 
 REQUESTED, ENDING = 1, 2  # in the header: a checkpoint was asked for; the job is to end after one
-_ROOM = 1.5  # of a checkpoint's size, which memory must have free
+_ROOM = 2.2  # of a checkpoint's size: the last one in memory is removed once the next is complete
 _STATE_SIZE = 3  # elements written for an element of a trained parameter: Adam's two moments, too
 
 
@@ -70,9 +73,11 @@ class Saver:
         self._writing: Future[None] | None = None
         self._finishing: Future[None] | None = None
         self._state: tuple[SavedState, Plan, Profile] | None = None  # of the one that is written, on rank 0
-        self._checked: object = None  # the optimizer whose settings are known to be plain values
+        # The optimizer whose settings are known to be plain values, while it lives.
+        self._checked: weakref.ref[Update] | None = None
         self._is_noted = True  # whether the user was told how the last one ended
-        self._writers: tuple[object, dict[str, list[Box]]] | None = None  # this rank's, under an optimizer
+        # This rank's boxes, under an optimizer.
+        self._writers: tuple[weakref.ref[Update], dict[str, list[Box]]] | None = None
         self.last_step = 0  # that was saved, or resumed from
         self.is_requested = False  # by the user, on this rank
         self.pauses: list[tuple[int, float]] = []  # bytes copied on this rank, and seconds that took
@@ -97,6 +102,15 @@ class Saver:
         """Whether one falls due that stays in memory."""
         every = self._checkpoints.memory_every
         return self.memory is not None and every is not None and step % every == 0 and step > self.last_step
+
+    def is_saved(self, step: int, *, on_disk: bool) -> bool:
+        """Whether the state after so many steps was saved, or resumed from; with `on_disk`, whether not in memory
+        alone."""
+        return step == self.last_step and (not on_disk or self._folder == Path(self._checkpoints.folder))
+
+    def resume_from(self, folder: Path, step: int) -> None:
+        """Note that the training was resumed from a checkpoint of `folder`."""
+        self._folder, self.last_step = folder, step
 
     @property
     def is_in_memory(self) -> bool:
@@ -174,8 +188,8 @@ class Saver:
             {position for position, written in enumerate(boxes) if written.is_buffer},
         )
         update.wait_for(copied.event)
-        if self._checked is not update:  # else in the thread
-            self._checked = update
+        if self._checked is None or self._checked() is not update:  # else in the thread
+            self._checked = weakref.ref(update)
             self._fragments(optimizer)
         optimizer = replace(
             optimizer,
@@ -218,7 +232,9 @@ class Saver:
         """Whether memory has room for checkpoints, as rank 0 finds it; else there are none from now on."""
         if not self._has_room and self.memory is not None:
             num_bytes = sum(written.values.numel() * written.values.element_size() for written in boxes)
-            free = shutil.disk_usage(self.memory.parent).free
+            # What is there already is removed as new ones are written.
+            present = sum(path.stat().st_size for path in self.memory.glob("*/*") if path.is_file())
+            free = shutil.disk_usage(self.memory.parent).free + present
             rows = self._world.start_all_gather(torch.tensor([num_bytes, free], dtype=torch.float64)).wait()
             needed, free = _ROOM * sum(float(row[0]) for row in rows), int(rows[0][1])
             self._has_room = free >= needed
@@ -261,7 +277,7 @@ class Saver:
         """What is no tensor, but for what other ranks know."""
         session, update = self._session, self._session.update
         assert update is not None
-        handles, names, optimizer = session.handles, self._names(), update.state()
+        handles, names, optimizer = root_handles(session.handles), self._names(), update.state()
         tasks = tuple(config.task_names)
         aliases, frozen, in_evaluation = {}, [], []
         for name, handle in handles.items():
@@ -304,7 +320,7 @@ class Saver:
         assert self._session.runtime is not None
         held = self._session.runtime.weights.held
         planned = {id(parameter): name for name, (parameter, _) in held.items()}
-        return {**parameter_names(self._session.handles), **planned}
+        return {**parameter_names(root_handles(self._session.handles)), **planned}
 
     def _fragments(self, state: OptimizerState) -> dict[str, Any]:
         """What this rank alone knows of the optimizer, in JSON."""
@@ -318,7 +334,7 @@ class Saver:
             for name, entries in state.states.items()
             if rank == min(state.sharding[name])
         }
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = {"num_updates": state.num_steps}
         scheduler = {} if state.lr_scheduler is None else state.lr_scheduler.state
         if "num_bad_epochs" in scheduler:  # a ReduceLROnPlateau; others are made anew, and stepped
             extra["lr_scheduler"] = {
@@ -331,13 +347,13 @@ class Saver:
     def _boxes(self, state: OptimizerState) -> Iterator[_Written]:
         """The boxes that this rank writes."""
         session, rank = self._session, self._world.rank
-        runtime, update, names = session.runtime, session.update, self._names()
+        runtime, update, names, handles = session.runtime, session.update, self._names(), root_handles(session.handles)
         assert runtime is not None
         assert update is not None
         held = runtime.weights.held
         named = {name: parameter for name, (parameter, _) in held.items()}
         weights = {name: slices for name, (_, slices) in held.items()}
-        for handle in session.handles.values():
+        for handle in handles.values():
             for parameter in handle.module.parameters():
                 name = names[id(parameter)]
                 if name not in named:  # of a layer that no task runs now: every rank has it
@@ -359,7 +375,7 @@ class Saver:
                 elif rank == min(slices):
                     yield _whole(f"optimizer/{name}/{key}", value)
         owners = buffer_owners(runtime)
-        for handle in session.handles.values():
+        for handle in handles.values():
             persistent = handle.module.state_dict(keep_vars=True).keys()
             for path, buffer in handle.module.named_buffers():
                 if owners.get(id(buffer), 0) == rank and buffer.numel():
@@ -374,7 +390,8 @@ class Saver:
         those of the state of a parameter that is not trained now, which other ranks may have."""
         update, rank = self._session.update, self._world.rank
         assert update is not None
-        if self._writers is None or self._writers[0] is not update or self._writers[1].keys() < weights.keys():
+        known = self._writers
+        if known is None or known[0]() is not update or not known[1].keys() >= weights.keys():
             sizes = {name: parameter.element_size() for name, parameter in named.items()}
             trained = update.sharding
             # Of what a sharded optimizer updates, each rank writes its part: nothing waits for an all-gather.
@@ -385,8 +402,8 @@ class Saver:
 
             writers = writers_of({**weights, **trained, **frozen}, element_bytes)
             mine = {name: [box for box, writer in boxes if writer == rank] for name, boxes in writers.items()}
-            self._writers = update, mine
-        return self._writers[1]
+            self._writers = known = weakref.ref(update), mine
+        return known[1]
 
     def _unloaded_boxes(self) -> Iterator[_Written]:
         """What the checkpoint that was resumed from has of modules that were not called yet."""
@@ -449,13 +466,24 @@ def planning_text(planning: Planning) -> str:
     return repr(
         (
             planner,
-            None if planning.plan is None else str(planning.plan),
+            None if planning.plan is None else _plan_text(planning.plan),
             sorted(planning.tensor_parallel_degrees.items()),
             planning.pipeline_parallel_degree,
             planning.shard_optimizer,
             planning.memory_limit_bytes,
+            planning.lanes,
         )
     )
+
+
+def _plan_text(plan: Plan | Path | str) -> str:
+    """A given plan; of a file the digest, because another plan may be written to it."""
+    if isinstance(plan, Plan) or (isinstance(plan, str) and "*" in plan):
+        return str(plan)
+    try:
+        return hashlib.sha256(Path(plan).read_bytes()).hexdigest()
+    except OSError:  # rank 0 alone needs the file
+        return str(plan)
 
 
 def _name_of(function: Any) -> str:

@@ -33,7 +33,7 @@ from spindle.train.optimizer_reshard import OptimizerState
 from spindle.train.plan import plan_workload
 from spindle.train.profiling import ProfiledWorkload, trace_and_profile
 from spindle.train.progress import Progress
-from spindle.train.record import named_parameters
+from spindle.train.record import named_parameters, root_handles
 from spindle.train.runtime import RankRuntime, StateFor, make_runtime, make_update
 from spindle.train.task import ModuleHandle
 from spindle.train.task_variants import TaskVariants
@@ -141,7 +141,7 @@ class TrainSession:
         self.is_scattered = True
         runtime.weights.scatter_parameters()
         if self.saved is not None:
-            self.saved.load(runtime.weights, self.handles, self.world.rank)
+            self.saved.load(runtime.weights, root_handles(self.handles), self.world.rank)
         if runtime.shards is not None:
             runtime.shards.attach()
         share_buffers(runtime.workload.bound, self.world)

@@ -1,15 +1,21 @@
-"""Signals that ask a job to end: all ranks obey them after the same step. A second one ends the process at once."""
+"""Signals that ask a job to end: all ranks obey them after the same step. A later one ends the process at once.
+
+A signal to all processes of a job reaches a rank twice, the second time from its launcher: repeats are ignored for some
+seconds.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 _ENDING = (signal.SIGTERM, signal.SIGUSR1)  # a queue sends either, some time before it kills
+_REPEAT_S = 5.0  # after the first, in which others are taken for repeats of it
 
 
 class NoticedSignals:
@@ -17,12 +23,16 @@ class NoticedSignals:
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
+        self._first_s = 0.0
+        self._process = os.getpid()
 
     def notice(self, number: int, frame: FrameType | None) -> None:
-        if self.first is not None:
+        is_forked = os.getpid() != self._process  # a worker of a loader, which inherits handlers
+        if self.first is None and not is_forked:
+            self.first, self._first_s = signal.Signals(number), time.monotonic()
+        elif is_forked or time.monotonic() - self._first_s > _REPEAT_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.first = self.first or signal.Signals(number)
 
 
 @contextmanager

@@ -221,6 +221,7 @@ class Trainer:
     def step_lr_scheduler(self, metric: float) -> None:
         """Step a `ReduceLROnPlateau` with a metric, such as a loss of `evaluate`: on all ranks, in a fit's `on_step` or
         between fits."""
+        self._session.callbacks.refuse_collective("step_lr_scheduler")
         compare(self.world, {"the metric of step_lr_scheduler(...)": repr(float(metric))})
         if self._session.update is None:
             raise TrainingError("step_lr_scheduler(): there is no learning-rate scheduler before the first step")
