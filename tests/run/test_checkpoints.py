@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from torch import nn  # noqa: E402
 import spindle  # noqa: E402
 from internals import guessed_profile  # noqa: E402
 from resuming import LOADERS, Run, Waves, run, stacked  # noqa: E402
-from spindle.checkpoint import folder_of_step, open_checkpoint  # noqa: E402
+from spindle.checkpoint import finish, folder_of_step, open_checkpoint, partial_folder, write_part  # noqa: E402
 from spindle.cli.main import run as run_cli  # noqa: E402
 from spindle.errors import CheckpointError, TrainingError  # noqa: E402
 
@@ -50,7 +51,7 @@ def trainer_of(folder, tasks=("pull", "push"), *, every=2, keep=3, seed=0, size=
         [known[name] for name in tasks],
         optimizer=lambda named: torch.optim.Adam([parameter for _, parameter in named], lr=0.01),
         planning=spindle.Planning(profile=guessed_profile),
-        checkpoints=None if folder is None else spindle.Checkpoints(folder, every=every, keep=keep),
+        checkpoints=spindle.Checkpoints(folder, every=every, keep=keep) if isinstance(folder, Path) else folder,
         seed=seed,
     )
     return trainer, modules
@@ -428,3 +429,70 @@ def test_the_newest_checkpoint_may_be_in_memory(tmp_path, monkeypatch):
     assert any("step-5: 5 steps of 7" in notice for notice in resumed.notices)
     assert resumed.losses == whole.losses[5:]
     assert same(resumed.state, whole.state)
+
+
+class Signalling(Waves):
+    """Sends SIGTERM, if it is to, while a fit reads its first batch."""
+
+    is_sending = False
+
+    def __getitem__(self, number):
+        if self.is_sending and signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+            self.is_sending = False
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().__getitem__(number)
+
+
+def test_a_signal_right_after_resuming_from_memory_still_saves_on_disk(tmp_path, monkeypatch):
+    folder, memory = tmp_path / "runs", tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setenv("SPINDLE_MEMORY", str(memory))
+
+    def start(steps, *, is_sending):
+        trainer, _ = trainer_of(spindle.Checkpoints(folder, memory_every=5), ["pull"])
+        dataset = Signalling()
+        dataset.is_sending = is_sending
+        trainer.fit({"pull": dataset}, steps=steps, progress=False)
+
+    start(6, is_sending=False)
+    shutil.rmtree(folder / "step-6")  # as if the job had been killed before
+    with pytest.raises(SystemExit):
+        start(7, is_sending=True)
+    assert [path.name for path in folder.glob("step-*")] == ["step-5"]
+
+
+def test_counts_and_scales_are_those_of_the_ranks_that_updated_most(copy):
+    state = replace(open_checkpoint(folder_of_step(copy, 4)).state, step=9, num_ranks=3, num_updates=0)
+    extras = [{"num_updates": 0, "loss_scale": 1}, {"num_updates": 9, "loss_scale": 2, "lr_scheduler": 3}]
+    for rank, extra in enumerate([*extras, extras[0]]):
+        write_part(partial_folder(copy, 9), rank, memoryview(b""), [], {"extra": extra})
+    saved = open_checkpoint(finish(copy, state, {})).state
+    assert (saved.num_updates, saved.extra) == (9, {"loss_scale": 2, "lr_scheduler": 3})
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_buffer_of_another_shape_is_refused_unless_it_is_a_cache(tmp_path, persistent):
+    def start(size, steps):
+        torch.manual_seed(0)
+        module = nn.Linear(8, 8).double()
+        module.register_buffer("cache", torch.zeros(size), persistent=persistent)
+        handle = spindle.module("linear", module)
+
+        @spindle.task(batch_size=4)
+        def pull(batch):
+            return handle(batch["x"]).square().mean()
+
+        trainer = spindle.Trainer(
+            [pull],
+            optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.01),
+            planning=spindle.Planning(profile=guessed_profile),
+            checkpoints=spindle.Checkpoints(tmp_path),
+        )
+        return fit(trainer, steps, ["pull"])
+
+    start(3, 1)
+    if persistent:
+        with pytest.raises(CheckpointError, match=r"buffer 'linear.cache' was saved with the shape \[3\]"):
+            start(4, 2)
+    else:
+        assert not any("could not be written" in notice for notice in start(4, 2).notices)
