@@ -171,24 +171,25 @@ def test_on_step_may_save_and_what_it_changed_is_resumed(tmp_path):
 
 
 class Pair(nn.Module):
-    """A composite: two towers, one with running statistics, and a scale."""
+    """A composite: two towers, one with running statistics; its own parameter is a part that has its name."""
 
-    def __init__(self):
+    def __init__(self, *, is_scaled):
         super().__init__()
         self.left, self.right = (
             nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)), *last)
             for last in ((), (nn.BatchNorm1d(8),))
         )
-        self.scale = nn.Parameter(torch.ones(()))
+        self.scale = nn.Parameter(torch.ones(())) if is_scaled else 1.0
 
     def forward(self, x, y):
         return (self.left(x) * self.scale - self.right(y)).square().mean(1)
 
 
-def test_an_opened_composite_is_saved_and_resumed_again_and_again(tmp_path):
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_an_opened_composite_is_saved_and_resumed_again_and_again(tmp_path, is_scaled):
     def script(folder, steps):
         torch.manual_seed(0)
-        model = Pair().double()
+        model = Pair(is_scaled=is_scaled).double()
         pair = spindle.module("pair", model)
 
         @spindle.task(batch_size=4)
