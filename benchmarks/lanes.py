@@ -116,11 +116,11 @@ def main() -> None:
             gc.collect()
             torch.cuda.empty_cache() if device.type == "cuda" else None
             options.output.write_text(json.dumps(cells, indent=1))
-            found = cells[key]
+            cell_result = cells[key]
             print(
-                f"{time.monotonic() - began:6.0f} s  {key:14s} {found['lanes']} lanes  "
-                f"{found['step_s'] * 1e3:8.2f} ms, predicted {found['predicted_s'] * 1e3:8.2f}, "
-                f"peak {found['peak_gib']:.2f} GiB, loss {sum(found['losses'].values()):.6f}",
+                f"{time.monotonic() - began:6.0f} s  {key:14s} {cell_result['lanes']} lanes  "
+                f"{cell_result['step_s'] * 1e3:8.2f} ms, predicted {cell_result['predicted_s'] * 1e3:8.2f}, "
+                f"peak {cell_result['peak_gib']:.2f} GiB, loss {sum(cell_result['losses'].values()):.6f}",
                 flush=True,
             )
 

@@ -119,23 +119,23 @@ def test_slots_that_train_the_same_parameters_share_a_lane():
     slots = [replace(slot, lane=int(number == heads[-1])) for number, slot in enumerate(plan.slots)]
     with pytest.raises(PlanError, match=r"both train head\.0, so they need one lane"):
         check(replace(plan, slots=tuple(slots)), profile)
-    found = with_lanes(plan, profile, 4)
-    assert found.num_lanes > 1
-    assert len({slot.lane for slot in found.slots if "head" in slot.op}) == 1
-    assert found.bound_s <= found.makespan_s < plan.makespan_s
+    with_several = with_lanes(plan, profile, 4)
+    assert with_several.num_lanes > 1
+    assert len({slot.lane for slot in with_several.slots if "head" in slot.op}) == 1
+    assert with_several.bound_s <= with_several.makespan_s < plan.makespan_s
 
 
 def test_memory_of_lanes_is_that_of_all_lanes_at_their_peaks():
     profile = shared_module()
     plan = make_plan(profile, "sequential")
-    found = with_lanes(plan, profile, 4)
+    with_several = with_lanes(plan, profile, 4)
 
     def bound(of):
         program = lower(of, profile)
         return Memory(program, profile).peaks_in_order(instances_of(program)).max()
 
-    assert bound(found) >= simulate(lower(found, profile), profile).peak_bytes().max()
-    limit = int(bound(found)) - 1
+    assert bound(with_several) >= simulate(lower(with_several, profile), profile).peak_bytes().max()
+    limit = int(bound(with_several)) - 1
     tight = replace(profile, cluster=profile.cluster.with_memory(limit))
     within = with_lanes(make_plan(tight, "sequential"), tight, 4)
     assert bound(within) <= limit
@@ -156,8 +156,8 @@ def random_towers(numbers: random.Random) -> Profile:
 def test_the_planner_finds_nearly_the_best_lanes_and_is_never_slower(seed):
     profile = random_towers(random.Random(seed))
     plan = make_plan(profile, "sequential")
-    found = with_lanes(plan, profile, 3)
-    assert found.makespan_s <= plan.makespan_s
+    with_several = with_lanes(plan, profile, 3)
+    assert with_several.makespan_s <= plan.makespan_s
     # Every assignment of towers to three lanes, in the order of the graph.
     names = [op.name for op in profile.graph.metaops]
     layers = {op.name: op.num_layers for op in profile.graph.metaops}
@@ -167,7 +167,7 @@ def test_the_planner_finds_nearly_the_best_lanes_and_is_never_slower(seed):
             continue
         text = "\n".join(f"{name}*{layers[name]}@0|{lane}" for name, lane in zip(names, lanes, strict=True))
         best_s = min(best_s, simulate(lower(parse_plan(text, profile), profile), profile).makespan_s)
-    assert found.makespan_s <= 1.02 * best_s
+    assert with_several.makespan_s <= 1.02 * best_s
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -38,6 +38,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from spindle.errors import GuardError
 from spindle.models.fake import FakeWeights, as_when_compiling, device_of, fake_like, without_caches
 from spindle.models.intercept import intercepted_calls
 from spindle.models.recording import argument_normalizer
@@ -48,7 +49,6 @@ from spindle.models.statements import (
     Statement,
     UnsupportedForwardError,
     current_context,
-    guard_error,
     signature_of,
 )
 
@@ -181,17 +181,18 @@ class Replay:
 
         def check(values: list[Any], rules: Sequence[Same | None], what: str) -> None:
             if len(values) != len(rules):
-                raise guard_error(self.module, f"{len(rules)} values for {what}, got {len(values)}")
+                raise self._refusal(f"{what} got {len(rules)} values, now {len(values)}")
             for value, rule in zip(values, rules, strict=True):
                 if rule is not None and (
                     value is not seen[rule.call][rule.leaf] or _version(value) != versions[rule.call][rule.leaf]
                 ):
-                    raise guard_error(self.module, f"{what} to get what an earlier part returned, unchanged")
+                    raise self._refusal(f"{what} got the output of an earlier part unchanged, now another tensor")
 
         def called(module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
             place = len(seen) - 1
             if place >= len(self.calls) or self.calls[place].path != paths[id(module)]:
-                raise guard_error(self.module, f"calls of {[call.path for call in self.calls]} in this order")
+                calls = ", ".join(call.path for call in self.calls)
+                raise self._refusal(f"it called {calls} in this order, now {paths[id(module)]} as number {place}")
             call = self.calls[place]
             check(tree_leaves((tuple(args), dict(kwargs))), call.passed, call.path)
             output = answer(place, call, run, args, kwargs)
@@ -222,8 +223,16 @@ class Replay:
             if _version(leaf) != version and not (number in self.written if place is None else self.calls[place].writes)
         ]
         if changed:
-            raise guard_error(self.module, "code that changes nothing in place that it did not change before")
+            raise self._refusal("it did not change these tensors in place, now it does")
         return result
+
+    def _refusal(self, difference: str) -> GuardError:
+        """The error for a batch for which the code does something else than it did when it was learnt."""
+        return GuardError(
+            self.module,
+            f"{type(self.module).__name__} reads values of tensors between its parts, and takes another branch for "
+            f"this batch than for the first: {difference}. Register it with spindle.module(..., split=False)",
+        )
 
     @contextmanager
     def _loose_parameters(self, loose: Any, leaves: Any) -> Iterator[None]:

@@ -65,10 +65,10 @@ def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int, progre
     notify = session.notifier(progress)
     if session.saver is None:
         session.saver = Saver(session, checkpoints, session.config.planning)
-        found = newest_checkpoint(checkpoints, session.world, notify)
-        if found is not None:
-            session.saved = ResumedTensors(found)
-            session.saver.resume_from(found.folder.parent, found.state.step)
+        newest = newest_checkpoint(checkpoints, session.world, notify)
+        if newest is not None:
+            session.saved = ResumedTensors(newest)
+            session.saver.resume_from(newest.folder.parent, newest.state.step)
     saved = session.saved
     if saved is None or number > saved.checkpoint.state.fit:
         return None
