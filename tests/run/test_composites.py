@@ -72,7 +72,8 @@ def test_a_composite_becomes_its_towers_each_in_layers(name):
 @pytest.mark.parametrize(
     ("num_ranks", "name"),
     chosen(
-        [(2, "CLIP"), (3, "Qwen3-VL"), (2, "counted Llama")],
+        [(2, "CLIP"), (3, "Qwen3-VL"), (2, "counted Llama"), (3, "packed Qwen2.5-VL")],
+        *((ranks, f"packed Qwen{version}-VL") for ranks, version in ((2, 2.5), (2, 2), (3, 2), (2, 3), (3, 3))),
         *((ranks, name) for ranks in (2, 3) for name in COMPOSITES if (ranks, name) != (3, "Qwen3-VL")),
     ),
 )

@@ -76,6 +76,15 @@ def split_loss(graph: fx.Graph) -> tuple[fx.Graph | None, bool]:
     return split, False
 
 
+def replace_in_losses(graph: fx.Graph, node: fx.Node, replacement: fx.Node) -> None:
+    """Let losses that are split later be computed from another node."""
+    for loss in graph.nodes:
+        if _LOSS in loss.meta:
+            kind, glue, variables = loss.meta[_LOSS]
+            moved = {name: replacement if value is node else value for name, value in variables.items()}
+            loss.meta[_LOSS] = (kind, glue, moved)
+
+
 def _returned(graph: fx.Graph) -> tuple[Any, Any]:
     """The loss that a task returns, and its metrics, or None."""
     result = next(node for node in graph.nodes if node.op == "output").args[0]
@@ -139,9 +148,15 @@ class _Arguments:
 
     def _of(self, name: str, which: int) -> tuple[Any, Any]:
         call = self._calls[name]
-        outputs = [self._output(source, which) for source in call.sources]
-        with self._modes[which]:
-            args, kwargs = call.arguments(self._batches[which], *outputs)
+        mode = self._modes[which]
+        try:
+            outputs = [self._output(source, which) for source in call.sources]
+            with mode:
+                args, kwargs = call.arguments(self._batches[which], *outputs)
+        except Exception:  # code in front of it reads values, which fake tensors do not have
+            if which:
+                raise
+            args, kwargs = tree_map(lambda leaf: fake_like(mode, leaf), self._values(name))
         return args, kwargs
 
     def _values(self, name: str) -> tuple[Any, Any]:
