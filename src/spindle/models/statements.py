@@ -76,6 +76,9 @@ class Recording:
     storages: Mapping[str, int]  # by variable; views of one another have the same storage
     result: Any  # the output, as concrete fake tensors
     leaves: tuple[tuple[str, References], ...] = ()  # the text of each leaf of the output, and what it refers to
+    # Leaves of the output that are losses over tokens, where statements do not show it: "mean" with the text of total
+    # and count, or "sum".
+    losses: Mapping[int, tuple[str, str, References]] = field(default_factory=dict)
 
 
 def current_context() -> Context:
