@@ -154,6 +154,34 @@ def test_a_contrastive_loss_stays_whole_while_its_towers_are_divided():
     assert trainer.state_dict().keys() == {f"pair.{path}" for path in model.state_dict()}
 
 
+class Deciding(Pair):
+    """Values that one of its towers computes decide what it does."""
+
+    def forward(self, x, y):
+        first = self.first(x)
+        if first.sum() > 0:
+            first = first * 2
+        return {"loss": (first * self.second(y)).mean()}
+
+
+def test_a_composite_that_stays_one_module_says_why_and_at_which_line():
+    pair = module("pair", Deciding().double())
+
+    @task(batch_size=4)
+    def match(batch):
+        return pair(batch["x"], batch["y"])["loss"]
+
+    batch = {name: torch.randn(4, 8, dtype=torch.float64) for name in "xy"}
+    trainer = Trainer([match], optimizer=lambda named: torch.optim.SGD([weight for _, weight in named], 0.1))
+    profile = trainer.prepare({"match": [batch]}, progress=False)
+    (notice,) = [text for text in trainer.notices if "is not opened into its towers" in text]
+    assert notice.startswith("module 'pair'")
+    assert "values that its parts compute decide" in notice
+    assert "test_composites.py, line" in notice
+    (remark,) = profile.graph.remarks
+    assert remark.closed in notice
+
+
 class Packed(nn.Module):
     """A recurrent module on packed sequences: how long its output is depends on values."""
 

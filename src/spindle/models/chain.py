@@ -221,8 +221,8 @@ def chain_and_output(
         blocks = {id(block): block for items in lists for block in items}
         replayed = replay_forward(module, *values(), blocks.values(), runs_ahead=True)
         return build_chain(module, _cut(module, replayed, lists)), lambda: replayed.result
-    except Exception:
-        return whole(reason)
+    except Exception as error:
+        return whole(f"{reason}; and on real tensors, {failure_reason(error)}")
     finally:
         before.restore()
 

@@ -112,13 +112,14 @@ def open_composite(
     try:
         return _Opening(module, record_pure(module, args, kwargs, [towers]), args, kwargs).opened()
     except Exception as error:  # recording runs the user's code, which may raise anything
+        reason = failure_reason(error)
         if values is None or not needs_values(error):
-            return failure_reason(error)
+            return reason
     before = ModuleSnapshot([module])
     try:
         return _Opening(module, replay_forward(module, *values(), towers, runs_ahead=False), args, kwargs).opened()
     except Exception as error:
-        return failure_reason(error)
+        return f"{reason}; and on real tensors, {failure_reason(error)}"
     finally:
         before.restore()
 

@@ -141,10 +141,10 @@ def needs_values(error: BaseException) -> bool:
 
 def failure_reason(error: BaseException) -> str:
     """Why a forward could not be recorded, with the user's line of code where that helps."""
-    if isinstance(error, UnsupportedForwardError):
-        return str(error)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
     line = f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+    if isinstance(error, UnsupportedForwardError):
+        return f"{error}{line}"
     if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException):
         return (
             f"its forward branches on values of tensors between its blocks{line}; leave out what the branch is about "

@@ -26,6 +26,7 @@ from spindle.models import (
     zero_output,
 )
 from spindle.models.composite import LooseParameters
+from spindle.models.statements import failure_reason
 from spindle.train.task import Mean, ModuleHandle, TaskResult, called_module, called_part
 from spindle.train.task_errors import copy_line
 
@@ -48,11 +49,13 @@ def open_graph(task: RecordedTask, example: Any) -> fx.Graph | None:
             continue
         try:
             opened = arguments.opened(call.name)
-        except Exception:  # the module's own code on fake tensors; as one module it may well run
+        except Exception as error:  # the module's own code on fake tensors; as one module it may well run
+            opened = failure_reason(error)
+        if isinstance(opened, str):
+            call.handle.closed_reason = opened
             continue
-        if opened is not None:
-            _replace(graph, copies[node], opened, call.handle)
-            is_opened = True
+        _replace(graph, copies[node], opened, call.handle)
+        is_opened = True
     return graph if is_opened else None
 
 
@@ -133,18 +136,20 @@ class _Arguments:
         self._outputs: dict[tuple[str, int], Any] = {}
         self._example = example
 
-    def opened(self, name: str) -> OpenedComposite | None:
-        """A call of a composite, opened; None where that is impossible, or where its code depends on how many samples
-        there are."""
+    def opened(self, name: str) -> OpenedComposite | str:
+        """A call of a composite, opened, or why that is impossible: its code may depend on how many samples there
+        are."""
         module = self._calls[name].handle.module
         opened = open_composite(module, *self._of(name, 0), lambda: self._values(name))
         if isinstance(opened, str) or opened.reads_values:
-            return None if isinstance(opened, str) else opened
+            return opened
         try:
             larger = open_composite(module, *self._of(name, 1))
         except Exception:  # it may run on so many samples only
             return opened
-        return opened if isinstance(larger, str) or _texts(opened) == _texts(larger) else None
+        if isinstance(larger, str) or _texts(opened) == _texts(larger):
+            return opened
+        return "what its code does between its parts depends on how many samples there are"
 
     def _of(self, name: str, which: int) -> tuple[Any, Any]:
         call = self._calls[name]

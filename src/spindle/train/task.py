@@ -38,6 +38,7 @@ class ModuleHandle:
         self.has_compared_attributes = False  # with other ranks
         self.chain: Chain = whole_chain(nn_module, "it was not called yet")
         self.composite: ModuleHandle | None = None  # of which this is a part
+        self.closed_reason = ""  # why a module with towers is not opened into them and its other parts
         self._parts: dict[str, ModuleHandle] = {}
         self._packed: ModuleHandle | None = None
 
