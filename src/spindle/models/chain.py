@@ -33,7 +33,8 @@ from spindle.errors import WorkloadError
 from spindle.models.blocks import BlockLists, block_lists, is_plain_sequence
 from spindle.models.fake import fake_output
 from spindle.models.recording import argument_normalizer, record_forward
-from spindle.models.replay import Replay, after, has_replay, parts_of, replay_forward, shape_of, zero_output
+from spindle.models.replay import Replay, after, has_replay, shape_of
+from spindle.models.replay_learning import replay_forward
 from spindle.models.state import ModuleSnapshot
 from spindle.models.statements import (
     Attribute,
@@ -46,6 +47,7 @@ from spindle.models.statements import (
     needs_values,
     signature_of,
 )
+from spindle.models.zeros import parts_of, zero_output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,8 +222,8 @@ def chain_and_output(
         blocks = {id(block): block for items in lists for block in items}
         replayed = replay_forward(module, *values(), blocks.values(), runs_ahead=True)
         return build_chain(module, _cut(module, replayed, lists)), lambda: replayed.result
-    except Exception:
-        return whole(reason)
+    except Exception as error:
+        return whole(f"{reason}; and on real tensors, {failure_reason(error)}")
     finally:
         before.restore()
 

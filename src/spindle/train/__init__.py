@@ -3,6 +3,7 @@
 from spindle.train.bind import Bound, bind, code_of, trace_all
 from spindle.train.callbacks import Callback, EvaluationRecord, StepRecord
 from spindle.train.config import Checkpoints, Planning
+from spindle.train.packed import Packed, packed
 from spindle.train.probe import Facts, probe
 from spindle.train.record import RecordedCall, RecordedTask, record
 from spindle.train.result import FitResult
@@ -22,6 +23,7 @@ __all__ = [
     "MLflow",
     "Mean",
     "ModuleHandle",
+    "Packed",
     "Planning",
     "RecordedCall",
     "RecordedTask",
@@ -36,6 +38,7 @@ __all__ = [
     "code_of",
     "mean",
     "module",
+    "packed",
     "probe",
     "record",
     "result",

@@ -143,10 +143,11 @@ def _remarks(
             module=name,
             one_layer=handle.chain.reason if any(handle.module.children()) else "",
             one_device=one_device.get(name, ""),
+            closed=handle.closed_reason,
         )
         for name, handle in handles.items()
     ]
-    return tuple(remark for remark in remarks if remark.one_layer or remark.one_device)
+    return tuple(remark for remark in remarks if remark.one_layer or remark.one_device or remark.closed)
 
 
 def _kinds(handle: ModuleHandle) -> list[str]:

@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from spindle.errors import WorkloadError
 from spindle.models import Chain, chain_and_output, check_options, resolve_styles, whole_chain
+from spindle.train.packed import unpacked
 
 
 class ModuleHandle:
@@ -38,7 +39,9 @@ class ModuleHandle:
         self.has_compared_attributes = False  # with other ranks
         self.chain: Chain = whole_chain(nn_module, "it was not called yet")
         self.composite: ModuleHandle | None = None  # of which this is a part
+        self.closed_reason = ""  # why a module with towers is not opened into them and its other parts
         self._parts: dict[str, ModuleHandle] = {}
+        self._packed: ModuleHandle | None = None
 
     def part(self, path: str, module: nn.Module | None = None) -> ModuleHandle:
         """The handle of a part of this composite, named by its path; the same one each time."""
@@ -52,6 +55,15 @@ class ModuleHandle:
             handle.composite = self
             self._parts[path] = handle
         return self._parts[path]
+
+    def packed(self, wrap: Callable[[nn.Module], nn.Module]) -> ModuleHandle:
+        """The handle of the same module where its output is padded: one layer."""
+        if self._packed is None:
+            self._packed = ModuleHandle(
+                self.name, wrap(self.module), self.whole_batch, self.activation_checkpointing, False, {}
+            )
+            self._packed.composite = self.composite or self
+        return self._packed
 
     def has_part(self, path: str) -> bool:
         return path in self._parts
@@ -198,7 +210,7 @@ class TaskDefinition:
     tokens: Callable[[Any], int] | None = None
 
     def __call__(self, batch: Any) -> Any:
-        return self.function(batch)
+        return self.function(unpacked(batch))
 
 
 def task(
