@@ -195,8 +195,6 @@ def test_explain_says_which_lane_an_op_has_and_what_slows_it():
     by_op = {explanation.op: explanation for explanation in explain(plan, profile)}
     (share,) = by_op["vision"].lanes
     assert (share.lane, share.num_lanes, share.slowed_by) == (0, 3, ("text", "audio"))
-    assert 1.1 < share.slowdown < 1.4
-    assert any(
-        "on lane 0 of 3, slowed 1." in line and "by text and audio" in line for line in sentences(by_op["vision"])
-    )
+    assert share.slowdown == pytest.approx(1.0933, abs=1e-3)  # text, which presses on it, is soon over
+    assert "It runs on lane 0 of 3, slowed 1.1× by text and audio." in sentences(by_op["vision"])
     assert explain(small.plan("vision*4@0\ntext*4@0\naudio*2@0", profile), profile)[0].lanes == ()
