@@ -1,13 +1,13 @@
-"""Evaluation: ranks take turns with whole batches, and sum their losses.
+"""All weights on every rank, and evaluation with them: ranks take turns with whole batches, and sum their losses.
 
-Between fits every rank has all weights, so nothing needs a plan, and numbers are those of one process.
+Nothing needs a plan where every rank has all weights, and numbers are those of one process.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -17,15 +17,47 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from spindle.errors import TrainingError
-from spindle.launch.activity import recorder
+from spindle.launch import recorder
 from spindle.run import World, metric_sums, on_device, plain, send_tensors
 from spindle.train.agreement import compare_attributes
 from spindle.train.config import TrainConfig
+from spindle.train.ema import averaged_weights
 from spindle.train.feed import RandomState, form_of_batch, is_empty, random_state, set_random_state
-from spindle.train.record import handles_of, record
+from spindle.train.record import handles_of, named_parameters, record, record_all, root_handles
+from spindle.train.session import TrainSession
 from spindle.train.task import Mean, TaskDefinition, TaskResult
 
 _END = object()
+
+
+@contextmanager
+def whole_weights(session: TrainSession, *, ema: bool, is_fitting: bool) -> Iterator[None]:
+    """Inside, every rank has all weights, or with `ema` their averages; during a fit they are gathered for it."""
+    decay = session.config.ema
+    if ema and decay is None:
+        raise TrainingError("ema=True: there is no average of the weights; give the Trainer ema=0.999, for example")
+    if is_fitting:
+        if session.world.device.type == "cuda":
+            torch.cuda.synchronize(session.world.device)
+        session.gather_parameters()
+    averages: AbstractContextManager[None] = nullcontext()
+    if ema and decay is not None:
+        state = session.optimizer_state() if session.update is None else session.update.state()
+        averages = averaged_weights(session.world, state, named_parameters(session.handles), decay)
+    with averages:
+        yield
+    if is_fitting:
+        session.scatter_parameters()
+
+
+def state_dict(session: TrainSession) -> dict[str, torch.Tensor]:
+    """Weights and buffers of all modules, by name; every rank must have all of them."""
+    handles = root_handles(session.handles or handles_of(record_all(session.config.tasks)))
+    return {
+        f"{name}.{path}": value
+        for name, handle in handles.items()
+        for path, value in handle.module.state_dict().items()
+    }
 
 
 def evaluate(

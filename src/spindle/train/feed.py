@@ -341,9 +341,6 @@ class Feed:
         return self._fingerprints[key]
 
 
-MakeFeed = Callable[[TaskDefinition, Any, Any], Feed]  # of a task's loader; notices go to a progress display
-
-
 def _is_stateful(loader: Any) -> TypeGuard[DataLoader[Any]]:
     """Whether a loader is torchdata's `StatefulDataLoader`, or like it."""
     return isinstance(loader, DataLoader) and hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")

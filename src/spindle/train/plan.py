@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spindle.errors import PlanError, ProfileError, TrainingError
+from spindle.graph import MetaGraph
 from spindle.models import builtin_tp_plan
 from spindle.plan import Plan, check, parse_plan, read_plan
 from spindle.planners import Layout, PlanOptions, make_plan, owning_ranks_in, pipeline_layout
@@ -39,6 +40,26 @@ class PlannedWorkload:
     plan: Plan
     program: Program
     layout: Layout | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPlanning:
+    """The plan and the profile of a checkpoint, where the user asks for the same planning as when it was saved."""
+
+    plan: Plan | None = None
+    profile: Profile | None = None
+
+    def applied_to(self, config: TrainConfig, graph: MetaGraph, profile: Profile, num_ranks: int) -> TrainConfig:
+        """The configuration with the saved plan given, where it holds: for the same graph, ranks and profile."""
+        if (
+            self.plan is None
+            or self.profile is None
+            or config.planning.is_pipelined
+            or (self.plan.num_devices, self.plan.fingerprint) != (num_ranks, graph.fingerprint)
+            or profile != replace(self.profile, graph=graph)
+        ):
+            return config
+        return replace(config, planning=replace(config.planning, plan=self.plan))
 
 
 def plan_workload(
