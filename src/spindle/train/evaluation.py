@@ -20,9 +20,17 @@ from spindle.errors import TrainingError
 from spindle.launch import recorder
 from spindle.run import World, metric_sums, on_device, plain, send_tensors
 from spindle.train.agreement import compare_attributes
+from spindle.train.analyze import autocast_of
 from spindle.train.config import TrainConfig
 from spindle.train.ema import averaged_weights
-from spindle.train.feed import RandomState, form_of_batch, is_empty, random_state, set_random_state
+from spindle.train.feed import (
+    RandomState,
+    form_of_batch,
+    is_empty,
+    random_state,
+    restored_random_state,
+    set_random_state,
+)
 from spindle.train.record import handles_of, named_parameters, record, record_all, root_handles
 from spindle.train.session import TrainSession
 from spindle.train.task import Mean, TaskDefinition, TaskResult
@@ -103,9 +111,7 @@ def _sums(
     metrics: dict[str, torch.Tensor] = {}
     seen: dict[str, nn.Module] = {}
     forms: set[str] = set()
-    with ExitStack() as after, torch.no_grad():
-        if config.autocast is not None:
-            after.enter_context(torch.autocast(world.device.type, dtype=config.autocast))
+    with ExitStack() as after, torch.no_grad(), autocast_of(config, world):
         for number, nest in enumerate(islice(_batches(loader, task.batch_size, state), steps)):
             recorder.num_events += 1  # an evaluation in `on_step` may take long
             if is_empty(nest):
@@ -150,14 +156,11 @@ def _batches(loader: Any, batch_size: int, state: RandomState) -> Iterator[Any]:
         loader = DataLoader(loader, batch_size)
     iterator: Iterator[Any] | None = None
     while True:
-        outside = random_state()
-        set_random_state(state)
-        try:
+        with restored_random_state():
+            set_random_state(state)
             iterator = iter(loader) if iterator is None else iterator
             nest = next(iterator, _END)
-        finally:
             state = random_state()
-            set_random_state(outside)
         if nest is _END:
             return
         yield plain(nest)

@@ -78,6 +78,16 @@ def set_random_state(state: RandomState) -> None:
     np.random.set_state(state[2])
 
 
+@contextmanager
+def restored_random_state() -> Iterator[None]:
+    """Restore the random state afterwards."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderPosition:
     """Where a loader is read next: the random state that its epoch began with, and how many entries were read since.
@@ -191,15 +201,14 @@ class Feed:
         if not self._draws:
             yield
             return
-        outside = random_state()
-        set_random_state(self._state)
-        try:
-            yield
-        finally:
-            state = random_state()
-            if not is_same(state, self._state):  # else positions share one
-                self._state = state
-            set_random_state(outside)
+        with restored_random_state():
+            set_random_state(self._state)
+            try:
+                yield
+            finally:
+                state = random_state()
+                if not is_same(state, self._state):  # else positions share one
+                    self._state = state
 
     def _read(self) -> Batch:
         name = self.definition.name
