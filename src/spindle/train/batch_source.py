@@ -102,6 +102,7 @@ class BatchSource:
 
         A loss that is still to be checked needs all of it, and so does a task that may take several variants.
         """
+        # Only a map-style dataset can be read in parts; loaders give whole batches, the same to all ranks.
         feed, variant = self.feeds[task], self._session.variants.only(task)
         if not isinstance(feed, SampleFeed):
             return feed.at(number)

@@ -89,6 +89,8 @@ class Loop:
     def _run_steps(self, steps: int) -> None:
         world, progress, reports = self._world, self._session.progress, self._reports
         planned_steps = steps
+        # One header is always in flight: that of the step to come, started before the current step is launched, so that
+        # nobody waits for it. It brings the losses of an earlier step along.
         batches = self._source.read(self._first)
         gathering = self._start_header(batches)
         carries_report = False  # the header in flight
@@ -100,7 +102,8 @@ class Loop:
             step = self.next_step = self._first + number
             table = self._table(gathering, step)
             if carries_report:
-                reports.report(table)
+                reports.report(table)  # calls callbacks, which may request changes, a checkpoint or the end
+            # All ranks decide from the same table, so all of them stop, save and plan anew before the same step.
             if is_stopped(table):
                 self._source.leave_out_read_ahead()
                 gathering, steps = self._start_header(self._no_batches), number
@@ -110,6 +113,7 @@ class Loop:
             is_saving = self._save_points.is_due(table, step)
             self._add_new_variants(headers, batches)
             if self._requested is not None or is_saving:
+                # A new plan has other columns, and a resumed run does not report these steps again.
                 self._report_unsent()
             if self._requested is not None:
                 self._apply_change(headers, batches)
@@ -122,6 +126,7 @@ class Loop:
                 carries_report = reports.is_due
                 gathering = self._start_header(batches, reports.next_row() if carries_report else None)
                 if self._session.current_runtime.steps.plans_ahead:
+                    # Waits for the header at once, so that the next step is planned while this one runs.
                     self._plan_ahead(self._headers(self._table(gathering, step), step + 1), batches)
             else:  # of no batches: a rank that has just requested a change waits for the others' headers
                 gathering = self._start_header(self._no_batches)
@@ -234,7 +239,7 @@ class Loop:
             return
         self._report_unsent()  # with the columns of the plan that they ran under
         recorder.pause()
-        session.gather_parameters()
+        session.gather_parameters()  # tracing and measuring run whole modules
         for micro_step, task in new:
             header = headers[micro_step][task]
             if session.variants.get(task, header.variant) is None:  # else an earlier micro-step took it, too

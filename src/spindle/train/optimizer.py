@@ -144,6 +144,7 @@ class Update:
             return None
         square = None
         if self._world.rank in self._ranks and (limit is not None or self._reports_norm):
+            # Norms are added up as squares: each rank's of what it counts, then over ranks.
             gradients = [parameter.grad for parameter in self._counted if parameter.grad is not None]
             square = get_total_norm(gradients).to(device, torch.float64).square()
         if limit is None and found_inf is None:

@@ -83,6 +83,7 @@ class StepReports:
         assert update is not None
         self._launched.append(self._forecast.launched(step, headers, [run for run, _ in runs]))
         counts = {name: sum(name in row for row in headers) for name in session.config.task_names}
+        # Without the runs themselves, which would keep the executors of a pipeline's earlier steps alive.
         parts = [(losses, *_places(run)) for run, losses in runs]
         number, metrics, read_update = times.num_steps, self._columns.metrics, update.read_report
 

@@ -169,7 +169,7 @@ class TrainSession:
         old.steps.close()
         update.settle_copies()
         self.checked -= self.variants.set_tasks(config.tasks)
-        if not self._is_known():
+        if not self._is_known():  # a new task, or a module that was switched, is traced with whole weights
             self.gather_parameters()
             self.forget_plan()
             self._adopt(config)
@@ -179,6 +179,7 @@ class TrainSession:
         if old.shards is not None:
             old.shards.release()
         self.world.forget_groups()
+        # From here on, slices go straight from the ranks of the old plan to those of the new one.
         with old.weights.in_shape():
             self._adopt(config)
             assert self.profiled is not None

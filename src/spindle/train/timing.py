@@ -147,6 +147,7 @@ class StepTimes:
         spans = world.gather_objects([watch.spans() for watch, _, _ in self._timelines])
         measured = None
         sampled_s: tuple[tuple[float, float], ...] = ()
+        # The step that is compared must be of the program it is shown with: steps of a pipeline have one each.
         if self._timelines:
             _, program, profile = self._timelines[-1]
         if world.rank == 0 and self._timelines:

@@ -159,6 +159,7 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
     definition = recorded.definition
     rows = definition.batch_size
     axes = batch_axes(definition.name, rows, batch)
+    # The whole batch, then the batch without its last row: what differs between the two runs grows with the batch.
     large, used, loss_shapes = _layers(recorded, batch)
     small: dict[str, list[_Run]] = {}
     couples = True
