@@ -198,8 +198,8 @@ class Loop:
 
     def _report_unsent(self) -> None:
         """Exchange and report the numbers of steps that have no header to travel with."""
-        while self._reports.num_unsent:
-            gathering = self._start_header(self._no_batches, self._reports.next_row())
+        for row in self._reports.remaining_rows():
+            gathering = self._start_header(self._no_batches, row)
             self._reports.report(self._table(gathering, self._reports.next_step))
 
     # Changes between two steps.

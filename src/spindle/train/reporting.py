@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from spindle.errors import TrainingError
 from spindle.launch import ON_STEP, recorder
@@ -36,8 +36,8 @@ class StepReports:
         self._columns: ReportColumns
         self._forecast: StepForecast
         self._launched: deque[LaunchedStep] = deque()  # steps that are not reported yet
-        self._unsent: deque[Callable[[], list[float]]] = deque()  # this rank's rows of the last steps, when a GPU is
-        # through with them
+        # This rank's rows of the last steps; reading one waits until a GPU is through with its step.
+        self._unsent: deque[Callable[[], list[float]]] = deque()
         self._end_s = 0.0  # of the last reported step, since the fit began
         self.losses: list[dict[str, float]] = []  # by step and task
         self.metrics: list[dict[str, float]] = []  # by step, `task/name`
@@ -64,13 +64,14 @@ class StepReports:
         """Whether the next header should carry a report: as many steps are launched as a GPU should have ahead."""
         return len(self._unsent) >= LOSSES_BEHIND[self._session.world.device.type]
 
-    @property
-    def num_unsent(self) -> int:
-        return len(self._unsent)
-
     def next_row(self) -> list[float]:
         """This rank's row of the oldest step that is not sent yet. Waits for the step."""
         return self._unsent.popleft()()
+
+    def remaining_rows(self) -> Iterator[list[float]]:
+        """This rank's rows of all steps that are not sent yet."""
+        while self._unsent:
+            yield self.next_row()
 
     @property
     def no_row(self) -> list[float]:
