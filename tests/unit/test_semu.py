@@ -13,7 +13,6 @@ import torch
 
 from spindle.cluster import PRESETS, cluster_named
 from spindle.errors import ClusterError, ProfileError
-from spindle.measure import kernels
 from spindle.profile import (
     Attention,
     AttentionTable,
@@ -39,6 +38,7 @@ from spindle.recipes.multimodal import (
 from spindle.workload import LANGUAGE, VISION
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import kernels
 from semu_layers import CASES, AsRun
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

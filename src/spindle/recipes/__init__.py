@@ -20,7 +20,6 @@ from spindle.recipes.multimodal import (
     model_flops,
     sub_microbatch_sizes,
 )
-from spindle.recipes.paper import CELLS, SIMULATED, Cell
 from spindle.recipes.recipe import Fit, Fits, FittedCell, Recipe
 from spindle.recipes.step import BatchOptions, Step, batches, step_of
 
@@ -91,12 +90,9 @@ RECIPES: dict[str, Recipe] = {
 }
 
 __all__ = [
-    "CELLS",
     "MODELS",
     "RECIPES",
-    "SIMULATED",
     "BatchOptions",
-    "Cell",
     "Chain",
     "Fit",
     "Fits",
