@@ -42,6 +42,10 @@ class LayersCode:
     sources: tuple[str, ...] = ()
     reads_values: bool = False  # in this task, shapes may differ for batches of one shape
 
+    @property
+    def is_random(self) -> bool:
+        return any(layer.is_random for layer in self.layers)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCode:
