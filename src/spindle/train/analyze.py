@@ -114,10 +114,10 @@ def _with_average(bound: Bound) -> Bound:
     return replace(bound, workload=replace(bound.workload, numerics=numerics))
 
 
-def _analyzed(bound: Bound, ended_modules: frozenset[str] = frozenset()) -> AnalyzedWorkload:
+def _analyzed(bound: Bound) -> AnalyzedWorkload:
     graph = metagraph_of(bound.workload)
     code = tuple(code_of(bound, op) for op in graph.metaops)
-    return AnalyzedWorkload(bound=bound, graph=graph, code=code, mode=_mode_of(bound), ended_modules=ended_modules)
+    return AnalyzedWorkload(bound=bound, graph=graph, code=code, mode=_mode_of(bound))
 
 
 def autocast_of(config: TrainConfig, world: World) -> AbstractContextManager[Any]:

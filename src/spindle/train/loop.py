@@ -110,10 +110,11 @@ class Loop:
                 break
             headers = self._headers(table, step)
             self._times.read_busy_share(step - LOSSES_BEHIND[world.device.type])
-            is_saving = self._save_points.is_due(table, step)
+            is_saving = self._save_points.is_saving(table, step)
             self._add_new_variants(headers, batches)
-            if self._requested is not None or is_saving:
-                # A new plan has other columns, and a resumed run does not report these steps again.
+            if self._requested is not None or is_saving or self._save_points.falls_due(step):
+                # A new plan has other columns, and a resumed run does not report these steps again. Also where a
+                # checkpoint is skipped: what `on_step` changes must not depend on how fast a disk is.
                 self._report_unsent()
             if self._requested is not None:
                 self._apply_change(headers, batches)

@@ -45,14 +45,18 @@ class SavePoints:
         is_ending = self._signals is not None and self._signals.first is not None
         return ENDING if is_ending else REQUESTED if self._saver.is_requested else 0, self._saver.written
 
-    def is_due(self, table: Table, step: int) -> bool:
+    def falls_due(self, step: int) -> bool:
+        """Whether a checkpoint falls due before this step by its number, saved or skipped."""
+        saver = self._saver
+        return saver is not None and (saver.is_due(step) or saver.is_due_in_memory(step))
+
+    def is_saving(self, table: Table, step: int) -> bool:
         """Whether a checkpoint is saved before this step, on all ranks."""
         saver, notify = self._saver, self._session.notify
         if saver is None:
             return False
         is_free, wanted = saver.advance(written_in(table), notify), saves_in(table)
-        is_due = saver.is_due(step) or bool(wanted)
-        if saver.is_saved(step, on_disk=bool(wanted)) or not (is_due or saver.is_due_in_memory(step)):
+        if saver.is_saved(step, on_disk=bool(wanted)) or not (wanted or self.falls_due(step)):
             return wanted == ENDING
         if not is_free and (wanted == ENDING or saver.is_in_memory):
             recorder.pause()  # a disk may take its time
