@@ -248,29 +248,21 @@ class Trainer:
         Called during a fit (in its `on_step`, on all ranks), it gives the next step a new plan: this is how modules are
         frozen and thawed there.
         """
-        if self._loop is None:
-            self._compare_call("replan")
-        config = self._next_config
+        config = self._config_to_change("replan")
         planning = replace(config.planning, plan=plan)
         if planner is not None:
             planning = replace(planning, planner=planner)
         if tensor_parallel_degrees is not None:
             planning = replace(planning, tensor_parallel_degrees=tensor_parallel_degrees)
-        config = replace(config, planning=planning)
-        if self._loop is None:
-            self._session.set_config(config, keep_optimizer=keep_optimizer)
-        elif not keep_optimizer:
+        if self._loop is not None and not keep_optimizer:
             raise TrainingError("replan(keep_optimizer=False): the optimizer cannot be reset during fit()")
-        else:
-            self._loop.change("replan", config)
+        self._change("replan", replace(config, planning=planning), keep_optimizer=keep_optimizer)
 
     def remove_task(self, name: str) -> None:
         """End a task: from the next step on, if this is called during a fit (in its `on_step`, on all ranks), else from
         the next fit on. The other tasks are planned anew. Modules that no task uses any more stay as they are."""
         call = f"remove_task({name!r})"
-        if self._loop is None:
-            self._compare_call(call)
-        config = self._next_config
+        config = self._config_to_change(call)
         remaining = tuple(task for task in config.tasks if task.name != name)
         if len(remaining) == len(config.tasks):
             raise TrainingError(f"{call}: there is no such task (tasks: {', '.join(config.task_names)})")
@@ -279,7 +271,7 @@ class Trainer:
         weights = config.sampling_weights
         if weights is not None:
             weights = {task: weight for task, weight in weights.items() if task != name}
-        self._change_tasks(call, replace(config, tasks=remaining, sampling_weights=weights), {})
+        self._change(call, replace(config, tasks=remaining, sampling_weights=weights))
 
     def add_task(
         self, task: TaskDefinition, loader: Any = None, *, sampling_weight: SamplingWeight | None = None
@@ -292,9 +284,7 @@ class Trainer:
         if not isinstance(task, TaskDefinition):
             raise WorkloadError(f"add_task({task!r}): expected a task; write @spindle.task(batch_size=...) above it")
         call = f"add_task({task.name!r})"
-        if self._loop is None:
-            self._compare_call(call)
-        config = self._next_config
+        config = self._config_to_change(call)
         if task.name in config.task_names:
             raise WorkloadError(f"add_task: there is a task {task.name!r} already; give it another name")
         if self._loop is not None and loader is None:
@@ -306,7 +296,7 @@ class Trainer:
             weights = {**weights, task.name: sampling_weight}
         self._has_new_modules = True
         config = replace(config, tasks=(*config.tasks, task), sampling_weights=weights)
-        self._change_tasks(call, config, {task.name: loader})
+        self._change(call, config, {task.name: loader})
 
     def evaluate(self, loaders: Mapping[str, Any], *, steps: int | None = None, ema: bool = False) -> dict[str, float]:
         """The mean loss of each task that has a loader here, over one epoch of it or `steps` of its batches; and its
@@ -335,13 +325,19 @@ class Trainer:
         self._session.callbacks.call("on_evaluate", record)
         return means
 
-    @property
-    def _next_config(self) -> TrainConfig:
-        return self._session.config if self._loop is None else self._loop.next_config
+    def _config_to_change(self, call: str) -> TrainConfig:
+        """The configuration that a call changes: that of the next step, or of the next fit."""
+        if self._loop is not None:
+            return self._loop.next_config
+        self._compare_call(call)
+        return self._session.config
 
-    def _change_tasks(self, call: str, config: TrainConfig, loaders: dict[str, Any]) -> None:
+    def _change(
+        self, call: str, config: TrainConfig, loaders: Mapping[str, Any] | None = None, *, keep_optimizer: bool = True
+    ) -> None:
+        """Train by this configuration from the next step or fit on."""
         if self._loop is None:
-            self._session.set_config(config)
+            self._session.set_config(config, keep_optimizer=keep_optimizer)
         else:
             self._loop.change(call, config, loaders)
 
