@@ -165,6 +165,7 @@ class Feed:
 
     def position(self, number: int) -> LoaderPosition:
         """Where the batch of this number is read from: a batch to come, or one of the last that were given."""
+        # Other ranks may have asked for batches that this rank does not need, and has not read.
         while self._num_batches < number:
             self._kept.append(self._read())
         is_next = number == self._num_batches
@@ -246,6 +247,7 @@ class Feed:
             if rows == size:
                 self._since_start += 1
                 return self._batch(nest, rows)
+            # Only the last batch of an epoch may be short.
             if rows > size or self._next_entry() is not _END:
                 raise TrainingError(
                     f"task {name!r}: its loader gave a batch of {rows} samples, expected {size}, its batch_size; got "

@@ -100,6 +100,7 @@ def step_graph(
                 scale = scales[variant, signature].get(position, 1.0)
                 place[position] = len(metaops)
                 assert op.cost is not None
+                # A cost is per row: `scale` is by the elements of the whole batch, which may have other rows.
                 cost = _scaled(op.cost, scale * (op.batch_size or 1) / rows)
                 name = f"{task}/{op.call}[{op.first_layer}:{op.first_layer + op.num_layers}]"
                 metaops.append(replace(op, name=name, task=task, microbatch=micro_step, batch_size=rows, cost=cost))

@@ -82,7 +82,7 @@ def plan_workload(
         profile = _with_degrees(profile, workload, degrees)
     layout: Layout | None = None
     if planning.is_pipelined:
-        profile = on_one_device(profile)
+        profile = on_one_device(profile)  # stages have one device each
         with progress.bar("planning"):
             layout, plan = _pipeline_plan(profile, config, world)
     else:
@@ -154,6 +154,7 @@ def _shared_plan(
         if (plan.shard_optimizer or _splits_parameters(plan)) and world.size > 1:
             trained = [item for item in workload.bound.parameters.items() if item[1].requires_grad]
             reason = why_not_sharded(config.optimizer, trained)
+        # The choice to shard was the planner's, or the user's: without it, another plan may be the best.
         if reason is not None and plan.shard_optimizer:
             plan = _rank_0_plan(profile, config, False, report_share)
     shared: Plan

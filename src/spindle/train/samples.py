@@ -191,6 +191,7 @@ class SampleFeed(Feed):
             request = self._request(0, None)
             with restored_random_state():
                 nest = plain(self._noted(lambda: self._rows_of[request]))
+                # Nothing was drawn if the state is still the one that the last row was seeded with.
                 after_last_row = random_state()
                 _seed(seed_of(request.seed, len(request.samples) - 1))
                 self._fetches_ahead = is_same(random_state(), after_last_row)
@@ -266,6 +267,7 @@ class SampleFeed(Feed):
             self._stream = (needs, number + 1, self._stream[2])
             return nest
         nest = self._from_thread(number, needs)
+        # Random numbers must be those of a row's own seed, so a dataset that draws any is read here, not in the thread.
         if nest is None:
             with restored_random_state():
                 nest = self._rows_of[self._request(number, needs)]

@@ -176,6 +176,7 @@ class _Search:
                     name, degree // 2, f"{degree} devices cannot share one of its layers: {reason}{_hint(parts)}"
                 )
                 return
+            # Halving is what tells how much of the activations is split; higher degrees follow from it.
             if degree == 2:
                 share = 2 * (1 - counts[0] / kept()) if kept() else 1.0
                 self.costs[key] = (rehearsal.sent_bytes / rows, min(1.0, max(0.0, round(share, 3))))
@@ -205,6 +206,7 @@ class _Search:
                 f"it does not run on a tensor group ({type(error).__name__}: {first_line(error)})"
             ) from error
         for place, (ours, our_gradients) in enumerate(results):
+            # A member has the gradients of its shards, and those of whole parameters and inputs as a whole.
             expected = [
                 shard_of(one, dims[id(of)], 2, place) if one is not None and id(of) in dims else one
                 for one, of in zip(gradients, inputs + trained, strict=True)
@@ -235,6 +237,7 @@ def _related(handles: Mapping[str, ModuleHandle], styled: Sequence[StyledModule]
     """Modules that have a part of a plan, or share weights with one that does, through others too."""
     weights = {name: {id(parameter) for parameter in handle.module.parameters()} for name, handle in handles.items()}
     reached = {id(parameter) for one in styled for parameter in one.module.parameters()}
+    # Until nothing is added: a module that is tied to a split one spreads the degree to those that it is tied to.
     found: list[str] = []
     while True:
         more = [name for name in handles if name not in found and weights[name] & reached]
