@@ -7,6 +7,7 @@ measured again.
     plain-compiled   the same with every tower compiled (mode `max-autotune-no-cudagraphs`)
     sequential       `Trainer` with lanes=1: modules one after another, the whole step as one CUDA graph
     lanes            up to four at a time
+    compiled         as `lanes`, with layers compiled by `spindle.module(..., compile=True)`; `compiled-sequential`
     slots            as `lanes`, with a CUDA graph for each slot and one for each of its backward passes
     ...-passes       without the optimizer's step
 
@@ -40,7 +41,16 @@ from virtual.workloads import Task, Workload
 
 CELLS = ("pair", "clip-4-2", "clip-4-4", "clip-4-8", "clip-4-16", "clip-4-32", "clip-10-4", "ofasys-4", "qwen-val")
 PASSES = "-passes"
-VARIANTS = ("sequential", "lanes", f"sequential{PASSES}", f"lanes{PASSES}", "slots", "plain", "plain-compiled")
+VARIANTS = (
+    "sequential",
+    "lanes",
+    f"sequential{PASSES}",
+    f"lanes{PASSES}",
+    "slots",
+    "compiled",
+    "compiled-sequential",
+    "plain",
+)
 WARM_UP, STEPS = 8, 24
 
 
@@ -85,9 +95,9 @@ def measure(cell: str, variant: str, device: torch.device, small: bool) -> dict[
         return measure_plain(workload, variant, device)
     batches = {task: ready * (1 + (WARM_UP + STEPS + 4) // len(ready)) for task, ready in workload.batches.items()}
     trainer = spindle.Trainer(
-        workload.spindle_tasks(),
+        workload.spindle_tasks(compile=variant.startswith("compiled")),
         optimizer=WithoutUpdate if variant.endswith(PASSES) else make_optimizer,
-        planning=spindle.Planning(lanes=1 if variant.startswith("sequential") else 4),
+        planning=spindle.Planning(lanes=1 if "sequential" in variant else 4),
     )
     moments: list[float] = []
 

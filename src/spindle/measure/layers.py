@@ -243,9 +243,9 @@ def _steps(code: LayersCode, batch: Any, inputs: Mapping[str | None, Any]) -> It
         if first.writes_input:
             values = copied(values)
         if code.arguments is None:
-            return first.run(*values)
+            return _run(first, values)
         args, kwargs = code.arguments(*values)
-        return first.run(*args, **kwargs)
+        return (first.compiled or first.run)(*args, **kwargs)
 
     yield begin
     for layer in rest:
@@ -253,7 +253,7 @@ def _steps(code: LayersCode, batch: Any, inputs: Mapping[str | None, Any]) -> It
 
 
 def _run(layer: LayerCode, values: Any) -> Any:
-    return layer.run(*values)
+    return (layer.compiled or layer.run)(*values)
 
 
 def _outputs(code: OpCode, inputs: Mapping[str | None, Any]) -> list[Any]:

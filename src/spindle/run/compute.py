@@ -116,6 +116,9 @@ class Compute:
                 run, args = layer.run, values
                 if members is not None and layer.styled:
                     run = with_styles(run, layer.styled, members)
+                elif layer.compiled is not None and not slot.is_split:
+                    # A compiled backward is one node of the autograd graph: both parts of a split one would run it all.
+                    run = layer.compiled
                 if values is None:
                     # The glue code that makes a call's arguments is part of its first layer.
                     run = _behind(code.arguments, run)

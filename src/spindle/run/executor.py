@@ -215,11 +215,11 @@ class Executor:
         if graphs.step_graph is None:
             for parameter in self._syncs.trained:
                 parameter.grad = None  # what the graph adds to gradients of earlier micro-steps would be part of it
+            step_graph = StepGraph(list(factors), self.world.device)
+            step_graph.set_factors(factors, step.loss_scale)
             try:
                 # In a step of its own, because a capture that fails leaves its state behind.
-                graphs.capture_step(
-                    StepGraph(list(factors), self.world.device), lambda watch: self._run_passes(step.fork(), watch)
-                )
+                graphs.capture_step(step_graph, lambda watch: self._run_passes(step.fork(), watch))
                 refused = None
             except Exception as error:
                 cause = error.__context__ or error  # ending a failed capture raises, too
@@ -230,7 +230,8 @@ class Executor:
                     parameter.grad = before.get(id(parameter))
                 return False
         assert graphs.step_graph is not None
-        graphs.step_graph.replay(step, factors, watch)
+        graphs.step_graph.set_factors(factors, step.loss_scale)
+        graphs.step_graph.replay(step, watch)
         accumulate(graphs.first_written, before, self._syncs.gradients)
         return True
 
@@ -314,6 +315,11 @@ class Executor:
     def without_graph(self) -> dict[str, str]:
         """Why slots run without a CUDA graph, by name."""
         return self.graph_cache.refused
+
+    @property
+    def has_step_graph(self) -> bool:
+        """Whether whole steps run as one CUDA graph."""
+        return self.graph_cache.has_step_graph
 
     @property
     def without_step_graph(self) -> str | None:

@@ -52,6 +52,10 @@ class GraphCache:
         """How many slots run as CUDA graphs."""
         return max((graphs.num_slots for graphs in self._sets.values()), default=0)
 
+    @property
+    def has_step_graph(self) -> bool:
+        return any(graphs.step_graph is not None for graphs in self._sets.values())
+
     def use(self, step: Step) -> None:
         """Let a step replay the graphs for its shapes; after some warm-up steps on batches of the same shapes, capture
         them in this step."""

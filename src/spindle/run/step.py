@@ -177,7 +177,7 @@ class Watch:
     def adopt(self, graph: Watch) -> bool:
         """Take the moments of a graph that has just been launched, in a timed step. They must be settled before the
         next replay. Returns whether there are any."""
-        if self._on_gpu and self._timed:
+        if self._timed:
             for moments, captured in zip(self._moments, graph._moments, strict=True):
                 moments.update(captured)
         return self._on_gpu and self._timed

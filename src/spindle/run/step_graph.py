@@ -39,6 +39,15 @@ class StepGraph:
         """Where a loss's backward begins, in the graph."""
         return self._factors[slot].to(loss.dtype).expand_as(loss)
 
+    def set_factors(self, factors: Mapping[int, float], loss_scale: torch.Tensor | None) -> None:
+        """Set what the losses' gradients begin with, by slot, for the next replay."""
+        for slot, factor in factors.items():
+            if loss_scale is not None:
+                self._factors[slot].copy_(loss_scale).mul_(factor)
+            elif self._values.get(slot) != factor:
+                self._factors[slot].fill_(factor)
+        self._values = dict(factors) if loss_scale is None else {}
+
     def capture(self, run: Callable[[Watch], Step], capturing: Callable[[torch.cuda.CUDAGraph], Any]) -> None:
         """Capture what `run` launches. It returns the captured step, of which losses and metrics are kept."""
         graph, watch = torch.cuda.CUDAGraph(), Watch(self._device, in_graph=True)
@@ -48,19 +57,13 @@ class StepGraph:
         self._losses = {slot: loss.detach() for slot, loss in captured.losses.items()}
         self._metrics = {slot: metrics.detach() for slot, metrics in captured.metrics.items()}
 
-    def replay(self, step: Step, factors: Mapping[int, float], watch: Watch) -> None:
-        """Run the step. `factors` are those of the losses' gradients, to be multiplied by the step's loss scale."""
+    def replay(self, step: Step, watch: Watch) -> None:
+        """Run the step."""
         if self._graph is None or self._watch is None:
             raise TrainingError("this step has not been captured")
         if self._last is not None:
             self._last.settle()
             self._last = None
-        for slot, factor in factors.items():
-            if step.loss_scale is not None:
-                self._factors[slot].copy_(step.loss_scale).mul_(factor)
-            elif self._values.get(slot) != factor:
-                self._factors[slot].fill_(factor)
-        self._values = dict(factors) if step.loss_scale is None else {}
         self._graph.replay()
         step.losses.update(self._losses)
         step.metrics.update(self._metrics)

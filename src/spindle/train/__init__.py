@@ -3,6 +3,7 @@
 from spindle.train.bind import Bound, bind, code_of, trace_all
 from spindle.train.callbacks import Callback, EvaluationRecord, StepRecord
 from spindle.train.config import Checkpoints, Planning
+from spindle.train.packed import Packed, packed
 from spindle.train.probe import probe
 from spindle.train.record import record
 from spindle.train.result import FitResult
@@ -20,6 +21,7 @@ __all__ = [
     "JSONLines",
     "MLflow",
     "ModuleHandle",
+    "Packed",
     "Planning",
     "StepRecord",
     "TaskDefinition",
@@ -31,6 +33,7 @@ __all__ = [
     "code_of",
     "mean",
     "module",
+    "packed",
     "probe",
     "record",
     "result",

@@ -384,7 +384,7 @@ def module_items(handles: Mapping[str, ModuleHandle]) -> dict[str, str]:
             f"{path} {type(part).__qualname__}{'' if part.training else ' in evaluation mode'}"
             for path, part in handle.module.named_modules()
         ]
-        arguments = ("whole_batch", "activation_checkpointing", "split", "tensor_parallel")
+        arguments = ("whole_batch", "activation_checkpointing", "split", "tensor_parallel", "compile")
         items[f"the parameters of module {name!r}"] = "\n".join(parameters)
         items[f"the buffers of module {name!r}"] = "\n".join(buffers)
         items[f"the submodules of module {name!r}"] = "\n".join(parts)

@@ -157,6 +157,8 @@ def _explain(bound: Bound, world: World, notify: Notify, is_planned: bool) -> No
     """Notify the user which modules run as one layer, or on one device, and why; a script that `is_planned` is one
     process for many."""
     for handle in bound.handles.values():
+        if handle.closed_reason:
+            notify(f"module {handle.name!r} is not opened into its towers and other parts: {handle.closed_reason}")
         if handle.chain.reason and not handle.whole_batch and any(handle.module.children()):
             notify(f"module {handle.name!r} runs as one layer: {handle.chain.reason}")
     for name, reason in bound.sharing.reasons.items():

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from spindle.errors import GuardError, WorkloadError
 from spindle.models import (
     ChainLayer,
+    CrossEntropies,
     FakeWeights,
     ModuleSnapshot,
     as_when_compiling,
@@ -292,12 +293,18 @@ def _run_layers(recorded: RecordedTask, batch: Any, known: dict[Any, _Run] | Non
         if known is not None and key is not None:
             known[key] = run
     used = [outputs[source] for source in recorded.loss_sources]
-    shapes: list[torch.Size] = []
-    if recorded.whole_loss is not None:
-        with _Noting() as noted:
-            recorded.loss(batch, *used)
-        shapes = noted.shapes
-    return runs, used, shapes
+    return runs, used, _loss_shapes(recorded, batch, used)
+
+
+def _loss_shapes(recorded: RecordedTask, batch: Any, used: list[Any]) -> list[torch.Size]:
+    """Shapes in a loss that was found inside a module. Where code runs itself, which may do other things for other
+    numbers of samples, those of the logits alone."""
+    if recorded.whole_loss is None:
+        return []
+    losses, noted = CrossEntropies(), _Noting()
+    with losses, noted:
+        recorded.loss(batch, *used)
+    return losses.shapes or noted.shapes
 
 
 def _run_layers_without_weights(recorded: RecordedTask, batch: Any) -> _Runs:
@@ -339,7 +346,9 @@ def _run_layers_without_weights(recorded: RecordedTask, batch: Any) -> _Runs:
             )
             args, kwargs = values, {}
         outputs[call.name] = values[0]
-    return runs, [outputs[source] for source in recorded.loss_sources], []
+    used = [outputs[source] for source in recorded.loss_sources]
+    with torch.no_grad():
+        return runs, used, _loss_shapes(recorded, batch, used)
 
 
 def _likeness(visit: Visit) -> Any:
