@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cells import geometric_mean
+from paper_cells import CELLS
 from spindle.cluster import PRESETS, uniform_cluster
 from spindle.graph import metagraph_of
 from spindle.planners import make_plan
 from spindle.profile import roofline_profile
-from spindle.recipes import CELLS, RECIPES
+from spindle.recipes import RECIPES
 
 ISLAND = replace(PRESETS["a800"], uplink=replace(PRESETS["a800"].uplink, bytes_per_s=50e9))
 

@@ -19,8 +19,7 @@ import torch
 from spindle.cluster import Cluster, DeviceKind, Island, cluster_named
 from spindle.display import count_of
 from spindle.graph import MetaGraph
-from spindle.launch.capture import ProfileCapture
-from spindle.launch.mps import VIRTUAL_VARIABLE
+from spindle.launch import VIRTUAL_VARIABLE, ProfileCapture
 from spindle.measure.cache import Cache
 from spindle.measure.host import measure_host_overhead
 from spindle.measure.layers import Kind, LayerMeter, measure_layers

@@ -95,6 +95,7 @@ def bind(
             first.setdefault(names[id(parameter)], parameter)
     modules = [_module(handle, names) for handle in handles.values()]
     modules += [Module(name=f"{LOSS}.{task.name}", layers=(Layer(kind=LOSS),)) for task in tasks]
+    # One size for all: a workload counts bytes per element, and mixed ones are counted by the widest.
     element_bytes = max((parameter.element_size() for parameter in first.values()), default=4)
     workload = Workload(
         name=name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -192,3 +192,15 @@ class TrainConfig:
     @property
     def task_names(self) -> list[str]:
         return [task.name for task in self.tasks]
+
+    def without_given_plan(self, reason: str, notify: Callable[[str], None]) -> TrainConfig:
+        """The configuration without a plan and profile that the user gave for other tasks or modules. A function stays:
+        it makes new ones."""
+        planning = self.planning
+        if planning.plan is not None:
+            notify(f"the given plan no longer applies: {reason}")
+            planning = replace(planning, plan=None)
+        if planning.profile is not None and not callable(planning.profile):
+            notify(f"the given profile no longer applies: {reason}")
+            planning = replace(planning, profile=None)
+        return replace(self, planning=planning)
