@@ -28,7 +28,7 @@ from spindle.program import (
     Program,
     SyncGradients,
 )
-from spindle.simulate.engine import EQUAL_SHARES, FILL, PRESSURE, WEIGHT_ONE
+from spindle.simulate.engine import EQUAL_SHARES, FILL, PRESSURE, WEIGHT_ONE, Work
 
 NS = 1e9
 
@@ -54,9 +54,9 @@ class Costs:
     static_bytes: Column
 
     @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """The arguments of the compiled loop, in order."""
-        return (
+    def work(self) -> Work:
+        """What the compiled loop needs of them."""
+        return Work(
             self.delay_ns,
             self.fixed_ns,
             self.entry_starts,
