@@ -162,7 +162,8 @@ class Loop:
             self._times.read_busy_share(step - _LOSSES_BEHIND[world.device.type])
             is_saving = self._is_saving(table, step)
             self._add_new_variants(headers, batches, unsent)
-            if self._requested is not None or is_saving:
+            # Also where a checkpoint is skipped: what `on_step` changes must not depend on how fast a disk is.
+            if self._requested is not None or is_saving or self._is_checkpoint_due(step):
                 self._report_unsent(unsent)
             if self._requested is not None:
                 self._apply_change(headers, batches)
@@ -223,14 +224,18 @@ class Loop:
         is_ending = self._signals is not None and self._signals.first is not None
         return ENDING if is_ending else REQUESTED if saver.is_requested else 0, saver.written
 
+    def _is_checkpoint_due(self, step: int) -> bool:
+        saver = self._session.saver
+        return saver is not None and (saver.is_due(step) or saver.is_due_in_memory(step))
+
     def _is_saving(self, table: Table, step: int) -> bool:
         """Whether a checkpoint is saved before this step, on all ranks."""
         saver, notify = self._session.saver, self._session.notifier(self._progress)
         if saver is None:
             return False
         is_free, wanted = saver.advance(written_in(table), notify), saves_in(table)
-        is_due = saver.is_due(step) or bool(wanted)
-        if saver.is_saved(step, on_disk=bool(wanted)) or not (is_due or saver.is_due_in_memory(step)):
+        is_due = bool(wanted) or self._is_checkpoint_due(step)
+        if saver.is_saved(step, on_disk=bool(wanted)) or not is_due:
             return wanted == ENDING
         if not is_free and (wanted == ENDING or saver.is_in_memory):
             recorder.pause()  # a disk may take its time
