@@ -39,7 +39,7 @@ sys.path[:0] = [str(TESTS), str(ROOT / "benchmarks")]
 
 SCRIPT = TESTS / "scripts" / "surviving.py"
 RESULTS = ROOT / "benchmarks" / "results" / "faults.jsonl"
-KINDS = ("wavefront", "sharded", "tensor", "pipeline")
+KINDS = ("wavefront", "sharded", "tensor", "pipeline")  # and "planned", to measure on another number of ranks
 NUM_RANKS = 3
 STOPPED_LIMIT_S = 1.0  # instead of 8: of a rank that is stopped
 FAULT_LIMIT_S = 90.0  # for a job, for each of its faults
@@ -51,7 +51,7 @@ SAVING = ("staging", "writing", "renaming", "removing")
 ON_RANK_0 = ("renaming", "removing")  # which rank 0 does alone: others are lost meanwhile
 SHARED_MEMORY = Path("/dev/shm")
 TOLERANCE = {"pipeline": 1e-9}
-PARTS = ("noticed", "started", "joined", "planned", "loaded", "first step")
+PARTS = ("noticed", "started", "imported", "joined", "planned", "loaded", "first step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +74,13 @@ class Job:
     faults: tuple[Fault, ...]
     memory_every: int = 0
     is_fresh: bool = False
+    num_ranks: int = NUM_RANKS
 
     @property
     def steps(self) -> int:
-        """Enough for all faults: replanning and gathering come every fourth step. Few different numbers, since each
-        needs an undisturbed run."""
-        return 40 * -(-((10 if self.memory_every else 6) * len(self.faults) + 8) // 40)
+        """Enough for all faults: replanning and gathering come every sixth step. Few different numbers: each needs an
+        undisturbed run."""
+        return 40 * -(-(7 * len(self.faults) + 8) // 40)
 
 
 def signalled(action: str, point: str, target: int | str, *, recovering: bool = False) -> Fault:
@@ -89,6 +90,8 @@ def signalled(action: str, point: str, target: int | str, *, recovering: bool = 
 
 
 def jobs() -> Iterator[Job]:
+    faults = [signalled("KILL", "forward", rank) for rank in (1, 0, 2)]
+    yield Job(name="planned/four fresh ranks", kind="planned", faults=tuple(faults), is_fresh=True, num_ranks=4)
     for kind in KINDS:
         for rank in range(NUM_RANKS):
             for action in ("KILL", "STOP"):
@@ -235,7 +238,7 @@ def run_job(
 
 def _run_once(job: Job, steps: int, folder: Path, temporary: Path, *, is_fresh: bool) -> tuple[int, str]:
     mode = "fresh" if is_fresh else "copies"
-    options = ["-n", str(NUM_RANKS), "--restarts", str(3 * len(job.faults) + 2)]
+    options = ["-n", str(job.num_ranks), "--restarts", str(3 * len(job.faults) + 2)]
     script = [str(SCRIPT), job.kind, str(folder), str(steps), str(job.memory_every)]
     path = os.pathsep.join([str(ROOT / "src"), str(TESTS)])
     process = subprocess.Popen(
@@ -342,8 +345,19 @@ def _outcome(fault: Fault, mark: dict[str, Any], next_s: float, events: Sequence
     resumed = first["step"] - 1
     row |= {"lost": max(0, step - resumed), "recovered_s": round(first["time_s"] - begin_s, 3)}
     row |= {"lost_beyond_saved": max(0, mark["newest"] - resumed)}
-    row["parts_s"] = parts
+    row |= {"parts_s": parts, "cpu_s": _cpu_seconds(same)}
     return row
+
+
+def _cpu_seconds(events: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """CPU seconds of all ranks together in each part of a start."""
+    seconds = dict.fromkeys(PARTS[1:], 0.0)
+    last: dict[int, float] = {}
+    for event in sorted(events, key=lambda event: event["time_s"]):
+        if event["event"] in seconds and "rank" in event:
+            seconds[event["event"]] += event["cpu_s"] - last.get(event["rank"], 0.0)
+            last[event["rank"]] = event["cpu_s"]
+    return {part: round(cpu_s, 3) for part, cpu_s in seconds.items()}
 
 
 # Judging.
@@ -407,14 +421,14 @@ def write_report(rows: Sequence[dict[str, Any]]) -> str:
 
     last = {row["job"]: row for row in rows}
     lines = []
-    for kind in KINDS:
+    for kind in ("planned", *KINDS):
         mine = [row for name, row in last.items() if name.startswith(f"{kind}/")]
         if mine:
             lines.append(_summary(kind, mine))
     if last:
         lines.append(_summary("all", list(last.values())))
     header = ["plan", "faults injected", "survived", "steps lost: median (most)", "seconds to recover: median"]
-    header += [f"{part}" for part in PARTS]
+    header += [f"{part} (CPU, all ranks)" if part == "started" else part for part in PARTS]
     commits = sorted({row["commit"] for row in last.values()})
     machines = sorted({row["hardware"] for row in last.values()})
     failed = [f"- {row['job']}: {row['problems'][0][:300]}" for row in last.values() if row["problems"]]
@@ -434,8 +448,10 @@ def _summary(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
     cells.append(f"{statistics.median(lost):g} ({max(lost)})" if lost else "")
     cells.append(f"{statistics.median(times):.1f}" if times else "")
     for part in PARTS:
-        parts = [fault["parts_s"][part] for fault in faults if part in fault.get("parts_s", {})]
-        cells.append(f"{statistics.median(parts):.1f}" if parts else "")
+        walls = [fault["parts_s"][part] for fault in faults if part in fault.get("parts_s", {})]
+        cpus = [fault["cpu_s"][part] for fault in faults if part in fault.get("cpu_s", {})]
+        cell = f"{statistics.median(walls):.1f}" if walls else ""
+        cells.append(cell + (f" ({statistics.median(cpus):.1f})" if cpus else ""))
     return cells
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 KIND, FOLDER, STEPS, MEMORY_EVERY = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-EVERY = 8 if MEMORY_EVERY else 2
+EVERY = 4 if MEMORY_EVERY else 2
 RANK = int(os.environ["RANK"])
 FAULTS = json.loads((FOLDER / "faults.json").read_text())
 GAP = 2  # steps between the fault before and the next
@@ -240,6 +240,7 @@ task0/head#0[0:3]*3@1 task1/head#0[0:3]*3@2 task2/head#0[0:3]*3@0
 task0/loss[0:1]*1@1 task1/loss[0:1]*1@2 task2/loss[0:1]*1@0
 """
 PLANS: dict[str, dict[str, Any]] = {
+    "planned": {},
     "wavefront": {"plan": WAVES, "shard_optimizer": False},
     "sharded": {"plan": WAVES, "shard_optimizer": True},
     "tensor": {"tensor_parallel_degrees": {"head": 2}},
@@ -274,9 +275,9 @@ if __name__ == "__main__":
         time.sleep(0.01)  # as long as a checkpoint takes to be written
         if (FOLDER / "full").exists() and step % 4 == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-        if step % 4 == 1:
+        if step % 6 == 1:
             trainer_.state_dict()
-        if step % 4 == 3:
+        if step % 6 == 4:
             trainer_.replan(plan=PLANS[KIND].get("plan"))
 
     loaders = {"task0": Samples(), "task1": Batches(), "task2": Batches()}
