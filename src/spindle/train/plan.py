@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from spindle.errors import PlanError, ProfileError, TrainingError
+from spindle.errors import PlanError, ProfileError, SpindleError, TrainingError
 from spindle.graph import MetaGraph
 from spindle.models import builtin_tp_plan
 from spindle.plan import Plan, check, parse_plan, read_plan
@@ -91,7 +91,7 @@ def plan_workload(
     owning_ranks = None if layout is None else owning_ranks_in(workload.graph, layout)
     program = lower(plan, profile, owning_ranks=owning_ranks)
     compare(world, {"the workload": workload.bound.workload, "the profile": profile, **_program_items(program)})
-    verify(program, profile)
+    _verify(program, profile, world)
     return PlannedWorkload(profile=profile, plan=plan, program=program, layout=layout)
 
 
@@ -99,8 +99,21 @@ def program_for_rows(planned: PlannedWorkload, rows: Mapping[str, int], world: W
     """The plan's program for batches of these sizes, by task variant: other than planned in a loader's last batch."""
     program = lower(planned.plan, planned.profile, dict(rows))
     compare(world, _program_items(program))
-    verify(program, planned.profile)
+    _verify(program, planned.profile, world)
     return program
+
+
+def _verify(program: Program, profile: Profile, world: World) -> None:
+    """Verify a program that all ranks have, on rank 0: others need not load compiled loops for that."""
+    error: SpindleError | None = None
+    if world.rank == 0:
+        try:
+            verify(program, profile)
+        except SpindleError as raised:
+            error = raised
+    error = world.broadcast_object(error)
+    if error is not None:
+        raise error
 
 
 def _program_items(program: Program) -> dict[str, Any]:
