@@ -232,7 +232,7 @@ _NEED_A_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 def _values(arguments: TrainingArguments) -> dict[str, Any]:
     """Arguments by name, as plain values."""
-    values: dict[str, Any] = arguments.to_dict()  # type: ignore[no-untyped-call]
+    values: dict[str, Any] = arguments.to_dict()
     return values
 
 
@@ -273,7 +273,7 @@ def _make_lr_scheduler(
             optimizer,
             num_warmup_steps=arguments.get_warmup_steps(steps),
             num_training_steps=steps,
-            scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,  # type: ignore[arg-type]  # a dict by now
+            scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,  # a dict by now
         )
         return scheduler
 
