@@ -187,6 +187,32 @@ def steps_alike(workload: Workload, count: int) -> list[int]:
     return list(islice(alike, count))
 
 
+def executor_of(
+    traced: Any, planner: str, rank: int, num_ranks: int, device: str, chunk_bytes: float = 64e6
+) -> Executor:
+    """One rank's executor of a plan."""
+    plan, profile = plan_named(traced, planner, num_ranks)
+    check(plan, profile)
+    with chunks_of(chunk_bytes):
+        program = lower(plan, profile)
+    verify(program, profile)
+    names = [parameter.name for parameter in traced.graph.parameters]
+    reached = traced.bound.facts.reached
+    assert reached is not None
+    return Executor(
+        program,
+        traced.graph,
+        traced.code,
+        [traced.bound.parameters[path] for path in names],
+        traced.bound.batch_axes,
+        World(rank, num_ranks, torch.device(device)),
+        reached={
+            task: frozenset(number for number, path in enumerate(names) if path in paths)
+            for task, paths in reached.items()
+        },
+    )
+
+
 def compare_steps(
     rank: int,
     num_ranks: int,
@@ -208,26 +234,8 @@ def compare_steps(
         captures = graphs_enabled()
         steps = max(steps, STEPS_WITH_REPLAY) if captures else steps
     traced = traced_on_rank_0(rank, num_ranks, name, device)
-    plan, profile = plan_named(traced, planner, num_ranks)
-    check(plan, profile)
-    with chunks_of(chunk_bytes):
-        program = lower(plan, profile)
-    verify(program, profile)
+    executor = executor_of(traced, planner, rank, num_ranks, device, chunk_bytes)
     names = [parameter.name for parameter in traced.graph.parameters]
-    reached = traced.bound.facts.reached
-    assert reached is not None
-    executor = Executor(
-        program,
-        traced.graph,
-        traced.code,
-        [traced.bound.parameters[path] for path in names],
-        traced.bound.batch_axes,
-        World(rank, num_ranks, torch.device(device)),
-        reached={
-            task: frozenset(number for number, path in enumerate(names) if path in paths)
-            for task, paths in reached.items()
-        },
-    )
     executor.graph_cache.is_enabled = captures
     held = {names[number] for number in executor.held}
     for path, parameter in traced.bound.parameters.items():

@@ -104,9 +104,8 @@ def test_compiled_layers_give_the_same_numbers(pool, num_ranks, planning):
     if planning.get("planner") == "pipeline":
         return
     for _, graphs in answers:
-        # Stem, block and head, each compiled once; shapes that differ between ranks are other processes' business.
-        assert graphs.count(6) == 1, graphs
-        assert len(graphs) <= 3, graphs
+        # Stem and head, which are torch's own modules, and the block, each compiled once.
+        assert sorted(graphs) == [2, 2, 6]
 
 
 def test_a_mode_with_cuda_graphs_of_its_own_is_refused():

@@ -6,6 +6,8 @@ Tolerance: float64 to 1e-9, float32 to 1e-5.
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
@@ -14,9 +16,11 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 import zoo  # noqa: E402
-from backends import on_gpu  # noqa: E402
+from backends import graphs_on_any_device, on_gpu, rank_device, to_device  # noqa: E402
 from comparison import assert_close  # noqa: E402
-from programs import Run, compare_steps  # noqa: E402
+from programs import Run, compare_steps, executor_of, steps_alike, traced_on_rank_0  # noqa: E402
+from spindle.run import MicroStep  # noqa: E402
+from spindle.run.pytrees import signature_of  # noqa: E402
 from sweeps import alternating, chosen, spread  # noqa: E402
 from trainings import Fit, adamw, assert_trained, sgd, train, training_of  # noqa: E402
 from workloads import WORKLOADS  # noqa: E402
@@ -135,6 +139,46 @@ def test_whole_steps_of_a_rank_alone_are_one_graph(pool, plan):
     answers = pool.run(1, compare_steps, "random 4", plan, REPLAYED_STEPS, SMALL_CHUNKS, captures=True)
     assert_replayed(answers)
     assert answers[0].has_step_graph
+
+
+def accumulate_over_other_tasks(rank: int, num_ranks: int) -> tuple[bool, list[str]]:
+    """Micro-steps of all tasks, then of one, captured and not. Returns the gradients that differ."""
+    traced = traced_on_rank_0(rank, num_ranks, "random 3", str(rank_device()))
+    device = str(rank_device())
+    tasks = frozenset(traced.graph.tasks)
+    first = min(tasks)
+    gradients: list[list[Any]] = []
+    for captures in (False, True):
+        executor = executor_of(traced, "plan 3", rank, num_ranks, device)
+        executor.graph_cache.is_enabled = captures
+        for path, parameter in traced.bound.parameters.items():
+            parameter.data.copy_(traced.weights[path])
+            parameter.grad = None
+        gradients.append([])
+        with graphs_on_any_device() if captures and device == "cpu" else nullcontext():
+            for number in steps_alike(traced.workload, REPLAYED_STEPS):
+                batches = to_device(traced.workload.batches(number), device)
+                signatures = {task: signature_of(batch) for task, batch in batches.items()}
+                micro_steps = [(batches, signatures), ({first: batches[first]}, {first: signatures[first]})]
+                for micro_step, given in enumerate(micro_steps):
+                    executor.step(number, *given, micro_step=MicroStep(micro_step, 2, tasks))
+                copies = {
+                    path: None if parameter.grad is None else parameter.grad.clone()
+                    for path, parameter in traced.bound.parameters.items()
+                }
+                gradients[-1].append(copies)
+    different = [
+        f"{path} in step {number}"
+        for number, (eager, captured) in enumerate(zip(*gradients, strict=True))
+        for path, expected in eager.items()
+        if (expected is None) != (captured[path] is None)
+        or (expected is not None and not torch.allclose(expected, captured[path], rtol=1e-9, atol=1e-12))
+    ]
+    return executor.has_step_graph, different
+
+
+def test_gradients_of_tasks_that_a_captured_micro_step_leaves_out_stay(pool):
+    assert pool.run(1, accumulate_over_other_tasks) == [(True, [])]
 
 
 def test_a_step_that_cannot_be_one_graph_has_one_for_each_slot(pool):

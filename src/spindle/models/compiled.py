@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -17,16 +17,23 @@ from spindle.errors import WorkloadError
 
 Run = Callable[..., tuple[Any, ...]]
 
+_CALL = "_compiled_call_impl"  # where `nn.Module` looks for a compiled forward
 _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
-_MAX_KINDS = 64  # of layers whose modules have the same forward; then dynamo would give up
+_MAX_KINDS = 256  # of layers whose modules have the same forward, or are torch's own; then dynamo would give up
 
 
 def check_options(options: Mapping[str, Any], where: str) -> None:
     """Refuse options of `torch.compile` that do not go with CUDA graphs of the executor."""
-    if options.get("mode") in _CUDA_GRAPH_MODES:
+    inductor = options.get("options") or {}
+    own_graphs = [
+        *(f"mode={mode!r}" for mode in [options.get("mode")] if mode in _CUDA_GRAPH_MODES),
+        *(f"backend={backend!r}" for backend in [options.get("backend")] if backend == "cudagraphs"),
+        *(f"options={{{name!r}: True}}" for name in ["triton.cudagraphs"] if inductor.get(name)),
+    ]
+    if own_graphs:
         raise WorkloadError(
-            f"{where}: mode={options['mode']!r} captures CUDA graphs of its own, which cannot be part of Spindle's; "
-            'take mode="max-autotune-no-cudagraphs", or leave it out'
+            f"{where}: {own_graphs[0]} captures CUDA graphs of its own, which cannot be part of Spindle's; take "
+            'mode="max-autotune-no-cudagraphs", or leave it out'
         )
     unknown = sorted(set(options) - {"fullgraph", "dynamic", "backend", "mode", "options"})
     if unknown:
@@ -38,7 +45,7 @@ def compiled(run: Run, modules: Sequence[nn.Module], options: Mapping[str, Any])
     import torch._dynamo  # not before it is needed: it takes a second
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_KINDS)
-    calls = [(module, torch.compile(module._call_impl, **options)) for module in modules]
+    calls = [(module, torch.compile(_frame_of(module), **options)) for module in modules]
 
     def run_compiled(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         with _calling(calls):
@@ -47,13 +54,26 @@ def compiled(run: Run, modules: Sequence[nn.Module], options: Mapping[str, Any])
     return run_compiled
 
 
+def _frame_of(module: nn.Module) -> Callable[..., Any]:
+    """What dynamo is to compile. It compiles no frame of torch's own code, so a module of torch's needs another frame
+    around it."""
+    from torch._dynamo import external_utils, trace_rules
+
+    if trace_rules.check(module.forward):
+        return cast(Callable[..., Any], external_utils.wrap_inline(module._call_impl))
+    return module._call_impl
+
+
 @contextmanager
 def _calling(calls: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
-    before = [module._compiled_call_impl for module, _ in calls]
+    before = [vars(module).get(_CALL, _CALL) for module, _ in calls]  # a user may have compiled it
     for module, call in calls:
-        module._compiled_call_impl = call
+        vars(module)[_CALL] = call
     try:
         yield
     finally:
         for (module, _), call in zip(calls, before, strict=True):
-            module._compiled_call_impl = call
+            if call is _CALL:
+                del vars(module)[_CALL]
+            else:
+                vars(module)[_CALL] = call

@@ -285,20 +285,19 @@ class Compute:
                     step.inputs.pop(link.number, None)
 
     def loss_factors(self, step: Step) -> dict[int, float]:
-        """By slot, what a loss's gradient begins with, but for the loss scale: its task's weight scales the gradient,
-        not the loss, which a captured loss could never change."""
-        factors = {}
-        for slot in self._rank_program.slots.values():
-            if isinstance(slot.code, LossCode) and slot.task in step.signatures:
-                weight = slot.code.weight(step.number) if callable(slot.code.weight) else slot.code.weight
-                factors[slot.number] = weight / step.micro_step.count
-        return factors
+        """The factors by which the gradients of losses are scaled, without the loss scale, by slot."""
+        return {
+            slot.number: _loss_factor(step, slot.code)
+            for slot in self._rank_program.slots.values()
+            if isinstance(slot.code, LossCode) and slot.task in step.signatures
+        }
 
     def _loss_gradient(self, step: Step, slot: RankSlot) -> torch.Tensor:
         loss = step.losses[slot.number]
         if step.graphs is not None and step.graphs.step_graph is not None:
             return step.graphs.step_graph.loss_gradient(slot.number, loss)
-        gradient = torch.full_like(loss, self.loss_factors(step)[slot.number])
+        assert isinstance(slot.code, LossCode)
+        gradient = torch.full_like(loss, _loss_factor(step, slot.code))
         if step.loss_scale is not None:
             gradient = (gradient * step.loss_scale).to(gradient.dtype)
         return gradient
@@ -381,6 +380,12 @@ class Compute:
                     place = cut_leaf(total, axis, slot.rows, first - slot.begin, last - slot.begin)
                     place += gradient
         return sums
+
+
+def _loss_factor(step: Step, code: LossCode) -> float:
+    """A task's weight scales the gradient of its loss, not the loss: a CUDA graph has the loss as it was captured."""
+    weight = code.weight(step.number) if callable(code.weight) else code.weight
+    return weight / step.micro_step.count
 
 
 def seed_of(*parts: object) -> int:

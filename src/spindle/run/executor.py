@@ -217,17 +217,13 @@ class Executor:
                 parameter.grad = None  # what the graph adds to gradients of earlier micro-steps would be part of it
             step_graph = StepGraph(list(factors), self.world.device)
             step_graph.set_factors(factors, step.loss_scale)
-            try:
-                # In a step of its own, because a capture that fails leaves its state behind.
-                graphs.capture_step(step_graph, lambda watch: self._run_passes(step.fork(), watch))
-                refused = None
-            except Exception as error:
-                cause = error.__context__ or error  # ending a failed capture raises, too
-                refused = (str(cause).splitlines() or [type(cause).__name__])[0]
-            if refused is not None:  # the error is gone, and with it the frames that hold the capture's tensors
-                self.graph_cache.refuse_step_graph(step, refused)
-                for parameter in self._syncs.trained:
-                    parameter.grad = before.get(id(parameter))
+            # In a step of its own, because a capture that fails leaves its state behind.
+            failure = graphs.capture_step(step_graph, lambda watch: self._run_passes(step.fork(), watch))
+            for parameter in self._syncs.trained:
+                parameter.grad = before.get(id(parameter))
+            if failure is not None:
+                del graphs, step_graph  # with the memory of the capture
+                self.graph_cache.refuse_step_graph(step, failure)
                 return False
         assert graphs.step_graph is not None
         graphs.step_graph.set_factors(factors, step.loss_scale)

@@ -12,6 +12,8 @@ from torch import nn
 from spindle.program import Piece, flat_pieces
 from spindle.run.shards import Flat
 
+_ALIGNED_ELEMENTS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class _Location:
@@ -192,7 +194,10 @@ class Gradients:
             part_size, pieces = flat_pieces([parameter.numel() for parameter in parameters], num_parts)
             # Gradients of several dtypes are summed in the widest.
             dtype = reduce(torch.promote_types, [parameter.dtype for parameter in parameters])
-            flat = torch.zeros(num_parts * (part_size + len(parameters)), dtype=dtype, device=parameters[0].device)
+            row_size = part_size + len(parameters)
+            if num_parts > 1:  # aligned, so that sums over ranks can be vectorized
+                row_size = -(-row_size // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
+            flat = torch.zeros(num_parts * row_size, dtype=dtype, device=parameters[0].device)
             parts = flat.view(num_parts, -1)
             for parameter, own_pieces in zip(parameters, pieces, strict=True):
                 ranges = [

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 
 from spindle.run.gradients import Gradients
-from spindle.run.graphs import GraphMemory, Graphs
+from spindle.run.graphs import Failure, GraphMemory, Graphs
 from spindle.run.op_code import LayersCode
 from spindle.run.rank_program import RankProgram
 from spindle.run.step import Step
 
-STEP_GRAPHS = True  # whether a step that can be one graph is
+STEP_GRAPHS = True  # capture whole steps where possible
 _WARM_UP_STEPS = 2  # in which libraries choose their kernels
 _MAX_SETS = 64  # of graphs, each for one choice of tasks and shapes of their batches
 _MAX_SHAPES = 10_000  # whose steps are counted
@@ -85,12 +85,17 @@ class GraphCache:
         slots = [slot for slot in self._rank_program.slots.values() if slot.task in step.signatures]
         return all(step.graphs.can_try(slot) and not slot.code.is_random for slot in slots)
 
-    def refuse_step_graph(self, step: Step, reason: str) -> None:
-        """Capture slot by slot from now on: capturing all at once has failed. This step runs eagerly. Graphs of other
-        shapes are dropped, because gradients may be in memory of the failed capture."""
-        self._makes_step_graphs, self.step_graph_refused = False, reason
+    def refuse_step_graph(self, step: Step, failure: Failure) -> None:
+        """Run this step eagerly, and capture slot by slot from now on: capturing all at once has failed. Where memory
+        ran out, fewer sets of graphs are held instead. All graphs are dropped, because gradients may be in memory of
+        the failed capture."""
+        num_others = len(self._sets) - 1
         step.graphs = None
-        self.drop()
+        if failure.is_out_of_memory and num_others > 0:
+            self._limit_sets(num_others)
+        else:
+            self._makes_step_graphs, self.step_graph_refused = False, failure.reason
+            self.drop()
         gc.collect()
         torch.cuda.synchronize()
 

@@ -83,6 +83,20 @@ class _Backward:
     written: list[tuple[nn.Parameter, bool]]  # and whether this pass is the first to write the parameter's gradient
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a capture failed."""
+
+    reason: str
+    is_out_of_memory: bool
+
+
+def _failure(error: Exception) -> Failure:
+    cause = error.__context__ or error  # ending a failed capture raises, too
+    is_out_of_memory = isinstance(error, torch.OutOfMemoryError) or isinstance(cause, torch.OutOfMemoryError)
+    return Failure((str(cause).splitlines() or [type(cause).__name__])[0], is_out_of_memory)
+
+
 class GraphMemory:
     """The memory pool of all graphs of a rank. A step replays one set of graphs, from its first forward to its last
     backward, so sets may share memory that is free between pieces; what a set keeps is its own."""
@@ -99,12 +113,14 @@ class GraphMemory:
         if self._handle is None:
             self._handle, self._reserve = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
             num_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-            if num_bytes > 0 and self._reserves:
-                try:
-                    with capturing(self._reserve, self._handle):
+            try:
+                # Captured even if nothing is reserved: torch counts the graphs of a pool, which must not be left
+                # without one while gradients lie in it.
+                with capturing(self._reserve, self._handle):
+                    if num_bytes > 0 and self._reserves:
                         torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-                except RuntimeError:  # not in one block
-                    self.renew()
+            except RuntimeError:  # not in one block
+                self.renew()
         return self._handle
 
     def renew(self) -> None:
@@ -380,8 +396,8 @@ class Graphs:
         for leaf, gradient in zip(chunk.inputs, of_inputs, strict=True):
             leaf.grad = gradient
 
-    def capture_step(self, step_graph: StepGraph, run: Callable[[Watch], Step]) -> None:
-        """Capture all slots of a step as one graph."""
+    def capture_step(self, step_graph: StepGraph, run: Callable[[Watch], Step]) -> Failure | None:
+        """Capture all slots of a step as one graph. Returns why that failed."""
         on_host = _host_generators()
         self.step_graph, self.first_written = step_graph, []
 
@@ -391,7 +407,11 @@ class Graphs:
                 raise TrainingError("it draws random numbers on the host")
             return captured
 
-        step_graph.capture(checked, lambda graph: capturing(graph, self._memory.handle))
+        try:
+            step_graph.capture(checked, lambda graph: capturing(graph, self._memory.handle))
+        except Exception as error:  # not kept: its frames hold the tensors of the capture
+            return _failure(error)
+        return None
 
     def finish(self) -> None:
         """End the capturing step: free its autograd graphs."""
@@ -404,12 +424,12 @@ class Graphs:
         # later step with these shapes is captured anew, without this slot.
         self.is_invalid |= _is_memory_half_used()
         self._memory.renew()
-        cause = error.__context__ or error  # ending a failed capture raises, too
-        if isinstance(error, torch.OutOfMemoryError) or isinstance(cause, torch.OutOfMemoryError):
+        failure = _failure(error)
+        if failure.is_out_of_memory:
             self.ran_out_of_memory = self.is_invalid = True
             self._evict()
             return
-        self.refused[slot.name] = f"capturing it failed: {(str(cause).splitlines() or [type(cause).__name__])[0]}"
+        self.refused[slot.name] = f"capturing it failed: {failure.reason}"
 
 
 @contextmanager

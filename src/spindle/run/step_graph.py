@@ -26,7 +26,7 @@ class StepGraph:
 
     def __init__(self, losses: Sequence[int], device: torch.device) -> None:
         self._device = device
-        # Factors of the losses' gradients, outside the graph's memory, which earlier parts of the graph write to.
+        # Factors of the losses' gradients. They are not in the graph's pool, whose memory each replay overwrites.
         self._factors = {slot: torch.zeros((), dtype=torch.float64, device=device) for slot in losses}
         self._values: dict[int, float] = {}  # of the factors
         self._graph: torch.cuda.CUDAGraph | None = None

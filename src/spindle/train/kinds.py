@@ -40,7 +40,7 @@ def kinds_of(bound: Bound, graph: MetaGraph) -> list[Kind]:
             f"called with {_constants(call.arguments)}: {_plain(call.chain.layers[op.first_layer].kind)}"
         )
         if call.handle.compile is not None:
-            layer += f", compiled with {sorted(call.handle.compile.items(), key=str)}"
+            layer += f", compiled with {_plain(str(sorted(call.handle.compile.items(), key=str)))}"
         kinds.append(Kind(layer=layer, glue="" if op.first_layer or only_picks else called_with))
     return kinds
 

@@ -12,8 +12,8 @@ have staged round n + 1, hence read round n: no rank needs to publish that it ha
 half goes in chunks.
 
 A large tensor that takes part again and again, as gradients and sharded parameters do, is not staged: other ranks read
-it in place. An all-reduce then moves 3 times its bytes instead of 5. It needs one more round at the end, after which
-its owner may change it.
+it in place. An all-reduce then moves 3 times its bytes instead of 5. Such a collective has one more round at the end,
+after which owners may change their tensors.
 """
 
 from __future__ import annotations
@@ -152,12 +152,16 @@ class Collectives:
                 parts = yield from self._run_round(job, num_bytes, stage, source, place)
                 if parts.are_all_in_place:
                     last = target.numel()
-                # What is staged has the slices for all ranks end to end; what is in place has the tensors.
-                begins = [
-                    self._rank * target.numel() + first if is_in_place else self._rank * (last - first)
-                    for is_in_place in parts.in_place
-                ]
-                _reduce_parts(target[first:last], parts, begins, reduction, is_mean)
+                # What is staged has the slices for all ranks end to end; what is in place has the tensors. Piece by
+                # piece, because some reductions take a copy of what they reduce.
+                for begin, end in ((first + start, first + stop) for start, stop in _chunks(last - first, most)):
+                    begins = [
+                        self._rank * target.numel() + begin
+                        if is_in_place
+                        else self._rank * (last - first) + begin - first
+                        for is_in_place in parts.in_place
+                    ]
+                    _reduce_parts(target[begin:end], parts, begins, reduction, is_mean)
                 if any(parts.in_place):
                     yield from self._run_round(job, 0, signals=True)  # all have read; their owners may write
                 first = last
