@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import re
+import time
 import warnings
 from copy import deepcopy
 from typing import Any

@@ -11,10 +11,12 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 import hugging  # noqa: E402
+import spindle  # noqa: E402
 from comparison import assert_close  # noqa: E402
 from programs import compare_steps  # noqa: E402
 from spindle import Trainer, module, task  # noqa: E402
-from spindle.train import trace_all  # noqa: E402
+from spindle.errors import TrainingError  # noqa: E402
+from spindle.train import probe, trace_all  # noqa: E402
 from spindle.train.record import cut_all, record_all  # noqa: E402
 from sweeps import chosen, spread  # noqa: E402
 
@@ -105,6 +107,39 @@ def test_a_plan_without_weights_has_the_same_parts(name):
         return {call: len(layers) for call, layers in result.layers.items()}
 
     assert traced("meta") == traced("cpu")
+
+
+def test_images_of_a_batch_are_assigned_to_samples_by_their_tokens():
+    config = hugging.made("Qwen2.5-VL").config
+    torch.manual_seed(0)
+    declared = hugging.packed_images(4, 9)
+    torch.manual_seed(0)
+    batch = hugging.packed_images(4, 9, declared=False)
+    assigned = spindle.hf.packed(batch, config)
+    for name in ("pixel_values", "image_grid_thw"):
+        assert torch.equal(assigned[name].lengths, declared[name].lengths)
+        assert torch.equal(assigned[name].padded, declared[name].padded)
+    batch["input_ids"] = batch["input_ids"].roll(1, dims=0)
+    with pytest.raises(TrainingError, match="no image may belong to two samples"):
+        spindle.hf.packed(batch, config)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [([2, 3], r"add up to 5, but values have 6 rows"), ([6, 0], r"sample 1 has no row"), ([], r"a length for each")],
+)
+def test_lengths_that_cannot_be_are_refused(lengths, message):
+    with pytest.raises(TrainingError, match=message):
+        spindle.packed(torch.zeros(6, 2), lengths)
+
+
+def test_packed_images_are_divided_over_samples():
+    workload = hugging.composite("packed Qwen2.5-VL")
+    batches = workload.batches(0)
+    traced = trace_all(workload.tasks, batches)
+    assert traced[0].whole_only == ""
+    assert probe(traced, batches).coupled == {}
+    assert traced[0].recorded.is_mean
 
 
 class Tower(nn.Module):
