@@ -334,8 +334,10 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
 
 def labelled(name: str, batch: Batch) -> dict[str, Any]:
     """A batch with what a model needs to compute its loss."""
-    if name in ("CLIP", "CLAP", "SigLIP"):
+    if name in ("AltCLIP", "CLIP", "CLAP", "SigLIP", "SigLIP 2"):
         return {**batch, "return_loss": True}
+    if name == "ViLT":
+        return {**batch, "labels": torch.rand(ROWS, 3, dtype=torch.float64)}
     if "decoder_input_ids" in batch:
         batch = dict(batch)
         return {"labels": batch.pop("decoder_input_ids"), **batch}

@@ -184,8 +184,8 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
             whole_only = f"it does not run on part of a batch ({type(error).__name__}: {_first_line(error)})"
             if unaligned := _without_rows(batch, axes):
                 whole_only += (
-                    f"; {', '.join(unaligned)} of the batch has no row for each sample: spindle.packed(values, lengths) "
-                    "declares how many of its rows belong to each"
+                    f"; {', '.join(unaligned)} of the batch has no row for each sample: "
+                    "spindle.packed(values, lengths) declares how many of its rows belong to each"
                 )
     if recorded.whole_loss is not None and (whole_only or couples):
         recorded = with_whole_loss(recorded)
