@@ -31,7 +31,7 @@ def main() -> None:
             instances = instances_of(program)
             costs = costs_of(program, instances, profile)
             began = time.perf_counter()
-            run(*instances.arrays, *costs.arrays)
+            run(*instances.arrays, costs.work)
             loop.append(time.perf_counter() - began)
         count = program.num_instructions
         rates = [count / statistics.median(times) for times in (whole, loop)]

@@ -103,7 +103,7 @@ _SAVE = "save after fit (model.save_pretrained), or from a callback of spindle.T
 _EVALUATE = "call trainer.evaluate(...) after fit, or in on_step"
 _ADVICE = {
     "gradient_checkpointing": "spindle.module(..., activation_checkpointing=True) does that",
-    "torch_compile": "layers run as CUDA graphs instead",
+    "torch_compile": "spindle.module(..., compile=True) does that",
     "eval_strategy": _EVALUATE,
     "eval_steps": _EVALUATE,
     "eval_on_start": _EVALUATE,

@@ -308,8 +308,8 @@ def test_code_that_looks_at_values_is_told_to_be_measured(write, capfd):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{}"], "train.py: its times follow from the machines: give --cluster (a800x32, or a .toml file)"),
-        (["{}", "--devices", "4"], "give --cluster, not only --devices 4 (a800x4, or a .toml file)"),
+        (["{}"], "train.py: times of layers depend on the machines: give --cluster (a800x32, or a .toml file)"),
+        (["{}", "--devices", "4"], "give --cluster instead of --devices 4 (a800x4, or a .toml file)"),
         (["no.py", "--cluster", "h100x8"], "no.py: no such file"),
     ],
 )

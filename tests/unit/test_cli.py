@@ -167,7 +167,9 @@ def test_a_graph_is_no_plan_and_a_plan_is_no_graph(graph, plan, capsys):
     [
         (["plan", "nowhere.json", "--devices", "4"], "nowhere.json: no such file"),
         (["plan", "clap-4", "--devices", "4"], "no recipe of that name; recipes: clip-4"),
-        (["plan", "clip-4", "--devices", "16"], "give --cluster, not only --devices 16 (a800x16"),
+        (["plan", "clip-4", "--cluster", "a800x0"], "expected at least 1 and at most 1,048,576 devices, got 0"),
+        (["plan", "graph.json", "--devices", "2", "--evaluations", "0"], "'--evaluations': "),
+        (["plan", "clip-4", "--devices", "16"], "give --cluster instead of --devices 16 (a800x16"),
         (["plan", "clip-4", "--cluster", "b900x4"], "unknown cluster 'b900x4'"),
         (["plan", "clip-4", "--cluster", "nowhere.toml"], "nowhere.toml: no such file"),
         (["recipes", "clap-4", "-o", "x.json"], "no recipe is called 'clap-4'"),

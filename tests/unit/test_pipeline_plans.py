@@ -148,7 +148,7 @@ def test_chains_give_ranks_equal_work():
 
 
 def test_a_layout_that_does_not_divide_the_devices_is_refused():
-    with pytest.raises(PlanError, match="4 devices are no multiple of 3 pipeline ranks of 1 devices"):
+    with pytest.raises(PlanError, match="3 pipeline ranks of 1 devices need a multiple of 3 devices, got 4"):
         layout_of(batch((12,)), 3, ())
     with pytest.raises(PlanError, match="multiple of as many chunks"):
         Layout(
@@ -302,7 +302,7 @@ def test_ours_is_faster_than_what_others_do_on_the_papers_models(name):
 def test_a_cluster_that_the_model_does_not_divide_is_refused():
     from spindle.cluster import cluster_named
 
-    with pytest.raises(PlanError, match="has no multiple of 16"):
+    with pytest.raises(PlanError, match="needs a multiple of 16 devices"):
         step_of(MODELS["vlm-s"], cluster_named("h800x24"))
 
 

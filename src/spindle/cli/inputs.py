@@ -234,10 +234,10 @@ def _workload(data: dict[str, Any], where: str) -> Workload:
 def _real_cluster(given: str, num_devices: int | None, cluster_name: str | None) -> Cluster:
     """A cluster whose devices have a kind, which a roofline needs."""
     if cluster_name is None:
-        count = num_devices or 32
-        got = "" if num_devices is None else f", not only --devices {num_devices}"
+        count = num_devices if num_devices is not None and num_devices > 0 else 32
+        got = "" if num_devices is None else f" instead of --devices {num_devices}"
         raise InputError(
-            f"{given}: its times follow from the machines: give --cluster{got} (a800x{count}, or a .toml file)"
+            f"{given}: times of layers depend on the machines: give --cluster{got} (a800x{count}, or a .toml file)"
         )
     return any_cluster(num_devices, cluster_name)
 

@@ -45,6 +45,8 @@ _OUR_WORDS = (
     (r"'(.*)' is not a valid float( range)?\.", r"expected a number, got '\1'"),
     (r"Input should be a valid integer.*", "expected a whole number"),
     (r"Input should be a valid number.*", "expected a number"),
+    (r"Input should be greater than or equal to (\S+)", r"expected at least \1"),
+    (r"Input should be less than or equal to (\S+)", r"expected at most \1"),
 )
 INTERRUPTED = 130
 VERBS = (plan, simulate, compare, bound, explain, recipes, launch, profile, checkpoints, export)

@@ -94,7 +94,7 @@ def cluster_named(name: str) -> Cluster:
         )
     if len(match[2]) > 9 or not 1 <= int(match[2]) <= MAX_DEVICES:
         raise ClusterError(
-            f"cluster {name!r}: expected 1 to {MAX_DEVICES} devices, more than that Spindle does not plan for"
+            f"cluster {name!r}: expected at least 1 and at most {MAX_DEVICES:,} devices, got {match[2][:20]}"
         )
     count = int(match[2])
     return uniform_cluster(name.lower(), PRESETS[match[1]], count)

@@ -2,6 +2,7 @@
 
 from spindle.models.blocks import towers_of
 from spindle.models.chain import Chain, ChainLayer, build_chain, chain_and_output, chain_of, whole_chain
+from spindle.models.compiled import check_options, compiled
 from spindle.models.composite import Glue, OpenedComposite, PartCall, matched_leaves, open_composite
 from spindle.models.cross_entropy import CrossEntropies
 from spindle.models.fake import (
@@ -51,6 +52,8 @@ __all__ = [
     "builtin_tp_plan",
     "chain_and_output",
     "chain_of",
+    "check_options",
+    "compiled",
     "device_of",
     "drop_tied_conflicts",
     "dump_chain",

@@ -63,6 +63,7 @@ class ChainLayer:
     parameters: tuple[nn.Parameter, ...]
     find_buffers: Callable[[], Iterable[torch.Tensor]] = tuple
     settings: str = ""
+    modules: tuple[nn.Module, ...] = ()  # that it calls
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -271,6 +272,7 @@ def _module_layer(module: nn.Module, kind: str) -> ChainLayer:
         run=lambda *a, **k: (module(*a, **k),),
         parameters=tuple(module.parameters()),
         find_buffers=module.buffers,
+        modules=(module,),
     )
 
 
@@ -502,6 +504,7 @@ def _recorded_layer(module: nn.Module, source: RecordedForward, number: int) -> 
         parameters=tuple(dict.fromkeys(parameters)),
         find_buffers=find_buffers,
         settings=layer.settings,
+        modules=layer.modules,
     )
 
 

@@ -2,9 +2,9 @@
 
 from spindle.plan.assemble import Piece, assemble, assemble_passes, relaxed, slots_per_op
 from spindle.plan.check import MAX_LANES, check
-from spindle.plan.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Pass, Plan, Slot, read_plan, setting_of, write_plan
+from spindle.plan.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Plan, Slot, read_plan, setting_of, write_plan
 from spindle.plan.text import PASS_LETTERS, format_devices, format_plan, parse_plan
-from spindle.plan.times import FOLDED, Span, forward_spans, pass_s, slot_links, spans
+from spindle.plan.times import FOLDED, Span, forward_spans, offload_copy_s, pass_s, slot_links, spans
 
 __all__ = [
     "BACKWARD",
@@ -14,7 +14,6 @@ __all__ = [
     "MAX_LANES",
     "PASS_LETTERS",
     "WEIGHT",
-    "Pass",
     "Piece",
     "Plan",
     "Slot",
@@ -25,6 +24,7 @@ __all__ = [
     "format_devices",
     "format_plan",
     "forward_spans",
+    "offload_copy_s",
     "parse_plan",
     "pass_s",
     "read_plan",

@@ -1,7 +1,6 @@
 """Is this plan legal? The first broken rule is reported, with its place marked.
 
-Legality does not depend on times, except for copies to the host, which forward passes must hide: a plan holds for
-curves that were measured again.
+Legality does not depend on times: a plan holds for curves that were measured again.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from collections import defaultdict
 from spindle.errors import PlanError
 from spindle.plan.plan import FORWARD, WEIGHT, DeviceLane, Plan, Slot, setting_of
 from spindle.plan.text import marked
-from spindle.plan.times import pass_needs, pass_s, refuse_other_slots, slot_links
-from spindle.profile import Profile, bytes_text, saved_bytes
+from spindle.plan.times import offloaded_bytes, pass_needs, refuse_other_slots, slot_links
+from spindle.profile import Profile, bytes_text
 
 MAX_LANES = 8  # compute streams of a device
 _TOLERANCE = 1e-9  # other versions may add the same times in another order
@@ -133,39 +132,20 @@ def _memory(plan: Plan, profile: Profile) -> None:
 
 
 def _host(plan: Plan, profile: Profile) -> None:
-    """Offloaded activations fit into host memory at any time, and their copies are hidden behind the forward passes.
-
-    Passes of one task that follow each other on the same devices are one stage, all of which hides its copies.
-    """
+    """Offloaded activations fit into host memory at any time."""
     if not any(slot.offloaded for slot in plan.slots):
         return
     kind, graph, setting = profile.cluster.kind, profile.graph, setting_of(plan, profile)
     position = {op.name: index for index, op in enumerate(graph.metaops)}
-
-    def offloaded_bytes(slot: Slot) -> int:
-        op, curve = graph.metaops[position[slot.op]], profile.curve(position[slot.op], setting)
-        rows = -(-(op.batch_size or 1) * curve.tensor_degree // len(slot.devices))  # of the largest share
-        return saved_bytes(op, rows, slot.offloaded, curve.tensor_degree, False)
-
-    for stage in _forward_stages(plan, profile):
-        stage_bytes = sum(map(offloaded_bytes, stage))
-        forward_s = sum(pass_s(slot, FORWARD, profile.curve(position[slot.op], setting)) for slot in stage)
-        copy_s = stage_bytes / kind.host_bytes_per_s
-        if copy_s > forward_s * (1 + _TOLERANCE):
-            slot = next(slot for slot in stage if slot.offloaded)
-            raise _refuse(
-                plan,
-                slot,
-                f"{slot.op} offloads {bytes_text(stage_bytes)}, which takes {copy_s:.3g} s to the host; the forward "
-                f"pass beside it hides {forward_s:.3g} s",
-            )
     held_bytes: dict[int, int] = defaultdict(int)
     for pass_ in plan.passes:
         slot = plan.slots[pass_.slot]
         if not slot.offloaded or pass_.kind == WEIGHT:  # activations have come back for the gradients of inputs
             continue
+        op = position[slot.op]
+        num_bytes = offloaded_bytes(slot, graph.metaops[op], profile.curve(op, setting).tensor_degree)
         for device in slot.devices:
-            held_bytes[device] += offloaded_bytes(slot) if pass_.kind == FORWARD else -offloaded_bytes(slot)
+            held_bytes[device] += num_bytes if pass_.kind == FORWARD else -num_bytes
             if held_bytes[device] > kind.host_memory_bytes:
                 raise _refuse(
                     plan,
@@ -173,27 +153,6 @@ def _host(plan: Plan, profile: Profile) -> None:
                     f"device {device} offloads more than the {bytes_text(kind.host_memory_bytes)} that the host has "
                     "for it, counting what has not come back yet",
                 )
-
-
-def _forward_stages(plan: Plan, profile: Profile) -> list[list[Slot]]:
-    """Slots whose forward passes follow each other on the same devices, with nothing between, for one task."""
-    task_of = {op.name: op.task for op in profile.graph.metaops}
-    stages: list[list[Slot]] = []
-    last: dict[int, list[Slot] | None] = {}  # the stage that each device is in
-    for pass_ in plan.passes:
-        slot = plan.slots[pass_.slot]
-        stage = last.get(slot.devices[0]) if pass_.kind == FORWARD else None
-        if stage is not None:
-            goes_on = stage[-1].devices == slot.devices and task_of[stage[-1].op] == task_of[slot.op]
-            if not goes_on or any(last[device] is not stage for device in slot.devices):
-                stage = None
-        if pass_.kind == FORWARD and stage is None:
-            stage = []
-            stages.append(stage)
-        if stage is not None:
-            stage.append(slot)
-        last.update(dict.fromkeys(slot.devices, stage))
-    return stages
 
 
 def _rounds(plan: Plan, profile: Profile) -> None:

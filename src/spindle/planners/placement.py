@@ -98,6 +98,7 @@ class _Placement:
         self.team_devices: dict[str, np.ndarray] = {}
         # Memory: weights that are there, bytes of state, bytes of activations in the present round.
         self.held = np.zeros((len(self.graph.parameters), num_devices), dtype=bool)
+        self.num_holders = np.zeros(len(self.graph.parameters), dtype=np.int64)
         self.state = np.zeros(num_devices)
         self.activations = np.zeros(num_devices)
         self.working = np.zeros(num_devices)  # the largest working space of a backward pass
@@ -114,9 +115,10 @@ class _Placement:
                 self.working[:] = 0
             parameters = self._parameters(piece)
             new_state = self._new_state(piece, parameters)
-            devices = self._choose(number, piece, rules[number], new_state)
+            saved, working = self._new_activations(piece)
+            devices = self._choose(number, piece, rules[number], new_state, saved, working)
             late |= bool(self.free_at_s[devices].max() > piece.start_s + _SLACK * (1 + piece.start_s))
-            self._take(piece, devices, parameters, new_state)
+            self._take(piece, devices, parameters, new_state, saved, working)
             pieces.append(
                 Piece(
                     op=piece.op,
@@ -132,12 +134,14 @@ class _Placement:
             return [replace(piece, wave=None, not_before_s=0.0) for piece in pieces]
         return pieces
 
-    def _choose(self, number: int, piece: Timed, rule: int, device_state: np.ndarray) -> np.ndarray:
+    def _choose(
+        self, number: int, piece: Timed, rule: int, device_state: np.ndarray, saved: np.ndarray, working: float
+    ) -> np.ndarray:
+        """The devices of a piece, which adds these bytes of state and activations to a device."""
         degree = self.setting.tensor_degrees[piece.op]
         units = self.units_of[degree]
         num_units = piece.num_devices // degree
         new_state = device_state[units].max(axis=1)
-        saved, working = self._new_activations(piece)
         held = self.state + self.activations + saved + np.maximum(self.working, working)
         needed = held[units].max(axis=1) + new_state
         fits = needed <= self.memory_bytes if self.counts_bytes else np.ones(len(units), dtype=bool)
@@ -261,7 +265,7 @@ class _Placement:
         degree = self.setting.tensor_degrees[op]
         sizes: np.ndarray = self.parameter_state[degree][parameters]
         if self.setting.shard_optimizer:
-            owners = np.maximum(self.held[parameters].sum(axis=1), at_least) // degree
+            owners = np.maximum(self.num_holders[parameters], at_least) // degree
             sizes = sizes - self.shared_state[degree][parameters] * (1 - 1 / np.maximum(1, owners))
         return sizes
 
@@ -282,7 +286,16 @@ class _Placement:
                 saved += arrives * rows * cost.output_bytes
         return saved, backward_bytes(op, rows, degree, self.setting.recompute[piece.op])
 
-    def _take(self, piece: Timed, devices: np.ndarray, parameters: np.ndarray, new_state: np.ndarray) -> None:
+    def _take(
+        self,
+        piece: Timed,
+        devices: np.ndarray,
+        parameters: np.ndarray,
+        new_state: np.ndarray,
+        saved: np.ndarray,
+        working: float,
+    ) -> None:
+        """Give a piece its devices: they are busy until it ends, and hold its parameters and activations."""
         layer_s = (piece.end_s - piece.start_s) / piece.num_layers
         start_s = max(
             piece.start_s if piece.wave is not None else 0.0,
@@ -295,10 +308,10 @@ class _Placement:
             self.state -= self._sizes(piece.op, parameters) @ self.held[parameters]
         else:
             self.state[devices] += new_state[devices]
-        saved, working = self._new_activations(piece)
         self.activations[devices] += saved[devices]
         self.working[devices] = np.maximum(self.working[devices], working)
         self.held[parameters[:, None], devices] = True
+        self.num_holders[parameters] = self.held[parameters].sum(axis=1)
         if self.setting.shard_optimizer:
             self.state += self._sizes(piece.op, parameters) @ self.held[parameters]
         self.free_at_s[devices] = end_s

@@ -140,8 +140,8 @@ class MultimodalModel:
         degree, num_devices = self.tensor_degree, self.tensor_degree * self.num_stages
         if cluster.num_devices % num_devices:
             raise PlanError(
-                f"{self.name} has {self.num_stages} stages of {degree} devices: {cluster.name} has no multiple of "
-                f"{num_devices}"
+                f"{self.name} has {self.num_stages} stages of {degree} devices, so it needs a multiple of "
+                f"{num_devices} devices; {cluster.name} has {cluster.num_devices}"
             )
         if degree * cluster.num_tensor_groups(degree) < cluster.num_devices:
             size = next(island.num_devices for island in cluster.islands if island.num_devices % degree)
@@ -262,7 +262,7 @@ MODELS: dict[str, MultimodalModel] = {
 
 @functools.cache
 def measured_efficiencies() -> Efficiencies:
-    """What kernels reach on an H200, measured (`spindle.measure.kernels`)."""
+    """What kernels reach on an H200, measured (`benchmarks/kernels.py`)."""
     file = resources.files("spindle.recipes") / "h200_kernels.json"
     data = json.loads(file.read_text(encoding="utf-8"))
     return artifact_from_json(data, "h200_kernels.json", EFFICIENCIES_KIND, Efficiencies)

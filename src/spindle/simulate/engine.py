@@ -4,14 +4,16 @@ A rendezvous waits for all its members, then for a fixed delay (latency), then r
 (resource, time alone on it, weight). While it runs, each of its resources is shared by all rendezvous on it: at a total
 weight w it takes `slowness[w]` times its time alone, and its slowest resource decides. Two kinds of resources have
 weights in millionths instead of a table: on `FILL` the slowdown is the total weight, at least 1; on `PRESSURE` it is 1
-plus the weight of the others. When a rendezvous starts or
-ends, the rendezvous that share a resource with it are re-timed: the fraction that is left stays, the rate changes.
+plus the weight of the others. When a rendezvous starts or ends, the rendezvous that share a resource with it are
+re-timed: the fraction that is left stays, the rate changes.
 
 Events are (time, rendezvous) in a binary heap. Re-timing pushes a new event instead of moving the old one; an event
 whose time is not the present `finish` of its rendezvous is stale and skipped. Time is in integer nanoseconds.
 """
 
 from __future__ import annotations
+
+from collections import namedtuple
 
 import numpy as np
 
@@ -23,9 +25,34 @@ _NEVER = np.int64(-1)
 EQUAL_SHARES, PRESSURE, FILL = -1, -2, -3
 WEIGHT_ONE = 1_000_000  # of pressure and fill: a weight of 1
 
+Work = namedtuple(
+    "Work",
+    [
+        "delay_ns",  # by rendezvous: from the arrival of its last member to its start
+        "fixed_ns",  # by rendezvous: its time, if its resources do not make it longer
+        "entry_starts",  # by rendezvous: its entries are [entry_starts[r], entry_starts[r + 1])
+        "entry_resource",
+        "entry_ns",  # alone on the resource
+        "entry_weight",
+        "slowness_of",  # by resource: a row of `slowness`, or a kind of resource
+        "slowness",  # by row and load: how many times longer than alone
+    ],
+)
+
+
+@njit(cache=True)
+def _grown(column):
+    larger = np.empty(2 * len(column), column.dtype)
+    larger[: len(column)] = column
+    return larger
+
 
 @njit(cache=True)
 def _push(heap_time, heap_item, size, time, item):
+    """Insert an event, in larger columns where these are full. Returns the columns and their new number of events."""
+    if size + 1 >= len(heap_time):
+        heap_time = _grown(heap_time)
+        heap_item = _grown(heap_item)
     position = size
     while position > 0:
         parent = (position - 1) >> 1
@@ -36,7 +63,7 @@ def _push(heap_time, heap_item, size, time, item):
         position = parent
     heap_time[position] = time
     heap_item[position] = item
-    return size + 1
+    return heap_time, heap_item, size + 1
 
 
 @njit(cache=True)
@@ -67,33 +94,26 @@ def _pop(heap_time, heap_item, size):
 
 
 @njit(cache=True)
-def _grown(column):
-    larger = np.empty(2 * len(column), column.dtype)
-    larger[: len(column)] = column
-    return larger
-
-
-@njit(cache=True)
-def _slowness(resource, load, weight, slowness_of, slowness):
-    """How many times longer than alone a rendezvous of this weight takes on a resource with this load (total
-    weight)."""
-    row = slowness_of[resource]
+def _entry_time(entry, load, work):
+    """How long an entry takes on its resource at this load (total weight)."""
+    row = work.slowness_of[work.entry_resource[entry]]
     if row >= 0:
-        return slowness[row, min(load, slowness.shape[1] - 1)]
-    if row == PRESSURE:
-        return 1.0 + (load - weight) / WEIGHT_ONE
-    if row == FILL:
-        return max(1.0, load / WEIGHT_ONE)
-    return np.float64(load)
+        slowness = work.slowness[row, min(load, work.slowness.shape[1] - 1)]
+    elif row == PRESSURE:
+        slowness = 1.0 + (load - work.entry_weight[entry]) / WEIGHT_ONE
+    elif row == FILL:
+        slowness = max(1.0, load / WEIGHT_ONE)
+    else:
+        slowness = np.float64(load)
+    return work.entry_ns[entry] * slowness
 
 
 @njit(cache=True)
-def _span(rendezvous, fixed_ns, entry_starts, entry_resource, entry_ns, entry_weight, weight_on, slowness_of, slowness):
-    """The duration of a whole rendezvous at the present load."""
-    span = np.float64(fixed_ns[rendezvous])
-    for entry in range(entry_starts[rendezvous], entry_starts[rendezvous + 1]):
-        resource = entry_resource[entry]
-        time = entry_ns[entry] * _slowness(resource, weight_on[resource], entry_weight[entry], slowness_of, slowness)
+def _span(rendezvous, work, weight_on):
+    """The duration of a whole rendezvous at the present load: that of its slowest resource."""
+    span = np.float64(work.fixed_ns[rendezvous])
+    for entry in range(work.entry_starts[rendezvous], work.entry_starts[rendezvous + 1]):
+        time = _entry_time(entry, weight_on[work.entry_resource[entry]], work)
         if time > span:
             span = time
     return span
@@ -141,21 +161,16 @@ def run(
     rendezvous_ids,
     member_starts,
     members,
-    delay_ns,
-    fixed_ns,
-    entry_starts,
-    entry_resource,
-    entry_ns,
-    entry_weight,
-    slowness_of,
-    slowness,
+    work,
 ):
     """Run everything. Returns when each instance was posted, began and ended; -1 if it never did (a deadlock).
 
-    The arguments are `Instances.arrays` and `Costs.arrays`.
+    The arguments are `Instances.arrays` and `Costs.work`. Four phases for each event, in one function: one for each
+    would have the references to all their arrays counted at every event.
     """
+    entry_starts, entry_resource, entry_weight = work.entry_starts, work.entry_resource, work.entry_weight
     num_instances = len(num_needs)
-    num_rendezvous = len(fixed_ns)
+    num_rendezvous = len(work.fixed_ns)
     posted = np.full(num_instances, _NEVER)
     began = np.full(num_instances, _NEVER)
     ended = np.full(num_instances, _NEVER)
@@ -172,7 +187,7 @@ def run(
     in_delay = np.zeros(num_rendezvous, np.bool_)  # not on its resources yet
 
     # The entries on each resource, as doubly linked lists.
-    num_resources = len(slowness_of)
+    num_resources = len(work.slowness_of)
     head = np.full(num_resources, -1, np.int64)
     following = np.full(len(entry_resource), -1, np.int64)
     preceding = np.full(len(entry_resource), -1, np.int64)
@@ -213,11 +228,10 @@ def run(
                         if began[members[member_place]] < 0:
                             began[members[member_place]] = now
                     in_delay[rendezvous] = True
-                    finish[rendezvous] = now + delay_ns[rendezvous]
-                    if heap_size + 1 >= len(heap_time):
-                        heap_time = _grown(heap_time)
-                        heap_item = _grown(heap_item)
-                    heap_size = _push(heap_time, heap_item, heap_size, finish[rendezvous], rendezvous)
+                    finish[rendezvous] = now + work.delay_ns[rendezvous]
+                    heap_time, heap_item, heap_size = _push(
+                        heap_time, heap_item, heap_size, finish[rendezvous], rendezvous
+                    )
         if heap_size == 0:
             break
 
@@ -245,22 +259,10 @@ def run(
                 weight_on[resource] -= entry_weight[entry]
                 _unlink(entry, resource, head, following, preceding)
         if starts:
-            span[rendezvous] = _span(
-                rendezvous,
-                fixed_ns,
-                entry_starts,
-                entry_resource,
-                entry_ns,
-                entry_weight,
-                weight_on,
-                slowness_of,
-                slowness,
-            )
+            span[rendezvous] = _span(rendezvous, work, weight_on)
+            # Less a rounding error of floats, so that a whole number of nanoseconds stays one.
             finish[rendezvous] = now + np.int64(np.ceil(span[rendezvous] - 1e-6))
-            if heap_size + 1 >= len(heap_time):
-                heap_time = _grown(heap_time)
-                heap_item = _grown(heap_item)
-            heap_size = _push(heap_time, heap_item, heap_size, finish[rendezvous], rendezvous)
+            heap_time, heap_item, heap_size = _push(heap_time, heap_item, heap_size, finish[rendezvous], rendezvous)
 
         # Phase 3: re-time the rendezvous that share a resource with it. Only this resource's load has changed. So
         # unless this resource was a neighbour's slowest one and became faster, the neighbour's new span follows from
@@ -272,9 +274,8 @@ def run(
             neighbour_entry = head[resource]
             while neighbour_entry >= 0:
                 neighbour = entry_rendezvous[neighbour_entry]
-                weight = entry_weight[neighbour_entry]
-                time_before = entry_ns[neighbour_entry] * _slowness(resource, before, weight, slowness_of, slowness)
-                time_now = entry_ns[neighbour_entry] * _slowness(resource, load, weight, slowness_of, slowness)
+                time_before = _entry_time(neighbour_entry, before, work)
+                time_now = _entry_time(neighbour_entry, load, work)
                 neighbour_entry = following[neighbour_entry]
                 if neighbour == rendezvous:
                     continue
@@ -282,30 +283,18 @@ def run(
                 if time_now >= span[neighbour]:
                     new_span = time_now
                 elif time_before >= span[neighbour] * (1 - 1e-12):
-                    new_span = _span(
-                        neighbour,
-                        fixed_ns,
-                        entry_starts,
-                        entry_resource,
-                        entry_ns,
-                        entry_weight,
-                        weight_on,
-                        slowness_of,
-                        slowness,
-                    )
+                    new_span = _span(neighbour, work, weight_on)
                 if new_span == span[neighbour]:
                     continue
+                # Done so far, at the old rate; what is left goes on at the new one.
                 if span[neighbour] > 0:
                     left[neighbour] = max(0.0, left[neighbour] - (now - since[neighbour]) / span[neighbour])
                 since[neighbour] = now
                 span[neighbour] = new_span
                 new_finish = now + np.int64(np.ceil(left[neighbour] * new_span - 1e-6))
                 if new_finish != finish[neighbour]:
-                    finish[neighbour] = new_finish
-                    if heap_size + 1 >= len(heap_time):
-                        heap_time = _grown(heap_time)
-                        heap_item = _grown(heap_item)
-                    heap_size = _push(heap_time, heap_item, heap_size, new_finish, neighbour)
+                    finish[neighbour] = new_finish  # the event of the old one is stale from now on
+                    heap_time, heap_item, heap_size = _push(heap_time, heap_item, heap_size, new_finish, neighbour)
         if starts:
             continue
 

@@ -21,7 +21,7 @@ def simulate(program: Program, profile: Profile) -> Timeline:
     timed, times = instances, costs
     if profile.host is not None:
         timed, times = with_hosts(program, instances, costs, profile.host, profile)
-    posted, began, ended = (column[: instances.num_instances] for column in run(*timed.arrays, *times.arrays))
+    posted, began, ended = (column[: instances.num_instances] for column in run(*timed.arrays, times.work))
     if (ended < 0).any():
         raise ProgramError(describe_deadlock(program, instances, np.flatnonzero(ended < 0)))
     return Timeline(

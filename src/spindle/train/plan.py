@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spindle.errors import PlanError, ProfileError, TrainingError
+from spindle.graph import MetaGraph
 from spindle.models import builtin_tp_plan
 from spindle.plan import Plan, check, parse_plan, read_plan
 from spindle.planners import Layout, PlanOptions, make_plan, owning_ranks_in, pipeline_layout
@@ -41,6 +42,26 @@ class PlannedWorkload:
     layout: Layout | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPlanning:
+    """The plan and the profile of a checkpoint, where the user asks for the same planning as when it was saved."""
+
+    plan: Plan | None = None
+    profile: Profile | None = None
+
+    def applied_to(self, config: TrainConfig, graph: MetaGraph, profile: Profile, num_ranks: int) -> TrainConfig:
+        """The configuration with the saved plan given, where it holds: for the same graph, ranks and profile."""
+        if (
+            self.plan is None
+            or self.profile is None
+            or config.planning.is_pipelined
+            or (self.plan.num_devices, self.plan.fingerprint) != (num_ranks, graph.fingerprint)
+            or profile != replace(self.profile, graph=graph)
+        ):
+            return config
+        return replace(config, planning=replace(config.planning, plan=self.plan))
+
+
 def plan_workload(
     workload: AnalyzedWorkload,
     profile: Profile,
@@ -61,7 +82,7 @@ def plan_workload(
         profile = _with_degrees(profile, workload, degrees)
     layout: Layout | None = None
     if planning.is_pipelined:
-        profile = on_one_device(profile)
+        profile = on_one_device(profile)  # stages have one device each
         with progress.bar("planning"):
             layout, plan = _pipeline_plan(profile, config, world)
     else:
@@ -133,6 +154,7 @@ def _shared_plan(
         if (plan.shard_optimizer or _splits_parameters(plan)) and world.size > 1:
             trained = [item for item in workload.bound.parameters.items() if item[1].requires_grad]
             reason = why_not_sharded(config.optimizer, trained)
+        # The choice to shard was the planner's, or the user's: without it, another plan may be the best.
         if reason is not None and plan.shard_optimizer:
             plan = _rank_0_plan(profile, config, False, report_share)
     shared: Plan

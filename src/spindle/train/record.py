@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from spindle.errors import WorkloadError
-from spindle.launch.failure import is_debugging
+from spindle.launch import is_debugging
 from spindle.models import Chain, as_when_compiling, device_of, fake_like, whole_chain, without_torch_logs, zeros_like
 from spindle.run import on_device, pytree_meta
 from spindle.train.composites import open_graph, split_loss
@@ -29,6 +29,8 @@ from spindle.train.recording_notices import INSTEAD, note_method, prints_noticed
 from spindle.train.task import Mean, ModuleHandle, TaskDefinition, TaskResult, called_module, called_part, recording
 from spindle.train.task_errors import line_of_node, mark_line
 from spindle.train.tracer import GradientTracer
+
+Handles = dict[str, ModuleHandle]  # by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -431,9 +433,9 @@ def kept_whole(tasks: Sequence[RecordedTask], module: object, reason: str) -> li
     return recorded
 
 
-def handles_of(tasks: Sequence[RecordedTask]) -> dict[str, ModuleHandle]:
+def handles_of(tasks: Sequence[RecordedTask]) -> Handles:
     """The modules of tasks by name; two under one name are refused."""
-    handles: dict[str, ModuleHandle] = {}
+    handles: Handles = {}
     for task in tasks:
         for call in task.calls:
             known = handles.setdefault(call.handle.name, call.handle)
@@ -444,7 +446,7 @@ def handles_of(tasks: Sequence[RecordedTask]) -> dict[str, ModuleHandle]:
     return handles
 
 
-def root_handles(handles: Mapping[str, ModuleHandle]) -> dict[str, ModuleHandle]:
+def root_handles(handles: Mapping[str, ModuleHandle]) -> Handles:
     """The handles that the user registered: composites instead of their parts."""
     roots = [handle.composite or handle for handle in handles.values()]
     return {root.name: root for root in roots}

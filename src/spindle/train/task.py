@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from spindle.errors import WorkloadError
-from spindle.models import Chain, chain_and_output, resolve_styles, whole_chain
+from spindle.models import Chain, chain_and_output, check_options, resolve_styles, whole_chain
 from spindle.train.packed import unpacked
 
 
@@ -31,10 +31,11 @@ class ModuleHandle:
         activation_checkpointing: bool = False,
         split: bool = True,
         tensor_parallel: Mapping[str, str] | None = None,
+        compile: Mapping[str, Any] | None = None,
     ) -> None:
         self.name, self.module, self.whole_batch = name, nn_module, whole_batch
         self.activation_checkpointing, self.split = activation_checkpointing, split
-        self.tensor_parallel = tensor_parallel
+        self.tensor_parallel, self.compile = tensor_parallel, compile
         self.has_compared_attributes = False  # with other ranks
         self.chain: Chain = whole_chain(nn_module, "it was not called yet")
         self.composite: ModuleHandle | None = None  # of which this is a part
@@ -48,7 +49,9 @@ class ModuleHandle:
             assert module is not None
             name = f"{self.name}.{path}" if path else self.name
             styles = None if self.tensor_parallel is None else styles_of_part(self.tensor_parallel, path)
-            handle = ModuleHandle(name, module, self.whole_batch, self.activation_checkpointing, True, styles)
+            handle = ModuleHandle(
+                name, module, self.whole_batch, self.activation_checkpointing, True, styles, self.compile
+            )
             handle.composite = self
             self._parts[path] = handle
         return self._parts[path]
@@ -128,6 +131,7 @@ def module(
     activation_checkpointing: bool = False,
     split: bool = True,
     tensor_parallel: Mapping[str, str] | None = None,
+    compile: bool | Mapping[str, Any] = False,
 ) -> ModuleHandle:
     """Register an `nn.Module` under a name that all tasks share.
 
@@ -140,6 +144,10 @@ def module(
     their own; `{}` disables it. How many devices share a layer is up to the planner. A block that is
     `"sequence_parallel"` in it is shared by tokens between its other parts:
     `{**llm.tp_plan, "model.layers.*": "sequence_parallel"}`.
+
+    With `compile`, its layers are compiled by `torch.compile`, once for each kind of layer, with these arguments where
+    it is a dict (`{"mode": "max-autotune-no-cudagraphs"}`). Layers that several devices share, and those of pipelines
+    that split backward in two, run as they are.
     """
     if not isinstance(nn_module, nn.Module):
         raise WorkloadError(f"spindle.module({name!r}, ...): expected an nn.Module, got {type(nn_module).__name__}")
@@ -154,7 +162,10 @@ def module(
     if tensor_parallel is not None:
         where = f"spindle.module({name!r}, tensor_parallel=...)"
         resolve_styles(nn_module, tensor_parallel, where, strict=True)  # refuses what it does not know
-    return ModuleHandle(name, nn_module, whole_batch, activation_checkpointing, split, tensor_parallel)
+    options = {} if compile is True else dict(compile) if compile else None
+    if options is not None:
+        check_options(options, f"spindle.module({name!r}, compile=...)")
+    return ModuleHandle(name, nn_module, whole_batch, activation_checkpointing, split, tensor_parallel, options)
 
 
 class Mean(NamedTuple):

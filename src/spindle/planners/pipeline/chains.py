@@ -26,7 +26,8 @@ def layout_of(profile: Profile, num_ranks: int, chains: Sequence[Chain]) -> Layo
     num_replicas, rest = divmod(profile.cluster.num_devices, num_ranks * degree)
     if num_replicas < 1 or rest:
         raise PlanError(
-            f"{profile.cluster.num_devices} devices are no multiple of {num_ranks} pipeline ranks of {degree} devices"
+            f"{num_ranks} pipeline ranks of {degree} devices need a multiple of {num_ranks * degree} devices, got "
+            f"{profile.cluster.num_devices}"
         )
     return Layout(num_ranks=num_ranks, num_replicas=num_replicas, tensor_degree=degree, chains=tuple(chains))
 

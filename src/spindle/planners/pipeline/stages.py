@@ -24,6 +24,7 @@ from spindle.workload import LayerCost
 
 NS = 1e9
 MOST_CHOICES = 10  # of memory for a stage; DIP keeps about as many
+OFFLOAD_STEPS = 8  # how many numbers of offloaded layers are tried for a stage
 _KINDS = (FORWARD, BACKWARD, INPUT, WEIGHT)  # as the columns number them
 
 
@@ -40,6 +41,7 @@ class StagePiece:
 class Choice:
     """One way to keep a stage's activations: for each piece, how many layers are recomputed and how many offloaded."""
 
+    forward_ns: int
     backward_ns: int
     memory: int
     recomputed: tuple[int, ...]
@@ -50,7 +52,6 @@ class Choice:
 class Stage:
     """What a stage costs, whichever microbatch it is for. Choices rise in memory."""
 
-    forward_ns: int
     weight_ns: int
     output_bytes: float
     working: int  # bytes while its backward runs
@@ -322,7 +323,7 @@ def _tables(stages: Iterable[Sequence[Stage]]) -> tuple[tuple[Column, Column, Co
     forward, backward, memory = (np.zeros(shape, dtype=np.int64) for _ in range(3))
     for row, stage in enumerate(distinct):
         padded = stage.choices + stage.choices[-1:] * (most - len(stage.choices))
-        forward[row] = stage.forward_ns
+        forward[row] = [choice.forward_ns for choice in padded]
         backward[row] = [choice.backward_ns for choice in padded]
         memory[row] = [choice.memory for choice in padded]
     counts = np.array([len(stage.choices) for stage in distinct], dtype=np.int64)
@@ -365,12 +366,12 @@ class _Stages:
     ) -> Stage:
         """The times of a stage, and its memory choices (DIP §4.3).
 
-        A choice recomputes some layers and offloads others; all counts of recomputed layers are tried, with nothing
-        offloaded and with the most that can be. Every pass of layers takes 1 ns at least, so that passes start in the
-        order of the flows.
+        A choice recomputes some layers and offloads others, which takes the copy's time in both passes, as the executor
+        copies on the compute stream. All counts of recomputed layers are tried, each with several counts of offloaded
+        ones. Every pass of layers takes 1 ns at least, so that passes start in the order of the flows.
         """
         if not pieces:
-            return Stage(0, 0, 0.0, 0, (Choice(0, 0, (), ()),))
+            return Stage(0, 0.0, 0, (Choice(0, 0, 0, (), ()),))
         # Data, by piece: layers, seconds of a layer forward and backward, rows, and whether the user asked for it to be
         # recomputed as a whole, which then is no choice.
         ops = [self._profile.graph.metaops[piece.op] for piece in pieces]
@@ -401,6 +402,8 @@ class _Stages:
         ]
         ranking = sorted(range(len(pieces)), key=lambda number: -gains[number])
 
+        host_rate = self._profile.cluster.kind.host_bytes_per_s
+
         def choice(num_recomputed: int, num_offloaded: int) -> Choice:
             recomputed, offloaded = [0] * len(pieces), [0] * len(pieces)
             for number in ranking:
@@ -417,32 +420,30 @@ class _Stages:
                 )
             )
             recompute_s = sum(count * forward for count, (forward, _) in zip(recomputed, times, strict=True))
-            # Offloading is modelled as free; 1 ns makes "keep" win ties.
+            host_bytes = sum(count * size for count, size in zip(offloaded, saved, strict=True))
+            copy_s = host_bytes / host_rate if host_bytes else 0.0
             return Choice(
-                max(1, round((backward_s + recompute_s) * NS)) + any(offloaded),
+                max(1, round((forward_s + copy_s) * NS)),
+                max(1, round((backward_s + recompute_s + copy_s) * NS)),
                 int(memory + received_bytes),
                 tuple(recomputed),
                 tuple(offloaded),
             )
 
-        # With each number of recomputed layers, nothing is offloaded, or as much as copies can hide and the host has
+        # With each number of recomputed layers, up to OFFLOAD_STEPS + 1 numbers of offloaded ones that the host has
         # memory for.
-        hidden_bytes = forward_s * self._profile.cluster.kind.host_bytes_per_s
         total = sum(counts)
         choices = [choice(num_recomputed, 0) for num_recomputed in range(total + 1)]
-        num_offloaded = total  # at most; fewer with every layer that is recomputed
-        for num_recomputed in range(total):
-            num_offloaded = min(num_offloaded, total - num_recomputed)
-            while num_offloaded:
+        step = max(1, total // OFFLOAD_STEPS)
+        for num_recomputed in range(total) if host_rate else ():
+            for num_offloaded in range(step, total - num_recomputed + 1, step):
                 candidate = choice(num_recomputed, num_offloaded)
-                num_bytes = sum(count * size for count, size in zip(candidate.offloaded, saved, strict=True))
-                if num_bytes <= min(hidden_bytes, self._host_share * candidate.memory):
-                    choices.append(candidate)
+                host_bytes = sum(count * size for count, size in zip(candidate.offloaded, saved, strict=True))
+                if host_bytes > self._host_share * candidate.memory:
                     break
-                num_offloaded -= 1
+                choices.append(candidate)
         last = ops[-1].cost
         return Stage(
-            max(1, round(forward_s * NS)),
             min(round(weight_s * NS), choice(0, 0).backward_ns - 1),
             0.0 if last is None else rows[-1] * last.cut_bytes_at(self._degree),
             max(backward_bytes(op, count, self._degree, True) for op, count in zip(ops, rows, strict=True)),
@@ -452,9 +453,13 @@ class _Stages:
 
 def _worth_having(choices: Iterable[Choice]) -> tuple[Choice, ...]:
     """The leanest, the fastest, and the fastest of each of some equal ranges of memory between (DIP §4.3)."""
+
+    def time_ns(choice: Choice) -> int:
+        return choice.forward_ns + choice.backward_ns
+
     falling: list[Choice] = []  # rising memory, each faster than those before
-    for choice in sorted(choices, key=lambda choice: (choice.memory, choice.backward_ns)):
-        if not falling or choice.backward_ns < falling[-1].backward_ns:
+    for choice in sorted(choices, key=lambda choice: (choice.memory, time_ns(choice))):
+        if not falling or time_ns(choice) < time_ns(falling[-1]):
             falling.append(choice)
     if len(falling) <= MOST_CHOICES:
         return tuple(falling)
