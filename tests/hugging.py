@@ -30,9 +30,12 @@ _float = torch.Tensor.float
 
 def _float_unless_double(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
     """Transformers computes losses in float32, whose rounding would hide errors of other kinds: there, and only there,
-    float64 stays as it is."""
-    is_in_transformers = sys._getframe(1).f_globals.get("__name__", "").startswith("transformers.")
-    return tensor if tensor.dtype == torch.float64 and is_in_transformers else _float(tensor, **options)
+    float64 stays as it is. Except in tables of rotary embeddings, which multiply frequencies by positions: float64 by
+    float32 in versions that round both."""
+    caller = sys._getframe(1)
+    is_kept = caller.f_globals.get("__name__", "").startswith("transformers.")
+    is_kept &= "RotaryEmbedding.forward" not in caller.f_code.co_qualname
+    return tensor if tensor.dtype == torch.float64 and is_kept else _float(tensor, **options)
 
 
 torch.Tensor.float = _float_unless_double
@@ -331,8 +334,10 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
 
 def labelled(name: str, batch: Batch) -> dict[str, Any]:
     """A batch with what a model needs to compute its loss."""
-    if name in ("CLIP", "CLAP", "SigLIP"):
+    if name in ("AltCLIP", "CLIP", "CLAP", "SigLIP", "SigLIP 2"):
         return {**batch, "return_loss": True}
+    if name == "ViLT":
+        return {**batch, "labels": torch.rand(ROWS, 3, dtype=torch.float64)}
     if "decoder_input_ids" in batch:
         batch = dict(batch)
         return {"labels": batch.pop("decoder_input_ids"), **batch}

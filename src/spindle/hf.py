@@ -1,17 +1,19 @@
 """From `transformers.Trainer` to `spindle.Trainer`: what `TrainingArguments` say, as options here.
 
 `options` are keyword arguments of `spindle.Trainer`; `loader`, `batch_size` and `num_steps` are the data that
-`transformers.Trainer` would train on. An argument that was set and has no meaning here is refused by name. Knows no
-model: collators, processors, `from_pretrained` and `save_pretrained` are used as they are.
+`transformers.Trainer` would train on, and `packed` says which patches of a batch belong to which sample. An argument
+that was set and has no meaning here is refused by name. Knows no model: collators, processors, `from_pretrained` and
+`save_pretrained` are used as they are.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +21,12 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from spindle.errors import TrainingError
+from spindle.train.packed import packed as pack
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-__all__ = ["batch_size", "loader", "num_steps", "options"]
+__all__ = ["batch_size", "loader", "num_steps", "options", "packed"]
 
 _USED = frozenset(
     [
@@ -278,3 +281,32 @@ def _make_lr_scheduler(
         return scheduler
 
     return make
+
+
+def packed(batch: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """A batch in which the patches of all images (and videos) are one sequence, as processors of Qwen-VL give it, with
+    the patches and images of each sample declared by `spindle.packed`.
+
+    `config` is the model's: its `image_token_id` and `video_token_id` stand in `input_ids` for the patches of an image,
+    `spatial_merge_size` squared of them for each. Images belong to samples in order; that their tokens end where those
+    of the samples end is checked.
+    """
+    declared = dict(batch)
+    merged = config.vision_config.spatial_merge_size**2
+    for kind, values in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        grid = declared.get(f"{kind}_grid_thw")
+        if grid is None:
+            continue
+        patches = grid.prod(-1).tolist()
+        tokens = (declared["input_ids"] == getattr(config, f"{kind}_token_id")).sum(-1).tolist()
+        ends = {end: number for number, end in enumerate(itertools.accumulate(patches, initial=0))}
+        last = [ends.get(end * merged) for end in itertools.accumulate(tokens, initial=0)]
+        if None in last or last[-1] != len(patches):
+            raise TrainingError(
+                f"spindle.hf.packed: input_ids have {tokens} {kind} tokens by sample, but the grids of {len(patches)} "
+                f"{kind}s have {[count // merged for count in patches]}: no {kind} may belong to two samples"
+            )
+        by_sample = [slice(first, end) for first, end in itertools.pairwise(last)]
+        declared[values] = pack(declared[values], [sum(patches[images]) for images in by_sample])
+        declared[f"{kind}_grid_thw"] = pack(grid, [len(patches[images]) for images in by_sample])
+    return declared

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import re
+import time
 import warnings
 from copy import deepcopy
 from typing import Any
@@ -349,6 +350,10 @@ def test_weights_and_biases_is_written_offline(tmp_path, monkeypatch):
     assert wandb.run.summary["evaluate/losses/pull"] == losses["pull"]
     wandb.finish()
     (written,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    for _ in range(100):  # the process that writes may be behind
+        if b"losses/pull" in written.read_bytes():
+            break
+        time.sleep(0.1)
     assert b"losses/pull" in written.read_bytes()
 
 

@@ -95,6 +95,14 @@ def describe_batch(batch: Any) -> str:
     return ", ".join(shown[:8]) if shown else f"no tensor at all ({type(batch).__name__})"
 
 
+def _without_rows(batch: Any, axes: Axes) -> list[str]:
+    """The tensors of a batch whose first dimension is not its samples."""
+    leaves = zip(tree_flatten_with_path(batch)[0], axes, strict=True)
+    return [
+        keystr(path) for (path, leaf), axis in leaves if axis is None and isinstance(leaf, torch.Tensor) and leaf.dim()
+    ]
+
+
 @dataclass(slots=True)
 class Visit:
     """A layer about to run: call `run()` once; its values go on to the next layer."""
@@ -175,6 +183,11 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
             whole_only = "what its code between towers does depends on how many samples there are"
         except Exception as error:  # the user's code, on fewer rows than it may expect
             whole_only = f"it does not run on part of a batch ({type(error).__name__}: {first_line(error)})"
+            if unaligned := _without_rows(batch, axes):
+                whole_only += (
+                    f"; {', '.join(unaligned)} of the batch has no row for each sample: "
+                    "spindle.packed(values, lengths) declares how many of its rows belong to each"
+                )
     if recorded.whole_loss is not None and (whole_only or couples):
         recorded = with_whole_loss(recorded)
     layers: dict[str, tuple[TracedLayer, ...]] = {}
