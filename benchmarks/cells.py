@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from common import ROOT, circumstances, markdown, publish, write_between
+from paper_cells import CELLS, SIMULATED
 from spindle.cluster import PRESETS, Island, uniform_cluster
 from spindle.errors import DoesNotFitError
 from spindle.graph import metagraph_of
 from spindle.planners import make_plan
 from spindle.profile import Profile, roofline_profile
 from spindle.program import lower
-from spindle.recipes import CELLS, RECIPES, SIMULATED
+from spindle.recipes import RECIPES
 from spindle.simulate import simulate
 from spindle.timeline import measure
 

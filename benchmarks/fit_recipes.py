@@ -14,12 +14,13 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from common import ROOT, write_between
+from paper_cells import CELLS, Cell
 from spindle.artifact import write_artifact
 from spindle.cluster import cluster_named
 from spindle.graph import MetaGraph, metagraph_of
 from spindle.planners import make_plan
 from spindle.profile import Roofline, roofline_profile
-from spindle.recipes import CELLS, RECIPES, Cell, Fit, Fits, FittedCell, Recipe
+from spindle.recipes import RECIPES, Fit, Fits, FittedCell, Recipe
 from spindle.recipes.recipe import FITS_KIND
 
 EFFICIENCY = (0.15, 0.6)  # limits, as shares of peak

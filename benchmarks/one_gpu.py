@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -27,6 +28,8 @@ import spindle
 from common import markdown, publish
 
 PAIRS, BEHIND = 20, 2
+LEAST_PAIRS = 3  # even when time is up
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # a CPU only to try the script
 Modules = dict[str, Callable[..., Any]]
 
 
@@ -158,7 +161,7 @@ class Loop:
     def __init__(self, case: Case, batches: dict[str, Any], *, compiled: bool = False) -> None:
         torch.manual_seed(0)
         self._case, self._batches = case, batches
-        modules = {name: module.cuda() for name, module in case.modules().items()}
+        modules = {name: module.to(DEVICE) for name, module in case.modules().items()}
         self._modules: Modules = {
             name: torch.compile(module) if compiled else module for name, module in modules.items()
         }
@@ -167,9 +170,9 @@ class Loop:
 
     def step(self) -> Tensor:
         self._optimizer.zero_grad()
-        total = torch.zeros((), device="cuda")
+        total = torch.zeros((), device=DEVICE)
         for name, (loss, _, _) in self._case.tasks.items():
-            with torch.autocast("cuda", dtype=self._case.autocast, enabled=self._case.autocast is not None):
+            with torch.autocast(DEVICE.type, dtype=self._case.autocast, enabled=self._case.autocast is not None):
                 value = loss(self._modules, self._batches[name])
             value.backward()
             total += value.detach()
@@ -177,16 +180,24 @@ class Loop:
         return total
 
     def round_s(self, steps: int) -> float:
-        losses: list[tuple[Tensor, torch.cuda.Event]] = []
-        known_s = []
-        for _ in range(steps):
-            total = self.step().to("cpu", non_blocking=True)
-            losses.append((total, torch.cuda.current_stream().record_event()))
-            if len(losses) > BEHIND:
-                losses[-1 - BEHIND][1].synchronize()
-                known_s.append(time.perf_counter())
+        return step_s_of(known_s_of(self.step, steps))
+
+
+def known_s_of(step: Callable[[], Tensor], steps: int) -> list[float]:
+    """The moments at which the losses of steps become known to the host, `BEHIND` steps behind the GPU."""
+    losses: list[tuple[Tensor, torch.cuda.Event | None]] = []
+    known_s = []
+    for _ in range(steps):
+        loss = step().to("cpu", non_blocking=True)
+        losses.append((loss, torch.cuda.current_stream().record_event() if DEVICE.type == "cuda" else None))
+        if len(losses) > BEHIND:
+            _, event = losses[-1 - BEHIND]
+            if event is not None:
+                event.synchronize()
+            known_s.append(time.perf_counter())
+    if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-        return step_s_of(known_s)
+    return known_s
 
 
 def step_s_of(known_s: list[float]) -> float:
@@ -195,7 +206,9 @@ def step_s_of(known_s: list[float]) -> float:
 
 
 def make_optimizer(case: Case) -> Callable[[Any], torch.optim.Optimizer]:
-    return lambda named: torch.optim.AdamW([parameter for _, parameter in named], lr=1e-5, fused=case.fused)
+    return lambda named: torch.optim.AdamW(
+        [parameter for _, parameter in named], lr=1e-5, fused=case.fused and DEVICE.type == "cuda"
+    )
 
 
 class Ours:
@@ -224,9 +237,12 @@ class Ours:
         return step_s_of(known_s[:-BEHIND])  # those of the last steps come when the fit is over
 
 
-def measure(name: str, case: Case, pairs: int, trace: Path | None, compiles: bool) -> dict[str, Any]:
+def measure(
+    name: str, case: Case, pairs: int, trace: Path | None, compiles: bool, until_s: float = math.inf
+) -> dict[str, Any]:
+    """Rounds of every contender, in turn: so many of each, or fewer where `time.monotonic()` passes `until_s`."""
     batches = {
-        task: {key: tensor.cuda() for key, tensor in make().items()} for task, (_, make, _) in case.tasks.items()
+        task: {key: tensor.to(DEVICE) for key, tensor in make().items()} for task, (_, make, _) in case.tasks.items()
     }
     contenders: dict[str, Any] = {"plain": Loop(case, batches)}
     contenders["eager"] = Ours(case, batches, graphs=False)
@@ -237,6 +253,8 @@ def measure(name: str, case: Case, pairs: int, trace: Path | None, compiles: boo
         contender.round_s(case.steps)
     rounds: dict[str, list[float]] = {key: [] for key in contenders}
     for number in range(pairs):
+        if number >= LEAST_PAIRS and time.monotonic() > until_s:
+            break
         keys = list(contenders)
         for key in keys[number % len(keys) :] + keys[: number % len(keys)]:
             rounds[key].append(contenders[key].round_s(case.steps))
@@ -248,7 +266,8 @@ def measure(name: str, case: Case, pairs: int, trace: Path | None, compiles: boo
             profiled.export_chrome_trace(str(trace / f"{name.replace(' ', '')}-{key}.json.gz"))
     del contenders
     gc.collect()
-    torch.cuda.empty_cache()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
     return {"rounds_s": rounds, "notices": notices}
 
 

@@ -135,9 +135,6 @@ class AsRun:
             forward=(*kernels(known.forward), *forward),
             input=(*kernels(known.input), *back),
             weight=(*kernels(known.weight), *sums),
-            saved_bytes=0.0,
-            input_bytes=0.0,
-            cut_bytes=0.0,
         )
 
 

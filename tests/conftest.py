@@ -18,12 +18,16 @@ SLOWEST = (
     "test_failures.py",
     "test_hf.py",
     "test_tensor.py",
-    "test_plan_script.py",
-    "test_agreement.py",
-    "test_sharded.py",
-    "test_changing.py",
-    "test_readme.py",
     "test_pipeline_training.py",
+    "test_composites.py",
+    "test_readme.py",
+    "test_examples.py",
+    "test_sharded.py",
+    "test_from_transformers.py",
+    "test_agreement.py",
+    "test_sequence.py",
+    "test_memory.py",
+    "test_combined.py",
 )
 
 

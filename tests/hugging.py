@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 
-from spindle.train import mean, module, task
+from spindle.train import mean, module, packed, task
 from zoo import Workload
 
 hf.logging.set_verbosity_error()
@@ -97,6 +97,31 @@ def packed_patches(rows: int, length: int) -> Batch:
         "mm_token_type_ids": (input_ids == IMAGE_TOKEN).long(),
         "pixel_values": torch.randn(rows * 16, 3 * 2 * 4 * 4),
         "image_grid_thw": torch.tensor([[1, 4, 4]]).repeat(rows, 1),
+    }
+
+
+def packed_images(rows: int, length: int, declared: bool = True) -> dict[str, Any]:
+    """As `packed_patches`, with images of different sizes, one to three in a sample, as `spindle.packed` declares."""
+    grids = iter([[1, 4, 4], [1, 4, 8], [1, 8, 4], [1, 8, 8], [1, 4, 4]] * rows)
+    samples = []
+    for row in range(rows):
+        images = [next(grids) for _ in range(1 + (row + length // 2) % 3)]
+        sequence = torch.randint(3, VISION_END, (length + row % 2,)).tolist()
+        for _, height, width in images:
+            sequence[2:2] = [VISION_START, *[IMAGE_TOKEN] * (height * width // 4), VISION_END]
+        samples.append((sequence, images[::-1]))
+    longest = max(len(sequence) for sequence, _ in samples)
+    input_ids = torch.tensor([sequence + [0] * (longest - len(sequence)) for sequence, _ in samples])
+    num_patches = [sum(height * width for _, height, width in images) for _, images in samples]
+    grid = torch.tensor([image for _, images in samples for image in images])
+    patches = torch.randn(sum(num_patches), 3 * 2 * 4 * 4)
+    num_images = [len(images) for _, images in samples]
+    return {
+        "input_ids": input_ids,
+        "attention_mask": (input_ids != 0).long(),
+        "mm_token_type_ids": (input_ids == IMAGE_TOKEN).long(),
+        "pixel_values": packed(patches.double(), num_patches) if declared else patches.double(),
+        "image_grid_thw": packed(grid, num_images) if declared else grid,
     }
 
 
@@ -318,8 +343,8 @@ def labelled(name: str, batch: Batch) -> dict[str, Any]:
 
 def composite(name: str) -> Workload:
     """A model that is given labels and returns its loss, as `CLIP` or, with adapters, `LoRA LLaVA`; in `counted Llama`
-    the batch says by how many tokens the loss is divided."""
-    kind, _, model_name = name.rpartition(" ") if name.startswith(("LoRA ", "counted ")) else ("", "", name)
+    the batch says by how many tokens the loss is divided; in `packed Qwen2.5-VL` samples have different images."""
+    kind, _, model_name = name.rpartition(" ") if name.startswith(("LoRA ", "counted ", "packed ")) else ("", "", name)
     network = made(model_name)
     if kind == "LoRA":
         peft = import_module("peft")
@@ -333,7 +358,11 @@ def composite(name: str) -> Workload:
         return model(**batch).loss
 
     def batches(step: int) -> dict[str, Any]:
-        batch = labelled(model_name, batch_of(model_name, ROWS, 7 + 2 * (step % 3)))
+        length = 7 + 2 * (step % 3)
+        if kind == "packed":
+            torch.manual_seed(step)
+            return {"train": labelled(model_name, packed_images(ROWS, length))}
+        batch = labelled(model_name, batch_of(model_name, ROWS, length))
         return {
             "train": {**batch, "num_items_in_batch": (batch["labels"] != -100).sum()} if kind == "counted" else batch
         }

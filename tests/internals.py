@@ -14,7 +14,7 @@ from spindle.cluster import cluster_named
 from spindle.graph import MetaGraph
 from spindle.profile import Profile, roofline_profile
 from spindle.run import Executor
-from spindle.train import analyze, loop, profiling, steps
+from spindle.train import analyze, profiling, reporting, steps
 from spindle.train.tensor import Sharing, find_sharing
 
 
@@ -67,10 +67,10 @@ def sharing_found_once(workload: str) -> Any:
 
 def losses_behind(trainer: spindle.Trainer) -> int:
     """Steps by which losses reach `on_step` late, inside `one_step_behind`."""
-    return loop._LOSSES_BEHIND[trainer.world.device.type]
+    return reporting.LOSSES_BEHIND[trainer.world.device.type]
 
 
 def one_step_behind() -> Any:
     """Inside, losses reach `on_step` one step late on a GPU too. Further behind, several would arrive at once when
     tasks change, and so would the changes that they trigger."""
-    return mock.patch.dict(loop._LOSSES_BEHIND, {"cuda": 1})
+    return mock.patch.dict(reporting.LOSSES_BEHIND, {"cuda": 1})

@@ -28,9 +28,9 @@ import torch.multiprocessing as multiprocessing
 
 from comparison import Comparison
 
-LIMIT_S = 120.0  # for one request, unless SPINDLE_TEST_LIMIT_S says otherwise
+LIMIT_S = 300.0  # for one request, also on busy cores, unless SPINDLE_TEST_LIMIT_S says otherwise
 START_S = 60.0  # more, for one that new processes serve
-_TIMEOUT = timedelta(seconds=60)  # of one operation inside it
+_TIMEOUT = timedelta(seconds=240)  # of one operation inside it
 _LEAVE = None  # instead of a function: destroy the process group
 
 
@@ -58,7 +58,8 @@ def serve(
     try:
         import backends
 
-        with open(traces, "w") as file:
+        # A Trainer asks whether objects are frozen: they are, and counting them takes 25 ms.
+        with open(traces, "w") as file, mock.patch.object(gc, "get_freeze_count", return_value=1):
             faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
             torch.set_num_threads(1)
             backends.prepare_rank(rank)

@@ -161,6 +161,7 @@ class Run:
     comparison: Comparison
     captured: int  # slots, in CUDA graphs
     without_graph: dict[str, str]
+    has_step_graph: bool  # whether whole steps are one graph
     most_layers: int  # of a module
 
 
@@ -252,5 +253,6 @@ def compare_steps(
         comparison=comparison,
         captured=executor.num_captured,
         without_graph=dict(executor.without_graph),
+        has_step_graph=executor.has_step_graph,
         most_layers=max(len(handle.chain.layers) for handle in traced.bound.handles.values()),
     )

@@ -42,7 +42,7 @@ def workload_of(num_layers: Mapping[str, int], tasks: Sequence[Calls]) -> Worklo
     return Workload(
         tasks=definitions,
         batches=lambda number: {task.name: batch_of(task.name, number) for task in definitions},
-        modules=modules,
+        handles=handles,
     )
 
 

@@ -123,8 +123,7 @@ def workload_over(handles: Mapping[str, Any]) -> Workload:
             }
         return result
 
-    modules = {name: handle.module for name, handle in handles.items()}
-    return Workload(tasks=[describe, guess], batches=batches, modules=modules)
+    return Workload(tasks=[describe, guess], batches=batches, handles=handles)
 
 
 def hugging_face(name: str, seed: int = 0, cuts: bool = False, **changes: Any) -> Workload:
@@ -150,7 +149,7 @@ def hugging_face(name: str, seed: int = 0, cuts: bool = False, **changes: Any) -
         torch.manual_seed(step)
         return {"predict": hugging.words(4, 7 + step % 2)}
 
-    return Workload(tasks=[predict], batches=batches, modules={"language": model})
+    return Workload(tasks=[predict], batches=batches, handles={"language": language})
 
 
 def workload(name: str, seed: int = 0) -> Workload:

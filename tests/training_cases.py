@@ -31,7 +31,7 @@ def build(
     definitions = tasks(handles)
     names = [task.name for task in definitions]
     return Workload(
-        tasks=definitions, batches=lambda number: {name: batch(name, number) for name in names}, modules=built
+        tasks=definitions, batches=lambda number: {name: batch(name, number) for name in names}, handles=handles
     )
 
 

@@ -404,8 +404,6 @@ def set_trainable(path: str, trains: bool, modules: Modules) -> None:
 
 
 def modules_of(workload: Workload) -> dict[str, nn.Module]:
-    if workload.modules is not None:
-        return dict(workload.modules)
     return {name: handle.module for name, handle in handles_in(workload).items()}
 
 

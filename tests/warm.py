@@ -1,9 +1,12 @@
 """What the first training of a process takes seconds for, done once in the process that others are copies of: fake
-tensors, symbolic sizes, the compiled loops. Nothing here runs a backward: autograd refuses to run in a copy then."""
+tensors, symbolic sizes, the compiled loops, what all models of transformers import. Nothing here runs a backward:
+autograd refuses to run in a copy then."""
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from importlib import import_module
 
 import torch
 from torch import nn
@@ -37,6 +40,8 @@ def warm_up() -> None:
     program = lower(parse_plan("op*1@0", profile), profile)
     verify(program, profile)
     simulate(program, profile)
+    with suppress(ImportError):
+        import_module("transformers.models.clip.modeling_clip")
 
 
 if os.environ.get("SPINDLE_TEST_BACKEND", "gloo") == "gloo":  # fake tensors start CUDA, which no copy can use then

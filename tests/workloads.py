@@ -15,7 +15,7 @@ from torch import nn
 from spindle.train import mean, module, task
 from spindle.train.record import handles_of, parameter_names, record_all
 from spindle.train.task import ModuleHandle
-from zoo import Tower, Workload, one_kind, random_workload
+from zoo import Tower, Workload, by_name, one_kind, random_workload
 
 WIDTH = 8
 WORDS = 11
@@ -141,7 +141,7 @@ def multimodal() -> Workload:
             }
         return result
 
-    return Workload(tasks=tasks, batches=batches)
+    return Workload(tasks=tasks, batches=batches, handles=by_name(vision, text, contrast, fusion))
 
 
 def tuples() -> Workload:
@@ -170,7 +170,7 @@ def tuples() -> Workload:
             "deep": {"input": {"deep": normal(step + 20, 3, WIDTH)}, "none": None, "number": torch.tensor(3.0)},
         }
 
-    return Workload(tasks=[lists, deep], batches=batches)
+    return Workload(tasks=[lists, deep], batches=batches, handles=by_name(first, second, again))
 
 
 class Nest(nn.Module):
@@ -225,7 +225,7 @@ def nests() -> Workload:
         }
 
     tasks = [whole, parts, samples]
-    return Workload(tasks=tasks, batches=batches)
+    return Workload(tasks=tasks, batches=batches, handles=by_name(nest, head))
 
 
 class Nearest(nn.Module):
@@ -259,7 +259,7 @@ def hard_negatives() -> Workload:
         b = torch.cat([a[:2], a[2:].roll(1, 0)])
         return {"between": {"a": a, "b": b}, "inside": {"a": a[:5], "b": b[:5]}}
 
-    return Workload(tasks=[between, inside], batches=batches)
+    return Workload(tasks=[between, inside], batches=batches, handles=by_name(left, right, judge, nearest))
 
 
 class Counting(nn.Module):
@@ -285,7 +285,10 @@ def counters() -> Workload:
     def counted(batch):
         return behind(counting(batch["x"])).mean()
 
-    return Workload(tasks=[counted], batches=lambda step: {"counted": {"x": normal(step, 4, WIDTH)}})
+    def batches(step: int) -> dict:
+        return {"counted": {"x": normal(step, 4, WIDTH)}}
+
+    return Workload(tasks=[counted], batches=batches, handles=by_name(counting, behind))
 
 
 def everything() -> Workload:
@@ -329,7 +332,8 @@ def everything() -> Workload:
             "plain": {"z": normal(4, WIDTH)},
         }
 
-    return Workload(tasks=[contrast, question, plain], batches=batches)
+    handles = by_name(vision, text, language, head, frozen)
+    return Workload(tasks=[contrast, question, plain], batches=batches, handles=handles)
 
 
 WORKLOADS = {
@@ -356,7 +360,9 @@ def workload_named(name: str, dtype: torch.dtype = torch.float64, seed: int | No
 
 
 def handles_in(workload: Workload) -> dict[str, ModuleHandle]:
-    """The modules that the workload's tasks call, by name."""
+    """Handles of the modules that the workload's tasks call, by name."""
+    if workload.handles is not None:
+        return dict(workload.handles)
     return handles_of(record_all(workload.tasks, workload.batches(0)))
 
 

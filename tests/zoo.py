@@ -505,11 +505,12 @@ LOSSES = ("contrast", "head", "tokens", "samples")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Tasks, a function from a number to a batch of each, and their modules, unless the first batches call all."""
+    """Tasks, a function from a number to a batch of each, and handles of their modules in the order of their first
+    calls. Without handles, tasks are recorded to find them, which takes longer than a step."""
 
     tasks: list[TaskDefinition]
     batches: Callable[[int], dict]
-    modules: Mapping[str, nn.Module] | None = None
+    handles: Mapping[str, ModuleHandle] | None = None
     kinds: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
     ties: bool = False
@@ -594,8 +595,18 @@ def build_workload(
             for number, recipe in enumerate(recipes)
         }
 
+    called: list[ModuleHandle] = []
+    for recipe in recipes:
+        called += [handles[name] for name, _, _ in recipe.calls]
+        called += [head_handle] if recipe.loss == "head" else []
     losses = tuple(recipe.loss for recipe in recipes)
-    return Workload(tasks=tasks, batches=batches, kinds=tuple(kinds), losses=losses, ties=ties)
+    return Workload(
+        tasks=tasks, batches=batches, handles=by_name(*called), kinds=tuple(kinds), losses=losses, ties=ties
+    )
+
+
+def by_name(*handles: ModuleHandle) -> dict[str, ModuleHandle]:
+    return {handle.name: handle for handle in handles}
 
 
 def _tie(modules: list[nn.Module]) -> None:

@@ -25,13 +25,14 @@ import torch
 import spindle
 from spindle.run import compute, executor, gradients, graphs, step, syncs, transfers
 from spindle.run.world import World
-from spindle.train import loop
+from spindle.train import batch_source, loop
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from alternating import LENGTHS, ROWS, audio_text, batches, image_audio, image_text, make_optimizer, small_towers
 
 TIMED: dict[Any, tuple[str, ...]] = {
-    loop.Loop: ("_read", "_step"),
+    batch_source.BatchSource: ("read",),
+    loop.Loop: ("_step",),
     World: ("start_all_gather",),
     executor.Executor: ("step", "_run", "_use_graphs", "_watch_places", "_advance", "_launch", "_losses"),
     compute.Compute: ("forward", "backward", "_input", "_output_gradients"),

@@ -69,9 +69,9 @@ class Workload:
         """Steps to measure: fewer where one takes about a second."""
         return 5 if sum(task.batch_size for task in self.tasks) > 256 else 8
 
-    def spindle_tasks(self) -> list[TaskDefinition]:
-        """The tasks as a user of Spindle writes them."""
-        handles = {name: spindle.module(name, tower) for name, tower in self.towers.items()}
+    def spindle_tasks(self, **options: Any) -> list[TaskDefinition]:
+        """The tasks as a user of Spindle writes them, with these options of its modules."""
+        handles = {name: spindle.module(name, tower, **options) for name, tower in self.towers.items()}
         return [_spindle_task(task, handles) for task in self.tasks]
 
 

@@ -5,6 +5,7 @@ What a training script uses:
 - `module(name, nn_module)` registers a module under a name that all tasks share.
 - `@task(batch_size=...)` makes a task of a function from a batch to its loss; `mean(total, count)` is a loss that ranks
   sum before dividing, and `result(loss, accuracy=...)` a loss with metrics.
+- `packed(values, lengths)` is an entry of a batch in which samples have different numbers of rows (patches of images).
 - `Trainer(tasks, optimizer=...)` plans and trains them; `Planning(...)` says how, `Checkpoints(...)` where its
   state is saved. `Trainer.fit` returns a `FitResult`, `Trainer.train_state` a `TrainState`.
 - `hf.options(training_arguments)` takes what a script with `transformers.Trainer` has.
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         WeightsAndBiases,
         mean,
         module,
+        packed,
         result,
         task,
     )
@@ -58,6 +60,7 @@ __all__ = [
     "__version__",
     "mean",
     "module",
+    "packed",
     "result",
     "task",
 ]

@@ -100,7 +100,7 @@ _SAVE = "save after fit (model.save_pretrained), or from a callback of spindle.T
 _EVALUATE = "call trainer.evaluate(...) after fit, or in on_step"
 _ADVICE = {
     "gradient_checkpointing": "spindle.module(..., activation_checkpointing=True) does that",
-    "torch_compile": "layers run as CUDA graphs instead",
+    "torch_compile": "spindle.module(..., compile=True) does that",
     "eval_strategy": _EVALUATE,
     "eval_steps": _EVALUATE,
     "eval_on_start": _EVALUATE,
@@ -232,7 +232,7 @@ _NEED_A_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 def _values(arguments: TrainingArguments) -> dict[str, Any]:
     """Arguments by name, as plain values."""
-    values: dict[str, Any] = arguments.to_dict()  # type: ignore[no-untyped-call]
+    values: dict[str, Any] = arguments.to_dict()
     return values
 
 
@@ -273,7 +273,7 @@ def _make_lr_scheduler(
             optimizer,
             num_warmup_steps=arguments.get_warmup_steps(steps),
             num_training_steps=steps,
-            scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,  # type: ignore[arg-type]  # a dict by now
+            scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,  # a dict by now
         )
         return scheduler
 

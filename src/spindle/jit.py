@@ -3,7 +3,8 @@
 Numba refuses to import a cached function where it finds no folder for its cache, and fails in the first call where a
 file of the cache is cut off or cannot be written. Here such a cache is reported once and done without. Every compiled
 loop is made by this `njit`, so that the folder is chosen before the first of them, whoever imports it: the command
-line, a script, or a rank under torchrun.
+line, a script, or a rank under torchrun. Numba is imported with the first call of a loop: ranks that do not plan do
+without it.
 """
 
 from __future__ import annotations
@@ -13,50 +14,76 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property, update_wrapper
 from pathlib import Path
 from typing import Any
-
-import numba
-from numba.core.caching import FunctionCache
 
 FOLDER_VARIABLE = "NUMBA_CACHE_DIR"
 
 
 def njit(*, cache: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """`numba.njit` with these options; with `cache`, compiled code is kept on disk where that is possible."""
+    return lambda function: _Loop(function, cache, options)
 
-    def compiled(function: Callable[..., Any]) -> Any:
-        dispatcher = numba.njit(**options)(function)
-        if cache:
+
+class _Loop:
+    """A function that numba compiles when it is first called, by Python or by another compiled loop."""
+
+    def __init__(self, function: Callable[..., Any], is_cached: bool, options: Mapping[str, Any]) -> None:
+        self._function, self._is_cached, self._options = function, is_cached, options
+        update_wrapper(self, function)
+
+    @cached_property
+    def _dispatcher(self) -> Any:
+        import numba
+
+        dispatcher = numba.njit(**self._options)(self._function)
+        if self._is_cached:
             _choose_folder()
             try:
-                dispatcher._cache = _Cache(function)
+                dispatcher._cache = _cache_class()(self._function)
             except (RuntimeError, OSError) as error:  # no folder can be written
                 _report_once(f"compiled code is not cached: {_first_line(error)}; set {FOLDER_VARIABLE} to a folder")
         return dispatcher
 
-    return compiled
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._dispatcher(*arguments, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_numba_type_":  # as which another loop sees this one
+            from numba.core.types import Dispatcher
+
+            return Dispatcher(self._dispatcher)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._dispatcher, name)
 
 
-class _Cache(FunctionCache):
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        try:
-            return super().load_overload(sig, target_context)
-        except Exception as error:  # unpickling what is left of a file can raise anything
-            _report_once(f"compiled code in {self.cache_path} cannot be read ({_first_line(error)}); compiling again")
-            with suppress(OSError):
-                self.flush()  # the index, which would be read again to be written
-            return None
+@cache
+def _cache_class() -> Any:
+    from numba.core.caching import FunctionCache
 
-    def save_overload(self, sig: Any, data: Any) -> None:
-        try:
-            super().save_overload(sig, data)
-        except Exception as error:
-            self.disable()
-            _report_once(f"compiled code cannot be cached in {self.cache_path} ({_first_line(error)})")
+    class Cache(FunctionCache):
+        def load_overload(self, sig: Any, target_context: Any) -> Any:
+            try:
+                return super().load_overload(sig, target_context)
+            except Exception as error:  # unpickling what is left of a file can raise anything
+                problem = f"cannot be read ({_first_line(error)}); compiling again"
+                _report_once(f"compiled code in {self.cache_path} {problem}")
+                with suppress(OSError):
+                    self.flush()  # the index, which would be read again to be written
+                return None
+
+        def save_overload(self, sig: Any, data: Any) -> None:
+            try:
+                super().save_overload(sig, data)
+            except Exception as error:
+                self.disable()
+                _report_once(f"compiled code cannot be cached in {self.cache_path} ({_first_line(error)})")
+
+    return Cache
 
 
 def _first_line(error: Exception) -> str:
@@ -74,6 +101,8 @@ def _choose_folder() -> None:
         folder = tempfile.mkdtemp(prefix="spindle-numba-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         os.environ[FOLDER_VARIABLE] = folder
+        import numba
+
         numba.config.CACHE_DIR = folder  # type: ignore[attr-defined]  # read from the environment before
 
 

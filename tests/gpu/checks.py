@@ -147,6 +147,27 @@ def check_parts_of_a_flat_tensor(device: torch.device) -> None:
             same(flat, total, (dtype, size))
 
 
+def check_parts_that_are_read_in_place(device: torch.device) -> None:
+    """A large flat tensor that takes part again and again; in some steps, one rank has another."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    world, ranks = World(rank, num_ranks, device), tuple(range(num_ranks))
+    for dtype, size in ((torch.float32, 900_003), (torch.bfloat16, 1_700_000)):
+        memory = torch.zeros(size * num_ranks + 64, dtype=dtype, device=device)
+        if device.type == "cpu":
+            memory.share_memory_()
+        ours, mine = memory[64:], slice(rank * size, (rank + 1) * size)
+        for step in range(6):
+            given = values(rank, size * num_ranks, dtype, device, seed=step)
+            is_elsewhere = step > 2 and rank == step % num_ranks
+            flat = given if is_elsewhere else ours.copy_(given)
+            start_reduce_scatter(flat, ranks, world).wait()
+            total = everybody(num_ranks, size * num_ranks, dtype, device, seed=step).sum(0).to(dtype)
+            same(flat[mine], total[mine], (dtype, step))
+            start_all_gather(flat, ranks, world).wait()
+            same(flat, total, (dtype, step))
+            flat.zero_()  # nobody may still be reading it
+
+
 def check_broadcast(device: torch.device) -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     for dtype in ALL:

@@ -62,7 +62,7 @@ def without_events() -> Any:
 
 def largest_error(seed: int) -> float:
     with delays(seed):
-        run = compare_steps(0, 1, f"random {seed % NUM_WORKLOADS}", f"plan {seed} lanes", 3, device="cuda")
+        run = compare_steps(0, 1, f"random {seed % NUM_WORKLOADS}", f"plan {seed} lanes", 5, device="cuda")
     errors = [error for error, _ in run.comparison.largest.values()]
     return math.inf if any(map(math.isnan, errors)) else max(errors)
 

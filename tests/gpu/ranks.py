@@ -10,7 +10,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ import checks
 import torch
 import torch.distributed as dist
 
-from spindle.run.ipc import collectives
 from spindle.run.world import World, join_world
 
 TOWER_STEPS = 8
@@ -44,46 +42,6 @@ def run_checks(world: World) -> None:
     except torch.OutOfMemoryError as error:
         said = str(error)
     assert "memory" in said, "a rank may take more than its share of the memory"
-
-
-def run_training(world: World) -> None:
-    """Random workloads under random plans, first launch by launch, then captured, then replayed: one process's numbers.
-
-    They are in float64, and one process is the CPU.
-    """
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-    import zoo
-    from comparison import assert_close
-    from programs import compare_steps
-
-    kinds = [f"{kind} {zoo.LOSSES[number % len(zoo.LOSSES)]}" for number, kind in enumerate(zoo.KINDS)]
-    names = ["everything", *kinds, *(f"random {seed}" for seed in range(12))]
-    captured = refused = 0
-    for number, name in enumerate(names):
-        begin_s = time.monotonic()
-        chunk_bytes = 1.0 if number % 2 else 64e6
-        with _sums_in_place(number % 3 > 0):
-            run = compare_steps(world.rank, world.size, name, f"plan {number}", 7, chunk_bytes, device="cuda")
-        assert_close(everywhere(run.comparison), kinds=("loss", "gradient"))
-        for slot, reason in run.without_graph.items():
-            # Which expert a sample goes to is asked for on the way.
-            expected = "random" in reason or "counts" in reason or name.startswith("experts") or "experts" in slot
-            assert expected, f"{name}: {slot}: {reason}"
-        captured += run.captured
-        refused += len(run.without_graph)
-        if world.rank == 0:
-            error, _ = run.comparison.largest["gradient"]
-            print(f"{name}, plan {number}: {error:.1e}, {time.monotonic() - begin_s:.1f} s", flush=True)
-    assert captured > refused
-    if world.rank == 0:
-        print(f"rank 0: {captured} slots captured, {refused} not", flush=True)
-
-
-def everywhere(comparison: Any) -> list[Any]:
-    """The comparisons of all ranks."""
-    comparisons: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(comparisons, comparison)
-    return comparisons
 
 
 def run_towers(world: World) -> None:
@@ -154,57 +112,6 @@ def _train_alone(workload: Any) -> None:
             task.loss(workload.towers, batches[number % len(batches)]).backward()
         optimizer.step()
     optimizer.zero_grad()
-
-
-def run_sharded(world: World) -> None:
-    """Trainings in which every rank updates a part of what it holds, under random plans, in float64: the weights of one
-    process, which is the CPU."""
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-    from comparison import assert_close
-    from trainings import Fit, adamw, sgd, train, training_of
-
-    names = ["everything", "experts tokens", "unused tokens", *(f"random {seed}" for seed in (3, 4, 8, 13))]
-    for number, name in enumerate(names):
-        begin_s = time.monotonic()
-        training = training_of(name, optimizer=sgd if number % 2 else adamw, fits=(Fit(steps=3), Fit(steps=3)))
-        with _sums_in_place(number % 3 > 0):
-            trained = train(world.rank, world.size, training, f"plan {number} sharded")
-        assert_close(everywhere(trained.comparison))
-        if world.rank == 0:
-            error, _ = trained.comparison.largest["parameter"]
-            print(f"{name}, plan {number}: {error:.1e}, {time.monotonic() - begin_s:.1f} s", flush=True)
-
-
-def run_changing(world: World) -> None:
-    """Tasks that end, join and come back during a fit, under random plans, in float64: the weights of one
-    process, which is the CPU."""
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-    from comparison import assert_close
-    from training_cases import CHANGES, changing, slow_adamw
-    from trainings import sgd, train
-
-    for number, name in enumerate(CHANGES):
-        for shards in ("none", "some"):
-            begin_s = time.monotonic()
-            with _sums_in_place(shards != "none"):
-                training = changing(name, number, shards, sgd if number % 2 else slow_adamw)
-                trained = train(world.rank, world.size, training)
-            assert_close(everywhere(trained.comparison))
-            if world.rank == 0:
-                error, _ = trained.comparison.largest["parameter"]
-                print(f"{name}, {shards} sharded: {error:.1e}, {time.monotonic() - begin_s:.1f} s", flush=True)
-
-
-@contextmanager
-def _sums_in_place(wanted: bool) -> Iterator[None]:
-    """Inside, if wanted, gradients of any size are summed as large ones are: read by the others where they stand."""
-    thresholds = collectives._ONE_ROUND_BYTES, collectives._IN_PLACE_BYTES
-    if wanted:
-        collectives._ONE_ROUND_BYTES, collectives._IN_PLACE_BYTES = 0, 1
-    try:
-        yield
-    finally:
-        collectives._ONE_ROUND_BYTES, collectives._IN_PLACE_BYTES = thresholds
 
 
 def kill_waiting(world: World) -> None:
@@ -359,10 +266,7 @@ if __name__ == "__main__":
     faulthandler.dump_traceback_later(140)  # where it hangs, should it; looking at a thread that runs may crash it
     {
         "checks": run_checks,
-        "training": run_training,
         "towers": run_towers,
-        "sharded": run_sharded,
-        "changing": run_changing,
         "kill_waiting": kill_waiting,
         "kill_on_stream": kill_on_stream,
         "sleep": sleep,

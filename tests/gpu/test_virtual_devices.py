@@ -14,14 +14,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("part", ["checks", "training"])
+@pytest.mark.parametrize("part", ["checks", "towers"])
 def test_the_backend_and_the_runtime_on_eight_ranks(part):
     virtual_devices.run_part(part, 8)
-
-
-@pytest.mark.parametrize("part", ["sharded", "changing"])
-def test_sharded_optimizers_and_changes_of_tasks_on_four_ranks(part):
-    virtual_devices.run_part(part, 4)
 
 
 @pytest.mark.parametrize("how", ["kill_waiting", "kill_on_stream"])

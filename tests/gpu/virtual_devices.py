@@ -4,8 +4,9 @@
 
 (LOGS=FOLDER keeps the output of all ranks.)
 
-Checks the backend and the runtime on ranks that share one GPU through MPS, that a rank or a launcher that is killed
-ends everything within seconds, and, if asked to, measures. Ends with exit code 0 when all of it holds.
+Checks the backend on ranks that share one GPU through MPS, trains towers as deep as CLIP's, checks that a rank or a
+launcher that is killed ends everything within seconds, and, if asked to, measures. Ends with exit code 0 when all of it
+holds. (`all.py --backend ipc` has all other trainings.)
 """
 
 from __future__ import annotations
@@ -122,10 +123,7 @@ def main() -> int:
     given = parser.parse_args()
     parts = {
         "checks": lambda: run_part("checks", given.devices),
-        "training": lambda: run_part("training", given.devices),
         "towers": lambda: run_part("towers", given.devices),
-        "sharded": lambda: run_part("sharded", 4),
-        "changing": lambda: run_part("changing", 4),
         "kill_waiting": lambda: kill_a_rank(3, "kill_waiting"),
         "kill_on_stream": lambda: kill_a_rank(3, "kill_on_stream"),
         "kill_the_launcher": lambda: kill_the_launcher(2),

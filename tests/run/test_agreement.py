@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 import spindle  # noqa: E402
@@ -47,16 +47,15 @@ LIMIT_S = 400  # for two processes on busy cores
 def ranks(tmp_path_factory) -> list[dict]:
     """What `scripts/hash_seeds.py` found on each of two ranks, which have different hash seeds."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)]),
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 finds the store instead of starting one
         "GLOO_SOCKET_IFNAME": "lo",
     }
     processes = []

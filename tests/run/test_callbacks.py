@@ -25,7 +25,7 @@ from spindle.cluster import cluster_named  # noqa: E402
 from spindle.errors import TrainingError  # noqa: E402
 from spindle.profile import roofline_profile  # noqa: E402
 from spindle.run import HostCopy  # noqa: E402
-from spindle.train import loop  # noqa: E402
+from spindle.train import reporting  # noqa: E402
 from spindle.train.utilization import flops_per_sample, peak_flops  # noqa: E402
 from training_cases import normal_batch, pairs_and_answers, two_towers  # noqa: E402
 from trainings import train_plainly  # noqa: E402
@@ -237,7 +237,7 @@ def test_callbacks_read_nothing_from_a_device_that_losses_do_not_wait_for(monkey
             events.append("read")
             return super().tolist()
 
-    monkeypatch.setitem(loop._LOSSES_BEHIND, "cpu", loop._LOSSES_BEHIND["cuda"])
+    monkeypatch.setitem(reporting.LOSSES_BEHIND, "cpu", reporting.LOSSES_BEHIND["cuda"])
     monkeypatch.setattr("spindle.run.executor.HostCopy", Noting)
     monkeypatch.setattr("spindle.train.optimizer.HostCopy", Noting)
 

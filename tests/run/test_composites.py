@@ -29,13 +29,13 @@ COMPOSITES = {
     "SigLIP": ({"vision_model": 5, "text_model": 5}, "whole"),
     "CLAP": ({"audio_model": 7, "text_model": 5}, "whole"),
     "LLaVA": (LLAVA, "mean"),
-    "LLaVA-OneVision": (LLAVA, "whole"),
-    "Qwen2-VL": (QWEN, "whole"),
-    "Qwen2.5-VL": (QWEN, "whole"),
-    "Qwen3-VL": ({"model.visual": 7, "model.language_model": 5}, "whole"),
+    "LLaVA-OneVision": (LLAVA, "mean"),
+    "Qwen2-VL": (QWEN, "mean"),
+    "Qwen2.5-VL": (QWEN, "mean"),
+    "Qwen3-VL": ({"model.visual": 7, "model.language_model": 5}, "mean"),
     "InternVL": (LLAVA, "mean"),
-    "Idefics3": ({"model.vision_model": 5, "model.text_model": 5}, "whole"),
-    "SmolVLM": ({"model.vision_model": 5, "model.text_model": 5}, "whole"),
+    "Idefics3": ({"model.vision_model": 5, "model.text_model": 5}, "mean"),
+    "SmolVLM": ({"model.vision_model": 5, "model.text_model": 5}, "mean"),
     "PaliGemma": (LLAVA, "mean"),
     "Whisper": ({"model.encoder": 5, "model.decoder": 4}, "mean"),
     "BLIP-2": ({"vision_model": 5, "qformer": 5, "language_model": 5}, "mean"),
@@ -72,7 +72,8 @@ def test_a_composite_becomes_its_towers_each_in_layers(name):
 @pytest.mark.parametrize(
     ("num_ranks", "name"),
     chosen(
-        [(2, "CLIP"), (3, "Qwen3-VL"), (2, "counted Llama")],
+        [(2, "CLIP"), (3, "Qwen3-VL"), (2, "counted Llama"), (3, "packed Qwen2.5-VL")],
+        *((ranks, f"packed Qwen{version}-VL") for ranks, version in ((2, 2.5), (2, 2), (3, 2), (2, 3), (3, 3))),
         *((ranks, name) for ranks in (2, 3) for name in COMPOSITES if (ranks, name) != (3, "Qwen3-VL")),
     ),
 )
@@ -151,6 +152,34 @@ def test_a_contrastive_loss_stays_whole_while_its_towers_are_divided():
     losses = [step["match"] for step in trainer.fit({"match": [batch]}, steps=3, progress=False).losses]
     assert losses[2] < losses[0]
     assert trainer.state_dict().keys() == {f"pair.{path}" for path in model.state_dict()}
+
+
+class Deciding(Pair):
+    """Values that one of its towers computes decide what it does."""
+
+    def forward(self, x, y):
+        first = self.first(x)
+        if first.sum() > 0:
+            first = first * 2
+        return {"loss": (first * self.second(y)).mean()}
+
+
+def test_a_composite_that_stays_one_module_says_why_and_at_which_line():
+    pair = module("pair", Deciding().double())
+
+    @task(batch_size=4)
+    def match(batch):
+        return pair(batch["x"], batch["y"])["loss"]
+
+    batch = {name: torch.randn(4, 8, dtype=torch.float64) for name in "xy"}
+    trainer = Trainer([match], optimizer=lambda named: torch.optim.SGD([weight for _, weight in named], 0.1))
+    profile = trainer.prepare({"match": [batch]}, progress=False)
+    (notice,) = [text for text in trainer.notices if "is not opened into its towers" in text]
+    assert notice.startswith("module 'pair'")
+    assert "values that its parts compute decide" in notice
+    assert "test_composites.py, line" in notice
+    (remark,) = profile.graph.remarks
+    assert remark.closed in notice
 
 
 class Packed(nn.Module):

@@ -174,9 +174,13 @@ def test_ci_calls_the_two_commands_of_the_readme():
         assert command.removeprefix("pip install ") in ci
 
 
-def test_the_layout_names_files_that_exist():
+def test_the_layout_names_every_file_and_none_that_does_not_exist():
+    source = ROOT / "src" / "spindle"
     named = {Path(name).name for name in re.findall(r"`([\w/]+\.py)`", PAGES["layout.md"])}
-    assert named <= {path.name for path in (ROOT / "src" / "spindle").rglob("*.py")}
+    assert named <= {path.name for path in source.rglob("*.py")}
+    words = {word.split("/")[-1].removesuffix(".py") for word in re.findall(r"`([\w/.]+)`", PAGES["layout.md"])}
+    one_verb_per_file = {path.stem for path in source.glob("cli/*.py")}
+    assert {path.stem for path in source.rglob("[!_]*.py")} <= words | one_verb_per_file
 
 
 def test_a_task_through_spindle_links_to_functions_that_exist():

@@ -130,6 +130,20 @@ def test_random_workloads_give_the_same_when_replayed(pool, seed):
     )
 
 
+@pytest.mark.parametrize("plan", ["plan 3 lanes", "plan 4"])
+def test_whole_steps_of_a_rank_alone_are_one_graph(pool, plan):
+    answers = pool.run(1, compare_steps, "random 4", plan, REPLAYED_STEPS, SMALL_CHUNKS, captures=True)
+    assert_replayed(answers)
+    assert answers[0].has_step_graph
+
+
+def test_a_step_that_cannot_be_one_graph_has_one_for_each_slot(pool):
+    (answer,) = pool.run(1, compare_steps, "experts tokens", "plan 3", 2 * REPLAYED_STEPS, captures=True)
+    assert_replayed([answer], allowed=("random", "capturing"))
+    assert answer.captured
+    assert not answer.has_step_graph
+
+
 def test_recomputed_layers_give_the_same_when_replayed(pool):
     assert_replayed(
         pool.run(2, compare_steps, "tower tokens", "plan 3 recomputed", REPLAYED_STEPS, SMALL_CHUNKS, captures=True)

@@ -176,7 +176,7 @@ class CountedAttention(Attention):
 def changed(change, **options) -> Workload:
     """The workload with other blocks."""
     workload = tensor_parallel.own(**options)
-    for block in workload.modules["language"].blocks:
+    for block in workload.handles["language"].module.blocks:
         change(block)
     return workload
 

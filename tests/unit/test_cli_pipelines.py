@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import redirect_stdout
+from io import StringIO
 
 import pytest
 
@@ -38,6 +40,15 @@ def answer(capsys, *arguments: str) -> str:
     return printed.out
 
 
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory) -> tuple[str, dict]:
+    """What `compare` prints of a model, and the table that it writes."""
+    table = tmp_path_factory.mktemp("compared") / "table.json"
+    with redirect_stdout(StringIO()) as printed:
+        assert run(("compare", "vlm-s", *QUICK, "-o", str(table))) == 0
+    return printed.getvalue(), json.loads(table.read_text())
+
+
 def test_recipes_list_the_multimodal_models(capsys):
     out = answer(capsys, "recipes")
     assert "tensor degree 8 × 8 stages, h800x64" in out
@@ -55,10 +66,10 @@ def test_a_verb_that_does_not_take_a_model_says_which_do(capsys):
     assert "the verbs plan, compare, bound and simulate take it" in said
 
 
-def test_one_bound_for_a_batch_whatever_the_planner(capsys):
+def test_one_bound_for_a_batch_whatever_the_planner(capsys, compared):
     bound = json.loads(answer(capsys, "bound", "vlm-s", "--microbatches", "2", "--json"))
     assert bound["bound_s"] == max(bound["work_s"], bound["layer_s"], bound["path_s"])
-    rows = json.loads(answer(capsys, "compare", "vlm-s", *QUICK, "--json"))["rows"]
+    rows = compared[1]["rows"]
     plans = [row for row in rows if "bound_s" in row]
     assert {row["bound_s"] for row in plans} == {bound["bound_s"]}
     assert all(row["over_bound"] >= 1 and row["settings"] for row in plans)
@@ -145,21 +156,27 @@ def test_the_search_of_a_pipeline_can_be_shown(capsys, tmp_path):
     assert "--show-search: planner 'vpp' keeps no record of its search" in said
 
 
-@pytest.mark.parametrize("verb", ["plan", "compare"])
-def test_what_the_times_leave_out_is_said(capsys, tmp_path, verb):
-    out = answer(capsys, verb, "vlm-s", *QUICK)
+def check_what_is_left_out(out: str, out_in_full: str, leaves_out: list[str]) -> None:
     assert "effects left out of these times; --assumptions lists them." in out
     assert "Left out:" not in out
-    out = answer(capsys, verb, "vlm-s", "--assumptions", *QUICK)
-    assert "Left out: data loading, and host time between layers" in out
-    assert "Left out: kernels were measured on" in out
-    printed = answer(capsys, verb, "vlm-s", *QUICK, "--json")
-    leaves_out = json.loads(printed)["leaves_out"]
-    assert len(leaves_out) == out.count("Left out: ")
-    if verb == "plan":  # and what was printed is still a plan
-        again = tmp_path / "again.json"
-        again.write_text(printed)
-        answer(capsys, "simulate", "vlm-s", str(again), "--microbatches", "2")
+    assert "Left out: data loading, and host time between layers" in out_in_full
+    assert "Left out: kernels were measured on" in out_in_full
+    assert len(leaves_out) == out_in_full.count("Left out: ")
+
+
+def test_what_the_times_of_a_plan_leave_out_is_said(capsys, tmp_path):
+    out = answer(capsys, "plan", "vlm-s", *QUICK)
+    out_in_full = answer(capsys, "plan", "vlm-s", "--assumptions", *QUICK)
+    printed = answer(capsys, "plan", "vlm-s", *QUICK, "--json")
+    check_what_is_left_out(out, out_in_full, json.loads(printed)["leaves_out"])
+    again = tmp_path / "again.json"  # what was printed is still a plan
+    again.write_text(printed)
+    answer(capsys, "simulate", "vlm-s", str(again), "--microbatches", "2")
+
+
+def test_what_the_times_of_a_comparison_leave_out_is_said(capsys, compared):
+    out, table = compared
+    check_what_is_left_out(out, answer(capsys, "compare", "vlm-s", "--assumptions", *QUICK), table["leaves_out"])
 
 
 def test_long_work_says_how_long_before_it_starts(capsys):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +15,11 @@ from spindle.artifact import read_artifact, write_artifact, write_atomically
 from spindle.cluster import PRESETS, cluster_named, read_cluster_file
 from spindle.errors import ClusterError, InputError, WorkloadError
 from spindle.graph import metagraph_of
-from spindle.recipes import CELLS, RECIPES
+from spindle.recipes import RECIPES
 from spindle.workload import Call, Task, Workload
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from paper_cells import CELLS
 
 
 def test_planning_and_simulating_need_no_torch():

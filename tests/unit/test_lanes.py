@@ -16,6 +16,7 @@ from spindle.planners import make_plan
 from spindle.planners.lanes import with_lanes
 from spindle.profile import Contention, Profile
 from spindle.program import Memory, format_program, instances_of, lower, parse_program, verify
+from spindle.report.explain import explain, sentences
 from spindle.report.gantt import draw_rows, plan_chart, timeline_chart
 from spindle.simulate import simulate
 
@@ -186,3 +187,14 @@ def test_random_lanes_are_legal_and_cannot_deadlock(seed):
             for number in program.lanes[lane].of_rank(rank).tolist()
         )
     assert simulate(program, profile).makespan_s > 0
+
+
+def test_explain_says_which_lane_an_op_has_and_what_slows_it():
+    profile = towers({"vision": (0.4, 0.6), "text": (0.3, 0.6), "audio": (0.0, 0.1)})
+    plan = small.plan("vision*4@0 text*4@0|1 audio*2@0|2", profile)
+    by_op = {explanation.op: explanation for explanation in explain(plan, profile)}
+    (share,) = by_op["vision"].lanes
+    assert (share.lane, share.num_lanes, share.slowed_by) == (0, 3, ("text", "audio"))
+    assert share.slowdown == pytest.approx(1.0933, abs=1e-3)  # text, which presses on it, is soon over
+    assert "It runs on lane 0 of 3, slowed 1.1× by text and audio." in sentences(by_op["vision"])
+    assert explain(small.plan("vision*4@0\ntext*4@0\naudio*2@0", profile), profile)[0].lanes == ()

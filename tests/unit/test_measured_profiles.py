@@ -10,23 +10,23 @@ from spindle.planners import PlanOptions, graph_bound_s, make_plan
 from spindle.profile.file import read_profile
 from spindle.program import lower, verify
 from spindle.simulate import simulate
+from sweeps import spread
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "profiles"
+NAMES = sorted(path.name for path in FOLDER.glob("*.json"))
 
 
-@pytest.fixture(scope="module", params=sorted(path.name for path in FOLDER.glob("*.json")))
-def profile(request):
-    return read_profile(FOLDER / request.param)
-
-
-def test_a_measured_profile_says_where_it_was_measured(profile):
+@pytest.mark.parametrize("name", NAMES)
+def test_a_measured_profile_says_where_it_was_measured(name):
+    profile = read_profile(FOLDER / name)
     assert "H200" in profile.measured_on
     assert profile.cluster.num_devices == 8
     assert profile.host_rates[-1] == 1.0  # its curves are those of busy neighbours
 
 
-def test_wavefront_is_never_behind_and_nobody_is_below_the_bound(profile):
-    times = {}
+@pytest.mark.parametrize("name", spread(NAMES, 3))
+def test_wavefront_is_never_behind_and_nobody_is_below_the_bound(name):
+    profile, times = read_profile(FOLDER / name), {}
     for planner in ("wavefront", "paper", "sequential", "distmm", "task-level"):
         program = lower(make_plan(profile, planner, PlanOptions(evaluations=20_000)), profile)
         verify(program, profile)

@@ -18,7 +18,7 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 import spindle  # noqa: E402
-import spindle.train.loop as loop_module  # noqa: E402
+import spindle.train.reporting as reporting  # noqa: E402
 from internals import guessed_profile  # noqa: E402
 from preloaded import run_spindle  # noqa: E402
 from spindle.errors import PlanError, SpindleError, TrainingError, WorkloadError  # noqa: E402
@@ -467,7 +467,7 @@ def test_losses_are_all_reported_in_order_however_late_they_arrive(monkeypatch, 
     """On a GPU they travel later than here."""
 
     def losses(behind):
-        monkeypatch.setitem(loop_module._LOSSES_BEHIND, "cpu", behind)
+        monkeypatch.setitem(reporting.LOSSES_BEHIND, "cpu", behind)
         told = []
         _, pull = small()
         _, result = fit(pull, rows(4, 4, 4), steps, on_step=lambda step, losses: told.append((step, losses)))

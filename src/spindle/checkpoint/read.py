@@ -38,7 +38,11 @@ class SavedCheckpoint:
         return read_verified(self.folder, name, self._digests) if name in self._digests else None
 
     def check(self, share: int = 0, num_shares: int = 1) -> None:
-        """Read every byte, or one of several shares of them, and raise an error that names the first damaged box."""
+        """Read every byte, or one of several shares of them, and raise an error that names the first damaged file and
+        box."""
+        for number, name in enumerate(self._digests):
+            if number % num_shares == share:
+                read_verified(self.folder, name, self._digests)
         boxes = ((tensor, stored) for tensor in self.tensors.values() for stored in tensor.boxes)
         for number, (tensor, stored) in enumerate(boxes):
             if number % num_shares == share and self._crc32(stored) != stored.crc32:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,10 +22,47 @@ from spindle.cli.options import (
     TimeLimit,
 )
 
+if TYPE_CHECKING:
+    from spindle.plan import Plan
+    from spindle.planners import PlanOptions
+    from spindle.profile import Profile
+    from spindle.recipes import Step
+
 
 def pipelines_estimate_s(num_ops: int, num_ranks: int) -> float:
     """How long all planners of pipelines take: vlm-s 38 s, vlm-l 73 s, t2v-s 59 s on an AMD EPYC core."""
     return 5 + 0.12 * num_ops * math.sqrt(num_ranks)
+
+
+def _plans(step: Step, options: PlanOptions) -> tuple[dict[str, tuple[Plan, Profile]], dict[str, str]]:
+    """The plans of all compared planners, with the profiles that they are of; and why others made none."""
+    from spindle.cli.inputs import planner_input, with_sizes
+    from spindle.cli.terminal import note_compilation, note_duration, progress_bar
+    from spindle.errors import DoesNotFitError
+    from spindle.planners import PLANNERS, make_plan, planners_of
+
+    graph = step.whole.graph
+    planners = [planner for planner in planners_of(step.is_pipeline) if PLANNERS[planner].is_compared]
+    plans: dict[str, tuple[Plan, Profile]] = {}
+    refusals: dict[str, str] = {}
+    note_compilation(step.is_pipeline)
+    if step.pipeline_ranks is not None:
+        estimate_s = pipelines_estimate_s(len(graph.metaops), step.pipeline_ranks)
+        note_duration(f"tuning {len(planners)} planners", estimate_s)
+    with progress_bar(f"planning {graph.name} on {step.whole.cluster.name}", len(planners)) as report:
+        for number, planner in enumerate(planners):
+
+            def report_share(share: float, before: int = number) -> None:
+                report(before + share)
+
+            try:
+                profile, planner_options = planner_input(step, PLANNERS[planner], options)
+                made = make_plan(profile, planner, planner_options, report_share)
+                plans[planner] = with_sizes(made, step, profile), profile
+            except DoesNotFitError as error:
+                refusals[planner] = str(error)
+            report(number + 1)
+    return plans, refusals
 
 
 def compare(
@@ -70,21 +107,10 @@ def compare(
     import json
 
     from spindle.artifact import to_json, write_atomically
-    from spindle.cli.inputs import LEAVES_OUT, left_out, load_step, planner_input, with_sizes
-    from spindle.cli.terminal import (
-        fits,
-        note_compilation,
-        note_duration,
-        notice,
-        progress_bar,
-        refuse_outputs,
-        show,
-        show_json,
-    )
+    from spindle.cli.inputs import LEAVES_OUT, left_out, load_step
+    from spindle.cli.terminal import fits, notice, refuse_outputs, show, show_json
     from spindle.errors import DoesNotFitError
-    from spindle.plan import Plan
-    from spindle.planners import PLANNERS, PlanOptions, make_plan, planners_of
-    from spindle.profile import Profile
+    from spindle.planners import PlanOptions, planners_of
     from spindle.program import lower
     from spindle.recipes import BatchOptions
     from spindle.report import (
@@ -107,28 +133,7 @@ def compare(
         seed=seed, evaluations=evaluations, time_limit_s=time_limit, pipeline_ranks=step.pipeline_ranks
     )
     whole = step.whole
-    name = f"{whole.graph.name} on {whole.cluster.name}"
-    planners = [planner for planner in planners_of(step.is_pipeline) if PLANNERS[planner].is_compared]
-    plans: dict[str, tuple[Plan, Profile]] = {}
-    refusals: dict[str, str] = {}
-    note_compilation(step.is_pipeline)
-    if step.pipeline_ranks is not None:
-        note_duration(
-            f"tuning {len(planners)} planners", pipelines_estimate_s(len(whole.graph.metaops), step.pipeline_ranks)
-        )
-    with progress_bar(f"planning {name}", len(planners)) as report:
-        for number, planner in enumerate(planners):
-
-            def report_share(share: float, before: int = number) -> None:
-                report(before + share)
-
-            try:
-                profile, planner_options = planner_input(step, PLANNERS[planner], options)
-                made = make_plan(profile, planner, planner_options, report_share)
-                plans[planner] = with_sizes(made, step, profile), profile
-            except DoesNotFitError as error:
-                refusals[planner] = str(error)
-            report(number + 1)
+    plans, refusals = _plans(step, options)
     reference = REFERENCE[step.is_pipeline]
     comparison = compared(plans.values(), whole, refusals, reference=reference, model_s=step.peak_s)
     unknown: list[str] = []
@@ -138,7 +143,7 @@ def compare(
     if output is not None:
         write_atomically(output, json.dumps(table, indent=1) + "\n")
     if figure is not None:
-        drawn = [planner for planner in (reference, planners[0]) if planner in plans]
+        drawn = [planner for planner in (reference, planners_of(step.is_pipeline)[0]) if planner in plans]
         if not drawn:
             raise DoesNotFitError(f"{figure}: not drawn, {reference} has no plan: {refusals[reference]}")
         write_atomically(figure, comparison_figure([plans[planner] for planner in drawn]))
@@ -157,4 +162,4 @@ def compare(
         if path is not None:
             notice(f"wrote {path}")
     if not plans:
-        raise DoesNotFitError(f"no planner has a plan for {name}")
+        raise DoesNotFitError(f"no planner has a plan for {whole.graph.name} on {whole.cluster.name}")

@@ -65,6 +65,12 @@ def launch(
             show_default=False,
         ),
     ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(
+            "--grace", metavar="SECONDS", help="How long ranks may take to save a checkpoint after SIGTERM.", min=0
+        ),
+    ] = 30.0,
 ) -> JobEnded:
     """Run a training script in several processes of this machine, and stop them all when one fails.
 
@@ -72,7 +78,8 @@ def launch(
     talk through gloo. With --virtual-devices they share one NVIDIA GPU through MPS, which is started for them and
     stopped afterwards: one GPU stands for several. Rank 0 writes to this terminal; when a rank fails, the first error
     stands on top. With --restarts the processes are then started again, unless the script has failed at the same
-    step twice. Options go before SCRIPT: what comes after it is the script's own.
+    step twice. SIGTERM and SIGUSR1 let ranks save a checkpoint, for --grace seconds; a second signal ends the job at
+    once. Options go before SCRIPT: what comes after it is the script's own.
 
     One process needs no launcher (python train.py), several hosts need torchrun. Examples:
 
@@ -84,7 +91,7 @@ def launch(
 
     spindle launch --virtual-devices 8 train.py
     """
-    return launched(script, arguments, processes, virtual_devices, logs, restarts=restarts, least=least)
+    return launched(script, arguments, processes, virtual_devices, logs, restarts=restarts, least=least, grace_s=grace)
 
 
 def launched(
@@ -97,6 +104,7 @@ def launched(
     *,
     restarts: int = 0,
     least: int | None = None,
+    grace_s: float = 30.0,
 ) -> JobEnded:
     """Run a script as these options ask; `environment` is added to that of its processes."""
     import importlib.util
@@ -126,5 +134,6 @@ def launched(
         environment=environment,
         num_restarts=restarts,
         least_processes=least,
+        grace_s=grace_s,
     )
     return JobEnded(code=code)

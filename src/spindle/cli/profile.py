@@ -45,7 +45,7 @@ def profile(
     from spindle.cli.launch import launched
     from spindle.cli.terminal import notice, refuse_outputs, show, show_text
     from spindle.errors import InputError
-    from spindle.launch.capture import ProfileCapture
+    from spindle.launch import ProfileCapture
     from spindle.profile import read_profile, write_profile
     from spindle.report import profile_facts, profile_table
 

@@ -24,9 +24,7 @@ def script_words(given: str) -> list[str] | None:
 def workload_of_script(script: str, *arguments: str) -> Workload:
     """Runs a script up to the first fit of its Trainer, which says what it would train."""
     from spindle.cli.launch import launched
-    from spindle.launch import variables
-    from spindle.launch.capture import WorkloadCapture
-    from spindle.launch.failure import INTERRUPTED
+    from spindle.launch import INTERRUPTED, WorkloadCapture, variables
 
     with tempfile.TemporaryDirectory(prefix="spindle-plan-") as folder:
         capture = WorkloadCapture(output=Path(folder) / "workload.json")

@@ -16,6 +16,7 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Literal, NoReturn
@@ -59,8 +60,13 @@ def is_debugging() -> bool:
 
 def is_users(code: CodeType) -> bool:
     """Whether code is the user's own: neither Python's, nor an installed package's, nor ours."""
-    file = code.co_filename
-    return not file.startswith("<") and not os.path.realpath(file).startswith(_OTHERS)
+    return not code.co_filename.startswith("<") and _is_users_file(code.co_filename)
+
+
+@cache
+def _is_users_file(file: str) -> bool:
+    """Cached, because recording a task asks for each frame of the stack at every op."""
+    return not os.path.realpath(file).startswith(_OTHERS)
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:

@@ -3,6 +3,7 @@
     start ──▶ watch ──▶ all exited with 0                                       ──▶ 0
       ▲            ├──▶ one failed: 2 s for the others, SIGTERM, 3 s, SIGKILL   ──▶ its code, or 1, and the verdict
       │            ├──▶ one is stopped (SIGSTOP) for 8 s, or hangs: SIGKILL, then as above ──▶ 1, and the verdict
+      │            ├──▶ one saved and ended because of a signal to it: as above ──▶ 143
       │            └──▶ Ctrl-C, SIGTERM, SIGHUP: forwarded, then as above       ──▶ 130, 143, 129
       └── while restarts are left, unless a signal ended it, or the script failed at the same step twice (`restart`)
 
@@ -13,6 +14,7 @@ of ranks, if this launcher itself is killed by SIGKILL (`worker` ends the ranks 
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import signal
@@ -46,13 +48,14 @@ LOG_END_LINES = 20
 LOG_END_BYTES = 1 << 16
 
 GRACE_S = 30.0  # in which ranks may save a checkpoint after SIGTERM; another signal cuts it short
+STOPPED = 128 + signal.SIGTERM  # the exit code of a job that a queue should start again
 
 # How ranks are ended: wait for some seconds, then send a signal to those that still run.
 Escalation = tuple[tuple[float, signal.Signals], ...]
 AFTER_FAILURE: Escalation = ((2.0, signal.SIGTERM), (3.0, signal.SIGKILL))
 AFTER_SIGNAL: Mapping[int, Escalation] = {
     signal.SIGINT: ((0.0, signal.SIGINT), (2.0, signal.SIGTERM), (3.0, signal.SIGKILL)),
-    signal.SIGTERM: ((0.0, signal.SIGTERM), (GRACE_S, signal.SIGKILL)),
+    signal.SIGTERM: ((0.0, signal.SIGTERM), (GRACE_S, signal.SIGKILL)),  # unless --grace says otherwise
     signal.SIGHUP: ((0.0, signal.SIGTERM), (3.0, signal.SIGKILL)),
 }
 
@@ -67,6 +70,7 @@ def launch(
     environment: Mapping[str, str] | None = None,
     num_restarts: int = 0,
     least_processes: int | None = None,
+    grace_s: float = GRACE_S,
 ) -> int:
     """Run a script in `num_processes` processes. Returns the exit code of the job, and prints on stderr why it is not
     0.
@@ -74,6 +78,7 @@ def launch(
     Rank 0 shares this process's output. The output of other ranks goes to `rank-1.log`… in the folder `logs`, or to
     temporary files. With `share_gpu` all ranks use one GPU, through MPS. `environment` is added to that of the ranks.
     A job that fails is started again up to `num_restarts` times, with as few as `least_processes` when ranks are lost.
+    After SIGTERM, ranks have `grace_s` seconds to save a checkpoint.
     Must be called in the main thread, which is the only one to receive signals.
     """
     if num_processes < 1:
@@ -86,6 +91,8 @@ def launch(
         raise InputError(
             f"expected --restarts of at least 0 and --least from 1 to {num_processes}, got {num_restarts} and {least}"
         )
+    if not 0 <= grace_s < math.inf:
+        raise InputError(f"expected --grace of at least 0 seconds, got {grace_s:g}")
     if script.suffix == ".json":
         raise InputError(f"{script}: expected a Python script; a plan is given to Planning(plan=...) in the script")
     if not script.is_file():
@@ -110,6 +117,7 @@ def launch(
                 scratch=scratch,
                 log_folder=log_folder,
                 is_first=not restarts.num_done,
+                grace_s=grace_s,
             )
             outcome = _run(attempt, signals)
             if isinstance(outcome, int):
@@ -137,6 +145,7 @@ class _Attempt:
     scratch: Path
     log_folder: Path
     is_first: bool
+    grace_s: float
 
 
 def _run(attempt: _Attempt, signals: Sequence[int]) -> int | tuple[Verdict, Fault]:
@@ -164,7 +173,10 @@ def _run(attempt: _Attempt, signals: Sequence[int]) -> int | tuple[Verdict, Faul
             time.sleep(POLL_S)
         if signals:
             received = signal.Signals(signals[0])
-            _end(job, AFTER_SIGNAL[received], signals)
+            escalation = AFTER_SIGNAL[received]
+            if received == signal.SIGTERM:
+                escalation = ((0.0, signal.SIGTERM), (attempt.grace_s, signal.SIGKILL))
+            _end(job, escalation, signals)
             _print("interrupted" if received == signal.SIGINT else f"stopped by {received.name}")
             return 128 + received
         if not job.failed():
@@ -172,6 +184,9 @@ def _run(attempt: _Attempt, signals: Sequence[int]) -> int | tuple[Verdict, Faul
             return 0
         _end(job, AFTER_FAILURE, signals)
         result = verdict(job.endings(), job.failures(), lambda rank: _log_end(_log_path(log_folder, rank)))
+        if result.code == STOPPED:  # ranks got the signal themselves, saved a checkpoint and ended
+            _print("stopped by SIGTERM")
+            return STOPPED
         activities = read_activities(activity, num_processes).values()
         steps = [record.step for record in activities if record.step is not None]
         every = next((record.checkpoint_every for record in activities if record.checkpoint_every), None)

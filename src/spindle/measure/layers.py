@@ -176,11 +176,13 @@ def measure_layers(
 
 def _rotated(code: OpCode, number: int) -> OpCode:
     """An op that begins with other layers, all of which are equal: a copy with weights of its own, if there are enough
-    layers."""
+    layers. The first layer of a call stays, because it takes other arguments than those behind it."""
     if isinstance(code, LossCode):
         return code
-    first = number * _MAX_LAYERS % len(code.layers)
-    return replace(code, layers=(*code.layers[first:], *code.layers[:first]))
+    fixed = 0 if code.arguments is None else 1
+    head, rest = code.layers[:fixed], code.layers[fixed:]
+    first = number * _MAX_LAYERS % len(rest) if rest else 0
+    return replace(code, layers=(*head, *rest[first:], *rest[:first]))
 
 
 def _sizes(graph: MetaGraph, position: int, num_devices: int, device: torch.device) -> list[int]:
@@ -243,9 +245,9 @@ def _steps(code: LayersCode, batch: Any, inputs: Mapping[str | None, Any]) -> It
         if first.writes_input:
             values = copied(values)
         if code.arguments is None:
-            return first.run(*values)
+            return _run(first, values)
         args, kwargs = code.arguments(*values)
-        return first.run(*args, **kwargs)
+        return (first.compiled or first.run)(*args, **kwargs)
 
     yield begin
     for layer in rest:
@@ -253,7 +255,7 @@ def _steps(code: LayersCode, batch: Any, inputs: Mapping[str | None, Any]) -> It
 
 
 def _run(layer: LayerCode, values: Any) -> Any:
-    return layer.run(*values)
+    return (layer.compiled or layer.run)(*values)
 
 
 def _outputs(code: OpCode, inputs: Mapping[str | None, Any]) -> list[Any]:

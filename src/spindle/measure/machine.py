@@ -19,8 +19,7 @@ import torch
 from spindle.cluster import Cluster, DeviceKind, Island, cluster_named
 from spindle.display import count_of
 from spindle.graph import MetaGraph
-from spindle.launch.capture import ProfileCapture
-from spindle.launch.mps import VIRTUAL_VARIABLE
+from spindle.launch import VIRTUAL_VARIABLE, ProfileCapture
 from spindle.measure.cache import Cache
 from spindle.measure.host import measure_host_overhead
 from spindle.measure.layers import Kind, LayerMeter, measure_layers
@@ -82,7 +81,7 @@ def local_profile(
             world.device,
             meter,
             graphs=graphs,
-            lanes=lanes > 1 and world.size == 1 and world.device.type == "cuda",
+            lanes=lanes > 1 and world.size == 1 and world.device.type == "cuda" and _has_several_modules(graph),
             progress=progress,
         )
         rates = _host_rates(world) if rank_sync.size == 1 else measure_rates(meter.longest, rank_sync)
@@ -107,6 +106,11 @@ def local_profile(
         )
     shared: Profile = world.broadcast_object(profile)
     return shared
+
+
+def _has_several_modules(graph: MetaGraph) -> bool:
+    """Whether several modules could share a device; losses are not worth it."""
+    return len({op.module for op in graph.metaops if any(op.parameters)}) > 1
 
 
 def _machine(world: World, rank_sync: RankSync) -> dict[str, str]:

@@ -2,7 +2,9 @@
 
 from spindle.models.blocks import towers_of
 from spindle.models.chain import Chain, ChainLayer, build_chain, chain_and_output, chain_of, whole_chain
+from spindle.models.compiled import check_options, compiled
 from spindle.models.composite import Glue, OpenedComposite, PartCall, matched_leaves, open_composite
+from spindle.models.cross_entropy import CrossEntropies
 from spindle.models.fake import (
     FakeWeights,
     RandomWeights,
@@ -25,14 +27,15 @@ from spindle.models.parallel_styles import (
     split_dims,
     with_styles,
 )
-from spindle.models.replay import zero_output, zero_outputs, zero_weights, zeros_like
 from spindle.models.serialize import NotSerializableError, dump_chain, load_source, source_text
 from spindle.models.state import ModuleSnapshot
+from spindle.models.zeros import zero_output, zero_outputs, zero_weights, zeros_like
 
 __all__ = [
     "MAX_TENSOR_DEGREE",
     "Chain",
     "ChainLayer",
+    "CrossEntropies",
     "EmulatedTensorGroup",
     "FakeWeights",
     "Glue",
@@ -49,6 +52,8 @@ __all__ = [
     "builtin_tp_plan",
     "chain_and_output",
     "chain_of",
+    "check_options",
+    "compiled",
     "device_of",
     "drop_tied_conflicts",
     "dump_chain",

@@ -33,7 +33,8 @@ from spindle.errors import WorkloadError
 from spindle.models.blocks import BlockLists, block_lists, is_plain_sequence
 from spindle.models.fake import fake_output
 from spindle.models.recording import argument_normalizer, record_forward
-from spindle.models.replay import Replay, after, has_replay, parts_of, replay_forward, shape_of, zero_output
+from spindle.models.replay import Replay, after, has_replay, shape_of
+from spindle.models.replay_learning import replay_forward
 from spindle.models.state import ModuleSnapshot
 from spindle.models.statements import (
     Attribute,
@@ -46,6 +47,7 @@ from spindle.models.statements import (
     needs_values,
     signature_of,
 )
+from spindle.models.zeros import parts_of, zero_output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,7 @@ class ChainLayer:
     parameters: tuple[nn.Parameter, ...]
     find_buffers: Callable[[], Iterable[torch.Tensor]] = tuple
     settings: str = ""
+    modules: tuple[nn.Module, ...] = ()  # that it calls
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -219,8 +222,8 @@ def chain_and_output(
         blocks = {id(block): block for items in lists for block in items}
         replayed = replay_forward(module, *values(), blocks.values(), runs_ahead=True)
         return build_chain(module, _cut(module, replayed, lists)), lambda: replayed.result
-    except Exception:
-        return whole(reason)
+    except Exception as error:
+        return whole(f"{reason}; and on real tensors, {failure_reason(error)}")
     finally:
         before.restore()
 
@@ -269,6 +272,7 @@ def _module_layer(module: nn.Module, kind: str) -> ChainLayer:
         run=lambda *a, **k: (module(*a, **k),),
         parameters=tuple(module.parameters()),
         find_buffers=module.buffers,
+        modules=(module,),
     )
 
 
@@ -500,6 +504,7 @@ def _recorded_layer(module: nn.Module, source: RecordedForward, number: int) -> 
         parameters=tuple(dict.fromkeys(parameters)),
         find_buffers=find_buffers,
         settings=layer.settings,
+        modules=layer.modules,
     )
 
 

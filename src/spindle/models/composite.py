@@ -25,8 +25,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from spindle.models.blocks import towers_of
 from spindle.models.chain import function_text, has_hooks, record_pure
+from spindle.models.cross_entropy import MEAN, SUM, cross_entropy_parts
 from spindle.models.recording import argument_normalizer
-from spindle.models.replay import after, has_replay, replay_forward, shape_of
+from spindle.models.replay import after, has_replay, shape_of
+from spindle.models.replay_learning import replay_forward
 from spindle.models.serialize import namespace_text
 from spindle.models.state import ModuleSnapshot
 from spindle.models.statements import (
@@ -39,8 +41,6 @@ from spindle.models.statements import (
     guard_error,
     needs_values,
 )
-
-_MEAN, _SUM = 1, 2  # reductions, as operators have them
 
 
 class LooseParameters(nn.Module):
@@ -112,13 +112,14 @@ def open_composite(
     try:
         return _Opening(module, record_pure(module, args, kwargs, [towers]), args, kwargs).opened()
     except Exception as error:  # recording runs the user's code, which may raise anything
+        reason = failure_reason(error)
         if values is None or not needs_values(error):
-            return failure_reason(error)
+            return reason
     before = ModuleSnapshot([module])
     try:
         return _Opening(module, replay_forward(module, *values(), towers, runs_ahead=False), args, kwargs).opened()
     except Exception as error:
-        return failure_reason(error)
+        return f"{reason}; and on real tensors, {failure_reason(error)}"
     finally:
         before.restore()
 
@@ -218,13 +219,16 @@ class _Opening:
     def _loss_parts(self, position: int) -> tuple[str, Glue] | None:
         """A leaf of the output as the mean of a cross entropy over tokens, or as its sum over a given number: ("mean",
         the glue of its total and count), or ("sum", its glue); None for any other."""
+        if position in self._recording.losses:
+            kind, parts, references = self._recording.losses[position]
+            return kind, self._output(position) if kind == "sum" else self._glue(parts, references)
         text, _ = self._recording.leaves[position]
         by_name = {statement.name: statement for statement in self._recording.statements if statement.name}
         statement = by_name.get(text)
         if statement is None:
             return None
         loss = _cross_entropy(statement, self._recording.namespace)
-        if loss is not None and loss.reduction == _MEAN:
+        if loss is not None and loss.reduction == MEAN:
             total = re.sub(r"^\w+", "_cross_entropy_parts", statement.text)
             return "mean", self._glue(
                 total, References(uses=set(statement.uses), attributes=list(statement.attributes))
@@ -236,7 +240,7 @@ class _Opening:
             divisors = [name for name in statement.uses if name != dividend]
             if (
                 loss is not None
-                and loss.reduction == _SUM
+                and loss.reduction == SUM
                 and not any(self._depends_on_rows(divisor) for divisor in divisors)
             ):
                 return "sum", self._output(position)
@@ -357,23 +361,7 @@ def _cross_entropy(statement: Statement | None, namespace: Mapping[str, Any]) ->
     if statement is None or statement.kind != "aten.cross_entropy_loss.default":
         return None
     values = statement.text.partition("(")[2].rstrip(")").split(", ")
-    return _CrossEntropy(int(values[3]) if len(values) > 3 else _MEAN)
-
-
-def cross_entropy_parts(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    reduction: int = _MEAN,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of a cross entropy, and what its mean divides by."""
-    total = torch.ops.aten.cross_entropy_loss(logits, target, weight, _SUM, ignore_index, label_smoothing)
-    if target.is_floating_point():  # probabilities of classes
-        return total, torch.tensor(target.numel() // target.shape[1 if target.dim() > 1 else 0], device=target.device)
-    counted = target != ignore_index
-    return total, counted.sum() if weight is None else weight[target.where(counted, 0)].where(counted, 0).sum()
+    return _CrossEntropy(int(values[3]) if len(values) > 3 else MEAN)
 
 
 def matched_leaves(opened: OpenedComposite, args: Any, kwargs: Any) -> list[Any] | None:

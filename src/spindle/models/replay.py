@@ -1,4 +1,4 @@
-"""A forward whose Python code reads values of tensors (image sizes, masks), as statements.
+"""Code between blocks or towers that reads values of tensors (image sizes, masks): run again, up to the next part.
 
 Such code cannot be recorded: it may do something else for every batch. So it runs itself, on real tensors, whenever a
 part of the module needs something from it. The module's forward is started from the beginning; calls of its parts
@@ -8,17 +8,14 @@ parts, so it can run on any rank that has these, and its gradients are right.
 
     argument ─▶ [code] ─▶ part 0 ─▶ [code again, up to part 1] ─▶ part 1 ─▶ ... ─▶ [code to its end] ─▶ output
 
-What is learnt once, from a first batch
-    Which parts are called in which order, and what the arguments of each depend on. Operations are followed through the
-    dispatcher for that, while parts return zeros of the right shapes and are not computed. Outputs that a piece of code
-    does not depend on need not be sent to the rank that runs it: it gets zeros of the same shape.
+`replay_learning` finds out once, from a first batch, which parts are called in which order, and what each needs.
 
 What every replay checks
     Where values were read, they may decide otherwise for another batch. So whatever a part is given then, numbers and
     None included, is taken from a replay of this batch. Only outputs of parts that are passed on as they are go
     straight to the next part, and every replay checks that they still do: a batch for which that is not so is refused.
 
-Blocks
+Running ahead
     Most arguments of blocks (masks, positions, lengths of sequences) do not depend on the blocks before. They are
     computed once, in front of the first block, by running ahead: the code goes through all blocks while these return
     zeros. So nothing is replayed between blocks that only pass hidden states on.
@@ -26,33 +23,21 @@ Blocks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_unflatten
 
 from spindle.errors import GuardError
-from spindle.models.fake import FakeWeights, as_when_compiling, device_of, fake_like, without_caches
+from spindle.models.cross_entropy import CrossEntropyFoundError, WantedCrossEntropy
+from spindle.models.fake import device_of, without_caches
 from spindle.models.intercept import intercepted_calls
-from spindle.models.recording import argument_normalizer
-from spindle.models.statements import (
-    Attribute,
-    Recording,
-    References,
-    Statement,
-    UnsupportedForwardError,
-    current_context,
-    signature_of,
-)
-
-Source = tuple[str, int]  # of a value: ("input", leaf), ("call", number) or ("loose", number)
+from spindle.models.zeros import zero_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +109,18 @@ class Replay:
         result = self._run(answer, inputs, loose)
         return tree_leaves(result) if number == len(self.calls) else wanted
 
+    def loss_parts(
+        self, which: int, number: int, needed: Sequence[int], inputs: Any, outputs: Any, loose: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The total and the count of a mean that the code computes after its last call: its cross entropy of number
+        `which`. The other arguments are those of `segment`."""
+        try:
+            with WantedCrossEntropy(which):
+                self.segment(number, needed, inputs, outputs, loose)
+        except CrossEntropyFoundError as found:
+            return found.parts
+        raise self._refusal(f"it computed {which + 1} cross entropies, now fewer")
+
     def ahead(
         self,
         wanted: Sequence[tuple[int, int]],
@@ -177,14 +174,14 @@ class Replay:
         leaves = [next(given) if named else value for named, value in zip(self.is_input, self.constants, strict=True)]
         leaves = [_clone(leaf) if number in self.written else leaf for number, leaf in enumerate(leaves)]
         seen: dict[int | None, list[Any]] = {None: leaves}  # what the code was given: inputs, and by call
-        versions: dict[int | None, list[int]] = {None: list(map(_version, leaves))}
+        versions: dict[int | None, list[int]] = {None: list(map(version_of, leaves))}
 
         def check(values: list[Any], rules: Sequence[Same | None], what: str) -> None:
             if len(values) != len(rules):
                 raise self._refusal(f"{what} got {len(rules)} values, now {len(values)}")
             for value, rule in zip(values, rules, strict=True):
                 if rule is not None and (
-                    value is not seen[rule.call][rule.leaf] or _version(value) != versions[rule.call][rule.leaf]
+                    value is not seen[rule.call][rule.leaf] or version_of(value) != versions[rule.call][rule.leaf]
                 ):
                     raise self._refusal(f"{what} got the output of an earlier part unchanged, now another tensor")
 
@@ -199,7 +196,7 @@ class Replay:
             # A copy of the object, which the code may change, and of tensors that it does change.
             output = tree_map(_clone if call.writes else lambda leaf: leaf, output)
             seen[place] = tree_leaves(output)
-            versions[place] = list(map(_version, seen[place]))
+            versions[place] = list(map(version_of, seen[place]))
             return output
 
         args, kwargs = tree_unflatten(leaves, self.spec)
@@ -220,7 +217,8 @@ class Replay:
             number
             for place, before in versions.items()
             for number, (leaf, version) in enumerate(zip(seen[place], before, strict=True))
-            if _version(leaf) != version and not (number in self.written if place is None else self.calls[place].writes)
+            if version_of(leaf) != version
+            and not (number in self.written if place is None else self.calls[place].writes)
         ]
         if changed:
             raise self._refusal("it did not change these tensors in place, now it does")
@@ -264,494 +262,6 @@ def shape_of(value: Any) -> Any:
     )
 
 
-# What is learnt from a first batch.
-
-
-def replay_forward(
-    module: nn.Module, args: Any, kwargs: Any, blocks: Iterable[nn.Module], *, runs_ahead: bool
-) -> Recording:
-    """The forward of a module on real arguments, as statements that replay its code around calls of its parts.
-
-    `runs_ahead`: what blocks take that depends on no block is computed in front of the first one.
-    """
-    return _Learner(module, list(blocks), args, kwargs, runs_ahead).recording()
-
-
-class _Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Which sources each storage depends on. Values that Python reads decide about everything after them."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.of: dict[int, set[Source]] = {}
-        self.read: set[Source] = set()
-        self.is_random = False
-        self.is_paused = False
-        self._alive: list[Any] = []
-
-    def add(self, value: Any, source: Source) -> None:
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, torch.Tensor):
-                self._alive.append(leaf)
-                self.of.setdefault(leaf.untyped_storage()._cdata, set()).add(source)
-
-    def sources(self, value: Any) -> set[Source]:
-        sources: set[Source] = set()
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, torch.Tensor):
-                sources |= self.of.get(leaf.untyped_storage()._cdata, set())
-        return sources
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.is_paused:
-            return result
-        sources = self.sources((args, kwargs or {}))
-        if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
-            self.read |= sources
-        tags = getattr(func, "tags", ())
-        self.is_random |= torch.Tag.nondeterministic_seeded in tags
-        if func is torch.ops.aten.index.Tensor:  # by a mask: how many rows there are follows from values
-            masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
-            self.read |= self.sources(masks)
-        elif func is torch.ops.aten.masked_select.default:
-            self.read |= self.sources(args[1])
-        elif torch.Tag.dynamic_output_shape in tags:
-            self.read |= sources
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._alive.append(leaf)
-                self.of.setdefault(leaf.untyped_storage()._cdata, set()).update(sources)
-        schema = getattr(func, "_schema", None)
-        for argument, value in zip(schema.arguments if schema is not None else (), args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
-                self.of.setdefault(value.untyped_storage()._cdata, set()).update(sources)
-        return result
-
-
-@dataclass(slots=True)
-class _Call:
-    module: nn.Module
-    leaves: list[Any]  # of its arguments
-    spec: TreeSpec
-    sources: list[set[Source]]  # by leaf
-    read: set[Source]  # values that had been read by then
-    versions: list[int]  # of leaves: how often they had been changed in place
-    output: list[Any]  # the leaves of what it returns
-    output_spec: TreeSpec
-
-
-@dataclass(slots=True)
-class _Learner:
-    module: nn.Module
-    blocks: list[nn.Module]
-    args: Any
-    kwargs: Any
-    runs_ahead: bool
-    calls: list[_Call] = field(default_factory=list)
-
-    def recording(self) -> Recording:
-        outer_context = current_context()
-        leaves, spec = tree_flatten(argument_normalizer(self.module)(self.args, self.kwargs))
-        is_input = [isinstance(leaf, torch.Tensor) or type(leaf) is int for leaf in leaves]
-        block_ids = {id(block) for block in self.blocks}
-        inlined = {
-            id(submodule)
-            for submodule in self.module.modules()
-            if any(id(descendant) in block_ids for descendant in submodule.modules())
-        } - block_ids
-        paths = {id(submodule): path for path, submodule in self.module.named_modules()}
-        targets = [
-            submodule
-            for submodule in self.module.modules()
-            if id(submodule) not in inlined and any(True for _ in submodule.parameters())
-        ]
-        loose = [
-            (submodule, name)
-            for submodule in self.module.modules()
-            if id(submodule) in inlined
-            for name, parameter in submodule._parameters.items()
-            if parameter is not None
-        ]
-        follow = _Dependencies()
-        device = device_of(leaves)
-        leaves = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        for number, leaf in enumerate(leaves):
-            follow.add(leaf, ("input", number))
-        result, result_sources, result_read = self._learn(leaves, spec, targets, loose, follow, device)
-        self._check_blocks(block_ids)
-        # Calls inside a part are its own: only parts that this code calls, or might call, are intercepted from now on.
-        outermost = {id(child) for part in self.module.modules() if id(part) in inlined for child in part.children()}
-        outermost |= {id(call.module) for call in self.calls}
-        targets = [target for target in targets if id(target) in outermost]
-        first_block = next(number for number, call in enumerate(self.calls) if id(call.module) in block_ids)
-        if follow.is_random:
-            raise UnsupportedForwardError("random numbers are drawn between its parts")
-        if any(kind != "input" for kind, _ in result_read):  # which were zeros here, and decide otherwise
-            raise UnsupportedForwardError("values that its parts compute decide what its code does between them")
-        passed = _Passed(leaves, is_input, self.calls)
-        replay = Replay(
-            module=self.module,
-            spec=spec,
-            constants=tuple(None if named else leaf for leaf, named in zip(leaves, is_input, strict=True)),
-            is_input=tuple(is_input),
-            targets=tuple(paths[id(target)] for target in targets),
-            calls=tuple(
-                ReplayedCall(
-                    path=paths[id(call.module)],
-                    spec=call.output_spec,
-                    shapes=tuple(_shape_rule(leaf, call.leaves) for leaf in call.output),
-                    is_block=id(call.module) in block_ids,
-                    passed=tuple(map(passed.rule, call.leaves, call.versions, [call.read] * len(call.leaves))),
-                    writes=any(_version(leaf) for leaf in call.output),
-                )
-                for call in self.calls
-            ),
-            loose=tuple(
-                (paths[id(owner)], name, tuple(owner._parameters[name].shape), owner._parameters[name].dtype)  # type: ignore[union-attr]
-                for owner, name in loose
-            ),
-            first_block=first_block,
-            returned=tuple(passed.rule(leaf, _version(leaf), result_read) for leaf in tree_leaves(result)),
-            written=tuple(number for number, leaf in enumerate(leaves) if _version(leaf)),
-        )
-        writer = _Writer(replay, self.calls, leaves, loose, self.runs_ahead, block_ids)
-        return writer.recording(result, result_sources, result_read, outer_context)
-
-    def _learn(
-        self,
-        leaves: list[Any],
-        spec: Any,
-        targets: list[nn.Module],
-        loose: list[Attribute],
-        follow: _Dependencies,
-        device: Any,
-    ) -> tuple[Any, list[set[Source]], set[Source]]:
-        def called(module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
-            argument_leaves, argument_spec = tree_flatten((tuple(args), dict(kwargs)))
-            sources = [follow.sources(leaf) for leaf in argument_leaves]
-            follow.is_paused = True
-            try:
-                output = zero_output(module, args, kwargs)
-            finally:
-                follow.is_paused = False
-            if any(isinstance(leaf, int | float) for leaf in tree_leaves(output)):
-                name = type(module).__name__
-                raise UnsupportedForwardError(f"its {name} returns a number, which may follow from values of tensors")
-            follow.add(output, ("call", len(self.calls)))
-            versions = list(map(_version, argument_leaves))
-            # As leaves: the code may change the object that it gets.
-            returned = tree_flatten(output)
-            self.calls.append(
-                _Call(module, argument_leaves, argument_spec, sources, set(follow.read), versions, *returned)
-            )
-            return output
-
-        args, kwargs = tree_unflatten(leaves, spec)
-        with torch.no_grad(), without_caches(self.module), zero_weights(self.module, device) as zeros:
-            for number, (owner, name) in enumerate(loose):
-                follow.add(zeros[id(owner), name], ("loose", number))
-            with intercepted_calls(targets, called), follow, _noting_reads(follow):
-                result = self.module(*args, **kwargs)
-        result_leaves = tree_leaves(result)
-        return result, [follow.sources(leaf) for leaf in result_leaves], set(follow.read)
-
-    def _check_blocks(self, block_ids: set[int]) -> None:
-        num_blocks = sum(id(call.module) in block_ids for call in self.calls)
-        if num_blocks < (2 if self.runs_ahead else 1):
-            raise UnsupportedForwardError("its forward calls fewer than two of its blocks one by one")
-
-
-def _shape_rule(leaf: Any, arguments: list[Any]) -> Any:
-    """How a replay knows the shape of a leaf of an output: see `ReplayedCall`."""
-    if not isinstance(leaf, torch.Tensor):
-        return (leaf,)
-    for number, argument in enumerate(arguments):
-        if isinstance(argument, torch.Tensor) and argument.shape == leaf.shape and argument.dtype == leaf.dtype:
-            return Like(number)
-    return None
-
-
-class _Passed:
-    """Which tensors the code passes on as it got them."""
-
-    def __init__(self, leaves: list[Any], is_input: list[bool], calls: list[_Call]) -> None:
-        self._places: dict[int, Same] = {}
-        for number, leaf in enumerate(leaves):
-            if is_input[number] and isinstance(leaf, torch.Tensor):
-                self._places[id(leaf)] = Same(None, number)
-        for number, call in enumerate(calls):
-            for position, leaf in enumerate(call.output):
-                if isinstance(leaf, torch.Tensor):
-                    self._places.setdefault(id(leaf), Same(number, position))
-
-    def rule(self, value: Any, version: int, read: set[Source]) -> Same | None:
-        """What a value must be in every batch; None for what is computed in every batch. Inputs are passed on without a
-        replay only where no value was read before."""
-        place = self._places.get(id(value)) if isinstance(value, torch.Tensor) and version == 0 else None
-        return None if place is None or (place.call is None and read) else place
-
-
-class _Writer:
-    """Writes the statements of a replayed forward."""
-
-    def __init__(
-        self,
-        replay: Replay,
-        calls: list[_Call],
-        leaves: list[Any],
-        loose: list[Attribute],
-        runs_ahead: bool,
-        block_ids: set[int],
-    ) -> None:
-        self._replay, self._calls, self._leaves, self._loose = replay, calls, leaves, loose
-        self._runs_ahead, self._block_ids = runs_ahead, block_ids
-        self._statements: list[Statement] = []
-        self._namespace: dict[str, Any] = {"r0_": replay}
-        self._names: dict[int, str] = {}  # of modules in the namespace
-        self._inputs = [f"a{number}" if named else None for number, named in enumerate(replay.is_input)]
-        self._outputs = [f"t{number}" for number in range(len(calls))]
-        # Tensors that are passed on as they are, by id: their text, and the variable in it.
-        self._same: dict[int, tuple[str, str]] = {}
-        for name, leaf in zip(self._inputs, leaves, strict=True):
-            if name is not None and isinstance(leaf, torch.Tensor):
-                self._same[id(leaf)] = (name, name)
-
-    def _is_same(self, value: Any, version: int, read: set[Source]) -> bool:
-        """Whether a tensor is passed on as it was returned, or as it was given before any value was read."""
-        if not isinstance(value, torch.Tensor) or id(value) not in self._same or version:
-            return False
-        return not read or self._same[id(value)][1] not in self._inputs
-
-    def recording(self, result: Any, sources: list[set[Source]], read: set[Source], outer_context: Any) -> Recording:
-        first = self._replay.first_block if self._runs_ahead else 0
-        ahead = self._write_ahead() if self._runs_ahead else {}
-        for number in range(first, len(self._calls)):
-            self._write_call(number, ahead)
-        leaves = tree_leaves(result)
-        texts = self._texts(len(self._calls), leaves, list(map(_version, leaves)), sources, read, {})
-        return Recording(
-            statements=tuple(self._statements),
-            spec=self._replay.spec,
-            inputs=tuple(self._inputs),
-            constants=self._replay.constants,
-            output=f"_unflatten([{', '.join(text for text, _ in texts)}], c0_)",
-            output_uses=frozenset().union(*(references.uses for _, references in texts)),
-            output_attributes=(),
-            namespace={**self._namespace, "c0_": tree_flatten(result)[1]},
-            outer_context=outer_context,
-            storages={},
-            result=result,
-            leaves=tuple(texts),
-        )
-
-    def _write_ahead(self) -> dict[tuple[int, int], str]:
-        """Write the code before the first block; the variables of the arguments that it computes, by call and leaf."""
-        first = self._replay.first_block
-        blocks = {("call", number) for number in range(first, len(self._calls))}
-        wanted: list[tuple[int, int]] = []
-        places: dict[int, tuple[int, int]] = {}  # by tensor
-        aliases: dict[tuple[int, int], tuple[int, int]] = {}
-        needed: set[Source] = set()
-        for number, call in enumerate(self._calls[first:], start=first):
-            if call.read & blocks:
-                raise UnsupportedForwardError("values of tensors that its blocks return decide between its blocks")
-            arguments = zip(call.leaves, call.sources, call.versions, strict=True)
-            for leaf, (value, sources, version) in enumerate(arguments):
-                if self._is_same(value, version, call.read):
-                    continue
-                if isinstance(value, torch.Tensor):
-                    if sources & blocks:
-                        continue
-                    aliases[number, leaf] = places.setdefault(id(value), (number, leaf))
-                    needed |= sources
-                elif type(value) is int or call.read:
-                    aliases[number, leaf] = (number, leaf)
-                else:
-                    continue
-                if aliases[number, leaf] == (number, leaf):
-                    wanted.append((number, leaf))
-        exported = list(range(first))
-        self._try_ahead(wanted, exported)
-        given = ", ".join(name for name in self._inputs if name is not None)
-        loose, attributes = self._loose_text({number for kind, number in needed if kind == "loose"})
-        parameters = [
-            (submodule, name)
-            for call in self._calls[:first]
-            for submodule in call.module.modules()
-            for name, parameter in submodule._parameters.items()
-            if parameter is not None
-        ]
-        self._add(
-            "ahead",
-            f"r0_.ahead({wanted}, {exported}, ({given},), {loose})",
-            {name for name in self._inputs if name is not None},
-            kind=f"code before {self._replay.calls[first].path}",
-            attributes=(*attributes, *parameters),
-        )
-        names = {}
-        for position, place in enumerate(wanted):
-            names[place] = f"x{position}"
-            self._add(f"x{position}", f"ahead[{position}]", {"ahead"}, kind="pick")
-        for position, number in enumerate(exported, start=len(wanted)):
-            self._add(self._outputs[number], f"ahead[{position}]", {"ahead"}, kind="pick")
-            self._register_output(number)
-        return {place: names[alias] for place, alias in aliases.items()}
-
-    def _try_ahead(self, wanted: list[tuple[int, int]], exported: list[int]) -> None:
-        """Run ahead once, with zeros: some code cannot go on with outputs of blocks that are but shapes."""
-        inputs = [leaf for leaf, named in zip(self._leaves, self._replay.is_input, strict=True) if named]
-        with torch.no_grad(), zero_weights(self._replay.module, device_of(inputs)):
-            self._replay.ahead(wanted, exported, inputs, [None] * len(self._loose), compute=zero_output)
-
-    def _write_call(self, number: int, ahead: dict[tuple[int, int], str]) -> None:
-        call = self._calls[number]
-        texts = self._texts(number, call.leaves, call.versions, call.sources, call.read, ahead)
-        if self._runs_ahead and number == self._replay.first_block and texts and self._calls[-1].read:
-            texts[0] = f"_after(ahead, {texts[0][0]})", References(uses={"ahead", *texts[0][1].uses})
-        uses: set[str] = set().union(*(references.uses for _, references in texts))
-        callee = self._name_of(call.module)
-        args, kwargs = tree_unflatten([text for text, _ in texts], call.spec)
-        if _is_flat(args) and _is_flat(tuple(kwargs.values())):
-            text = ", ".join([*args, *(f"{key}={value}" for key, value in kwargs.items())])
-        else:
-            spec = f"c{len(self._namespace)}_"
-            self._namespace[spec] = call.spec
-            nest = f"_unflatten([{', '.join(text for text, _ in texts)}], {spec})"
-            self._add(f"n{number}", nest, uses, kind="pick")
-            uses, text = {f"n{number}"}, f"*n{number}[0], **n{number}[1]"
-        self._statements.append(
-            Statement(
-                name=self._outputs[number],
-                text=f"{callee}({text})",
-                uses=frozenset(uses),
-                kind=signature_of(call.module),
-                module=call.module,
-                is_block=id(call.module) in self._block_ids,
-                has_effect=True,
-                context=current_context(),
-            )
-        )
-        self._register_output(number)
-
-    def _register_output(self, number: int) -> None:
-        """Note what a call returns, for those that pass it on as it is; and its shape, for code that does not need its
-        values."""
-        name, call = self._outputs[number], self._calls[number]
-        for position, leaf in enumerate(call.output):
-            if isinstance(leaf, torch.Tensor):
-                text = name if call.output_spec.is_leaf() else f"_leaves({name})[{position}]"
-                self._same[id(leaf)] = (text, name)
-        self._add(f"e{number}", f"_shape_of({name})", {name}, kind="pick")
-
-    def _texts(
-        self,
-        number: int,
-        leaves: list[Any],
-        versions: list[int],
-        sources: list[set[Source]],
-        read: set[Source],
-        ahead: dict[tuple[int, int], str],
-    ) -> list[tuple[str, References]]:
-        """The texts of arguments, or of the output: what is known already, or part of what a replay gives."""
-        texts: list[tuple[str, References] | None] = []
-        needed: set[Source] = set(read)
-        for leaf, (value, version) in enumerate(zip(leaves, versions, strict=True)):
-            if self._is_same(value, version, read):
-                text, variable = self._same[id(value)]
-                texts.append((text, References(uses={variable})))
-            elif (number, leaf) in ahead:
-                texts.append((ahead[number, leaf], References(uses={ahead[number, leaf]})))
-            elif isinstance(value, bool | float | str | None) and not read:
-                texts.append((repr(value), References()))
-            else:
-                needed |= sources[leaf]
-                texts.append(None)
-        is_checked = self._runs_ahead and number < len(self._calls)  # by the code that runs ahead
-        if None in texts or (read and texts and not is_checked):
-            variable = self._write_segment(number, needed)
-            for leaf, known in enumerate(texts):
-                if known is None:
-                    texts[leaf] = f"{variable}[{leaf}]", References(uses={variable})
-                elif leaf == 0:  # a replay that only checks is run for what it checks
-                    texts[leaf] = f"_after({variable}, {known[0]})", References(uses={variable, *known[1].uses})
-        return [text for text in texts if text is not None]
-
-    def _write_segment(self, number: int, needed: set[Source]) -> str:
-        """Write a replay up to a call, or to the end. What it does not need is given as shapes."""
-        variable = f"g{number}"
-        calls = sorted(place for kind, place in needed if kind == "call" and place < number)
-        uses: set[str] = set()
-        outputs = []
-        for place in range(number):
-            rules = self._replay.calls[place].shapes
-            if place in calls:
-                text = self._outputs[place]
-            elif all(rule is not None for rule in rules):
-                text = "None"
-            else:
-                text = f"e{place}"
-            outputs.append(text)
-            uses |= {text} - {"None"}
-        arguments = []
-        for name in self._inputs:
-            if name is not None:
-                arguments.append(name)
-                uses.add(name)
-        loose, attributes = self._loose_text({place for kind, place in needed if kind == "loose"})
-        self._add(
-            variable,
-            f"r0_.segment({number}, {calls}, ({', '.join(arguments)},), [{', '.join(outputs)}], {loose})",
-            uses,
-            kind=f"code before call {number}",
-            attributes=attributes,
-        )
-        return variable
-
-    def _loose_text(self, needed: set[int]) -> tuple[str, tuple[Attribute, ...]]:
-        texts, attributes = [], []
-        for number, (owner, name) in enumerate(self._loose):
-            texts.append(f"{self._name_of(owner)}.{name}" if number in needed else "None")
-            attributes += [(owner, name)] if number in needed else []
-        return f"[{', '.join(texts)}]", tuple(attributes)
-
-    def _name_of(self, module: nn.Module) -> str:
-        if id(module) not in self._names:
-            self._names[id(module)] = f"m{len(self._namespace)}_"
-            self._namespace[self._names[id(module)]] = module
-        return self._names[id(module)]
-
-    def _add(self, name: str, text: str, uses: set[str], kind: str, attributes: tuple[Attribute, ...] = ()) -> None:
-        self._statements.append(
-            Statement(
-                name=name, text=text, uses=frozenset(uses), kind=kind, attributes=attributes, context=current_context()
-            )
-        )
-
-
-@contextmanager
-def _noting_reads(follow: _Dependencies) -> Iterator[None]:
-    """Inside, reads of whole tensors count that the dispatcher does not see."""
-    names = ("tolist", "numpy", "__array__")
-    before = {name: getattr(torch.Tensor, name) for name in names}
-
-    def noting(name: str) -> Callable[..., Any]:
-        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not follow.is_paused:
-                follow.read |= follow.sources(tensor)
-            return before[name](tensor, *args, **kwargs)
-
-        return read
-
-    own = {name for name in names if name in vars(torch.Tensor)}  # others are inherited
-    for name in names:
-        setattr(torch.Tensor, name, noting(name))
-    try:
-        yield
-    finally:
-        for name, method in before.items():
-            setattr(torch.Tensor, name, method) if name in own else delattr(torch.Tensor, name)
-
-
 def after(checked: Any, value: Any) -> Any:
     """A value that may be used once a replay has checked that it may be."""
     return value
@@ -761,77 +271,6 @@ def _clone(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _version(leaf: Any) -> int:
+def version_of(leaf: Any) -> int:
+    """How often a tensor was changed in place."""
     return leaf._version if isinstance(leaf, torch.Tensor) else 0
-
-
-def _is_flat(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, str) for value in values)
-
-
-# Shapes without values.
-
-
-def zero_output(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The output of a module as zeros. Its parts are not computed: it runs on fake tensors, or, where it reads values,
-    its own code runs around parts that return zeros."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    device = device_of((args, kwargs))
-    fakes = tree_map(lambda leaf: fake_like(mode, leaf), (args, kwargs))
-    try:
-        with FakeWeights(module, mode, device), as_when_compiling(), without_caches(module), mode:
-            result = module(*fakes[0], **fakes[1])
-        return tree_map(zeros_like, result)
-    except Exception:
-        parts = parts_of(module)
-    try:
-        with zero_weights(module, device), without_caches(module), zero_outputs(parts):
-            return module(*args, **kwargs)
-    except Exception:  # a part does more than return tensors
-        with torch.no_grad(), without_caches(module):
-            return tree_map(zeros_like, module(*args, **kwargs))
-
-
-def zero_outputs(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
-    """Inside, these modules return zeros."""
-    return intercepted_calls(list(modules), lambda module, run, args, kwargs: zero_output(module, args, kwargs))
-
-
-def parts_of(module: nn.Module) -> list[nn.Module]:
-    """The outermost submodules that have parameters and a forward of their own."""
-    parts: list[nn.Module] = []
-    for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            parts += parts_of(child)
-        elif any(True for _ in child.parameters()):
-            parts.append(child)
-    return parts
-
-
-def zeros_like(leaf: Any) -> Any:
-    """Zeros like a tensor, which may be fake; anything else is returned as it is."""
-    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, torch.Tensor) else leaf
-
-
-@contextmanager
-def zero_weights(module: nn.Module, device: torch.device) -> Iterator[dict[tuple[int, str], torch.Tensor]]:
-    """Inside, parameters are zeros that take no memory, by owner and name, and so are buffers without values. All are
-    on this device, whatever device the module is still on."""
-    zeros: dict[tuple[int, str], torch.Tensor] = {}
-    with ExitStack() as stack:
-        for submodule in module.modules():
-            groups: tuple[dict[str, Any], ...] = (submodule._parameters, submodule._buffers)
-            for tensors in groups:
-                for name, tensor in tensors.items():
-                    if tensor is None:
-                        continue
-                    if tensors is submodule._buffers and not tensor.is_meta:
-                        if tensor.device != device:
-                            stack.callback(tensors.__setitem__, name, tensor)
-                            tensors[name] = tensor.to(device)
-                        continue
-                    zero = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
-                    zeros[id(submodule), name] = zero
-                    stack.callback(tensors.__setitem__, name, tensor)
-                    tensors[name] = nn.Parameter(zero, False) if isinstance(tensor, nn.Parameter) else zero
-        yield zeros

@@ -76,6 +76,9 @@ class Recording:
     storages: Mapping[str, int]  # by variable; views of one another have the same storage
     result: Any  # the output, as concrete fake tensors
     leaves: tuple[tuple[str, References], ...] = ()  # the text of each leaf of the output, and what it refers to
+    # Leaves of the output that are losses over tokens, where statements do not show it: "mean" with the text of total
+    # and count, or "sum".
+    losses: Mapping[int, tuple[str, str, References]] = field(default_factory=dict)
 
 
 def current_context() -> Context:
@@ -138,10 +141,10 @@ def needs_values(error: BaseException) -> bool:
 
 def failure_reason(error: BaseException) -> str:
     """Why a forward could not be recorded, with the user's line of code where that helps."""
-    if isinstance(error, UnsupportedForwardError):
-        return str(error)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
     line = f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+    if isinstance(error, UnsupportedForwardError):
+        return f"{error}{line}"
     if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException):
         return (
             f"its forward branches on values of tensors between its blocks{line}; leave out what the branch is about "

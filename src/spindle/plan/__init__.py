@@ -2,7 +2,7 @@
 
 from spindle.plan.assemble import Piece, assemble, assemble_passes, relaxed, slots_per_op
 from spindle.plan.check import MAX_LANES, check
-from spindle.plan.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Pass, Plan, Slot, read_plan, setting_of, write_plan
+from spindle.plan.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Plan, Slot, read_plan, setting_of, write_plan
 from spindle.plan.text import PASS_LETTERS, format_devices, format_plan, parse_plan
 from spindle.plan.times import FOLDED, Span, forward_spans, offload_copy_s, pass_s, slot_links, spans
 
@@ -14,7 +14,6 @@ __all__ = [
     "MAX_LANES",
     "PASS_LETTERS",
     "WEIGHT",
-    "Pass",
     "Piece",
     "Plan",
     "Slot",

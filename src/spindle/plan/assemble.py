@@ -49,6 +49,7 @@ def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[
         next_layer[piece.op] = last = first + piece.num_layers
         lanes = [(device, piece.lane) for device in piece.devices]
         before = last_slot[piece.op]
+        # Pieces become one slot only where nothing else has run on their lanes in between.
         continues = (
             before >= 0
             and slots[before].devices == piece.devices
@@ -59,6 +60,7 @@ def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[
             and all(lane_slot[lane] == before for lane in lanes)
         )
         if continues:
+            # From the slot's start, not piece by piece: the same sum, bit for bit, as for a slot that was one piece.
             end_s = starts_s[before] + (last - slots[before].first) * layer_s
             slots[before] = replace(slots[before], last=last)
         else:

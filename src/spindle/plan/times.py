@@ -50,6 +50,7 @@ def _folded_spans(slots: Sequence[Slot], ops: Sequence[int], profile: Profile, s
     lane_end: dict[DeviceLane, float] = {}
     timed: list[Span] = []
     for number, (slot, op) in enumerate(zip(slots, ops, strict=True)):
+        # A slot with earlier layers of its op waits for these alone: they have waited for the op's producers.
         producers = [op] if slot.first else profile.graph.predecessors[op]
         ready_s = [op_end.get(producer, 0.0) for producer in producers]
         start_s = max([slot.not_before_s, *ready_s, *(lane_end.get(lane, 0.0) for lane in slot.lanes)])
@@ -93,6 +94,7 @@ def pass_s(slot: Slot, kind: str, curve: Curve, recompute: bool = False, copy_s:
     forward_s, backward_s = curve.times_s(len(slot.devices))
     if kind == FORWARD:
         return slot.num_layers * forward_s + copy_s
+    # Input gradients come first in a split backward, so they pay for recomputation.
     extra_s = forward_s * (slot.num_layers if recompute else slot.recomputed) + copy_s
     if kind == BACKWARD:
         return slot.num_layers * backward_s + extra_s
@@ -163,6 +165,7 @@ def pass_needs(order: Iterable[Key], links: Sequence[tuple[int, int]]) -> dict[K
         for slot in (producer, consumer):
             if slot not in kinds:
                 raise PlanError(f"slot {slot} has no passes")
+        # Data goes forward along a link, its gradient backward.
         needs[consumer, FORWARD].append((producer, FORWARD))
         needs[producer, back[producer]].append((consumer, back[consumer]))
     return needs

@@ -1,6 +1,6 @@
 """Times and memory of layers on n devices, and costs of links: measured, or analytic where nothing was measured."""
 
-from spindle.profile.abstract import abstract_profile, read_abstract_graph
+from spindle.profile.abstract import abstract_profile
 from spindle.profile.communication import all_reduce_s, collective_latency_s, ring_bytes
 from spindle.profile.curve import Contention, Curve
 from spindle.profile.efficiency import EFFICIENCIES_KIND, AttentionTable, Efficiencies, GemmColumn, MemoryTable
@@ -11,11 +11,10 @@ from spindle.profile.operators import Attention, Collective, Gemm, LayerOperator
 from spindle.profile.profile import Profile, Setting
 from spindle.profile.roofline import Roofline, roofline_profile
 from spindle.profile.samples import LayerSamples, curve_from_samples, sampled_profile
-from spindle.profile.semu import STRATEGIES, LayerShape, LayerTime, Rule, Semu, Strategy
+from spindle.profile.semu import Semu
 
 __all__ = [
     "EFFICIENCIES_KIND",
-    "STRATEGIES",
     "Attention",
     "AttentionTable",
     "Collective",
@@ -27,18 +26,14 @@ __all__ = [
     "HostOverhead",
     "LayerOperators",
     "LayerSamples",
-    "LayerShape",
-    "LayerTime",
     "MemoryBound",
     "MemoryTable",
     "Operator",
     "Pass",
     "Profile",
     "Roofline",
-    "Rule",
     "Semu",
     "Setting",
-    "Strategy",
     "abstract_profile",
     "all_reduce_s",
     "backward_bytes",
@@ -46,7 +41,6 @@ __all__ = [
     "collective_latency_s",
     "curve_from_samples",
     "fitting",
-    "read_abstract_graph",
     "read_profile",
     "ring_bytes",
     "roofline_profile",

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from spindle.artifact import read_integer, read_json_file, read_number
+from spindle.artifact import read_integer, read_number
 from spindle.cluster import Cluster
 from spindle.errors import InputError, ProfileError, WorkloadError
 from spindle.graph import MetaGraph, MetaOp
@@ -28,11 +27,6 @@ LEAVES_OUT = ("bytes: no transfer, gradient synchronisation, optimizer or memory
 MAX_LAYERS, MAX_BATCH = 1_000_000, 1_000_000_000
 SHORTEST_S, LONGEST_S = 1e-9, 1e5
 _OP_FIELDS = ("name", "layers", "time_s", "forward_s", "backward_s", "batch", "task")
-
-
-def read_abstract_graph(path: Path, cluster: Cluster) -> Profile:
-    """Read an abstract graph file for a cluster."""
-    return abstract_profile(read_json_file(path), cluster, str(path), name=path.stem)
 
 
 def abstract_profile(data: Mapping[str, Any], cluster: Cluster, where: str = "graph", name: str = "graph") -> Profile:

@@ -127,13 +127,9 @@ class LayerOperators:
     """The operators of a layer over one sub-microbatch, on one member of its tensor group.
 
     Backward has two parts: `input` computes the gradient of the layer's input; `weight` computes the gradients of its
-    weights, and may run later. Each member saves `saved_bytes` between the passes, or `input_bytes` with recomputation.
-    `cut_bytes` cross a cut after the layer, summed over members.
+    weights, and may run later.
     """
 
     forward: tuple[Operator, ...]
     input: tuple[Operator, ...]
     weight: tuple[Operator, ...]
-    saved_bytes: float
-    input_bytes: float
-    cut_bytes: float

@@ -1,33 +1,25 @@
-"""SEMU: the time and memory of a layer, from its operators (DIP §4.4; the step emulator of the paper's v1).
+"""SEMU: the time of a layer, from its operators (DIP §4.4; the step emulator of the paper's v1).
 
 The time of an operator is the largest of its compute, memory and network times at the efficiency of such a kernel, plus
 a launch:
 
     max(α_flop · N_flop / F,  α_mem · N_mem / B_mem,  α_net · N_net / B_net) + launch        α = 1 / efficiency
 
-Efficiencies are flat numbers or measured tables (`efficiency`). The user's rules take precedence. A layer is evaluated
-once for each (layer, tensor degree, memory strategy), in whatever microbatch, stage or device it appears. So a batch of
-many microbatches costs as many evaluations as it has different shapes ("reuse in space and time", v1).
+Efficiencies are flat numbers or measured tables (`efficiency`). A layer is evaluated once for each tensor degree, in
+whatever microbatch, stage or device it appears. So a batch of many microbatches costs as many evaluations as it has
+different shapes ("reuse in space and time", v1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, assert_never
+from typing import Protocol, assert_never
 
 from spindle.cluster import Cluster, DeviceKind, Link
-from spindle.errors import ProfileError
 from spindle.profile.communication import collective_latency_s
 from spindle.profile.curve import Curve
 from spindle.profile.efficiency import Efficiencies, Lookup
 from spindle.profile.operators import Attention, Collective, Gemm, LayerOperators, MemoryBound, Operator
-
-Strategy = Literal["keep", "recompute", "offload"]
-STRATEGIES: tuple[Strategy, ...] = ("keep", "recompute", "offload")
-
-# The seconds of an operator on a device, or None where the rule does not apply.
-Rule = Callable[[Operator, DeviceKind], float | None]
 
 LEAVES_OUT = (
     "how compute and communication on one device slow each other down; collectives of tensor groups overlap nothing",
@@ -46,21 +38,11 @@ class LayerShape(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTime:
-    """One layer over one sub-microbatch on a tensor group, under one memory strategy.
-
-    `input_s` and `weight_s` are the two parts of backward; `input_s` includes recomputation, or the part of offloading
-    that is not hidden. `kept_bytes` stay on each device from forward to backward, `host_bytes` on its host.
-    `working_bytes` are allocated during backward in addition (recomputed or copied back from the host). `cut_bytes`
-    cross a cut after the layer, summed over members.
-    """
+    """One layer over one sub-microbatch on a tensor group; `input_s` and `weight_s` are the two parts of backward."""
 
     forward_s: float
     input_s: float
     weight_s: float
-    kept_bytes: float
-    host_bytes: float
-    working_bytes: float
-    cut_bytes: float
 
     @property
     def backward_s(self) -> float:
@@ -70,31 +52,20 @@ class LayerTime:
 class Semu:
     """Times of layers on one kind of device, memoized."""
 
-    def __init__(
-        self,
-        kind: DeviceKind,
-        link: Link,
-        efficiencies: Efficiencies = Efficiencies(),  # noqa: B008
-        rules: Sequence[Rule] = (),
-    ) -> None:
-        self.kind, self.link, self.efficiencies, self.rules = kind, link, efficiencies, tuple(rules)
+    def __init__(self, kind: DeviceKind, link: Link, efficiencies: Efficiencies = Efficiencies()) -> None:  # noqa: B008
+        self.kind, self.link, self.efficiencies = kind, link, efficiencies
         self.evaluations = 0  # layers that were not found in the memo
         self.beyond: set[str] = set()  # operators outside the measured sizes
         self._lookup = Lookup(efficiencies)
         self._operators: dict[Operator, float] = {}
-        self._layers: dict[tuple[LayerShape, int], tuple[float, float, float, LayerOperators]] = {}
-        self._times: dict[tuple[LayerShape, int, Strategy], LayerTime] = {}
+        self._layers: dict[tuple[LayerShape, int], LayerTime] = {}
         self._curves: dict[tuple[LayerShape, int], Curve] = {}
 
     @staticmethod
-    def of(
-        cluster: Cluster,
-        efficiencies: Efficiencies = Efficiencies(),  # noqa: B008
-        rules: Sequence[Rule] = (),
-    ) -> Semu:
+    def of(cluster: Cluster, efficiencies: Efficiencies = Efficiencies()) -> Semu:  # noqa: B008
         """For the device kind of a cluster, with the slowest link inside its islands."""
         slowest = min((island.link for island in cluster.islands), key=lambda link: link.bytes_per_s)
-        return Semu(cluster.kind, slowest, efficiencies, rules)
+        return Semu(cluster.kind, slowest, efficiencies)
 
     def operator_s(self, operator: Operator) -> float:
         """Seconds of one operator."""
@@ -104,14 +75,6 @@ class Semu:
         return time_s
 
     def _operator_s(self, operator: Operator) -> float:
-        # The user's rules take precedence.
-        for rule in self.rules:
-            time_s = rule(operator, self.kind)
-            if time_s is not None:
-                if not 0 <= time_s < float("inf"):
-                    raise ProfileError(f"a rule gave {time_s} seconds for {operator}; expected a time of at least 0")
-                return time_s
-        # The efficiency of such a kernel.
         launch_s = self.efficiencies.launch_s
         match operator:
             case Gemm():
@@ -138,59 +101,19 @@ class Semu:
         )
         return roofline_s / efficiency + launch_s
 
-    def layer(self, shape: LayerShape, tensor_degree: int, strategy: Strategy = "keep") -> LayerTime:
-        """One layer under one memory strategy.
-
-        Offloading copies saved activations to the host during forward and back during backward. A copy is free as long
-        as it takes no longer than the pass that hides it; otherwise the pass waits for it.
-        """
-        key = (shape, tensor_degree, strategy)
-        time = self._times.get(key)
-        if time is None:
-            time = self._times[key] = self._layer(shape, tensor_degree, strategy)
-        return time
-
-    def _layer(self, shape: LayerShape, tensor_degree: int, strategy: Strategy) -> LayerTime:
-        if (shape, tensor_degree) not in self._layers:
+    def layer(self, shape: LayerShape, tensor_degree: int) -> LayerTime:
+        """One layer on one tensor group."""
+        key = (shape, tensor_degree)
+        if key not in self._layers:
             self.evaluations += 1
             operators = shape.operators(tensor_degree)
-            forward, input_, weight = (
-                sum(map(self.operator_s, part)) for part in (operators.forward, operators.input, operators.weight)
-            )
-            self._layers[shape, tensor_degree] = (forward, input_, weight, operators)
-        forward_s, input_s, weight_s, operators = self._layers[shape, tensor_degree]
-        kept_bytes, host_bytes, working_bytes = operators.saved_bytes, 0.0, 0.0
-        match strategy:
-            case "keep":
-                pass
-            case "recompute":
-                input_s += forward_s
-                kept_bytes, working_bytes = operators.input_bytes, operators.saved_bytes
-            case "offload":
-                if not self.kind.host_bytes_per_s:
-                    raise ProfileError(
-                        f"device kind {self.kind.name!r} has no known link to its host, so nothing can be offloaded; "
-                        "give it host_bytes_per_s and host_memory_bytes, or leave out the strategy 'offload'"
-                    )
-                copy_s = operators.saved_bytes / self.kind.host_bytes_per_s
-                # The copy back is hidden by both parts of backward, the copy out by forward.
-                input_s += max(0.0, copy_s - input_s - weight_s)
-                forward_s = max(forward_s, copy_s)
-                kept_bytes, host_bytes, working_bytes = 0.0, operators.saved_bytes, operators.saved_bytes
-            case _:
-                assert_never(strategy)
-        return LayerTime(
-            forward_s=forward_s,
-            input_s=input_s,
-            weight_s=weight_s,
-            kept_bytes=kept_bytes,
-            host_bytes=host_bytes,
-            working_bytes=working_bytes,
-            cut_bytes=operators.cut_bytes,
-        )
+            parts = (operators.forward, operators.input, operators.weight)
+            forward_s, input_s, weight_s = (sum(map(self.operator_s, part)) for part in parts)
+            self._layers[key] = LayerTime(forward_s=forward_s, input_s=input_s, weight_s=weight_s)
+        return self._layers[key]
 
     def curve(self, shape: LayerShape, tensor_degree: int) -> Curve:
-        """The curve of a layer on one tensor group, with all activations kept."""
+        """The curve of a layer on one tensor group."""
         key = (shape, tensor_degree)
         curve = self._curves.get(key)
         if curve is None:

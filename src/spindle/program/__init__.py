@@ -19,9 +19,9 @@ from spindle.program.instructions import (
 from spindle.program.launch_order import launch_order, launches_collectives
 from spindle.program.lower import lower
 from spindle.program.memory import Memory, counts_bytes, refuse_overfull
-from spindle.program.moves import Move, StateSharding, moves_between, moving_s, state_sharding
+from spindle.program.moves import StateSharding, moves_between, moving_s, state_sharding
 from spindle.program.posted import posted_peaks
-from spindle.program.program import NUM_LANES, Bucket, Column, Flows, Lane, Link, Program, SlotShape
+from spindle.program.program import NUM_LANES, Column, Flows, Link, Program, SlotShape
 from spindle.program.sharding import (
     Box,
     Piece,
@@ -46,7 +46,6 @@ __all__ = [
     "TRANSFER",
     "Backward",
     "Box",
-    "Bucket",
     "Column",
     "Exchange",
     "Flows",
@@ -54,10 +53,8 @@ __all__ = [
     "GatherParameters",
     "Instances",
     "Instruction",
-    "Lane",
     "Link",
     "Memory",
-    "Move",
     "OptimizerStep",
     "Piece",
     "Program",

@@ -106,6 +106,7 @@ class Memory:
         )
         slot = slot_of[instruction]
         inputs = np.where(slot >= 0, self.received[slot, rank], 0)
+        # Two entries for each instruction: what is live while it runs, and after it.
         live = np.cumsum(np.stack([at_start[computes] + inputs, at_end[computes]], axis=1).ravel())
         peaks = np.zeros_like(self.static_bytes)
         # A lane is one rank after another, so the running sum has to be cut by rank.

@@ -60,6 +60,8 @@ def posted_peaks(program: Program, profile: Profile, ranks: Iterable[int]) -> Co
                         end[place] += left[slot, rank] if profile.sends_stay else 0
                 case _:
                     pass
+        # Bytes of receive buffers by how many compute instructions are over when they are posted. `place` only grows:
+        # an exchange is not posted before one that stands before it in the lane.
         posted = np.zeros(len(places) + 1, dtype=np.int64)
         place = 0
         for number in program.lanes[TRANSFER].of_rank(rank).tolist():
@@ -72,6 +74,7 @@ def posted_peaks(program: Program, profile: Profile, ranks: Iterable[int]) -> Co
             else:
                 place = max(place, forwarded[link.producer])
                 posted[place] += memory.arrived[exchange.link, rank]
+        # Live bytes while each instruction runs: what those before it left, what it takes, and all posted buffers.
         before = np.concatenate([[0], np.cumsum(begin + end)])
         live = before[:-1] + begin + np.cumsum(posted)[:-1]
         return int(memory.static_bytes[rank] + live.max(initial=0))

@@ -48,6 +48,7 @@ def flows_between(producer: SlotShape, consumer: SlotShape) -> Flows:
     scale = common_scale(producer, consumer)
     produced = producer.bounds * (scale // producer.num_rows)
     consumed = consumer.bounds * (scale // consumer.num_rows)
+    # Between neighbouring cuts, rows have one producing and one consuming replica.
     cuts = np.unique(np.concatenate([produced, consumed]))
     first, last = cuts[:-1], cuts[1:]
     producing_replica = np.searchsorted(produced, first, side="right") - 1
@@ -59,8 +60,10 @@ def flows_between(producer: SlotShape, consumer: SlotShape) -> Flows:
     member = np.tile(np.arange(degree), len(first))
     destination = consumer.ranks[consuming_replica[segment] * degree + member]
     group = producing_replica[segment] * producer.tensor_degree
+    # Members of the producer's group send to members of the consumer's in turn, which spreads the load.
     source = producer.ranks[group + member % producer.tensor_degree]
     if producer.tensor_degree > 1:
+        # A destination that is itself in the producing group has the row: it "sends" to itself, and is left out below.
         members = producer.ranks[group[:, None] + np.arange(producer.tensor_degree)]
         source = np.where((members == destination[:, None]).any(axis=1), destination, source)
     moves = source != destination

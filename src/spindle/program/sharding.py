@@ -124,15 +124,18 @@ def _boxes_of_range(
         return
     row_size = prod(lengths[1:])
     row, begin = divmod(first, row_size)
+    # The end of the first row, where the range begins inside it. It may end inside the same row.
     if begin:
         end = min(row_size, begin + last - first)
         for offsets, sizes in _boxes_of_range(lengths[1:], begin, end):
             yield (row, *offsets), (1, *sizes)
         row, first = row + 1, first + end - begin
+    # Whole rows, as one box.
     num_rows = (last - first) // row_size
     if num_rows:
         yield (row, *(0 for _ in lengths[1:])), (num_rows, *lengths[1:])
         row, first = row + num_rows, first + num_rows * row_size
+    # The beginning of the last row; nothing where `first == last` by now.
     for offsets, sizes in _boxes_of_range(lengths[1:], 0, last - first):
         yield (row, *offsets), (1, *sizes)
 
@@ -187,9 +190,11 @@ def _tensor_places(program: Program, graph: MetaGraph) -> list[dict[int, tuple[i
     for shape, slot in zip(program.slots, program.plan.slots, strict=True):
         layers = graph.metaops[shape.op].parameters[slot.first : slot.last]
         for number in {number for layer in layers for number in layer}:
+            # A parameter that no style splits (a norm inside a split layer) is whole on every member of the group.
             degree = shape.tensor_degree if graph.parameters[number].is_split else 1
             ranks = enumerate(shape.ranks.tolist())
             places[number].update((rank, (position % degree, degree)) for position, rank in ranks)
+    # Ranks that keep a parameter between steps hold the shard that they would hold as ranks of a slot.
     for number, owning_ranks in program.owning_ranks:
         degree = next((size for _, size in places[number].values()), 1)
         for position, rank in enumerate(owning_ranks):
@@ -213,6 +218,8 @@ def optimizer_sharding(
             held = [weights[name][ranks[0]] for name in names]  # the ranks of a bucket hold the same shards
             _, pieces = flat_pieces([part.num_elements for part in held], len(ranks))
             for name, part, pieces_of_parameter in zip(names, held, pieces, strict=True):
+                # A parameter that tensor-parallel groups split is in a bucket for each shard: other buckets update the
+                # shards of other ranks.
                 updated = {rank: part for rank, part in sharding[name].items() if rank not in ranks}
                 updated |= {
                     ranks[piece.part]: Slice(part.box, piece.first, piece.last) for piece in pieces_of_parameter
@@ -242,7 +249,7 @@ class Piece:
 def flat_pieces(sizes: Sequence[int], num_parts: int) -> tuple[int, list[list[Piece]]]:
     """The size of a part when tensors of these sizes are laid end to end and cut into equal parts, wherever that
     falls; and the pieces into which each tensor is cut."""
-    part_size = max(1, -(-sum(sizes) // num_parts))
+    part_size = max(1, -(-sum(sizes) // num_parts))  # rounded up: the last part may be padded
     pieces: list[list[Piece]] = []
     start = 0
     for size in sizes:
@@ -285,6 +292,7 @@ def transfer(old: Sharding, new: Sharding, island_of: Sequence[int] | None = Non
     num_sent: Counter[int] = Counter()
     sizes = {name: max(part.num_elements for part in slices.values()) for name, slices in new.items() if slices}
     for name in sorted(sizes.keys() & old.keys(), key=lambda name: (-sizes[name], name)):
+        # Ranks with equal slices are interchangeable as sources: their boxes are computed once.
         replicas: dict[Slice, list[int]] = defaultdict(list)
         for rank, part in sorted(old[name].items()):
             replicas[part].append(rank)
@@ -307,6 +315,7 @@ def _received(
     """The boxes that a rank lacks of a slice, each with the rank that sends it. `num_sent` may grow meanwhile."""
     if part == own:
         return
+    # What the rank has already is never sent.
     missing = [box for _, box in part.boxes()]
     for _, present in own.boxes() if own is not None else ():
         missing = [rest for box in missing for rest in _outside(box, present)]
@@ -314,6 +323,8 @@ def _received(
     def cost(rank: int) -> tuple[bool, int, int]:
         return island_of is not None and island_of[rank] != island_of[destination], num_sent[rank], rank
 
+    # Take a missing box, let the cheapest source send what it has of it, and put back what that leaves uncovered. Each
+    # turn covers at least one element, so this ends.
     while missing:
         box = missing.pop()
         overlaps = [(overlap, ranks) for held, ranks in sources if (overlap := held.overlap(box)) is not None]

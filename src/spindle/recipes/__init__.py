@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import partial
 
 from spindle.recipes import clip, ofasys, qwen_val
-from spindle.recipes.data import t2v_batch, vlm_batch
 from spindle.recipes.layers import Lengths
 from spindle.recipes.multimodal import (
     MODELS,
@@ -18,15 +17,11 @@ from spindle.recipes.multimodal import (
     MultimodalModel,
     batch_profile,
     emulator,
-    measured_efficiencies,
     model_flops,
-    sub_microbatch_size,
     sub_microbatch_sizes,
 )
-from spindle.recipes.paper import CELLS, SIMULATED, Cell, SimulatedCell
-from spindle.recipes.recipe import Fit, Fits, FittedCell, Recipe, read_fits
-from spindle.recipes.step import NUM_MICROBATCHES, BatchOptions, Step, batches, step_of
-from spindle.recipes.transformer import Tower
+from spindle.recipes.recipe import Fit, Fits, FittedCell, Recipe
+from spindle.recipes.step import BatchOptions, Step, batches, step_of
 
 _BATCHES = "batch sizes"
 
@@ -95,13 +90,9 @@ RECIPES: dict[str, Recipe] = {
 }
 
 __all__ = [
-    "CELLS",
     "MODELS",
-    "NUM_MICROBATCHES",
     "RECIPES",
-    "SIMULATED",
     "BatchOptions",
-    "Cell",
     "Chain",
     "Fit",
     "Fits",
@@ -109,18 +100,11 @@ __all__ = [
     "Lengths",
     "MultimodalModel",
     "Recipe",
-    "SimulatedCell",
     "Step",
-    "Tower",
     "batch_profile",
     "batches",
     "emulator",
-    "measured_efficiencies",
     "model_flops",
-    "read_fits",
     "step_of",
-    "sub_microbatch_size",
     "sub_microbatch_sizes",
-    "t2v_batch",
-    "vlm_batch",
 ]

@@ -186,14 +186,10 @@ class Block:
         )
         linear(width, hidden)
         both((scatter, add), (gather, add))
-        cost = self.cost
         return LayerOperators(
             forward=tuple(forward),
             input=tuple(reversed(back)),
             weight=tuple(weight),
-            saved_bytes=cost.saved_bytes_at(degree),
-            input_bytes=rows,
-            cut_bytes=cost.output_bytes,
         )
 
 
@@ -210,15 +206,12 @@ class Embedding:
         return _cost(0.0, 4.0 * tokens, rows, rows, self.tower.max_tensor_degree, 4.0 * tokens)
 
     def operators(self, tensor_degree: int) -> LayerOperators:
-        cost = self.cost
-        lookup = MemoryBound(kind="lookup", num_bytes=2 * cost.output_bytes)
+        row_bytes = self.cost.output_bytes
+        lookup = MemoryBound(kind="lookup", num_bytes=2 * row_bytes)
         return LayerOperators(
-            forward=(lookup, _scatter(cost.output_bytes, tensor_degree)),
-            input=(_gather(cost.output_bytes, tensor_degree),),
+            forward=(lookup, _scatter(row_bytes, tensor_degree)),
+            input=(_gather(row_bytes, tensor_degree),),
             weight=(lookup,),
-            saved_bytes=cost.saved_bytes_at(tensor_degree),
-            input_bytes=cost.saved_bytes_at(tensor_degree),
-            cut_bytes=cost.output_bytes,
         )
 
 
@@ -263,9 +256,6 @@ class Head:
                 norm_back,
             ),
             weight=weights,
-            saved_bytes=self.cost.saved_bytes_at(degree),
-            input_bytes=rows,
-            cut_bytes=self.cost.output_bytes,
         )
 
 
@@ -293,14 +283,10 @@ class Patches:
     def operators(self, tensor_degree: int) -> LayerOperators:
         share = -(-num_tokens(self.lengths) // tensor_degree)
         there, _, weights = _products(share, self.tower.width, self.patch_elements)
-        saved_bytes = self.cost.saved_bytes_at(tensor_degree)
         return LayerOperators(
             forward=(there, MemoryBound(kind="add", num_bytes=3.0 * _BYTES * share * self.tower.width)),
             input=(),
             weight=weights,
-            saved_bytes=saved_bytes,
-            input_bytes=saved_bytes,
-            cut_bytes=self.cost.output_bytes,
         )
 
 
@@ -358,9 +344,6 @@ class Adapter:
                 norm_back,
             ),
             weight=tuple(chain(first[2], second[2])),
-            saved_bytes=self.cost.saved_bytes_at(degree),
-            input_bytes=come_in,
-            cut_bytes=self.cost.output_bytes,
         )
 
 
@@ -394,9 +377,6 @@ class Final:
             forward=(norm, there, loss),
             input=(loss, input_, norm_back),
             weight=weights,
-            saved_bytes=self.cost.saved_bytes_at(tensor_degree),
-            input_bytes=rows,
-            cut_bytes=self.cost.output_bytes,
         )
 
 

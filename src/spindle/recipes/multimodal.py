@@ -262,7 +262,7 @@ MODELS: dict[str, MultimodalModel] = {
 
 @functools.cache
 def measured_efficiencies() -> Efficiencies:
-    """What kernels reach on an H200, measured (`spindle.measure.kernels`)."""
+    """What kernels reach on an H200, measured (`benchmarks/kernels.py`)."""
     file = resources.files("spindle.recipes") / "h200_kernels.json"
     data = json.loads(file.read_text(encoding="utf-8"))
     return artifact_from_json(data, "h200_kernels.json", EFFICIENCIES_KIND, Efficiencies)

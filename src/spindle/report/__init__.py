@@ -4,10 +4,10 @@ Nothing is imported here, so that one who wants a number does not load the drawi
 """
 
 from spindle.report.bound import bound_report, limit_sentences
-from spindle.report.compare import REFERENCE, compared, conclusion, simulated
+from spindle.report.compare import REFERENCE, compared, conclusion
 from spindle.report.explain import explain, headline, sentences
 from spindle.report.gantt import Chart, columns_for, draw, plan_chart, timeline_chart
-from spindle.report.idle import IdleCause, idle_causes, idle_sentences
+from spindle.report.idle import idle_causes, idle_sentences
 from spindle.report.measured import profile_facts, profile_table
 from spindle.report.pipelines import comparison_figure, search_json, search_tables
 from spindle.report.predicted_vs_measured import StepComparison, compare_step, draw_steps, step_charts, step_tables
@@ -26,7 +26,6 @@ from spindle.report.trace import trace_of
 __all__ = [
     "REFERENCE",
     "Chart",
-    "IdleCause",
     "StepComparison",
     "bound_facts",
     "bound_report",
@@ -57,7 +56,6 @@ __all__ = [
     "search_tables",
     "sentences",
     "settings_lines",
-    "simulated",
     "step_charts",
     "step_tables",
     "timeline_chart",

@@ -11,10 +11,11 @@ import numpy as np
 
 from spindle.display import count_of, listed, num_bytes, percent, seconds
 from spindle.errors import InputError
-from spindle.plan import Plan, Slot, Span, format_devices, forward_spans, setting_of
+from spindle.plan import Plan, Slot, Span, format_devices, forward_spans, setting_of, spans
 from spindle.planners import lp_bound, problem_of
 from spindle.profile import Profile
-from spindle.program import Link, Program, lower
+from spindle.program import Backward, Forward, Link, Program, lower
+from spindle.simulate import simulate
 
 _SAME_TIME = 1e-9  # of the step: planners add the same times in different orders
 
@@ -63,6 +64,17 @@ class SharedWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LaneShare:
+    """A lane of several on which slots of an op run: by what factor they are slowed down there, and by which ops on
+    other lanes of their devices."""
+
+    lane: int
+    num_lanes: int
+    slowdown: float
+    slowed_by: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpExplanation:
     """`bound_mix` is what the LP bound would do: (devices, layers), layers not whole."""
 
@@ -77,6 +89,7 @@ class OpExplanation:
     bound_mix: tuple[tuple[int, float], ...]
     inflows: tuple[Inflow, ...]
     shared_weights: tuple[SharedWeights, ...]
+    lanes: tuple[LaneShare, ...] = ()
 
 
 def explain(plan: Plan, profile: Profile, wanted: str | None = None) -> tuple[OpExplanation, ...]:
@@ -86,6 +99,7 @@ def explain(plan: Plan, profile: Profile, wanted: str | None = None) -> tuple[Op
     mixes = lp_bound(problem_of(profile, setting)).mixes
     program = lower(plan, profile)
     timed = list(zip(plan.slots, forward_spans(plan, profile), strict=True))
+    lanes = _lane_shares(program, profile) if plan.num_lanes > 1 else {}
     explanations = []
     for position, op in enumerate(graph.metaops):
         if wanted not in (None, op.name, op.module):
@@ -107,12 +121,56 @@ def explain(plan: Plan, profile: Profile, wanted: str | None = None) -> tuple[Op
                     if program.slots[link.consumer].op == position
                 ),
                 shared_weights=_shared_weights(program, profile, position),
+                lanes=lanes.get(op.name, ()),
             )
         )
     if not explanations:
         names = ", ".join(op.name for op in graph.metaops)
         raise InputError(f"no op or module is called {wanted!r}; ops: {names}")
     return tuple(explanations)
+
+
+def _lane_shares(program: Program, profile: Profile) -> dict[str, tuple[LaneShare, ...]]:
+    """By op, the lanes of its slots, as they are simulated."""
+    plan, timeline = program.plan, simulate(program, profile)
+    alone_ns = [1e9 * (span.end_s - span.start_s) for span in spans(plan, profile)]
+    passes: dict[int, list[tuple[int, int]]] = defaultdict(list)  # of one rank, by slot
+    for rank, number, start, end in zip(
+        timeline.rank.tolist(),
+        timeline.instruction.tolist(),
+        timeline.start.tolist(),
+        timeline.end.tolist(),
+        strict=True,
+    ):
+        instruction = program.instructions[number]
+        if isinstance(instruction, Forward | Backward) and rank == plan.slots[instruction.slot].devices[0]:
+            passes[instruction.slot].append((start, end))
+    shares: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for number, slot in enumerate(plan.slots):
+        shares[slot.op, slot.lane].append(number)
+    explained: dict[str, list[LaneShare]] = defaultdict(list)
+    for (op, lane), numbers in shares.items():
+        taken_ns = sum(end - start for number in numbers for start, end in passes[number])
+        neighbours = [
+            slot.op
+            for number, slot in enumerate(plan.slots)
+            if slot.lane != lane
+            and any(set(slot.devices) & set(plan.slots[own].devices) for own in numbers)
+            and any(_overlap(passes[number], passes[own]) for own in numbers)
+        ]
+        explained[op].append(
+            LaneShare(
+                lane=lane,
+                num_lanes=plan.num_lanes,
+                slowdown=taken_ns / max(1.0, sum(alone_ns[number] for number in numbers)),
+                slowed_by=tuple(dict.fromkeys(neighbours)),
+            )
+        )
+    return {op: tuple(of_op) for op, of_op in explained.items()}
+
+
+def _overlap(passes: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
+    return any(start < last and first < end for start, end in passes for first, last in others)
 
 
 def _points(plan: Plan, profile: Profile, op: int) -> tuple[CurvePoint, ...]:
@@ -219,6 +277,7 @@ def sentences(explanation: OpExplanation) -> list[str]:
     """The explanation as sentences."""
     return [
         *_about_slots(explanation),
+        *_about_lanes(explanation),
         _about_curve(explanation),
         _about_bound(explanation),
         *_about_neighbours(explanation),
@@ -240,6 +299,17 @@ def _about_slots(explanation: OpExplanation) -> list[str]:
         lines.append(f"Every {explanation.tensor_degree} devices hold one copy of its weights (its tensor degree).")
     if explanation.recompute:
         lines.append("Its activations are recomputed in the backward pass, because memory is short.")
+    return lines
+
+
+def _about_lanes(explanation: OpExplanation) -> list[str]:
+    lines = []
+    for share in explanation.lanes:
+        place = f"It runs on lane {share.lane} of {share.num_lanes}"
+        if share.slowdown < 1.005 or not share.slowed_by:
+            lines.append(f"{place}, as fast as alone.")
+        else:
+            lines.append(f"{place}, slowed {share.slowdown:.2g}× by {listed(share.slowed_by)}.")
     return lines
 
 

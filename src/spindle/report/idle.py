@@ -92,6 +92,9 @@ def idle_causes(
         if candidates:
             slot = max(candidates, key=lambda candidate: beside_slot[candidate])
             reason, advice = _why(program, profile, slot)
+            closed = next((remark.closed for remark in profile.graph.remarks if remark.module == module), "")
+            if closed:
+                reason = f"{reason}; it is one module, not its towers and other parts, because {closed}"
             share = float(beside_ns[number]) / whole_ns
             causes.append(IdleCause(module=module, share=share, reason=reason, advice=advice))
     return tuple(sorted((cause for cause in causes if cause.share > 0), key=lambda cause: -cause.share))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from rich import box
@@ -18,7 +18,6 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from spindle.artifact import to_json
 from spindle.display import count_of, facts, figures, percent, seconds
 from spindle.errors import ProgramError
 from spindle.graph import MetaGraph, MetaOp
@@ -71,10 +70,9 @@ class TotalsComparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleComparison:
-    """Device-seconds of compute in all slots of a module; of a task, for ops that have no module."""
+class PassComparison:
+    """Device-seconds of compute."""
 
-    module: str
     forward: Pair
     backward: Pair
 
@@ -84,18 +82,19 @@ class ModuleComparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WaveComparison:
-    """When the first device begins a wave's forward and the last one ends it; device-seconds of compute."""
+class ModuleComparison(PassComparison):
+    """All slots of a module; of a task, for ops that have no module."""
+
+    module: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaveComparison(PassComparison):
+    """A wave, and when the first device begins its forward and the last one ends it."""
 
     wave: int
     forward_start: Pair
     forward_end: Pair
-    forward: Pair
-    backward: Pair
-
-    @property
-    def both(self) -> Pair:
-        return self.forward + self.backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,28 +284,6 @@ def _seconds_of(timeline: Timeline) -> dict[str, float]:
         "idle": round(measures.idle_share * step_ns),
     }
     return {name: value / timeline.num_ranks / NS for name, value in device_ns.items()}
-
-
-def step_json(comparison: StepComparison) -> dict[str, Any]:
-    """The comparison as JSON, with the ratios; a ratio to zero is null."""
-    return {
-        "workload": comparison.workload,
-        "planner": comparison.planner,
-        "num_ranks": comparison.num_ranks,
-        "step_ratio": comparison.step_ratio,
-        "module_error": comparison.module_error,
-        "totals": _row_json(comparison.totals),
-        "modules": [_row_json(module) for module in comparison.modules],
-        "waves": [_row_json(wave) for wave in comparison.waves],
-    }
-
-
-def _row_json(row: TotalsComparison | ModuleComparison | WaveComparison) -> dict[str, Any]:
-    values = {field.name: getattr(row, field.name) for field in fields(row)}
-    return {
-        name: to_json(value) | {"ratio": value.ratio} if isinstance(value, Pair) else value
-        for name, value in values.items()
-    }
 
 
 def step_tables(comparison: StepComparison) -> list[RenderableType]:

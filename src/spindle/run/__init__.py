@@ -29,7 +29,7 @@ from spindle.run.resharding import TensorSpec, box_view, reshard, send_tensors, 
 from spindle.run.shape_inference import Cuts, ShapeInference
 from spindle.run.shards import Shards
 from spindle.run.staging import Copied, Staging
-from spindle.run.step import MAX_AHEAD, HostCopy, MicroStep, Pace, Spans, Watch
+from spindle.run.step import MAX_AHEAD, HostCopy, MicroStep, Pace, Watch
 from spindle.run.weights import Weights
 from spindle.run.world import (
     Gathering,
@@ -62,7 +62,6 @@ __all__ = [
     "PytreeMeta",
     "ShapeInference",
     "Shards",
-    "Spans",
     "Staging",
     "TensorMeta",
     "TensorSpec",

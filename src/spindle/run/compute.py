@@ -116,6 +116,9 @@ class Compute:
                 run, args = layer.run, values
                 if members is not None and layer.styled:
                     run = with_styles(run, layer.styled, members)
+                elif layer.compiled is not None and not slot.is_split:
+                    # A compiled backward is one node of the autograd graph: both parts of a split one would run it all.
+                    run = layer.compiled
                 if values is None:
                     # The glue code that makes a call's arguments is part of its first layer.
                     run = _behind(code.arguments, run)
@@ -253,12 +256,7 @@ class Compute:
         pieces = step.pieces[slot.number]
         gradients: list[torch.Tensor | None]
         if isinstance(slot.code, LossCode):
-            # The task's weight scales the gradient, not the loss: a captured loss could never change it.
-            weight = slot.code.weight(step.number) if callable(slot.code.weight) else slot.code.weight
-            gradient = torch.full_like(step.losses[slot.number], weight / step.micro_step.count)
-            if step.loss_scale is not None:
-                gradient = (gradient * step.loss_scale).to(gradient.dtype)
-            gradients = [gradient]
+            gradients = [self._loss_gradient(step, slot)]
         elif is_last:
             gradients = self._output_gradients(step, slot, leaves_of(step.outputs[slot.number]), watch)
         else:
@@ -285,6 +283,25 @@ class Compute:
             for link in slot.outputs:
                 if not link.sends[True]:
                     step.inputs.pop(link.number, None)
+
+    def loss_factors(self, step: Step) -> dict[int, float]:
+        """By slot, what a loss's gradient begins with, but for the loss scale: its task's weight scales the gradient,
+        not the loss, which a captured loss could never change."""
+        factors = {}
+        for slot in self._rank_program.slots.values():
+            if isinstance(slot.code, LossCode) and slot.task in step.signatures:
+                weight = slot.code.weight(step.number) if callable(slot.code.weight) else slot.code.weight
+                factors[slot.number] = weight / step.micro_step.count
+        return factors
+
+    def _loss_gradient(self, step: Step, slot: RankSlot) -> torch.Tensor:
+        loss = step.losses[slot.number]
+        if step.graphs is not None and step.graphs.step_graph is not None:
+            return step.graphs.step_graph.loss_gradient(slot.number, loss)
+        gradient = torch.full_like(loss, self.loss_factors(step)[slot.number])
+        if step.loss_scale is not None:
+            gradient = (gradient * step.loss_scale).to(gradient.dtype)
+        return gradient
 
     def _run_input_parts(self, step: Step, slot: RankSlot, gradients: list[torch.Tensor | None]) -> None:
         """Compute the gradients of a slot's inputs, piece by piece, and defer those of its weights."""

@@ -36,6 +36,7 @@ from spindle.run.pytrees import Axes, PytreeMeta
 from spindle.run.rank_program import held_parameters, rank_program_of, tensor_groups
 from spindle.run.shards import Shards
 from spindle.run.step import HostCopy, MicroStep, Pace, Step, Watch
+from spindle.run.step_graph import StepGraph, accumulate
 from spindle.run.syncs import Syncs, Updates
 from spindle.run.tensor_parallel import TENSOR
 from spindle.run.transfers import Transfers
@@ -89,7 +90,11 @@ class Executor:
         # A program whose passes have an order of their own is for one step, or a few: graphs would not pay off.
         captures = cuda_graphs and world.device.type == "cuda" and not program.plan.passes
         self.graph_cache = GraphCache(
-            self._rank_program, self._syncs.gradients, is_enabled=captures, num_lanes=program.plan.num_lanes
+            self._rank_program,
+            self._syncs.gradients,
+            is_enabled=captures,
+            communicates=world.size > 1,
+            num_lanes=program.plan.num_lanes,
         )
         self._compute = Compute(
             self._rank_program, self._transfers, self._syncs, self.graph_cache, world, batch_axes, seed, autocast
@@ -173,12 +178,24 @@ class Executor:
         # launched.
         self._syncs.begin(step, watch)
         self._advance(step, watch)
+        positions = [
+            position
+            for position in self._rank_program.compute
+            if self._is_on(step, self.program.instructions[position])
+        ]
+        if self._run_step_graph(step, watch):
+            positions = [
+                position for position in positions if isinstance(self.program.instructions[position], OptimizerStep)
+            ]
+        self._run_instructions(step, optimizer, watch, positions)
+        self._syncs.finish(step, watch, self.graph_cache.replays_all_layers(step))
+        self._transfers.finish(step)
+
+    def _run_instructions(self, step: Step, optimizer: Updates | None, watch: Watch, positions: Sequence[int]) -> None:
+        """Run instructions of the compute lanes, with all communication in between."""
         pace = Pace(self.world)
         self._lanes_of_device.begin()
-        for position in self._rank_program.compute:
-            instruction = self.program.instructions[position]
-            if not self._is_on(step, instruction):
-                continue
+        for position in positions:
             self._launch_before(step, watch, position)
             pace.keep()
             with self._lanes_of_device.on_stream_of(position):
@@ -186,8 +203,52 @@ class Executor:
             step.computed.add(position)
             self._advance(step, watch)
         self._lanes_of_device.join()
-        self._syncs.finish(step, watch, self.graph_cache.replays_all_layers(step))
-        self._transfers.finish(step)
+
+    def _run_step_graph(self, step: Step, watch: Watch) -> bool:
+        """Run forward and backward of the whole step as one CUDA graph, captured first if need be. Returns False where
+        there is none."""
+        graphs = step.graphs
+        if graphs is None or (graphs.step_graph is None and not self.graph_cache.can_capture_step(step)):
+            return False
+        factors = self._compute.loss_factors(step)
+        before = {id(parameter): parameter.grad for parameter in self._syncs.trained if parameter.grad is not None}
+        if graphs.step_graph is None:
+            for parameter in self._syncs.trained:
+                parameter.grad = None  # what the graph adds to gradients of earlier micro-steps would be part of it
+            step_graph = StepGraph(list(factors), self.world.device)
+            step_graph.set_factors(factors, step.loss_scale)
+            try:
+                # In a step of its own, because a capture that fails leaves its state behind.
+                graphs.capture_step(step_graph, lambda watch: self._run_passes(step.fork(), watch))
+                refused = None
+            except Exception as error:
+                cause = error.__context__ or error  # ending a failed capture raises, too
+                refused = (str(cause).splitlines() or [type(cause).__name__])[0]
+            if refused is not None:  # the error is gone, and with it the frames that hold the capture's tensors
+                self.graph_cache.refuse_step_graph(step, refused)
+                for parameter in self._syncs.trained:
+                    parameter.grad = before.get(id(parameter))
+                return False
+        assert graphs.step_graph is not None
+        graphs.step_graph.set_factors(factors, step.loss_scale)
+        graphs.step_graph.replay(step, watch)
+        accumulate(graphs.first_written, before, self._syncs.gradients)
+        return True
+
+    def _run_passes(self, step: Step, watch: Watch) -> Step:
+        """Run forward and backward of all slots of a step."""
+        instructions = self.program.instructions
+        self._run_instructions(
+            step,
+            None,
+            watch,
+            [
+                position
+                for position in self._rank_program.compute
+                if self._is_on(step, instructions[position]) and not isinstance(instructions[position], OptimizerStep)
+            ],
+        )
+        return step
 
     def _run_instruction(self, step: Step, optimizer: Updates | None, watch: Watch, position: int) -> None:
         """Run an instruction of a compute lane."""
@@ -254,6 +315,16 @@ class Executor:
     def without_graph(self) -> dict[str, str]:
         """Why slots run without a CUDA graph, by name."""
         return self.graph_cache.refused
+
+    @property
+    def has_step_graph(self) -> bool:
+        """Whether whole steps run as one CUDA graph."""
+        return self.graph_cache.has_step_graph
+
+    @property
+    def without_step_graph(self) -> str | None:
+        """Why slots have a CUDA graph each, where one for the whole step was tried."""
+        return self.graph_cache.step_graph_refused
 
     def _describe(self, instruction: Instruction) -> str:
         match instruction:

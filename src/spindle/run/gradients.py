@@ -103,6 +103,7 @@ class Gradients:
             whole = self._locations[id(parameter)].whole
             if whole is None or gradient is whole:
                 continue
+            # It may lie there already, under another tensor object.
             if gradient.data_ptr() != whole.data_ptr():
                 moves.append((whole, gradient))
             if whole.dtype == parameter.dtype:
@@ -127,6 +128,7 @@ class Gradients:
         for parameter in parameters:
             location = self._locations[id(parameter)]
             if parameter.grad is None:
+                # It still holds the sum of the last step; other ranks may have a gradient.
                 for range_ in location.ranges:
                     range_.zero_()
             elif location.whole is None:
@@ -138,6 +140,7 @@ class Gradients:
             if is_sharded:
                 parameter.grad = None
         _copy(moves)
+        # Flags change rarely, and a tensor made on the host each time would be copied to the GPU each time.
         known = self._flags.get(bucket)
         if known is None or known[0] != there:
             known = self._flags[bucket] = (there, torch.tensor(there, dtype=flat.dtype, device=flat.device))
@@ -187,6 +190,7 @@ class Gradients:
         if bucket not in self._flats:
             parameters, num_parts = self._buckets[bucket], self._num_parts(bucket)
             part_size, pieces = flat_pieces([parameter.numel() for parameter in parameters], num_parts)
+            # Gradients of several dtypes are summed in the widest.
             dtype = reduce(torch.promote_types, [parameter.dtype for parameter in parameters])
             flat = torch.zeros(num_parts * (part_size + len(parameters)), dtype=dtype, device=parameters[0].device)
             parts = flat.view(num_parts, -1)

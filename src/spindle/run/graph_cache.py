@@ -14,6 +14,7 @@ from spindle.run.op_code import LayersCode
 from spindle.run.rank_program import RankProgram
 from spindle.run.step import Step
 
+STEP_GRAPHS = True  # whether a step that can be one graph is
 _WARM_UP_STEPS = 2  # in which libraries choose their kernels
 _MAX_SETS = 64  # of graphs, each for one choice of tasks and shapes of their batches
 _MAX_SHAPES = 10_000  # whose steps are counted
@@ -25,9 +26,18 @@ class GraphCache:
     """The sets of CUDA graphs of one rank; least recently used ones are evicted first."""
 
     def __init__(
-        self, rank_program: RankProgram, gradients: Gradients, *, is_enabled: bool, num_lanes: int = 1
+        self,
+        rank_program: RankProgram,
+        gradients: Gradients,
+        *,
+        is_enabled: bool,
+        communicates: bool = True,
+        num_lanes: int = 1,
     ) -> None:
+        """`communicates` says that other ranks take part in steps."""
         self.is_enabled = is_enabled
+        self._makes_step_graphs = STEP_GRAPHS and not communicates
+        self.step_graph_refused: str | None = None
         self.refused: dict[str, str] = {}  # why slots run without a graph, by name
         self._rank_program, self._gradients = rank_program, gradients
         self._sets: dict[Shapes, Graphs] = {}  # most recently used last
@@ -41,6 +51,10 @@ class GraphCache:
     def num_captured(self) -> int:
         """How many slots run as CUDA graphs."""
         return max((graphs.num_slots for graphs in self._sets.values()), default=0)
+
+    @property
+    def has_step_graph(self) -> bool:
+        return any(graphs.step_graph is not None for graphs in self._sets.values())
 
     def use(self, step: Step) -> None:
         """Let a step replay the graphs for its shapes; after some warm-up steps on batches of the same shapes, capture
@@ -62,6 +76,23 @@ class GraphCache:
         step.graphs = self._sets.get(shapes)
         if step.graphs is not None:
             step.batches = step.graphs.batches(step.batches)
+
+    def can_capture_step(self, step: Step) -> bool:
+        """Whether a step that is about to be captured can be one graph. Layers that draw random numbers are compared
+        with an eager run when they are captured, which takes a graph for each slot."""
+        if step.graphs is None or step.graphs.is_complete or not self._makes_step_graphs:
+            return False
+        slots = [slot for slot in self._rank_program.slots.values() if slot.task in step.signatures]
+        return all(step.graphs.can_try(slot) and not slot.code.is_random for slot in slots)
+
+    def refuse_step_graph(self, step: Step, reason: str) -> None:
+        """Capture slot by slot from now on: capturing all at once has failed. This step runs eagerly. Graphs of other
+        shapes are dropped, because gradients may be in memory of the failed capture."""
+        self._makes_step_graphs, self.step_graph_refused = False, reason
+        step.graphs = None
+        self.drop()
+        gc.collect()
+        torch.cuda.synchronize()
 
     def finish(self, step: Step, num_sets: int) -> None:
         """End the capture of a step before which there were `num_sets`."""

@@ -12,7 +12,8 @@ Each layer that draws random numbers has a generator that is registered with its
 as torch's default generator is before the layer in an eager step: the same numbers.
 
 A piece that cannot be captured (it synchronizes with the GPU, draws random numbers on the host, communicates with other
-ranks) runs eagerly.
+ranks) runs eagerly. Where all of them can be, on a rank that communicates with no other, one graph has them all
+(`step_graph`).
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ from spindle.run.gradients import Gradients
 from spindle.run.op_code import LossCode
 from spindle.run.pytrees import takes_gradient
 from spindle.run.rank_program import RankSlot
-from spindle.run.step import Piece
+from spindle.run.step import Piece, Step, Watch
+from spindle.run.step_graph import StepGraph
 
 Trees = dict[str, Any]
+Places = dict[int, torch.Tensor | None]  # of gradients, by parameter; None where autograd allocates them
 RANDOM_LAYERS = True  # whether layers that draw random numbers are captured
 _ROUNDING = 0.05  # largest rounding error relative to a tensor's norm, in bfloat16
 
@@ -65,7 +68,7 @@ class Chunk:
 class _Slot:
     """A captured slot; backward graphs are by the first layer of their chunk."""
 
-    forward: torch.cuda.CUDAGraph
+    forward: torch.cuda.CUDAGraph | None  # None where it is part of the step's graph
     compute: Callable[[Trees], SlotOutput] | None  # until its backward passes are captured
     trees: Trees
     output: SlotOutput  # with its autograd graph until then
@@ -128,6 +131,7 @@ class Graphs:
         """`evict()` drops all other sets, when memory runs out."""
         self.gradients = gradients
         self.refused = refused  # why slots run without a graph, by name
+        self.step_graph: StepGraph | None = None  # where one graph has all slots
         self.is_invalid = False  # must not be replayed
         self.num_steps = 0  # that have replayed them
         self.ran_out_of_memory = False
@@ -136,6 +140,7 @@ class Graphs:
         self._batches = {task: tree_map(_copied, tree) for task, tree in batches.items()}
         self._slots: dict[int, _Slot] = {}
         self._written: set[int] = set()
+        self.first_written: list[nn.Parameter] = []  # parameters whose gradients the step's graph writes
         self.is_complete = False  # whether the capturing step is finished
         gc.collect()  # memory of earlier steps goes to the pool
         torch.cuda.empty_cache()
@@ -150,9 +155,10 @@ class Graphs:
 
     def has(self, slot: RankSlot) -> bool:
         """Whether a slot runs as a graph, or will be captured in this step."""
-        return slot.number in self._slots or (not self.is_complete and self._can_try(slot))
+        return slot.number in self._slots or (not self.is_complete and self.can_try(slot))
 
-    def _can_try(self, slot: RankSlot) -> bool:
+    def can_try(self, slot: RankSlot) -> bool:
+        """Whether nothing that is known of a slot forbids capturing it."""
         reason = "its task's code reads values of tensors" if slot.code.reads_values else None
         match slot.code:
             case LossCode() as code:
@@ -165,7 +171,7 @@ class Graphs:
             case code:
                 if len(slot.group) > 1:
                     reason = "its tensor-parallel group communicates inside it"
-                elif any(layer.is_random for layer in code.layers) and not RANDOM_LAYERS:
+                elif code.is_random and not RANDOM_LAYERS:
                     reason = "it draws random numbers"
                 elif any(_is_hooked(parameter) for layer in code.layers for parameter in layer.parameters):
                     reason = "a parameter has a hook"
@@ -189,9 +195,14 @@ class Graphs:
     ) -> tuple[Trees, SlotOutput]:
         """Run a slot's forward pass. Returns the inputs that will get gradients, and the results. `seeds` are those of
         its random layers in this step."""
+        if self.step_graph is not None:  # captured with all others: nothing is replayed, or kept for a replay
+            output = compute(trees)
+            self._slots[slot.number] = _Slot(None, None, {}, SlotOutput(output.pieces, None), {})
+            return trees, SlotOutput(output.pieces, tree_map(_detached, output.outputs))
         # Replay: copy inputs to where the graph reads them, seed what draws, launch. Outputs are where they were.
         captured = self._slots.get(slot.number)
         if captured is not None:
+            assert captured.forward is not None
             for source, tree in trees.items():
                 _put(captured.trees[source], tree)
             for layer, seed in seeds.items():
@@ -248,6 +259,9 @@ class Graphs:
         captured = self._slots.get(slot.number)
         if captured is None:
             return False
+        if self.step_graph is not None:
+            self._backward_in_step_graph(gradients, chunk())
+            return True
         known = captured.backward.get(first)
         if known is None:
             if is_last:  # else the replay of the chunk after this one writes them
@@ -289,43 +303,13 @@ class Graphs:
         chunk: Chunk,
     ) -> _Backward | None:
         graph = torch.cuda.CUDAGraph()
-        pairs = [
-            (leaf, gradient)
-            for leaf, gradient in zip(chunk.outputs, gradients, strict=True)
-            if gradient is not None and takes_gradient(leaf)
-        ]
-        inputs, parameters = chunk.inputs, chunk.parameters
-        wanted = [*inputs, *parameters]
-        if not (pairs and wanted):
+        pairs = _gradient_pairs(chunk, gradients)
+        if not (pairs and (chunk.inputs or chunk.parameters)):
             return _Backward(None, [], [])
-        written = []
-        places: dict[int, Any] = {}  # None where the gradient may stay where autograd allocates it
         try:
-            for parameter in parameters:
-                # A gradient that only this chunk writes may stay in the graph's memory, without a copy. Others have a
-                # place in a reduction buffer, or are summed over several chunks.
-                can_stay = self.gradients.is_free(parameter) and id(parameter) not in self._written
-                places[id(parameter)] = None if can_stay else self.gradients.place(parameter)
+            places = self._places_of(chunk)
             with capturing(graph, self._memory.handle):
-                gradients_made: Sequence[torch.Tensor | None] = torch.autograd.grad(
-                    [leaf for leaf, _ in pairs], wanted, [gradient for _, gradient in pairs], allow_unused=True
-                )
-                # Autograd may return one tensor for several gradients, or an output's gradient unchanged. Such memory
-                # has another owner, so it is copied.
-                storages = Counter(
-                    _storage(tensor) for tensor in [*gradients_made, *(gradient for _, gradient in pairs)]
-                )
-                for parameter, gradient in zip(parameters, gradients_made[len(inputs) :], strict=True):
-                    if gradient is None:
-                        continue
-                    is_first, place = id(parameter) not in self._written, places[id(parameter)]
-                    if place is None and storages[_storage(gradient)] == 1 and _is_shaped_like(gradient, parameter):
-                        places[id(parameter)] = gradient
-                    elif place is None:
-                        places[id(parameter)] = torch.empty_like(parameter).copy_(gradient)
-                    else:
-                        place.copy_(gradient) if is_first else place.add_(gradient)
-                    written.append((parameter, is_first))
+                of_inputs, written = self._differentiate(chunk, pairs, places)
         except Exception as error:
             self._refuse(slot, error)
             failed = True
@@ -334,12 +318,80 @@ class Graphs:
         if failed:
             gc.collect()  # as above
             return None
+        self._take(chunk, of_inputs, written, places)
+        return _Backward(graph, [], written)
+
+    def _backward_in_step_graph(self, gradients: list[torch.Tensor | None], chunk: Chunk) -> None:
+        pairs = _gradient_pairs(chunk, gradients)
+        if pairs and (chunk.inputs or chunk.parameters):
+            places = self._places_of(chunk)
+            of_inputs, written = self._differentiate(chunk, pairs, places)
+            self._take(chunk, of_inputs, written, places)
+            self.first_written += [parameter for parameter, is_first in written if is_first]
+
+    def _places_of(self, chunk: Chunk) -> Places:
+        """Where the gradients of a chunk's parameters go. One that only this chunk writes may stay in the graph's
+        memory, without a copy. Others have a place in a reduction buffer, or are summed over several chunks."""
+        return {
+            id(parameter): None
+            if self.gradients.is_free(parameter) and id(parameter) not in self._written
+            else self.gradients.place(parameter)
+            for parameter in chunk.parameters
+        }
+
+    def _differentiate(
+        self, chunk: Chunk, pairs: list[tuple[Any, torch.Tensor]], places: Places
+    ) -> tuple[Sequence[torch.Tensor | None], list[tuple[nn.Parameter, bool]]]:
+        """Compute gradients, those of parameters in their places. Returns those of inputs, and which parameters have
+        one, each with whether it is the first that is written."""
+        computed: Sequence[torch.Tensor | None] = torch.autograd.grad(
+            [leaf for leaf, _ in pairs],
+            [*chunk.inputs, *chunk.parameters],
+            [gradient for _, gradient in pairs],
+            allow_unused=True,
+        )
+        written = []
+        # Autograd may return one tensor for several gradients, or an output's gradient unchanged. Such memory has
+        # another owner, so it is copied.
+        storages = Counter(_storage(tensor) for tensor in [*computed, *(gradient for _, gradient in pairs)])
+        for parameter, gradient in zip(chunk.parameters, computed[len(chunk.inputs) :], strict=True):
+            if gradient is None:
+                continue
+            is_first, place = id(parameter) not in self._written, places[id(parameter)]
+            if place is None and storages[_storage(gradient)] == 1 and _is_shaped_like(gradient, parameter):
+                places[id(parameter)] = gradient
+            elif place is None:
+                places[id(parameter)] = torch.empty_like(parameter).copy_(gradient)
+            else:
+                place.copy_(gradient) if is_first else place.add_(gradient)
+            written.append((parameter, is_first))
+        return computed[: len(chunk.inputs)], written
+
+    def _take(
+        self,
+        chunk: Chunk,
+        of_inputs: Sequence[torch.Tensor | None],
+        written: list[tuple[nn.Parameter, bool]],
+        places: Places,
+    ) -> None:
         for parameter, _ in written:
             self.gradients.take(parameter, places[id(parameter)])
         self._written.update(id(parameter) for parameter, _ in written)
-        for leaf, gradient in zip(inputs, gradients_made, strict=False):
+        for leaf, gradient in zip(chunk.inputs, of_inputs, strict=True):
             leaf.grad = gradient
-        return _Backward(graph, [], written)
+
+    def capture_step(self, step_graph: StepGraph, run: Callable[[Watch], Step]) -> None:
+        """Capture all slots of a step as one graph."""
+        on_host = _host_generators()
+        self.step_graph, self.first_written = step_graph, []
+
+        def checked(watch: Watch) -> Step:
+            captured = run(watch)
+            if _host_generators() != on_host:
+                raise TrainingError("it draws random numbers on the host")
+            return captured
+
+        step_graph.capture(checked, lambda graph: capturing(graph, self._memory.handle))
 
     def finish(self) -> None:
         """End the capturing step: free its autograd graphs."""
@@ -445,6 +497,15 @@ def _writable(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor) or 0 not in leaf.stride():
         return leaf
     return leaf.detach().clone(memory_format=torch.contiguous_format).requires_grad_(leaf.requires_grad)
+
+
+def _gradient_pairs(chunk: Chunk, gradients: list[torch.Tensor | None]) -> list[tuple[Any, torch.Tensor]]:
+    """The outputs of a chunk at which its backward begins, with their gradients."""
+    return [
+        (leaf, gradient)
+        for leaf, gradient in zip(chunk.outputs, gradients, strict=True)
+        if gradient is not None and takes_gradient(leaf)
+    ]
 
 
 def _storage(tensor: torch.Tensor | None) -> int | None:

@@ -40,7 +40,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from spindle.errors import PeerLostError, SpindleError, TrainingError
-from spindle.launch import variables
+from spindle.launch import end_by_error, variables
 from spindle.launch.activity import (
     RECORD_S,
     Activity,
@@ -50,7 +50,6 @@ from spindle.launch.activity import (
     parse_activity,
     recorder,
 )
-from spindle.launch.failure import end_by_error
 
 LIMIT_VARIABLE = "SPINDLE_HEARTBEAT_S"  # 0: no heartbeat
 LIMIT_S = 12.0

@@ -36,6 +36,7 @@ def loss_part(
         if not isinstance(result, torch.Tensor) or result.numel() != 1:
             got = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
             raise TrainingError(f"task {slot.task!r}: its loss must be one number in a tensor, got {got}")
+    # Each rank's part is divided by what all ranks count, so that the parts, and their gradients, add up.
     if code.is_mean:
         if len(slot.ranks) > 1:
             count = count.clone()
@@ -89,6 +90,7 @@ def _check_split(
     boxes = world.all_gather_objects(box, "loss", slot.ranks)
     if world.rank != slot.ranks[0]:
         return
+    # What all ranks gave to the loss, joined in the order of rows: the inputs of the loss over the whole batch.
     parts = sorted((box for box in boxes if box[1]), key=lambda box: box[0])
     axes = [link.axes for source in code.sources for link in slot.inputs if link.source == source]
     flat = [tree_flatten(on_device(part[1], world.device)) for part in parts]

@@ -27,7 +27,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from spindle.launch.failure import is_debugging, is_users
+from spindle.launch import is_debugging, is_users
 
 _LARGE = 1 << 16  # elements; smaller tensors may be data that a script looks at
 _MOVES = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.pin_memory)

@@ -19,7 +19,8 @@ class LayerCode:
 
     `writes_input` says that it changes its input in place, `is_random` that it draws random numbers. `buffers()` are
     tensors that it may change beside its outputs (running statistics). `styled` are its tensor-parallel parts. Layers
-    of equal `likeness`, where there is one, return the same shapes for the same input shapes.
+    of equal `likeness`, where there is one, return the same shapes for the same input shapes. `compiled` runs the same,
+    with its modules compiled; it is not for tensors without values.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -30,6 +31,7 @@ class LayerCode:
     is_random: bool = False
     styled: tuple[StyledModule, ...] = ()
     likeness: Any = None
+    compiled: Callable[..., tuple[Any, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,10 @@ class LayersCode:
     arguments: Callable[..., Any] | None = None
     sources: tuple[str, ...] = ()
     reads_values: bool = False  # in this task, shapes may differ for batches of one shape
+
+    @property
+    def is_random(self) -> bool:
+        return any(layer.is_random for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

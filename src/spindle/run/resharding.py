@@ -40,6 +40,7 @@ def reshard(
     yielded once all transfers of it are over, so that the caller may free its old one; it is the old one itself where
     the slice stays the same. `old` may lack a tensor that no rank receives.
     """
+    # Ranks compute the transfers each for themselves, from the same maps; nothing is negotiated.
     rounds = list(_rounds(transfer(old, new)))
     last_round = {sent.parameter: number for number, some in enumerate(rounds) for sent in some}
     unsent = [name for name in new if name not in last_round]
@@ -54,6 +55,7 @@ def reshard(
             results[name] = _with_own(before, after, tensors.get(name), specs[name])
         return results[name]
 
+    # First what stays where it is: a caller that frees old tensors as it goes has room for what arrives.
     for name in unsent:
         yield name, result(name)
         del results[name]
@@ -87,6 +89,7 @@ def _rounds(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
     num_elements: Counter[tuple[str, int]] = Counter()
     for sent in transfers:
         ends = [("out", sent.source), ("in", sent.destination)]
+        # All ranks see all transfers, so all of them start a new round at the same transfer.
         if some and any(num_elements[end] + sent.box.num_elements > _ROUND_ELEMENTS for end in ends):
             yield some
             some = []
@@ -115,6 +118,7 @@ def _exchange(
     for (source, destination, spec), some in messages.items():
         if source == world.rank:
             parts = [box_view(tensors[sent.parameter], old[sent.parameter][source], sent.box) for sent in some]
+            # Weights that no plan used lie on the host (`Weights.take_over`), and are sent from the device.
             flat = torch.cat([part.to(spec.device).reshape(-1) for part in parts])
             sends.append(Message(flat, destination))
         else:

@@ -41,11 +41,12 @@ class Flat:
                 owned = None
                 for piece in own_pieces:
                     if piece.part == self.place:
+                        # A view into the flat tensor: the optimizer's update is there for the all-gather at once.
                         updated = Slice(Slice.whole(parameter.shape).box, piece.first, piece.last)
                         owned = nn.Parameter(mine[piece.begin :][: updated.num_elements].view(updated.shape))
                 self.owned.append(owned)
         for parameter, place in zip(self.parameters, torch.split(self.memory[: sum(sizes)], sizes), strict=True):
-            if parameter.data_ptr() != place.data_ptr():
+            if parameter.data_ptr() != place.data_ptr():  # else it was attached by an earlier fit
                 place.view_as(parameter).copy_(parameter.data)
                 parameter.data = place.view_as(parameter)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from spindle.run.world import World
 
 MAX_AHEAD = 3  # instructions
+_STATE = (dict, list, set)  # types of what a step changes as it runs
 
 
 @dataclass(slots=True)
@@ -93,6 +95,12 @@ class Step:
     next_in: list[int] = field(default_factory=list)  # by communication lane: its next instruction
     crossing: list[tuple[Any, ...]] = field(default_factory=list)  # tensors that another lane reads
 
+    def fork(self) -> Step:
+        """A step in the same state, which goes on without changing this one."""
+        values: dict[str, Any] = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        state: dict[str, Any] = {name: copy(value) for name, value in values.items() if isinstance(value, _STATE)}
+        return replace(self, **state)
+
 
 class HostCopy:
     """A small tensor, copied to the host asynchronously. Reading it waits until the GPU has computed it, but not for
@@ -146,28 +154,49 @@ Moment = int | torch.cuda.Event
 
 
 class Watch:
-    """Records when instructions run. On a GPU by events on the compute stream, and only in `timed` steps."""
+    """Records when instructions run. On a GPU by events on the current stream, and only in `timed` steps. With
+    `in_graph`, events become nodes of the CUDA graph that is being captured, and every replay records them anew."""
 
-    def __init__(self, device: torch.device, timed: bool = True) -> None:
+    def __init__(self, device: torch.device, timed: bool = True, *, in_graph: bool = False) -> None:
         self.posted: dict[int, Moment] = {}
         self.start: dict[int, Moment] = {}
         self.end: dict[int, Moment] = {}
-        self._on_gpu, self._timed = device.type == "cuda", timed
+        self._on_gpu, self._timed, self._in_graph = device.type == "cuda", timed, in_graph
         self._begin = perf_counter_ns()
-        self._first = self.now()
+        self._first: Moment = 0 if in_graph else self.now()
 
     def now(self) -> Moment:
         if not self._on_gpu:
             return perf_counter_ns()
         if not self._timed:
             return 0
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True, external=self._in_graph)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
+    def adopt(self, graph: Watch) -> bool:
+        """Take the moments of a graph that has just been launched, in a timed step. They must be settled before the
+        next replay. Returns whether there are any."""
+        if self._timed:
+            for moments, captured in zip(self._moments, graph._moments, strict=True):
+                moments.update(captured)
+        return self._on_gpu and self._timed
+
+    def settle(self) -> None:
+        """Read all moments, once the GPU has reached them."""
+        for moments in self._moments:
+            for position, moment in moments.items():
+                if isinstance(moment, torch.cuda.Event):
+                    moment.synchronize()
+                moments[position] = self._number(moment)
+
+    @property
+    def _moments(self) -> tuple[dict[int, Moment], ...]:
+        return self.posted, self.start, self.end
+
     def spans(self) -> Spans:
         """All times in nanoseconds. The GPU must have finished the step."""
-        return Spans(self._begin, *(self._settled(moments) for moments in (self.posted, self.start, self.end)))
+        return Spans(self._begin, *(self._settled(moments) for moments in self._moments))
 
     def busy_share(self) -> float:
         """The share of the step in which this rank computed, in any lane. The GPU must have finished it."""

@@ -123,6 +123,7 @@ class Syncs:
     def _start(self, step: Step, bucket: int, position: int) -> None:
         ranks = tuple(self._program.buckets[bucket].ranks.tolist())
         unreached = {id(parameter) for parameter in self._unreached(step.micro_step.tasks)}
+        # Collectives are asynchronous: backward goes on, and `finish` waits for all of them.
         for number in self._sums_of[bucket]:
             flat = self.gradients.gathered(number, unreached)
             request: Any

@@ -60,6 +60,7 @@ class Weights:
         before = old._scattered
         after = keep_unused(self.sharding, before)
         self._unused = {name: slices for name, slices in after.items() if name not in self.sharding}
+        # A parameter that no earlier plan used is whole on every rank, and rank 0's value counts.
         self._reshard({**self._on_rank_0(self.sharding), **before}, after)
 
     def gather_parameters(self) -> None:
@@ -81,6 +82,7 @@ class Weights:
                 parameter.data, parameter.grad = torch.empty(0, dtype=parameter.dtype), None
                 continue
             value = value.to("cpu" if name in self._unused else self.world.device)
+            # Where shape and device stay, values go into the old memory, to which optimizers and CUDA graphs refer.
             if parameter.shape != value.shape:
                 parameter.data, parameter.grad = value, None
             elif parameter.device != value.device:
@@ -97,6 +99,7 @@ class Weights:
             if (parameter := self._parameters[name]).shape != self._wholes[name].shape
         ]
         for parameter, shape, _ in absent:
+            # One element, of which every place of the whole shape is a view.
             parameter.data = torch.zeros((), dtype=parameter.dtype, device=self.world.device).expand(shape)
         try:
             yield

@@ -22,11 +22,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spindle.errors import InputError, PeerLostError
-from spindle.launch import variables
-from spindle.launch.activity import recorder
-from spindle.launch.failure import install_hook
-from spindle.launch.mps import VIRTUAL_VARIABLE
-from spindle.launch.worker import die_with_parent
+from spindle.launch import VIRTUAL_VARIABLE, die_with_parent, install_hook, recorder, variables
 from spindle.run import ipc, signed_pickle
 from spindle.run.heartbeat import start_heartbeat
 from spindle.run.pytrees import on_device

@@ -3,11 +3,12 @@
 from spindle.train.bind import Bound, bind, code_of, trace_all
 from spindle.train.callbacks import Callback, EvaluationRecord, StepRecord
 from spindle.train.config import Checkpoints, Planning
-from spindle.train.probe import Facts, probe
-from spindle.train.record import RecordedCall, RecordedTask, record
+from spindle.train.packed import Packed, packed
+from spindle.train.probe import probe
+from spindle.train.record import record
 from spindle.train.result import FitResult
 from spindle.train.state import TrainState
-from spindle.train.task import Mean, ModuleHandle, TaskDefinition, TaskResult, mean, module, result, task
+from spindle.train.task import ModuleHandle, TaskDefinition, mean, module, result, task
 from spindle.train.trainer import Trainer
 from spindle.train.writers import JSONLines, MLflow, TensorBoard, WeightsAndBiases
 
@@ -16,18 +17,14 @@ __all__ = [
     "Callback",
     "Checkpoints",
     "EvaluationRecord",
-    "Facts",
     "FitResult",
     "JSONLines",
     "MLflow",
-    "Mean",
     "ModuleHandle",
+    "Packed",
     "Planning",
-    "RecordedCall",
-    "RecordedTask",
     "StepRecord",
     "TaskDefinition",
-    "TaskResult",
     "TensorBoard",
     "TrainState",
     "Trainer",
@@ -36,6 +33,7 @@ __all__ = [
     "code_of",
     "mean",
     "module",
+    "packed",
     "probe",
     "record",
     "result",

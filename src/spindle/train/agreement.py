@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch import nn
 
 from spindle.errors import TrainingError
 from spindle.run import Cuts, World
+from spindle.train.config import TrainConfig
 from spindle.train.kinds import graph_text, tensor_text
 from spindle.train.optimizer import (
     MakeLRScheduler,
@@ -37,9 +38,6 @@ from spindle.train.optimizer import (
 )
 from spindle.train.record import RecordedTask, handles_of, parameter_names
 from spindle.train.task import ModuleHandle, TaskDefinition
-
-if TYPE_CHECKING:
-    from spindle.train.config import TrainConfig
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _LARGEST_SHOWN = 4096  # elements of an array; of a larger one, the text has the digest
@@ -386,7 +384,7 @@ def module_items(handles: Mapping[str, ModuleHandle]) -> dict[str, str]:
             f"{path} {type(part).__qualname__}{'' if part.training else ' in evaluation mode'}"
             for path, part in handle.module.named_modules()
         ]
-        arguments = ("whole_batch", "activation_checkpointing", "split", "tensor_parallel")
+        arguments = ("whole_batch", "activation_checkpointing", "split", "tensor_parallel", "compile")
         items[f"the parameters of module {name!r}"] = "\n".join(parameters)
         items[f"the buffers of module {name!r}"] = "\n".join(buffers)
         items[f"the submodules of module {name!r}"] = "\n".join(parts)

@@ -41,6 +41,11 @@ class AnalyzedWorkload:
     ended_modules: frozenset[str] = frozenset()  # of tasks that have ended
 
     @property
+    def is_switched(self) -> bool:
+        """Whether modules were frozen, thawed or switched since the tasks were traced."""
+        return self.mode != _mode_of(self.bound)
+
+    @property
     def reached(self) -> dict[str, frozenset[int]] | None:
         """By task variant: the positions of parameters that gradients reach."""
         if self.bound.facts.reached is None:
@@ -109,10 +114,10 @@ def _with_average(bound: Bound) -> Bound:
     return replace(bound, workload=replace(bound.workload, numerics=numerics))
 
 
-def _analyzed(bound: Bound, ended_modules: frozenset[str] = frozenset()) -> AnalyzedWorkload:
+def _analyzed(bound: Bound) -> AnalyzedWorkload:
     graph = metagraph_of(bound.workload)
     code = tuple(code_of(bound, op) for op in graph.metaops)
-    return AnalyzedWorkload(bound=bound, graph=graph, code=code, mode=mode_of(bound), ended_modules=ended_modules)
+    return AnalyzedWorkload(bound=bound, graph=graph, code=code, mode=_mode_of(bound))
 
 
 def autocast_of(config: TrainConfig, world: World) -> AbstractContextManager[Any]:
@@ -141,7 +146,7 @@ def without_tasks(workload: AnalyzedWorkload, ended: Collection[str], name: str)
     return replace(restricted, ended_modules=ended_modules)
 
 
-def mode_of(bound: Bound) -> tuple[bool, ...]:
+def _mode_of(bound: Bound) -> tuple[bool, ...]:
     """What a plan depends on and a user may switch: which parameters require gradients, and which modules train."""
     requires_grad = [parameter.requires_grad for parameter in bound.parameters.values()]
     training = [module.training for handle in bound.handles.values() for module in handle.module.modules()]
@@ -152,6 +157,8 @@ def _explain(bound: Bound, world: World, notify: Notify, is_planned: bool) -> No
     """Notify the user which modules run as one layer, or on one device, and why; a script that `is_planned` is one
     process for many."""
     for handle in bound.handles.values():
+        if handle.closed_reason:
+            notify(f"module {handle.name!r} is not opened into its towers and other parts: {handle.closed_reason}")
         if handle.chain.reason and not handle.whole_batch and any(handle.module.children()):
             notify(f"module {handle.name!r} runs as one layer: {handle.chain.reason}")
     for name, reason in bound.sharing.reasons.items():

@@ -45,6 +45,7 @@ class BackgroundPlanner:
         process = self._process
         if process is not None:
             patience_s = self._patience_s if process.has_answered else self._first_patience_s
+            # Waits for the first answer alone, the natural order, which a process gives at once.
             with self._news:
                 has_news = self._news.wait_for(lambda: number in self._answers or process.has_ended, patience_s)
             if process.has_ended or not has_news:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from torch import nn
 
 from spindle.errors import GuardError
 from spindle.graph import MetaOp
-from spindle.models import ChainLayer, StyledModule, split_dims
+from spindle.models import ChainLayer, StyledModule, compiled, split_dims
 from spindle.run import Axes, LayerCode, LayersCode, LossCode, OpCode
 from spindle.train.probe import Facts
 from spindle.train.record import (
@@ -95,6 +95,7 @@ def bind(
             first.setdefault(names[id(parameter)], parameter)
     modules = [_module(handle, names) for handle in handles.values()]
     modules += [Module(name=f"{LOSS}.{task.name}", layers=(Layer(kind=LOSS),)) for task in tasks]
+    # One size for all: a workload counts bytes per element, and mixed ones are counted by the widest.
     element_bytes = max((parameter.element_size() for parameter in first.values()), default=4)
     workload = Workload(
         name=name,
@@ -143,10 +144,11 @@ def _remarks(
             module=name,
             one_layer=handle.chain.reason if any(handle.module.children()) else "",
             one_device=one_device.get(name, ""),
+            closed=handle.closed_reason,
         )
         for name, handle in handles.items()
     ]
-    return tuple(remark for remark in remarks if remark.one_layer or remark.one_device)
+    return tuple(remark for remark in remarks if remark.one_layer or remark.one_device or remark.closed)
 
 
 def _kinds(handle: ModuleHandle) -> list[str]:
@@ -216,6 +218,12 @@ def likeness_of(layer: ChainLayer) -> Any:
     return (layer.settings, *(parameter.requires_grad for parameter in layer.parameters)) if layer.settings else None
 
 
+def _compiled(handle: ModuleHandle, layer: ChainLayer) -> Callable[..., tuple[Any, ...]] | None:
+    if handle.compile is None or not layer.modules:
+        return None
+    return compiled(layer.run, layer.modules, handle.compile)
+
+
 def code_of(bound: Bound, op: MetaOp) -> OpCode:
     """What the executor runs for an op."""
     traced = bound.tasks[op.task]
@@ -243,6 +251,7 @@ def code_of(bound: Bound, op: MetaOp) -> OpCode:
             is_random=(traced.name, call.name, number) in facts.random_layers,
             styled=parts_of(call.chain.layers[number].parameters, bound.styled),
             likeness=likeness_of(call.chain.layers[number]),
+            compiled=_compiled(call.handle, call.chain.layers[number]),
         )
         for number in range(op.first_layer, op.first_layer + op.num_layers)
     )

@@ -26,6 +26,7 @@ from spindle.models import (
     zero_output,
 )
 from spindle.models.composite import LooseParameters
+from spindle.models.statements import failure_reason
 from spindle.train.task import Mean, ModuleHandle, TaskResult, called_module, called_part
 from spindle.train.task_errors import copy_line
 
@@ -48,11 +49,13 @@ def open_graph(task: RecordedTask, example: Any) -> fx.Graph | None:
             continue
         try:
             opened = arguments.opened(call.name)
-        except Exception:  # the module's own code on fake tensors; as one module it may well run
+        except Exception as error:  # the module's own code on fake tensors; as one module it may well run
+            opened = failure_reason(error)
+        if isinstance(opened, str):
+            call.handle.closed_reason = opened
             continue
-        if opened is not None:
-            _replace(graph, copies[node], opened, call.handle)
-            is_opened = True
+        _replace(graph, copies[node], opened, call.handle)
+        is_opened = True
     return graph if is_opened else None
 
 
@@ -74,6 +77,15 @@ def split_loss(graph: fx.Graph) -> tuple[fx.Graph | None, bool]:
     else:
         split.output(split.call_function(TaskResult, (mean, fx.node.map_arg(metrics, lambda node: copies[node]))))
     return split, False
+
+
+def replace_in_losses(graph: fx.Graph, node: fx.Node, replacement: fx.Node) -> None:
+    """Let losses that are split later be computed from another node."""
+    for loss in graph.nodes:
+        if _LOSS in loss.meta:
+            kind, glue, variables = loss.meta[_LOSS]
+            moved = {name: replacement if value is node else value for name, value in variables.items()}
+            loss.meta[_LOSS] = (kind, glue, moved)
 
 
 def _returned(graph: fx.Graph) -> tuple[Any, Any]:
@@ -124,24 +136,32 @@ class _Arguments:
         self._outputs: dict[tuple[str, int], Any] = {}
         self._example = example
 
-    def opened(self, name: str) -> OpenedComposite | None:
-        """A call of a composite, opened; None where that is impossible, or where its code depends on how many samples
-        there are."""
+    def opened(self, name: str) -> OpenedComposite | str:
+        """A call of a composite, opened, or why that is impossible: its code may depend on how many samples there
+        are."""
         module = self._calls[name].handle.module
         opened = open_composite(module, *self._of(name, 0), lambda: self._values(name))
         if isinstance(opened, str) or opened.reads_values:
-            return None if isinstance(opened, str) else opened
+            return opened
         try:
             larger = open_composite(module, *self._of(name, 1))
         except Exception:  # it may run on so many samples only
             return opened
-        return opened if isinstance(larger, str) or _texts(opened) == _texts(larger) else None
+        if isinstance(larger, str) or _texts(opened) == _texts(larger):
+            return opened
+        return "what its code does between its parts depends on how many samples there are"
 
     def _of(self, name: str, which: int) -> tuple[Any, Any]:
         call = self._calls[name]
-        outputs = [self._output(source, which) for source in call.sources]
-        with self._modes[which]:
-            args, kwargs = call.arguments(self._batches[which], *outputs)
+        mode = self._modes[which]
+        try:
+            outputs = [self._output(source, which) for source in call.sources]
+            with mode:
+                args, kwargs = call.arguments(self._batches[which], *outputs)
+        except Exception:  # code in front of it reads values, which fake tensors do not have
+            if which:
+                raise
+            args, kwargs = tree_map(lambda leaf: fake_like(mode, leaf), self._values(name))
         return args, kwargs
 
     def _values(self, name: str) -> tuple[Any, Any]:

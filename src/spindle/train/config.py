@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -47,9 +47,9 @@ class Planning:
     Each rank may hold `memory_limit_bytes` of tensors: plans keep to it, and a step that exceeds it raises an error.
     Without a GPU tensors are counted operation by operation, which takes time.
 
-    With `lanes`, up to so many modules share a GPU at the same time, on streams of their own, where that is simulated
-    to be faster: small modules do not fill a GPU. So far on one GPU with one process; on CPUs and several ranks, and in
-    pipelines, there is one lane.
+    Up to `lanes` modules share a GPU at the same time, on streams of their own, where that is simulated to be faster:
+    small modules do not fill a GPU. That is for one process with one GPU; there is one lane on CPUs, with several
+    ranks, and in pipelines.
     """
 
     planner: str | MakePlan = "wavefront"
@@ -59,7 +59,7 @@ class Planning:
     pipeline_parallel_degree: int | None = None
     shard_optimizer: bool | None = None
     memory_limit_bytes: int | None = None
-    lanes: int = 1
+    lanes: int = 4
 
     def __post_init__(self) -> None:
         if not 1 <= self.lanes <= MAX_LANES:
@@ -192,3 +192,15 @@ class TrainConfig:
     @property
     def task_names(self) -> list[str]:
         return [task.name for task in self.tasks]
+
+    def without_given_plan(self, reason: str, notify: Callable[[str], None]) -> TrainConfig:
+        """The configuration without a plan and profile that the user gave for other tasks or modules. A function stays:
+        it makes new ones."""
+        planning = self.planning
+        if planning.plan is not None:
+            notify(f"the given plan no longer applies: {reason}")
+            planning = replace(planning, plan=None)
+        if planning.profile is not None and not callable(planning.profile):
+            notify(f"the given profile no longer applies: {reason}")
+            planning = replace(planning, profile=None)
+        return replace(self, planning=planning)

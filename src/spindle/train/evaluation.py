@@ -1,13 +1,13 @@
-"""Evaluation: ranks take turns with whole batches, and sum their losses.
+"""All weights on every rank, and evaluation with them: ranks take turns with whole batches, and sum their losses.
 
-Between fits every rank has all weights, so nothing needs a plan, and numbers are those of one process.
+Nothing needs a plan where every rank has all weights, and numbers are those of one process.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -17,15 +17,55 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from spindle.errors import TrainingError
-from spindle.launch.activity import recorder
+from spindle.launch import recorder
 from spindle.run import World, metric_sums, on_device, plain, send_tensors
 from spindle.train.agreement import compare_attributes
+from spindle.train.analyze import autocast_of
 from spindle.train.config import TrainConfig
-from spindle.train.feed import RandomState, form_of_batch, is_empty, random_state, set_random_state
-from spindle.train.record import handles_of, record
+from spindle.train.ema import averaged_weights
+from spindle.train.feed import (
+    RandomState,
+    form_of_batch,
+    is_empty,
+    random_state,
+    restored_random_state,
+    set_random_state,
+)
+from spindle.train.record import handles_of, named_parameters, record, record_all, root_handles
+from spindle.train.session import TrainSession
 from spindle.train.task import Mean, TaskDefinition, TaskResult
 
 _END = object()
+
+
+@contextmanager
+def whole_weights(session: TrainSession, *, ema: bool, is_fitting: bool) -> Iterator[None]:
+    """Inside, every rank has all weights, or with `ema` their averages; during a fit they are gathered for it."""
+    decay = session.config.ema
+    if ema and decay is None:
+        raise TrainingError("ema=True: there is no average of the weights; give the Trainer ema=0.999, for example")
+    if is_fitting:
+        if session.world.device.type == "cuda":
+            torch.cuda.synchronize(session.world.device)
+        session.gather_parameters()
+    averages: AbstractContextManager[None] = nullcontext()
+    if ema and decay is not None:
+        state = session.optimizer_state() if session.update is None else session.update.state()
+        averages = averaged_weights(session.world, state, named_parameters(session.handles), decay)
+    with averages:
+        yield
+    if is_fitting:
+        session.scatter_parameters()
+
+
+def state_dict(session: TrainSession) -> dict[str, torch.Tensor]:
+    """Weights and buffers of all modules, by name; every rank must have all of them."""
+    handles = root_handles(session.handles or handles_of(record_all(session.config.tasks)))
+    return {
+        f"{name}.{path}": value
+        for name, handle in handles.items()
+        for path, value in handle.module.state_dict().items()
+    }
 
 
 def evaluate(
@@ -71,9 +111,7 @@ def _sums(
     metrics: dict[str, torch.Tensor] = {}
     seen: dict[str, nn.Module] = {}
     forms: set[str] = set()
-    with ExitStack() as after, torch.no_grad():
-        if config.autocast is not None:
-            after.enter_context(torch.autocast(world.device.type, dtype=config.autocast))
+    with ExitStack() as after, torch.no_grad(), autocast_of(config, world):
         for number, nest in enumerate(islice(_batches(loader, task.batch_size, state), steps)):
             recorder.num_events += 1  # an evaluation in `on_step` may take long
             if is_empty(nest):
@@ -118,14 +156,11 @@ def _batches(loader: Any, batch_size: int, state: RandomState) -> Iterator[Any]:
         loader = DataLoader(loader, batch_size)
     iterator: Iterator[Any] | None = None
     while True:
-        outside = random_state()
-        set_random_state(state)
-        try:
+        with restored_random_state():
+            set_random_state(state)
             iterator = iter(loader) if iterator is None else iterator
             nest = next(iterator, _END)
-        finally:
             state = random_state()
-            set_random_state(outside)
         if nest is _END:
             return
         yield plain(nest)

@@ -78,6 +78,16 @@ def set_random_state(state: RandomState) -> None:
     np.random.set_state(state[2])
 
 
+@contextmanager
+def restored_random_state() -> Iterator[None]:
+    """Restore the random state afterwards."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderPosition:
     """Where a loader is read next: the random state that its epoch began with, and how many entries were read since.
@@ -155,6 +165,7 @@ class Feed:
 
     def position(self, number: int) -> LoaderPosition:
         """Where the batch of this number is read from: a batch to come, or one of the last that were given."""
+        # Other ranks may have asked for batches that this rank does not need, and has not read.
         while self._num_batches < number:
             self._kept.append(self._read())
         is_next = number == self._num_batches
@@ -191,15 +202,14 @@ class Feed:
         if not self._draws:
             yield
             return
-        outside = random_state()
-        set_random_state(self._state)
-        try:
-            yield
-        finally:
-            state = random_state()
-            if not is_same(state, self._state):  # else positions share one
-                self._state = state
-            set_random_state(outside)
+        with restored_random_state():
+            set_random_state(self._state)
+            try:
+                yield
+            finally:
+                state = random_state()
+                if not is_same(state, self._state):  # else positions share one
+                    self._state = state
 
     def _read(self) -> Batch:
         name = self.definition.name
@@ -237,6 +247,7 @@ class Feed:
             if rows == size:
                 self._since_start += 1
                 return self._batch(nest, rows)
+            # Only the last batch of an epoch may be short.
             if rows > size or self._next_entry() is not _END:
                 raise TrainingError(
                     f"task {name!r}: its loader gave a batch of {rows} samples, expected {size}, its batch_size; got "
@@ -339,9 +350,6 @@ class Feed:
         if key not in self._fingerprints:
             self._fingerprints[key] = fingerprint_of(nest)
         return self._fingerprints[key]
-
-
-MakeFeed = Callable[[TaskDefinition, Any, Any], Feed]  # of a task's loader; notices go to a progress display
 
 
 def _is_stateful(loader: Any) -> TypeGuard[DataLoader[Any]]:

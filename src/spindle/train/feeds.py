@@ -11,15 +11,12 @@ from spindle.errors import CheckpointError, TrainingError
 from spindle.run import World
 from spindle.train.agreement import compare
 from spindle.train.feed import Feed, LoaderPosition, RandomState, draw, random_state
-from spindle.train.progress import Progress
 from spindle.train.samples import sample_feed
 from spindle.train.session import TrainSession
 from spindle.train.task import TaskDefinition
 
 
-def make_feeds(
-    session: TrainSession, loaders: Mapping[str, Any], progress: Progress, *, drop_last: bool
-) -> dict[str, Feed]:
+def make_feeds(session: TrainSession, loaders: Mapping[str, Any], *, drop_last: bool) -> dict[str, Feed]:
     """A feed for each task; refuses loaders that are missing or of no task."""
     names = session.config.task_names
     problems = [f"none for {name!r}" for name in names if name not in loaders]
@@ -33,7 +30,7 @@ def make_feeds(
     is_resumed = set(names) <= session.loader_positions.keys()  # during a fit: nothing is drawn
     state = None if is_resumed else shared_random_state(session.world)
     return {
-        task.name: make_feed(session, task, loaders[task.name], progress, drop_last=drop_last, state=state)
+        task.name: make_feed(session, task, loaders[task.name], drop_last=drop_last, state=state)
         for task in session.config.tasks
     }
 
@@ -42,7 +39,6 @@ def make_feed(
     session: TrainSession,
     definition: TaskDefinition,
     loader: Any,
-    progress: Progress,
     *,
     drop_last: bool,
     state: RandomState | None = None,
@@ -60,10 +56,10 @@ def make_feed(
         "definition": definition,
         "drop_last": drop_last,
         "position": position,
-        "notify": session.notifier(progress),
+        "notify": session.notify,
         "compared": world.size > 1,
         "facts": facts,
-        "bar": progress.bar,
+        "bar": session.progress.bar,
     }
     feed = sample_feed(loader, config.seed, session.num_batches[definition.name], **shared)
     if feed is None:

@@ -142,7 +142,8 @@ def read_batch_headers(
             if not columns:
                 continue
             reader, reference = columns[0]
-            # Parts of a batch have other shapes on other ranks; all of these together stand for the whole one's.
+            # Parts of a batch have other shapes on other ranks; all of these together stand for the whole one's. Rows,
+            # fingerprint and variant are those of the whole batch on every rank.
             is_partial = any(entries[_PARTIAL] for _, entries in columns)
             signature = int(reference[_SIGNATURE])
             if is_partial:

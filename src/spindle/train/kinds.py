@@ -39,6 +39,8 @@ def kinds_of(bound: Bound, graph: MetaGraph) -> list[Kind]:
             f"layer {op.first_layer} of {len(call.chain.layers)}, {modules[call.handle.name]}, "
             f"called with {_constants(call.arguments)}: {_plain(call.chain.layers[op.first_layer].kind)}"
         )
+        if call.handle.compile is not None:
+            layer += f", compiled with {sorted(call.handle.compile.items(), key=str)}"
         kinds.append(Kind(layer=layer, glue="" if op.first_layer or only_picks else called_with))
     return kinds
 

@@ -86,26 +86,29 @@ def step_graph(
     curves: list[tuple[Curve, ...]] = []
     codes: list[OpCode] = []
     edges: list[tuple[int, int]] = []
-    by_way: dict[str, list[int]] = {}
+    by_variant: dict[str, list[int]] = {}
     for position, op in enumerate(profile.graph.metaops):
-        by_way.setdefault(op.task, []).append(position)
+        by_variant.setdefault(op.task, []).append(position)
     variants: dict[str, str] = {}
     for micro_step, parts in enumerate(key):
         for variant, rows, signature in parts:
             place: dict[int, int] = {}
             task = microbatch_name(variant, micro_step)
             variants[task] = variant
-            for position in by_way[variant]:
+            for position in by_variant[variant]:
                 op, curve = profile.graph.metaops[position], profile.curves[position][0]
                 scale = scales[variant, signature].get(position, 1.0)
                 place[position] = len(metaops)
                 assert op.cost is not None
+                # A cost is per row: `scale` is by the elements of the whole batch, which may have other rows.
                 cost = _scaled(op.cost, scale * (op.batch_size or 1) / rows)
                 name = f"{task}/{op.call}[{op.first_layer}:{op.first_layer + op.num_layers}]"
                 metaops.append(replace(op, name=name, task=task, microbatch=micro_step, batch_size=rows, cost=cost))
                 curves.append((curve.scaled(scale),))
                 codes.append(_averaged(code[position], counts[variant]))
-            edges += [(place[one], place[other]) for one, other in profile.graph.edges if one in place]
+            edges += [
+                (place[producer], place[consumer]) for producer, consumer in profile.graph.edges if producer in place
+            ]
     graph = MetaGraph(
         name=profile.graph.name,
         metaops=tuple(metaops),

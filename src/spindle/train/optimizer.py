@@ -56,6 +56,7 @@ class Update:
         `scaled_ranks`: all that run a step. `lr_groups` are the groups of all ranks, this rank's unless given. With
         `reports_norm`, the norm of gradients is computed even where they are not clipped."""
         self._max_grad_norm, self._named, self._counted, self._world = max_grad_norm, list(named), counted, world
+        self._names = {id(parameter): name for name, parameter in named}
         self.sharding, self._ranks = sharding, ranks
         self._copied: torch.cuda.Event | None = None  # of parameters and state, for a checkpoint
         self._reducing_ranks = ranks if grad_scaler is None else scaled_ranks
@@ -143,6 +144,7 @@ class Update:
             return None
         square = None
         if self._world.rank in self._ranks and (limit is not None or self._reports_norm):
+            # Norms are added up as squares: each rank's of what it counts, then over ranks.
             gradients = [parameter.grad for parameter in self._counted if parameter.grad is not None]
             square = get_total_norm(gradients).to(device, torch.float64).square()
         if limit is None and found_inf is None:
@@ -180,7 +182,7 @@ class Update:
         return read
 
     def _load(self, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-        names = {id(parameter): name for name, parameter in self._named}
+        names = self._names
         loaded = optimizer.state_dict()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         loaded["state"] = {
@@ -222,9 +224,8 @@ class Update:
 
     def _groups(self) -> tuple[tuple[str, ...], ...]:
         """The names of the parameters of each group."""
-        names = {id(parameter): name for name, parameter in self._named}
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
-        return tuple(tuple(names[id(parameter)] for parameter in group["params"]) for group in groups)
+        return tuple(tuple(self._names[id(parameter)] for parameter in group["params"]) for group in groups)
 
     def group_settings(self) -> dict[str, dict[str, Any]]:
         """The optimizer's class and what groups say of the parameters that this rank trains, by name."""
@@ -232,10 +233,9 @@ class Update:
 
     def _settings(self) -> dict[str, dict[str, Any]]:
         """What groups say of the parameters that this rank counts; numbers in tensors (a learning rate) as numbers."""
-        names = {id(parameter): name for name, parameter in self._named}
         counted = {id(parameter) for parameter in self._counted}
         return {
-            names[id(parameter)]: {
+            self._names[id(parameter)]: {
                 key: value.item() if isinstance(value, torch.Tensor) else value
                 for key, value in settings_of(group).items()
             }

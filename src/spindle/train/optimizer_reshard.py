@@ -61,6 +61,7 @@ def reshard_state(world: World, state: OptimizerState, sharding: Sharding) -> Op
     table = world.broadcast_object(world.gather_objects((described, state.settings, state.num_steps, state.loss_scale)))
     latest = max(table, key=lambda row: row[2])  # a rank without parameters has counted no steps
     descriptions = [row[0] for row in table]
+    # Ranks whose optimizer has not made a state yet (a parameter without gradients so far) have nothing to send.
     old = {
         name: {rank: part for rank, part in slices.items() if name in descriptions[rank]}
         for name, slices in state.sharding.items()

@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from spindle.errors import PlanError, ProfileError, TrainingError
+from spindle.errors import PlanError, ProfileError, SpindleError, TrainingError
+from spindle.graph import MetaGraph
 from spindle.models import builtin_tp_plan
 from spindle.plan import Plan, check, parse_plan, read_plan
 from spindle.planners import Layout, PlanOptions, make_plan, owning_ranks_in, pipeline_layout
@@ -41,6 +42,26 @@ class PlannedWorkload:
     layout: Layout | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPlanning:
+    """The plan and the profile of a checkpoint, where the user asks for the same planning as when it was saved."""
+
+    plan: Plan | None = None
+    profile: Profile | None = None
+
+    def applied_to(self, config: TrainConfig, graph: MetaGraph, profile: Profile, num_ranks: int) -> TrainConfig:
+        """The configuration with the saved plan given, where it holds: for the same graph, ranks and profile."""
+        if (
+            self.plan is None
+            or self.profile is None
+            or config.planning.is_pipelined
+            or (self.plan.num_devices, self.plan.fingerprint) != (num_ranks, graph.fingerprint)
+            or profile != replace(self.profile, graph=graph)
+        ):
+            return config
+        return replace(config, planning=replace(config.planning, plan=self.plan))
+
+
 def plan_workload(
     workload: AnalyzedWorkload,
     profile: Profile,
@@ -61,7 +82,7 @@ def plan_workload(
         profile = _with_degrees(profile, workload, degrees)
     layout: Layout | None = None
     if planning.is_pipelined:
-        profile = on_one_device(profile)
+        profile = on_one_device(profile)  # stages have one device each
         with progress.bar("planning"):
             layout, plan = _pipeline_plan(profile, config, world)
     else:
@@ -70,7 +91,7 @@ def plan_workload(
     owning_ranks = None if layout is None else owning_ranks_in(workload.graph, layout)
     program = lower(plan, profile, owning_ranks=owning_ranks)
     compare(world, {"the workload": workload.bound.workload, "the profile": profile, **_program_items(program)})
-    verify(program, profile)
+    _verify(program, profile, world)
     return PlannedWorkload(profile=profile, plan=plan, program=program, layout=layout)
 
 
@@ -78,8 +99,21 @@ def program_for_rows(planned: PlannedWorkload, rows: Mapping[str, int], world: W
     """The plan's program for batches of these sizes, by task variant: other than planned in a loader's last batch."""
     program = lower(planned.plan, planned.profile, dict(rows))
     compare(world, _program_items(program))
-    verify(program, planned.profile)
+    _verify(program, planned.profile, world)
     return program
+
+
+def _verify(program: Program, profile: Profile, world: World) -> None:
+    """Verify a program that all ranks have, on rank 0: others need not load compiled loops for that."""
+    error: SpindleError | None = None
+    if world.rank == 0:
+        try:
+            verify(program, profile)
+        except SpindleError as raised:
+            error = raised
+    error = world.broadcast_object(error)
+    if error is not None:
+        raise error
 
 
 def _program_items(program: Program) -> dict[str, Any]:
@@ -133,6 +167,7 @@ def _shared_plan(
         if (plan.shard_optimizer or _splits_parameters(plan)) and world.size > 1:
             trained = [item for item in workload.bound.parameters.items() if item[1].requires_grad]
             reason = why_not_sharded(config.optimizer, trained)
+        # The choice to shard was the planner's, or the user's: without it, another plan may be the best.
         if reason is not None and plan.shard_optimizer:
             plan = _rank_0_plan(profile, config, False, report_share)
     shared: Plan

@@ -109,6 +109,7 @@ def _probe_task(
         parameters = [parameter for call in task.recorded.calls for parameter in call.handle.module.parameters()]
         reached: set[int] | None = set()
         if loss.requires_grad:
+            # First what the loss reaches.
             loss.backward(retain_graph=True)
             reached = {id(parameter) for parameter in parameters if parameter.grad is not None}
             # What had no part in anything (an expert that no sample went to) may have one in a step.
@@ -147,6 +148,8 @@ def _coupled_calls(
             _compare_whole(task, call, pair, outputs)
         try:
             with torch.no_grad():
+                # Each row beside a copy of itself: if that changes it, the other row had a part in it. Then both rows
+                # swapped: if that changes them, their places had.
                 first, second = row(0, [0, 1]), row(1, [0, 1])
                 alone = _alike(first, row(0, [0, 0])) and _alike(second, row(1, [1, 1]))
                 anywhere = call.name in is_random or _alike(first, row(1, [1, 0]))

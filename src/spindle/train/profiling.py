@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from spindle.errors import ProfileError
 from spindle.graph import MetaGraph
-from spindle.launch.capture import Capture, Captured, ProfileCapture, WorkloadCapture
+from spindle.launch import Capture, Captured, ProfileCapture, WorkloadCapture
 from spindle.measure import local_profile, measure_update
 from spindle.models import without_torch_logs
 from spindle.profile import Profile, fitting, read_profile, write_profile

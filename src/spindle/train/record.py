@@ -19,14 +19,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from spindle.errors import WorkloadError
-from spindle.launch.failure import is_debugging
+from spindle.launch import is_debugging
 from spindle.models import Chain, as_when_compiling, device_of, fake_like, whole_chain, without_torch_logs, zeros_like
 from spindle.run import on_device, pytree_meta
 from spindle.train.composites import open_graph, split_loss
+from spindle.train.packed import Packed, entries_of, unpack
+from spindle.train.packed_parts import pad_packed_outputs
 from spindle.train.recording_notices import INSTEAD, note_method, prints_noticed
 from spindle.train.task import Mean, ModuleHandle, TaskDefinition, TaskResult, called_module, called_part, recording
 from spindle.train.task_errors import line_of_node, mark_line
 from spindle.train.tracer import GradientTracer
+
+Handles = dict[str, ModuleHandle]  # by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +179,8 @@ def _proxies(example: Any, batch: Any) -> Any:
     """The batch as the function sees it: its own dicts and tuples, with a proxy for each leaf."""
     if isinstance(example, dict):
         return {key: _proxies(value, batch[key]) for key, value in example.items()}
+    if isinstance(example, Packed):
+        return batch.tracer.create_proxy("call_function", unpack, (batch[0], batch[1]), {})
     if isinstance(example, tuple) and hasattr(example, "_fields"):
         return type(example)(*(_proxies(value, batch[number]) for number, value in enumerate(example)))
     if isinstance(example, tuple | list):
@@ -343,8 +349,10 @@ def _open(task: RecordedTask, example: Any) -> RecordedTask:
     """A task with its composites opened, and its loss split where it is a mean inside one of them."""
     with without_torch_logs():
         graph = open_graph(task, example)
-    if graph is None:
-        return task
+        if graph is None and not entries_of(example):
+            return task
+        graph = task.graph if graph is None else graph
+        pad_packed_outputs(graph, task.constants, task.definition.batch_size, example)
     opened = read_graph(task.definition, graph, task.constants, task.decisions)
     split, is_sum = split_loss(graph)
     if split is None:
@@ -425,9 +433,9 @@ def kept_whole(tasks: Sequence[RecordedTask], module: object, reason: str) -> li
     return recorded
 
 
-def handles_of(tasks: Sequence[RecordedTask]) -> dict[str, ModuleHandle]:
+def handles_of(tasks: Sequence[RecordedTask]) -> Handles:
     """The modules of tasks by name; two under one name are refused."""
-    handles: dict[str, ModuleHandle] = {}
+    handles: Handles = {}
     for task in tasks:
         for call in task.calls:
             known = handles.setdefault(call.handle.name, call.handle)
@@ -438,7 +446,7 @@ def handles_of(tasks: Sequence[RecordedTask]) -> dict[str, ModuleHandle]:
     return handles
 
 
-def root_handles(handles: Mapping[str, ModuleHandle]) -> dict[str, ModuleHandle]:
+def root_handles(handles: Mapping[str, ModuleHandle]) -> Handles:
     """The handles that the user registered: composites instead of their parts."""
     roots = [handle.composite or handle for handle in handles.values()]
     return {root.name: root for root in roots}

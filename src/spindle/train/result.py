@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from spindle.graph import MetaGraph
 from spindle.plan import Plan
 from spindle.planners import make_plan
 from spindle.profile import Profile
-from spindle.program import COMPUTE, Program
+from spindle.program import COMPUTE, Program, lower
 from spindle.report import (
     StepComparison,
     columns_for,
@@ -31,6 +31,7 @@ from spindle.report import (
     step_tables,
     trace_of,
 )
+from spindle.simulate import simulate
 from spindle.timeline import Timeline
 
 
@@ -142,3 +143,20 @@ class FitResult:
         """Write the measured step as a trace for Perfetto, on rank 0."""
         if self.measured is not None:
             write_atomically(Path(path), trace_of(self.measured, self.program))
+
+
+def result_without_steps(rank: int, plan: Plan, profile: Profile, notices: Sequence[str]) -> FitResult:
+    """The result of a fit whose steps were all trained by an earlier run."""
+    program = lower(plan, profile)
+    return FitResult(
+        rank=rank,
+        losses=(),
+        step_s=(),
+        num_samples=(),
+        plan=plan,
+        program=program,
+        profile=profile,
+        predicted=simulate(program, profile),
+        measured=None,
+        notices=tuple(notices),
+    )

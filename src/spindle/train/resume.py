@@ -35,26 +35,24 @@ from spindle.display import count_of
 from spindle.errors import CheckpointError, SpindleError, WorkloadError
 from spindle.plan import Plan
 from spindle.profile import Profile
-from spindle.program import Sharding, Slice, lower
+from spindle.program import Sharding, Slice
 from spindle.run import Weights, World
-from spindle.simulate import simulate
 from spindle.train.config import Checkpoints, TrainConfig
 from spindle.train.feed import LoaderPosition, random_state, set_random_state
 from spindle.train.grad_scaler import ScaleState
 from spindle.train.optimizer_reshard import LRSchedulerState, OptimizerState
 from spindle.train.plain_json import from_plain
-from spindle.train.progress import Progress
-from spindle.train.record import handles_of, record_all, root_handles
-from spindle.train.result import FitResult
+from spindle.train.plan import SavedPlanning
+from spindle.train.record import Handles, handles_of, record_all, root_handles
+from spindle.train.result import FitResult, result_without_steps
 from spindle.train.saving import Saver, memory_folder, planning_text, whole_shape
 from spindle.train.session import TrainSession
-from spindle.train.task import ModuleHandle
 
 T = TypeVar("T")
 _SHARED_S = 5.0  # until other hosts see a new file
 
 
-def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int, progress: Progress) -> FitResult | None:
+def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int) -> FitResult | None:
     """Prepare a fit of `steps` steps, of which some may be done. Returns the result of one that is over. All ranks must
     call it."""
     number, checkpoints = session.num_fits, session.config.checkpoints
@@ -62,7 +60,7 @@ def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int, progre
     session.first_step = session.step
     if checkpoints is None or session.capture is not None:
         return None
-    notify = session.notifier(progress)
+    notify = session.notify
     if session.saver is None:
         session.saver = Saver(session, checkpoints, session.config.planning)
         newest = newest_checkpoint(checkpoints, session.world, notify)
@@ -76,14 +74,14 @@ def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int, progre
     num_done = state.step - state.first_step
     is_over = number < state.fit or state.was_stopped or steps <= num_done
     if number == state.fit:
-        _restore(session, saved, handles, progress, is_over=is_over)
+        _restore(session, saved, handles, is_over=is_over)
         session.step, session.first_step = state.step, state.step if is_over else state.first_step
     if is_over:
         saved.load_modules(handles)
         if number < state.fit:
             saved.forget_loaded()  # what is done between fits is done to them before the state is restored
         notify(f"fit {number + 1} is over in the checkpoint of step {state.step}: its steps are not trained again")
-        return _over(session, saved)
+        return result_without_steps(session.world.rank, saved.plan, saved.profile, session.notices)
     notify(
         f"resumed from {saved.checkpoint.folder}: {count_of(num_done, 'step')} of {steps} in this fit are done"
         + ("" if state.num_ranks == session.world.size else f" (saved by {count_of(state.num_ranks, 'rank')})")
@@ -91,7 +89,7 @@ def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int, progre
     return None
 
 
-def _handles(session: TrainSession, loaders: Mapping[str, Any]) -> dict[str, ModuleHandle]:
+def _handles(session: TrainSession, loaders: Mapping[str, Any]) -> Handles:
     """The modules of all tasks that the script has, with composites as a whole; of tasks that look at their batches,
     those that the first one reaches."""
     if session.handles:
@@ -112,23 +110,6 @@ def _first_batch(loader: Any, batch_size: int) -> Any:
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         return default_collate([loader[number] for number in range(batch_size)])
     return None if loader is None or isinstance(loader, Iterator) else next(iter(loader), None)
-
-
-def _over(session: TrainSession, saved: ResumedTensors) -> FitResult:
-    plan, profile = saved.plan, saved.profile
-    program = lower(plan, profile)
-    return FitResult(
-        rank=session.world.rank,
-        losses=(),
-        step_s=(),
-        num_samples=(),
-        plan=plan,
-        program=program,
-        profile=profile,
-        predicted=simulate(program, profile),
-        measured=None,
-        notices=tuple(session.notices),
-    )
 
 
 # Which.
@@ -220,19 +201,12 @@ def _lock(folder: Path) -> None:
 # State.
 
 
-def _restore(
-    session: TrainSession,
-    saved: ResumedTensors,
-    handles: Mapping[str, ModuleHandle],
-    progress: Progress,
-    *,
-    is_over: bool,
-) -> None:
+def _restore(session: TrainSession, saved: ResumedTensors, handles: Handles, *, is_over: bool) -> None:
     """Bring a session into the saved state, before its tasks are traced."""
     state, where = saved.checkpoint.state, str(saved.checkpoint.folder)
     config = _restored_config(session.config, saved)
     if config.tasks != session.config.tasks:
-        session.set_config(config, progress)
+        session.set_config(config)
     session.absent_tasks = frozenset(state.ended_tasks) - set(config.task_names)
     for task, position in state.data.items():
         session.num_batches[task] = position["num_batches"]
@@ -255,10 +229,10 @@ def _restore(
     session.restore_optimizer_state(partial(saved.optimizer_state, session.world))
     # As rank 0 finds it: others may not see the file of a given plan.
     is_planned_alike = session.world.broadcast_object(state.planning == planning_text(config.planning))
-    if is_planned_alike:
-        session.saved_plan = saved.plan
-    if is_planned_alike or config.planning.profile is None:
-        session.saved_profile = saved.profile
+    session.saved_planning = SavedPlanning(
+        plan=saved.plan if is_planned_alike else None,
+        profile=saved.profile if is_planned_alike or config.planning.profile is None else None,
+    )
     set_random_state(from_plain(state.random_state, where))
 
 
@@ -318,7 +292,7 @@ class ResumedTensors:
 
     # Parameters and buffers.
 
-    def load(self, weights: Weights, handles: Mapping[str, ModuleHandle], rank: int) -> None:
+    def load(self, weights: Weights, handles: Handles, rank: int) -> None:
         """Load what a rank holds of parameters that are not loaded yet, and buffers; new modules stay as they are."""
         held = {id(parameter): slices for parameter, slices in weights.held.values()}
         shapes = {key: whole_shape(slices) for key, slices in held.items()}
@@ -330,7 +304,7 @@ class ResumedTensors:
                 parameter.data.copy_(self.read(name, part))
         self._load_buffers(handles)
 
-    def load_modules(self, handles: Mapping[str, ModuleHandle]) -> None:
+    def load_modules(self, handles: Handles) -> None:
         """Load all parameters and buffers of modules, as a whole."""
         for name, parameter in self._matches(handles, {}):
             parameter.data.copy_(self.read(name, Slice.whole(self.checkpoint.tensors[name].shape)))
@@ -340,9 +314,7 @@ class ResumedTensors:
         """Load everything again."""
         self._loaded.clear()
 
-    def _matches(
-        self, handles: Mapping[str, ModuleHandle], shapes: Mapping[int, tuple[int, ...]]
-    ) -> Iterator[tuple[str, nn.Parameter]]:
+    def _matches(self, handles: Handles, shapes: Mapping[int, tuple[int, ...]]) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of modules that are not loaded yet, each with its tensor; they count as loaded from now on.
         `shapes` are those of scattered ones, by id."""
         state, tensors = self.checkpoint.state, self.checkpoint.tensors
@@ -368,7 +340,7 @@ class ResumedTensors:
                 self._loaded.add(name)
                 yield name, parameter
 
-    def _load_buffers(self, handles: Mapping[str, ModuleHandle]) -> None:
+    def _load_buffers(self, handles: Handles) -> None:
         for module, handle in handles.items():
             for path, buffer in handle.module.named_buffers():
                 for kind in ("buffer", "nonpersistent_buffer"):

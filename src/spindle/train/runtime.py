@@ -1,20 +1,20 @@
-"""What one rank runs a plan with: its weights, the executors of its steps, and an optimizer over what it holds."""
+"""What one rank runs a plan with: weights and buffers, the executors of its steps, an optimizer over what it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from spindle.errors import TrainingError
 from spindle.models import split_dims
 from spindle.program import Sharding, main_replicas, optimizer_sharding
-from spindle.run import Shards, Weights, World
+from spindle.run import Shards, Weights, World, send_tensors
 from spindle.train.agreement import compare, compare_held, optimizer_items
 from spindle.train.analyze import AnalyzedWorkload
+from spindle.train.bind import Bound
 from spindle.train.config import TrainConfig
 from spindle.train.optimizer import Named, NamedGroups, Update
 from spindle.train.optimizer_reshard import OptimizerState
@@ -33,6 +33,10 @@ class RankRuntime:
     weights: Weights
     shards: Shards | None
     steps: Steps
+
+    def drop_gradients(self) -> None:
+        for parameter in self.weights.parameters:
+            parameter.grad = None
 
 
 def make_runtime(
@@ -117,14 +121,35 @@ def make_update(
     return update
 
 
-def resident_tensors(runtime: RankRuntime, update: Update | None) -> Iterator[torch.Tensor]:
-    """What stays on this rank from step to step: weights, buffers, gradients and optimizer state."""
-    yield from runtime.weights.parameters
-    for handle in runtime.workload.bound.handles.values():
-        yield from handle.module.buffers()
-    yield from runtime.steps.gradient_tensors()
-    if update is not None and update.average is not None:
-        yield from update.average.tensors
-    optimizer = update.optimizer if update is not None else None
-    for state in optimizer.state.values() if optimizer is not None else ():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+# Buffers of modules (running statistics) are the same on all ranks before and after a fit.
+
+
+def share_buffers(bound: Bound, world: World) -> None:
+    """Broadcast rank 0's buffers."""
+    if world.size == 1:
+        return
+    buffers = [buffer for handle in bound.handles.values() for buffer in handle.module.buffers()]
+    send_tensors(world, buffers, [0] * len(buffers), range(world.size))
+
+
+def buffer_owners(runtime: RankRuntime) -> dict[int, int]:
+    """The rank whose buffers of a layer are the latest, by id of the buffer: the first of the slot that ran it last."""
+    handles = runtime.workload.bound.handles
+    owner: dict[int, int] = {}
+    program, plan = runtime.planned.program, runtime.planned.plan
+    slots = sorted(zip(program.slots, plan.slots, strict=True), key=lambda pair: pair[0].op)
+    for shape, slot in slots:
+        op = runtime.workload.graph.metaops[shape.op]
+        if op.module is not None and op.module in handles:
+            layers = handles[op.module].chain.layers[op.first_layer + slot.first : op.first_layer + slot.last]
+            owner.update((id(buffer), slot.devices[0]) for layer in layers for buffer in layer.buffers)
+    return owner
+
+
+def gather_buffers(runtime: RankRuntime, world: World) -> None:
+    """Gather each layer's buffers on rank 0."""
+    if world.size == 1:
+        return
+    owner = buffer_owners(runtime)
+    buffers = [buffer for handle in runtime.workload.bound.handles.values() for buffer in handle.module.buffers()]
+    send_tensors(world, buffers, [owner.get(id(buffer), 0) for buffer in buffers], [0])

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from spindle.errors import TrainingError
 from spindle.run import plain, seed_of, signature_of
-from spindle.train.feed import Batch, Feed, Held, LoaderPosition, is_same, random_state, set_random_state
+from spindle.train.feed import Batch, Feed, Held, LoaderPosition, is_same, random_state, restored_random_state
 
 EVERYTHING = ""  # stands for all fields of a sample, where it has no names for them
 Needs = tuple[tuple[str, int, int], ...]  # rows `[first, last)` by field
@@ -188,14 +188,13 @@ class SampleFeed(Feed):
 
     def example(self) -> Batch:
         if self._example is None:
-            request, outside = self._request(0, None), random_state()
-            try:
+            request = self._request(0, None)
+            with restored_random_state():
                 nest = plain(self._noted(lambda: self._rows_of[request]))
+                # Nothing was drawn if the state is still the one that the last row was seeded with.
                 after_last_row = random_state()
                 _seed(seed_of(request.seed, len(request.samples) - 1))
                 self._fetches_ahead = is_same(random_state(), after_last_row)
-            finally:
-                set_random_state(outside)
             self._example = self._whole(nest, self._choose(0))
         return self._example
 
@@ -268,8 +267,10 @@ class SampleFeed(Feed):
             self._stream = (needs, number + 1, self._stream[2])
             return nest
         nest = self._from_thread(number, needs)
+        # Random numbers must be those of a row's own seed, so a dataset that draws any is read here, not in the thread.
         if nest is None:
-            nest = self._seeded(self._request(number, needs))
+            with restored_random_state():
+                nest = self._rows_of[self._request(number, needs)]
         if self._fetches_ahead:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
@@ -289,13 +290,6 @@ class SampleFeed(Feed):
             self._fetches_ahead = False
             return None
         return future.result() if fetched == [number, needs] else None
-
-    def _seeded(self, request: Request) -> Any:
-        outside = random_state()
-        try:
-            return self._rows_of[request]
-        finally:
-            set_random_state(outside)
 
 
 def _completed(nest: Any, needs: Needs, example: Any) -> tuple[Any, Held]:

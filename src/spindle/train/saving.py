@@ -25,19 +25,18 @@ from spindle.artifact import artifact_text, to_json
 from spindle.checkpoint import PLAN, PROFILE, SavedState, finish, partial_folder, prune, write_part, writers_of
 from spindle.display import num_bytes as _text
 from spindle.errors import CheckpointError, TrainingError
-from spindle.launch import variables
-from spindle.launch.activity import recorder
+from spindle.launch import recorder, variables
 from spindle.plan import Plan
 from spindle.profile import Profile
 from spindle.program import Box, Sharding, Slice
 from spindle.run import Copied, Staging, box_view
-from spindle.train.buffers import buffer_owners
 from spindle.train.config import Checkpoints, Planning, TrainConfig
 from spindle.train.feed import random_state
 from spindle.train.optimizer import Update
 from spindle.train.optimizer_reshard import OptimizerState
 from spindle.train.plain_json import to_plain
 from spindle.train.record import parameter_names, root_handles
+from spindle.train.runtime import buffer_owners
 from spindle.train.session import TrainSession
 
 REQUESTED, ENDING = 1, 2  # in the header: a checkpoint was asked for; the job is to end after one

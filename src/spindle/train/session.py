@@ -8,34 +8,25 @@ made, and parameters are sent straight from the ranks that held them to those th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from spindle.errors import TrainingError
-from spindle.launch.capture import Capture
-from spindle.plan import Plan
-from spindle.profile import Profile
+from spindle.launch import Capture
 from spindle.run import World
 from spindle.train.agreement import compare, config_items, module_items, version_items
-from spindle.train.analyze import mode_of
-from spindle.train.buffers import gather_buffers, share_buffers
 from spindle.train.callbacks import Callbacks
 from spindle.train.config import TrainConfig
-from spindle.train.ema import averaged_weights
 from spindle.train.feed import Batch, Feed, LoaderPosition
 from spindle.train.garbage import collect_all
 from spindle.train.optimizer import Update
 from spindle.train.optimizer_reshard import OptimizerState
-from spindle.train.plan import plan_workload
+from spindle.train.plan import SavedPlanning, plan_workload
 from spindle.train.profiling import ProfiledWorkload, trace_and_profile
 from spindle.train.progress import Progress
-from spindle.train.record import named_parameters, root_handles
-from spindle.train.runtime import RankRuntime, StateFor, make_runtime, make_update
-from spindle.train.task import ModuleHandle
+from spindle.train.record import Handles, root_handles
+from spindle.train.runtime import RankRuntime, StateFor, gather_buffers, make_runtime, make_update, share_buffers
 from spindle.train.task_variants import TaskVariants
 
 if TYPE_CHECKING:
@@ -50,13 +41,14 @@ class TrainSession:
 
     def __init__(self, config: TrainConfig, world: World, notices: list[str], capture: Capture | None) -> None:
         self.config, self.world, self.notices, self.capture = config, world, notices, capture
+        self.progress = Progress(enabled=False)  # of the fit that runs
         self.callbacks = Callbacks(config.callbacks, world.rank)
         self.variants = TaskVariants(config.tasks)
         self.profiled: ProfiledWorkload | None = None
         self._all_profiled: ProfiledWorkload | None = None  # with the tasks that have ended since
         self.runtime: RankRuntime | None = None
         self.update: Update | None = None  # the optimizer under the current plan, once parameters were scattered
-        self.handles: dict[str, ModuleHandle] = {}  # of all modules that were called so far
+        self.handles: Handles = {}  # of all modules that were called so far
         self.is_scattered = False  # whether parameters are with the ranks that hold them
         self.checked: set[str] = set()  # task variants whose split loss was compared with the whole one
         self.num_batches: Counter[str] = Counter()  # of each task, in all fits
@@ -68,28 +60,39 @@ class TrainSession:
         self.absent_tasks: frozenset[str] = frozenset()  # of the script, which had ended in the restored state
         self.saver: Saver | None = None
         self.saved: ResumedTensors | None = None  # of the checkpoint that was resumed from
-        self.saved_plan: Plan | None = None  # for the first plan after that
-        self.saved_profile: Profile | None = None
+        self.saved_planning = SavedPlanning()  # of that checkpoint
         self._optimizer_state: OptimizerState | StateFor | None = None  # for the next optimizer, where there is none
 
-    def notifier(self, progress: Progress) -> Callable[[str], None]:
-        """A function that shows a text the first time it is given it."""
+    @contextmanager
+    def showing_progress(self, enabled: bool) -> Iterator[None]:
+        """Inside, rank 0 shows what it is doing, if enabled."""
+        self.progress = Progress(enabled=enabled and self.world.rank == 0)
+        try:
+            yield
+        finally:
+            self.progress.close()
+            self.progress = Progress(enabled=False)
 
-        def notify(text: str) -> None:
-            if text not in self.notices:
-                self.notices.append(text)
-                progress.note(text)
+    def notify(self, text: str) -> None:
+        """Show a text the first time it is given."""
+        if text not in self.notices:
+            self.notices.append(text)
+            self.progress.note(text)
 
-        return notify
+    @property
+    def current_runtime(self) -> RankRuntime:
+        """The runtime of the current plan, which there is during a fit."""
+        assert self.runtime is not None
+        return self.runtime
 
-    def trace_and_profile(self, feeds: Mapping[str, Feed], progress: Progress) -> ProfiledWorkload:
+    def trace_and_profile(self, feeds: Mapping[str, Feed]) -> ProfiledWorkload:
         """The tasks, traced and profiled where they are not yet, or where modules were switched since."""
         items = version_items() | config_items(self.config)
         if self._all_profiled is not None:
             items |= module_items(self._all_profiled.workload.bound.handles)
         compare(self.world, items)
         if self._is_switched():
-            self._start_anew("modules were frozen, thawed or switched since", progress)
+            self._start_anew("modules were frozen, thawed or switched since")
         if self.profiled is None:
             examples = {task: feed.example() for task, feed in feeds.items() if not self.variants.names_of(task)}
             for task, batch in examples.items():
@@ -100,45 +103,34 @@ class TrainSession:
                 self._examples(),
                 self.config,
                 self.world,
-                progress,
-                self.notifier(progress),
+                self.progress,
+                self.notify,
                 self.capture,
-                self.saved_profile,
+                self.saved_planning.profile,
             )
             self.handles |= self.profiled.workload.bound.handles
         return self.profiled
 
-    def plan(self, profiled: ProfiledWorkload, progress: Progress) -> RankRuntime:
-        """The runtime of the current plan, made where there is none."""
+    def plan(self, feeds: Mapping[str, Feed]) -> None:
+        """Make a plan of the tasks, where there is none, or where modules were switched since."""
+        profiled = self.trace_and_profile(feeds)
         if self.runtime is None:
-            self.runtime = self._planned(profiled, progress)
-        return self.runtime
+            self.runtime = self._planned(profiled)
 
-    def _planned(self, profiled: ProfiledWorkload, progress: Progress) -> RankRuntime:
+    def _planned(self, profiled: ProfiledWorkload) -> RankRuntime:
         workload, config, world = profiled.workload, self.config, self.world
-        plan, self.saved_plan = self.saved_plan, None
-        if plan is not None and self._applies(plan, profiled):
-            config = replace(config, planning=replace(config.planning, plan=plan))
-        planned = plan_workload(workload, profiled.profile, config, world, progress, self.notifier(progress))
+        config = self.saved_planning.applied_to(config, workload.graph, profiled.profile, world.size)
+        self.saved_planning = replace(self.saved_planning, plan=None)  # for the first plan only
+        planned = plan_workload(workload, profiled.profile, config, world, self.progress, self.notify)
         self.callbacks.call("on_plan", planned.plan)
         return make_runtime(workload, planned, config, world, self._examples())
-
-    def _applies(self, plan: Plan, profiled: ProfiledWorkload) -> bool:
-        """Whether the saved plan holds here: for the same graph and ranks, with the saved profile."""
-        graph = profiled.workload.graph
-        return (
-            not self.config.planning.is_pipelined
-            and (plan.num_devices, plan.fingerprint) == (self.world.size, graph.fingerprint)
-            and self.saved_profile is not None
-            and profiled.profile == replace(self.saved_profile, graph=graph)
-        )
 
     def _examples(self) -> dict[str, Any]:
         return {variant.name: variant.example for variant in self.variants}
 
-    def scatter_parameters(self, runtime: RankRuntime) -> None:
+    def scatter_parameters(self) -> None:
         """Send parameters to the ranks that hold them, and make an optimizer over what this rank has."""
-        self.is_scattered = True
+        self.is_scattered, runtime = True, self.current_runtime
         runtime.weights.scatter_parameters()
         if self.saved is not None:
             self.saved.load(runtime.weights, root_handles(self.handles), self.world.rank)
@@ -149,8 +141,9 @@ class TrainSession:
             self.update = make_update(runtime, self.config, self.world, self._optimizer_state)
             self._optimizer_state = None
 
-    def gather_parameters(self, runtime: RankRuntime) -> None:
+    def gather_parameters(self) -> None:
         """Give every rank all parameters and buffers again."""
+        runtime = self.current_runtime
         if self.update is not None:
             self.update.settle_copies()
         if runtime.shards is not None:
@@ -160,74 +153,51 @@ class TrainSession:
         share_buffers(runtime.workload.bound, self.world)
         self.is_scattered = False
 
-    @contextmanager
-    def gathered_parameters(self) -> Iterator[None]:
-        """Inside, during a fit, every rank has all parameters; afterwards they are back with the ranks that hold
-        them."""
-        assert self.runtime is not None
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
-        self.gather_parameters(self.runtime)
-        yield
-        self.scatter_parameters(self.runtime)
-
-    @contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        """Inside, parameters hold their averages (EMA). Every rank must hold all weights."""
-        decay = self.config.ema
-        if decay is None:
-            raise TrainingError("ema=True: there is no average of the weights; give the Trainer ema=0.999, for example")
-        state = self.optimizer_state() if self.update is None else self.update.state()
-        with averaged_weights(self.world, state, named_parameters(self.handles), decay):
-            yield
-
-    def set_config(self, config: TrainConfig, progress: Progress, *, keep_optimizer: bool = True) -> None:
+    def set_config(self, config: TrainConfig, *, keep_optimizer: bool = True) -> None:
         """Train by this configuration from the next fit on. Every rank must hold all weights."""
         self.forget_plan(keep_optimizer=keep_optimizer)
         if config.tasks == self.config.tasks:
             self.config = config
         else:
-            self._adopt(config, progress)
+            self._adopt(config)
 
-    def change_config(self, config: TrainConfig, feeds: Mapping[str, Feed], progress: Progress) -> RankRuntime:
+    def change_config(self, config: TrainConfig, feeds: Mapping[str, Feed]) -> None:
         """Train by this configuration from the next step on, with a new plan. Parameters are scattered before and
         after."""
-        old, update = self.runtime, self.update
-        assert old is not None
+        old, update = self.current_runtime, self.update
         assert update is not None
         old.steps.close()
         update.settle_copies()
         self.checked -= self.variants.set_tasks(config.tasks)
-        if not self._is_known():
-            self.gather_parameters(old)
+        if not self._is_known():  # a new task, or a module that was switched, is traced with whole weights
+            self.gather_parameters()
             self.forget_plan()
-            self._adopt(config, progress)
-            new = self.plan(self.trace_and_profile(feeds, progress), progress)
-            self.scatter_parameters(new)
-            return new
+            self._adopt(config)
+            self.plan(feeds)
+            self.scatter_parameters()
+            return
         if old.shards is not None:
             old.shards.release()
         self.world.forget_groups()
+        # From here on, slices go straight from the ranks of the old plan to those of the new one.
         with old.weights.in_shape():
-            self._adopt(config, progress)
+            self._adopt(config)
             assert self.profiled is not None
-            new = self._planned(self.profiled, progress)
+            new = self._planned(self.profiled)
         gather_buffers(old, self.world)
         share_buffers(old.workload.bound, self.world)
-        for parameter in old.weights.parameters:
-            parameter.grad = None
+        old.drop_gradients()
         new.weights.take_over(old.weights)
         if new.shards is not None:
             new.shards.attach()
         self.update = make_update(new, self.config, self.world, update.state())
         self.runtime = new
-        return new
 
-    def _adopt(self, config: TrainConfig, progress: Progress) -> None:
+    def _adopt(self, config: TrainConfig) -> None:
         """Take a configuration, with what is known of its tasks from earlier ones."""
         previous, self.config = self.config, config
         if config.tasks != previous.tasks:
-            self.config = self.without_given_plan(config, "the set of tasks changed", progress)
+            self.config = config.without_given_plan("the set of tasks changed", self.notify)
         self.checked -= self.variants.set_tasks(config.tasks)
         profiled = self._all_profiled
         if profiled is None or not self._is_known():
@@ -245,15 +215,12 @@ class TrainSession:
         return all(map(self.variants.names_of, self.variants.tasks)) and names <= known
 
     def _is_switched(self) -> bool:
-        """Whether modules were frozen, thawed or switched since the tasks were traced."""
-        if self._all_profiled is None:
-            return False
-        return self._all_profiled.workload.mode != mode_of(self._all_profiled.workload.bound)
+        return self._all_profiled is not None and self._all_profiled.workload.is_switched
 
-    def take_new_variant(self, task: str, key: int, batch: Batch, progress: Progress) -> None:
+    def take_new_variant(self, task: str, key: int, batch: Batch) -> None:
         """Add a variant that a batch takes for the first time; the next plan has it. Rank 0 must hold all weights."""
         self.variants.add(task, key, batch)
-        self._start_anew(NEW_VARIANT, progress)
+        self._start_anew(NEW_VARIANT)
 
     def forget_plan(self, *, keep_optimizer: bool = True) -> None:
         """Drop the plan; the optimizer's state stays, unless it is to start anew."""
@@ -267,8 +234,7 @@ class TrainSession:
         self.update = None
         if self.runtime.shards is not None:
             self.runtime.shards.release()
-        for parameter in self.runtime.weights.parameters:
-            parameter.grad = None
+        self.runtime.drop_gradients()
         self.runtime = None
         collect_all()  # what the plan held on its device
         self.world.forget_groups()
@@ -286,19 +252,7 @@ class TrainSession:
         assert self.update is None
         self._optimizer_state = state
 
-    def _start_anew(self, reason: str, progress: Progress) -> None:
+    def _start_anew(self, reason: str) -> None:
         self.forget_plan()
         self.profiled = self._all_profiled = None
-        self.config = self.without_given_plan(self.config, reason, progress)
-
-    def without_given_plan(self, config: TrainConfig, reason: str, progress: Progress) -> TrainConfig:
-        """The configuration without a plan and profile that the user gave for other tasks or modules. A function stays:
-        it makes new ones."""
-        planning = config.planning
-        if planning.plan is not None:
-            self.notifier(progress)(f"the given plan no longer applies: {reason}")
-            planning = replace(planning, plan=None)
-        if planning.profile is not None and not callable(planning.profile):
-            self.notifier(progress)(f"the given profile no longer applies: {reason}")
-            planning = replace(planning, profile=None)
-        return replace(config, planning=planning)
+        self.config = self.config.without_given_plan(reason, self.notify)

@@ -173,6 +173,7 @@ class StaticSteps(Steps):
         self._executors = {tuple(self._planned_rows.values()): self.main}
 
     def runs(self, microbatches: Sequence[Microbatch], num_micro_steps: int, batches: MicroSteps) -> Iterator[StepRun]:
+        # The optimizer steps after the last micro-step, with the gradients of all variants that any of them used.
         used: frozenset[str] = frozenset()
         for number in range(num_micro_steps):
             taken = {microbatch.variant: microbatch for microbatch in microbatches if microbatch.micro_step == number}
@@ -240,7 +241,7 @@ class PipelinedSteps(Steps):
     def runs(self, microbatches: Sequence[Microbatch], num_micro_steps: int, batches: MicroSteps) -> Iterator[StepRun]:
         world = self._world
         key = _key_of(microbatches, num_micro_steps)
-        shapes = self._shapes_of(microbatches, batches)
+        shapes = self._shapes_of(microbatches, batches)  # may broadcast: on all ranks before anything else does
         step = self._step_graph(key, microbatches, num_micro_steps)
         program = world.broadcast_object(self._microbatches.program(key, step.profile) if world.rank == 0 else None)
         self._last = self._make.of_step(program, step, self._last)

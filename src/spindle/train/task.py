@@ -15,7 +15,8 @@ import torch
 from torch import fx, nn
 
 from spindle.errors import WorkloadError
-from spindle.models import Chain, chain_and_output, resolve_styles, whole_chain
+from spindle.models import Chain, chain_and_output, check_options, resolve_styles, whole_chain
+from spindle.train.packed import unpacked
 
 
 class ModuleHandle:
@@ -30,14 +31,17 @@ class ModuleHandle:
         activation_checkpointing: bool = False,
         split: bool = True,
         tensor_parallel: Mapping[str, str] | None = None,
+        compile: Mapping[str, Any] | None = None,
     ) -> None:
         self.name, self.module, self.whole_batch = name, nn_module, whole_batch
         self.activation_checkpointing, self.split = activation_checkpointing, split
-        self.tensor_parallel = tensor_parallel
+        self.tensor_parallel, self.compile = tensor_parallel, compile
         self.has_compared_attributes = False  # with other ranks
         self.chain: Chain = whole_chain(nn_module, "it was not called yet")
         self.composite: ModuleHandle | None = None  # of which this is a part
+        self.closed_reason = ""  # why a module with towers is not opened into them and its other parts
         self._parts: dict[str, ModuleHandle] = {}
+        self._packed: ModuleHandle | None = None
 
     def part(self, path: str, module: nn.Module | None = None) -> ModuleHandle:
         """The handle of a part of this composite, named by its path; the same one each time."""
@@ -45,10 +49,21 @@ class ModuleHandle:
             assert module is not None
             name = f"{self.name}.{path}" if path else self.name
             styles = None if self.tensor_parallel is None else styles_of_part(self.tensor_parallel, path)
-            handle = ModuleHandle(name, module, self.whole_batch, self.activation_checkpointing, True, styles)
+            handle = ModuleHandle(
+                name, module, self.whole_batch, self.activation_checkpointing, True, styles, self.compile
+            )
             handle.composite = self
             self._parts[path] = handle
         return self._parts[path]
+
+    def packed(self, wrap: Callable[[nn.Module], nn.Module]) -> ModuleHandle:
+        """The handle of the same module where its output is padded: one layer."""
+        if self._packed is None:
+            self._packed = ModuleHandle(
+                self.name, wrap(self.module), self.whole_batch, self.activation_checkpointing, False, {}
+            )
+            self._packed.composite = self.composite or self
+        return self._packed
 
     def has_part(self, path: str) -> bool:
         return path in self._parts
@@ -116,6 +131,7 @@ def module(
     activation_checkpointing: bool = False,
     split: bool = True,
     tensor_parallel: Mapping[str, str] | None = None,
+    compile: bool | Mapping[str, Any] = False,
 ) -> ModuleHandle:
     """Register an `nn.Module` under a name that all tasks share.
 
@@ -128,6 +144,10 @@ def module(
     their own; `{}` disables it. How many devices share a layer is up to the planner. A block that is
     `"sequence_parallel"` in it is shared by tokens between its other parts:
     `{**llm.tp_plan, "model.layers.*": "sequence_parallel"}`.
+
+    With `compile`, its layers are compiled by `torch.compile`, once for each kind of layer, with these arguments where
+    it is a dict (`{"mode": "max-autotune-no-cudagraphs"}`). Layers that several devices share, and those of pipelines
+    that split backward in two, run as they are.
     """
     if not isinstance(nn_module, nn.Module):
         raise WorkloadError(f"spindle.module({name!r}, ...): expected an nn.Module, got {type(nn_module).__name__}")
@@ -142,7 +162,10 @@ def module(
     if tensor_parallel is not None:
         where = f"spindle.module({name!r}, tensor_parallel=...)"
         resolve_styles(nn_module, tensor_parallel, where, strict=True)  # refuses what it does not know
-    return ModuleHandle(name, nn_module, whole_batch, activation_checkpointing, split, tensor_parallel)
+    options = {} if compile is True else dict(compile) if compile else None
+    if options is not None:
+        check_options(options, f"spindle.module({name!r}, compile=...)")
+    return ModuleHandle(name, nn_module, whole_batch, activation_checkpointing, split, tensor_parallel, options)
 
 
 class Mean(NamedTuple):
@@ -187,7 +210,7 @@ class TaskDefinition:
     tokens: Callable[[Any], int] | None = None
 
     def __call__(self, batch: Any) -> Any:
-        return self.function(batch)
+        return self.function(unpacked(batch))
 
 
 def task(

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from spindle.errors import SpindleError, WorkloadError
-from spindle.launch.failure import is_debugging, is_users
+from spindle.launch import is_debugging, is_users
 
 _LINE = "line_of_task"  # in the `meta` of a node
 _GENERATED = "<eval_with_key>"  # how torch.fx names the code of a graph

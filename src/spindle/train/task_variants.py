@@ -103,9 +103,9 @@ class TaskVariants:
         count = sum(variant.task == task for variant in self._variants.values())
         if count == _MOST_VARIANTS:
             raise TrainingError(
-                f"task {task!r}: its batches take more than {_MOST_VARIANTS} variants, "
-                f"the last {batch_text(batch)}; each is planned: let batches have fewer forms, pad them alike, or move "
-                "branches into a module"
+                f"task {task!r}: its batches take more than {_MOST_VARIANTS} variants, the last "
+                f"({describe_batch(batch.nest)}); each is planned: let batches have fewer forms, pad them alike, or "
+                "move branches into a module"
             )
         number = sum(name == task for name, _ in self._names)
         name = self._names.setdefault((task, key), task if number == 0 else f"{task}.{number + 1}")
@@ -129,7 +129,3 @@ class TaskVariants:
 
     def names_of(self, task: str) -> list[str]:
         return [variant.name for variant in self._variants.values() if variant.task == task]
-
-
-def batch_text(batch: Batch) -> str:
-    return f"({describe_batch(batch.nest)})"

@@ -16,16 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spindle.models import (
     MAX_TENSOR_DEGREE,
     EmulatedTensorGroup,
-    FakeWeights,
     StyledModule,
     apply_styles,
-    as_when_compiling,
     builtin_tp_plan,
     device_of,
     drop_tied_conflicts,
@@ -39,7 +36,7 @@ from spindle.models import (
 from spindle.run import as_leaves, copied, cut, takes_gradient
 from spindle.train.record import handles_of
 from spindle.train.task import ModuleHandle
-from spindle.train.trace import TracedTask, Visit, unchanged, walk
+from spindle.train.trace import TracedTask, Visit, counted_saved_bytes, fake_weights, first_line, unchanged, walk
 
 _DEGREES = tuple(degree for degree in (2, 4, 8) if degree <= MAX_TENSOR_DEGREE)
 _SEED = 20240611
@@ -119,14 +116,9 @@ class _Search:
         def compare(visit: Visit) -> None:
             self._compare(visit, parts[id(visit.layer)])
 
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
         try:
             try:
-                with ExitStack() as stack:
-                    for module in modules.values():
-                        stack.enter_context(FakeWeights(module, mode, device_of(batch)))
-                    stack.enter_context(mode)
-                    stack.enter_context(as_when_compiling())
+                with fake_weights(modules.values(), device_of(batch)) as mode:
                     self._walk(task, tree_map(lambda leaf: fake_like(mode, leaf), batch), measure)
             except Exception:  # code that looks at values
                 if not has_values:
@@ -136,7 +128,7 @@ class _Search:
                 self._walk(task, batch, compare)
         except Exception as error:  # the user's code on two rows, or without values
             for name in modules:
-                self._limit(name, 1, f"it cannot be tried out ({type(error).__name__}: {_first_line(error)})")
+                self._limit(name, 1, f"it cannot be tried out ({type(error).__name__}: {first_line(error)})")
 
     def _walk(self, task: TracedTask, batch: Any, look: Callable[[Visit], None]) -> None:
         outputs: dict[str, Any] = {}
@@ -159,7 +151,7 @@ class _Search:
         name, key = visit.call.handle.name, (task.name, visit.call.name, visit.layer.kind)
         if not parts or key in self.costs:
             return
-        with _counting() as kept:
+        with counted_saved_bytes() as kept:
             whole = _run(visit, visit.layer.run)
         for degree in _DEGREES:
             if degree > self.most[name]:
@@ -169,7 +161,7 @@ class _Search:
             def member(
                 place: int, rehearsal: EmulatedTensorGroup = rehearsal, counts: list[int] = counts, degree: int = degree
             ) -> Any:
-                with _shards(parts, degree, place), _counting() as kept_here:
+                with _shards(parts, degree, place), counted_saved_bytes() as kept_here:
                     values = _run(visit, with_styles(visit.layer.run, parts, rehearsal))
                 counts[0] = kept_here()
                 return values
@@ -179,11 +171,12 @@ class _Search:
                 if [_shape(leaf) for leaf in tree_leaves(values)] != [_shape(leaf) for leaf in tree_leaves(whole)]:
                     raise _NoShare("what it gives has another shape then")
             except Exception as error:
-                reason = str(error) if isinstance(error, _NoShare) else f"{type(error).__name__}: {_first_line(error)}"
+                reason = str(error) if isinstance(error, _NoShare) else f"{type(error).__name__}: {first_line(error)}"
                 self._limit(
                     name, degree // 2, f"{degree} devices cannot share one of its layers: {reason}{_hint(parts)}"
                 )
                 return
+            # Halving is what tells how much of the activations is split; higher degrees follow from it.
             if degree == 2:
                 share = 2 * (1 - counts[0] / kept()) if kept() else 1.0
                 self.costs[key] = (rehearsal.sent_bytes / rows, min(1.0, max(0.0, round(share, 3))))
@@ -210,9 +203,10 @@ class _Search:
             results = rehearsal.run(member)
         except Exception as error:
             raise _NoShare(
-                f"it does not run on a tensor group ({type(error).__name__}: {_first_line(error)})"
+                f"it does not run on a tensor group ({type(error).__name__}: {first_line(error)})"
             ) from error
         for place, (ours, our_gradients) in enumerate(results):
+            # A member has the gradients of its shards, and those of whole parameters and inputs as a whole.
             expected = [
                 shard_of(one, dims[id(of)], 2, place) if one is not None and id(of) in dims else one
                 for one, of in zip(gradients, inputs + trained, strict=True)
@@ -243,6 +237,7 @@ def _related(handles: Mapping[str, ModuleHandle], styled: Sequence[StyledModule]
     """Modules that have a part of a plan, or share weights with one that does, through others too."""
     weights = {name: {id(parameter) for parameter in handle.module.parameters()} for name, handle in handles.items()}
     reached = {id(parameter) for one in styled for parameter in one.module.parameters()}
+    # Until nothing is added: a module that is tied to a split one spreads the degree to those that it is tied to.
     found: list[str] = []
     while True:
         more = [name for name in handles if name not in found and weights[name] & reached]
@@ -308,24 +303,6 @@ def _close(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
         for one, exact, other in floats
         for tolerance in [5e-2 if torch.is_autocast_enabled(other.device.type) else _TOLERANCES.get(other.dtype, 5e-2)]
     )
-
-
-@contextmanager
-def _counting() -> Iterator[Callable[[], int]]:
-    """Counts the bytes that are kept for backward inside, each storage once, without parameters."""
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: torch.Tensor) -> None:
-        if not isinstance(tensor, nn.Parameter):
-            storage = tensor.untyped_storage()
-            kept[storage._cdata] = storage
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
-        yield lambda: sum(storage.nbytes() for storage in kept.values())
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
 
 
 def _shape(leaf: Any) -> Any:

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from spindle.launch.activity import recorder
+from spindle.launch import recorder
 from spindle.plan import setting_of
 from spindle.profile import Profile
 from spindle.program import Backward, Forward, Program
 from spindle.run import Watch, World, timeline_of
 from spindle.simulate import simulate
-from spindle.train.loss_history import LossHistory
 from spindle.train.result import FitResult
 
 _NUM_TIMELINES = 9  # that are kept
@@ -136,7 +135,8 @@ class StepTimes:
         self,
         program: Program,
         profile: Profile,
-        history: LossHistory,
+        losses: Sequence[dict[str, float]],
+        metrics: Sequence[dict[str, float]],
         notices: Sequence[str],
         peak_bytes: int,
     ) -> FitResult:
@@ -147,6 +147,7 @@ class StepTimes:
         spans = world.gather_objects([watch.spans() for watch, _, _ in self._timelines])
         measured = None
         sampled_s: tuple[tuple[float, float], ...] = ()
+        # The step that is compared must be of the program it is shown with: steps of a pipeline have one each.
         if self._timelines:
             _, program, profile = self._timelines[-1]
         if world.rank == 0 and self._timelines:
@@ -164,8 +165,8 @@ class StepTimes:
             )
         return FitResult(
             rank=world.rank,
-            losses=tuple(history.by_step),
-            metrics=tuple(history.metrics),
+            losses=tuple(losses),
+            metrics=tuple(metrics),
             step_s=self._until_last_rank(),
             num_samples=tuple(self._num_samples),
             plan=program.plan,

@@ -6,8 +6,8 @@ everything that crosses a cut. Code that looks at values, which fake tensors do 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from spindle.errors import GuardError, WorkloadError
 from spindle.models import (
     ChainLayer,
+    CrossEntropies,
     FakeWeights,
     ModuleSnapshot,
     as_when_compiling,
@@ -159,6 +160,7 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
     definition = recorded.definition
     rows = definition.batch_size
     axes = batch_axes(definition.name, rows, batch)
+    # The whole batch, then the batch without its last row: what differs between the two runs grows with the batch.
     large, used, loss_shapes = _layers(recorded, batch)
     small: dict[str, list[_Run]] = {}
     couples = True
@@ -172,7 +174,7 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
                 raise
             whole_only = "what its code between towers does depends on how many samples there are"
         except Exception as error:  # the user's code, on fewer rows than it may expect
-            whole_only = f"it does not run on part of a batch ({type(error).__name__}: {_first_line(error)})"
+            whole_only = f"it does not run on part of a batch ({type(error).__name__}: {first_line(error)})"
     if recorded.whole_loss is not None and (whole_only or couples):
         recorded = with_whole_loss(recorded)
     layers: dict[str, tuple[TracedLayer, ...]] = {}
@@ -224,12 +226,7 @@ def _layers(recorded: RecordedTask, batch: Any) -> _Runs:
     """What each layer did, what the loss took, and the shapes in a loss that was found inside a module."""
     modules = {id(call.handle.module): call.handle.module for call in recorded.calls}
     try:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with ExitStack() as stack:
-            for module in modules.values():
-                stack.enter_context(FakeWeights(module, mode, device_of(batch)))
-            stack.enter_context(mode)
-            stack.enter_context(as_when_compiling())
+        with fake_weights(modules.values(), device_of(batch)) as mode:
             return _run_layers(recorded, tree_map(lambda leaf: _fake(mode, leaf), batch), {})
     except (*_NEEDS_VALUES, RuntimeError) as error:
         if any(parameter.is_meta for module in modules.values() for parameter in module.parameters()):
@@ -237,12 +234,24 @@ def _layers(recorded: RecordedTask, batch: Any) -> _Runs:
                 return _run_layers_without_weights(recorded, batch)
             raise WorkloadError(
                 f"task {recorded.definition.name!r} cannot be followed without values, and its modules have none (they "
-                f"are on meta): {_first_line(error)}. If its code looks at values, measure it where its weights fit "
+                f"are on meta): {first_line(error)}. If its code looks at values, measure it where its weights fit "
                 "(spindle profile), and plan from that profile"
             ) from error
         # Fake tensors cannot do all that real ones can, and say so in many ways. If it is the code that is wrong, real
         # tensors say that better.
         return _run_layers(recorded, batch)
+
+
+@contextmanager
+def fake_weights(modules: Iterable[nn.Module], device: torch.device) -> Iterator[FakeTensorMode]:
+    """Inside, modules have fake weights, and code runs on fake tensors of this mode."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(FakeWeights(module, mode, device))
+        stack.enter_context(mode)
+        stack.enter_context(as_when_compiling())
+        yield mode
 
 
 def _fake(mode: FakeTensorMode, leaf: Any) -> Any:
@@ -263,33 +272,39 @@ def _run_layers(recorded: RecordedTask, batch: Any, known: dict[Any, _Run] | Non
         before = [leaf for leaf in tree_leaves(visit.inputs) if isinstance(leaf, torch.Tensor)]
         versions = [leaf._version for leaf in before]
         passes_gradient = any(leaf.requires_grad for leaf in before)
-        saved: dict[int, torch.UntypedStorage] = {}
-        keep = torch.autograd.graph.saved_tensors_hooks(_counting(saved, visit.layer.parameters), lambda packed: packed)
-        grad = keep if torch.is_grad_enabled() else nullcontext()
-        with _Noting() as noted, grad, named_call(visit.call.line, visit.call.handle.name):
+        with (
+            _Noting() as noted,
+            counted_saved_bytes() as saved_bytes,
+            named_call(visit.call.line, visit.call.handle.name),
+        ):
             visit.values = visit.run()
         _refuse_objects(visit)
-        runs.setdefault(visit.call.name, []).append(
-            _Run(
-                values=visit.values,
-                shapes=noted.shapes,
-                flops=noted.flops,
-                input_bytes=_num_bytes(before),
-                saved_bytes=sum(storage.nbytes() for storage in saved.values()),
-                writes_input=[leaf._version for leaf in before] != versions,
-                trains=any(parameter.requires_grad for parameter in visit.layer.parameters),
-                passes_gradient=passes_gradient,
-            )
+        run = _Run(
+            values=visit.values,
+            shapes=noted.shapes,
+            flops=noted.flops,
+            input_bytes=_num_bytes(before),
+            saved_bytes=saved_bytes(),
+            writes_input=[leaf._version for leaf in before] != versions,
+            trains=any(parameter.requires_grad for parameter in visit.layer.parameters),
+            passes_gradient=passes_gradient,
         )
+        runs.setdefault(visit.call.name, []).append(run)
         if known is not None and key is not None:
-            known[key] = runs[visit.call.name][-1]
+            known[key] = run
     used = [outputs[source] for source in recorded.loss_sources]
-    shapes: list[torch.Size] = []
-    if recorded.whole_loss is not None:
-        with _Noting() as noted:
-            recorded.loss(batch, *used)
-        shapes = noted.shapes
-    return runs, used, shapes
+    return runs, used, _loss_shapes(recorded, batch, used)
+
+
+def _loss_shapes(recorded: RecordedTask, batch: Any, used: list[Any]) -> list[torch.Size]:
+    """Shapes in a loss that was found inside a module. Where code runs itself, which may do other things for other
+    numbers of samples, those of the logits alone."""
+    if recorded.whole_loss is None:
+        return []
+    losses, noted = CrossEntropies(), _Noting()
+    with losses, noted:
+        recorded.loss(batch, *used)
+    return losses.shapes or noted.shapes
 
 
 def _run_layers_without_weights(recorded: RecordedTask, batch: Any) -> _Runs:
@@ -305,11 +320,9 @@ def _run_layers_without_weights(recorded: RecordedTask, batch: Any) -> _Runs:
         for layer in call.chain.layers:
             trains = any(parameter.requires_grad for parameter in layer.parameters)
             fakes = tree_map(lambda leaf, mode=mode: fake_like(mode, leaf), (args, kwargs))
-            saved: dict[int, torch.UntypedStorage] = {}
-            keep = torch.autograd.graph.saved_tensors_hooks(_counting(saved, layer.parameters), lambda packed: packed)
             noted = _Noting()
             try:
-                with weights, mode, as_when_compiling(), noted, keep:
+                with weights, mode, as_when_compiling(), noted, counted_saved_bytes() as saved_bytes:
                     values = layer.run(*fakes[0], **fakes[1])
                 given = zip(tree_leaves(fakes), tree_leaves((args, kwargs)), strict=True)
                 passed = {id(fake): leaf for fake, leaf in given}  # leaves that it returns as they are
@@ -325,7 +338,7 @@ def _run_layers_without_weights(recorded: RecordedTask, batch: Any) -> _Runs:
                     shapes=noted.shapes,
                     flops=noted.flops,
                     input_bytes=_num_bytes((args, kwargs)),
-                    saved_bytes=sum(storage.nbytes() for storage in saved.values()),
+                    saved_bytes=saved_bytes(),
                     writes_input=False,
                     trains=trains,
                     passes_gradient=trains or bool(call.sources),
@@ -333,7 +346,9 @@ def _run_layers_without_weights(recorded: RecordedTask, batch: Any) -> _Runs:
             )
             args, kwargs = values, {}
         outputs[call.name] = values[0]
-    return runs, [outputs[source] for source in recorded.loss_sources], []
+    used = [outputs[source] for source in recorded.loss_sources]
+    with torch.no_grad():
+        return runs, used, _loss_shapes(recorded, batch, used)
 
 
 def _likeness(visit: Visit) -> Any:
@@ -374,19 +389,19 @@ def _pairs_rows(small: torch.Size, large: torch.Size) -> bool:
     return len(small) == len(large) and sum(one != other for one, other in zip(small, large, strict=True)) > 1
 
 
-def _counting(
-    saved: dict[int, torch.UntypedStorage], parameters: Sequence[nn.Parameter]
-) -> Callable[[torch.Tensor], None]:
-    """Notes what autograd would keep, each storage once, without weights. The graph itself keeps nothing: a tensor in a
-    hook of the graph that made it would never go."""
-    weights = {id(parameter) for parameter in parameters}
+@contextmanager
+def counted_saved_bytes() -> Iterator[Callable[[], int]]:
+    """Count the bytes that autograd keeps for backward inside, each storage once, without parameters. The graph itself
+    keeps nothing: a tensor in a hook of the graph that made it would never be freed."""
+    saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> None:
-        if id(tensor) not in weights and not isinstance(tensor, nn.Parameter):
+        if not isinstance(tensor, nn.Parameter):
             storage = tensor.untyped_storage()
             saved[storage._cdata] = storage
 
-    return pack
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+        yield lambda: sum(storage.nbytes() for storage in saved.values())
 
 
 def _refuse_objects(visit: Visit) -> None:
@@ -403,5 +418,6 @@ def _num_bytes(nest: Any) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor))
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, for a sentence about it."""
     return (str(error).splitlines() or [""])[0][:200]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,20 +13,17 @@ from typing import Any
 import torch
 
 from spindle.errors import TrainingError, WorkloadError
-from spindle.launch.capture import WorkloadCapture, active_capture
-from spindle.launch.failure import is_debugging
+from spindle.launch import WorkloadCapture, active_capture, is_debugging
 from spindle.plan import Plan
 from spindle.profile import Profile
 from spindle.run import World, join_world
 from spindle.train.agreement import compare
 from spindle.train.callbacks import Callback, EvaluationRecord, OnStep
 from spindle.train.config import Checkpoints, MakePlan, Planning, TrainConfig
-from spindle.train.evaluation import evaluate
+from spindle.train.evaluation import evaluate, state_dict, whole_weights
 from spindle.train.feeds import make_feed, make_feeds, shared_random_state
 from spindle.train.loop import Loop
 from spindle.train.optimizer import MakeLRScheduler, MakeOptimizer
-from spindle.train.progress import Progress
-from spindle.train.record import handles_of, record_all, root_handles
 from spindle.train.result import FitResult
 from spindle.train.resume import resume
 from spindle.train.sampling import SamplingWeight, check_sampling_weights
@@ -125,12 +122,8 @@ class Trainer:
         (in its `on_step`, on all ranks) they are copies, as of the last step that was started.
         """
         with self._whole_weights(ema):
-            handles = root_handles(self._session.handles or handles_of(record_all(self._session.config.tasks)))
-            return {
-                f"{name}.{path}": value if self._loop is None else value.clone()
-                for name, handle in handles.items()
-                for path, value in handle.module.state_dict().items()
-            }
+            state = state_dict(self._session)
+            return state if self._loop is None else {name: value.clone() for name, value in state.items()}
 
     def train_state(self) -> TrainState:
         """The state of the training beside its weights: step, data positions, random numbers, learning-rate schedule,
@@ -138,9 +131,9 @@ class Trainer:
         session, loop = self._session, self._loop
         if loop is None:
             return take_state(session, session.step, session.num_batches, {})
-        step, num_trained, loaders = loop.position()
+        num_trained, loaders = loop.data_positions()
         num_batches = {name: session.num_batches[name] + count for name, count in num_trained.items()}
-        return take_state(session, step, {**session.num_batches, **num_batches}, loaders)
+        return take_state(session, loop.next_step, {**session.num_batches, **num_batches}, loaders)
 
     def load_train_state(self, state: TrainState) -> None:
         """Go on from a state with the next fit, as the training would that it was taken from. Weights are loaded into
@@ -175,32 +168,37 @@ class Trainer:
         callbacks = self._session.callbacks
         callbacks.start_fit(on_step)
         try:
-            result = self._fit(loaders, steps, drop_last, Progress(enabled=progress and self.world.rank == 0))
+            with self._session.showing_progress(progress):
+                result = self._fit(loaders, steps, drop_last)
         except BaseException as error:
             callbacks.fail(error)
             raise
         callbacks.call("on_end", result)
         return result
 
-    def _fit(self, loaders: Mapping[str, Any], steps: int, drop_last: bool, display: Progress) -> FitResult:
+    def _fit(self, loaders: Mapping[str, Any], steps: int, drop_last: bool) -> FitResult:
         session = self._session
-        with ExitStack() as stack:
-            stack.callback(display.close)
-            result = resume(session, loaders, steps, display)
-            if result is not None:  # all of its steps are in a checkpoint
-                return result
-            feeds = make_feeds(session, loaders, display, drop_last=drop_last)
-            stack.callback(self._end_fit, feeds)
+        result = resume(session, loaders, steps)
+        if result is not None:  # all of its steps are in a checkpoint
+            return result
+        feeds = make_feeds(session, loaders, drop_last=drop_last)
+        try:
             try:
-                self._loop = Loop(session, feeds, partial(make_feed, session, drop_last=drop_last), display)
+                self._loop = Loop(session, feeds, partial(make_feed, session, drop_last=drop_last), session.step)
             except WorkloadError as error:  # where in the user's code is in its message
                 if not is_debugging():
                     error.__traceback__ = None
                 raise
-            result = self._loop.run(session.step, session.first_step + steps - session.step)
+            result = self._loop.run(session.first_step + steps - session.step)
             session.step = self._loop.next_step
             self._has_new_modules = False
             return result
+        finally:
+            self._loop = None
+            if session.runtime is not None:
+                session.runtime.steps.close()
+            for feed in feeds.values():  # also of tasks that have joined
+                feed.close()
 
     def stop(self) -> None:
         """End the current fit early, from its `on_step`: on all ranks, once the next step is done, even if only some
@@ -233,12 +231,8 @@ class Trainer:
         The first batch of each loader is read.
         """
         self._compare_call("prepare")
-        display = Progress(enabled=progress and self.world.rank == 0)
-        try:
-            feeds = make_feeds(self._session, loaders, display, drop_last=True)
-            return self._session.trace_and_profile(feeds, display).profile
-        finally:
-            display.close()
+        with self._session.showing_progress(progress):
+            return self._session.trace_and_profile(make_feeds(self._session, loaders, drop_last=True)).profile
 
     def replan(
         self,
@@ -254,29 +248,21 @@ class Trainer:
         Called during a fit (in its `on_step`, on all ranks), it gives the next step a new plan: this is how modules are
         frozen and thawed there.
         """
-        if self._loop is None:
-            self._compare_call("replan")
-        config = self._next_config
+        config = self._config_to_change("replan")
         planning = replace(config.planning, plan=plan)
         if planner is not None:
             planning = replace(planning, planner=planner)
         if tensor_parallel_degrees is not None:
             planning = replace(planning, tensor_parallel_degrees=tensor_parallel_degrees)
-        config = replace(config, planning=planning)
-        if self._loop is None:
-            self._session.set_config(config, Progress(enabled=False), keep_optimizer=keep_optimizer)
-        elif not keep_optimizer:
+        if self._loop is not None and not keep_optimizer:
             raise TrainingError("replan(keep_optimizer=False): the optimizer cannot be reset during fit()")
-        else:
-            self._loop.change("replan", config)
+        self._change("replan", replace(config, planning=planning), keep_optimizer=keep_optimizer)
 
     def remove_task(self, name: str) -> None:
         """End a task: from the next step on, if this is called during a fit (in its `on_step`, on all ranks), else from
         the next fit on. The other tasks are planned anew. Modules that no task uses any more stay as they are."""
         call = f"remove_task({name!r})"
-        if self._loop is None:
-            self._compare_call(call)
-        config = self._next_config
+        config = self._config_to_change(call)
         remaining = tuple(task for task in config.tasks if task.name != name)
         if len(remaining) == len(config.tasks):
             raise TrainingError(f"{call}: there is no such task (tasks: {', '.join(config.task_names)})")
@@ -285,7 +271,7 @@ class Trainer:
         weights = config.sampling_weights
         if weights is not None:
             weights = {task: weight for task, weight in weights.items() if task != name}
-        self._change_tasks(call, replace(config, tasks=remaining, sampling_weights=weights), {})
+        self._change(call, replace(config, tasks=remaining, sampling_weights=weights))
 
     def add_task(
         self, task: TaskDefinition, loader: Any = None, *, sampling_weight: SamplingWeight | None = None
@@ -298,9 +284,7 @@ class Trainer:
         if not isinstance(task, TaskDefinition):
             raise WorkloadError(f"add_task({task!r}): expected a task; write @spindle.task(batch_size=...) above it")
         call = f"add_task({task.name!r})"
-        if self._loop is None:
-            self._compare_call(call)
-        config = self._next_config
+        config = self._config_to_change(call)
         if task.name in config.task_names:
             raise WorkloadError(f"add_task: there is a task {task.name!r} already; give it another name")
         if self._loop is not None and loader is None:
@@ -312,7 +296,7 @@ class Trainer:
             weights = {**weights, task.name: sampling_weight}
         self._has_new_modules = True
         config = replace(config, tasks=(*config.tasks, task), sampling_weights=weights)
-        self._change_tasks(call, config, {task.name: loader})
+        self._change(call, config, {task.name: loader})
 
     def evaluate(self, loaders: Mapping[str, Any], *, steps: int | None = None, ema: bool = False) -> dict[str, float]:
         """The mean loss of each task that has a loader here, over one epoch of it or `steps` of its batches; and its
@@ -341,35 +325,28 @@ class Trainer:
         self._session.callbacks.call("on_evaluate", record)
         return means
 
-    def _end_fit(self, feeds: Mapping[str, Any]) -> None:
-        self._loop = None
-        if self._session.runtime is not None:
-            self._session.runtime.steps.close()
-        for feed in feeds.values():  # also of tasks that have joined
-            feed.close()
+    def _config_to_change(self, call: str) -> TrainConfig:
+        """The configuration that a call changes: that of the next step, or of the next fit."""
+        if self._loop is not None:
+            return self._loop.next_config
+        self._compare_call(call)
+        return self._session.config
 
-    @property
-    def _next_config(self) -> TrainConfig:
-        return self._session.config if self._loop is None else self._loop.next_config
-
-    def _change_tasks(self, call: str, config: TrainConfig, loaders: dict[str, Any]) -> None:
+    def _change(
+        self, call: str, config: TrainConfig, loaders: Mapping[str, Any] | None = None, *, keep_optimizer: bool = True
+    ) -> None:
+        """Train by this configuration from the next step or fit on."""
         if self._loop is None:
-            self._session.set_config(config, Progress(enabled=False))
+            self._session.set_config(config, keep_optimizer=keep_optimizer)
         else:
             self._loop.change(call, config, loaders)
 
-    @contextmanager
-    def _whole_weights(self, ema: bool = False) -> Iterator[None]:
+    def _whole_weights(self, ema: bool) -> AbstractContextManager[None]:
         """Inside, every rank has all weights, or their averages."""
         self._session.callbacks.refuse_collective("a method of the Trainer that needs all weights")
         if self._loop is None:
             self._refuse_scattered_weights()
-        with ExitStack() as stack:
-            if self._loop is not None:
-                stack.enter_context(self._session.gathered_parameters())
-            if ema:
-                stack.enter_context(self._session.averaged_weights())
-            yield
+        return whole_weights(self._session, ema=ema, is_fitting=self._loop is not None)
 
     def _refuse_scattered_weights(self) -> None:
         if self.world.size > 1 and self._session.is_scattered:

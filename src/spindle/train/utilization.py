@@ -7,7 +7,7 @@ import re
 
 from spindle.cluster import PRESETS
 from spindle.graph import MetaGraph
-from spindle.launch.mps import VIRTUAL_VARIABLE
+from spindle.launch import VIRTUAL_VARIABLE
 from spindle.profile import Profile
 
 

@@ -52,12 +52,13 @@ class Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleRemark:
-    """Why a module is divided less than others, in words: why it is one layer, and why one device must see its whole
-    batch. No plan depends on it."""
+    """Why a module is divided less than others, in words: why it is one layer, why one device must see its whole batch,
+    and why a module with towers stays closed, one module. No plan depends on it."""
 
     module: str
     one_layer: str = ""
     one_device: str = ""
+    closed: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,9 @@ Rounds of a memory backend alternate between two halves of a segment. A rank sta
 have staged round n + 1, hence read round n: no rank needs to publish that it has read. A tensor that is larger than a
 half goes in chunks.
 
-A large tensor that is all-reduced again and again, as gradients are, is not staged: other ranks read it in place. That
-moves 3 times its bytes instead of 5, and needs one more round at the end, after which its owner may change it.
+A large tensor that takes part again and again, as gradients and sharded parameters do, is not staged: other ranks read
+it in place. An all-reduce then moves 3 times its bytes instead of 5. It needs one more round at the end, after which
+its owner may change it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,11 @@ class Parts:
     """The parts of all ranks in a round, as bytes. Those that are read in place may be longer than asked for."""
 
     tensors: list[torch.Tensor]
-    num_in_place: int
+    in_place: list[bool]
+
+    @property
+    def are_all_in_place(self) -> bool:
+        return all(self.in_place)
 
 
 Round = Generator[bool, None, Parts]
@@ -117,9 +122,17 @@ class Collectives:
     def all_gather(self, job: Job, pairs: list[tuple[list[torch.Tensor], torch.Tensor]]) -> Steps:
         """Gather each of several tensors from all ranks."""
         for outputs, given in pairs:
-            flats, source = [flat_bytes(output) for output in outputs], flat_bytes(given)
-            for first, last in _chunks(source.numel(), job.backend.half_bytes[-1]):
-                yield from self._gather(job, source[first:last], [flat[first:last] for flat in flats])
+            targets, rest = [flat_bytes(output) for output in outputs], flat_bytes(given)
+            place = self._known_place(job.backend, rest)
+            while rest.numel():
+                chunk = rest[: job.backend.half_bytes[-1]]
+                parts = yield from self._run_round(job, chunk.numel(), _staging([chunk]), rest, place)
+                count = (rest if parts.are_all_in_place else chunk).numel()
+                _copy_all([target[:count] for target in targets], [part[:count] for part in parts.tensors])
+                if any(parts.in_place):
+                    yield from self._run_round(job, 0, signals=True)  # all have read; their owners may write
+                targets, rest = [target[count:] for target in targets], rest[count:]
+                place = _advance_place(place, count)
 
     def reduce_scatter(
         self, job: Job, pairs: list[tuple[torch.Tensor, list[torch.Tensor]]], reduction: Reduction, is_mean: bool
@@ -128,9 +141,26 @@ class Collectives:
         for output, inputs in pairs:
             target, sources = output.data.view(-1), [source.data.view(-1) for source in inputs]
             most = job.backend.half_bytes[-1] // self._size // target.element_size()
-            for first, last in _chunks(target.numel(), most):
-                sliced, begin = [source[first:last] for source in sources], self._rank * (last - first)
-                yield from self._reduce(job, sliced, target[first:last], begin, reduction, is_mean)
+            whole = _end_to_end(sources)
+            place = None if whole is None else self._known_place(job.backend, whole)
+            source = None if whole is None else flat_bytes(whole)
+            first = 0
+            while first < target.numel():
+                last = min(first + most, target.numel())
+                stage = _staging([source[first:last] for source in sources])
+                num_bytes = self._size * (last - first) * target.element_size()
+                parts = yield from self._run_round(job, num_bytes, stage, source, place)
+                if parts.are_all_in_place:
+                    last = target.numel()
+                # What is staged has the slices for all ranks end to end; what is in place has the tensors.
+                begins = [
+                    self._rank * target.numel() + first if is_in_place else self._rank * (last - first)
+                    for is_in_place in parts.in_place
+                ]
+                _reduce_parts(target[first:last], parts, begins, reduction, is_mean)
+                if any(parts.in_place):
+                    yield from self._run_round(job, 0, signals=True)  # all have read; their owners may write
+                first = last
 
     def all_reduce(self, job: Job, tensors: list[torch.Tensor], reduction: Reduction, is_mean: bool) -> Steps:
         for tensor in tensors:
@@ -140,19 +170,20 @@ class Collectives:
             while rest.numel():
                 chunk = rest[:most]
                 if _num_bytes(chunk) <= _ONE_ROUND_BYTES:
-                    yield from self._reduce(job, [chunk], chunk, 0, reduction, is_mean)
+                    parts = yield from self._run_round(job, _num_bytes(chunk), _staging([chunk]))
+                    _reduce_parts(chunk, parts, [0] * self._size, reduction, is_mean)
                     rest, place = rest[most:], _advance_place(place, _num_bytes(chunk))
                     continue
                 parts = yield from self._run_round(job, _num_bytes(chunk), _staging([chunk]), flat_bytes(rest), place)
                 # Where all ranks are read in place, no staging segment limits the size.
-                chunk = rest if parts.num_in_place == self._size else chunk
+                chunk = rest if parts.are_all_in_place else chunk
                 count = -(-chunk.numel() // self._size // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
                 slices = [chunk[rank * count : (rank + 1) * count] for rank in range(self._size)]
                 mine, begin = slices[self._rank], self._rank * count
-                _reduce_parts(mine, parts, begin, reduction, is_mean)
+                _reduce_parts(mine, parts, [begin] * self._size, reduction, is_mean)
                 mine_place = _advance_place(place, begin * chunk.element_size())
                 yield from self._gather(job, flat_bytes(mine), [flat_bytes(slice_) for slice_ in slices], mine_place)
-                if parts.num_in_place:
+                if any(parts.in_place):
                     yield from self._run_round(job, 0, signals=True)  # all have read; their owners may write
                 rest, place = rest[chunk.numel() :], _advance_place(place, _num_bytes(chunk))
 
@@ -172,19 +203,6 @@ class Collectives:
         size = max(target.numel() for target in targets)
         parts = yield from self._run_round(job, size, _staging([source]), source, place)
         _copy_all(targets, [part[: target.numel()] for target, part in zip(targets, parts.tensors, strict=True)])
-
-    def _reduce(
-        self,
-        job: Job,
-        sources: list[torch.Tensor],
-        target: torch.Tensor,
-        begin: int,
-        reduction: Reduction,
-        is_mean: bool,
-    ) -> Steps:
-        """Stage tensors end to end, and reduce all ranks' elements from `begin` on into the target."""
-        parts = yield from self._run_round(job, sum(map(_num_bytes, sources)), _staging(sources))
-        _reduce_parts(target, parts, begin, reduction, is_mean)
 
     def _run_round(
         self,
@@ -243,7 +261,7 @@ class Collectives:
             rows = map(control.row, range(self._size))
             backend.wait_signals({rank: words[row + ROUND_SIGNALS + parity] for rank, row in enumerate(rows)})
         if not num_bytes:
-            return Parts([], 0)
+            return Parts([], [])
         places = [self._published_place(rank, parity) for rank in range(self._size)]
         number_of_segment = self._segments.number_for_collectives(backend, kind)
         parts = []
@@ -255,7 +273,7 @@ class Collectives:
                 parts.append(self._segments.of(rank, backend, number_of_segment)[staged])
             else:
                 parts.append(self._segments.at(rank, backend, published))
-        return Parts(parts, sum(published is not None for published in places))
+        return Parts(parts, [published is not None for published in places])
 
     def _publish_place(self, parity: int, place: Place | None) -> None:
         words, at = self._control.words, self._control.row(self._rank) + ROUND_PLACES + parity * PLACE_WORDS
@@ -292,12 +310,27 @@ def _advance_place(place: Place | None, num_bytes: int) -> Place | None:
     return None if place is None else replace(place, offset=place.offset + num_bytes)
 
 
-def _reduce_parts(into: torch.Tensor, parts: Parts, begin: int, reduction: Reduction, is_mean: bool) -> None:
-    """Reduce the elements of all parts from `begin` on into a tensor, as many as it has."""
+def _reduce_parts(into: torch.Tensor, parts: Parts, begins: Sequence[int], reduction: Reduction, is_mean: bool) -> None:
+    """Reduce the elements of all parts, of each from its own beginning on, into a tensor, as many as it has."""
     if into.numel():
-        first = begin * into.element_size()
-        taken = [part[first : first + _num_bytes(into)].view(into.dtype) for part in parts.tensors]
+        size = into.element_size()
+        taken = [
+            part[begin * size : begin * size + _num_bytes(into)].view(into.dtype)
+            for part, begin in zip(parts.tensors, begins, strict=True)
+        ]
         _reduce_all(into, taken, reduction, is_mean)
+
+
+def _end_to_end(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One-dimensional tensors of equal length as one; None where they do not lie end to end in memory."""
+    first = tensors[0]
+    num_bytes, storage = _num_bytes(first), first.untyped_storage().data_ptr()
+    if any(
+        tensor.untyped_storage().data_ptr() != storage or tensor.data_ptr() != first.data_ptr() + number * num_bytes
+        for number, tensor in enumerate(tensors)
+    ):
+        return None
+    return first.as_strided((first.numel() * len(tensors),), (1,))
 
 
 def _reduce_all(into: torch.Tensor, parts: list[torch.Tensor], reduction: Reduction, is_mean: bool) -> None:

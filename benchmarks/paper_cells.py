@@ -1,4 +1,4 @@
-"""What the paper measured: 17 cells, read off its end-to-end figure (§5; milliseconds are approximate)."""
+"""What the Spindle paper measured: 17 cells, read off its end-to-end figure (§5; milliseconds are approximate)."""
 
 from __future__ import annotations
 

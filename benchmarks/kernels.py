@@ -1,6 +1,6 @@
 """Measure the efficiency of GEMM, attention and memory-bound kernels on a GPU, each at many sizes, as a table.
 
-    python -m spindle.measure.kernels -o kernels.json
+    python benchmarks/kernels.py -o src/spindle/recipes/h200_kernels.json
 
 Times are those of a busy GPU: a large GEMM runs before each group of repeats, so that launches are ahead of the GPU and
 its clock is that of sustained work. Operands are random numbers from different places of a large pool, so that none is
@@ -395,7 +395,7 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=90.0, help="after so many seconds, skip what can be skipped")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("spindle.measure.kernels: needs a GPU, torch sees none; run it where there is one")
+        raise SystemExit("kernels.py: needs a GPU, torch sees none; run it where there is one")
     write_artifact(
         arguments.output, EFFICIENCIES_KIND, measure_kernels(PRESETS[arguments.kind].kind, arguments.limit_s)
     )

@@ -1,0 +1,80 @@
+"""Forward and backward of a whole step as one CUDA graph, for a rank that communicates with no other.
+
+The step is captured without running: every lane is a branch of the graph, which forks where lanes begin and joins
+behind the last backward, and events between lanes become edges. Replaying it is one launch, and no lane waits for the
+host between its slots.
+
+What differs from step to step goes in through memory that the graph reads: batches, and the factors of the losses.
+Losses, metrics and gradients are where they were captured. The optimizer's step is not part of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from spindle.errors import TrainingError
+from spindle.run.gradients import Gradients
+from spindle.run.step import Step, Watch
+
+
+class StepGraph:
+    """The graph of one step, for batches of one set of shapes. `losses` are its slots that compute losses."""
+
+    def __init__(self, losses: Sequence[int], device: torch.device) -> None:
+        self._device = device
+        # Factors of the losses' gradients, outside the graph's memory, which earlier parts of the graph write to.
+        self._factors = {slot: torch.zeros((), dtype=torch.float64, device=device) for slot in losses}
+        self._values: dict[int, float] = {}  # of the factors
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._watch: Watch | None = None  # its events are nodes of the graph
+        self._losses: dict[int, torch.Tensor] = {}
+        self._metrics: dict[int, torch.Tensor] = {}
+        self._last: Watch | None = None  # of a timed step whose events the next replay records anew
+
+    def loss_gradient(self, slot: int, loss: torch.Tensor) -> torch.Tensor:
+        """Where a loss's backward begins, in the graph."""
+        return self._factors[slot].to(loss.dtype).expand_as(loss)
+
+    def set_factors(self, factors: Mapping[int, float], loss_scale: torch.Tensor | None) -> None:
+        """Set what the losses' gradients begin with, by slot, for the next replay."""
+        for slot, factor in factors.items():
+            if loss_scale is not None:
+                self._factors[slot].copy_(loss_scale).mul_(factor)
+            elif self._values.get(slot) != factor:
+                self._factors[slot].fill_(factor)
+        self._values = dict(factors) if loss_scale is None else {}
+
+    def capture(self, run: Callable[[Watch], Step], capturing: Callable[[torch.cuda.CUDAGraph], Any]) -> None:
+        """Capture what `run` launches. It returns the captured step, of which losses and metrics are kept."""
+        graph, watch = torch.cuda.CUDAGraph(), Watch(self._device, in_graph=True)
+        with capturing(graph):
+            captured = run(watch)
+        self._graph, self._watch = graph, watch
+        self._losses = {slot: loss.detach() for slot, loss in captured.losses.items()}
+        self._metrics = {slot: metrics.detach() for slot, metrics in captured.metrics.items()}
+
+    def replay(self, step: Step, watch: Watch) -> None:
+        """Run the step."""
+        if self._graph is None or self._watch is None:
+            raise TrainingError("this step has not been captured")
+        if self._last is not None:
+            self._last.settle()
+            self._last = None
+        self._graph.replay()
+        step.losses.update(self._losses)
+        step.metrics.update(self._metrics)
+        if watch.adopt(self._watch):
+            self._last = watch
+
+
+def accumulate(written: Sequence[nn.Parameter], before: Mapping[int, torch.Tensor], gradients: Gradients) -> None:
+    """Set the gradients of parameters that a graph has written, and add those of earlier micro-steps, by parameter."""
+    for parameter in written:
+        place = gradients.place(parameter)
+        if id(parameter) in before:
+            place += before[id(parameter)]
+        parameter.grad = place

@@ -1,0 +1,68 @@
+"""What a rank holds in memory during a fit: limited, counted, and freed when a plan ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from spindle.run import Budget, limit_gpu_memory
+from spindle.train.garbage import collect_all
+from spindle.train.optimizer import Update
+from spindle.train.runtime import RankRuntime
+from spindle.train.session import TrainSession
+
+
+class FitMemory:
+    """One rank's memory: limited and counted by torch's allocator on a GPU, by a `Budget` on a CPU with a limit."""
+
+    def __init__(self, session: TrainSession) -> None:
+        self._device, limit = session.world.device, session.config.planning.memory_limit_bytes
+        self._limit_bytes = limit
+        self._budget = Budget(limit) if limit is not None and self._device.type == "cpu" else None
+
+    def start(self) -> None:
+        """Begin a fit, once parameters are scattered."""
+        if self._device.type == "cuda":
+            limit_gpu_memory(self._limit_bytes, self._device)
+            self.free()
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def start_plan(self, runtime: RankRuntime, update: Update) -> None:
+        """Count weights, and what optimizer and gradients keep, against the memory limit."""
+        if self._budget is not None:
+            self._budget.adopt(_resident_tensors(runtime, update))
+
+    def counted(self) -> AbstractContextManager[object]:
+        """Inside, tensors are counted where there is a limit."""
+        return self._budget or nullcontext()
+
+    def free(self) -> None:
+        """Free what tracing left, or the graphs of a plan that is no longer referred to."""
+        if self._device.type == "cuda":
+            collect_all()
+            torch.cuda.empty_cache()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that this rank has held in this fit; 0 where that is not counted."""
+        if self._budget is not None:
+            return self._budget.peak_bytes
+        if self._device.type != "cuda":
+            return 0
+        # The statistic alone: `max_memory_allocated` flattens all of them, which takes longer.
+        peak: int = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["peak"]
+        return peak
+
+
+def _resident_tensors(runtime: RankRuntime, update: Update) -> Iterator[torch.Tensor]:
+    """What stays on this rank from step to step: weights, buffers, gradients and optimizer state."""
+    yield from runtime.weights.parameters
+    for handle in runtime.workload.bound.handles.values():
+        yield from handle.module.buffers()
+    yield from runtime.steps.gradient_tensors()
+    if update.average is not None:
+        yield from update.average.tensors
+    for state in update.optimizer.state.values() if update.optimizer is not None else ():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))

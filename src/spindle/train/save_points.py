@@ -1,0 +1,112 @@
+"""Before which steps a checkpoint is saved, the same on all ranks, and the end of a job that was signalled.
+
+Every rank says in its batch header what it wants to be saved, and which checkpoint it has written. All ranks decide
+from the headers of all ranks, so they decide alike.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import torch
+
+from spindle.launch import recorder
+from spindle.train.batch_source import BatchSource
+from spindle.train.config import TrainConfig
+from spindle.train.header import Table, saves_in, written_in
+from spindle.train.saving import ENDING, REQUESTED
+from spindle.train.session import TrainSession
+from spindle.train.signals import NoticedSignals, noticed_signals
+
+
+class SavePoints:
+    """The checkpoints of a fit; without `Trainer(checkpoints=...)` there are none."""
+
+    def __init__(self, session: TrainSession, source: BatchSource) -> None:
+        self._session, self._saver, self._source = session, session.saver, source
+        self._signals: NoticedSignals | None = None
+
+    @contextmanager
+    def noticing_signals(self) -> Iterator[None]:
+        """Inside, a signal that asks to end is obeyed between two steps, once a checkpoint is saved."""
+        if self._saver is None:
+            yield
+            return
+        with noticed_signals() as self._signals:
+            yield
+
+    def header(self) -> tuple[int, int]:
+        """What this rank wants to be saved, and which checkpoint it has written."""
+        if self._saver is None:
+            return 0, 0
+        is_ending = self._signals is not None and self._signals.first is not None
+        return ENDING if is_ending else REQUESTED if self._saver.is_requested else 0, self._saver.written
+
+    def falls_due(self, step: int) -> bool:
+        """Whether a checkpoint falls due before this step by its number, saved or skipped."""
+        saver = self._saver
+        return saver is not None and (saver.is_due(step) or saver.is_due_in_memory(step))
+
+    def is_saving(self, table: Table, step: int) -> bool:
+        """Whether a checkpoint is saved before this step, on all ranks."""
+        saver, notify = self._saver, self._session.notify
+        if saver is None:
+            return False
+        is_free, wanted = saver.advance(written_in(table), notify), saves_in(table)
+        if saver.is_saved(step, on_disk=bool(wanted)) or not (wanted or self.falls_due(step)):
+            return wanted == ENDING
+        if not is_free and (wanted == ENDING or saver.is_in_memory):
+            recorder.pause()  # a disk may take its time
+            saver.wait(notify)
+            is_free = True
+        if not is_free:
+            saver.is_requested = False
+            self._session.progress.note(
+                f"no checkpoint of step {step}: that of step {saver.last_step} is still being written"
+            )
+        return is_free
+
+    def save(self, step: int, wanted: int, config: TrainConfig, *, was_stopped: bool = False) -> None:
+        """Save the state before this step: in memory, unless it falls due on disk or is `wanted`. ENDING ends the job,
+        once it is written. `config` is that of the step."""
+        saver, session, notify = self._saver, self._session, self._session.notify
+        assert saver is not None
+        is_ending = wanted == ENDING
+        if is_ending or was_stopped:
+            recorder.pause()  # a disk may take its time
+            saver.wait(notify)
+        on_disk = bool(wanted) or saver.is_due(step)
+        if not saver.is_saved(step, on_disk=on_disk):
+            saver.save(
+                step,
+                lambda: saver.state(step, session.num_fits - 1, session.first_step, config, was_stopped=was_stopped),
+                self._source.saved_positions(),
+                notify,
+                in_memory=not on_disk,
+            )
+        if is_ending:
+            self._end_job(step, is_saved=saver.wait(notify))
+
+    def save_last(self, step: int, config: TrainConfig, *, was_stopped: bool) -> None:
+        """Save the state after the last step of the fit, and wait until it is written. End the job if a rank was
+        signalled."""
+        saver, notify = self._saver, self._session.notify
+        if saver is None:
+            return
+        saver.wait(notify)
+        self.save(step, REQUESTED, config, was_stopped=was_stopped)
+        is_saved = saver.wait(notify)
+        # A signal that no header of this fit has carried.
+        rows = self._session.world.start_all_gather(torch.tensor([self.header()[0]], dtype=torch.float64)).wait()
+        if any(int(row.item()) == ENDING for row in rows):
+            self._end_job(step, is_saved=is_saved)
+
+    def _end_job(self, step: int, *, is_saved: bool) -> NoReturn:
+        name = "a signal" if self._signals is None or self._signals.first is None else self._signals.first.name
+        self._session.progress.note(
+            f"stopped by {name} after {step} steps, which are {'' if is_saved else 'not '}saved"
+        )
+        raise SystemExit(128 + signal.SIGTERM)
