@@ -1,8 +1,8 @@
 """Simulated annealing over lists of pieces, each list decoded to a schedule in folded time.
 
-A piece is some layers of one op on one number of devices. The list order is the priority: a decoder places the pieces
-one by one, each as early as its producers and the free devices allow. Pieces of one op run in list order. The search
-changes the list, decodes it from the first change on, and keeps it or not. It starts from the LP's mixes of widths.
+A piece is some layers of one op on one number of devices, and the list order is the priority (`decode`). The search
+changes the list (`piece_moves`), decodes it from the first change on, and keeps it or not. It starts from the LP's
+mixes of widths.
 
 It counts devices and does not name them; it knows no bytes. Deterministic for a seed; the budget is a number of
 evaluations, not seconds. An evaluation takes time linear in the number of pieces.
@@ -10,33 +10,20 @@ evaluations, not seconds. An evaluation takes time linear in the number of piece
 
 from __future__ import annotations
 
-from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from spindle.jit import njit
+from spindle.planners.decode import CHECKPOINTS, OP, OPTION, REJECTED, Checkpoint, Table, decode
+from spindle.planners.piece_moves import copy_piece, move, random_share
 from spindle.planners.problem import Problem, Timed
 
 Mixes = Sequence[Sequence[tuple[int, float]]]  # by op: layers, not whole, on numbers of devices
 
-# Columns of the piece table.
-OP, LAYERS, OPTION = 0, 1, 2
-
 # Entries of the control array, through which another thread watches a run and ends it.
 STOP, DONE = 0, 1
-
-# Times in the loops are shares of a lower bound; two closer than this are the same.
-TIME_STEP = 1e-10
-
-REJECTED = 1e300
-
-# How many entries of the profile before its end a piece may start in: gaps of before are taken to be filled.
-LOOKBACK = 64
-
-# The decoder's state is saved this many times on its way through a list.
-CHECKPOINTS = 8
 
 # Temperature at the end, on the same scale.
 LAST_TEMPERATURE = 0.0002
@@ -50,44 +37,6 @@ PIECE_PRICE = 1e-5
 
 # How many moves are followed by another one before the list is decoded.
 COMPOUND_SHARE = 0.2
-
-# Cumulative shares of the moves; splitting has the rest.
-TRADE_BELOW = 0.1
-RELOCATE_BELOW = 0.39
-WIDTH_BELOW = 0.64
-LAYERS_BELOW = 0.85
-
-Table = namedtuple(
-    "Table",
-    [
-        "devices",  # devices in all
-        "option_count",  # per op: number of device counts allowed
-        "option_devices",  # per op, option: devices, ascending
-        "option_time",  # per op, option: time per layer, descending
-        "predecessor_count",  # per op
-        "predecessors",  # per op: the ops it waits for
-        "before",  # before[a, b]: a must end before b starts
-        "tail",  # per op: least time from its end to the end of all
-        "least_work",  # per op: least devices times time of a layer
-        "piece_limit",  # most pieces per op
-        "last_work_share",  # share of the work in the objective at the end
-        "first_temperature",
-        "narrows",  # whether a piece takes the devices that are free now instead of waiting for its own number
-    ],
-)
-
-Checkpoint = namedtuple(
-    "Checkpoint",
-    [
-        "buffer",  # per checkpoint: which of the two buffers belongs to the list kept
-        "entries",  # per buffer, checkpoint: number of entries of the profile
-        "times",  # per buffer, checkpoint: the profile
-        "used",
-        "op_end",
-        "makespan",
-        "work",
-    ],
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,380 +53,6 @@ class Run:
     last_work_share: float
     first_temperature: float = 0.003
     narrows: bool = True
-
-
-@njit(inline="always")
-def random_share(state):
-    """A number in [0, 1) from an xorshift generator: own state, so that runs
-    in one process do not disturb each other."""
-    word = state[0]
-    word ^= word << np.uint64(13)
-    word ^= word >> np.uint64(7)
-    word ^= word << np.uint64(17)
-    state[0] = word
-    return (word >> np.uint64(11)) * (1.0 / 9007199254740992.0)
-
-
-@njit(inline="always")
-def random_below(state, limit):
-    """A whole number in [0, limit)."""
-    return int(random_share(state) * limit)
-
-
-@njit(cache=True, nogil=True)
-def find_entry(times, count, time):
-    """The last profile entry that starts at or before the time."""
-    low = 0
-    high = count
-    while high - low > 1:
-        middle = (low + high) >> 1
-        if times[middle] > time:
-            high = middle
-        else:
-            low = middle
-    return low
-
-
-@njit(cache=True, nogil=True)
-def find_wide(times, used, count, first, ready, duration, most_used):
-    """Earliest window with room for the full width.
-
-    Return its start, the profile entry it starts in, and the first entry at
-    or after its end."""
-    start = ready
-    low = first
-    high = first
-    while True:
-        if used[high] > most_used:
-            high += 1
-            low = high
-            start = times[high]
-        else:
-            high += 1
-            if high >= count or times[high] >= start + duration - TIME_STEP:
-                return start, low, high
-
-
-@njit(cache=True, nogil=True)
-def find_narrow(times, used, count, first, ready, deadline, devices, op, layers, option, option_devices, option_time):
-    """The widest option not above `option` that starts at the first free
-    device and ends before the deadline; option -1 where there is none.
-
-    A piece that takes what is free now instead of waiting keeps a change
-    elsewhere in the list from tearing the rest of the schedule apart. With
-    the options taken written back to the list, this took the mean excess
-    over the LP bound from 2.4 % to 2.0 % at 100k evaluations."""
-    low = first
-    while used[low] > devices - option_devices[op, 0]:
-        low += 1
-    start = ready if low == first else times[low]
-    free = devices - used[low]
-    while option_devices[op, option] > free:
-        option -= 1
-    end = start + layers * option_time[op, option]
-    high = low + 1
-    while high < count and times[high] < end - TIME_STEP and end < deadline:
-        if devices - used[high] < free:
-            free = devices - used[high]
-            while option >= 0 and option_devices[op, option] > free:
-                option -= 1
-            if option < 0:
-                return option, start, low, high, end
-            end = start + layers * option_time[op, option]
-        high += 1
-    if end >= deadline:
-        option = -1
-    return option, start, low, high, end
-
-
-@njit(cache=True, nogil=True)
-def insert_entry(times, used, count, position, time):
-    """A new profile entry that goes on with the use before it."""
-    for k in range(count, position, -1):
-        times[k] = times[k - 1]
-        used[k] = used[k - 1]
-    times[position] = time
-    used[position] = used[position - 1]
-    return count + 1
-
-
-@njit(cache=True, nogil=True)
-def occupy(times, used, count, low, high, start, end, width):
-    """Take the devices from the profile; return its new number of entries
-    and the end, snapped to the entry it meets."""
-    if times[low] < start - TIME_STEP:
-        low += 1
-        high += 1
-        count = insert_entry(times, used, count, low, start)
-    if high >= count or times[high] > end + TIME_STEP:
-        count = insert_entry(times, used, count, high, end)
-    else:
-        end = times[high]
-    for k in range(low, high):
-        used[k] += width
-    return count, end
-
-
-@njit(cache=True, nogil=True)
-def sum_durations(table, pieces, begin, count, remaining):
-    """Time of each op's pieces as listed, from one of them on, for the decoder's bound."""
-    remaining[:] = 0.0
-    for i in range(begin, count):
-        op = pieces[i, OP]
-        remaining[op] += pieces[i, LAYERS] * table.option_time[op, pieces[i, OPTION]]
-
-
-@njit(cache=True, nogil=True)
-def decode(
-    table,
-    pieces,
-    count,
-    changed,
-    stride,
-    checkpoint,
-    threshold,
-    work_share,
-    chosen,
-    op_end,
-    remaining,
-    times,
-    used,
-    start_at,
-    end_at,
-):
-    """Place the pieces in list order; return the makespan and the work
-    above the least, or REJECTED as soon as the objective must pass the
-    threshold. `chosen` gets the options really taken.
-
-    Pieces before `changed` are those of the accepted list, so it begins at the
-    last checkpoint before it; the last value returned is where. Checkpoints
-    on the way go to the buffers that the accepted list does not use."""
-    devices = table.devices
-    option_devices = table.option_devices
-    option_time = table.option_time
-    predecessor_count = table.predecessor_count
-    predecessors = table.predecessors
-    tail = table.tail
-    least_work = table.least_work
-    number = min(changed // stride, CHECKPOINTS)
-    begin = number * stride
-    sum_durations(table, pieces, begin, count, remaining)
-    if number == 0:
-        op_end[:] = 0.0
-        times[0] = 0.0
-        used[0] = 0
-        entries = 1
-        makespan = 0.0
-        work = 0.0
-    else:
-        source = checkpoint.buffer[number - 1]
-        entries = checkpoint.entries[source, number - 1]
-        for k in range(entries):
-            times[k] = checkpoint.times[source, number - 1, k]
-            used[k] = checkpoint.used[source, number - 1, k]
-        for k in range(op_end.shape[0]):
-            op_end[k] = checkpoint.op_end[source, number - 1, k]
-        makespan = checkpoint.makespan[source, number - 1]
-        work = checkpoint.work[source, number - 1]
-    for i in range(begin, count):
-        if i == (number + 1) * stride and number < CHECKPOINTS:
-            spare = 1 - checkpoint.buffer[number]
-            checkpoint.entries[spare, number] = entries
-            for k in range(entries):
-                checkpoint.times[spare, number, k] = times[k]
-                checkpoint.used[spare, number, k] = used[k]
-            for k in range(op_end.shape[0]):
-                checkpoint.op_end[spare, number, k] = op_end[k]
-            checkpoint.makespan[spare, number] = makespan
-            checkpoint.work[spare, number] = work
-            number += 1
-        op = pieces[i, OP]
-        layers = pieces[i, LAYERS]
-        option = pieces[i, OPTION]
-        duration = layers * option_time[op, option]
-        remaining[op] -= duration
-        ready = op_end[op]
-        for k in range(predecessor_count[op]):
-            ready = max(ready, op_end[predecessors[op, k]])
-        first = find_entry(times, entries, ready)
-        if entries - first > LOOKBACK:
-            first = entries - LOOKBACK
-            ready = times[first]
-        start, low, high = find_wide(times, used, entries, first, ready, duration, devices - option_devices[op, option])
-        end = start + duration
-        if table.narrows and start > ready + TIME_STEP and option > 0:
-            narrow, start2, low2, high2, end2 = find_narrow(
-                times, used, entries, first, ready, end, devices, op, layers, option, option_devices, option_time
-            )
-            if narrow >= 0:
-                option, start, low, high, end = narrow, start2, low2, high2, end2
-        width = option_devices[op, option]
-        chosen[i] = option
-        work += width * (end - start) - layers * least_work[op]
-        bound = end + remaining[op] + tail[op]
-        if (1.0 - work_share) * bound + work_share * work / devices > threshold:
-            return REJECTED, work, begin
-        entries, end = occupy(times, used, entries, low, high, start, end, width)
-        start_at[i] = start
-        end_at[i] = end
-        op_end[op] = end
-        makespan = max(makespan, end)
-    return makespan, work, begin
-
-
-@njit(inline="always")
-def copy_piece(source, i, target, j):
-    """One row of a piece table; much faster than a slice of so few."""
-    target[j, OP] = source[i, OP]
-    target[j, LAYERS] = source[i, LAYERS]
-    target[j, OPTION] = source[i, OPTION]
-
-
-@njit(cache=True, nogil=True)
-def relocate(table, pieces, count, i, state):
-    """Move piece i along the list, mostly a little, up to an op it must
-    precede or follow. Return its new place, i for no move."""
-    if random_share(state) < 0.1:
-        target = random_below(state, count)
-    else:
-        step = 1 + random_below(state, 4)
-        target = i + step if random_share(state) < 0.5 else i - step
-    if target < 0 or target >= count:
-        return i
-    op, layers, option = pieces[i, OP], pieces[i, LAYERS], pieces[i, OPTION]
-    place = i
-    while place > target and not table.before[pieces[place - 1, OP], op]:
-        copy_piece(pieces, place - 1, pieces, place)
-        place -= 1
-    while place < target and not table.before[op, pieces[place + 1, OP]]:
-        copy_piece(pieces, place + 1, pieces, place)
-        place += 1
-    pieces[place, OP] = op
-    pieces[place, LAYERS] = layers
-    pieces[place, OPTION] = option
-    return place
-
-
-@njit(cache=True, nogil=True)
-def near_option(table, op, option, state):
-    """Another option for the op: mostly one or two steps away, else any; -1
-    where the step leaves the list."""
-    if random_share(state) < 0.3:
-        changed = random_below(state, table.option_count[op])
-    else:
-        step = 1 + random_below(state, 2)
-        changed = option + step if random_share(state) < 0.5 else option - step
-    if changed < 0 or changed >= table.option_count[op] or changed == option:
-        return -1
-    return changed
-
-
-@njit(cache=True, nogil=True)
-def change_width(table, pieces, i, state):
-    """Give piece i another number of devices."""
-    option = near_option(table, pieces[i, OP], pieces[i, OPTION], state)
-    if option < 0:
-        return False
-    pieces[i, OPTION] = option
-    return True
-
-
-@njit(cache=True, nogil=True)
-def trade_devices(table, pieces, count, i, state):
-    """Make piece i wider by a step and another a little later in the list
-    narrower, or the reverse."""
-    j = i + 1 + random_below(state, 4)
-    if j >= count or pieces[i, OP] == pieces[j, OP]:
-        return False
-    step = 1 if random_share(state) < 0.5 else -1
-    first = pieces[i, OPTION] + step
-    second = pieces[j, OPTION] - step
-    if min(first, second) < 0:
-        return False
-    if first >= table.option_count[pieces[i, OP]] or second >= table.option_count[pieces[j, OP]]:
-        return False
-    pieces[i, OPTION] = first
-    pieces[j, OPTION] = second
-    return True
-
-
-@njit(cache=True, nogil=True)
-def find_other(pieces, i, skip):
-    """The piece of i's op that comes after `skip` others of it, i left out."""
-    j = 0
-    while True:
-        if j != i and pieces[j, OP] == pieces[i, OP]:
-            if skip == 0:
-                return j
-            skip -= 1
-        j += 1
-
-
-@njit(cache=True, nogil=True)
-def shift_layers(pieces, count, pieces_of, i, state):
-    """Move layers from piece i to another of its op, mostly one or two; a
-    piece left empty is dropped. Return the number of pieces, 0 for no move,
-    and the first piece changed."""
-    op = pieces[i, OP]
-    if pieces_of[op] < 2:
-        return 0, i
-    j = find_other(pieces, i, random_below(state, pieces_of[op] - 1))
-    most = pieces[i, LAYERS]
-    if most > 2 and random_share(state) < 0.7:
-        most = 2
-    shifted = 1 + random_below(state, most)
-    pieces[j, LAYERS] += shifted
-    pieces[i, LAYERS] -= shifted
-    if pieces[i, LAYERS] > 0:
-        return count, min(i, j)
-    pieces_of[op] -= 1
-    for k in range(i, count - 1):
-        copy_piece(pieces, k + 1, pieces, k)
-    return count - 1, min(i, j)
-
-
-@njit(cache=True, nogil=True)
-def split(table, pieces, count, pieces_of, i, state):
-    """Cut piece i in two of different widths, the second part a little
-    later in the list. Return the number of pieces, 0 for no move."""
-    op = pieces[i, OP]
-    if pieces_of[op] >= table.piece_limit or pieces[i, LAYERS] < 2:
-        return 0
-    option = near_option(table, op, pieces[i, OPTION], state)
-    if option < 0:
-        return 0
-    place = i + 1
-    last = min(count, place + random_below(state, 4))
-    while place < last and not table.before[op, pieces[place, OP]]:
-        place += 1
-    for k in range(count, place, -1):
-        copy_piece(pieces, k - 1, pieces, k)
-    cut = 1 + random_below(state, pieces[i, LAYERS] - 1)
-    copy_piece(pieces, i, pieces, place)
-    pieces[place, LAYERS] -= cut
-    pieces[i, LAYERS] = cut
-    changed = i if random_share(state) < 0.5 else place
-    pieces[changed, OPTION] = option
-    pieces_of[op] += 1
-    return count + 1
-
-
-@njit(cache=True, nogil=True)
-def move(table, pieces, count, pieces_of, state):
-    """Make one random change; return the number of pieces, 0 for no change,
-    and the first piece changed."""
-    kind = random_share(state)
-    i = random_below(state, count)
-    if kind < TRADE_BELOW:
-        return (count if trade_devices(table, pieces, count, i, state) else 0), i
-    if kind < RELOCATE_BELOW:
-        place = relocate(table, pieces, count, i, state)
-        return (count if place != i else 0), min(i, place)
-    if kind < WIDTH_BELOW:
-        return (count if change_width(table, pieces, i, state) else 0), i
-    if kind < LAYERS_BELOW:
-        return shift_layers(pieces, count, pieces_of, i, state)
-    return split(table, pieces, count, pieces_of, i, state), i
 
 
 @njit(cache=True, nogil=True)
@@ -512,6 +87,7 @@ def anneal(table, first_pieces, first_count, seed, evaluations, control):
     pieces_of = np.zeros(ops, np.int64)
     for i in range(count):
         pieces_of[pieces[i, OP]] += 1
+    # Three lists: the one that is tried, the one that was accepted last, and the best one with its starts and ends.
     accepted, accepted_count = pieces.copy(), count
     accepted_start, accepted_end = start_at.copy(), end_at.copy()
     best, best_count, best_value = pieces.copy(), count, REJECTED
@@ -584,6 +160,7 @@ def anneal(table, first_pieces, first_count, seed, evaluations, control):
                 accepted_start[i] = start_at[i]
                 accepted_end[i] = end_at[i]
             accepted_count = count
+            # The checkpoints that this list wrote are now those of the accepted one.
             for number in range(begin // stride, min((count - 1) // stride, CHECKPOINTS)):
                 checkpoint.buffer[number] = 1 - checkpoint.buffer[number]
         else:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from spindle.jit import njit
-from spindle.planners.anneal import DONE, STOP, random_below, random_share
+from spindle.planners.anneal import DONE, STOP
+from spindle.planners.piece_moves import random_below, random_share
 from spindle.planners.pipeline.evaluate import evaluate
 
 # Cumulative shares of the moves; single tokens have the rest.
