@@ -168,7 +168,7 @@ class Loop:
             if self._requested is not None:
                 self._apply_change(headers, batches)
             if is_saving:
-                self._save(step, saves_in(table))
+                self._save(step, saves_in(table), {task for row in headers for task in row})
             current = batches
             if number + 1 < steps:
                 with recorder.doing(LOADING):
@@ -246,9 +246,11 @@ class Loop:
             self._progress.note(f"no checkpoint of step {step}: that of step {saver.last_step} is still being written")
         return is_free
 
-    def _save(self, step: int, wanted: int, *, was_stopped: bool = False) -> None:
-        """Save the state before this step: in memory, unless it falls due on disk or is `wanted`. ENDING ends the job,
-        once it is written."""
+    def _save(
+        self, step: int, wanted: int, step_tasks: Collection[str] | None = None, *, was_stopped: bool = False
+    ) -> None:
+        """Save the state before this step, which has these tasks: in memory, unless it falls due on disk or is
+        `wanted`. ENDING ends the job, once it is written."""
         saver, session, notify = self._session.saver, self._session, self._session.notifier(self._progress)
         assert saver is not None
         is_ending = wanted == ENDING
@@ -260,7 +262,12 @@ class Loop:
             saver.save(
                 step,
                 lambda: saver.state(
-                    step, session.num_fits - 1, session.first_step, self.next_config, was_stopped=was_stopped
+                    step,
+                    session.num_fits - 1,
+                    session.first_step,
+                    self.next_config,
+                    step_tasks,
+                    was_stopped=was_stopped,
                 ),
                 self._data_positions(),
                 notify,
@@ -406,6 +413,10 @@ class Loop:
         config, variants, recording = self._config, self._session.variants, self._runtime.weights.in_shape
         num_tasks = min(config.tasks_per_step, len(self._names))
         sampled = tasks_in_step(config.sampling_weights, self._names, num_tasks, config.seed, step)
+        resumed, self._session.next_step_tasks = self._session.next_step_tasks, None
+        if resumed is not None:  # the first step, as it was read before the state was saved
+            step_tasks, known = resumed
+            sampled = [name for name in self._names if name in (step_tasks if name in known else sampled)]
         tasks = [name for name in sampled if self._reads(name)]
         micro_steps = []
         for micro_step in range(config.gradient_accumulation_steps):
