@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -46,7 +48,7 @@ def stacked(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def stateful(dataset: Any) -> Any:
-    from torchdata.stateful_dataloader import StatefulDataLoader  # not everywhere: tests on GPUs do without
+    from torchdata.stateful_dataloader import StatefulDataLoader
 
     return StatefulDataLoader(dataset, ROWS, shuffle=True)
 
@@ -65,6 +67,11 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "iterable": lambda: DataLoader(Stream(), ROWS),
     "generator": endless,
 }
+
+
+if importlib.util.find_spec("torchdata") is None:
+    print("note: no torchdata here: runs go without its loader", file=sys.stderr)
+    del LOADERS["stateful"]
 
 
 def modules() -> dict[str, nn.Module]:
@@ -95,7 +102,9 @@ class Run:
     keep: int | None = 2
     memory_every: int | None = None
     planning: Mapping[str, Any] = field(default_factory=dict)
-    loaders: tuple[str, ...] = ("dataset", "stacking", "collating", "stateful")
+    loaders: tuple[str, ...] = ("dataset", "stacking", "collating", "stateful")  # those that can be had here
+    accumulated: int = 2  # batches of each task in a step
+    ends_at: int | None = None  # the last task ends when the losses of this step are known
     signalled_at: int | None = None  # rank 1 gets SIGTERM when the losses of this step are known
     splits: bool = False  # `left` has tensor parallel blocks
 
@@ -110,6 +119,7 @@ class Ran:
 
 
 def run(rank: int, num_ranks: int, options: Run) -> Ran:
+    loaders = [name for name in options.loaders if name in LOADERS]
     torch.manual_seed(rank)  # what ranks draw by themselves must not matter
     random.seed(rank)
     named = modules()
@@ -135,14 +145,14 @@ def run(rank: int, num_ranks: int, options: Run) -> Ran:
         return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01, eps=1e-3)
 
     trainer = spindle.Trainer(
-        [task_of(number, name) for number, name in enumerate(options.loaders)],
+        [task_of(number, name) for number, name in enumerate(loaders)],
         optimizer=adamw,
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
         max_grad_norm=1.0,
         ema=0.9,
-        gradient_accumulation_steps=2,
-        sampling_weights=dict.fromkeys(options.loaders, 1.0),
-        tasks_per_step=max(1, len(options.loaders) - 1),
+        gradient_accumulation_steps=options.accumulated,
+        sampling_weights=dict.fromkeys(loaders, 1.0),
+        tasks_per_step=max(1, len(loaders) - 1),
         planning=spindle.Planning(**{"profile": internals.guessed_profile, **options.planning}),
         checkpoints=None
         if options.folder is None
@@ -154,13 +164,15 @@ def run(rank: int, num_ranks: int, options: Run) -> Ran:
     def on_step(step: int, losses: dict[str, float]) -> None:
         if step == options.signalled_at and rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
+        if step == options.ends_at:
+            trainer.remove_task(loaders[-1])
 
     losses: tuple[dict[str, float], ...] = ()
     exit_code = None
     with internals.sharing_found_once("resuming") if options.splits else nullcontext():
         try:
             result = trainer.fit(
-                {name: LOADERS[name]() for name in options.loaders},
+                {name: LOADERS[name]() for name in loaders},
                 steps=options.steps,
                 progress=False,
                 on_step=on_step,

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -153,10 +153,15 @@ def remove_unfinished(folder: Path) -> None:
             shutil.rmtree(entry, ignore_errors=True)
 
 
-def prune(folder: Path, keep: int | None, needed: Sequence[int] = ()) -> None:
-    """Remove all checkpoints but the newest `keep`, and those that are still `needed`, by step."""
-    for step in steps_in(folder)[:-keep] if keep is not None else ():
-        if step not in needed:
+def prune(folder: Path, keep: int | None, needed: Sequence[int] = (), damaged: Collection[int] = ()) -> None:
+    """Remove all checkpoints but the newest `keep`, and those that are still `needed`, by step. Those that are known to
+    be damaged do not count as kept."""
+    if keep is None:
+        return
+    steps = steps_in(folder)
+    kept = [step for step in steps if step not in damaged][-keep:]
+    for step in steps:
+        if step not in kept and step not in needed:
             _remove(folder / folder_name(step))
 
 

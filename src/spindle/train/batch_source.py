@@ -69,6 +69,10 @@ class BatchSource:
         config, names = self._session.config, self._session.config.task_names
         num_tasks = min(config.tasks_per_step, len(names))
         sampled = tasks_in_step(config.sampling_weights, names, num_tasks, config.seed, step)
+        resumed, self._session.next_step_tasks = self._session.next_step_tasks, None
+        if resumed is not None:  # the first step, as it was read before the state was saved
+            step_tasks, known = resumed
+            sampled = [name for name in names if name in (step_tasks if name in known else sampled)]
         num_micro_steps = config.gradient_accumulation_steps
         batches = [
             {name: self._next(name, micro_step) for name in sampled if self._reads(name)}

@@ -119,7 +119,8 @@ class Loop:
             if self._requested is not None:
                 self._apply_change(headers, batches)
             if is_saving:
-                self._save_points.save(step, saves_in(table), self.next_config)
+                step_tasks = {task for row in headers for task in row}
+                self._save_points.save(step, saves_in(table), self.next_config, step_tasks)
             current = batches
             if number + 1 < steps:
                 with recorder.doing(LOADING):

@@ -26,6 +26,7 @@ from spindle.checkpoint import (
     PLAN,
     PROFILE,
     SavedCheckpoint,
+    folder_name,
     folder_of_step,
     open_checkpoint,
     remove_unfinished,
@@ -63,7 +64,7 @@ def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int) -> Fit
     notify = session.notify
     if session.saver is None:
         session.saver = Saver(session, checkpoints, session.config.planning)
-        newest = newest_checkpoint(checkpoints, session.world, notify)
+        newest = newest_checkpoint(checkpoints, session.world, notify, session.saver.damaged)
         if newest is not None:
             session.saved = ResumedTensors(newest)
             session.saver.resume_from(newest.folder.parent, newest.state.step)
@@ -115,9 +116,11 @@ def _first_batch(loader: Any, batch_size: int) -> Any:
 # Which.
 
 
-def newest_checkpoint(checkpoints: Checkpoints, world: World, notify: Callable[[str], None]) -> SavedCheckpoint | None:
-    """The newest checkpoint of a folder that is complete and undamaged; None where there is none at all. All ranks
-    must call it, and each checks a share of the bytes."""
+def newest_checkpoint(
+    checkpoints: Checkpoints, world: World, notify: Callable[[str], None], damaged: set[Path]
+) -> SavedCheckpoint | None:
+    """The newest checkpoint of a folder that is complete and undamaged; None where there is none at all. Newer ones are
+    added to `damaged`. All ranks must call it, and each checks a share of the bytes."""
     folder = Path(checkpoints.folder)
     _check_folder(folder, world)
     memory = memory_folder(checkpoints)
@@ -139,6 +142,7 @@ def newest_checkpoint(checkpoints: Checkpoints, world: World, notify: Callable[[
         if not problem:
             return checkpoint
         problems.append(problem)
+        damaged.add(folders[number] / folder_name(step))
         notify(f"{problem}; an older checkpoint is tried")
     if problems:
         raise CheckpointError(
@@ -213,6 +217,8 @@ def _restore(session: TrainSession, saved: ResumedTensors, handles: Handles, *, 
         if not is_over and position["position"] is not None:
             session.loader_positions[task] = LoaderPosition(**from_plain(position["position"], where))
         session.loader_facts[task] = position["facts"]
+    if not is_over and "step_tasks" in state.extra:
+        session.next_step_tasks = frozenset(state.extra["step_tasks"]), frozenset(state.tasks)
     session.variants.restore_names(
         {(task, int(key)): name for task, keys in state.variants.items() for key, name in keys.items()}
     )

@@ -7,7 +7,7 @@ from the headers of all ranks, so they decide alike.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -69,9 +69,17 @@ class SavePoints:
             )
         return is_free
 
-    def save(self, step: int, wanted: int, config: TrainConfig, *, was_stopped: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        wanted: int,
+        config: TrainConfig,
+        step_tasks: Collection[str] | None = None,
+        *,
+        was_stopped: bool = False,
+    ) -> None:
         """Save the state before this step: in memory, unless it falls due on disk or is `wanted`. ENDING ends the job,
-        once it is written. `config` is that of the step."""
+        once it is written. `config` and `step_tasks` are those of the step; there are none after the last."""
         saver, session, notify = self._saver, self._session, self._session.notify
         assert saver is not None
         is_ending = wanted == ENDING
@@ -82,7 +90,9 @@ class SavePoints:
         if not saver.is_saved(step, on_disk=on_disk):
             saver.save(
                 step,
-                lambda: saver.state(step, session.num_fits - 1, session.first_step, config, was_stopped=was_stopped),
+                lambda: saver.state(
+                    step, session.num_fits - 1, session.first_step, config, step_tasks, was_stopped=was_stopped
+                ),
                 self._source.saved_positions(),
                 notify,
                 in_memory=not on_disk,

@@ -13,7 +13,7 @@ import shutil
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,18 @@ from typing import Any
 import torch
 
 from spindle.artifact import artifact_text, to_json
-from spindle.checkpoint import PLAN, PROFILE, SavedState, finish, partial_folder, prune, write_part, writers_of
+from spindle.checkpoint import (
+    PLAN,
+    PROFILE,
+    SavedState,
+    finish,
+    folder_name,
+    partial_folder,
+    prune,
+    steps_in,
+    write_part,
+    writers_of,
+)
 from spindle.display import num_bytes as _text
 from spindle.errors import CheckpointError, TrainingError
 from spindle.launch import recorder, variables
@@ -78,6 +89,7 @@ class Saver:
         # This rank's boxes, under an optimizer.
         self._writers: tuple[weakref.ref[Update], dict[str, list[Box]]] | None = None
         self.last_step = 0  # that was saved, or resumed from
+        self.damaged: set[Path] = set()  # checkpoints that could not be resumed from
         self.is_requested = False  # by the user, on this rank
         self.pauses: list[tuple[int, float]] = []  # bytes copied on this rank, and seconds that took
 
@@ -256,8 +268,10 @@ class Saver:
                 if own is not None or failed:
                     raise own or CheckpointError(f"rank {failed[0]} could not write its part")
                 artifacts = {PLAN: artifact_text("plan", plan), PROFILE: artifact_text("profile", profile)}
-                finish(folder, state, artifacts)
-                prune(folder, 1 if folder == self.memory else self._checkpoints.keep, self._needed_steps())
+                self.damaged.discard(finish(folder, state, artifacts))
+                keep = 1 if folder == self.memory else self._checkpoints.keep
+                damaged = [step for step in steps_in(folder) if folder / folder_name(step) in self.damaged]
+                prune(folder, keep, self._needed_steps(), damaged)
             except OSError as error:
                 raise CheckpointError(f"{error.filename or folder}: {error.strerror}") from error
             finally:
@@ -271,9 +285,17 @@ class Saver:
         return [] if saved is None or not any(True for _ in saved.unloaded()) else [saved.checkpoint.state.step]
 
     def state(
-        self, step: int, fit: int, first_step: int, config: TrainConfig, *, was_stopped: bool = False
+        self,
+        step: int,
+        fit: int,
+        first_step: int,
+        config: TrainConfig,
+        step_tasks: Collection[str] | None,
+        *,
+        was_stopped: bool = False,
     ) -> SavedState:
-        """What is no tensor, but for what other ranks know."""
+        """What is no tensor, but for what other ranks know. `step_tasks` are those of the step that is about to run,
+        which was read before tasks joined or ended; None after the last step of a fit."""
         session, update = self._session, self._session.update
         assert update is not None
         handles, names, optimizer = root_handles(session.handles), self._names(), update.state()
@@ -311,6 +333,7 @@ class Saver:
             groups=(),
             frozen_groups=_grouped(optimizer.old_settings),
             planning=self._planning,
+            extra={} if step_tasks is None else {"step_tasks": sorted(step_tasks)},
             written_s=time.time(),
         )
 

@@ -57,6 +57,8 @@ class TrainSession:
         self.first_step = 0  # of the last of these
         self.loader_positions: dict[str, LoaderPosition] = {}  # of a restored state, where loaders go on
         self.loader_facts: dict[str, dict[str, Any]] = {}  # what was saved of the loaders that these are of
+        # Of the step that a restored state stops before: the tasks that it has, and those that were known then.
+        self.next_step_tasks: tuple[frozenset[str], frozenset[str]] | None = None
         self.absent_tasks: frozenset[str] = frozenset()  # of the script, which had ended in the restored state
         self.saver: Saver | None = None
         self.saved: ResumedTensors | None = None  # of the checkpoint that was resumed from
