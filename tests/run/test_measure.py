@@ -62,14 +62,14 @@ def task(name, batch_size, function):
     return spindle.task(name=name, batch_size=batch_size, per_sample_mean=True)(function)
 
 
-def measured(tasks, num_devices=2, cache=None, batch=None):
+def measured(tasks, num_devices=2, cache=None, batch=None, **options):
     """Samples by op, and the meter that took them."""
     examples = {one.name: batch or {"x": torch.ones(one.batch_size, 3)} for one in tasks}
     bound = bind("small", trace_all(tasks, examples))
     graph = metagraph_of(bound.workload)
     meter = LayerMeter(RankSync(World(0, 1, CPU), enabled=False), cache)
     code, kinds = [code_of(bound, op) for op in graph.metaops], kinds_of(bound, graph)
-    samples = measure_layers(graph, code, kinds, examples, bound.batch_axes, num_devices, CPU, meter)
+    samples = measure_layers(graph, code, kinds, examples, bound.batch_axes, num_devices, CPU, meter, **options)
     return samples, meter
 
 
@@ -125,6 +125,47 @@ def test_three_layers_stand_for_a_long_run():
     assert len(set(counts[:3])) == 1
     assert counts[0] > counts[3]
     assert set(counts[3:]) == {1}  # the one pass over the whole batch
+
+
+class Masked(nn.Module):
+    """A mask is made after the first values of its blocks, so that the first block takes them in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(3, 4), nn.ModuleList(MaskedBlock() for _ in range(7))
+
+    def forward(self, x):
+        hidden = self.stem(x)
+        mask = (x.sum(-1, keepdim=True) > 0).to(x.dtype)
+        for block in self.blocks:
+            hidden = block(hidden, mask)
+        return hidden
+
+
+class MaskedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden, mask):
+        return hidden + self.linear(hidden) * mask
+
+
+def test_copies_of_layers_run_in_any_order_of_their_values():
+    samples, _ = measured([one_task(Masked())], lanes=True)
+    assert all(sample.contention for sample in samples.values())
+
+
+def test_copies_that_fail_leave_a_plan_without_lanes(monkeypatch):
+    def fail(*_: object) -> None:
+        raise RuntimeError("no streams here")
+
+    notices: list[str] = []
+    monkeypatch.setattr(LayerMeter, "contention", fail)
+    samples, _ = measured([one_task(Masked())], lanes=True, notify=notices.append)
+    assert not any(sample.contention for sample in samples.values())
+    assert len(notices) == 1
+    assert "RuntimeError: no streams here" in notices[0]
 
 
 def test_glue_is_timed_with_the_first_layer_and_listed_separately():

@@ -142,6 +142,7 @@ def measure_layers(
     *,
     graphs: bool = False,
     lanes: bool = False,
+    notify: Callable[[str], None] = lambda text: None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> dict[str, LayerSamples]:
     """Times of one layer of each op, by op name; with `lanes`, how much layers that share a device slow each other
@@ -163,11 +164,18 @@ def measure_layers(
                 points.append(_point(code[position], kinds[position], batch, inputs, device, graphs, num_devices > 1))
             measured = _samples(op.task, op.name, sizes[position], meter.times(points))
             if lanes:
-                copies = [
-                    _point(_rotated(code[position], number), kinds[position], batch, inputs, device, graphs, False)
-                    for number in range(NUM_COPIES)
-                ]
-                measured = replace(measured, contention=(meter.contention(copies),) * len(measured.rows))
+                try:
+                    copies = [
+                        _point(_rotated(code[position], number), kinds[position], batch, inputs, device, graphs, False)
+                        for number in range(NUM_COPIES)
+                    ]
+                    measured = replace(measured, contention=(meter.contention(copies),) * len(measured.rows))
+                except Exception as error:  # nothing that training needs has failed
+                    lanes = False
+                    notify(
+                        f"no lanes: measuring how copies of {op.name} share the GPU failed with "
+                        f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                    )
             samples[op.name] = measured
             num_done += len(points)
             progress(num_done / sum(map(len, sizes)))
@@ -175,12 +183,11 @@ def measure_layers(
 
 
 def _rotated(code: OpCode, number: int) -> OpCode:
-    """An op that begins with other layers, all of which are equal: a copy with weights of its own, if there are enough
-    layers. The first layer of a call stays, because it takes other arguments than those behind it."""
+    """An op with other layers behind the first, all of which are equal: a copy with weights of its own, if there are
+    enough layers. The first one stays, because it may take its values in another order than those behind it."""
     if isinstance(code, LossCode):
         return code
-    fixed = 0 if code.arguments is None else 1
-    head, rest = code.layers[:fixed], code.layers[fixed:]
+    head, rest = code.layers[:1], code.layers[1:]
     first = number * _MAX_LAYERS % len(rest) if rest else 0
     return replace(code, layers=(*head, *rest[first:], *rest[:first]))
 

@@ -82,6 +82,7 @@ def local_profile(
             meter,
             graphs=graphs,
             lanes=lanes > 1 and world.size == 1 and world.device.type == "cuda" and _has_several_modules(graph),
+            notify=notify,
             progress=progress,
         )
         rates = _host_rates(world) if rank_sync.size == 1 else measure_rates(meter.longest, rank_sync)
