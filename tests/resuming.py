@@ -204,7 +204,7 @@ def drop_newest(folder: Path) -> int:
 def error(ran: Ran, expected: Ran) -> float:
     """The largest difference of losses and state from those of a run that was not interrupted."""
     assert ran.state.keys() == expected.state.keys()
-    differences = [float((ran.state[name] - value).abs().max()) for name, value in expected.state.items()]
+    differences = [float((ran.state[name].cpu() - value.cpu()).abs().max()) for name, value in expected.state.items()]
     later = expected.losses[len(expected.losses) - len(ran.losses) :]
     for losses, expected_losses in zip(ran.losses, later, strict=True):
         assert losses.keys() == expected_losses.keys()

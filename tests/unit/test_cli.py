@@ -559,10 +559,12 @@ def test_a_narrow_terminal_sees_whole_numbers_of_fewer_columns(columns, workload
 
 
 def test_compiled_code_finds_a_folder_where_nothing_else_can_be_written(tmp_path, monkeypatch):
+    import numba
+
     import spindle.jit as program
 
     cleanups = []
-    monkeypatch.setattr(program.numba.config, "CACHE_DIR", "")
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setattr(program.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(program.atexit, "register", lambda *call, **options: cleanups.append((call, options)))
