@@ -42,7 +42,7 @@ class Roofline:
             raise ProfileError(f"overhead_s must not be negative, got {self.overhead_s}")
 
 
-def roofline_profile(graph: MetaGraph, cluster: Cluster, roofline: Roofline = Roofline()) -> Profile:  # noqa: B008
+def roofline_profile(graph: MetaGraph, cluster: Cluster, roofline: Roofline = Roofline()) -> Profile:
     """The analytic profile of a graph whose ops carry their costs."""
     return Profile(
         graph=graph,

@@ -59,7 +59,7 @@ class Step:
         return self.pipeline_ranks is not None
 
 
-def step_of(recipe: Recipe | MultimodalModel, cluster: Cluster, batch: BatchOptions = BatchOptions()) -> Step:  # noqa: B008
+def step_of(recipe: Recipe | MultimodalModel, cluster: Cluster, batch: BatchOptions = BatchOptions()) -> Step:
     """A step of a recipe, or of one batch of a multimodal model."""
     if isinstance(recipe, MultimodalModel):
         return _model_step(recipe, cluster, batch)
