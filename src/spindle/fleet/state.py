@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass, field
+from typing import Any
 
 from spindle.errors import FleetError
 from spindle.fleet.cells import Cell, Estimate
@@ -94,6 +96,7 @@ class JobState:
     received_s: tuple[KindValue, ...] = ()
     lease_until_s: float | None = None
     num_reallocations: int = 0
+    initial_realloc_s: float = 60.0
     realloc_costs_s: tuple[float, ...] = ()
     promised: Cell | None = None
     num_failures: int = 0
@@ -108,6 +111,11 @@ class JobState:
     @property
     def holds_devices(self) -> bool:
         return self.allocation is not None
+
+    @property
+    def realloc_s(self) -> float:
+        """The cost of stopping and starting it: the median of what was measured, at first what was assumed."""
+        return statistics.median(self.realloc_costs_s) if self.realloc_costs_s else self.initial_realloc_s
 
     def step_at(self, time_s: float) -> float:
         """The step that it has reached if it proceeds as estimated."""
@@ -168,6 +176,7 @@ class State:
     num_arrived: int = 0
     num_departed: int = 0
     last_round: RoundReport | None = None
+    columns: Any = field(init=False, default=None, repr=False, compare=False)  # kept from round to round
 
     def find(self, name: str) -> JobState | None:
         """The job of this name that has not ended."""
