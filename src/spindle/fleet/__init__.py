@@ -33,12 +33,19 @@ from spindle.fleet.events import (
     event_json,
 )
 from spindle.fleet.fleet import DeviceCount, Fleet, Team
+from spindle.fleet.fleet_timeline import FleetMeasures, FleetTimeline, JobRecord, JobSpan, measure_fleet
 from spindle.fleet.job import PRIORITIES, Job
+from spindle.fleet.policies import COMPARED, POLICIES
+from spindle.fleet.public_traces import arena_fleet, arena_trace, elasticflow_trace
 from spindle.fleet.scheduler import schedule
+from spindle.fleet.simulator import SimulatedFleet, simulate_fleet
 from spindle.fleet.state import Allocation, JobState, RoundReport, SchedulerOptions, State
+from spindle.fleet.trace import Injection, StepTime, Trace, TraceJob, read_trace
 
 __all__ = [
+    "COMPARED",
     "GRADES",
+    "POLICIES",
     "PRIORITIES",
     "Action",
     "Allocation",
@@ -51,7 +58,12 @@ __all__ = [
     "Event",
     "Failed",
     "Fleet",
+    "FleetMeasures",
+    "FleetTimeline",
+    "Injection",
     "Job",
+    "JobRecord",
+    "JobSpan",
     "JobState",
     "LostAttempt",
     "NodeJoined",
@@ -63,19 +75,29 @@ __all__ = [
     "Resumed",
     "RoundReport",
     "SchedulerOptions",
+    "SimulatedFleet",
     "Start",
     "Started",
     "State",
+    "StepTime",
     "Stop",
     "Stopped",
     "Submitted",
     "Suspended",
     "Team",
     "Ticked",
+    "Trace",
+    "TraceJob",
     "action_from_json",
     "action_json",
+    "arena_fleet",
+    "arena_trace",
     "better",
+    "elasticflow_trace",
     "event_from_json",
     "event_json",
+    "measure_fleet",
+    "read_trace",
     "schedule",
+    "simulate_fleet",
 ]

@@ -33,7 +33,8 @@ BoolColumn = np.ndarray[Any, np.dtype[np.bool_]]
     IS_URGENT,
     LEASE_UNTIL_S,  # -inf where it has none
     HAS_PROMISE,
-) = range(13)
+    HAS_DEVICES,
+) = range(14)
 
 
 class Columns:
@@ -67,7 +68,7 @@ class Columns:
         self.count: IntColumn = np.zeros(0, dtype=np.int64)
         self.rate: FloatColumn = np.zeros(0)
         self.planned: BoolColumn = np.zeros(0, dtype=bool)
-        self.numbers: FloatColumn = np.zeros((13, 0))
+        self.numbers: FloatColumn = np.zeros((14, 0))
         self.best_rate: FloatColumn = np.zeros(0)
         self.held_offset: IntColumn = np.zeros(0, dtype=np.int64)
         self.requested_offset: IntColumn = np.zeros(0, dtype=np.int64)
@@ -85,6 +86,10 @@ class Columns:
     @property
     def held(self) -> IntColumn:
         return np.where(self.held_offset >= 0, self.first[:-1] + self.held_offset, -1)
+
+    @property
+    def has_devices(self) -> BoolColumn:
+        return self.numbers[HAS_DEVICES] > 0
 
     @property
     def requested(self) -> IntColumn:
@@ -243,6 +248,7 @@ class Columns:
             job.is_urgent,
             -np.inf if state.lease_until_s is None else state.lease_until_s,
             state.promised is not None,
+            state.allocation is not None,
         )
 
     def _requested(self, job: Job, cells: tuple[Any, ...]) -> int:

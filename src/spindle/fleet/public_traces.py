@@ -2,7 +2,7 @@
 
 Arena's 1,938 jobs have models, batch sizes and requests that its authors drew at random, with arrivals of cluster08 of
 microsoft/elasticflow-traces. ElasticFlow's jobs have no model and no kind of device: both are drawn here from a seed,
-among Arena's models that run on as many devices. Only cells on the fewest nodes that hold them are taken from the table.
+among Arena's models that run on as many devices. Only cells on the fewest nodes that hold them are taken.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def elasticflow_trace(path: Path, arena_folder: Path, num_devices: int, load: fl
         for name, arrival_s, steps, kind, count, times in drawn
     )
     notes = (
-        f"models and kinds drawn from seed {seed} among Arena's; lengths by the durations of the trace; arrivals scaled "
-        f"by {scale:.3g} to a load of {load:g} on {num_devices} devices",
+        f"models and kinds drawn from seed {seed} among Arena's; lengths by the durations of the trace; arrivals "
+        f"scaled by {scale:.3g} to a load of {load:g} on {num_devices} devices",
     )
     return Trace(name=path.stem, jobs=jobs, num_excluded=num_excluded, notes=notes)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from spindle.fleet.cells import Cell
-from spindle.fleet.columns import Columns, FloatColumn
+from spindle.fleet.columns import BoolColumn, Columns, FloatColumn
 from spindle.fleet.events import Action, NodeShare, Plan, Resize, Start, Stop
 from spindle.fleet.placement import Nodes, Placement, place
 from spindle.fleet.policies import Choice, Round, policy_named
@@ -60,6 +60,8 @@ def run_round(state: State) -> tuple[State, tuple[Action, ...]]:
         plans = _wanted_plans(given, policy(replace(given, allowed=np.ones_like(given.allowed))))
     choice, placement = policy(given), Placement()
     for last in (False,) * (_MAX_TRIES - 1) + (True,):
+        if not _changes(given, choice).any():
+            break
         placement = place(columns, choice.cells.tolist(), given.held.tolist())
         if not placement.failed or last:
             break
@@ -109,14 +111,22 @@ def cell_of(columns: Columns, job: int, cell: int) -> Cell:
     )
 
 
+def _changes(given: Round, choice: Choice) -> BoolColumn:
+    """Jobs that get another cell than they hold. A job that must leave a node holds none, and yet has one."""
+    must_leave = (given.held < 0) & given.columns.has_devices
+    changes: BoolColumn = (choice.cells != given.held) | must_leave
+    return changes
+
+
 def _apply(
     state: State, given: Round, choice: Choice, placement: Placement
 ) -> tuple[tuple[JobState, ...], list[Action]]:
     columns = given.columns
-    cells, held = choice.cells, given.held
-    had = np.array([job.allocation is not None for job in columns.jobs], dtype=bool)
-    changed = np.flatnonzero((cells != held) | (had & (cells < 0))).tolist()
-    rows = sorted({*changed, *placement.nodes})
+    cells = choice.cells
+    opportunistic = choice.opportunistic or frozenset()
+    rows = sorted({*np.flatnonzero(_changes(given, choice)).tolist(), *placement.nodes})
+    if not rows and choice.opportunistic is None:
+        return state.jobs, []
     replaced: dict[str, JobState] = {}
     stops: list[Action] = []
     starts: list[Action] = []
@@ -138,18 +148,18 @@ def _apply(
             allocation=allocation,
             allocated_s=state.now_s,
             num_reallocations=job.num_reallocations + 1,
-            is_opportunistic=row in choice.opportunistic,
+            is_opportunistic=row in opportunistic,
         )
         if row in choice.leases:
             lease_until_s = state.now_s + job.realloc_s + state.options.lease_s
             started = replace(started, lease_until_s=lease_until_s)
         replaced[job.name] = started
         starts.append(kind(job=job.name, attempt=started.attempt, cell=allocation.cell, nodes=allocation.nodes))
-    if choice.opportunistic or any(job.is_opportunistic for job in columns.jobs):
+    if choice.opportunistic is not None:
         for row, job in enumerate(columns.jobs):
             current = replaced.get(job.name, job)
-            if current.is_opportunistic != (row in choice.opportunistic):
-                replaced[job.name] = replace(current, is_opportunistic=row in choice.opportunistic)
+            if current.is_opportunistic != (row in opportunistic):
+                replaced[job.name] = replace(current, is_opportunistic=row in opportunistic)
     return tuple(replaced.get(job.job.name, job) for job in state.jobs), [*stops, *starts]
 
 

@@ -14,6 +14,7 @@ from typing import assert_never
 from spindle.cluster import Cluster
 from spindle.errors import FleetError
 from spindle.fleet.cells import better
+from spindle.fleet.columns import Columns
 from spindle.fleet.deadlines import verdict
 from spindle.fleet.events import (
     Action,
@@ -33,7 +34,8 @@ from spindle.fleet.events import (
     Suspended,
     Ticked,
 )
-from spindle.fleet.rounds import released, run_round
+from spindle.fleet.policies import EVENT_DRIVEN
+from spindle.fleet.rounds import columns_of, released, run_round
 from spindle.fleet.state import (
     COMPLETED,
     FAILED,
@@ -59,7 +61,9 @@ def schedule(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     every `min_interval_s`, at least every `max_interval_s`. Events of attempts that are not the newest are ignored.
     """
     columns = state.columns
-    state, actions = _handle(replace(state, now_s=max(state.now_s, event.time_s)), event, columns)
+    if event.time_s > state.now_s:
+        state = replace(state, now_s=event.time_s)
+    state, actions = _handle(state, event, columns)
     object.__setattr__(state, "columns", columns if state.columns is None else state.columns)
     return state, actions
 
@@ -103,16 +107,21 @@ def _ticked(state: State, columns: object) -> tuple[State, tuple[Action, ...]]:
         return state, ()
     object.__setattr__(state, "columns", columns)
     after, actions = run_round(state)
-    columns = state.columns
-    has_jobs = any(job.phase != SUSPENDED for job in after.jobs)
-    after = replace(
-        after,
-        last_round_s=state.now_s,
-        next_round_s=state.now_s + state.options.max_interval_s if has_jobs else None,
-        changed=False,
-    )
-    object.__setattr__(after, "columns", columns)
+    next_s = None if _is_settled(after, columns_of(state)) else state.now_s + state.options.max_interval_s
+    after = replace(after, last_round_s=state.now_s, next_round_s=next_s)
+    object.__setattr__(after, "columns", state.columns)
     return after, actions
+
+
+def _is_settled(state: State, columns: Columns) -> bool:
+    """Whether time alone changes nothing: the policy acts on events only, or every job runs in its fastest cell."""
+    if state.options.policy in EVENT_DRIVEN:
+        return True
+    if any(job.phase == WAITING for job in state.jobs):
+        return False
+    columns.update(state)
+    held = columns.held
+    return bool((columns.rate[held] >= columns.best_rate).all()) if columns.num_jobs else True
 
 
 def _due(state: State) -> State:
@@ -120,14 +129,17 @@ def _due(state: State) -> State:
     due_s = state.now_s
     if state.last_round_s is not None:
         due_s = max(due_s, state.last_round_s + state.options.min_interval_s)
-    if state.next_round_s is not None:
-        due_s = min(due_s, state.next_round_s)
-    return replace(state, next_round_s=due_s, changed=True)
+    if state.next_round_s is not None and state.next_round_s <= due_s:
+        return state
+    return replace(state, next_round_s=due_s)
 
 
 def _with_job(state: State, new: JobState) -> State:
-    name = new.job.name
-    return replace(state, jobs=tuple(new if job.job.name == name else job for job in state.jobs))
+    name, jobs = new.job.name, state.jobs
+    for position, job in enumerate(jobs):
+        if job.job.name == name:
+            return replace(state, jobs=(*jobs[:position], new, *jobs[position + 1 :]))
+    raise AssertionError(f"no job {name!r}")
 
 
 def _of_attempt(state: State, name: str, attempt: int, change: Callable[[JobState], JobState]) -> State:
@@ -147,7 +159,7 @@ def _submitted(state: State, event: Submitted) -> State:
         state.fleet.kind_number(kind)
     if job.deadline_s is not None and job.deadline_s <= state.now_s:
         raise FleetError(
-            f"job {job.name!r}: its deadline {job.deadline_s:.0f} s lies {state.now_s - job.deadline_s:.0f} s in the past"
+            f"job {job.name!r}: its deadline lies {state.now_s - job.deadline_s:.0f} s in the past; give a later one"
         )
     options = state.options
     cost_s = options.realloc_s

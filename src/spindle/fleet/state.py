@@ -160,7 +160,7 @@ class State:
     """Jobs are in order of arrival; those that have ended stay in `ended` with their last state.
 
     `unavailable` nodes are lost or drained. `prices` warm-start the next round: one for each kind, then one for each
-    limit of a team. `changed`: whether anything happened since the last round.
+    limit of a team. No round is due (`next_round_s` None) while only events could change the allocation.
     """
 
     fleet: Fleet
@@ -172,7 +172,6 @@ class State:
     prices: tuple[float, ...] = ()
     last_round_s: float | None = None
     next_round_s: float | None = None
-    changed: bool = False
     num_arrived: int = 0
     num_departed: int = 0
     last_round: RoundReport | None = None

@@ -32,6 +32,7 @@ POLICIES: Mapping[str, Policy] = {
     "fcfs": fcfs,
     "weighted-sia": weighted_sia,
 }
+EVENT_DRIVEN = frozenset({"crius", "backfill", "fcfs"})  # time alone changes nothing
 COMPARED = ("price", "sia", "crius", "gavel", "backfill", "fcfs")
 
 
@@ -41,4 +42,4 @@ def policy_named(name: str) -> Policy:
     return POLICIES[name]
 
 
-__all__ = ["COMPARED", "POLICIES", "Choice", "Policy", "Round", "policy_named"]
+__all__ = ["COMPARED", "EVENT_DRIVEN", "POLICIES", "Choice", "Policy", "Round", "policy_named"]

@@ -47,7 +47,7 @@ class Choice:
     bound: float = 0.0
     prices: FloatColumn = field(default_factory=lambda: np.zeros(0))
     leases: tuple[int, ...] = ()
-    opportunistic: frozenset[int] = frozenset()
+    opportunistic: frozenset[int] | None = None
 
 
 Policy = Callable[[Round], Choice]
