@@ -234,7 +234,7 @@ def main() -> None:
     commits = ", ".join(sorted({entry["commit"] for entry in done.values()}))
     notes = (
         "Models, batch sizes, counts and kinds of Arena's jobs were drawn by its authors; for ElasticFlow's clusters "
-        "models and kinds are drawn from the seed. 71 jobs of Arena request what its table does not have and are left out.\n\n"
+        "models and kinds are drawn from the seed. 71 jobs of Arena request what its table does not have: left out.\n\n"
         f"Commits {commits}; {about['hardware']}; Python {about['python']}. CPU times on a shared machine."
     )
     text = report(done)

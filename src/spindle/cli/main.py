@@ -29,6 +29,7 @@ from spindle.cli.checkpoints import checkpoints
 from spindle.cli.compare import compare
 from spindle.cli.explain import explain
 from spindle.cli.export import export
+from spindle.cli.fleet import VERBS as FLEET_VERBS
 from spindle.cli.launch import JobEnded, launch
 from spindle.cli.plan import plan
 from spindle.cli.profile import profile
@@ -51,6 +52,7 @@ _OUR_WORDS = (
 INTERRUPTED = 130
 VERBS = (plan, simulate, compare, bound, explain, recipes, launch, profile, checkpoints, export)
 _RUN_A_SCRIPT = (launch, profile)
+_FLEET_HELP = "Many jobs on mixed GPUs: which job gets which machines?"
 
 
 def _paragraphs(text: str) -> str:
@@ -83,6 +85,10 @@ def make_app() -> typer.Typer:
         # What stands after a script is the script's own, even if it looks like an option.
         settings = {"allow_interspersed_args": verb not in _RUN_A_SCRIPT}
         app.command(cls=_Command, help=_paragraphs(verb.__doc__ or ""), context_settings=settings)(verb)
+    fleet = typer.Typer(cls=_Group, no_args_is_help=True, help=_FLEET_HELP)
+    for verb in FLEET_VERBS:
+        fleet.command(cls=_Command, help=_paragraphs(verb.__doc__ or ""))(verb)
+    app.add_typer(fleet, name="fleet")
     return app
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -72,3 +73,18 @@ class Job:
         if self.kinds and kind not in self.kinds:
             return False
         return self.min_devices <= num_devices and (not self.max_devices or num_devices <= self.max_devices)
+
+
+def read_counts(text: str) -> tuple[int, int]:
+    """The least and the largest number of devices of `4` or `1-16`; 1 and 0 (no limit) of an empty text."""
+    if not text:
+        return 1, 0
+    match = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", text)
+    if match is None:
+        raise FleetError(f"a count is a number or a range (4, or 1-16), got {text!r}")
+    least, most = int(match[1]), int(match[2] or match[1])
+    if least < 1:
+        raise FleetError(f"a job needs at least 1 device, got a count of {text}")
+    if most < least:
+        raise FleetError(f"expected a count from small to large, got {text}")
+    return least, most
