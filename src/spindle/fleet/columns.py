@@ -56,7 +56,7 @@ class Columns:
         self.kind_numbers = {kind.name: number for number, kind in enumerate(fleet.kinds)}
         self._limit_of = {(team, kind): self.num_kinds + number for number, (team, kind, _) in enumerate(self.limits)}
         self.node_size = [fleet.node_size(kind) for kind in range(self.num_kinds)]
-        self._most = [fleet.num_devices(kind) // size * size for kind, size in enumerate(self.node_size)]
+        self._most = [fleet.most_devices(kind) for kind in range(self.num_kinds)]
         self._unavailable: tuple[str, ...] = ()
         self._clear()
 

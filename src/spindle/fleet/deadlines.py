@@ -26,20 +26,14 @@ def verdict(state: State, job: JobState, now_s: float) -> Verdict:
     if deadline_s is None or num_steps is None:
         return Verdict(cell=None)
     fleet = state.fleet
-    free = {kind.name: fleet.num_devices(number) for number, kind in enumerate(fleet.kinds)}
-    for name in state.unavailable:
-        node = fleet.node_number(name)
-        free[fleet.kinds[fleet.kind_of_node[node]].name] -= fleet.size_of_node[node]
-    for promised in state.jobs:
-        if promised.promised is not None and promised.name != job.name:
-            free[promised.promised.kind] -= promised.promised.num_devices
+    promised = [other.promised for other in state.jobs if other.promised is not None and other.name != job.name]
     left = num_steps - job.step
     sufficient: list[tuple[float, float, Cell]] = []
     earliest_s = float("inf")
     for estimate in job.estimates:
         cell = estimate.cell
         possible = estimate.fits and job.job.accepts(cell.kind, cell.num_devices) and estimate.grade != "bound"
-        if not possible or free.get(cell.kind, 0) < cell.num_devices:
+        if not possible or not _fit_together(state, [*promised, cell]):
             continue
         # A round may start `max_interval_s` after the job arrived.
         end_s = now_s + state.options.max_interval_s + job.realloc_s + left * job.step_s(cell)
@@ -50,3 +44,28 @@ def verdict(state: State, job: JobState, now_s: float) -> Verdict:
     if sufficient:
         return Verdict(cell=min(sufficient, key=lambda entry: (entry[0], entry[1], entry[2].kind))[2])
     return Verdict(cell=None, late_s=earliest_s - deadline_s)
+
+
+def _fit_together(state: State, cells: list[Cell]) -> bool:
+    """Whether the available nodes hold all these cells at once, the largest placed first."""
+    fleet = state.fleet
+    free = [
+        0 if name in state.unavailable else size
+        for name, size in zip(fleet.node_names, fleet.size_of_node, strict=True)
+    ]
+    numbers = {kind.name: number for number, kind in enumerate(fleet.kinds)}
+    for cell in sorted(cells, key=lambda cell: -cell.num_devices):
+        kind = numbers.get(cell.kind)
+        if kind is None or not fleet.can_hold(kind, cell.num_devices):
+            return False
+        size = fleet.node_size(kind)
+        share = min(size, cell.num_devices)
+        rooms = sorted(
+            (room, node) for node, room in enumerate(free) if fleet.kind_of_node[node] == kind and room >= share
+        )
+        needed = max(1, cell.num_devices // size)
+        if len(rooms) < needed:
+            return False
+        for _, node in rooms[:needed]:
+            free[node] -= share
+    return True

@@ -96,6 +96,18 @@ class Fleet:
         """Devices in the largest nodes of a kind: cells beyond that many take whole such nodes."""
         return max(size for size, of in zip(self.size_of_node, self.kind_of_node, strict=True) if of == kind)
 
+    def most_devices(self, kind: int) -> int:
+        """Devices of the largest cell of a kind: in all its nodes of full size."""
+        size = self.node_size(kind)
+        return size * sum(
+            of == kind and size_of == size for size_of, of in zip(self.size_of_node, self.kind_of_node, strict=True)
+        )
+
+    def can_hold(self, kind: int, num_devices: int) -> bool:
+        """Whether a cell of this size is one of the fleet's: in one node, or in whole ones."""
+        size = self.node_size(kind)
+        return num_devices <= size or (num_devices % size == 0 and num_devices <= self.most_devices(kind))
+
     def kind_number(self, name: str) -> int:
         """The kind of this name; an unambiguous beginning will do (`a100` for `A100-80GB`)."""
         names = [kind.name for kind in self.kinds]
@@ -124,13 +136,8 @@ class Fleet:
 
     def counts(self, kind: int) -> Iterator[int]:
         """Sizes of cells of a kind: 1, 2, 3, 4, 6, 8, 12, 16 … in one node; beyond it, such numbers of whole nodes."""
-        size, num_nodes = (
-            self.node_size(kind),
-            sum(
-                of == kind and size == self.node_size(kind)
-                for size, of in zip(self.size_of_node, self.kind_of_node, strict=True)
-            ),
-        )
+        size = self.node_size(kind)
+        num_nodes = self.most_devices(kind) // size
         yield from (count for count in _round_counts(size))
         if size not in set(_round_counts(size)):
             yield size
