@@ -86,22 +86,30 @@ def _by_priority(given: Round, shares: FloatColumn, usable: BoolColumn) -> Choic
     age_s = np.maximum(given.now_s - columns.numbers[ARRIVAL_S], 1.0)
     received = np.zeros(len(shares))
     candidates = np.flatnonzero(usable)
-    for cell in candidates.tolist():
-        if shares[cell] > 0:
-            state = columns.jobs[job_of[cell]]
-            kind = columns.fleet.kinds[columns.kind[cell]].name
-            seconds = sum(entry.value for entry in state.received_s if entry.kind == kind)
-            if state.allocation is not None and state.allocation.cell.kind == kind:
-                seconds += given.now_s - state.allocated_s
-            received[cell] = seconds / age_s[job_of[cell]]
+    for cell in np.flatnonzero(usable & (shares > 0)).tolist():
+        state = columns.jobs[job_of[cell]]
+        kind = columns.fleet.kinds[columns.kind[cell]].name
+        seconds = sum(entry.value for entry in state.received_s if entry.kind == kind)
+        if state.allocation is not None and state.allocation.cell.kind == kind:
+            seconds += given.now_s - state.allocated_s
+        received[cell] = seconds / age_s[job_of[cell]]
     priority = shares / np.maximum(received, _LEAST_RECEIVED)
     # Jobs without a share use what is left, first those that hold it.
     held = np.zeros(len(shares), dtype=bool)
     held[given.held[given.held >= 0]] = True
-    order = np.lexsort((candidates, ~held[candidates], -priority[candidates]))
-    for cell in candidates[order].tolist():
-        job = job_of[cell]
-        if cells[job] < 0 and columns.count[cell] <= free[columns.kind[cell]]:
+    ordered = candidates[np.lexsort((candidates, ~held[candidates], -priority[candidates]))]
+    rooms = free.tolist()
+    entries = zip(
+        ordered.tolist(),
+        job_of[ordered].tolist(),
+        columns.kind[ordered].tolist(),
+        columns.count[ordered].tolist(),
+        strict=True,
+    )
+    taken: set[int] = set()
+    for cell, job, kind_number, count in entries:
+        if count <= rooms[kind_number] and job not in taken:
+            taken.add(job)
             cells[job] = cell
-            free[columns.kind[cell]] -= columns.count[cell]
+            rooms[kind_number] -= count
     return Choice(cells=cells)
