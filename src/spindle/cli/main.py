@@ -27,8 +27,10 @@ from spindle import __version__
 from spindle.cli.bound import bound
 from spindle.cli.checkpoints import checkpoints
 from spindle.cli.compare import compare
+from spindle.cli.doctor import doctor
 from spindle.cli.explain import explain
 from spindle.cli.export import export
+from spindle.cli.init import init
 from spindle.cli.launch import JobEnded, launch
 from spindle.cli.plan import plan
 from spindle.cli.profile import profile
@@ -49,7 +51,7 @@ _OUR_WORDS = (
     (r"Input should be less than or equal to (\S+)", r"expected at most \1"),
 )
 INTERRUPTED = 130
-VERBS = (plan, simulate, compare, bound, explain, recipes, launch, profile, checkpoints, export)
+VERBS = (plan, simulate, compare, bound, explain, recipes, launch, profile, checkpoints, export, doctor, init)
 _RUN_A_SCRIPT = (launch, profile)
 
 
@@ -77,7 +79,7 @@ class _Group(typer.core.TyperGroup):
 
 def make_app() -> typer.Typer:
     """Build the typer app; errors come out of it as exceptions."""
-    app = typer.Typer(cls=_Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(cls=_Group, no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False)
     app.callback()(_root)
     for verb in VERBS:
         # What stands after a script is the script's own, even if it looks like an option.
