@@ -180,9 +180,7 @@ def _check_links(num_gpus: int) -> Check:
     # One GPU cannot be shared by two ranks of NCCL: the ranks then talk through the host.
     environment = os.environ | ({} if num_gpus != 1 else {"CUDA_VISIBLE_DEVICES": ""})
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_LIMIT_S, check=False, env=environment
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False, env=environment)
     except subprocess.TimeoutExpired:
         reason = f"no answer within {_LIMIT_S:.0f} s"
     else:
