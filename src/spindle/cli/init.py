@@ -33,7 +33,7 @@ def init(
 
     spindle init vlm -o vlm.py
     """
-    from spindle.cli.terminal import notice, refuse_outputs, show
+    from spindle.cli.terminal import notice, refuse_outputs, show_text
     from spindle.errors import InputError
 
     if template not in TEMPLATES:
@@ -45,7 +45,7 @@ def init(
     output.write_text(script(template, output.name), encoding="utf-8")
     if template == "vlm" and find_spec("transformers") is None:
         notice("this script needs transformers: pip install 'spindle-train[hf]'")
-    show(f"wrote {output}. Next:", f"  python {output}", f"  spindle launch -n 2 {output}")
+    show_text(f"wrote {output}. Next:\n  python {output}\n  spindle launch -n 2 {output}\n")
 
 
 def script(template: str, name: str) -> str:

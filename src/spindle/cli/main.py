@@ -60,21 +60,23 @@ def _paragraphs(text: str) -> str:
     return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))
 
 
-def _without_metavar(option: Any) -> Any:
-    """The option --help, which newer versions of typer print as a <bool> to be given."""
-    if option is not None:
-        option.metavar = ""
-    return option
+def _without_values(parameters: list[Any]) -> list[Any]:
+    """Parameters of which flags show no value: newer versions of typer print --help and --show-completion as a <bool>
+    to be given."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False) or parameter.name in ("install_completion", "show_completion"):
+            parameter.metavar = ""
+    return parameters
 
 
 class _Command(typer.core.TyperCommand):
-    def get_help_option(self, ctx: Any) -> Any:
-        return _without_metavar(super().get_help_option(ctx))
+    def get_params(self, ctx: Any) -> Any:
+        return _without_values(super().get_params(ctx))
 
 
 class _Group(typer.core.TyperGroup):
-    def get_help_option(self, ctx: Any) -> Any:
-        return _without_metavar(super().get_help_option(ctx))
+    def get_params(self, ctx: Any) -> Any:
+        return _without_values(super().get_params(ctx))
 
 
 def make_app() -> typer.Typer:

@@ -5,8 +5,8 @@ data sheets; uplinks are what such hosts usually have. The Spindle paper says th
 InfiniBand"; its share of synchronisation (at most 15 % of 1231 ms for 9.25 B parameters on eight hosts, not overlapped)
 needs at least 175 GB/s out of each host, so we assume four such adapters. H800 hosts are those of the DIP paper: eight
 adapters of 200 Gb/s, 256 GB of host memory for eight devices. Host links are PCIe 5 (about 50 GB/s per direction),
-where given. A host of RTX cards has four, joined by PCIe; a GB200 island is the 72 GPUs of one NVLink domain. Nothing here
-but the H200 was measured by us. A TOML file describes any other cluster:
+where given. A host of RTX cards has four, joined by PCIe; a GB200 island is the 72 GPUs of one NVLink domain. We have
+measured none but the H200. A TOML file describes any other cluster:
 
     name = "two hosts"
     [kinds.big]
