@@ -61,6 +61,11 @@ def test_doctor_finds_a_temporary_folder_that_cannot_be_written(monkeypatch):
     assert "TMPDIR" in check.next_step
 
 
+def test_the_shell_completes_verbs():
+    done = spindle(_SPINDLE_COMPLETE="complete_bash", COMP_WORDS="spindle doc", COMP_CWORD="1")
+    assert (done.returncode, done.stdout.split()) == (0, ["doctor"]), done.stderr
+
+
 def test_init_refuses_unknown_templates_and_files_that_exist(tmp_path, capsys):
     path = tmp_path / "train.py"
     assert run(["init", "three-tower", "-o", str(path)]) == 2

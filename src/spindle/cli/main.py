@@ -140,8 +140,8 @@ def run(arguments: Sequence[str]) -> int:
             raise
         _say(f"error: {unwritable_output(error)}")  # from help, which rich prints
         return 2
-    except SystemExit:
-        return CLOSED_PIPE  # the one reason for which rich, typer and we leave at once
+    except SystemExit as exit_:
+        return CLOSED_PIPE if exit_.code else 0  # rich, typer and we leave a closed pipe so; completion ends with 0
 
 
 def _say(text: str) -> None:

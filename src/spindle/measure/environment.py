@@ -24,7 +24,7 @@ def torch_facts() -> dict[str, Any]:
         "version": torch.__version__,
         "cuda": torch.version.cuda,
         "distributed": torch.distributed.is_available(),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_cuda else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_cuda else None,  # type: ignore[no-untyped-call]
         "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in properties],
         "cache_folder": str(cache_folder()),
     }
