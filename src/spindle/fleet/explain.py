@@ -134,16 +134,16 @@ def _reason(state: State, given: Round, row: int, cells: tuple[CellFacts, ...]) 
         if held is None:
             return "it must leave its node", ()
         more = max(cells, key=lambda cell: cell.utility)
-        surplus = held.utility - held.cost
         reason = (
             f"it has {held.num_devices} x {held.kind}: worth {held.utility:.3g}, cost {held.cost:.3g} at prices now"
         )
-        if more.is_held or more.cost - held.cost <= 0:
+        if more.is_held:
             return reason, ()
-        return reason, (
-            f"{more.num_devices} x {more.kind} would be worth {more.utility - held.utility:.3g} more and cost "
-            f"{more.cost - held.cost:.3g} more" + (f"; it keeps {surplus:.3g}" if surplus > 0 else ""),
-        )
+        gain, cost = more.utility - held.utility, more.cost - held.cost
+        better = f"{more.num_devices} x {more.kind} would be worth {gain:.3g} more and cost {cost:.3g} more"
+        if gain > cost:
+            better += f"; {more.num_free} are free, and no other job loses less than that by giving up enough of them"
+        return reason, (better,)
     lease_s = job.waiting_since_s + state.options.starvation_s - state.now_s
     helps = []
     if state.options.leases and state.options.policy == "price":
