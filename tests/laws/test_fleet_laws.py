@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 
 import numpy as np
 from hypothesis import given, settings
@@ -18,7 +19,7 @@ from spindle.fleet.events import Ticked
 from spindle.fleet.exchange import allocate
 from spindle.fleet.fleet import DeviceCount
 
-QUICK = settings(max_examples=40, deadline=None)
+QUICK = settings(max_examples=1000 if os.environ.get("SPINDLE_ALL_CASES") else 25, deadline=None)
 
 
 @st.composite

@@ -81,7 +81,6 @@ class FleetTimeline:
     spans: tuple[JobSpan, ...]
     rounds: tuple[RoundRecord, ...]
     faults: tuple[Fault, ...] = ()
-    num_failed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,10 +86,9 @@ class _Layout:
                 for node in self.of_kind[kind]
                 if node != left and self.free[node] - taken.get(node, 0) >= count
             ]
-            # An empty node is the last resort: filling it may take what the next large cell needs.
             if not rooms:
                 return None
-            _, node = min(rooms)
+            _, node = min(rooms)  # an empty node last: the next large cell may need it
             taken[node] = taken.get(node, 0) + count
             moves[job] = ((node, count),)
         return moves

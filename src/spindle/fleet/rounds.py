@@ -52,9 +52,9 @@ def round_of(state: State) -> Round:
 
 def run_round(state: State) -> tuple[State, tuple[Action, ...]]:
     """Reallocate: the state with the new allocation, and the actions."""
-    policy = policy_named(state.options.policy)
     given = round_of(state)
     columns = given.columns
+    policy = policy_named(state.options.policy) if len(columns.rate) else _nothing
     plans: list[Action] = []
     if not columns.planned.all():
         plans = _wanted_plans(given, policy(replace(given, allowed=np.ones_like(given.allowed))))
@@ -88,6 +88,11 @@ def run_round(state: State) -> tuple[State, tuple[Action, ...]]:
         num_departed=0,
     )
     return after, (*plans, *actions)
+
+
+def _nothing(given: Round) -> Choice:
+    """No job has a cell in this fleet."""
+    return Choice(cells=np.full(given.columns.num_jobs, -1, dtype=np.int64))
 
 
 def _wanted_plans(given: Round, choice: Choice) -> list[Action]:

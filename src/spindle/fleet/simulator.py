@@ -71,7 +71,7 @@ class _Run:
 
 @dataclass(slots=True)
 class SimulatedFleet:
-    """The result: the timeline, the events that led to it, and the CPU time of each round in seconds."""
+    """The result: the timeline, the scheduler's last state, and the CPU time of each round in seconds."""
 
     timeline: FleetTimeline
     state: State

@@ -2,7 +2,8 @@
 
 s is its rate over the best rate of the job anywhere in the fleet; w = priority (1 h / remaining time at that best
 rate)^0.35, so that short jobs come first (`--objective throughput` leaves out the length); m the cost of reallocating
-the job there, 0 for the cell that it holds; h two hours, or the remaining time in that cell if shorter.
+the job there, 0 for the cell that it holds; h two hours, or the remaining time in that cell if shorter, with the
+reallocation in it: otherwise a job that is shorter than its own start would be worth nothing anywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def steps_done(columns: Columns, now_s: float) -> FloatColumn:
     """The step that each job has reached, if it proceeds as estimated since its last report."""
     numbers = columns.numbers
     held = columns.held
-    rate = np.where(held >= 0, columns.rate[np.maximum(held, 0)], 0.0) if len(columns.rate) else np.zeros(0)
+    rate = np.zeros(columns.num_jobs)
+    rate[held >= 0] = columns.rate[held[held >= 0]]
     elapsed_s = np.maximum(0.0, now_s - numbers[STEP_TIME_S])
     return numbers[STEP] + numbers[IS_RUNNING] * elapsed_s * rate
 
@@ -59,7 +61,7 @@ def utilities(columns: Columns, options: SchedulerOptions, now_s: float) -> Floa
     held = columns.held
     cost_s = columns.numbers[REALLOC_S][job]
     cost_s[held[held >= 0]] = 0.0
-    horizon_s = np.minimum(options.horizon_s, np.maximum(left[job] / columns.rate, _LEAST_S))
+    horizon_s = np.minimum(options.horizon_s, cost_s + np.maximum(left[job] / columns.rate, _LEAST_S))
     share = columns.rate / columns.best_rate[job]
     worth: FloatColumn = weights(columns, options, left)[job] * share * np.maximum(0.0, 1.0 - cost_s / horizon_s)
     return worth

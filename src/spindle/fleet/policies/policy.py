@@ -65,9 +65,11 @@ def maximise(
     required = floor >= 0
     worth = np.where(given.allowed & (utility > 0), utility, FORBIDDEN)
     if required.any():
-        # A job with a floor may only do better.
-        least = np.where(required, utility[np.maximum(floor, 0)], FORBIDDEN)[columns.job_of_cell]
-        worth[worth <= least] = FORBIDDEN
+        # A job with a floor may only do better: worth more, and no slower.
+        job = columns.job_of_cell
+        least = np.where(required, utility[np.maximum(floor, 0)], FORBIDDEN)[job]
+        slowest = np.where(required, columns.rate[np.maximum(floor, 0)], 0.0)[job]
+        worth[(worth <= least) | (columns.rate < slowest)] = FORBIDDEN
         worth[floor[required]] = np.maximum(0.0, utility[floor[required]])
     problem = (columns.first, columns.kind, columns.limit, columns.count, worth)
     prices, bound = descend(*problem, required, capacity, given.prices, _MAX_SWEEPS)
