@@ -89,7 +89,8 @@ class Columns:
 
     @property
     def has_devices(self) -> BoolColumn:
-        return self.numbers[HAS_DEVICES] > 0
+        has_devices: BoolColumn = self.numbers[HAS_DEVICES] > 0
+        return has_devices
 
     @property
     def requested(self) -> IntColumn:

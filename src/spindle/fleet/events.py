@@ -205,8 +205,8 @@ class Resize:
 
 Action = Plan | Start | Stop | Resize
 
-_EVENTS: dict[str, type] = {kind.__name__: kind for kind in Event.__args__}  # type: ignore[attr-defined]
-_ACTIONS: dict[str, type] = {kind.__name__: kind for kind in Action.__args__}  # type: ignore[attr-defined]
+_EVENTS: dict[str, type] = {kind.__name__: kind for kind in Event.__args__}
+_ACTIONS: dict[str, type] = {kind.__name__: kind for kind in Action.__args__}
 
 
 def event_json(event: Event) -> dict[str, Any]:

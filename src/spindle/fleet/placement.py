@@ -128,9 +128,9 @@ def place(columns: Columns, choice: Iterable[int], held: Iterable[int]) -> Place
             layout.free[node] += count
         if cell >= 0:
             waiting.append(job)
-    count, kind = columns.count, columns.kind
-    for job in sorted(waiting, key=lambda job: (-int(count[cells[job]]), job)):
-        _place_job(layout, placement, columns, job, int(kind[cells[job]]), int(count[cells[job]]))
+    counts = {job: int(columns.count[cells[job]]) for job in waiting}
+    for job in sorted(waiting, key=lambda job: (-counts[job], job)):
+        _place_job(layout, placement, columns, job, int(columns.kind[cells[job]]), counts[job])
     placement.moved = [job for job in placement.nodes if cells[job] == holds[job]]
     return placement
 

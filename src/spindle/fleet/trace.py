@@ -167,7 +167,7 @@ def _times(data: Mapping[str, Any], where: str, models: ModelTable) -> tuple[Ste
         if not isinstance(model, str) or model not in models:
             raise InputError(f"{where}.model: unknown model {model!r}; known: {', '.join(sorted(models)) or 'none'}")
         return models[model]
-    entries = from_json(tuple[tuple[str, int, float], ...], data["times"], f"{where}.times")  # type: ignore[arg-type]
+    entries = from_json(tuple[tuple[str, int, float], ...], data["times"], f"{where}.times")
     if not entries:
         raise InputError(f"{where}.times: expected at least one of [kind, devices, seconds per step]")
     try:

@@ -33,7 +33,8 @@ def steps_done(columns: Columns, now_s: float) -> FloatColumn:
     rate = np.zeros(columns.num_jobs)
     rate[held >= 0] = columns.rate[held[held >= 0]]
     elapsed_s = np.maximum(0.0, now_s - numbers[STEP_TIME_S])
-    return numbers[STEP] + numbers[IS_RUNNING] * elapsed_s * rate
+    done: FloatColumn = numbers[STEP] + numbers[IS_RUNNING] * elapsed_s * rate
+    return done
 
 
 def remaining_steps(columns: Columns, now_s: float) -> FloatColumn:
@@ -48,7 +49,8 @@ def remaining_steps(columns: Columns, now_s: float) -> FloatColumn:
 def weights(columns: Columns, options: SchedulerOptions, left: FloatColumn) -> FloatColumn:
     """w of each job; `left` are its remaining steps."""
     if options.objective == "throughput":
-        return columns.numbers[WEIGHT].copy()
+        priority: FloatColumn = columns.numbers[WEIGHT].copy()
+        return priority
     left_s = np.maximum(left / np.maximum(columns.best_rate, 1e-300), _LEAST_S)
     weight: FloatColumn = columns.numbers[WEIGHT] * (_HOUR_S / left_s) ** options.length_exponent
     return weight

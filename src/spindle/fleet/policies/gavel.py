@@ -37,7 +37,8 @@ def _requested_counts(given: Round) -> BoolColumn:
     columns = given.columns
     requested = requests(given)
     count = np.where(requested >= 0, columns.count[np.maximum(requested, 0)], -1) if len(columns.count) else requested
-    return (columns.count == count[columns.job_of_cell]) & given.allowed
+    usable: BoolColumn = (columns.count == count[columns.job_of_cell]) & given.allowed
+    return usable
 
 
 def _normalised(given: Round) -> FloatColumn:
