@@ -67,6 +67,8 @@ def run_round(state: State) -> tuple[State, tuple[Action, ...]]:
             break
         for job in placement.failed:
             given.allowed[choice.cells[job]] = False
+        if len(choice.prices):
+            given.prices = choice.prices
         choice = policy(given)
     for job in placement.failed:
         choice.cells[job] = -1

@@ -63,15 +63,17 @@ def step_on(given: str) -> StepOn:
     from spindle.cli.script import script_words, workload_of_script
     from spindle.cluster import Cluster
     from spindle.graph import metagraph_of
-    from spindle.profile import roofline_profile
+    from spindle.profile import Roofline, roofline_profile
     from spindle.recipes import MODELS, RECIPES, Step, step_of
     from spindle.workload import read_workload
 
-    if given in MODELS or given in RECIPES:
-        recipe = MODELS[given] if given in MODELS else RECIPES[given]
-        return lambda cluster: step_of(recipe, cluster)
+    if given in MODELS:
+        return lambda cluster: step_of(MODELS[given], cluster)
+    roofline = Roofline()
     words = script_words(given)
-    if words is not None:
+    if given in RECIPES:
+        workload, roofline = RECIPES[given].workload(), RECIPES[given].roofline
+    elif words is not None:
         if not Path(words[0]).exists():
             raise InputError(f"{words[0]}: no such file")
         workload = workload_of_script(*words)
@@ -85,7 +87,7 @@ def step_on(given: str) -> StepOn:
     graph = metagraph_of(workload)
 
     def step(cluster: Cluster) -> Step:
-        profile = roofline_profile(graph, cluster)
+        profile = roofline_profile(graph, cluster, roofline)
         return Step(profile=lambda sizes: profile)
 
     return step
