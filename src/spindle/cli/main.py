@@ -90,8 +90,8 @@ def make_app() -> typer.Typer:
         settings = {"allow_interspersed_args": verb not in _RUN_A_SCRIPT}
         app.command(cls=_Command, help=_paragraphs(verb.__doc__ or ""), context_settings=settings)(verb)
     fleet = typer.Typer(cls=_Group, no_args_is_help=True, help=_FLEET_HELP)
-    for verb in FLEET_VERBS:
-        fleet.command(cls=_Command, help=_paragraphs(verb.__doc__ or ""))(verb)
+    for fleet_verb in FLEET_VERBS:
+        fleet.command(cls=_Command, help=_paragraphs(fleet_verb.__doc__ or ""))(fleet_verb)
     app.add_typer(fleet, name="fleet")
     return app
 

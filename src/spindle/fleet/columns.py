@@ -6,6 +6,7 @@ date where a job is another object than before; they are a function of the state
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -114,13 +115,16 @@ class Columns:
             self._unavailable = state.unavailable
             self._clear()
         new = [job for job in state.jobs if job.phase in ACTIVE]
-        old = self.jobs
-        if len(new) != len(old) or any(a.job.name != b.job.name for a, b in zip(old, new, strict=True) if a is not b):
+        rows = self._changed(new)
+        if len(new) != len(self.jobs) or any(self.jobs[row].job.name != new[row].job.name for row in rows):
             self._restructure(new)
-            old = self.jobs
-        for row, (before, after) in enumerate(zip(old, new, strict=True)):
-            if before is not after:
-                self._refresh(row, before, after)
+            rows = self._changed(new)
+        for row in rows:
+            self._refresh(row, self.jobs[row], new[row])
+
+    def _changed(self, new: list[JobState]) -> list[int]:
+        """Rows whose job is another object than before."""
+        return [row for row, same in enumerate(map(operator.is_, self.jobs, new)) if not same]
 
     def _restructure(self, new: list[JobState]) -> None:
         """Drop rows of jobs that are gone, append new jobs."""

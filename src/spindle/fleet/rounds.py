@@ -12,7 +12,7 @@ from spindle.fleet.columns import BoolColumn, Columns, FloatColumn
 from spindle.fleet.events import Action, NodeShare, Plan, Resize, Start, Stop
 from spindle.fleet.placement import Nodes, Placement, place
 from spindle.fleet.policies import Choice, Round, policy_named
-from spindle.fleet.state import RUNNING, STARTING, WAITING, Allocation, JobState, KindValue, RoundReport, State
+from spindle.fleet.state import RUNNING, STARTING, WAITING, Allocation, JobState, KindValue, RoundReport, State, evolve
 
 _MAX_TRIES = 8  # of choosing again where cells did not pack
 
@@ -81,7 +81,7 @@ def run_round(state: State) -> tuple[State, tuple[Action, ...]]:
         prices=tuple(KindValue(kind=kind.name, value=float(price)) for kind, price in zip(kinds, choice.prices)),  # noqa: B905
         num_moved=len(placement.moved),
     )
-    after = replace(
+    after = evolve(
         state,
         jobs=jobs,
         prices=tuple(choice.prices.tolist()) if len(choice.prices) else state.prices,
@@ -148,7 +148,7 @@ def _apply(
         allocation = Allocation(cell=cell_of(columns, row, cell), nodes=_shares(columns, placement.nodes[row]))
         kind = Resize if job.allocation is not None else Start
         before = released(job, state.now_s) if job.allocation is not None else job
-        started = replace(
+        started = evolve(
             before,
             phase=STARTING,
             attempt=job.attempt + 1,
@@ -159,14 +159,14 @@ def _apply(
         )
         if row in choice.leases:
             lease_until_s = state.now_s + job.realloc_s + state.options.lease_s
-            started = replace(started, lease_until_s=lease_until_s)
+            started = evolve(started, lease_until_s=lease_until_s)
         replaced[job.name] = started
         starts.append(kind(job=job.name, attempt=started.attempt, cell=allocation.cell, nodes=allocation.nodes))
     if choice.opportunistic is not None:
         for row, job in enumerate(columns.jobs):
             current = replaced.get(job.name, job)
             if current.is_opportunistic != (row in opportunistic):
-                replaced[job.name] = replace(current, is_opportunistic=row in opportunistic)
+                replaced[job.name] = evolve(current, is_opportunistic=row in opportunistic)
     return tuple(replaced.get(job.job.name, job) for job in state.jobs), [*stops, *starts]
 
 
@@ -179,7 +179,7 @@ def released(job: JobState, now_s: float, phase: str = WAITING) -> JobState:
     """The job without its devices, with what it did on them."""
     assert job.allocation is not None
     trained_s = max(0.0, now_s - job.step_time_s) if job.phase == RUNNING else 0.0
-    return replace(
+    return evolve(
         job,
         phase=phase,
         step=job.step_at(now_s),

@@ -47,6 +47,7 @@ from spindle.fleet.state import (
     JobState,
     KindValue,
     State,
+    evolve,
 )
 
 _OFF_ESTIMATE = 0.1  # a rate that is further off makes a round due
@@ -60,15 +61,8 @@ def schedule(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     Only `Ticked` reallocates (a round); every other event is written into the state and may make a round due: at most
     every `min_interval_s`, at least every `max_interval_s`. Events of attempts that are not the newest are ignored.
     """
-    columns = state.columns
     if event.time_s > state.now_s:
-        state = replace(state, now_s=event.time_s)
-    state, actions = _handle(state, event, columns)
-    object.__setattr__(state, "columns", columns if state.columns is None else state.columns)
-    return state, actions
-
-
-def _handle(state: State, event: Event, columns: object) -> tuple[State, tuple[Action, ...]]:
+        state = evolve(state, now_s=event.time_s)
     match event:
         case Submitted():
             return _submitted(state, event), ()
@@ -95,21 +89,19 @@ def _handle(state: State, event: Event, columns: object) -> tuple[State, tuple[A
         case Draining():
             unavailable = tuple(sorted({*state.unavailable, event.node}))
             state.fleet.node_number(event.node)
-            return _due(replace(state, unavailable=unavailable)), ()
+            return _due(evolve(state, unavailable=unavailable)), ()
         case Ticked():
-            return _ticked(state, columns)
+            return _ticked(state)
         case _:
             assert_never(event)
 
 
-def _ticked(state: State, columns: object) -> tuple[State, tuple[Action, ...]]:
+def _ticked(state: State) -> tuple[State, tuple[Action, ...]]:
     if state.next_round_s is None or state.now_s < state.next_round_s:
         return state, ()
-    object.__setattr__(state, "columns", columns)
     after, actions = run_round(state)
     next_s = None if _is_settled(after, columns_of(state)) else state.now_s + state.options.max_interval_s
-    after = replace(after, last_round_s=state.now_s, next_round_s=next_s)
-    object.__setattr__(after, "columns", state.columns)
+    after = evolve(after, last_round_s=state.now_s, next_round_s=next_s)
     return after, actions
 
 
@@ -131,14 +123,14 @@ def _due(state: State) -> State:
         due_s = max(due_s, state.last_round_s + state.options.min_interval_s)
     if state.next_round_s is not None and state.next_round_s <= due_s:
         return state
-    return replace(state, next_round_s=due_s)
+    return evolve(state, next_round_s=due_s)
 
 
 def _with_job(state: State, new: JobState) -> State:
     name, jobs = new.job.name, state.jobs
     for position, job in enumerate(jobs):
         if job.job.name == name:
-            return replace(state, jobs=(*jobs[:position], new, *jobs[position + 1 :]))
+            return evolve(state, jobs=(*jobs[:position], new, *jobs[position + 1 :]))
     raise AssertionError(f"no job {name!r}")
 
 
@@ -172,19 +164,19 @@ def _submitted(state: State, event: Submitted) -> State:
         waiting_since_s=state.now_s,
         initial_realloc_s=cost_s,
     )
-    arrived = replace(arrived, promised=verdict(state, arrived, state.now_s).cell)
-    return _due(replace(state, jobs=(*state.jobs, arrived), num_arrived=state.num_arrived + 1))
+    arrived = evolve(arrived, promised=verdict(state, arrived, state.now_s).cell)
+    return _due(evolve(state, jobs=(*state.jobs, arrived), num_arrived=state.num_arrived + 1))
 
 
 def _estimated(state: State, event: Estimated) -> State:
     job = state.find(event.job)
     if job is None:
         return state
-    changed = replace(job, estimates=better(() if event.replaces else job.estimates, event.estimates))
+    changed = evolve(job, estimates=better(() if event.replaces else job.estimates, event.estimates))
     if event.replaces:
-        changed = replace(changed, corrections=())
+        changed = evolve(changed, corrections=())
     if changed.promised is None and job.job.deadline_s is not None:
-        changed = replace(changed, promised=verdict(state, changed, state.now_s).cell)
+        changed = evolve(changed, promised=verdict(state, changed, state.now_s).cell)
     return _due(_with_job(state, changed))
 
 
@@ -192,7 +184,7 @@ def _started(state: State, job: JobState) -> JobState:
     if job.phase != STARTING:
         return job
     costs = (*job.realloc_costs_s, state.now_s - job.allocated_s)[-_REMEMBERED_COSTS:]
-    return replace(job, phase=RUNNING, step_time_s=state.now_s, realloc_costs_s=costs)
+    return evolve(job, phase=RUNNING, step_time_s=state.now_s, realloc_costs_s=costs)
 
 
 def _progressed(state: State, event: Progressed) -> State:
@@ -200,7 +192,7 @@ def _progressed(state: State, event: Progressed) -> State:
     if job is None or job.attempt != event.attempt or job.allocation is None:
         return state
     trained_s = max(0.0, state.now_s - job.step_time_s) if job.phase == RUNNING else 0.0
-    changed = replace(job, phase=RUNNING, step=event.step, step_time_s=state.now_s, trained_s=job.trained_s + trained_s)
+    changed = evolve(job, phase=RUNNING, step=event.step, step_time_s=state.now_s, trained_s=job.trained_s + trained_s)
     if not event.step_s:
         return _with_job(state, changed)
     cell = job.allocation.cell
@@ -227,7 +219,7 @@ def _measured(state: State, job: JobState, step_s: float, estimated_s: float) ->
         )
     new = replace(old, step_s=step_s, grade="measured")
     estimates = tuple(new if estimate is old else estimate for estimate in job.estimates)
-    state = _with_job(state, replace(job, estimates=estimates, corrections=corrections))
+    state = _with_job(state, evolve(job, estimates=estimates, corrections=corrections))
     return _due(state) if abs(step_s / estimated_s - 1) > _OFF_ESTIMATE else state
 
 
@@ -236,7 +228,7 @@ def _stopped(state: State, event: Stopped) -> State:
     # A stop is answered by the attempt that was current; a resize has counted on already.
     if job is None or event.attempt not in (job.attempt, job.attempt - 1) or job.phase == RUNNING:
         return state
-    return _with_job(state, replace(job, step=event.step, step_time_s=state.now_s))
+    return _with_job(state, evolve(job, step=event.step, step_time_s=state.now_s))
 
 
 def _ended(state: State, name: str, attempt: int, phase: str, reason: str) -> State:
@@ -245,9 +237,9 @@ def _ended(state: State, name: str, attempt: int, phase: str, reason: str) -> St
         return state
     if job.allocation is not None:
         job = released(job, state.now_s, phase)
-    job = replace(job, phase=phase, reason=reason)
+    job = evolve(job, phase=phase, reason=reason)
     return _due(
-        replace(
+        evolve(
             state,
             jobs=tuple(known for known in state.jobs if known.job.name != name),
             ended=(*state.ended, job),
@@ -268,7 +260,7 @@ def _failed(state: State, event: Failed) -> State:
         return _ended(state, event.job, event.attempt, FAILED, event.reason)
     if job.allocation is not None:
         job = released(job, state.now_s)
-    resumed = replace(
+    resumed = evolve(
         job,
         phase=WAITING,
         step=event.resume_step,
@@ -285,7 +277,7 @@ def _suspended(state: State, event: Suspended) -> tuple[State, tuple[Action, ...
     if job is None or job.phase == SUSPENDED:
         return state, ()
     if job.allocation is None:
-        return _due(_with_job(state, replace(job, phase=SUSPENDED))), ()
+        return _due(_with_job(state, evolve(job, phase=SUSPENDED))), ()
     stopped = released(job, state.now_s, SUSPENDED)
     return _due(_with_job(state, stopped)), (Stop(job=job.name, attempt=job.attempt),)
 
@@ -294,7 +286,7 @@ def _resumed(state: State, event: Resumed) -> State:
     job = state.find(event.job)
     if job is None or job.phase != SUSPENDED:
         return state
-    return _due(_with_job(state, replace(job, phase=WAITING, waiting_since_s=state.now_s)))
+    return _due(_with_job(state, evolve(job, phase=WAITING, waiting_since_s=state.now_s)))
 
 
 def _node_joined(state: State, event: NodeJoined) -> State:
@@ -305,7 +297,7 @@ def _node_joined(state: State, event: NodeJoined) -> State:
         cluster = Cluster(name=fleet.cluster.name, islands=(*fleet.cluster.islands, event.island))
         fleet = replace(fleet, cluster=cluster, node_names=(*fleet.node_names, event.node))
     unavailable = tuple(name for name in state.unavailable if name != event.node)
-    return _due(replace(state, fleet=fleet, unavailable=unavailable))
+    return _due(evolve(state, fleet=fleet, unavailable=unavailable))
 
 
 def _node_lost(state: State, event: NodeLost) -> State:
@@ -316,7 +308,7 @@ def _node_lost(state: State, event: NodeLost) -> State:
     for job in state.jobs:
         if job.phase in HOLDING and job.allocation and any(share.node == event.node for share in job.allocation.nodes):
             step = checkpoints.get(job.name, job.step)
-            job = replace(released(job, state.now_s), step=step)
+            job = evolve(released(job, state.now_s), step=step)
         jobs.append(job)
     unavailable = tuple(sorted({*state.unavailable, event.node}))
-    return _due(replace(state, jobs=tuple(jobs), unavailable=unavailable))
+    return _due(evolve(state, jobs=tuple(jobs), unavailable=unavailable))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import cache
+from operator import attrgetter
+from typing import Any, TypeVar
 
 from spindle.errors import FleetError
 from spindle.fleet.cells import Cell, Estimate
@@ -13,6 +16,7 @@ from spindle.fleet.events import NodeShare
 from spindle.fleet.fleet import Fleet
 from spindle.fleet.job import Job
 
+T = TypeVar("T")
 OBJECTIVES = ("jct", "throughput")
 # Phases of a job. A starting job holds devices and does not train yet.
 WAITING, STARTING, RUNNING, SUSPENDED, COMPLETED, FAILED = PHASES = (
@@ -183,3 +187,24 @@ class State:
             if state.job.name == name:
                 return state
         return None
+
+
+def evolve(value: T, **changes: Any) -> T:
+    """`dataclasses.replace` for a State or a JobState, which check nothing when they are made: twice as fast, and with
+    what the state keeps beside its fields. A trace of 2,000 jobs makes 200,000 of them."""
+    kind = type(value)
+    read, setters, position = _fields(kind)
+    values = list(read(value))
+    for name, item in changes.items():
+        values[position[name]] = item
+    new = object.__new__(kind)
+    for write, item in zip(setters, values, strict=True):
+        write(new, item)
+    return new
+
+
+@cache
+def _fields(kind: Any) -> tuple[Callable[[Any], Any], tuple[Callable[[Any, Any], None], ...], dict[str, int]]:
+    names = [entry.name for entry in fields(kind)]
+    setters = tuple(getattr(kind, name).__set__ for name in names)  # of slots, which know nothing of frozen
+    return attrgetter(*names), setters, {name: position for position, name in enumerate(names)}
