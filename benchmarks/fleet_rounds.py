@@ -233,7 +233,7 @@ def main() -> None:
             )
             continue
         measure(fleet, cells, 20, 0, False)  # compiles
-        num_seeds = NUM_SEEDS if with_bound else 2
+        num_seeds = NUM_SEEDS if with_bound else 1
         entries = [entry for seed in range(num_seeds) for entry in measure(fleet, cells, num_jobs, seed, with_bound)]
         num_devices = fleet.cluster.num_devices
         results.append({"num_devices": num_devices, "cells": cells, "num_jobs": num_jobs, "rounds": entries})
