@@ -50,9 +50,7 @@ class Interpreter:
         self.lanes = [
             [list(lane.of_rank(rank).tolist()) for lane in program.lanes] for rank in range(program.num_ranks)
         ]
-        self.has = [
-            {program.instructions[number] for lane in lanes for number in lane} for lanes in self.lanes
-        ]
+        self.has = [{program.instructions[number] for lane in lanes for number in lane} for lanes in self.lanes]
         self.started: list[set[Instruction]] = [set() for _ in range(program.num_ranks)]
         self.done: list[set[Instruction]] = [set() for _ in range(program.num_ranks)]
         self.backward: dict[int, list[Backward]] = {}
@@ -71,7 +69,8 @@ class Interpreter:
                         continue
                     instruction = self.program.instructions[numbers[heads[rank][lane]]]
                     if instruction not in self.started[rank]:
-                        if not all(need in self.done[rank] for need in self.needs(instruction) if need in self.has[rank]):
+                        needs = self.has[rank].intersection(self.needs(instruction))
+                        if not needs <= self.done[rank]:
                             continue
                         self.started[rank].add(instruction)
                         is_moving = True
@@ -148,7 +147,7 @@ def random_lane_program(seed: int) -> tuple[Program, Profile]:
 
 
 def disordered(program: Program, seed: int) -> Program:
-    """The program with two instructions of a lane of a rank swapped."""
+    """The program with two neighbours on a lane of a rank swapped: often it still runs, in another order."""
     choose = random.Random(seed)
     places = [
         (lane, rank)
@@ -158,8 +157,8 @@ def disordered(program: Program, seed: int) -> Program:
     ]
     lane, rank = choose.choice(places)
     lists = [program.lanes[lane].of_rank(number).tolist() for number in range(program.num_ranks)]
-    first, second = choose.sample(range(len(lists[rank])), 2)
-    lists[rank][first], lists[rank][second] = lists[rank][second], lists[rank][first]
+    first = choose.randrange(len(lists[rank]) - 1)
+    lists[rank][first : first + 2] = reversed(lists[rank][first : first + 2])
     ranks = np.repeat(np.arange(program.num_ranks), [len(numbers) for numbers in lists])
     lanes = list(program.lanes)
     numbers = np.array([number for numbers in lists for number in numbers], dtype=np.int64)
@@ -188,7 +187,7 @@ def test_verify_and_a_plain_interpreter_find_the_same_deadlocks():
         assert deadlocks(program, profile) == is_stuck, f"seed {seed}"
         verdicts[bool(seed % 2), is_stuck] += 1
     assert verdicts[False, True] == 0
-    assert min(verdicts[True, True], verdicts[True, False]) > NUM_PLANS // 20  # both happen
+    assert min(verdicts[True, True], verdicts[True, False]) > NUM_PLANS // 40  # both happen
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -243,8 +243,8 @@ def _weight_lane(plan: Plan, slot: Slot, curve: Curve) -> None:
         raise _refuse(
             plan,
             slot,
-            f"{slot.op} has its weight gradients on lane {slot.weight_lane}, and the profile does not say how long they "
-            "take; leave the lane out, or give weight_s in the profile",
+            f"{slot.op} has its weight gradients on lane {slot.weight_lane}, and the profile does not say how long "
+            "they take; leave the lane out, or give weight_s in the profile",
         )
     if curve.tensor_degree > 1 or slot.op in plan.recompute:
         what = "is recomputed" if slot.op in plan.recompute else f"has tensor degree {curve.tensor_degree}"

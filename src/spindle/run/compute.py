@@ -303,9 +303,7 @@ class Compute:
             gradient = (gradient * step.loss_scale).to(gradient.dtype)
         return gradient
 
-    def _run_input_parts(
-        self, step: Step, slot: RankSlot, chunk: int, gradients: list[torch.Tensor | None]
-    ) -> None:
+    def _run_input_parts(self, step: Step, slot: RankSlot, chunk: int, gradients: list[torch.Tensor | None]) -> None:
         """Compute the gradients of a chunk's inputs, piece by piece, and defer those of its weights."""
         # Last piece first. What is deferred keeps the output gradients of its piece, and runs when the program has the
         # weight part of this backward: in a pipeline that is where the rank would otherwise be idle.
