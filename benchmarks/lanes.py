@@ -45,7 +45,9 @@ from torch import nn
 import spindle
 from common import circumstances, markdown
 from spindle.errors import SpindleError
-from spindle.plan import MAX_LANES, Plan, format_plan
+from spindle.plan import MAX_LANES, Piece, Plan, assemble, format_plan, setting_of
+from spindle.planners import make_plan
+from spindle.profile import Profile
 from spindle.run import graph_cache
 from virtual import workloads
 from virtual.plain import Together, in_order, make_optimizer
@@ -129,16 +131,19 @@ def _renamed(loss: Callable[..., Any], own: dict[str, str]) -> Callable[..., Any
     return lambda towers, batch: loss({name: towers[copy] for name, copy in own.items()}, batch)
 
 
-def random_lanes(plan: Plan, seed: int) -> str:
-    """The plan's slots in their order, each module on a random one of two to four lanes."""
+def random_lanes(profile: Profile, seed: int) -> Plan:
+    """A plan with each module on a random one of two to four lanes, slots as early as lane and data allow."""
     numbers = random.Random(seed)
-    lines = [line for line in format_plan(plan).splitlines() if not line.startswith("#")]
-    slots = [slot for line in lines for slot in line.split()]
-    modules = [slot.split("#")[0].split("/")[-1] if "#" in slot else slot for slot in slots]  # or a task's loss
-    num_lanes = numbers.randint(2, 4)
-    lane_of = {module: numbers.randrange(num_lanes) for module in dict.fromkeys(modules)}
+    plan, num_lanes = make_plan(profile), numbers.randint(2, 4)
+    ops = {op.name: (number, op.module or op.name) for number, op in enumerate(profile.graph.metaops)}
+    lane_of = {module: numbers.randrange(num_lanes) for module in dict.fromkeys(module for _, module in ops.values())}
     used = sorted(set(lane_of.values()))
-    return "\n".join(f"{slot}|{used.index(lane_of[module])}" for slot, module in zip(slots, modules, strict=True))
+    pieces = []
+    for slot in plan.slots:
+        op, module = ops[slot.op]
+        lane = used.index(lane_of[module])
+        pieces.append(Piece(op=op, num_layers=slot.num_layers, devices=slot.devices, round=slot.round, lane=lane))
+    return assemble(profile, setting_of(plan, profile), f"random-{seed}", pieces)
 
 
 def clocks() -> dict[str, str]:
@@ -160,10 +165,8 @@ def measure(cell: str, variant: str, device: torch.device, small: bool) -> dict[
         return result | {name: result[name] / NUM_COPIES for name in ("step_s", "predicted_s")}
     planning = spindle.Planning(lanes=1 if "sequential" in variant else 4)
     if variant.startswith("random"):
-        # The plan's ops are those of one with a single lane; layers are measured once, and cached.
-        trainer = spindle.Trainer(workload.spindle_tasks(), optimizer=WithoutUpdate, planning=spindle.Planning(lanes=1))
-        plan = trainer.fit({task: ready[:1] for task, ready in workload.batches.items()}, steps=1, progress=False).plan
-        planning = spindle.Planning(plan=random_lanes(plan, int(variant.split("-")[1])))
+        seed = int(variant.split("-")[1])
+        planning = spindle.Planning(planner=lambda profile: random_lanes(profile, seed))
     return measure_trainer(workload, variant, device, planning)
 
 
