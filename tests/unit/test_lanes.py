@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import io
+import json
 import random
+import re
 from dataclasses import replace
 from itertools import permutations, product
 
 import pytest
+from rich.console import Console
 
 import small
 from random_plans import contended, random_lane_plan
+from spindle.cli.main import run
 from spindle.errors import PlanError, ProfileError
 from spindle.plan import check, format_plan, parse_plan
 from spindle.planners import make_plan
 from spindle.planners.lanes import with_lanes
-from spindle.profile import Contention, Profile
+from spindle.profile import Contention, Profile, write_profile
 from spindle.program import Memory, format_program, instances_of, lower, parse_program, verify
 from spindle.report.explain import explain, sentences
 from spindle.report.gantt import draw_rows, plan_chart, timeline_chart
+from spindle.report.predicted_vs_measured import compare_step, step_tables
 from spindle.simulate import simulate
 from sweeps import chosen
 
@@ -247,3 +253,35 @@ def test_explain_says_which_lane_an_op_has_and_what_slows_it():
     assert share.slowdown == pytest.approx(1.0933, abs=1e-3)  # text, which presses on it, is soon over
     assert "It runs on lane 0 of 3, slowed 1.1× by text and audio." in sentences(by_op["vision"])
     assert explain(small.plan("vision*4@0\ntext*4@0\naudio*2@0", profile), profile)[0].lanes == ()
+
+
+def test_predicted_and_measured_have_the_busy_time_of_each_lane():
+    profile = towers()
+    program = lower(small.plan("vision*4@0|0w3 text*4@0|1 audio*2@0|2", profile), profile)
+    timeline = simulate(program, profile)
+    measured = replace(timeline, start=3 * timeline.start, end=3 * timeline.end, posted=3 * timeline.posted)
+    comparison = compare_step(timeline, measured, program, profile.graph)
+    vision, text, audio, weights = comparison.lanes
+    # Forward, and half of backward on either lane; the others whole.
+    assert (vision + weights).predicted_s == pytest.approx(0.036, rel=1e-5)
+    assert weights.predicted_s == pytest.approx(0.012, rel=1e-5)
+    assert text.predicted_s == pytest.approx(0.0104, rel=1e-5)
+    assert all(lane.ratio == pytest.approx(3) for lane in comparison.lanes)
+    assert compare_step(*(simulate(one_lane(), profile),) * 2, one_lane(), profile.graph).lanes == ()
+    assert audio.predicted_s > 0
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    console.print(*step_tables(comparison), sep="\n")
+    assert "lane 3 busy" in console.file.getvalue()
+
+
+def one_lane():
+    profile = towers()
+    return lower(small.plan("vision*4@0\ntext*4@0\naudio*2@0", profile), profile)
+
+
+def test_compare_has_every_planner_with_and_without_lanes(tmp_path, capsys):
+    write_profile(tmp_path / "profile.json", towers({"vision": (0.2, 0.5), "text": (0.2, 0.5), "audio": (0.2, 0.5)}))
+    assert run(["compare", str(tmp_path / "profile.json"), "--json"]) == 0
+    step_s_of = {row["planner"]: row["makespan_s"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    (on_lanes,) = (name for name in step_s_of if re.fullmatch(r"sequential, \d lanes", name))
+    assert step_s_of[on_lanes] < 0.8 * step_s_of["sequential"]
