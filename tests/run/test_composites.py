@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -251,3 +253,65 @@ def test_a_module_whose_output_depends_on_values_may_be_followed_by_another():
     batch = {"x": torch.randn(4, 6, 8, dtype=torch.float64), "lengths": torch.tensor([6, 5, 4, 6])}
     (traced,) = trace_all([predict], {"predict": batch})
     assert {call: len(layers) for call, layers in traced.layers.items()} == {"words#0": 1, "head#0": 1}
+
+
+class Remembering(Pair):
+    """Keeps features of earlier batches: `how` says as what."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how, self.queue, self.count, self.history = how, nn.Buffer(torch.zeros(4, 8)), nn.Buffer(torch.zeros(())), []
+        self.steps = 0
+
+    def forward(self, x, y):
+        first, second = self.first(x), self.second(y)
+        loss = (first * second).square().mean() + (first @ self.queue.T.clone()).mean() * (self.count + 1)
+        loss = loss * (self.steps + 1) + sum((first * past).mean() for past in self.history)
+        match self.how:
+            case "a buffer in place":
+                self.count += 1
+            case "another buffer":
+                self.queue = torch.cat([second.detach(), self.queue])[:4]
+            case "part of a buffer, at a place that is a value":
+                place = int(self.count)
+                self.queue[place : place + 2] = second[:2].detach()
+                self.count += 2 if place == 0 else -2
+            case "a list":
+                self.history.append(second.detach().mean(0))
+            case "a number beside values":
+                self.steps += int((x > -100).sum())
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "a buffer in place",
+        "another buffer",
+        "part of a buffer, at a place that is a value",
+        "a list",
+        "a number beside values",
+    ],
+)
+def test_what_a_forward_keeps_for_the_next_batch_is_that_of_plain_pytorch(how):
+    torch.manual_seed(0)
+    model = Remembering(how).double()
+    plain = deepcopy(model)
+    pair = module("pair", model)
+    batches = [{name: torch.randn(4, 8, dtype=torch.float64) for name in "xy"} for _ in range(2)]
+
+    @task(batch_size=4)
+    def match(batch):
+        return pair(batch["x"], batch["y"])["loss"]
+
+    trainer = Trainer([match], optimizer=lambda named: torch.optim.SGD([weight for _, weight in named], 0.1))
+    losses = [step["match"] for step in trainer.fit({"match": batches}, steps=2, progress=False).losses]
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    for batch, loss in zip(batches, losses, strict=True):
+        expected = plain(**batch)["loss"]
+        assert loss == pytest.approx(expected.item(), rel=1e-9)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+    for name, value in plain.state_dict().items():
+        assert torch.allclose(model.state_dict()[name], value, rtol=1e-9), name

@@ -26,6 +26,7 @@ from spindle.models.fake import device_of, without_caches
 from spindle.models.intercept import intercepted_calls
 from spindle.models.recording import argument_normalizer
 from spindle.models.replay import Like, Replay, ReplayedCall, Same, version_of
+from spindle.models.state import ModuleStates
 from spindle.models.statements import (
     Attribute,
     Recording,
@@ -46,8 +47,18 @@ def replay_forward(
     """The forward of a module on real arguments, as statements that replay its code around calls of its parts.
 
     `runs_ahead`: what blocks take that depends on no block is computed in front of the first one.
+
+    A replay runs the code more often than once in a step, and on several ranks, so it must leave no state on modules;
+    state that is set up by the first call only is fine.
     """
-    return _Learner(module, list(blocks), args, kwargs, runs_ahead).recording()
+    learner = _Learner(module, list(blocks), args, kwargs, runs_ahead)
+    recording = learner.recording()
+    if learner.has_changed_modules:
+        learner = _Learner(module, list(blocks), args, kwargs, runs_ahead)
+        recording = learner.recording()
+    if learner.has_changed_modules:
+        raise UnsupportedForwardError("its forward changes attributes or buffers of the module itself")
+    return recording
 
 
 class _Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -122,17 +133,19 @@ class _Learner:
     runs_ahead: bool
     calls: list[_Call] = field(default_factory=list)
     losses: dict[int, int | None] = field(default_factory=dict)  # by leaf of the output, see `_losses`
+    has_changed_modules: bool = False  # whether the code around its parts has left something on modules
 
     def recording(self) -> Recording:
         outer_context = current_context()
         leaves, spec = tree_flatten(argument_normalizer(self.module)(self.args, self.kwargs))
         is_input = [isinstance(leaf, torch.Tensor) or type(leaf) is int for leaf in leaves]
         block_ids = {id(block) for block in self.blocks}
-        inlined = {
-            id(submodule)
+        around = [
+            submodule
             for submodule in self.module.modules()
-            if any(id(descendant) in block_ids for descendant in submodule.modules())
-        } - block_ids
+            if id(submodule) not in block_ids and any(id(inner) in block_ids for inner in submodule.modules())
+        ]
+        inlined = {id(submodule) for submodule in around}
         paths = {id(submodule): path for path, submodule in self.module.named_modules()}
         targets = [
             submodule
@@ -151,7 +164,7 @@ class _Learner:
         leaves = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         for number, leaf in enumerate(leaves):
             follow.add(leaf, ("input", number))
-        result, result_sources, result_read = self._learn(leaves, spec, targets, loose, follow, device)
+        result, result_sources, result_read = self._learn(leaves, spec, targets, loose, follow, device, around)
         self._check_blocks(block_ids)
         # Calls inside a part are its own: only parts that this code calls, or might call, are intercepted from now on.
         outermost = {id(child) for part in self.module.modules() if id(part) in inlined for child in part.children()}
@@ -199,6 +212,7 @@ class _Learner:
         loose: list[Attribute],
         follow: _Dependencies,
         device: Any,
+        around: list[nn.Module],
     ) -> tuple[Any, list[set[Source]], set[Source]]:
         def called(module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
             argument_leaves, argument_spec = tree_flatten((tuple(args), dict(kwargs)))
@@ -225,8 +239,10 @@ class _Learner:
         with torch.no_grad(), without_caches(self.module), zero_weights(self.module, device) as zeros:
             for number, (owner, name) in enumerate(loose):
                 follow.add(zeros[id(owner), name], ("loose", number))
+            before = ModuleStates(around)
             with intercepted_calls(targets, called), follow, _noting_reads(follow), losses:
                 result = self.module(*args, **kwargs)
+            self.has_changed_modules = bool(before.changed_modules())
         result_leaves = tree_leaves(result)
         self.losses = _losses(result_leaves, losses, follow, leaves)
         return result, [follow.sources(leaf) for leaf in result_leaves], set(follow.read)
