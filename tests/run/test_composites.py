@@ -231,6 +231,24 @@ def test_a_composite_that_stays_one_module_says_why_and_at_which_line():
     assert remark.closed in notice
 
 
+def test_a_model_that_stays_one_layer_keeps_no_keys_and_values_for_generation():
+    model = hugging.made("Mixtral")
+    model.config.output_router_logits = True  # which are made inside its blocks
+    assert model.config.use_cache
+    mixtral = module("mixtral", model)
+
+    @task(batch_size=hugging.ROWS)
+    def predict(batch):
+        return mixtral(**batch).loss
+
+    batch = hugging.labelled("Mixtral", hugging.batch_of("Mixtral", hugging.ROWS, 7))
+    trainer = Trainer([predict], optimizer=lambda named: torch.optim.SGD([weight for _, weight in named], 0.1))
+    expected = deepcopy(model)(**batch).loss.item()
+    (losses,) = trainer.fit({"predict": [batch]}, steps=1, progress=False).losses
+    assert losses["predict"] == pytest.approx(expected, rel=1e-12)
+    assert any("output_router_logits), leave that out" in notice for notice in trainer.notices)
+
+
 class Packed(nn.Module):
     """A recurrent module on packed sequences: how long its output is depends on values."""
 
@@ -255,12 +273,53 @@ def test_a_module_whose_output_depends_on_values_may_be_followed_by_another():
     assert {call: len(layers) for call, layers in traced.layers.items()} == {"words#0": 1, "head#0": 1}
 
 
+class Counting(nn.Module):
+    """Divides the sum of a cross entropy by a number that it is given, or by one that it reads from its labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = Tower(), Tower(), nn.Linear(8, 5)
+
+    def forward(self, x, y, labels, count=None):
+        loss = F.cross_entropy(self.head(self.first(x) * self.second(y)), labels, reduction="sum")
+        return {"loss": loss / (int((labels != -100).sum()) if count is None else count)}
+
+
+@pytest.mark.parametrize(
+    ("count", "is_sum"),
+    [
+        (lambda batch: batch["count"], True),
+        (lambda batch: 3, True),
+        (lambda batch: (batch["labels"] != -100).sum(), False),
+        (lambda batch: None, False),
+    ],
+)
+def test_a_sum_is_divided_over_ranks_only_where_its_divisor_is_given(count, is_sum):
+    counting = module("counting", Counting().double())
+
+    @task(batch_size=4)
+    def classify(batch):
+        return counting(batch["x"], batch["y"], batch["labels"], count=count(batch))["loss"]
+
+    batch = {name: torch.randn(4, 8, dtype=torch.float64) for name in "xy"}
+    batch |= {"labels": torch.tensor([1, -100, 0, 4]), "count": torch.tensor(3)}
+    (recorded,) = cut_all(record_all([classify], {"classify": batch}), {"classify": batch})
+    assert {call.handle.name for call in recorded.calls} == {f"counting.{part}" for part in ("first", "second", "head")}
+    assert recorded.is_sum is is_sum
+    assert not recorded.is_mean
+
+
 class Remembering(Pair):
     """Keeps features of earlier batches: `how` says as what."""
 
     def __init__(self, how: str):
         super().__init__()
-        self.how, self.queue, self.count, self.history = how, nn.Buffer(torch.zeros(4, 8)), nn.Buffer(torch.zeros(())), []
+        self.how, self.queue, self.count, self.history = (
+            how,
+            nn.Buffer(torch.zeros(4, 8)),
+            nn.Buffer(torch.zeros(())),
+            [],
+        )
         self.steps = 0
 
     def forward(self, x, y):

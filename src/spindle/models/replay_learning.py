@@ -132,7 +132,7 @@ class _Learner:
     kwargs: Any
     runs_ahead: bool
     calls: list[_Call] = field(default_factory=list)
-    losses: dict[int, int | None] = field(default_factory=dict)  # by leaf of the output, see `_losses`
+    losses: dict[int, int | set[int]] = field(default_factory=dict)  # by leaf of the output, see `_losses`
     has_changed_modules: bool = False  # whether the code around its parts has left something on modules
 
     def recording(self) -> Recording:
@@ -255,21 +255,25 @@ class _Learner:
 
 def _losses(
     result: list[Any], losses: CrossEntropies, follow: _Dependencies, leaves: list[Any]
-) -> dict[int, int | None]:
-    """Leaves of the output that are losses over tokens: the number of the cross entropy that is their mean, or None for
-    a sum that is divided by what the caller gave (`num_items_in_batch`)."""
-    found: dict[int, int | None] = {}
+) -> dict[int, int | set[int]]:
+    """Leaves of the output that are losses over tokens: the number of the cross entropy that is their mean, or the
+    inputs that a sum is divided by (`num_items_in_batch`). Where a plain number comes from is not known."""
+    found: dict[int, int | set[int]] = {}
     for position, leaf in enumerate(result):
         for number, (value, reduction) in enumerate(losses.results):
             if value is leaf and reduction == "mean":
                 found[position] = number
         for quotient, divisor in losses.quotients:
             sources = follow.sources(divisor)
-            if quotient is leaf and all(
-                kind == "input" and not (isinstance(leaves[number], torch.Tensor) and leaves[number].dim())
-                for kind, number in sources
+            if (
+                quotient is leaf
+                and sources
+                and all(
+                    kind == "input" and not (isinstance(leaves[number], torch.Tensor) and leaves[number].dim())
+                    for kind, number in sources
+                )
             ):
-                found[position] = None
+                found[position] = {number for _, number in sources}
     return found
 
 
@@ -340,7 +344,7 @@ class _Writer:
         sources: list[set[Source]],
         read: set[Source],
         outer_context: Any,
-        losses: dict[int, int | None],
+        losses: dict[int, int | set[int]],
     ) -> Recording:
         first = self._replay.first_block if self._runs_ahead else 0
         ahead = self._write_ahead() if self._runs_ahead else {}
@@ -364,15 +368,16 @@ class _Writer:
             losses=self._loss_texts(losses),
         )
 
-    def _loss_texts(self, losses: dict[int, int | None]) -> dict[int, tuple[str, str, References]]:
+    def _loss_texts(self, losses: dict[int, int | set[int]]) -> dict[int, tuple[str, str, References]]:
         """How losses are computed over parts of a batch: by the code after the last call, up to the loss itself."""
         last = next((each for each in self._statements if each.name == f"g{len(self._calls)}"), None)
         texts: dict[int, tuple[str, str, References]] = {}
         if last is None:
             return texts
         for position, number in losses.items():
-            if number is None:
-                texts[position] = "sum", "", References()
+            if isinstance(number, set):
+                names = (self._inputs[each] for each in number)
+                texts[position] = "sum", "", References(uses={name for name in names if name is not None})
             else:
                 text = last.text.replace("r0_.segment(", f"r0_.loss_parts({number}, ", 1)
                 references = References(uses=set(last.uses), attributes=list(last.attributes))

@@ -159,8 +159,8 @@ class SymbolicValues:
         # the inlined code shares with it.
         if isinstance(leaf, FakeTensor):
             raise UnsupportedForwardError(
-                "it uses a tensor that one of its blocks made and did not return, or an earlier call left behind; where "
-                "its caller asks for such tensors (output_attentions, output_router_logits), leave that out"
+                "it uses a tensor that one of its blocks made and did not return, or that an earlier call left behind; "
+                "where its caller asks for such tensors (output_attentions, output_router_logits), leave that out"
             )
         if torch._C._functorch.is_functorch_wrapped_tensor(leaf):
             raise UnsupportedForwardError("it uses a tensor inside vmap in a way that cannot be recorded")

@@ -115,6 +115,14 @@ def _is_returned(node: fx.Node) -> bool:
     return result is node
 
 
+def _is_given(value: Any) -> bool:
+    """Whether a value is a constant or an entry of the batch. What a task computes from a batch is another number for
+    each part of it."""
+    while isinstance(value, fx.Node) and _accessor(value) is not None:
+        value = value.args[0]
+    return not isinstance(value, fx.Node) or value.op == "placeholder"
+
+
 def _accessor(node: fx.Node) -> Callable[[Any], Any] | None:
     """What a node takes from its first argument, where it does nothing else."""
     if node.target in (getattr, operator.getitem) and len(node.args) == 2 and isinstance(node.args[1], str | int):
@@ -280,8 +288,8 @@ def _replace_uses(
             value = graph.call_function(glue.run, tuple(variables[name] for name in glue.inputs))
             copy_line(node, value)
             parts = opened.loss_parts(index) if type(index) is int else None
-            if parts is not None:
-                value.meta[_LOSS] = (*parts, dict(variables))
+            if parts is not None and all(_is_given(variables[name]) for name in parts[2]):
+                value.meta[_LOSS] = (*parts[:2], dict(variables))
     if isinstance(value, fx.Node):
         node.replace_all_uses_with(value)
     else:
