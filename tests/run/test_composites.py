@@ -203,6 +203,34 @@ def test_a_contrastive_loss_stays_whole_while_its_towers_are_divided():
     assert trainer.state_dict().keys() == {f"pair.{path}" for path in model.state_dict()}
 
 
+class Looping(Pair):
+    """Its code between its towers has a statement for each sample."""
+
+    def forward(self, x, y):
+        first = torch.cat([row * 2 for row in self.first(x).split(1)])
+        return {"loss": (first * self.second(y)).square().mean()}
+
+
+def test_a_composite_that_loops_over_samples_is_opened_for_any_number_of_them():
+    model = Looping().double()
+    pair = module("pair", model)
+
+    @task(batch_size=4)
+    def match(batch):
+        return pair(batch["x"], batch["y"])["loss"]
+
+    batch = {name: torch.randn(4, 8, dtype=torch.float64) for name in "xy"}
+    (recorded,) = cut_all(record_all([match], {"match": batch}), {"match": batch})
+    assert {call.handle.name: len(call.chain.layers) for call in recorded.calls} == {"pair.first": 4, "pair.second": 4}
+    part = {name: value[:3] for name, value in batch.items()}
+    outputs = {}
+    for call in recorded.calls:
+        args, kwargs = call.arguments(part, *(outputs[source] for source in call.sources))
+        outputs[call.name] = call.chain(*args, **kwargs)
+    loss = recorded.loss(part, *(outputs[source] for source in recorded.loss_sources))
+    assert torch.allclose(loss, model(**part)["loss"], rtol=1e-12)
+
+
 class Deciding(Pair):
     """Values that one of its towers computes decide what it does."""
 

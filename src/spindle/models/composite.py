@@ -100,21 +100,29 @@ class OpenedComposite:
 
 
 def open_composite(
-    module: nn.Module, args: Any, kwargs: Any, values: Callable[[], tuple[Any, Any]] | None = None
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    values: Callable[[], tuple[Any, Any]] | None = None,
+    *,
+    records: bool = True,
 ) -> OpenedComposite | str:
     """A composite's forward on arguments like these as calls of its parts, or why it cannot be opened. `values` returns
-    the arguments as real tensors, for code between its towers that reads them."""
+    the arguments as real tensors, for code between its towers that reads them; without `records`, for any."""
     towers = towers_of(module)
     if not towers:
         return "it has no towers"
     if has_hooks(module):
         return "it has hooks, which run around all of it"
+    reason = "what its code does between its parts depends on how many samples there are"
     try:
-        return _Opening(module, record_pure(module, args, kwargs, [towers]), args, kwargs).opened()
+        if records:
+            return _Opening(module, record_pure(module, args, kwargs, [towers]), args, kwargs).opened()
     except Exception as error:  # recording runs the user's code, which may raise anything
         reason = failure_reason(error)
         if values is None or not needs_values(error):
             return reason
+    assert values is not None
     before = ModuleSnapshot([module])
     try:
         return _Opening(module, replay_forward(module, *values(), towers, runs_ahead=False), args, kwargs).opened()

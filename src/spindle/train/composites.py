@@ -145,8 +145,7 @@ class _Arguments:
         self._example = example
 
     def opened(self, name: str) -> OpenedComposite | str:
-        """A call of a composite, opened, or why that is impossible: its code may depend on how many samples there
-        are."""
+        """A call of a composite, opened, or why that is impossible."""
         module = self._calls[name].handle.module
         opened = open_composite(module, *self._of(name, 0), lambda: self._values(name))
         if isinstance(opened, str) or opened.reads_values:
@@ -157,7 +156,8 @@ class _Arguments:
             return opened
         if isinstance(larger, str) or _texts(opened) == _texts(larger):
             return opened
-        return "what its code does between its parts depends on how many samples there are"
+        # Recorded code is right for this number of samples only. The module's own code is for any.
+        return open_composite(module, *self._of(name, 0), lambda: self._values(name), records=False)
 
     def _of(self, name: str, which: int) -> tuple[Any, Any]:
         call = self._calls[name]
