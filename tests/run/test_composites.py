@@ -17,7 +17,7 @@ import spindle  # noqa: E402
 from comparison import assert_close  # noqa: E402
 from programs import compare_steps  # noqa: E402
 from spindle import Trainer, module, task  # noqa: E402
-from spindle.errors import TrainingError  # noqa: E402
+from spindle.errors import TrainingError, WorkloadError  # noqa: E402
 from spindle.train import probe, trace_all  # noqa: E402
 from spindle.train.record import cut_all, record_all  # noqa: E402
 from sweeps import chosen, spread  # noqa: E402
@@ -402,3 +402,21 @@ def test_what_a_forward_keeps_for_the_next_batch_is_that_of_plain_pytorch(how):
         optimizer.step()
     for name, value in plain.state_dict().items():
         assert torch.allclose(model.state_dict()[name], value, rtol=1e-9), name
+
+
+class Averaging(Pair):
+    """Updates parameters in its forward, through `data`, which leaves no trace on them."""
+
+    def forward(self, x, y):
+        for average, weight in zip(self.second.parameters(), self.first.parameters(), strict=True):
+            average.data.mul_(0.9).add_(weight.data, alpha=0.1)
+        return {"loss": (self.first(x) * self.second(y)).mean()}
+
+
+def test_a_forward_that_changes_its_parameters_is_refused():
+    pair = module("pair", Averaging().double())
+    match = task(batch_size=4, name="match")(lambda batch: pair(batch["x"], batch["y"])["loss"])
+    batch = {name: torch.randn(4, 8, dtype=torch.float64) for name in "xy"}
+    trainer = Trainer([match], optimizer=lambda named: torch.optim.SGD([weight for _, weight in named], 0.1))
+    with pytest.raises(WorkloadError, match="forward of Averaging changes parameters .* in buffers"):
+        trainer.fit({"match": [batch]}, steps=1, progress=False)
