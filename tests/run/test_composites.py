@@ -418,5 +418,5 @@ def test_a_forward_that_changes_its_parameters_is_refused():
     match = task(batch_size=4, name="match")(lambda batch: pair(batch["x"], batch["y"])["loss"])
     batch = {name: torch.randn(4, 8, dtype=torch.float64) for name in "xy"}
     trainer = Trainer([match], optimizer=lambda named: torch.optim.SGD([weight for _, weight in named], 0.1))
-    with pytest.raises(WorkloadError, match="forward of Averaging changes parameters .* in buffers"):
+    with pytest.raises(WorkloadError, match=r"forward of Averaging changes parameters .* in buffers"):
         trainer.fit({"match": [batch]}, steps=1, progress=False)
