@@ -242,7 +242,7 @@ class _Learner:
             before = ModuleStates(around)
             with intercepted_calls(targets, called), follow, _noting_reads(follow), losses:
                 result = self.module(*args, **kwargs)
-            self.has_changed_modules = bool(before.changed_modules())
+            self.has_changed_modules = bool(before.changed_modules(but_for_tensors=True))
         result_leaves = tree_leaves(result)
         self.losses = _losses(result_leaves, losses, follow, leaves)
         return result, [follow.sources(leaf) for leaf in result_leaves], set(follow.read)

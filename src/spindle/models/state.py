@@ -28,13 +28,14 @@ class ModuleStates:
         self._containers = [_containers(module) for module in self._modules]
         self._versions = [_versions(module) for module in self._modules]
 
-    def changed_modules(self) -> list[nn.Module]:
-        """Modules whose attributes, hooks or buffers are other objects now, or have changed in place."""
+    def changed_modules(self, *, but_for_tensors: bool = False) -> list[nn.Module]:
+        """Modules whose attributes, hooks or buffers are other objects now, or have changed in place. `but_for_tensors`
+        leaves out attributes that are tensors now, and no buffers: most are left for generation (`rope_deltas`)."""
         before = zip(self._modules, self._states, self._containers, self._versions, strict=True)
         return [
             module
             for module, state, containers, versions in before
-            if not _is_same_state(state, _state(module))
+            if not _is_same_state(state, _state(module), but_for_tensors)
             or versions != _versions(module)
             or any(not _has_same_items(container, items) for container, items in containers)
         ]
@@ -77,7 +78,10 @@ def _state(module: nn.Module) -> dict[str, Any]:
     return {**module.__dict__, **{name: dict(module.__dict__[name]) for name in _COPIED}}
 
 
-def _is_same_state(before: dict[str, Any], now: dict[str, Any]) -> bool:
+def _is_same_state(before: dict[str, Any], now: dict[str, Any], but_for_tensors: bool) -> bool:
+    if but_for_tensors:
+        left_out = {name for name, value in now.items() if isinstance(value, torch.Tensor)}
+        before, now = ({name: each[name] for name in each.keys() - left_out} for each in (before, now))
     return (
         before.keys() == now.keys()
         and all(before[name] is now[name] for name in before if name not in _COPIED)
