@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from spindle.errors import WorkloadError
 from spindle.models.blocks import BlockLists, block_lists, is_plain_sequence
-from spindle.models.fake import fake_output
+from spindle.models.fake import call_without_cache, configs_with_caches, fake_output
 from spindle.models.recording import argument_normalizer, record_forward
 from spindle.models.replay import Replay, after, has_replay, shape_of
 from spindle.models.replay_learning import replay_forward
@@ -267,9 +267,14 @@ def _ids(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def _module_layer(module: nn.Module, kind: str) -> ChainLayer:
+    configs = configs_with_caches(module)
+
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return (call_without_cache(module, configs, args, kwargs) if configs else module(*args, **kwargs),)
+
     return ChainLayer(
         kind=kind,
-        run=lambda *a, **k: (module(*a, **k),),
+        run=run,
         parameters=tuple(module.parameters()),
         find_buffers=module.buffers,
         modules=(module,),

@@ -95,26 +95,34 @@ class OpenedComposite:
     index: Any
     result: Any  # the output, as fake tensors
     output: Callable[[Any], Glue]  # what computes part of `index`
-    loss_parts: Callable[[int], tuple[str, Glue] | None]
+    loss_parts: Callable[[int], tuple[str, Glue, frozenset[str]] | None]
     reads_values: bool  # whether its code runs itself, around calls of its parts
 
 
 def open_composite(
-    module: nn.Module, args: Any, kwargs: Any, values: Callable[[], tuple[Any, Any]] | None = None
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    values: Callable[[], tuple[Any, Any]] | None = None,
+    *,
+    records: bool = True,
 ) -> OpenedComposite | str:
     """A composite's forward on arguments like these as calls of its parts, or why it cannot be opened. `values` returns
-    the arguments as real tensors, for code between its towers that reads them."""
+    the arguments as real tensors, for code between its towers that reads them; without `records`, for any."""
     towers = towers_of(module)
     if not towers:
         return "it has no towers"
     if has_hooks(module):
         return "it has hooks, which run around all of it"
+    reason = "what its code does between its parts depends on how many samples there are"
     try:
-        return _Opening(module, record_pure(module, args, kwargs, [towers]), args, kwargs).opened()
+        if records:
+            return _Opening(module, record_pure(module, args, kwargs, [towers]), args, kwargs).opened()
     except Exception as error:  # recording runs the user's code, which may raise anything
         reason = failure_reason(error)
         if values is None or not needs_values(error):
             return reason
+    assert values is not None
     before = ModuleSnapshot([module])
     try:
         return _Opening(module, replay_forward(module, *values(), towers, runs_ahead=False), args, kwargs).opened()
@@ -216,12 +224,15 @@ class _Opening:
             return self._glue(texts[0], references)
         return self._glue(f"_unflatten([{', '.join(texts)}], _spec)", references, extra={"_spec": spec})
 
-    def _loss_parts(self, position: int) -> tuple[str, Glue] | None:
+    def _loss_parts(self, position: int) -> tuple[str, Glue, frozenset[str]] | None:
         """A leaf of the output as the mean of a cross entropy over tokens, or as its sum over a given number: ("mean",
-        the glue of its total and count), or ("sum", its glue); None for any other."""
+        the glue of its total and count, nothing), or ("sum", its glue, the inputs that this number follows from); None
+        for any other."""
         if position in self._recording.losses:
             kind, parts, references = self._recording.losses[position]
-            return kind, self._output(position) if kind == "sum" else self._glue(parts, references)
+            if kind == "sum":
+                return kind, self._output(position), frozenset(references.uses)
+            return kind, self._glue(parts, references), frozenset()
         text, _ = self._recording.leaves[position]
         by_name = {statement.name: statement for statement in self._recording.statements if statement.name}
         statement = by_name.get(text)
@@ -230,9 +241,8 @@ class _Opening:
         loss = _cross_entropy(statement, self._recording.namespace)
         if loss is not None and loss.reduction == MEAN:
             total = re.sub(r"^\w+", "_cross_entropy_parts", statement.text)
-            return "mean", self._glue(
-                total, References(uses=set(statement.uses), attributes=list(statement.attributes))
-            )
+            references = References(uses=set(statement.uses), attributes=list(statement.attributes))
+            return "mean", self._glue(total, references), frozenset()
         if statement.kind.startswith("aten.div.") and len(statement.uses) >= 1:
             dividend = statement.text.partition("(")[2].partition(",")[0]
             summed = by_name.get(dividend)
@@ -243,7 +253,8 @@ class _Opening:
                 and loss.reduction == SUM
                 and not any(self._depends_on_rows(divisor) for divisor in divisors)
             ):
-                return "sum", self._output(position)
+                _, needed = self._slice(References(uses=set(divisors)), None)
+                return "sum", self._output(position), frozenset(needed) & {*self._recording.inputs} - {None}
         return None
 
     def _depends_on_rows(self, name: str) -> bool:

@@ -77,7 +77,7 @@ class Recording:
     result: Any  # the output, as concrete fake tensors
     leaves: tuple[tuple[str, References], ...] = ()  # the text of each leaf of the output, and what it refers to
     # Leaves of the output that are losses over tokens, where statements do not show it: "mean" with the text of total
-    # and count, or "sum".
+    # and count, or "sum" with the inputs that it is divided by.
     losses: Mapping[int, tuple[str, str, References]] = field(default_factory=dict)
 
 

@@ -115,6 +115,14 @@ def _is_returned(node: fx.Node) -> bool:
     return result is node
 
 
+def _is_given(value: Any) -> bool:
+    """Whether a value is a constant or an entry of the batch. What a task computes from a batch is another number for
+    each part of it."""
+    while isinstance(value, fx.Node) and _accessor(value) is not None:
+        value = value.args[0]
+    return not isinstance(value, fx.Node) or value.op == "placeholder"
+
+
 def _accessor(node: fx.Node) -> Callable[[Any], Any] | None:
     """What a node takes from its first argument, where it does nothing else."""
     if node.target in (getattr, operator.getitem) and len(node.args) == 2 and isinstance(node.args[1], str | int):
@@ -137,8 +145,7 @@ class _Arguments:
         self._example = example
 
     def opened(self, name: str) -> OpenedComposite | str:
-        """A call of a composite, opened, or why that is impossible: its code may depend on how many samples there
-        are."""
+        """A call of a composite, opened, or why that is impossible."""
         module = self._calls[name].handle.module
         opened = open_composite(module, *self._of(name, 0), lambda: self._values(name))
         if isinstance(opened, str) or opened.reads_values:
@@ -149,7 +156,8 @@ class _Arguments:
             return opened
         if isinstance(larger, str) or _texts(opened) == _texts(larger):
             return opened
-        return "what its code does between its parts depends on how many samples there are"
+        # Recorded code is right for this number of samples only. The module's own code is for any.
+        return open_composite(module, *self._of(name, 0), lambda: self._values(name), records=False)
 
     def _of(self, name: str, which: int) -> tuple[Any, Any]:
         call = self._calls[name]
@@ -280,8 +288,8 @@ def _replace_uses(
             value = graph.call_function(glue.run, tuple(variables[name] for name in glue.inputs))
             copy_line(node, value)
             parts = opened.loss_parts(index) if type(index) is int else None
-            if parts is not None:
-                value.meta[_LOSS] = (*parts, dict(variables))
+            if parts is not None and all(_is_given(variables[name]) for name in parts[2]):
+                value.meta[_LOSS] = (*parts[:2], dict(variables))
     if isinstance(value, fx.Node):
         node.replace_all_uses_with(value)
     else:

@@ -90,10 +90,10 @@ def _probe_task(
     keeping: set[str] = set()  # calls that change what their modules hold
     try:
         for visit in walk(task.recorded, pair, outputs):
-            versions = [buffer._version for buffer in visit.layer.buffers]
+            before = _Buffers(visit.layer)
             with _drawing() as drawn:
                 visit.values = visit.run()
-            if versions != [buffer._version for buffer in visit.layer.buffers]:
+            if before.have_changed():
                 keeping.add(visit.call.name)
                 coupled.setdefault((task.name, visit.call.name), "it keeps something of the samples it sees")
             if drawn():
@@ -341,12 +341,12 @@ def _tried_layer(layer: ChainLayer, inputs: Callable[[list[int]], Any], axes: Ax
         args, kwargs = inputs(wanted)
         return cut(layer.run(*args, **kwargs), axes, 2, number, number + 1)
 
-    versions = [buffer._version for buffer in layer.buffers]
+    before = _Buffers(layer)
     args, kwargs = inputs([0, 1])
     torch.manual_seed(_SEED)
     with _drawing() as drawn:
         both = layer.run(*args, **kwargs)
-    if versions != [buffer._version for buffer in layer.buffers]:
+    if before.have_changed():
         return both, "it keeps something of the samples it sees"
     first, second = (cut(both, axes, 2, number, number + 1) for number in (0, 1))
     if not (_alike(first, row(0, [0, 0])) and _alike(second, row(1, [1, 1]))):
@@ -354,3 +354,17 @@ def _tried_layer(layer: ChainLayer, inputs: Callable[[list[int]], Any], axes: Ax
     if not drawn() and not _alike(first, row(1, [1, 0])):
         return both, "what it does with a sample depends on its place in the batch"
     return both, ""
+
+
+class _Buffers:
+    """The buffers of a layer at the time of construction, and whether it has changed or replaced them since."""
+
+    def __init__(self, layer: ChainLayer) -> None:
+        self._layer, self._buffers = layer, layer.buffers  # held, so that no other tensor gets their ids
+        self._versions = self._current()
+
+    def have_changed(self) -> bool:
+        return self._versions != self._current()
+
+    def _current(self) -> list[tuple[int, int]]:
+        return [(id(buffer), buffer._version) for buffer in self._layer.buffers]

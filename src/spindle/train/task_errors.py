@@ -92,7 +92,10 @@ def explained_errors(run_tasks: Callable[[], object] = lambda: None) -> Iterator
         raise
     except Exception as error:
         line = line_of(error) or _line_when(run_tasks, type(error))
-        where = "; ".join([text for text in (line, *getattr(error, "__notes__", ())) if text])
+        notes = list(getattr(error, "__notes__", ()))
+        if not any(note.startswith(line) for note in notes):  # else the line that calls the module is all there is
+            notes = [line, *notes]
+        where = "; ".join(filter(None, notes))
         if not where:
             raise
         what = f"{type(error).__name__}: {str(error).strip()}" if str(error).strip() else type(error).__name__

@@ -36,7 +36,7 @@ from spindle.models import (
     zero_weights,
     zeros_like,
 )
-from spindle.run import Axes, axes_of, cut, pytree_meta
+from spindle.run import Axes, axes_of, cut, fingerprint_of, pytree_meta
 from spindle.train.record import RecordedCall, RecordedTask, with_whole_loss
 from spindle.train.task_errors import named_call
 
@@ -148,14 +148,27 @@ def walk(recorded: RecordedTask, batch: Any, outputs: dict[str, Any]) -> Iterato
 
 @contextmanager
 def unchanged(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Attributes and buffers of modules (caches, running statistics) and random state are put back."""
+    """Attributes and buffers of modules (caches, running statistics) and random state are put back. Parameters, of
+    which there is no copy, must not change."""
+    modules = list(modules)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    snapshot = ModuleSnapshot(modules)
+    snapshot, before = ModuleSnapshot(modules), list(map(_parameters_digest, modules))
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
         snapshot.restore()
+    for module, digest in zip(modules, before, strict=True):
+        if _parameters_digest(module) != digest:
+            raise WorkloadError(
+                f"the forward of {type(module).__name__} changes parameters of the module itself, and it runs several "
+                "times before the first step, to be measured. Hold what a forward updates in buffers "
+                "(register_buffer), which are put back; Trainer(ema=...) keeps an average of the weights"
+            )
+
+
+def _parameters_digest(module: torch.nn.Module) -> int:
+    return fingerprint_of([parameter for parameter in module.parameters() if not parameter.is_meta])
 
 
 def trace(recorded: RecordedTask, batch: Any) -> TracedTask:
