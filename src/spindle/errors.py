@@ -11,6 +11,7 @@
     ├── DoesNotFitError     no plan fits into memory
     ├── OverBudgetError     a rank exceeds its memory limit
     ├── CheckpointError     a checkpoint that is damaged, or that this training cannot resume from
+    │   └── SupersededError a newer attempt of the job saves its checkpoints
     ├── TrainingError       a step that failed: a loss that is not finite, a loader that yields a wrong batch
     └── PeerLostError       another rank has ended, so this rank ends, too
 
@@ -81,6 +82,10 @@ class OverBudgetError(SpindleError):
 
 
 class CheckpointError(SpindleError):
+    pass
+
+
+class SupersededError(CheckpointError):
     pass
 
 

@@ -19,9 +19,18 @@ from torch import nn  # noqa: E402
 import spindle  # noqa: E402
 from internals import guessed_profile  # noqa: E402
 from resuming import LOADERS, Run, Waves, run, stacked  # noqa: E402
-from spindle.checkpoint import finish, folder_of_step, open_checkpoint, partial_folder, write_part  # noqa: E402
+from spindle.checkpoint import (  # noqa: E402
+    claim,
+    finish,
+    folder_of_step,
+    newest_attempt,
+    open_checkpoint,
+    partial_folder,
+    remove_unfinished,
+    write_part,
+)
 from spindle.cli.main import run as run_cli  # noqa: E402
-from spindle.errors import CheckpointError, TrainingError  # noqa: E402
+from spindle.errors import CheckpointError, SupersededError, TrainingError  # noqa: E402
 
 torch.set_num_threads(1)
 BATCHES = [stacked([Waves()[number] for number in range(first, first + 4)]) for first in range(0, 20, 4)]
@@ -495,3 +504,77 @@ def test_a_buffer_of_another_shape_is_refused_unless_it_is_a_cache(tmp_path, per
             start(4, 2)
     else:
         assert not any("could not be written" in notice for notice in start(4, 2).notices)
+
+
+# Attempts.
+
+
+def test_an_attempt_that_comes_back_after_a_newer_one_began_commits_nothing(tmp_path, monkeypatch):
+    """As on a node that was cut off: it stops in the middle of a step, and goes on once a newer attempt is done."""
+    monkeypatch.setenv("SPINDLE_ATTEMPT", "1")
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            trainer, _ = trainer_of(tmp_path)
+            fit(trainer, 40, on_step=lambda step, _: os.kill(os.getpid(), signal.SIGSTOP) if step == 4 else None)
+        except SupersededError as error:
+            code = 7 if "attempt 2 of this job saves" in str(error) else 1
+        finally:
+            os._exit(code)
+    try:
+        assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+        monkeypatch.setenv("SPINDLE_ATTEMPT", "2")
+        trainer, _ = trainer_of(tmp_path)
+        fit(trainer, 9)
+        expected = {path: path.read_bytes() for path in tmp_path.rglob("step-*/*")}
+    finally:
+        os.kill(child, signal.SIGCONT)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert {path: path.read_bytes() for path in tmp_path.rglob("step-*/*")} == expected
+    assert [path.name for path in tmp_path.glob("*.part*")] == []
+
+
+def test_older_attempts_are_refused_and_starts_without_a_number_go_on_with_the_newest(copy, monkeypatch):
+    monkeypatch.setenv("SPINDLE_ATTEMPT", "8")
+    fit(trainer_of(copy)[0], 5)
+    monkeypatch.setenv("SPINDLE_ATTEMPT", "7")
+    with pytest.raises(CheckpointError, match="attempt 8 of this job saves its checkpoints there, this is attempt 7"):
+        fit(trainer_of(copy)[0], 6)
+    monkeypatch.delenv("SPINDLE_ATTEMPT")
+    assert len(fit(trainer_of(copy)[0], 6).losses) == 1
+    assert newest_attempt(copy) == 8
+    for text in ("0", "-1", "1.5", "x", "9" * 400, "²"):
+        monkeypatch.setenv("SPINDLE_ATTEMPT", text)
+        with pytest.raises(CheckpointError, match="expected a whole number from 1 in SPINDLE_ATTEMPT"):
+            fit(trainer_of(copy)[0], 7)
+
+
+def test_attempts_that_overlap_write_apart_and_only_the_newest_can_rename(copy):
+    state = replace(open_checkpoint(folder_of_step(copy, 4)).state, step=9, num_ranks=1)
+
+    def write(attempt):
+        write_part(partial_folder(copy, 9, attempt), 0, memoryview(b""), [], {"extra": {"attempt": attempt}})
+
+    assert claim(copy, {"SPINDLE_ATTEMPT": "1"}) == 1
+    write(1)
+    assert claim(copy, {"SPINDLE_ATTEMPT": "2"}) == 2
+    write(2)
+    with pytest.raises(SupersededError):
+        finish(copy, state, {}, 1)
+    assert open_checkpoint(finish(copy, state, {}, 2)).state.extra["attempt"] == 2
+
+
+def test_what_an_older_attempt_has_checked_but_not_renamed_when_a_newer_one_begins_is_lost(copy, monkeypatch):
+    state = replace(open_checkpoint(folder_of_step(copy, 4)).state, step=9, num_ranks=1)
+    write_part(partial_folder(copy, 9, 1), 0, memoryview(b""), [], {})
+
+    def check_then_newer_begins(folder, attempt):
+        claim(folder, {"SPINDLE_ATTEMPT": "2"})
+        remove_unfinished(folder)
+
+    monkeypatch.setattr("spindle.checkpoint.files.check_newest", check_then_newer_begins)
+    with pytest.raises(FileNotFoundError):
+        finish(copy, state, {}, 1)
+    assert sorted(path.name for path in copy.glob("step-*")) == ["step-3", "step-4"]

@@ -1,5 +1,6 @@
 """What is in a checkpoint, and is it complete? Folders, indexes and bytes; knows neither torch nor processes."""
 
+from spindle.checkpoint.attempts import claim, newest_attempt
 from spindle.checkpoint.export import export_safetensors
 from spindle.checkpoint.files import (
     DATA_FILE,
@@ -30,11 +31,13 @@ __all__ = [
     "StoredBox",
     "StoredTensor",
     "checkpoint_bytes",
+    "claim",
     "cut",
     "export_safetensors",
     "finish",
     "folder_name",
     "folder_of_step",
+    "newest_attempt",
     "open_checkpoint",
     "partial_folder",
     "prune",

@@ -26,6 +26,7 @@ from spindle.checkpoint import (
     PLAN,
     PROFILE,
     SavedCheckpoint,
+    claim,
     folder_name,
     folder_of_step,
     open_checkpoint,
@@ -64,6 +65,7 @@ def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int) -> Fit
     notify = session.notify
     if session.saver is None:
         session.saver = Saver(session, checkpoints, session.config.planning)
+        session.saver.attempt = claim_folder(Path(checkpoints.folder), session.world)
         newest = newest_checkpoint(checkpoints, session.world, notify, session.saver.damaged)
         if newest is not None:
             session.saved = ResumedTensors(newest)
@@ -122,7 +124,6 @@ def newest_checkpoint(
     """The newest checkpoint of a folder that is complete and undamaged; None where there is none at all. Newer ones are
     added to `damaged`. All ranks must call it, and each checks a share of the bytes."""
     folder = Path(checkpoints.folder)
-    _check_folder(folder, world)
     memory = memory_folder(checkpoints)
     if memory is not None and world.rank == 0:
         memory.mkdir(exist_ok=True)
@@ -152,22 +153,23 @@ def newest_checkpoint(
     return None
 
 
-def _check_folder(folder: Path, world: World) -> None:
+def claim_folder(folder: Path, world: World) -> int:
     """Make the folder, remove what an earlier run left unfinished, and refuse one that ranks do not share, or that
-    another job uses."""
-    problem, token = "", ""
+    another job or a newer attempt of this one uses. Returns the number of this attempt. All ranks must call it."""
+    problem, token, attempt = "", "", 0
     if world.rank == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _lock(folder)
+            attempt = claim(folder)
+            _lock(folder, attempt)
             remove_unfinished(folder)
             token = f".shared-{secrets.token_hex(8)}"
             (folder / token).touch()
-        except CheckpointError as error:
+        except SpindleError as error:
             problem = str(error)
         except OSError as error:
             problem = f"{folder}: cannot be written ({error.strerror})"
-    problem, token = world.broadcast_object((problem, token))
+    problem, token, attempt = world.broadcast_object((problem, token, attempt))
     if problem:
         raise CheckpointError(problem)
     sees = world.broadcast_object(world.gather_objects(_sees(folder / token)))
@@ -179,6 +181,7 @@ def _check_folder(folder: Path, world: World) -> None:
             f"{folder.absolute()}: rank {blind[0]} does not see what rank 0 writes there; "
             "Checkpoints(...) needs a folder that all hosts share"
         )
+    return attempt
 
 
 def _sees(path: Path) -> bool:
@@ -190,11 +193,12 @@ def _sees(path: Path) -> bool:
     return True
 
 
-def _lock(folder: Path) -> None:
-    """Hold a lock of this process on a folder, until the process ends. Child processes do not inherit it."""
+def _lock(folder: Path, attempt: int) -> None:
+    """Hold a lock of this process on a folder, until the process ends. Child processes do not inherit it. Each attempt
+    locks a byte of its own: a newer one does not wait for an older one to end."""
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, attempt)
     except (BlockingIOError, PermissionError) as error:
         os.close(descriptor)
         raise CheckpointError(f"{folder}: another running job saves its checkpoints there") from error

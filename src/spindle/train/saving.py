@@ -35,7 +35,7 @@ from spindle.checkpoint import (
     writers_of,
 )
 from spindle.display import num_bytes as _text
-from spindle.errors import CheckpointError, TrainingError
+from spindle.errors import CheckpointError, SupersededError, TrainingError
 from spindle.launch import recorder, variables
 from spindle.plan import Plan
 from spindle.profile import Profile
@@ -78,6 +78,7 @@ class Saver:
         self.memory = memory_folder(checkpoints)
         self._folder = Path(checkpoints.folder)  # of the last checkpoint
         self._has_room = False  # in memory, as far as is known
+        self.attempt = 0  # of this job, by its scheduler's count; only the newest may commit checkpoints
         self._number = 0  # of checkpoints begun
         self._steps: dict[int, int] = {}  # their steps, by number
         self._writing: Future[None] | None = None
@@ -168,6 +169,8 @@ class Saver:
             return
         future = self._finishing if self._world.rank == 0 else self._writing
         error = future.exception() if future is not None else None
+        if isinstance(error, SupersededError):
+            raise error
         reason = f": {error}" if error is not None else ", on another rank"
         notify(f"the checkpoint of step {step} could not be written{reason}; training goes on without it")
 
@@ -232,7 +235,7 @@ class Saver:
             length = box.num_elements * dtype.itemsize
             described.append((name, str(dtype).removeprefix("torch."), shape, box, begin, length))
             begin += length
-        folder = partial_folder(self._folder, step)
+        folder = partial_folder(self._folder, step, self.attempt)
         try:
             fragments = {"data": dict(data), **self._fragments(optimizer)}
             write_part(folder, self._world.rank, copied.wait(), described, fragments)
@@ -268,14 +271,14 @@ class Saver:
                 if own is not None or failed:
                     raise own or CheckpointError(f"rank {failed[0]} could not write its part")
                 artifacts = {PLAN: artifact_text("plan", plan), PROFILE: artifact_text("profile", profile)}
-                self.damaged.discard(finish(folder, state, artifacts))
+                self.damaged.discard(finish(folder, state, artifacts, self.attempt))
                 keep = 1 if folder == self.memory else self._checkpoints.keep
                 damaged = [step for step in steps_in(folder) if folder / folder_name(step) in self.damaged]
                 prune(folder, keep, self._needed_steps(), damaged)
             except OSError as error:
                 raise CheckpointError(f"{error.filename or folder}: {error.strerror}") from error
             finally:
-                shutil.rmtree(partial_folder(folder, state.step), ignore_errors=True)
+                shutil.rmtree(partial_folder(folder, state.step, self.attempt), ignore_errors=True)
 
         self._finishing = self._thread.submit(finish_or_fail)
 
