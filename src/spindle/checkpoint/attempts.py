@@ -29,7 +29,7 @@ def claim(folder: Path, environment: Mapping[str, str] = os.environ) -> int:
         return newest_attempt(folder)
     if not (text.isascii() and text.isdigit() and 0 < int(text[: _DIGITS + 1]) < 10**_DIGITS):
         raise InputError(f"expected a whole number from 1 in {variables.ATTEMPT}, got {text!r}")
-    # Written in place: a client of NFS sees the new bytes when it opens a file, but may look up an old name for seconds.
+    # Written in place: a client of NFS sees new bytes when it opens a file, but may look up an old name for seconds.
     descriptor = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         with suppress(OSError):  # a file system without locks

@@ -4,8 +4,8 @@ Ranks write `rank-N.bin` and `rank-N.json` into `step-400.part`. Rank 0 joins th
 renames the folder. Files and folders are synced before that, so that what has its final name is on disk.
 
 Where a scheduler numbers the attempts of a job (`attempts`), attempt 7 writes into `step-400.attempt-7.part`, so that
-attempts that overlap never write into the same folder. A newer attempt first records its number, then renames what older
-ones have not finished: a rename of theirs fails from then on.
+attempts that overlap never write into the same folder. A newer attempt first records its number, then renames what
+older ones have not finished: a rename of theirs fails from then on.
 """
 
 from __future__ import annotations
