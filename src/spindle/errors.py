@@ -81,7 +81,7 @@ class OverBudgetError(SpindleError):
     """A rank has exceeded its memory limit."""
 
 
-class CheckpointError(SpindleError):
+class CheckpointError(_ContentError):
     pass
 
 

@@ -15,7 +15,16 @@ from spindle.checkpoint.files import (
     sync_folder,
     write_part,
 )
-from spindle.checkpoint.index import DTYPE_BYTES, Index, Part, SavedState, StoredBox, StoredTensor
+from spindle.checkpoint.index import (
+    DTYPE_BYTES,
+    Index,
+    Part,
+    SavedGroup,
+    SavedLoader,
+    SavedState,
+    StoredBox,
+    StoredTensor,
+)
 from spindle.checkpoint.read import SavedCheckpoint, folder_of_step, open_checkpoint
 from spindle.checkpoint.writers import checkpoint_bytes, cut, writers_of
 
@@ -27,6 +36,8 @@ __all__ = [
     "Index",
     "Part",
     "SavedCheckpoint",
+    "SavedGroup",
+    "SavedLoader",
     "SavedState",
     "StoredBox",
     "StoredTensor",

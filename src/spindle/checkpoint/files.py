@@ -24,7 +24,7 @@ from typing import Any
 
 from spindle.artifact import from_json, read_json_file, to_json
 from spindle.checkpoint.attempts import check_newest
-from spindle.checkpoint.index import Index, Part, SavedState, StoredBox, StoredTensor, joined
+from spindle.checkpoint.index import Index, Part, SavedLoader, SavedState, StoredBox, StoredTensor, joined
 from spindle.errors import CheckpointError
 from spindle.program import Box
 
@@ -81,9 +81,9 @@ def finish(folder: Path, state: SavedState, artifacts: Mapping[str, str], attemp
     partial, final = partial_folder(folder, state.step, attempt), folder / folder_name(state.step)
     paths = [partial / _PART_FILE.format(rank=rank) for rank in range(state.num_ranks)]
     parts = [from_json(Part, read_json_file(path), str(path)) for path in paths]
-    data: dict[str, Any] = {}
+    data: dict[str, SavedLoader] = {}
     for part in parts:  # the first rank that reads a task has its position
-        data |= {task: entry for task, entry in part.data.items() if data.get(task, {}).get("position") is None}
+        data |= {task: entry for task, entry in part.data.items() if task not in data or data[task].position is None}
     # A rank that runs no slot counts no updates, and its loss scale and learning-rate scheduler stand still.
     counts = [part.extra.get("num_updates", state.num_updates) for part in parts]
     latest = [part.extra for part, count in zip(parts, counts, strict=True) if count == max(counts)]
@@ -135,7 +135,7 @@ def read_state(path: Path) -> tuple[SavedState, dict[str, str]]:
     if match is None or hashlib.sha256(content[:-_DIGEST_BYTES] + b"}").hexdigest() != match[1].decode():
         raise CheckpointError(f"{path}: is damaged: it does not have the digest that it says")
     body = {key: value for key, value in data.items() if key not in ("spindle", "version", "files", "sha256")}
-    return from_json(SavedState, body, str(path)), dict(data["files"])
+    return from_json(SavedState, body, str(path)), from_json(dict[str, str], data.get("files"), f"{path}: files")
 
 
 def read_verified(folder: Path, name: str, digests: Mapping[str, str]) -> dict[str, Any]:

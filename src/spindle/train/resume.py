@@ -26,6 +26,7 @@ from spindle.checkpoint import (
     PLAN,
     PROFILE,
     SavedCheckpoint,
+    SavedGroup,
     claim,
     folder_name,
     folder_of_step,
@@ -40,7 +41,7 @@ from spindle.profile import Profile
 from spindle.program import Sharding, Slice
 from spindle.run import Weights, World
 from spindle.train.config import Checkpoints, TrainConfig
-from spindle.train.feed import LoaderPosition, random_state, set_random_state
+from spindle.train.feed import LoaderPosition, random_state, restored_random_state, set_random_state
 from spindle.train.grad_scaler import ScaleState
 from spindle.train.optimizer_reshard import LRSchedulerState, OptimizerState
 from spindle.train.plain_json import from_plain
@@ -52,6 +53,7 @@ from spindle.train.session import TrainSession
 
 T = TypeVar("T")
 _SHARED_S = 5.0  # until other hosts see a new file
+_NOT_SAVED = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError, OverflowError)  # by Spindle
 
 
 def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int) -> FitResult | None:
@@ -216,13 +218,14 @@ def _restore(session: TrainSession, saved: ResumedTensors, handles: Handles, *, 
     if config.tasks != session.config.tasks:
         session.set_config(config)
     session.absent_tasks = frozenset(state.ended_tasks) - set(config.task_names)
-    for task, position in state.data.items():
-        session.num_batches[task] = position["num_batches"]
-        if not is_over and position["position"] is not None:
-            session.loader_positions[task] = LoaderPosition(**from_plain(position["position"], where))
-        session.loader_facts[task] = position["facts"]
+    for task, loader in state.data.items():
+        session.num_batches[task] = loader.num_batches
+        if not is_over and loader.position is not None:
+            session.loader_positions[task] = _loader_position(loader.position, f"{where}: task {task!r}")
+        session.loader_facts[task] = loader.facts
     if not is_over and "step_tasks" in state.extra:
-        session.next_step_tasks = frozenset(state.extra["step_tasks"]), frozenset(state.tasks)
+        step_tasks = from_json(tuple[str, ...], state.extra["step_tasks"], f"{where}: step_tasks")
+        session.next_step_tasks = frozenset(step_tasks), frozenset(state.tasks)
     session.variants.restore_names(
         {(task, int(key)): name for task, keys in state.variants.items() for key, name in keys.items()}
     )
@@ -243,7 +246,28 @@ def _restore(session: TrainSession, saved: ResumedTensors, handles: Handles, *, 
         plan=saved.plan if is_planned_alike else None,
         profile=saved.profile if is_planned_alike or config.planning.profile is None else None,
     )
-    set_random_state(from_plain(state.random_state, where))
+    try:
+        set_random_state(from_plain(state.random_state, where))
+    except _NOT_SAVED as error:
+        raise CheckpointError(f"{where}: its random state cannot be restored ({error})") from error
+
+
+def _loader_position(saved: Any, where: str) -> LoaderPosition:
+    try:
+        position = LoaderPosition(**from_plain(saved, where))
+        with restored_random_state():
+            for state in (position.random_state, position.now):
+                if state is not None:
+                    set_random_state(state)
+        if position.generator is not None:
+            torch.Generator().set_state(position.generator)
+        if type(position.num_read) is not int or position.num_read < 0:
+            raise ValueError(f"num_read={position.num_read!r}")
+        if position.rows is not None and position.rows.keys() != {"axes", "with_rows"}:
+            raise ValueError(f"rows={position.rows!r}")
+    except _NOT_SAVED as error:
+        raise CheckpointError(f"{where}: the position of its loader cannot be restored ({error})") from error
+    return position
 
 
 def _restored_config(config: TrainConfig, saved: ResumedTensors) -> TrainConfig:
@@ -418,10 +442,10 @@ class ResumedTensors:
             loss_scale=None if scale is None else from_json(ScaleState, scale, where),
         )
 
-    def _settings(self, groups: tuple[dict[str, Any], ...], current: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    def _settings(self, groups: tuple[SavedGroup, ...], current: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         where = str(self.checkpoint.folder)
         settings: dict[str, dict[str, Any]] = {}
         for group in groups:
-            values = {key: from_plain(value, where) for key, value in group["settings"].items()}
-            settings |= {current.get(name, name): values for name in group["parameters"]}
+            values = {key: from_plain(value, where) for key, value in group.settings.items()}
+            settings |= {current.get(name, name): values for name in group.parameters}
         return settings

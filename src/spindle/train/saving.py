@@ -25,6 +25,8 @@ from spindle.artifact import artifact_text, to_json
 from spindle.checkpoint import (
     PLAN,
     PROFILE,
+    SavedGroup,
+    SavedLoader,
     SavedState,
     finish,
     folder_name,
@@ -180,7 +182,7 @@ class Saver:
         self,
         step: int,
         state_of: Callable[[], SavedState],
-        data: Mapping[str, Any],
+        data: Mapping[str, SavedLoader],
         notify: Callable[[str], None],
         *,
         in_memory: bool = False,
@@ -228,7 +230,7 @@ class Saver:
         boxes: Sequence[tuple[str, tuple[int, ...], Box, torch.dtype]],
         copied: Copied,
         optimizer: OptimizerState,
-        data: Mapping[str, Any],
+        data: Mapping[str, SavedLoader],
     ) -> None:
         begin, described = 0, []
         for name, shape, box, dtype in boxes:
@@ -463,15 +465,16 @@ def whole_shape(slices: Mapping[int, Slice]) -> tuple[int, ...]:
     return tuple(max(sizes) for sizes in zip(*ends, strict=True))
 
 
-def _grouped(settings: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+def _grouped(settings: Mapping[str, Mapping[str, Any]]) -> tuple[SavedGroup, ...]:
     """Settings with the parameters that have them."""
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[str, SavedGroup] = {}
     for name, values in settings.items():
         plain = {
             key: to_plain(_plain_setting(name, key, value), f"the setting {key!r} of parameter {name!r}")
             for key, value in values.items()
         }
-        groups.setdefault(repr(plain), {"parameters": [], "settings": plain})["parameters"].append(name)
+        known = groups.setdefault(repr(plain), SavedGroup(parameters=(), settings=plain))
+        groups[repr(plain)] = replace(known, parameters=(*known.parameters, name))
     return tuple(groups.values())
 
 
