@@ -72,7 +72,14 @@ def write_part(
     _write(folder / file, memory)
     part = Part(tensors=tuple(tensors.values()), **fragments)
     text = json.dumps({field.name: to_json(getattr(part, field.name)) for field in fields(part)})
-    _write(folder / _PART_FILE.format(rank=rank), text.encode())
+    path = folder / _PART_FILE.format(rank=rank)
+    _write(path.with_suffix(".unfinished"), text.encode())
+    path.with_suffix(".unfinished").rename(path)
+
+
+def has_part(folder: Path, rank: int) -> bool:
+    """Whether a rank has written all of its part."""
+    return (folder / _PART_FILE.format(rank=rank)).exists()
 
 
 def finish(folder: Path, state: SavedState, artifacts: Mapping[str, str], attempt: int = 0) -> Path:

@@ -184,7 +184,8 @@ class SavedState:
 
 
 def is_plain_name(name: str) -> bool:
-    return bool(name) and name not in (".", "..") and not {"/", "\\", "\0"} & set(name)
+    is_short = len(name) <= 100  # file systems have names of up to 255 bytes
+    return bool(name) and is_short and name not in (".", "..") and not {"/", "\\", "\0"} & set(name)
 
 
 def text_of(box: Box) -> str:

@@ -183,7 +183,7 @@ def claim_folder(folder: Path, world: World) -> int:
             f"{folder.absolute()}: rank {blind[0]} does not see what rank 0 writes there; "
             "Checkpoints(...) needs a folder that all hosts share"
         )
-    return attempt
+    return int(attempt)
 
 
 def _sees(path: Path) -> bool:
