@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from spindle.checkpoint import (  # noqa: E402
 )
 from spindle.cli.main import run as run_cli  # noqa: E402
 from spindle.errors import CheckpointError, SupersededError, TrainingError  # noqa: E402
+from spindle.train import saving  # noqa: E402
 
 torch.set_num_threads(1)
 BATCHES = [stacked([Waves()[number] for number in range(first, first + 4)]) for first in range(0, 20, 4)]
@@ -504,6 +506,43 @@ def test_a_buffer_of_another_shape_is_refused_unless_it_is_a_cache(tmp_path, per
             start(4, 2)
     else:
         assert not any("could not be written" in notice for notice in start(4, 2).notices)
+
+
+def test_with_memory_every_1_each_step_begins_with_its_state_saved_however_slow_the_disk_is(tmp_path, monkeypatch):
+    folder, memory, disk_is_done, in_memory = tmp_path / "runs", tmp_path / "memory", threading.Event(), []
+    memory.mkdir()
+    monkeypatch.setenv("SPINDLE_MEMORY", str(memory))
+    finish_at_once = saving.finish
+
+    def slow_finish(target, *arguments):
+        assert target != folder or disk_is_done.wait(60)
+        return finish_at_once(target, *arguments)
+
+    monkeypatch.setattr(saving, "finish", slow_finish)
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure=None):
+            in_memory.append([path.name for path in memory.glob("*/step-*")])
+            if len(in_memory) == 6:
+                disk_is_done.set()
+            return super().step(closure)
+
+    tower = spindle.module("tower", nn.Linear(8, 8).double())
+
+    @spindle.task(batch_size=4)
+    def pull(batch):
+        return tower(batch["x"]).square().mean()
+
+    trainer = spindle.Trainer(
+        [pull],
+        optimizer=lambda named: Watching([parameter for _, parameter in named], lr=0.1),
+        planning=spindle.Planning(profile=guessed_profile),
+        checkpoints=spindle.Checkpoints(folder, every=2, memory_every=1),
+    )
+    fit(trainer, 6, ["pull"])
+    assert in_memory == [[], *([f"step-{step}"] for step in range(1, 6))]
+    assert [path.name for path in folder.glob("step-*.part")] == []
+    assert (folder / "step-6").exists()
 
 
 # Attempts.
