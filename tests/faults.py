@@ -42,7 +42,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "faults.jsonl"
 KINDS = ("wavefront", "sharded", "tensor", "pipeline")  # and "planned", to measure on another number of ranks
 NUM_RANKS = 3
 STOPPED_LIMIT_S = 1.0  # instead of 8: of a rank that is stopped
-HUNG_LIMIT_S = 20.0  # instead of 60: of a rank that makes no progress
+HUNG_LIMIT_S = 6.0  # instead of 60: of a rank that makes no progress, where ranks are to hang
 FAULT_LIMIT_S = 90.0  # for a job, for each of its faults
 MOST_STARTS = 60  # of a job that ends with 143, as a queue would start it
 # In the order in which a run reaches them; those of a start, then those of a step, then those of a checkpoint.
@@ -251,7 +251,12 @@ def _run_once(job: Job, steps: int, folder: Path, temporary: Path, *, is_fresh: 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": path, "SPINDLE_HUNG_S": str(HUNG_LIMIT_S)},
+        env=os.environ
+        | {
+            "TMPDIR": str(temporary),
+            "PYTHONPATH": path,
+            "SPINDLE_HUNG_S": str(HUNG_LIMIT_S) if job.name.endswith("hang") else "60",
+        },
         start_new_session=True,
     )
     try:
