@@ -48,6 +48,7 @@ from spindle.train.plain_json import from_plain
 from spindle.train.plan import SavedPlanning
 from spindle.train.record import Handles, handles_of, record_all, root_handles
 from spindle.train.result import FitResult, result_without_steps
+from spindle.train.samples import by_number
 from spindle.train.saving import Saver, memory_folder, planning_text, whole_shape
 from spindle.train.session import TrainSession
 
@@ -112,6 +113,7 @@ def _handles(session: TrainSession, loaders: Mapping[str, Any]) -> Handles:
 
 def _first_batch(loader: Any, batch_size: int) -> Any:
     """A loader's first batch; None from one that could not give it again."""
+    loader = by_number(loader)
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         return default_collate([loader[number] for number in range(batch_size)])
     return None if loader is None or isinstance(loader, Iterator) else next(iter(loader), None)
