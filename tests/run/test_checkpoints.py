@@ -617,3 +617,24 @@ def test_what_an_older_attempt_has_checked_but_not_renamed_when_a_newer_one_begi
     with pytest.raises(FileNotFoundError):
         finish(copy, state, {}, 1)
     assert sorted(path.name for path in copy.glob("step-*")) == ["step-3", "step-4"]
+
+
+def test_a_part_that_cannot_be_written_in_memory_is_reported_and_leaves_nothing(tmp_path, monkeypatch):
+    folder, memory = tmp_path / "runs", tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setenv("SPINDLE_MEMORY", str(memory))
+    write_whole_part, num_written = saving.write_part, 0
+
+    def write_part_once(partial, *arguments):
+        nonlocal num_written
+        if folder not in partial.parents:
+            num_written += 1
+            if num_written == 2:
+                raise OSError(28, "No space left on device")
+        write_whole_part(partial, *arguments)
+
+    monkeypatch.setattr(saving, "write_part", write_part_once)
+    trainer, _ = trainer_of(spindle.Checkpoints(folder, memory_every=1), ["pull"])
+    assert len(fit(trainer, 4, ["pull"]).losses) == 4
+    assert [notice for notice in trainer.notices if "in memory could not be written" in notice]
+    assert [path.name for path in memory.glob("*/*")] == ["step-4"]

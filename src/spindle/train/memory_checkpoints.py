@@ -6,10 +6,11 @@ communication. The next one begins once this rank has written its part of the la
 
 from __future__ import annotations
 
-import os
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from spindle.checkpoint import SavedState, has_part, partial_folder
@@ -64,16 +65,21 @@ class MemoryCheckpoints:
         try:
             write(partial)
         except BaseException:
-            os.close(os.open(partial / _FAILED.format(rank=self._rank), os.O_CREAT | os.O_WRONLY))
+            with suppress(OSError):
+                partial.mkdir(exist_ok=True)
+                (partial / _FAILED.format(rank=self._rank)).touch()
             raise
 
     def _finish(self, partial: Path, num_ranks: int, finish: Callable[[], None]) -> None:
-        end_s = time.monotonic() + _PARTS_S
-        for rank in range(num_ranks):
-            while not has_part(partial, rank):
-                if (partial / _FAILED.format(rank=rank)).exists():
-                    raise CheckpointError(f"rank {rank} could not write its part")
-                if time.monotonic() > end_s:
-                    raise CheckpointError(f"rank {rank} has not written its part in {_PARTS_S:.0f} s")
-                time.sleep(_POLL_S)
-        finish()
+        try:
+            end_s = time.monotonic() + _PARTS_S
+            for rank in range(num_ranks):
+                while not has_part(partial, rank):
+                    if (partial / _FAILED.format(rank=rank)).exists():
+                        raise CheckpointError(f"rank {rank} could not write its part")
+                    if time.monotonic() > end_s:
+                        raise CheckpointError(f"rank {rank} has not written its part in {_PARTS_S:.0f} s")
+                    time.sleep(_POLL_S)
+            finish()
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)

@@ -230,11 +230,11 @@ class Saver:
         state = state_of() if self._world.rank == 0 else None
         plan, profile = self._artifacts()
 
-        def finish_or_remove() -> None:
+        def join_parts() -> None:
             assert state is not None
             self._finish(memory.folder, state, plan, profile, keep=1)
 
-        memory.save(step, lambda partial: self._write(partial, staged), finish_or_remove, state, notify)
+        memory.save(step, lambda partial: self._write(partial, staged), join_parts, state, notify)
 
     def wait_in_memory(self, notify: Callable[[str], None]) -> None:
         if self._memory is not None:
