@@ -12,7 +12,8 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from spindle.errors import TrainingError
 from spindle.run import plain, seed_of, signature_of
 from spindle.train.feed import Batch, Feed, Held, LoaderPosition, is_same, random_state, restored_random_state
 
+T = TypeVar("T")
 EVERYTHING = ""  # stands for all fields of a sample, where it has no names for them
 _BLOCK = 1 << 18  # samples that are shuffled among each other, where they lie in shards
 Needs = tuple[tuple[str, int, int], ...]  # rows `[first, last)` by field
@@ -155,10 +157,15 @@ class Shuffled:
     def _order(self, generator: torch.Generator) -> list[int]:
         if self._shard_lengths is None:
             return torch.randperm(self.length, generator=generator).tolist()
-        shards = torch.arange(self.length).split(list(self._shard_lengths))
-        in_shards = torch.cat([shards[number] for number in torch.randperm(len(shards), generator=generator)])
-        blocks = in_shards.split(_BLOCK)
-        return torch.cat([block[torch.randperm(len(block), generator=generator)] for block in blocks]).tolist()
+        lengths = self._shard_lengths
+        shards = [range(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
+        in_shards = [number for shard in _permuted(shards, generator) for number in shard]
+        blocks = [in_shards[begin : begin + _BLOCK] for begin in range(0, self.length, _BLOCK)]
+        return [number for block in blocks for number in _permuted(block, generator)]
+
+
+def _permuted(values: Sequence[T], generator: torch.Generator) -> list[T]:
+    return [values[place] for place in torch.randperm(len(values), generator=generator).tolist()]
 
 
 class Sampled:
