@@ -94,6 +94,8 @@ def _read(kind: Any, data: Any, where: str) -> Any:
     kind = dict if origin is dict else kind
     if not isinstance(data, kind):
         raise InputError(f"{where}: expected {_NAMES.get(kind, kind.__name__)}, got {shown(data)}")
+    if kind is dict and arguments and arguments[1] is not typing.Any:
+        return {key: _read(arguments[1], item, f"{where}[{key!r}]") for key, item in data.items()}
     return data
 
 

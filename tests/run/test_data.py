@@ -18,8 +18,9 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, WeightedRandomSampler, default_collate  # noqa: E402
 
 import spindle  # noqa: E402
-from internals import unmeasured  # noqa: E402
+from internals import guessed_profile, unmeasured  # noqa: E402
 from random_plans import plan_text_named  # noqa: E402
+from spindle.errors import TrainingError  # noqa: E402
 from spindle.train.samples import Shuffled  # noqa: E402
 from sweeps import chosen  # noqa: E402
 from training_cases import WIDTH, two_towers  # noqa: E402
@@ -338,3 +339,49 @@ def test_a_dataset_without_a_length_is_explained():
 
     with pytest.raises(spindle.errors.TrainingError, match=r"task 'look': its dataset has no length"):
         seen_by(Endless(), 1)
+
+
+def test_samples_in_shards_are_shuffled_shard_by_shard_then_in_blocks(monkeypatch):
+    lengths = [3, 5, 1, 7, 4]
+    monkeypatch.setattr("spindle.train.samples._BLOCK", 6)
+    orders = [[number for batch in Shuffled(20, 4, True, seed, 0, lengths) for number in batch] for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == list(range(20)) != orders[0]
+    shard_of = [shard for shard, length in enumerate(lengths) for _ in range(length)]
+    open_shards = [{shard_of[number] for number in orders[0][begin : begin + 6]} for begin in range(0, 20, 6)]
+    for shard in range(len(lengths)):  # read in one go: the blocks that it is in follow one another
+        blocks = [number for number, shards in enumerate(open_shards) if shard in shards]
+        assert blocks == list(range(blocks[0], blocks[-1] + 1))
+    after = [number for batch in Shuffled(20, 4, True, 1, 2, lengths) for number in batch]
+    assert after == orders[0][8:]
+
+
+def test_a_streaming_dataset_is_read_by_number_and_a_loader_of_it_is_refused(tmp_path):
+    streaming = pytest.importorskip("streaming")
+    with streaming.MDSWriter(out=str(tmp_path / "mds"), columns={"x": "ndarray:float64:8"}, size_limit=400) as writer:
+        for number in range(20):
+            writer.write({"x": np.full(8, number + 1.0)})
+    dataset = streaming.StreamingDataset(local=str(tmp_path / "mds"), batch_size=4)
+    assert len(dataset.samples_per_shard) > 2
+
+    def trained(steps, folder, loader):
+        torch.manual_seed(0)
+        tower = spindle.module("tower", torch.nn.Linear(8, 8).double())
+
+        @spindle.task(batch_size=4)
+        def pull(batch):
+            return tower(batch["x"]).square().mean()
+
+        trainer = spindle.Trainer(
+            [pull],
+            optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=1e-4),
+            planning=spindle.Planning(profile=guessed_profile),
+            checkpoints=None if folder is None else spindle.Checkpoints(folder),
+        )
+        return trainer.fit({"pull": loader}, steps=steps, progress=False).losses
+
+    whole = trained(8, None, dataset)
+    assert trained(3, tmp_path / "saved", dataset) == whole[:3]
+    assert trained(8, tmp_path / "saved", dataset) == whole[3:]
+    with pytest.raises(TrainingError, match="give the dataset itself instead of a DataLoader of it"):
+        trained(1, None, torch.utils.data.DataLoader(dataset, 4))

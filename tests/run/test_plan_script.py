@@ -153,6 +153,7 @@ def test_the_planned_workload_is_the_one_that_the_script_trains(script, write, m
     traced = trace_all(found["tasks"], examples)
     assert asked == bind("training", traced, probe(traced, examples)).workload
     assert any(cost.whole_batch for _, cost in asked.tasks[0].calls[1].costs)  # batch normalisation
+    assert asked.num_steps == 2
     assert asked.tasks[1].calls[0].costs[0][1].forward_flops > 0
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from spindle.launch.activity import LIMIT_S, LOADING, ON_STEP, Activity, HangDetector, SlownessDetector
+from spindle.launch.activity import LIMIT_S, LOADING, ON_STEP, Activity, HangDetector, Recorder, SlownessDetector
 from spindle.launch.folders import PREFIX
 from spindle.launch.restart import Fault, Restarts
 from test_launch import PRELUDE, is_gone, launched, noted_pid, started, wait_until
@@ -236,12 +236,28 @@ def test_the_rank_that_others_wait_for_hangs_and_is_told_with_its_place():
         ((activity(phase=ON_STEP), activity(waiting="exchanging headers")), 600),
         ((activity(phase=LOADING), activity(waiting="exchanging headers")), 600),
         ((activity(step=None), activity()), 10_000),  # planning
-        ((activity(longest_step_s=0.0), activity()), 10_000),  # the first step
+        ((activity(longest_step_s=0.0, is_first_step=True), activity()), 600),  # which may compile
+        ((activity(), activity(is_first_step=True, waiting="exchanging tensors")), 600),
         ((activity(),), 10_000),  # a rank that has not begun
     ],
 )
 def test_ranks_that_may_be_busy_do_not_hang(activities, seconds):
     assert after(HangDetector(2, LIMIT_S), seconds, *activities) == {}
+
+
+def test_the_first_step_after_a_change_of_plan_is_watched_with_more_patience():
+    recorder = Recorder()
+    recorder.begin(0)
+    recorder.step_done(1)
+    recorder.pause()
+    assert recorder.activity().step is None
+    recorder.resume()
+    assert (recorder.activity().step, recorder.activity().is_first_step) == (1, True)
+    hung = after(HangDetector(2, LIMIT_S), 602, recorder.activity(), activity(waiting="exchanging tensors"))
+    assert list(hung) == [0]
+    recorder.step_done(2)
+    recorder.resume()
+    assert not recorder.activity().is_first_step
 
 
 def test_ranks_that_all_wait_for_each_other_hang_together():

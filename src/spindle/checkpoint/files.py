@@ -2,6 +2,10 @@
 
 Ranks write `rank-N.bin` and `rank-N.json` into `step-400.part`. Rank 0 joins the parts, writes index and state, and
 renames the folder. Files and folders are synced before that, so that what has its final name is on disk.
+
+Where a scheduler numbers the attempts of a job (`attempts`), attempt 7 writes into `step-400.attempt-7.part`, so that
+attempts that overlap never write into the same folder. A newer attempt first records its number, then renames what
+older ones have not finished: a rename of theirs fails from then on.
 """
 
 from __future__ import annotations
@@ -13,12 +17,14 @@ import re
 import shutil
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from spindle.artifact import from_json, read_json_file, to_json
-from spindle.checkpoint.index import Index, Part, SavedState, StoredBox, StoredTensor, joined
+from spindle.checkpoint.attempts import check_newest
+from spindle.checkpoint.index import Index, Part, SavedLoader, SavedState, StoredBox, StoredTensor, joined
 from spindle.errors import CheckpointError
 from spindle.program import Box
 
@@ -27,7 +33,7 @@ STATE, INDEX, PLAN, PROFILE = "state.json", "index.json", "plan.json", "profile.
 DATA_FILE = "rank-{rank}.bin"
 _PART_FILE = "rank-{rank}.json"
 _STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
-_UNFINISHED = re.compile(rf"{_STEP.pattern}\.(part|removed)")
+_UNFINISHED = re.compile(rf"{_STEP.pattern}(\.attempt-\d+)?(\.part|\.removed|\.part\.removed)")
 _DIGEST = re.compile(rb',"sha256":"([0-9a-f]{64})"\}\n')
 _DIGEST_BYTES = len(',"sha256":""}\n') + 64
 
@@ -36,8 +42,8 @@ def folder_name(step: int) -> str:
     return f"step-{step}"
 
 
-def partial_folder(folder: Path, step: int) -> Path:
-    return folder / f"{folder_name(step)}.part"
+def partial_folder(folder: Path, step: int, attempt: int = 0) -> Path:
+    return folder / f"{folder_name(step)}{f'.attempt-{attempt}' if attempt else ''}.part"
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -66,17 +72,25 @@ def write_part(
     _write(folder / file, memory)
     part = Part(tensors=tuple(tensors.values()), **fragments)
     text = json.dumps({field.name: to_json(getattr(part, field.name)) for field in fields(part)})
-    _write(folder / _PART_FILE.format(rank=rank), text.encode())
+    path = folder / _PART_FILE.format(rank=rank)
+    _write(path.with_suffix(".unfinished"), text.encode())
+    path.with_suffix(".unfinished").rename(path)
 
 
-def finish(folder: Path, state: SavedState, artifacts: Mapping[str, str]) -> Path:
-    """Join the parts of all ranks, and give the checkpoint its final name. `artifacts` are further files."""
-    partial, final = partial_folder(folder, state.step), folder / folder_name(state.step)
+def has_part(folder: Path, rank: int) -> bool:
+    """Whether a rank has written all of its part."""
+    return (folder / _PART_FILE.format(rank=rank)).exists()
+
+
+def finish(folder: Path, state: SavedState, artifacts: Mapping[str, str], attempt: int = 0) -> Path:
+    """Join the parts of all ranks, and give the checkpoint its final name, unless there is a newer attempt of the job.
+    `artifacts` are further files."""
+    partial, final = partial_folder(folder, state.step, attempt), folder / folder_name(state.step)
     paths = [partial / _PART_FILE.format(rank=rank) for rank in range(state.num_ranks)]
     parts = [from_json(Part, read_json_file(path), str(path)) for path in paths]
-    data: dict[str, Any] = {}
+    data: dict[str, SavedLoader] = {}
     for part in parts:  # the first rank that reads a task has its position
-        data |= {task: entry for task, entry in part.data.items() if data.get(task, {}).get("position") is None}
+        data |= {task: entry for task, entry in part.data.items() if task not in data or data[task].position is None}
     # A rank that runs no slot counts no updates, and its loss scale and learning-rate scheduler stand still.
     counts = [part.extra.get("num_updates", state.num_updates) for part in parts]
     latest = [part.extra for part, count in zip(parts, counts, strict=True) if count == max(counts)]
@@ -98,6 +112,7 @@ def finish(folder: Path, state: SavedState, artifacts: Mapping[str, str]) -> Pat
     for path in paths:
         path.unlink()
     sync_folder(partial)
+    check_newest(folder, attempt)
     if final.exists():  # damaged, or of a run that took another course
         _remove(final)
     partial.rename(final)
@@ -127,7 +142,7 @@ def read_state(path: Path) -> tuple[SavedState, dict[str, str]]:
     if match is None or hashlib.sha256(content[:-_DIGEST_BYTES] + b"}").hexdigest() != match[1].decode():
         raise CheckpointError(f"{path}: is damaged: it does not have the digest that it says")
     body = {key: value for key, value in data.items() if key not in ("spindle", "version", "files", "sha256")}
-    return from_json(SavedState, body, str(path)), dict(data["files"])
+    return from_json(SavedState, body, str(path)), from_json(dict[str, str], data.get("files"), f"{path}: files")
 
 
 def read_verified(folder: Path, name: str, digests: Mapping[str, str]) -> dict[str, Any]:
@@ -147,10 +162,11 @@ def read_index(folder: Path, digests: Mapping[str, str]) -> Index:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what earlier runs left unfinished. No run may be writing to the folder."""
+    """Remove what earlier runs left unfinished. An older attempt that is still writing cannot finish it any more."""
     for entry in list(folder.iterdir()) if folder.is_dir() else ():
-        if _UNFINISHED.fullmatch(entry.name):
-            shutil.rmtree(entry, ignore_errors=True)
+        if _UNFINISHED.fullmatch(entry.name) and entry.is_dir():
+            with suppress(FileNotFoundError):  # renamed by the attempt that wrote it
+                _remove(entry)
 
 
 def prune(folder: Path, keep: int | None, needed: Sequence[int] = (), damaged: Collection[int] = ()) -> None:
@@ -167,10 +183,11 @@ def prune(folder: Path, keep: int | None, needed: Sequence[int] = (), damaged: C
 
 def _remove(folder: Path) -> None:
     """Rename first: a checkpoint that has its name is complete."""
-    doomed = folder.with_name(f"{folder.name}.removed")
-    shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    if folder.suffix != ".removed":
+        doomed = folder.with_name(f"{folder.name}.removed")
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder = folder.rename(doomed)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write(path: Path, content: bytes | memoryview) -> None:

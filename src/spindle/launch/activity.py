@@ -3,8 +3,8 @@
     main thread ──▶ Recorder ── every 5 s ──▶ Activity, in a file of the launcher, or in the store
     activities of all ranks ──▶ HangDetector ──▶ ranks that hang, and where they are
 
-Ranks are watched while they train, from the end of their first step on; not while they trace, measure or plan, and not
-between fits.
+Ranks are watched while they train; not while they trace, measure or plan, and not between fits. In the first step of a
+fit or a plan, which may compile and capture, they have more time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RECORD_S = 5.0  # between two records
 LIMIT_VARIABLE = "SPINDLE_HUNG_S"  # seconds without progress after which a rank hangs; 0: never
 LIMIT_S = 60.0
 _LONGEST_STEPS = 20  # no rank hangs before so many of the longest steps
-_USERS_CODE = 10  # times the limit: a callback may evaluate for long, and a loader wait for a file system
+_PATIENCE = 10  # times the limit: first steps compile, a callback may evaluate, and a loader wait for a file system
 _SLOW = 1.3  # times as long as predicted, relative to other ranks
 ON_STEP, LOADING = USERS_PHASES = ("on_step", "reading a batch")
 
@@ -47,6 +47,7 @@ class Activity:
     checkpoint_every: int | None = None  # steps
     slowness: float | None = None  # compute measured over predicted, of the last steps
     host: str = ""
+    is_first_step: bool = False  # of a fit, or after a pause
 
     def __post_init__(self) -> None:
         """Validate the fields: records are read from files."""
@@ -70,24 +71,32 @@ class Recorder:
         self.num_events = 0
         self._num_records = 0
         self._longest_step_s = 0.0
+        self._is_first_step = False
         self._last_s: float | None = None
         self._thread: threading.Thread | None = None
 
     def begin(self, step: int) -> None:
-        """Note that steps begin. The first is no measure of those that follow, and is not watched."""
+        """Note that steps begin. The first is no measure of those that follow."""
         self.step, self.is_watched, self._last_s, self._longest_step_s = step, True, None, 0.0
+        self._is_first_step = True
 
     def step_done(self, step: int) -> None:
         """Note that the steps before `step` are done."""
         now_s = time.monotonic()
         if self._last_s is not None:
             self._longest_step_s = max(self._longest_step_s, now_s - self._last_s)
-        self._last_s, self.step, self.is_watched = now_s, step, True
+        self._last_s, self.step, self.is_watched, self._is_first_step = now_s, step, True, False
         self.num_events += 1
 
     def pause(self) -> None:
-        """End the watch, until another step is done."""
+        """End the watch, until another step begins."""
         self._last_s, self.is_watched = None, False
+
+    def resume(self) -> None:
+        """Note that a step begins, if the watch has ended."""
+        if not self.is_watched:
+            self.is_watched = self._is_first_step = True
+            self.num_events += 1
 
     @contextmanager
     def doing(self, phase: str) -> Iterator[None]:
@@ -113,6 +122,7 @@ class Recorder:
             checkpoint_every=self.checkpoint_every,
             slowness=self.slowness,
             host=socket.gethostname(),
+            is_first_step=self._is_first_step,
         )
 
     def start(self) -> None:
@@ -180,9 +190,8 @@ class HangDetector:
             self._records[rank] = activity.num_records
             self._unrecorded_s[rank] = 0.0 if is_new else self._unrecorded_s.get(rank, 0.0) + elapsed_s
         events = {rank: activity.num_events for rank, activity in activities.items()}
-        is_watched = len(activities) == self._num_ranks and all(
-            activity.step is not None and activity.longest_step_s for activity in activities.values()
-        )
+        has_all = len(activities) == self._num_ranks
+        is_watched = has_all and all(activity.step is not None for activity in activities.values())
         if events != self._events or not is_watched or not self._limit_s:
             self._events, self._silent_s = events, 0.0
             return {}
@@ -191,8 +200,9 @@ class HangDetector:
         limit_s = max(self._limit_s, _LONGEST_STEPS * longest_s)
         mute = {rank for rank, silent_s in self._unrecorded_s.items() if silent_s > max(self._limit_s, 3 * RECORD_S)}
         busy = {rank for rank, activity in activities.items() if not activity.waiting} | mute
-        if any(activities[rank].phase in USERS_PHASES for rank in busy):
-            limit_s *= _USERS_CODE
+        is_first_step = any(activity.is_first_step for activity in activities.values())
+        if is_first_step or any(activities[rank].phase in USERS_PHASES for rank in busy):
+            limit_s *= _PATIENCE
         if self._silent_s < limit_s:
             return {}
         return {rank: self._text(activities[rank], rank in mute) for rank in sorted(busy or activities)}

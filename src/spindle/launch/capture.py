@@ -19,7 +19,8 @@ _WORKLOAD, _PROFILE, _FRESH = "SPINDLE_WORKLOAD", "SPINDLE_PROFILE", "SPINDLE_PR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadCapture:
-    """The workload of a script whose modules have no weights is written to `output`; nothing is measured."""
+    """The workload of a script whose modules have no weights is written to `output`, with the number of steps of its
+    first fit; nothing is measured."""
 
     output: Path
 

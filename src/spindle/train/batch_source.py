@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from spindle.checkpoint import SavedLoader
 from spindle.run import on_device
 from spindle.train.config import TrainConfig
 from spindle.train.feed import Batch, Feed, LoaderPosition
@@ -47,20 +48,18 @@ class BatchSource:
         trained = self.num_trained
         return {name: self.feeds[name].position(trained[name]) for name in (trained if names is None else names)}
 
-    def saved_positions(self) -> dict[str, Any]:
-        """The positions of loaders that this rank reads, in JSON; of the other tasks, how many batches are trained."""
+    def saved_positions(self) -> dict[str, SavedLoader]:
+        """The positions of loaders that this rank reads; of the other tasks, how many batches are trained."""
         names = [name for name in self._session.config.task_names if self._reads(name)]
         positions = self.positions(names)
         counts = self._session.num_batches + Counter(self.num_trained)
-        saved: dict[str, Any] = {
-            name: {"num_batches": count, "position": None, "facts": {}} for name, count in counts.items()
-        }
+        saved = {name: SavedLoader(num_batches=count, position=None, facts={}) for name, count in counts.items()}
         return saved | {
-            name: {
-                "num_batches": counts[name],
-                "position": to_plain(positions[name].values(), f"the position of the loader of task {name!r}"),
-                "facts": self.feeds[name].facts,
-            }
+            name: SavedLoader(
+                num_batches=counts[name],
+                position=to_plain(positions[name].values(), f"the position of the loader of task {name!r}"),
+                facts=dict(self.feeds[name].facts),
+            )
             for name in names
         }
 

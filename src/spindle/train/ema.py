@@ -32,7 +32,7 @@ class WeightAverage:
         self._averages: list[torch.Tensor] = []
         for name, parameter in self._named if num_steps else ():
             state = states.get(name, {})
-            average = state.get(AVERAGE)
+            average = state.get(AVERAGE) if AVERAGED_STEPS in state else None
             if average is None:  # it was frozen, or of no task, so that it has not changed
                 average = _as_average(parameter)
             else:

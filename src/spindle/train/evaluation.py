@@ -32,6 +32,7 @@ from spindle.train.feed import (
     set_random_state,
 )
 from spindle.train.record import handles_of, named_parameters, record, record_all, root_handles
+from spindle.train.samples import by_number
 from spindle.train.session import TrainSession
 from spindle.train.task import Mean, TaskDefinition, TaskResult
 
@@ -152,6 +153,7 @@ def _num_samples(nest: Any) -> int:
 
 def _batches(loader: Any, batch_size: int, state: RandomState) -> Iterator[Any]:
     """Batches in the same order on all ranks, whatever else they draw. A dataset is read in its own order."""
+    loader = by_number(loader)
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         loader = DataLoader(loader, batch_size)
     iterator: Iterator[Any] | None = None

@@ -11,7 +11,7 @@ from spindle.errors import CheckpointError, TrainingError
 from spindle.run import World
 from spindle.train.agreement import compare
 from spindle.train.feed import Feed, LoaderPosition, RandomState, draw, random_state
-from spindle.train.samples import sample_feed
+from spindle.train.samples import StreamedSamples, by_number, is_streaming, sample_feed
 from spindle.train.session import TrainSession
 from spindle.train.task import TaskDefinition
 
@@ -20,7 +20,7 @@ def make_feeds(session: TrainSession, loaders: Mapping[str, Any], *, drop_last: 
     """A feed for each task; refuses loaders that are missing or of no task."""
     names = session.config.task_names
     problems = [f"none for {name!r}" for name in names if name not in loaders]
-    loaders = {name: loader for name, loader in loaders.items() if name not in session.absent_tasks}
+    loaders = {name: by_number(loader) for name, loader in loaders.items() if name not in session.absent_tasks}
     problems += [f"{name!r} is no task (tasks: {', '.join(names)})" for name in loaders if name not in names]
     if problems:
         raise TrainingError(f"fit needs one loader for each task: {'; '.join(problems)}")
@@ -47,6 +47,7 @@ def make_feed(
     the random numbers that its loader draws; rank 0's unless given."""
     config, world = session.config, session.world
     _refuse_distributed_sampler(definition.name, loader)
+    loader = by_number(loader)
     position = session.loader_positions.pop(definition.name, None)
     facts = _facts_of(definition, loader)
     _check_facts(definition.name, session.loader_facts.pop(definition.name, None), facts)
@@ -92,6 +93,11 @@ def _refuse_distributed_sampler(task: str, loader: Any) -> None:
             f"task {task!r}: its loader has a DistributedSampler, which gives each rank other samples. Here all ranks "
             "read the same batches, of which each trains its part: leave the sampler out, "
             "DataLoader(dataset, batch_size=..., shuffle=True), with the batch size of all ranks together"
+        )
+    if is_streaming(getattr(loader, "dataset", None)) and not isinstance(loader, StreamedSamples):
+        raise TrainingError(
+            f"task {task!r}: its loader reads a StreamingDataset, whose iterator waits for all ranks of a host, of "
+            "which some need not read: give the dataset itself instead of a DataLoader of it"
         )
 
 

@@ -121,6 +121,7 @@ class Loop:
             if is_saving:
                 step_tasks = {task for row in headers for task in row}
                 self._save_points.save(step, saves_in(table), self.next_config, step_tasks)
+            recorder.resume()
             current = batches
             if number + 1 < steps:
                 with recorder.doing(LOADING):

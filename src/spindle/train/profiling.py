@@ -49,10 +49,11 @@ def trace_and_profile(
     notify: Callable[[str], None],
     capture: Capture | None,
     saved: Profile | None = None,
+    num_steps: int | None = None,
 ) -> ProfiledWorkload:
     """Analyze and profile these task variants, of which `examples` has a batch each. Under a `capture`, write what it
-    asks for instead, and end the script. A `saved` profile holds where it is for the same tasks, on as many devices or
-    more."""
+    asks for instead, and end the script; a workload says how many steps the fit has. A `saved` profile holds where it
+    is for the same tasks, on as many devices or more."""
 
     def run_tasks() -> None:
         for definition in definitions:
@@ -66,7 +67,8 @@ def trace_and_profile(
         workload = analyze(config, definitions, copies, world, notify, has_weights=has_weights)
         if isinstance(capture, WorkloadCapture):
             degrees = tuple(config.planning.tensor_parallel_degrees.items())
-            write_workload(capture.output, replace(workload.bound.workload, tensor_degrees=degrees))
+            captured = replace(workload.bound.workload, tensor_degrees=degrees, num_steps=num_steps)
+            write_workload(capture.output, captured)
             raise Captured
         profile = _fitting_saved(saved, workload.graph, world) if capture is None else None
         if profile is None:

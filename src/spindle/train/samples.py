@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +24,9 @@ from spindle.errors import TrainingError
 from spindle.run import plain, seed_of, signature_of
 from spindle.train.feed import Batch, Feed, Held, LoaderPosition, is_same, random_state, restored_random_state
 
+T = TypeVar("T")
 EVERYTHING = ""  # stands for all fields of a sample, where it has no names for them
+_BLOCK = 1 << 18  # samples that are shuffled among each other, where they lie in shards
 Needs = tuple[tuple[str, int, int], ...]  # rows `[first, last)` by field
 
 
@@ -98,20 +101,71 @@ def _span(needs: Needs) -> tuple[int, int]:
     return min((first for _, first, _ in needs), default=0), max((last for _, _, last in needs), default=0)
 
 
-class Shuffled:
-    """Numbers of samples in batches: shuffled in each epoch by the seed alone, after `num_batches` batches."""
+class StreamedSamples(Dataset[Any]):
+    """The samples of a mosaicml-streaming `StreamingDataset` by their numbers. It is never iterated: its iterator waits
+    for all ranks of a host, and some need not read."""
 
-    def __init__(self, length: int, batch_size: int, drop_last: bool, seed: int, num_batches: int) -> None:
-        self.length, self.batch_size, self.seed = length, batch_size, seed
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.shard_lengths = [int(length) for length in dataset.samples_per_shard]
+
+    def __len__(self) -> int:
+        return sum(self.shard_lengths)  # its own length is a rank's share
+
+    def __getitem__(self, number: int) -> Any:
+        return self.dataset[number]
+
+
+def is_streaming(loader: Any) -> bool:
+    """Whether this is a `StreamingDataset`; without importing its library."""
+    names = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(loader).__mro__]
+    return ("streaming", "StreamingDataset") in names
+
+
+def by_number(loader: Any) -> Any:
+    """A loader as a map-style dataset, where it can be read by the numbers of samples though it does not look so."""
+    return StreamedSamples(loader) if is_streaming(loader) else loader
+
+
+class Shuffled:
+    """Numbers of samples in batches: shuffled in each epoch by the seed alone, after `num_batches` batches.
+
+    Samples that lie in shards are shuffled shard by shard, then inside blocks of `_BLOCK`, so that few shards are open
+    at once (streaming's `py1b`).
+    """
+
+    def __init__(
+        self,
+        length: int,
+        batch_size: int,
+        drop_last: bool,
+        seed: int,
+        num_batches: int,
+        shard_lengths: Sequence[int] | None = None,
+    ) -> None:
+        self.length, self.batch_size, self.seed, self._shard_lengths = length, batch_size, seed, shard_lengths
         batches_per_epoch = length // batch_size if drop_last else -(-length // batch_size)
         self._epoch, self._skipped = divmod(num_batches, max(1, batches_per_epoch))
 
     def __iter__(self) -> Iterator[list[int]]:
         generator = torch.Generator().manual_seed(seed_of(self.seed, "epoch", self._epoch))
-        order = torch.randperm(self.length, generator=generator).tolist()
+        order = self._order(generator)
         first, self._skipped, self._epoch = self._skipped * self.batch_size, 0, self._epoch + 1
         for begin in range(first, self.length, self.batch_size):
             yield order[begin : begin + self.batch_size]
+
+    def _order(self, generator: torch.Generator) -> list[int]:
+        if self._shard_lengths is None:
+            return torch.randperm(self.length, generator=generator).tolist()
+        lengths = self._shard_lengths
+        shards = [range(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
+        in_shards = [number for shard in _permuted(shards, generator) for number in shard]
+        blocks = [in_shards[begin : begin + _BLOCK] for begin in range(0, self.length, _BLOCK)]
+        return [number for block in blocks for number in _permuted(block, generator)]
+
+
+def _permuted(values: Sequence[T], generator: torch.Generator) -> list[T]:
+    return [values[place] for place in torch.randperm(len(values), generator=generator).tolist()]
 
 
 class Sampled:
@@ -135,7 +189,8 @@ def sample_feed(loader: Any, seed: int, num_batches: int, **named: Any) -> Sampl
         if not hasattr(loader, "__len__"):
             raise TrainingError(f"task {definition.name!r}: its dataset has no length; give a DataLoader of it instead")
         task_seed = seed_of(seed, definition.name)
-        chosen = Shuffled(len(loader), definition.batch_size, drop_last, task_seed, num_batches)
+        shards = loader.shard_lengths if isinstance(loader, StreamedSamples) else None
+        chosen = Shuffled(len(loader), definition.batch_size, drop_last, task_seed, num_batches, shards)
         return SampleFeed(loader, chosen, task_seed, num_batches, {}, **named)
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
         return None

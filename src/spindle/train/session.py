@@ -55,6 +55,7 @@ class TrainSession:
         self.step = 0  # how many steps are done
         self.num_fits = 0  # that were begun
         self.first_step = 0  # of the last of these
+        self.fit_steps: int | None = None  # of the last fit, as it was called
         self.loader_positions: dict[str, LoaderPosition] = {}  # of a restored state, where loaders go on
         self.loader_facts: dict[str, dict[str, Any]] = {}  # what was saved of the loaders that these are of
         # Of the step that a restored state stops before: the tasks that it has, and those that were known then.
@@ -109,6 +110,7 @@ class TrainSession:
                 self.notify,
                 self.capture,
                 self.saved_planning.profile,
+                self.fit_steps,
             )
             self.handles |= self.profiled.workload.bound.handles
         return self.profiled

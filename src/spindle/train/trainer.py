@@ -178,6 +178,7 @@ class Trainer:
 
     def _fit(self, loaders: Mapping[str, Any], steps: int, drop_last: bool) -> FitResult:
         session = self._session
+        session.fit_steps = steps
         result = resume(session, loaders, steps)
         if result is not None:  # all of its steps are in a checkpoint
             return result
