@@ -1,5 +1,6 @@
 """Programs: the instructions of every rank, lowering from a plan, and `verify`. Knows ranks, not torch."""
 
+from spindle.program.copies import COPIES_AHEAD, OffloadCopies, copies_in, offload_copies
 from spindle.program.instances import Instances, cut_by, instances_of, needed_pairs
 from spindle.program.instructions import (
     COMPUTE,
@@ -41,6 +42,7 @@ from spindle.program.verify import describe_deadlock, verify
 
 __all__ = [
     "COMPUTE",
+    "COPIES_AHEAD",
     "NUM_LANES",
     "SYNC",
     "TRANSFER",
@@ -55,6 +57,7 @@ __all__ = [
     "Instruction",
     "Link",
     "Memory",
+    "OffloadCopies",
     "OptimizerStep",
     "Piece",
     "Program",
@@ -66,6 +69,7 @@ __all__ = [
     "Transfer",
     "are_compute",
     "code",
+    "copies_in",
     "counts_bytes",
     "cut_by",
     "describe_deadlock",
@@ -82,6 +86,7 @@ __all__ = [
     "moving_s",
     "needed_pairs",
     "numbers_by_dtype",
+    "offload_copies",
     "optimizer_sharding",
     "parse_program",
     "posted_peaks",
