@@ -22,7 +22,6 @@ from spindle.plan import (
     format_plan,
     parse_plan,
     read_plan,
-    spans,
     write_plan,
 )
 from spindle.profile import abstract_profile, roofline_profile

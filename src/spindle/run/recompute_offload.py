@@ -165,7 +165,8 @@ class HostOffload:
             saved.on_device = torch.empty_like(saved.on_host, device=self._device, pin_memory=False)
         with self._on_stream(1):
             for saved in tensors:
-                assert saved.on_device is not None and saved.on_host is not None
+                assert saved.on_device is not None
+                assert saved.on_host is not None
                 saved.on_device.copy_(saved.on_host, non_blocking=True)
                 saved.on_host = None
             if self._streams is not None:
