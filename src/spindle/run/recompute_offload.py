@@ -83,7 +83,7 @@ class HostOffload:
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         if copies and device.type == "cuda":
             self._streams = _copy_streams()
-        self._tensors: dict[int, list[Offloaded]] = {}  # by slot
+        self._tensors: dict[int, dict[object, Offloaded]] = {}  # by slot, each once
         self._events: dict[int, torch.cuda.Event] = {}  # by slot: behind its last copy
         self._num_released = self._num_fetched = self._num_returned = 0
 
@@ -119,19 +119,19 @@ class HostOffload:
     def saved_tensors(self, slot: int, layer: LayerCode) -> Iterator[None]:
         """Offload the tensors that a layer saves for backward, except its weights, which stay on the device anyway."""
         weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters}
-        saved = self._tensors.setdefault(slot, [])
-        known: dict[object, Offloaded] = {}  # several ops may save the same tensor
+        saved = self._tensors.setdefault(slot, {})
 
         def pack(tensor: torch.Tensor) -> Any:
             if tensor.untyped_storage().data_ptr() in weights or tensor.device.type != self._device.type:
                 return tensor
-            key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
-            if key not in known:
+            # Several ops may save the same tensor. No other has its address while a slot runs forward: all are held.
+            kind = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+            key = (tensor.data_ptr(), tensor._version, kind)
+            if key not in saved:
                 # Detached: autograd would never free a tensor that its own graph owns.
-                known[key] = Offloaded(tensor.detach(), None)
-                self._copy_to_host(known[key])
-                saved.append(known[key])
-            return known[key]
+                saved[key] = Offloaded(tensor.detach(), None)
+                self._copy_to_host(saved[key])
+            return saved[key]
 
         def unpack(packed: Any) -> torch.Tensor:
             if isinstance(packed, torch.Tensor):
@@ -154,12 +154,12 @@ class HostOffload:
     def _release(self, slot: int) -> None:
         """Give up the memory on the device of what has been copied to the host."""
         self._wait_for_copies(slot)
-        for saved in self._tensors.get(slot, ()):
+        for saved in self._tensors.get(slot, {}).values():
             saved.on_device = None
 
     def _fetch(self, slot: int) -> None:
         """Begin to copy back."""
-        tensors = self._tensors.get(slot, [])
+        tensors = self._tensors.get(slot, {}).values()
         for saved in tensors:
             assert saved.on_host is not None
             saved.on_device = torch.empty_like(saved.on_host, device=self._device, pin_memory=False)
