@@ -15,7 +15,9 @@ from spindle.program.instructions import (
     SyncGradients,
     are_compute,
     code,
+    compute_lane,
     lane_name,
+    lane_of,
 )
 from spindle.program.launch_order import launch_order, launches_collectives
 from spindle.program.lower import lower
@@ -69,6 +71,7 @@ __all__ = [
     "Transfer",
     "are_compute",
     "code",
+    "compute_lane",
     "copies_in",
     "counts_bytes",
     "cut_by",
@@ -78,6 +81,7 @@ __all__ = [
     "instances_of",
     "keep_unused",
     "lane_name",
+    "lane_of",
     "launch_order",
     "launches_collectives",
     "lower",
