@@ -129,6 +129,8 @@ def _memory(plan: Plan, profile: Profile) -> None:
             )
         if slot.offloaded and not profile.cluster.kind.host_bytes_per_s:
             raise _refuse(plan, slot, f"{slot.op} offloads, and nothing is known of a link to the host")
+        if slot.offloaded and plan.num_lanes > 1:  # copies are ordered by passes of one lane
+            raise _refuse(plan, slot, f"{slot.op} offloads in a plan of {plan.num_lanes} lanes; expected one lane")
 
 
 def _host(plan: Plan, profile: Profile) -> None:

@@ -44,7 +44,7 @@ from spindle.program import counts_bytes
 # Folded schedules tried for a setting. An evaluation takes time linear in the number of ops; the start, which is the
 # LP's, is the better the more there are of them, so large problems need no more time than ones of middle size.
 MOST_EVALUATIONS = 400_000
-EVALUATIONS_TIMES_OPS = 8_000_000
+EVALUATIONS_TIMES_OPS = 32_000_000
 WITH_BYTES_EVALUATIONS_PER_OP = 6_400
 # Where bytes count, a candidate must also be placed and simulated, which takes the longer the more devices there are.
 LARGE_CLUSTER = 256

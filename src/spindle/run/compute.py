@@ -42,11 +42,11 @@ class Compute:
         batch_axes: Mapping[str, Axes],
         seed: int,
         autocast: torch.dtype | None,
+        offload: HostOffload,
     ) -> None:
         self._rank_program, self._transfers, self._syncs, self._world = rank_program, transfers, syncs, world
         self._batch_axes, self._base_seed, self._autocast = batch_axes, seed, autocast
-        self._graph_cache = graph_cache
-        self.offload = HostOffload()
+        self._graph_cache, self.offload = graph_cache, offload
 
     def forward(self, step: Step, slot: RankSlot, watch: Watch, position: int) -> None:
         trees = {link.source: self._input(step, link, watch) for link in slot.inputs} if slot.rows else {}
@@ -136,8 +136,8 @@ class Compute:
                     continue
                 if is_recomputed:
                     values = checkpointed(layer, run, args)
-                elif number - slot.first < slot.recomputed + slot.offloaded:
-                    with self.offload.saved_tensors(layer):
+                elif number - slot.first < slot.recomputed + slot.offloaded and slot.number in self.offload:
+                    with self.offload.saved_tensors(slot.number, layer):
                         values = run(*args)
                 else:
                     values = run(*args)

@@ -26,6 +26,7 @@ from spindle.program import (
     OptimizerStep,
     Program,
     SyncGradients,
+    offload_copies,
 )
 from spindle.run.compute import Compute
 from spindle.run.gradients import GradientBuffers
@@ -34,6 +35,7 @@ from spindle.run.lanes import Lanes
 from spindle.run.op_code import LossCode, OpCode
 from spindle.run.pytrees import Axes, PytreeMeta
 from spindle.run.rank_program import held_parameters, rank_program_of, tensor_groups
+from spindle.run.recompute_offload import HostOffload
 from spindle.run.shards import Shards
 from spindle.run.step import HostCopy, MicroStep, Pace, Step, Watch
 from spindle.run.step_graph import StepGraph, accumulate
@@ -96,8 +98,18 @@ class Executor:
             communicates=world.size > 1,
             num_lanes=program.plan.num_lanes,
         )
+        self.offload = HostOffload(world.device, offload_copies(program, world.rank))
+        self._place_of = {position: place for place, position in enumerate(self._rank_program.compute)}
         self._compute = Compute(
-            self._rank_program, self._transfers, self._syncs, self.graph_cache, world, batch_axes, seed, autocast
+            self._rank_program,
+            self._transfers,
+            self._syncs,
+            self.graph_cache,
+            world,
+            batch_axes,
+            seed,
+            autocast,
+            self.offload,
         )
         self._lanes_of_device = Lanes(program, self._rank_program, world)
         self._chunks_of: dict[str, set[int]] = {}  # backward instructions by task
@@ -195,10 +207,12 @@ class Executor:
         """Run instructions of the compute lanes, with all communication in between."""
         pace = Pace(self.world)
         self._lanes_of_device.begin()
+        self.offload.begin()
         for position in positions:
             self._launch_before(step, watch, position)
             pace.keep()
             with self._lanes_of_device.on_stream_of(position):
+                self.offload.before(self._place_of[position])
                 self._run_instruction(step, optimizer, watch, position)
             step.computed.add(position)
             self._advance(step, watch)
@@ -291,7 +305,7 @@ class Executor:
     @property
     def offloaded_bytes(self) -> int:
         """How many bytes were offloaded to the host so far."""
-        return self._compute.offload.num_bytes
+        return self.offload.num_bytes
 
     def release_gradient_buffers(self) -> GradientBuffers:
         """What this executor keeps for gradients, for the executor of the next program; it must not run again."""
