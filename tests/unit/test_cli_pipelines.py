@@ -81,7 +81,7 @@ def test_one_bound_for_a_batch_whatever_the_planner(capsys, compared):
 def test_what_is_asked_of_a_batch_is_for_models_only(capsys, verb, option):
     said = refusal(capsys, *verb, "--cluster", "a800x8", *option)
     assert f"{option[0]} is for multimodal models" in said
-    assert "clip-4 is none" in said
+    assert "leave it out for clip-4" in said
 
 
 def test_a_plan_of_another_batch_is_called_that(capsys, tmp_path):

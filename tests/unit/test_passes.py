@@ -251,7 +251,7 @@ def test_what_has_come_back_from_the_host_leaves_room_for_more():
 
 def test_an_order_against_the_flow_is_refused():
     order = one_forward_one_backward(2, 2)
-    with pytest.raises(PlanError, match="stands before the forward of slot 0"):
+    with pytest.raises(PlanError, match="comes before the forward of slot 0"):
         pipeline(2, 2, order=[(1, FORWARD), *(one for one in order if one != (1, FORWARD))])
 
 

@@ -213,7 +213,7 @@ def test_an_unknown_planner_is_refused():
 
 
 def test_without_modules_there_is_no_pipeline():
-    with pytest.raises(PlanError, match="a pipeline cuts modules into chunks, and op 'vision' is of none"):
+    with pytest.raises(PlanError, match="a pipeline cuts modules into chunks, but op 'vision' belongs to no module"):
         make_plan(small.two_towers(4), "pipeline")
 
 

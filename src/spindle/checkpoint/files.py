@@ -1,4 +1,4 @@
-"""Folders of checkpoints: written under another name, complete once they are renamed.
+"""Checkpoint folders: written under a temporary name, and renamed once they are complete.
 
 Ranks write `rank-N.bin` and `rank-N.json` into `step-400.part`. Rank 0 joins the parts, writes index and state, and
 renames the folder. Files and folders are synced before that, so that what has its final name is on disk.
@@ -41,7 +41,7 @@ def partial_folder(folder: Path, step: int) -> Path:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps of which a folder has a checkpoint under its final name, in order."""
+    """The steps of the complete checkpoints in a folder, in order."""
     names = [entry.name for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
     return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
 
@@ -53,8 +53,8 @@ def write_part(
     boxes: Iterable[tuple[str, str, tuple[int, ...], Box, int, int]],
     fragments: Mapping[str, Any],
 ) -> None:
-    """Write a rank's bytes, and what they are. `boxes` have the name, dtype and shape of their tensor, and the offset
-    and length of their bytes. `fragments` are the other fields of a `Part`."""
+    """Write a rank's bytes and the description of them. `boxes` have the name, dtype and shape of their tensor, and the
+    offset and length of their bytes. `fragments` are the other fields of a `Part`."""
     file = DATA_FILE.format(rank=rank)
     tensors: dict[str, StoredTensor] = {}
     for name, dtype, shape, box, offset, length in boxes:
@@ -98,7 +98,7 @@ def finish(folder: Path, state: SavedState, artifacts: Mapping[str, str]) -> Pat
     for path in paths:
         path.unlink()
     sync_folder(partial)
-    if final.exists():  # damaged, or of a run that took another course
+    if final.exists():  # damaged, or from a run that diverged from this one
         _remove(final)
     partial.rename(final)
     sync_folder(folder)
@@ -113,7 +113,7 @@ def state_text(state: SavedState, digests: Mapping[str, str]) -> bytes:
 
 
 def read_state(path: Path) -> tuple[SavedState, dict[str, str]]:
-    """What `state_text` wrote: the state, and the digests of other files."""
+    """Read what `state_text` wrote: the state, and the digests of the other files."""
     data = read_json_file(path)
     if data.get("spindle") != "checkpoint":
         raise CheckpointError(f"{path}: not the state of a Spindle checkpoint")
@@ -125,20 +125,20 @@ def read_state(path: Path) -> tuple[SavedState, dict[str, str]]:
     content = path.read_bytes()
     match = _DIGEST.fullmatch(content[-_DIGEST_BYTES:])
     if match is None or hashlib.sha256(content[:-_DIGEST_BYTES] + b"}").hexdigest() != match[1].decode():
-        raise CheckpointError(f"{path}: is damaged: it does not have the digest that it says")
+        raise CheckpointError(f"{path}: is damaged: its contents do not match its digest")
     body = {key: value for key, value in data.items() if key not in ("spindle", "version", "files", "sha256")}
     return from_json(SavedState, body, str(path)), dict(data["files"])
 
 
 def read_verified(folder: Path, name: str, digests: Mapping[str, str]) -> dict[str, Any]:
-    """A JSON file whose digest the state has."""
+    """Read a JSON file and compare it with its digest in the state."""
     path = folder / name
     try:
         content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     if hashlib.sha256(content).hexdigest() != digests.get(name):
-        raise CheckpointError(f"{path}: is damaged: it does not have the digest that {STATE} says")
+        raise CheckpointError(f"{path}: is damaged: its contents do not match their digest in {STATE}")
     return read_json_file(path)
 
 
@@ -147,7 +147,7 @@ def read_index(folder: Path, digests: Mapping[str, str]) -> Index:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what earlier runs left unfinished. No run may be writing to the folder."""
+    """Remove unfinished checkpoints of earlier runs. No other run may be writing to the folder."""
     for entry in list(folder.iterdir()) if folder.is_dir() else ():
         if _UNFINISHED.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
@@ -166,7 +166,7 @@ def prune(folder: Path, keep: int | None, needed: Sequence[int] = (), damaged: C
 
 
 def _remove(folder: Path) -> None:
-    """Rename first: a checkpoint that has its name is complete."""
+    """Remove a checkpoint. It is renamed first, because a folder with a final name must be complete."""
     doomed = folder.with_name(f"{folder.name}.removed")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)

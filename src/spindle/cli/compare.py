@@ -35,7 +35,7 @@ def pipelines_estimate_s(num_ops: int, num_ranks: int) -> float:
 
 
 def _plans(step: Step, options: PlanOptions) -> tuple[dict[str, tuple[Plan, Profile]], dict[str, str]]:
-    """The plans of all compared planners, with the profiles that they are of; and why others made none."""
+    """The plans of all compared planners, with their profiles; and why the other planners made none."""
     from spindle.cli.inputs import planner_input, with_sizes
     from spindle.cli.terminal import note_compilation, note_duration, progress_bar
     from spindle.errors import DoesNotFitError
@@ -81,8 +81,7 @@ def compare(
         typer.Option(
             "--figure",
             metavar="STEP.svg",
-            help="Draw a step one module at a time above the same in waves; of a multimodal model, the pipeline as "
-            "others have it above ours.",
+            help="Draw the sequential step above the planned one; for a multimodal model, pipeline vpp above ours.",
             show_default=False,
         ),
     ] = None,
@@ -92,11 +91,11 @@ def compare(
     assumptions: Assumptions = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare all planners on one workload, simulated, beside the bound.
+    """Compare all planners on one workload: simulated step times, next to the bound.
 
-    Speedups are over `sequential`: every module on the whole cluster in turn. A multimodal model (vlm-s) is compared
-    as a pipeline on one batch, on the paper's cluster unless another is given; there, speedups are over `vpp`,
-    interleaved 1F1B of Megatron-LM. Every pipeline is tuned by simulation, and what was chosen is said. Examples:
+    Speedups are over `sequential`: every module on the whole cluster in turn. A multimodal model (vlm-s) is compared as
+    a pipeline on one batch, on the paper's cluster unless another is given; there, speedups are over `vpp`, interleaved
+    1F1B of Megatron-LM. Every pipeline is tuned by simulation, and the chosen settings are listed. Examples:
 
     spindle compare graph.json --devices 16
 

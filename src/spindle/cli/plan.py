@@ -55,7 +55,7 @@ def plan(
 ) -> None:
     """Plan a step: which layers run on which devices, and when.
 
-    Prints the plan beside what no plan can beat, and draws it. Examples:
+    Prints the plan with its bound, which no plan can beat, and draws it. Examples:
 
     spindle plan graph.json --devices 16 -o plan.json
 

@@ -1,4 +1,4 @@
-"""Which passes a pass depends on, and when it runs by the curves. Transfers come in with the program."""
+"""Which passes a pass depends on, and when it runs according to the curves. Transfers are added by the program."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _folded_spans(slots: Sequence[Slot], ops: Sequence[int], profile: Profile, s
     lane_end: dict[DeviceLane, float] = {}
     timed: list[Span] = []
     for number, (slot, op) in enumerate(zip(slots, ops, strict=True)):
-        # A slot with earlier layers of its op waits for these alone: they have waited for the op's producers.
+        # A slot with earlier layers of its op waits only for these, which have already waited for the op's producers.
         producers = [op] if slot.first else profile.graph.predecessors[op]
         ready_s = [op_end.get(producer, 0.0) for producer in producers]
         start_s = max([slot.not_before_s, *ready_s, *(lane_end.get(lane, 0.0) for lane in slot.lanes)])
@@ -74,7 +74,7 @@ def pass_spans(
         number, kind = key
         late = [need for need in needs[key] if need not in ends]
         if late:
-            raise PlanError(f"the {kind} of slot {number} stands before the {late[0][1]} of slot {late[0][0]}")
+            raise PlanError(f"the {kind} of slot {number} comes before the {late[0][1]} of slot {late[0][0]}")
         slot, op = slots[number], ops[number]
         start_s = max([*(ends[need] for need in needs[key]), *(lane_end[lane] for lane in slot.lanes)], default=0.0)
         copy_s = offload_copy_s(slot, op, profile, setting)
@@ -86,7 +86,7 @@ def pass_spans(
 
 
 def pass_s(slot: Slot, kind: str, curve: Curve, recompute: bool = False, copy_s: float = 0.0) -> float:
-    """Seconds of a pass by its curve; with `recompute`, backward runs all layers forward again.
+    """Seconds of a pass according to its curve; with `recompute`, backward includes a second forward of all layers.
 
     `copy_s` is how long the slot's offloaded activations take to the host: the executor copies them on the compute
     stream, so forward takes that much longer, and backward, which copies them back, too.
@@ -100,7 +100,7 @@ def pass_s(slot: Slot, kind: str, curve: Curve, recompute: bool = False, copy_s:
         return slot.num_layers * backward_s + extra_s
     weight_s = curve.weight_time_s(len(slot.devices))
     if weight_s is None:
-        raise ProfileError(f"{slot.op}: nothing is known of which part of its backward pass makes weights' gradients")
+        raise ProfileError(f"{slot.op}: it is not known how much of its backward pass computes weight gradients")
     return slot.num_layers * weight_s if kind == WEIGHT else slot.num_layers * (backward_s - weight_s) + extra_s
 
 

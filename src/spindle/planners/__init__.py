@@ -1,4 +1,4 @@
-"""Which plan is good? The registry of planners, bounds, and the exhaustive oracle. A planner may simulate to score."""
+"""The registry of planners, bounds, and the exhaustive oracle. A planner may simulate to score."""
 
 from __future__ import annotations
 

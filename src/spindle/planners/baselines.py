@@ -157,7 +157,7 @@ def _even_choices(problem: Problem, op: int) -> np.ndarray:
 
 
 def _group_s(problem: Problem, group: list[int], count: int) -> float:
-    """How long a group takes in turn on so many devices."""
+    """Seconds of a group's ops, run one after another on this many devices."""
     total_s = 0.0
     for op in group:
         choices = problem.choices[op]

@@ -1,4 +1,4 @@
-"""What every planner is given beside a profile: options, with where the chunks of a pipeline stand."""
+"""What every planner is given besides a profile: options, including the layout of a pipeline's chunks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Progress = Callable[[float], None]  # how much of a search is done, from 0 to 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Modules in a row, each with so many layers, cut in front of these layers (numbered through all of them); chunks
-    may be empty."""
+    """Consecutive modules with their numbers of layers, cut before the layers `bounds` (numbered through all of them);
+    chunks may be empty."""
 
     modules: tuple[str, ...]
     num_layers: tuple[int, ...]
@@ -27,9 +27,9 @@ class Chain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where the chunks of a pipeline stand: chains over so many pipeline ranks, in as many replicas as the devices
-    allow; a pipeline rank is a tensor parallel group. `cut_by` says what chunks have equal shares of: time, or
-    parameters."""
+    """Where the chunks of a pipeline are placed: chains over `num_ranks` pipeline ranks, in as many replicas as the
+    devices allow; a pipeline rank is a tensor parallel group. `cut_by` names what is divided evenly among chunks: time,
+    or parameters."""
 
     num_ranks: int
     num_replicas: int
@@ -69,7 +69,7 @@ class PlanOptions:
     """How hard to search, and what is decided already.
 
     The same options give the same plan, unless a time limit cuts the search short. The optimizer is sharded where that
-    is simulated to be faster, or memory asks for it, unless `shard_optimizer` says. Pipelines have `pipeline_ranks`
+    is simulated to be faster, or memory requires it, unless `shard_optimizer` decides. Pipelines have `pipeline_ranks`
     stages, as many as the devices allow unless given, and place chunks as in the best of `layouts`, which were chosen
     on another batch, or as is best for this one. Where their microbatches could be split in other ways than the profile
     has them, `bound_s` is the bound over all of these. Up to `lanes` slots share a device at the same time, where the

@@ -118,7 +118,7 @@ def code(instruction: Instruction) -> str:
 
 
 def lane_of(instruction: Instruction, plan: Plan) -> int:
-    """The lane of a program that an instruction stands on."""
+    """The lane of a program that an instruction is on."""
     match instruction:
         case Forward(slot=slot) | Backward(slot=slot):
             return compute_lane(plan.slots[slot].lane)

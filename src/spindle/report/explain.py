@@ -1,4 +1,4 @@
-"""Why did this op get these devices? What the curve, the bound, the neighbours and the data say about each choice."""
+"""Why an op got its devices: its curve, the bound, what ran at the same time, and where its data was."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SAME_TIME = 1e-9  # of the step: planners add the same times in different order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """A layer on so many devices; efficiency is speedup over the fewest allowed, per device."""
+    """A layer on a number of devices; efficiency is speedup over the fewest allowed, per device."""
 
     num_devices: int
     layer_s: float
@@ -46,7 +46,7 @@ class SlotStory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inflow:
-    """Data a slot takes from another: bytes that move between devices, and bytes that lie there already."""
+    """Data a slot takes from another: bytes that move between devices, and bytes that are already in place."""
 
     producer: str
     into_layer: int
@@ -76,7 +76,7 @@ class LaneShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpExplanation:
-    """`bound_mix` is what the LP bound would do: (devices, layers), layers not whole."""
+    """`bound_mix` is the LP bound's allocation: (devices, layers), layers fractional."""
 
     op: str
     task: str
@@ -238,7 +238,7 @@ def _waited_for(plan: Plan, profile: Profile, timed: Sequence[tuple[Slot, Span]]
 
 
 def _inflow(program: Program, profile: Profile, link: Link) -> Inflow:
-    """A program lists only what moves; the rest of what the consumer needs lies there already."""
+    """A program lists only what moves; everything else that the consumer needs is already in place."""
     giver, taker = program.slots[link.producer], program.slots[link.consumer]
     cost = profile.graph.metaops[giver.op].cost
     needed = 0.0 if cost is None else cost.output_bytes * giver.num_rows * taker.tensor_degree
@@ -347,7 +347,7 @@ def _about_neighbours(explanation: OpExplanation) -> list[str]:
 
 
 def _about_data(explanation: OpExplanation) -> list[str]:
-    """Where its data came from; what is the same of several producers is said once."""
+    """Where its data came from; producers with equal sizes share a sentence."""
     lines = []
     if not any(inflow.into_layer == 0 for inflow in explanation.inflows):
         lines.append("It takes its input from the batch, from no other op.")

@@ -1,4 +1,4 @@
-"""Pipelined steps for people: planners side by side, the schedule as a picture, the search as it goes on."""
+"""Reports of pipelined steps: figures of schedules, and tables of the search."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def search_json(results: Sequence[SearchResult]) -> list[dict[str, Any]]:
 
 
 def _search_table(title: str, result: SearchResult) -> Table:
-    """How the best schedule came down, beside the natural order and the bound.
+    """How the best schedule improved, compared with the natural order and the bound.
 
     Times are those of the search: passes and what lies between ranks, without the optimizer's step.
     """

@@ -1,4 +1,4 @@
-"""What pictures share: letters, an axis of time, the page."""
+"""What all figures share: text, a time axis, the page."""
 
 from __future__ import annotations
 
