@@ -265,7 +265,9 @@ def read_other_batches(rank: int, num_ranks: int) -> str:
 
 def test_loaders_that_give_ranks_different_batches_are_an_error(pool):
     for message in pool.run(2, read_other_batches):
-        assert re.search("the loader of task 'pull' gave rank 1 another batch than rank 0.*torch.manual_seed", message)
+        assert re.search(
+            "the loader of task 'pull' gave rank 1 a different batch than rank 0.*torch.manual_seed", message
+        )
 
 
 def test_every_epoch_has_every_sample_once_in_another_order():

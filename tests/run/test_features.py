@@ -223,7 +223,7 @@ def read_on_one_rank(rank: int, num_ranks: int, *, differs: str) -> str:
 
 def test_other_data_on_a_rank_that_does_not_read_is_noticed(pool):
     for said in pool.run(2, read_on_one_rank, differs="values"):
-        assert "the loader of task 'pull' gave rank 1 another batch than rank 0" in said
+        assert "the loader of task 'pull' gave rank 1 a different batch than rank 0" in said
     for said in pool.run(2, read_on_one_rank, differs="length"):
         assert "the length of the loader of task 'pull'" in said
         assert "rank 1" in said
@@ -305,7 +305,7 @@ def test_a_distributed_sampler_is_refused():
     dataset = torch.utils.data.TensorDataset(torch.ones(8, 3))
     sampler = torch.utils.data.DistributedSampler(dataset, num_replicas=2, rank=0)
     loader = torch.utils.data.DataLoader(dataset, batch_size=4, sampler=sampler)
-    with pytest.raises(TrainingError, match="DistributedSampler, which gives each rank other samples"):
+    with pytest.raises(TrainingError, match="DistributedSampler, which gives each rank different samples"):
         small().fit({"pull": loader}, steps=1, progress=False)
 
 

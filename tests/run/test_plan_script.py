@@ -273,7 +273,7 @@ def test_tensor_degrees_of_a_trainer_hold_for_its_plan(write, capfd):
     [
         ("import spindle", "ended without a call of spindle.Trainer.fit, so there is nothing to plan; give a script"),
         ("1 / 0", "it failed with the error above, so there is nothing to plan"),
-        ("import torch\ntorch.nn.Linear(2, 2)(torch.randn(2, 2))", "cannot look at weights, run a model or ask a GPU"),
+        ("import torch\ntorch.nn.Linear(2, 2)(torch.randn(2, 2))", "cannot read weights, run a model or use a GPU"),
     ],
 )
 def test_a_script_that_cannot_be_planned_says_why(write, capfd, text, message):

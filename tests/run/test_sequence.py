@@ -182,7 +182,7 @@ class Adding(Decoder):
 
 
 @pytest.mark.parametrize(
-    ("block", "sentence"), [(Mixing, "other numbers than one"), (Adding, "2 devices cannot share one of its layers")]
+    ("block", "sentence"), [(Mixing, "gives different results"), (Adding, "2 devices cannot share one of its layers")]
 )
 def test_tokens_that_meet_where_they_are_cut_are_noticed(block, sentence):
     found, _ = find(tensor_parallel.own(block=block, tensor_parallel=SEQUENCE_PLAN))

@@ -145,7 +145,7 @@ def test_a_state_of_another_training_is_refused():
     trainer, _ = make_trainer("a list")
     trainer.fit(loaders_of("a list"), steps=1, progress=False)
     state = trainer.train_state()
-    with pytest.raises(TrainingError, match="a training that has begun cannot take another one's state"):
+    with pytest.raises(TrainingError, match="a Trainer that has trained already cannot load another state"):
         trainer.load_train_state(state)
     fewer, _ = make_trainer("a list")
     fewer.remove_task("push")

@@ -136,7 +136,7 @@ def test_a_generator_that_gives_just_enough_is_enough():
 
 def test_a_generator_that_ends_too_soon_is_explained():
     _, task = small()
-    with pytest.raises(TrainingError, match="task 'pull': its loader gives no batch; a generator cannot start again"):
+    with pytest.raises(TrainingError, match="task 'pull': its loader yields no batch; a generator cannot start again"):
         fit(task, (batch for batch in rows(4, 4)), steps=3)
 
 
@@ -186,7 +186,7 @@ def test_random_layers_repeat_under_one_seed_and_differ_from_step_to_step():
         (rows(4, 5), r"its loader gave a batch of 5 samples, expected 4"),
         (rows(4, 3, 4), r"its loader gave a batch of 3 samples, expected 4"),
         ([{"x": "words"}], r"no tensor of its batch has 4 rows, its batch_size; got no tensor at all"),
-        ([], r"its loader gives no batch"),
+        ([], r"its loader yields no batch"),
     ],
 )
 def test_a_wrong_batch_is_explained(loader, message):
@@ -264,7 +264,7 @@ def test_an_optimizer_that_cannot_be_split_is_refused(optimizer, message):
 def test_tasks_and_loaders_must_match():
     _, task = small()
     trainer = spindle.Trainer([task], optimizer=sgd)
-    with pytest.raises(TrainingError, match=r"none for 'pull'; 'push' is no task \(tasks: pull\)"):
+    with pytest.raises(TrainingError, match=r"none for 'pull'; 'push' is not a task \(tasks: pull\)"):
         trainer.fit({"push": rows(4)}, steps=1, progress=False)
     with pytest.raises(WorkloadError, match="two tasks are called 'pull'"):
         spindle.Trainer([task, task], optimizer=sgd)

@@ -19,7 +19,7 @@ Run = Callable[..., tuple[Any, ...]]
 
 _CALL = "_compiled_call_impl"  # where `nn.Module` looks for a compiled forward
 _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
-_MAX_KINDS = 256  # layers that share a forward, or torch's own; dynamo would fall back to eager
+_MAX_KINDS = 256  # compiled layers with the same code; dynamo falls back to eager beyond its limit
 
 
 def check_options(options: Mapping[str, Any], where: str) -> None:

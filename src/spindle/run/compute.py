@@ -124,8 +124,8 @@ class Compute:
                     run = _behind(code.arguments, run)
                     args = (self._batch(step, slot), *(trees[source][0] for source in code.sources))
                 is_recomputed = number - slot.first < slot.recomputed
-                # An in-place layer must not change values that are needed as they were: those of a recomputation, or
-                # leaves of the autograd graph, where autograd forbids it.
+                # An in-place layer must not change values that are needed later: inputs of a recomputation, or leaves
+                # of the autograd graph, where autograd forbids it.
                 if layer.writes_input and (is_recomputed or not is_open):
                     run = _on_copies(run)
                 if is_recomputed and slot.is_split:
@@ -304,8 +304,8 @@ class Compute:
 
     def _run_input_parts(self, step: Step, slot: RankSlot, gradients: list[torch.Tensor | None]) -> None:
         """Compute the gradients of a slot's inputs, piece by piece, and defer those of its weights."""
-        # Last piece first. What is deferred keeps the output gradients of its piece, and runs when the program has the
-        # weight part of this backward: in a pipeline that is where the rank would otherwise be idle.
+        # Last piece first. A deferred weight part keeps the output gradients of its piece, and runs where the program
+        # has the weight part of this backward: in a pipeline, where the rank would otherwise be idle.
         deferred = step.deferred[slot.number] = []
         pieces = step.pieces[slot.number]
         for number in reversed(range(len(pieces))):

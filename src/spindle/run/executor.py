@@ -110,7 +110,7 @@ class Executor:
         }
         self._launched_before = self._order_launches()
         if world.uses_nccl:
-            _ = world.control, world.everyone  # a group is made by all ranks, whoever uses it
+            _ = world.control, world.everyone  # collective: all ranks create a group, whether or not they use it
         # Groups are made here for all buckets and slots, not only for this rank's: `new_group` is collective over all
         # ranks, and a rank that makes one later than its peers would hang them in the middle of a step.
         if world.size > 1:
@@ -138,12 +138,12 @@ class Executor:
     ) -> tuple[HostCopy, Watch]:
         """Run a step, or one micro-step of it, on whole batches, of which each slot takes its rows.
 
-        `signatures` tell the shapes of all tasks' batches; a task without one is left out. For a batch of which this
-        rank has only some rows, `held` has the rows of each leaf. `cuts` has, by op and number of layers, the shapes
-        that cross that cut; all ranks must give the same ones, or none, in which case senders tell receivers. The last
-        micro-step synchronises gradients and runs the optimizer. Losses are multiplied by `loss_scale` for backward.
-        Returns this rank's parts of the tasks' losses, then of the totals and counts of `metrics`, all of which add up
-        over ranks; and the times of a timed step.
+        `signatures` are digests of the shapes of all tasks' batches; a task without one is left out. For a batch of
+        which this rank has only some rows, `held` has the rows of each leaf. `cuts` has, by op and number of layers,
+        the shapes that cross that cut; all ranks must give the same ones, or none, in which case senders send the
+        metadata first. The last micro-step synchronises gradients and runs the optimizer. Losses are multiplied by
+        `loss_scale` for backward. Returns this rank's parts of the tasks' losses, then of the totals and counts of
+        `metrics`, all of which add up over ranks; and the times of a timed step.
         """
         step = Step(
             number=number,
@@ -294,7 +294,8 @@ class Executor:
         return self._compute.offload.num_bytes
 
     def release_gradient_buffers(self) -> GradientBuffers:
-        """What this executor keeps for gradients, for the executor of the next program; it must not run again."""
+        """Release this executor's memory for gradients to the executor of the next program. This one must not run
+        again."""
         return GradientBuffers(tuple(self._syncs.trained), self._syncs.gradients)
 
     @property

@@ -72,7 +72,7 @@ def trace_recorded(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -
         except GuardError as error:
             if not any(call.handle.module is error.module for task in recorded for call in task.calls):
                 raise
-            reason = "its code between the blocks depends on how many samples there are (int(x.shape[0])?)"
+            reason = "the code between its blocks depends on the number of samples (int(x.shape[0])?)"
             recorded = kept_whole(recorded, error.module, reason)
 
 
@@ -95,7 +95,7 @@ def bind(
             first.setdefault(names[id(parameter)], parameter)
     modules = [_module(handle, names) for handle in handles.values()]
     modules += [Module(name=f"{LOSS}.{task.name}", layers=(Layer(kind=LOSS),)) for task in tasks]
-    # One size for all: a workload counts bytes per element, and mixed ones are counted by the widest.
+    # A workload has one number of bytes per element; mixed dtypes count as the widest.
     element_bytes = max((parameter.element_size() for parameter in first.values()), default=4)
     workload = Workload(
         name=name,
@@ -194,7 +194,7 @@ def _task(one: TracedTask, facts: Facts, sharing: Sharing) -> Task:
         saved_bytes=2 * one.loss_bytes / rows,
         output_bytes=0,
         whole_batch=not splits or bool(one.whole_only),
-        # Ranks of a split loss meet: they add up their counts, and check themselves in the first step.
+        # Ranks of a split loss synchronize: they all-reduce their counts, and check the sum in the first step.
         meets=splits and not one.whole_only,
     )
     calls.append(Call(name=LOSS, module=f"{LOSS}.{definition.name}", costs=((LOSS, loss_cost),)))
@@ -214,7 +214,7 @@ def _cost(layer: TracedLayer, rows: int, whole_batch: bool) -> LayerCost:
 
 
 def likeness_of(layer: ChainLayer) -> Any:
-    """Equal for layers that do the same; None where that cannot be told."""
+    """A key that is equal for layers that compute the same; None if that is unknown."""
     return (layer.settings, *(parameter.requires_grad for parameter in layer.parameters)) if layer.settings else None
 
 

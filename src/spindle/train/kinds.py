@@ -1,7 +1,8 @@
-"""What an op computes, in words: where they are equal so is the code, and a time measured for one holds for the other.
+"""Describe what an op computes as text: ops with equal texts run the same code, so a time measured for one holds for
+the other.
 
-A layer is told by its module (classes with their sources, settings and shapes) and its place there. Left out: functions
-of the script that a module's forward calls, and what its attributes hold inside.
+A layer is identified by its module (classes with their sources, settings and shapes) and its position there. Left out:
+functions of the script that a module's forward calls, and what its attributes hold inside.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def kinds_of(bound: Bound, graph: MetaGraph) -> list[Kind]:
 
 
 def _module_text(module: nn.Module) -> str:
-    """The class of a module and a digest of all that makes it what it is, but for the values of its weights."""
+    """The class of a module, and a digest of everything that defines it except the values of its weights."""
     parts = [_plain(repr(module))]
     for path, part in module.named_modules():
         settings = {name: _setting(value) for name, value in vars(part).items() if not name.startswith("_")}
@@ -85,8 +86,8 @@ def _nodes(function: Any) -> tuple[fx.GraphModule, list[fx.Node]]:
 
 
 def graph_text(function: Any, *, values: bool = False) -> str:
-    """Recorded code, with numbers for names: these depend on what else was recorded. Of constant tensors it has the
-    shapes, or the `values` too."""
+    """The text of recorded code, with numbers for names, which depend on what else was recorded. Constant tensors
+    appear as shapes, or with `values` as their values."""
     runner, nodes = _nodes(function)
     number = {node: f"%{place}" for place, node in enumerate(nodes)}
     lines = []
@@ -125,7 +126,7 @@ def _only_picks(function: Any) -> bool:
 
 
 def _constants(function: Any) -> str:
-    """What a call is given that is no tensor."""
+    """The arguments of a call that are not tensors."""
     output = _nodes(function)[1][-1]
     return _plain(str(fx.node.map_arg(output.args[0], lambda one: "tensor")))
 

@@ -1,4 +1,4 @@
-"""From tasks to a workload with the times of its ops here: measured, or from a profile that the user gave."""
+"""From tasks to a workload with the times of its ops on this machine: measured, or from a given profile."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def trace_and_profile(
     capture: Capture | None,
     saved: Profile | None = None,
 ) -> ProfiledWorkload:
-    """Analyze and profile these task variants, of which `examples` has a batch each. Under a `capture`, write what it
-    asks for instead, and end the script. A `saved` profile holds where it is for the same tasks, on as many devices or
-    more."""
+    """Analyze and profile these task variants, of which `examples` has a batch each. Under a `capture`, write the
+    requested workload or profile instead, and end the script. A `saved` profile is used if it is for the same tasks, on
+    at least as many devices."""
 
     def run_tasks() -> None:
         for definition in definitions:
             definition(on_device(tree_map(_cloned, examples[definition.name]), world.device))
 
     with on_compute_stream(world.device), without_torch_logs(), explained_errors(run_tasks):
-        # Copies, because what is tried out may write over its input.
+        # Copies, because a trial may overwrite its input.
         copies = {name: on_device(tree_map(_cloned, batch), world.device) for name, batch in examples.items()}
         progress.stage("recording tasks")
         has_weights = not isinstance(capture, WorkloadCapture)

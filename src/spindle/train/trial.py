@@ -1,4 +1,4 @@
-"""Can parts of parameters be updated by themselves? Found out by trying the user's optimizer on small ones."""
+"""Determine by trial, on small parameters, whether the user's optimizer can update parts of parameters on their own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def why_not_sharded(make: MakeOptimizer, named: Sequence[Named]) -> str | None:
     """Why parts of parameters cannot be updated by themselves; None where they can.
 
     The optimizer is tried on small parameters under the user's names, whole and in two parts. What it does to large
-    ones alone (states of 8 bits, in blocks) is not found out.
+    ones only (8-bit states, in blocks) is not detected.
     """
     generator = torch.Generator().manual_seed(0)
     drawn: dict[str, list[torch.Tensor]] = {}  # a value and gradients
