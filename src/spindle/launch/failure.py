@@ -11,14 +11,12 @@ import json
 import os
 import runpy
 import sys
-import sysconfig
 import time
 import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import Literal, NoReturn
 
 from spindle.errors import PeerLostError, SpindleError
@@ -26,11 +24,6 @@ from spindle.errors import PeerLostError, SpindleError
 _TORCHELASTIC_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _LONGEST_TEXT = 1 << 18  # letters of a report
 INTERRUPTED = 130  # as in shells: 128 + SIGINT
-# Folders of code that is not the user's.
-_OTHERS = tuple(
-    f"{os.path.realpath(folder)}{os.sep}"
-    for folder in (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]))
-)
 _RUNNERS = frozenset({runpy.run_path.__code__.co_filename, str(Path(__file__).with_name("worker.py"))})
 
 
@@ -56,17 +49,6 @@ class Failure:
 def is_debugging() -> bool:
     """Whether the user wants whole tracebacks."""
     return os.environ.get("SPINDLE_DEBUG", "") not in ("", "0")
-
-
-def is_users(code: CodeType) -> bool:
-    """Whether code is the user's: not from Python, an installed package, or Spindle."""
-    return not code.co_filename.startswith("<") and _is_users_file(code.co_filename)
-
-
-@cache
-def _is_users_file(file: str) -> bool:
-    """Cached, because recording a task checks every stack frame at every op."""
-    return not os.path.realpath(file).startswith(_OTHERS)
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:

@@ -263,12 +263,12 @@ class Compute:
             gradients = _gradients_of(leaves_of(pieces[number + 1].inputs) if pieces else [])
         watch.start[position] = watch.now()
         if not instruction.makes_weights:
-            with self._styles(slot, first, last):
+            with _styles(slot, first, last, self._world):
                 self._run_input_parts(step, slot, gradients)
         elif step.graphs is None or not step.graphs.backward(
             slot, first, gradients, lambda: self._chunk(step, slot, number), is_last=is_last
         ):
-            with self._styles(slot, first, last):
+            with _styles(slot, first, last, self._world):
                 _run_backward(leaves_of(pieces[number].outputs), gradients)
         if step.graphs is None and instruction.makes_weights:
             self._syncs.gradients.keep(_used_by(slot, number))
@@ -318,13 +318,6 @@ class Compute:
             if number:
                 gradients = _gradients_of(inputs)
             piece.outputs = piece.recompute = None
-
-    def _styles(self, slot: RankSlot, first: int, last: int) -> Any:
-        """A context in which the layers of a slot run as this member of its tensor-parallel group."""
-        if len(slot.group) == 1 or not isinstance(slot.code, LayersCode):
-            return nullcontext()
-        styled = {id(part.module): part for layer in slot.code.layers[first:last] for part in layer.styled}
-        return apply_styles(styled.values(), TensorParallelGroup(self._world, slot.group))
 
     def _chunk(self, step: Step, slot: RankSlot, number: int) -> Chunk:
         """A chunk of a slot with the inputs and parameters that its backward has gradients for."""
@@ -386,6 +379,14 @@ def _loss_factor(step: Step, code: LossCode) -> float:
     """A task's weight scales the gradient of its loss, not the loss: a CUDA graph has the loss as it was captured."""
     weight = code.weight(step.number) if callable(code.weight) else code.weight
     return weight / step.micro_step.count
+
+
+def _styles(slot: RankSlot, first: int, last: int, world: World) -> Any:
+    """A context in which the layers of a slot run as this member of its tensor-parallel group."""
+    if len(slot.group) == 1 or not isinstance(slot.code, LayersCode):
+        return nullcontext()
+    styled = {id(part.module): part for layer in slot.code.layers[first:last] for part in layer.styled}
+    return apply_styles(styled.values(), TensorParallelGroup(world, slot.group))
 
 
 def seed_of(*parts: object) -> int:
