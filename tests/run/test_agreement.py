@@ -161,8 +161,8 @@ def with_other_name(bound: Any) -> Any:
 def with_other_shapes(cuts: Any) -> Any:
     (place, form), *rest = cuts.items()
     leaf = form.leaves[0]
-    other = replace(form, leaves=(TensorMeta((1, 77), leaf.dtype, leaf.requires_grad), *form.leaves[1:]))
-    return {place: other, **dict(rest)}
+    longer = replace(form, leaves=(TensorMeta((1, 77), leaf.dtype, leaf.requires_grad), *form.leaves[1:]))
+    return {place: longer, **dict(rest)}
 
 
 class NormalisedTwice(nn.LayerNorm):

@@ -318,7 +318,7 @@ def test_weights_that_leave_no_task_to_draw_are_refused():
 def test_tasks_are_drawn_as_often_as_they_weigh():
     names = ["a", "b", "c"]
     drawn = [tasks_in_step({"a": 6.0, "b": 3.0, "c": 1.0}, names, 1, 0, step) for step in range(2000)]
-    shares = [sum(name in one for one in drawn) / len(drawn) for name in names]
+    shares = [sum(name in step for step in drawn) / len(drawn) for name in names]
     assert shares == pytest.approx([0.6, 0.3, 0.1], abs=0.03)
     pairs = [tasks_in_step({"a": 1.0, "b": 1.0, "c": 0.0}, names, 2, 0, step) for step in range(20)]
     assert pairs == [["a", "b"]] * 20

@@ -214,8 +214,8 @@ def after(detector: HangDetector, seconds: int, *activities: Activity) -> dict[i
     hung: dict[int, str] = {}
     for second in range(seconds):
         records = {
-            rank: replace(one, num_records=one.num_records + second) if one.num_records else one
-            for rank, one in enumerate(activities)
+            rank: replace(activity, num_records=activity.num_records + second) if activity.num_records else activity
+            for rank, activity in enumerate(activities)
         }
         hung = detector.hung(records, 1.0) or hung
     return hung

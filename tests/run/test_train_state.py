@@ -34,7 +34,7 @@ class Squares(Dataset):
 
 
 def as_list(batch):
-    return {"x": torch.stack([one["x"] for one in batch])}
+    return {"x": torch.stack([sample["x"] for sample in batch])}
 
 
 def batches_that_lack_something():
@@ -72,7 +72,7 @@ def make_trainer(loader: str) -> tuple[spindle.Trainer, nn.Module]:
         return (tower(batch["x"]) + 1).square().mean()
 
     def adamw(named):
-        return torch.optim.AdamW([one for _, one in named], lr=0.01)
+        return torch.optim.AdamW([parameter for _, parameter in named], lr=0.01)
 
     trainer = spindle.Trainer(
         [pull, push],
@@ -119,8 +119,8 @@ def test_a_resumed_training_has_the_numbers_of_one_that_was_not_interrupted(load
     torch.manual_seed(2)
     other.load_state_dict(weights)
     resumed.load_train_state(state)
-    found = resumed.fit(loaders_of(loader), steps=STEPS - state.step, progress=False)
-    assert list(found.losses) == expected
+    result = resumed.fit(loaders_of(loader), steps=STEPS - state.step, progress=False)
+    assert list(result.losses) == expected
     assert all(torch.equal(mine, value) for mine, value in zip(other.parameters(), module.parameters(), strict=True))
     assert (random.random(), torch.rand(1).item()) == drawn
 
