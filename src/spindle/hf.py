@@ -251,10 +251,10 @@ def _make_optimizer(
             if _NO_DECAY.search(name.lower()) or (parameter.dim() < 2 and name.endswith(".weight"))
         }
         decayed = [parameter for name, parameter in parameters if name not in plain]
-        others = [parameter for name, parameter in parameters if name in plain]
+        undecayed = [parameter for name, parameter in parameters if name in plain]
         groups: list[dict[str, Any]] = [
             {"params": decayed, "weight_decay": arguments.weight_decay},
-            {"params": others, "weight_decay": 0.0},
+            {"params": undecayed, "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
         if _values(arguments)["optim"] == "sgd":

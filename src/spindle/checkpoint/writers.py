@@ -34,8 +34,8 @@ def writers_of(sharding: Sharding, element_bytes: Callable[[str], int]) -> dict[
             ]
     num_bytes: Counter[int] = Counter()
     writers: dict[str, list[tuple[Box, int]]] = {name: [] for name in sharding}
-    for size, name, box, holders in sorted(boxes, key=lambda entry: (len(entry[3]) > 1, -entry[0])):
-        writer = min(holders, key=lambda rank: (num_bytes[rank], rank))
+    for size, name, box, owning_ranks in sorted(boxes, key=lambda entry: (len(entry[3]) > 1, -entry[0])):
+        writer = min(owning_ranks, key=lambda rank: (num_bytes[rank], rank))
         num_bytes[writer] += size
         writers[name].append((box, writer))
     return writers

@@ -214,8 +214,8 @@ class SlownessDetector:
         slowness = {rank: activity.slowness for rank, activity in activities.items() if activity.slowness}
         notices = []
         for rank, own in slowness.items():
-            others = [number for another, number in slowness.items() if another != rank]
-            factor = own / statistics.median(others) if others else 1.0
+            of_others = [number for another, number in slowness.items() if another != rank]
+            factor = own / statistics.median(of_others) if of_others else 1.0
             if factor > _SLOW and rank not in self._reported:
                 self._reported.add(rank)
                 notices.append(

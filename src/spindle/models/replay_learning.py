@@ -242,19 +242,19 @@ def _losses(
 ) -> dict[int, int | None]:
     """Leaves of the output that are losses over tokens: the number of the cross entropy that is their mean, or None for
     a sum that is divided by what the caller gave (`num_items_in_batch`)."""
-    found: dict[int, int | None] = {}
+    reductions: dict[int, int | None] = {}
     for position, leaf in enumerate(result):
         for number, (value, reduction) in enumerate(losses.results):
             if value is leaf and reduction == "mean":
-                found[position] = number
+                reductions[position] = number
         for quotient, divisor in losses.quotients:
             sources = follow.sources(divisor)
             if quotient is leaf and all(
                 kind == "input" and not (isinstance(leaves[number], torch.Tensor) and leaves[number].dim())
                 for kind, number in sources
             ):
-                found[position] = None
-    return found
+                reductions[position] = None
+    return reductions
 
 
 def _shape_rule(leaf: Any, arguments: list[Any]) -> Any:

@@ -260,8 +260,8 @@ def _buckets(
     buckets: list[tuple[tuple[int, float], Bucket]] = []
     for (using, after, degree, shard), parameters in groups.items():
         if (using, degree, shard) not in ranks_of:
-            slots, keeping = using
-            ranks = np.unique([*(device for slot in slots for device in plan.slots[slot].devices), *keeping])
+            slots, idle_owners = using
+            ranks = np.unique([*(device for slot in slots for device in plan.slots[slot].devices), *idle_owners])
             ranks_of[using, degree, shard] = ranks[place[ranks] % degree == shard]
         ranks = ranks_of[using, degree, shard]
         if len(ranks) > 1:

@@ -169,8 +169,8 @@ def _lane_shares(program: Program, profile: Profile) -> dict[str, tuple[LaneShar
     return {op: tuple(of_op) for op, of_op in explained.items()}
 
 
-def _overlap(passes: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
-    return any(start < last and first < end for start, end in passes for first, last in others)
+def _overlap(passes: Sequence[tuple[int, int]], rivals: Sequence[tuple[int, int]]) -> bool:
+    return any(start < last and first < end for start, end in passes for first, last in rivals)
 
 
 def _points(plan: Plan, profile: Profile, op: int) -> tuple[CurvePoint, ...]:
@@ -196,12 +196,12 @@ def _points(plan: Plan, profile: Profile, op: int) -> tuple[CurvePoint, ...]:
 
 
 def _story(plan: Plan, profile: Profile, timed: Sequence[tuple[Slot, Span]], slot: Slot, span: Span) -> SlotStory:
-    beside: dict[str, int] = {}
+    concurrent: dict[str, int] = {}
     slack = _SAME_TIME * plan.folded_s
     for neighbour, when in timed:
         overlaps = when.start_s < span.end_s - slack and when.end_s > span.start_s + slack
         if neighbour.op != slot.op and overlaps:
-            beside[neighbour.op] = max(beside.get(neighbour.op, 0), len(neighbour.devices))
+            concurrent[neighbour.op] = max(concurrent.get(neighbour.op, 0), len(neighbour.devices))
     return SlotStory(
         first=slot.first,
         last=slot.last,
@@ -210,7 +210,7 @@ def _story(plan: Plan, profile: Profile, timed: Sequence[tuple[Slot, Span]], slo
         end_s=span.end_s,
         wave=slot.wave,
         waited_for=_waited_for(plan, profile, timed, slot, span),
-        beside=tuple(beside.items()),
+        beside=tuple(concurrent.items()),
     )
 
 
@@ -337,13 +337,13 @@ def _about_bound(explanation: OpExplanation) -> str:
 
 
 def _about_neighbours(explanation: OpExplanation) -> list[str]:
-    beside: dict[str, int] = {}
+    concurrent: dict[str, int] = {}
     for slot in explanation.slots:
         for op, count in slot.beside:
-            beside[op] = max(count, beside.get(op, 0))
-    if not beside:
+            concurrent[op] = max(count, concurrent.get(op, 0))
+    if not concurrent:
         return ["Nothing ran beside it."]
-    return [f"Beside it ran {listed([f'{op} (on {count})' for op, count in beside.items()])}."]
+    return [f"Beside it ran {listed([f'{op} (on {count})' for op, count in concurrent.items()])}."]
 
 
 def _about_data(explanation: OpExplanation) -> list[str]:

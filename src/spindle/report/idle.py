@@ -108,8 +108,8 @@ def idle_sentences(causes: Sequence[IdleCause], at_most: int = 4) -> list[str]:
     shown = [cause for cause in causes if cause.share >= _WORTH_TELLING][:at_most] or list(causes[:1])
     lines = [f"Why {percent(idle)} of device time is idle:"]
     for cause in shown:
-        beside = f"beside {cause.module}, which {cause.reason}" if cause.module else f"while {cause.reason}"
-        lines.append(f"- {percent(cause.share)} {beside}.")
+        text = f"beside {cause.module}, which {cause.reason}" if cause.module else f"while {cause.reason}"
+        lines.append(f"- {percent(cause.share)} {text}.")
     rest = [cause for cause in causes[len(shown) :] if cause.module]
     if sum(cause.share for cause in rest) >= _WORTH_TELLING:
         names = listed([cause.module for cause in rest], at_most=3)

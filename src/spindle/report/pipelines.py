@@ -129,13 +129,13 @@ def _panel(plan: Plan, profile: Profile, groups: list[tuple[int, ...]], top: flo
         x, y = _LEFT + span.start_s * scale, top + row_of[slot.devices] * _ROW
         wide = (span.end_s - span.start_s) * scale
         edge = "#fde68a" if span.kind == WEIGHT else "#ffffff"
-        again = f", {slot.recomputed} of {slot.num_layers} layers recomputed" if slot.recomputed else ""
-        away = f", {slot.offloaded} offloaded" if slot.offloaded else ""
+        recomputed = f", {slot.recomputed} of {slot.num_layers} layers recomputed" if slot.recomputed else ""
+        offloaded = f", {slot.offloaded} offloaded" if slot.offloaded else ""
         kind = {INPUT: "gradients of inputs", WEIGHT: "gradients of weights"}.get(span.kind, span.kind)
         yield (
             f"<rect x='{x:.2f}' y='{y:.2f}' width='{max(wide, 0.2):.2f}' height='{_ROW}' fill='{fill}' "
             f"stroke='{edge}' stroke-width='{0.8 if wide >= _LEAST_EDGED else 0}'>"
-            f"<title>{escape(f'{slot.op}, {kind}{again}{away}')}</title></rect>"
+            f"<title>{escape(f'{slot.op}, {kind}{recomputed}{offloaded}')}</title></rect>"
         )
         label = f"{slot.microbatch}"
         if wide > 7 * len(label) + 3:

@@ -85,8 +85,8 @@ def check_first_batches(examples: Mapping[str, Any], world: World) -> None:
     batches are compared among the ranks that read them under their plan."""
     if world.size > 1:
         fingerprints = torch.tensor([fingerprint_of(nest) for nest in examples.values()], dtype=torch.float64)
-        reference, *others = world.start_all_gather(fingerprints).wait()
-        for rank, row in enumerate(others, 1):
+        reference, *by_rank = world.start_all_gather(fingerprints).wait()
+        for rank, row in enumerate(by_rank, 1):
             differing = (row != reference).tolist()
             if any(differing):
                 raise _other_batch(0, list(examples)[differing.index(True)], rank, 0)

@@ -65,16 +65,16 @@ def _setting(value: Any) -> str:
 
 def _sources(classes: Iterable[type]) -> list[str]:
     """The text of classes that are not torch's own, whose version is known otherwise."""
-    named = {f"{one.__module__}.{one.__qualname__}": one for one in classes}
-    own = {name: one for name, one in named.items() if name.split(".")[0] not in ("torch", "builtins")}
+    named = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in classes}
+    own = {name: cls for name, cls in named.items() if name.split(".")[0] not in ("torch", "builtins")}
     return [f"{name} {_source(own[name])}" for name in sorted(own)]
 
 
-def _source(one: type) -> str:
+def _source(cls: type) -> str:
     try:
-        return inspect.getsource(one)
+        return inspect.getsource(cls)
     except (OSError, TypeError):  # typed at a prompt
-        functions = [value for value in vars(one).values() if inspect.isfunction(value)]
+        functions = [value for value in vars(cls).values() if inspect.isfunction(value)]
         return str([(function.__code__.co_code.hex(), function.__code__.co_names) for function in functions])
 
 
@@ -100,7 +100,7 @@ def graph_text(function: Any, *, values: bool = False) -> str:
             target = tensor_text(constant) if values and isinstance(constant, torch.Tensor) else _setting(constant)
         elif callable(target):
             target = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
-        arguments = fx.node.map_arg((node.args, node.kwargs), lambda one: number[one])
+        arguments = fx.node.map_arg((node.args, node.kwargs), lambda source: number[source])
         lines.append(f"{number[node]} {node.op} {target} {arguments}")
     return _plain("\n".join(lines))
 
@@ -128,7 +128,7 @@ def _only_picks(function: Any) -> bool:
 def _constants(function: Any) -> str:
     """The arguments of a call that are not tensors."""
     output = _nodes(function)[1][-1]
-    return _plain(str(fx.node.map_arg(output.args[0], lambda one: "tensor")))
+    return _plain(str(fx.node.map_arg(output.args[0], lambda _: "tensor")))
 
 
 def _plain(text: str) -> str:

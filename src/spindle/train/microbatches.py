@@ -48,7 +48,7 @@ def on_one_device(profile: Profile) -> Profile:
 def _single(curves: Sequence[Curve]) -> Curve:
     """The time of a layer on one device; if that was not measured, n times that on the fewest devices, n."""
     curve = min(
-        (curve for curve in curves if curve.tensor_degree == 1), key=lambda one: one.num_devices[0], default=None
+        (curve for curve in curves if curve.tensor_degree == 1), key=lambda curve: curve.num_devices[0], default=None
     )
     if curve is None:
         raise PlanError("a pipeline runs each layer on one device, but a module has times for tensor groups only")
@@ -153,8 +153,8 @@ class Microbatches:
         self.profile, self.layout, self._code = profile, layout, code
         self.forms, self._seed, self._is_first = forms, seed, is_first
         self._measured = {
-            variant: self._sizes(variant, forms.of(profile.graph, code, {variant: without_values(one)}))
-            for variant, one in examples.items()
+            variant: self._sizes(variant, forms.of(profile.graph, code, {variant: without_values(example)}))
+            for variant, example in examples.items()
         }
         self._scales: dict[tuple[str, int], dict[int, float]] = {}
         self.owning_ranks: dict[int, tuple[int, ...]] = {}
@@ -164,8 +164,8 @@ class Microbatches:
         self._kept: dict[Key, tuple[Program, bool]] = {}
         self._count = 0
 
-    def meet(self, variant: str, signature: int, nest: Any) -> Cuts | None:
-        """A batch, without values; what crosses cuts between layers is returned if its shape is new."""
+    def infer_cuts(self, variant: str, signature: int, nest: Any) -> Cuts | None:
+        """The shapes that cross cuts between layers for a batch without values; None if its shape is known."""
         if (variant, signature) in self._scales:
             return None
         cuts = self.forms.of(self.profile.graph, self._code, {variant: nest})

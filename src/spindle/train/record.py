@@ -156,22 +156,22 @@ class _TaskTracer(GradientTracer):
     def _value_of(self, node: fx.Node, batch: Any) -> Any:
         """Evaluate a node on a batch, from everything that was recorded before it."""
         known: dict[fx.Node, Any] = {}
-        for one in node.graph.nodes:
-            args, kwargs = fx.node.map_arg((one.args, one.kwargs), lambda other: known[other])
-            match one.op:
+        for recorded in node.graph.nodes:
+            args, kwargs = fx.node.map_arg((recorded.args, recorded.kwargs), lambda source: known[source])
+            match recorded.op:
                 case "placeholder":
-                    known[one] = batch
+                    known[recorded] = batch
                 case "get_attr":  # a constant of the script
-                    known[one] = getattr(self.root, one.target)
-                case "call_function" if one.target is called_module:
+                    known[recorded] = getattr(self.root, recorded.target)
+                case "call_function" if recorded.target is called_module:
                     # A module may already be on its device; batches are moved there later.
                     there = next((tensor.device for tensor in args[0].module.parameters()), device_of(batch))
                     args, kwargs = on_device((args, kwargs), there)
-                    known[one] = on_device(called_module(*args, **kwargs), device_of(batch))
+                    known[recorded] = on_device(called_module(*args, **kwargs), device_of(batch))
                 case "call_function":
-                    known[one] = one.target(*args, **kwargs)
+                    known[recorded] = recorded.target(*args, **kwargs)
                 case "call_method":
-                    known[one] = getattr(args[0], one.target)(*args[1:], **kwargs)
+                    known[recorded] = getattr(args[0], recorded.target)(*args[1:], **kwargs)
         return known[node]
 
 
@@ -333,8 +333,8 @@ def _glue(
         copies[node] = part.placeholder(f"output_{number}")
     for node in graph.nodes:
         if node in needed:
-            copies[node] = part.node_copy(node, lambda one: copies[one])
-    part.output(fx.node.map_arg(wanted, lambda one: copies[one]))
+            copies[node] = part.node_copy(node, lambda source: copies[source])
+    part.output(fx.node.map_arg(wanted, lambda source: copies[source]))
     runner = fx.GraphModule(constants, part)
     return tuple(calls[node] for node in sources), runner.forward
 

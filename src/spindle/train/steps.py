@@ -289,7 +289,7 @@ class PipelinedSteps(Steps):
                 mine = without_values(batches[microbatch.micro_step][microbatch.task].nest) if is_reader else None
                 self._shapes[key] = self._world.broadcast_object(mine, header.reader)
             shapes[name] = self._shapes[key]
-            cuts = self._microbatches.meet(microbatch.variant, header.signature, shapes[name])
+            cuts = self._microbatches.infer_cuts(microbatch.variant, header.signature, shapes[name])
             if cuts is not None:
                 new_cuts[name] = cuts
         if new_cuts:

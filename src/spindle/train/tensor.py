@@ -60,19 +60,19 @@ class _NoShare(Exception):
 
 def styles_in(handles: Mapping[str, ModuleHandle]) -> list[StyledModule]:
     """The styled parts of modules, from plans that users gave or that come with models."""
-    found: dict[int, StyledModule] = {}
+    styled: dict[int, StyledModule] = {}
     for handle in handles.values():
         given = handle.tensor_parallel
         plan = builtin_tp_plan(handle.module) if given is None else given
-        for one in resolve_styles(handle.module, plan):
-            found.setdefault(id(one.module), one)
-    return drop_tied_conflicts(list(found.values()), [handle.module for handle in handles.values()])
+        for part in resolve_styles(handle.module, plan):
+            styled.setdefault(id(part.module), part)
+    return drop_tied_conflicts(list(styled.values()), [handle.module for handle in handles.values()])
 
 
 def parts_of(parameters: Sequence[nn.Parameter], styled: Sequence[StyledModule]) -> tuple[StyledModule, ...]:
     """Those of a layer with these parameters."""
     own = {id(parameter) for parameter in parameters}
-    return tuple(one for one in styled if any(id(each) in own for each in one.module.parameters()))
+    return tuple(part for part in styled if any(id(each) in own for each in part.module.parameters()))
 
 
 def find_sharing(tasks: Sequence[TracedTask], batches: Mapping[str, Any], *, has_values: bool) -> Sharing:
@@ -151,7 +151,7 @@ class _Search:
         name, key = visit.call.handle.name, (task.name, visit.call.name, visit.layer.kind)
         if not parts or key in self.costs:
             return
-        with counted_saved_bytes() as kept:
+        with counted_saved_bytes() as saved:
             whole = _run(visit, visit.layer.run)
         for degree in _DEGREES:
             if degree > self.most[name]:
@@ -178,7 +178,7 @@ class _Search:
                 return
             # Degree 2 shows which share of activations is split; higher degrees follow from it.
             if degree == 2:
-                share = 2 * (1 - counts[0] / kept()) if kept() else 1.0
+                share = 2 * (1 - counts[0] / saved()) if saved() else 1.0
                 self.costs[key] = (rehearsal.sent_bytes / rows, min(1.0, max(0.0, round(share, 3))))
 
     def _compare(self, visit: Visit, parts: Sequence[StyledModule]) -> None:
@@ -197,7 +197,7 @@ class _Search:
             with _shards(parts, 2, place) as shards, apply_styles(parts, rehearsal):
                 ours = _run(visit, visit.layer.run)
                 rehearsal.is_backward = True
-                return _with_gradients(ours, inputs + [shards.get(id(one), one) for one in trained])
+                return _with_gradients(ours, inputs + [shards.get(id(parameter), parameter) for parameter in trained])
 
         try:
             results = rehearsal.run(member)
@@ -208,8 +208,8 @@ class _Search:
         for place, (ours, our_gradients) in enumerate(results):
             # A member has the gradients of its shards, and those of whole parameters and inputs as a whole.
             expected = [
-                shard_of(one, dims[id(of)], 2, place) if one is not None and id(of) in dims else one
-                for one, of in zip(gradients, inputs + trained, strict=True)
+                shard_of(gradient, dims[id(of)], 2, place) if gradient is not None and id(of) in dims else gradient
+                for gradient, of in zip(gradients, inputs + trained, strict=True)
             ]
             if not _close(ours, values):
                 raise _NoShare(
@@ -237,14 +237,14 @@ def _hint(parts: Sequence[StyledModule]) -> str:
 def _related(handles: Mapping[str, ModuleHandle], styled: Sequence[StyledModule]) -> list[str]:
     """Modules that have a styled part, or share weights with one that does, directly or through others."""
     weights = {name: {id(parameter) for parameter in handle.module.parameters()} for name, handle in handles.items()}
-    reached = {id(parameter) for one in styled for parameter in one.module.parameters()}
+    reached = {id(parameter) for part in styled for parameter in part.module.parameters()}
     # Until nothing is added: a module that is tied to a split one spreads the degree to those that it is tied to.
-    found: list[str] = []
+    related: list[str] = []
     while True:
-        more = [name for name in handles if name not in found and weights[name] & reached]
+        more = [name for name in handles if name not in related and weights[name] & reached]
         if not more:
-            return found
-        found += more
+            return related
+        related += more
         reached = reached.union(*(weights[name] for name in more))
 
 
@@ -294,15 +294,23 @@ def _with_gradients(values: Any, wanted: Sequence[torch.Tensor]) -> tuple[list[A
 
 def _close(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
     """Equal up to the order of summation; some gradients are zero in exact arithmetic."""
-    pairs = [(one, other) for one, other in zip(ours, theirs, strict=True) if one is not None or other is not None]
-    if any(one is None or other is None or one.shape != other.shape for one, other in pairs):
+    pairs = [
+        (actual, expected)
+        for actual, expected in zip(ours, theirs, strict=True)
+        if actual is not None or expected is not None
+    ]
+    if any(actual is None or expected is None or actual.shape != expected.shape for actual, expected in pairs):
         return False
-    floats = [(one.double(), other.double(), other) for one, other in pairs if other.is_floating_point()]
+    floats = [
+        (actual.double(), expected.double(), expected) for actual, expected in pairs if expected.is_floating_point()
+    ]
     largest = max((float(exact.norm()) for _, exact, _ in floats), default=0.0)
     return all(
-        float((one - exact).norm()) <= tolerance * max(float(exact.norm()), 0.1 * largest)
-        for one, exact, other in floats
-        for tolerance in [5e-2 if torch.is_autocast_enabled(other.device.type) else _TOLERANCES.get(other.dtype, 5e-2)]
+        float((actual - exact).norm()) <= tolerance * max(float(exact.norm()), 0.1 * largest)
+        for actual, exact, expected in floats
+        for tolerance in [
+            5e-2 if torch.is_autocast_enabled(expected.device.type) else _TOLERANCES.get(expected.dtype, 5e-2)
+        ]
     )
 
 

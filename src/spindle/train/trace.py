@@ -400,7 +400,7 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _pairs_rows(small: torch.Size, large: torch.Size) -> bool:
     """Whether a tensor grows with the batch in two dimensions: it compares every row with every other."""
-    return len(small) == len(large) and sum(one != other for one, other in zip(small, large, strict=True)) > 1
+    return len(small) == len(large) and sum(length != longer for length, longer in zip(small, large, strict=True)) > 1
 
 
 @contextmanager

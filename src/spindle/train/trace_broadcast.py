@@ -126,7 +126,7 @@ def _rebuild(
                 whole_only=message.whole_only,
             )
         )
-    for call in reversed([call for one in traced for call in one.recorded.calls]):
+    for call in reversed([call for task in traced for call in task.recorded.calls]):
         call.handle.chain = call.chain  # of the first call, in the end
     return traced
 

@@ -82,9 +82,9 @@ def _recorded_whole() -> Iterator[None]:
 
 
 def _first_proxy(value: Any) -> fx.Proxy | None:
-    found: list[fx.Proxy] = []
-    fx.node.map_aggregate(value, lambda leaf: found.append(leaf) if isinstance(leaf, fx.Proxy) else None)
-    return found[0] if found else None
+    proxies: list[fx.Proxy] = []
+    fx.node.map_aggregate(value, lambda leaf: proxies.append(leaf) if isinstance(leaf, fx.Proxy) else None)
+    return proxies[0] if proxies else None
 
 
 def without_gradient(value: Any) -> Any:

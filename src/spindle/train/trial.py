@@ -80,12 +80,15 @@ def _tried(make: MakeOptimizer, drawn: Mapping[str, Sequence[torch.Tensor]]) -> 
         for name, parameter in named:
             parameter.grad = drawn[name][1 + step].clone()
         optimizer.step()
-    return {name: {_MOVED: one.detach() - drawn[name][0], **optimizer.state.get(one, {})} for name, one in named}
+    return {
+        name: {_MOVED: parameter.detach() - drawn[name][0], **optimizer.state.get(parameter, {})}
+        for name, parameter in named
+    }
 
 
-def _agree(one: Any, other: Any) -> bool:
-    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-        return type(one) is type(other) and bool(one == other)
-    if one.shape != other.shape or not one.numel():
-        return one.shape == other.shape
-    return bool((one.double() - other.double()).abs().max() <= _TRIED_ERROR * other.double().abs().max())
+def _agree(actual: Any, expected: Any) -> bool:
+    if not (isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor)):
+        return type(actual) is type(expected) and bool(actual == expected)
+    if actual.shape != expected.shape or not actual.numel():
+        return actual.shape == expected.shape
+    return bool((actual.double() - expected.double()).abs().max() <= _TRIED_ERROR * expected.double().abs().max())
