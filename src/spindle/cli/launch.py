@@ -53,7 +53,7 @@ def launch(
     ] = None,
     restarts: Annotated[
         int,
-        typer.Option("--restarts", metavar="N", help="Start a job that fails again, up to N times.", min=0),
+        typer.Option("--restarts", metavar="N", help="Restart a failed job up to N times.", min=0),
     ] = 0,
     least: Annotated[
         int | None,

@@ -99,8 +99,8 @@ def _root(
 ) -> None:
     """Plan, rehearse and run training steps that run several multimodal tasks at once.
 
-    Give it a graph of ops with their times, or the name of a recipe, and the machines; or a training script. Start
-    with:
+    Give it a graph of ops with their times, or the name of a recipe, and the machines; or a training script.
+    Start with:
 
     spindle recipes
 

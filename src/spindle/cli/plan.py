@@ -31,7 +31,7 @@ def plan(
         typer.Option(
             "--planner",
             metavar="NAME",
-            help="wavefront (the default), paper, sequential, distmm, task-level or exhaustive; of a multimodal model "
+            help="wavefront (the default), paper, sequential, distmm, task-level or exhaustive; for a multimodal model "
             "pipeline (the default), optimus, static, static-sorted, zb-h1, vpp or 1f1b.",
             show_default=False,
         ),
