@@ -88,7 +88,7 @@ class Compute:
             return self._run_layers(step, slot, slot.code, trees, watch)
         if slot.code.is_random:
             self._seed(step, slot, slot.first_layer)
-        batch = self._batch(step, slot) if slot.rows else None
+        batch = _batch(step, slot, self._batch_axes[slot.task]) if slot.rows else None
         whole = step.batches[slot.task] if step.check_losses and slot.task not in step.held else None
         loss, metrics = loss_part(slot.code, slot, batch, trees, self._world, check_with=whole)
         return SlotOutput([Piece(inputs=(), outputs=loss)], (loss, metrics))
@@ -122,7 +122,8 @@ class Compute:
                 if values is None:
                     # The glue code that makes a call's arguments is part of its first layer.
                     run = _behind(code.arguments, run)
-                    args = (self._batch(step, slot), *(trees[source][0] for source in code.sources))
+                    batch = _batch(step, slot, self._batch_axes[slot.task])
+                    args = (batch, *(trees[source][0] for source in code.sources))
                 is_recomputed = number - slot.first < slot.recomputed
                 # An in-place layer must not change values that are needed later: inputs of a recomputation, or leaves
                 # of the autograd graph, where autograd forbids it.
@@ -177,20 +178,6 @@ class Compute:
                 span = range(slot.first, slot.chunks[-1][1])
                 layers = [slot.first_layer + number for number in span if all_layers[number].is_random]
         return {layer: self._seed_at(step, slot, layer) for layer in layers}
-
-    def _batch(self, step: Step, slot: RankSlot) -> Any:
-        tree, axes = step.batches[slot.task], self._batch_axes[slot.task]
-        if slot.task not in step.held:
-            return cut(tree, axes, slot.num_rows, slot.begin, slot.end)
-        leaves, spec = tree_flatten(tree)
-        # Leaves that this slot does not read may be here for another slot, with other rows.
-        parts = [
-            cut_leaf(leaf, axis, last - first, slot.begin - first, slot.end - first)
-            if first <= slot.begin and slot.end <= last
-            else None
-            for leaf, axis, (first, last) in zip(leaves, axes, step.held[slot.task], strict=True)
-        ]
-        return tree_unflatten(parts, spec)
 
     def _input(self, step: Step, link: LinkEnd, watch: Watch) -> Any:
         """A slot's input over one link: local and received rows, concatenated, as leaves of a new autograd graph."""
@@ -263,12 +250,12 @@ class Compute:
             gradients = _gradients_of(leaves_of(pieces[number + 1].inputs) if pieces else [])
         watch.start[position] = watch.now()
         if not instruction.makes_weights:
-            with _styles(slot, first, last, self._world):
+            with self._styles(slot, first, last):
                 self._run_input_parts(step, slot, gradients)
         elif step.graphs is None or not step.graphs.backward(
             slot, first, gradients, lambda: self._chunk(step, slot, number), is_last=is_last
         ):
-            with _styles(slot, first, last, self._world):
+            with self._styles(slot, first, last):
                 _run_backward(leaves_of(pieces[number].outputs), gradients)
         if step.graphs is None and instruction.makes_weights:
             self._syncs.gradients.keep(_used_by(slot, number))
@@ -318,6 +305,13 @@ class Compute:
             if number:
                 gradients = _gradients_of(inputs)
             piece.outputs = piece.recompute = None
+
+    def _styles(self, slot: RankSlot, first: int, last: int) -> Any:
+        """A context in which the layers of a slot run as this member of its tensor-parallel group."""
+        if len(slot.group) == 1 or not isinstance(slot.code, LayersCode):
+            return nullcontext()
+        styled = {id(part.module): part for layer in slot.code.layers[first:last] for part in layer.styled}
+        return apply_styles(styled.values(), TensorParallelGroup(self._world, slot.group))
 
     def _chunk(self, step: Step, slot: RankSlot, number: int) -> Chunk:
         """A chunk of a slot with the inputs and parameters that its backward has gradients for."""
@@ -375,18 +369,26 @@ class Compute:
         return sums
 
 
+def _batch(step: Step, slot: RankSlot, axes: Axes) -> Any:
+    """A slot's rows of its task's batch."""
+    tree = step.batches[slot.task]
+    if slot.task not in step.held:
+        return cut(tree, axes, slot.num_rows, slot.begin, slot.end)
+    leaves, spec = tree_flatten(tree)
+    # Leaves that this slot does not read may be here for another slot, with other rows.
+    parts = [
+        cut_leaf(leaf, axis, last - first, slot.begin - first, slot.end - first)
+        if first <= slot.begin and slot.end <= last
+        else None
+        for leaf, axis, (first, last) in zip(leaves, axes, step.held[slot.task], strict=True)
+    ]
+    return tree_unflatten(parts, spec)
+
+
 def _loss_factor(step: Step, code: LossCode) -> float:
     """A task's weight scales the gradient of its loss, not the loss: a CUDA graph has the loss as it was captured."""
     weight = code.weight(step.number) if callable(code.weight) else code.weight
     return weight / step.micro_step.count
-
-
-def _styles(slot: RankSlot, first: int, last: int, world: World) -> Any:
-    """A context in which the layers of a slot run as this member of its tensor-parallel group."""
-    if len(slot.group) == 1 or not isinstance(slot.code, LayersCode):
-        return nullcontext()
-    styled = {id(part.module): part for layer in slot.code.layers[first:last] for part in layer.styled}
-    return apply_styles(styled.values(), TensorParallelGroup(world, slot.group))
 
 
 def seed_of(*parts: object) -> int:

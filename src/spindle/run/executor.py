@@ -33,7 +33,7 @@ from spindle.run.graph_cache import GraphCache
 from spindle.run.lanes import Lanes
 from spindle.run.op_code import LossCode, OpCode
 from spindle.run.pytrees import Axes, PytreeMeta
-from spindle.run.rank_program import RankProgram, held_parameters, rank_program_of, tensor_groups
+from spindle.run.rank_program import held_parameters, rank_program_of, tensor_groups
 from spindle.run.shards import Shards
 from spindle.run.step import HostCopy, MicroStep, Pace, Step, Watch
 from spindle.run.step_graph import StepGraph, accumulate
@@ -108,7 +108,7 @@ class Executor:
         self._losses_of = {
             op.task: op_code for op, op_code in zip(graph.metaops, code, strict=True) if isinstance(op_code, LossCode)
         }
-        self._launched_before = _order_launches(program.instructions, self._rank_program)
+        self._launched_before = self._rank_program.launches_before(program.instructions)
         if world.uses_nccl:
             _ = world.control, world.everyone  # collective: all ranks create a group, whether or not they use it
         # Groups are made here for all buckets and slots, not only for this rank's: `new_group` is collective over all
@@ -271,7 +271,7 @@ class Executor:
                     raise AssertionError("these instructions are on other lanes")
         except Exception as error:
             error.add_note(
-                f"in step {step.number} on rank {self.world.rank}, {_describe(instruction, self._rank_program)}"
+                f"in step {step.number} on rank {self.world.rank}, {self._rank_program.describe(instruction)}"
             )
             raise
         watch.end[position] = watch.now()
@@ -386,37 +386,3 @@ class Executor:
             if code.metrics
         ]
         return HostCopy(torch.cat(parts) if len(parts) > 1 else parts[0])
-
-
-def _order_launches(instructions: Sequence[Instruction], rank_program: RankProgram) -> dict[int, int]:
-    """For each instruction of the compute lane, how many operations of the common launch order precede it: up to
-    the exchanges that it waits for, and up to its own place where it has collectives inside."""
-    place = {position: number for number, position in enumerate(rank_program.launches)}
-    exchanges = {
-        (instruction.link, instruction.backward): place[position]
-        for position, instruction in enumerate(instructions)
-        if isinstance(instruction, Exchange) and position in place
-    }
-    before = {}
-    # An instruction that waits for an exchange which is not launched would wait forever; launching everything up to
-    # that exchange, and no more, keeps the common order and leaves later operations to overlap with compute.
-    for position in rank_program.compute if place else ():
-        ends = [place.get(position, 0)]
-        match instructions[position]:
-            case Forward(slot=slot):
-                ends += [exchanges.get((link.number, False), -1) + 1 for link in rank_program.slots[slot].inputs]
-            case Backward(slot=slot):
-                ends += [exchanges.get((link.number, True), -1) + 1 for link in rank_program.slots[slot].outputs]
-            case _:
-                ends.append(len(place))
-        before[position] = max(ends)
-    return before
-
-
-def _describe(instruction: Instruction, rank_program: RankProgram) -> str:
-    match instruction:
-        case Forward(slot=slot) | Backward(slot=slot):
-            what = "forward" if isinstance(instruction, Forward) else "backward"
-            return f"{what} of {rank_program.slots[slot].name}"
-        case _:
-            return type(instruction).__name__
