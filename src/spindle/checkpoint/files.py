@@ -98,7 +98,7 @@ def finish(folder: Path, state: SavedState, artifacts: Mapping[str, str]) -> Pat
     for path in paths:
         path.unlink()
     sync_folder(partial)
-    if final.exists():  # damaged, or from a run that diverged from this one
+    if final.exists():  # damaged, or of a run that took another course
         _remove(final)
     partial.rename(final)
     sync_folder(folder)
@@ -147,7 +147,7 @@ def read_index(folder: Path, digests: Mapping[str, str]) -> Index:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove unfinished checkpoints of earlier runs. No other run may be writing to the folder."""
+    """Remove what earlier runs left unfinished. No run may be writing to the folder."""
     for entry in list(folder.iterdir()) if folder.is_dir() else ():
         if _UNFINISHED.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
@@ -166,7 +166,7 @@ def prune(folder: Path, keep: int | None, needed: Sequence[int] = (), damaged: C
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint. It is renamed first, because a folder with a final name must be complete."""
+    """Rename first: a checkpoint that has its name is complete."""
     doomed = folder.with_name(f"{folder.name}.removed")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)

@@ -130,7 +130,7 @@ class SavedState:
     data: dict[str, Any]  # positions of loaders, by task
     random_state: Any
     num_updates: int
-    optimizer_values: dict[str, Any]  # by parameter: values other than tensors
+    optimizer_values: dict[str, Any]  # by parameter: what is no tensor
     groups: tuple[dict, ...]  # type: ignore[type-arg]  # parameters with their settings
     frozen_groups: tuple[dict, ...]  # type: ignore[type-arg]  # of parameters that are not trained now
     planning: str

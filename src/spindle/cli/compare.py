@@ -35,7 +35,7 @@ def pipelines_estimate_s(num_ops: int, num_ranks: int) -> float:
 
 
 def _plans(step: Step, options: PlanOptions) -> tuple[dict[str, tuple[Plan, Profile]], dict[str, str]]:
-    """The plans of all compared planners, with their profiles; and why the other planners made none."""
+    """The plans of all compared planners, with the profiles that they are of; and why others made none."""
     from spindle.cli.inputs import planner_input, with_sizes
     from spindle.cli.terminal import note_compilation, note_duration, progress_bar
     from spindle.errors import DoesNotFitError

@@ -27,7 +27,7 @@ from spindle.launch.user_code import is_users
 RECORD_S = 5.0  # between two records
 LIMIT_VARIABLE = "SPINDLE_HUNG_S"  # seconds without progress after which a rank hangs; 0: never
 LIMIT_S = 60.0
-_LONGEST_STEPS = 20  # no rank counts as hung before this many times the longest step
+_LONGEST_STEPS = 20  # no rank hangs before so many of the longest steps
 _USERS_CODE = 10  # times the limit: a callback may evaluate for long, and a loader wait for a file system
 _SLOW = 1.3  # times as long as predicted, relative to other ranks
 ON_STEP, LOADING = USERS_PHASES = ("on_step", "reading a batch")
@@ -74,7 +74,7 @@ class Recorder:
         self._thread: threading.Thread | None = None
 
     def begin(self, step: int) -> None:
-        """Note that steps begin. The first one is not watched: its time says nothing about those that follow."""
+        """Note that steps begin. The first is no measure of those that follow, and is not watched."""
         self.step, self.is_watched, self._last_s, self._longest_step_s = step, True, None, 0.0
 
     def step_done(self, step: int) -> None:
@@ -86,7 +86,7 @@ class Recorder:
         self.num_events += 1
 
     def pause(self) -> None:
-        """Stop being watched until another step is done."""
+        """End the watch, until another step is done."""
         self._last_s, self.is_watched = None, False
 
     @contextmanager

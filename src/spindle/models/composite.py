@@ -96,7 +96,7 @@ class OpenedComposite:
     result: Any  # the output, as fake tensors
     output: Callable[[Any], Glue]  # what computes part of `index`
     loss_parts: Callable[[int], tuple[str, Glue] | None]
-    reads_values: bool  # whether its code is replayed around calls of its parts
+    reads_values: bool  # whether its code runs itself, around calls of its parts
 
 
 def open_composite(

@@ -45,7 +45,7 @@ def replay_forward(
 ) -> Recording:
     """The forward of a module on real arguments, as statements that replay its code around calls of its parts.
 
-    `runs_ahead`: arguments of blocks that depend on no block are computed before the first one.
+    `runs_ahead`: what blocks take that depends on no block is computed in front of the first one.
     """
     return _Learner(module, list(blocks), args, kwargs, runs_ahead).recording()
 
@@ -242,7 +242,7 @@ def _losses(
 ) -> dict[int, int | None]:
     """Leaves of the output that are losses over tokens: the number of the cross entropy that is their mean, or None for
     a sum that is divided by what the caller gave (`num_items_in_batch`)."""
-    reductions: dict[int, int | None] = {}
+    found: dict[int, int | None] = {}
     for position, leaf in enumerate(result):
         for number, (value, reduction) in enumerate(losses.results):
             if value is leaf and reduction == "mean":
@@ -253,8 +253,8 @@ def _losses(
                 kind == "input" and not (isinstance(leaves[number], torch.Tensor) and leaves[number].dim())
                 for kind, number in sources
             ):
-                reductions[position] = None
-    return reductions
+                found[position] = None
+    return found
 
 
 def _shape_rule(leaf: Any, arguments: list[Any]) -> Any:

@@ -30,7 +30,7 @@ class ModuleSnapshot:
         ]
 
     def changed_modules(self) -> list[nn.Module]:
-        """Modules whose attributes, hooks or buffers have changed since."""
+        """Modules whose attributes, hooks or buffers are other objects now."""
         return [
             module
             for module, state in zip(self._modules, self._states, strict=True)

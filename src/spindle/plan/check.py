@@ -128,7 +128,7 @@ def _memory(plan: Plan, profile: Profile) -> None:
                 f"{slot.recomputed} and {slot.offloaded}",
             )
         if slot.offloaded and not profile.cluster.kind.host_bytes_per_s:
-            raise _refuse(plan, slot, f"{slot.op} offloads, but the cluster has no known link to the host")
+            raise _refuse(plan, slot, f"{slot.op} offloads, and nothing is known of a link to the host")
 
 
 def _host(plan: Plan, profile: Profile) -> None:

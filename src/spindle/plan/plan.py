@@ -22,9 +22,9 @@ class Slot:
 
     The i-th device, or the i-th group of as many as the module's tensor degree, works on the i-th share of the batch.
     `microbatch` is that of the op; slots on different lanes (compute streams) of a device run at the same time. The
-    first `recomputed` layers run again in backward instead of saving activations; activations of the next `offloaded`
-    layers are offloaded to host memory. `not_before_s` is a start in folded time that is later than data and devices
-    require: the barriers of planner `paper`, which exist only in folded time.
+    first `recomputed` layers run again in backward instead of keeping activations; those of the next `offloaded` wait
+    on the host. `not_before_s` is a start in folded time later than data and devices ask for: the barriers of planner
+    `paper`, for which no rank waits.
     """
 
     op: str
@@ -102,7 +102,7 @@ class Plan:
 
     @property
     def num_lanes(self) -> int:
-        """The largest number of compute lanes on any device."""
+        """Compute lanes of the device that has most."""
         return 1 + max(slot.lane for slot in self.slots)
 
     @property

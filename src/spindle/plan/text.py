@@ -4,11 +4,11 @@
     head*1@0-3
     > F0 F1 B1 B0
 
-Devices are listed in share order (`4-7,0-3` is not `0-7`). After a slot, `|1` is its lane; `r3` and `o2` how many
-layers are recomputed and offloaded; `~1` its round; `^0.25` a start in folded time that is later than its data and
-devices require. A line of `>` has the order of the passes, where backward does not mirror forward: forward, backward,
-or the gradients of inputs (I) and weights (W), of slots by number. Lines of `# key value` at the top carry everything
-else. Names are written as they are, with blanks as `%20` and a `>` in front as `%3E`.
+Devices stand in share order (`4-7,0-3` is not `0-7`). Behind a slot, `|1` is its lane; `r3` and `o2` how many layers
+are recomputed and offloaded; `~1` its round; `^0.25` a start in folded time that is later than its data and devices ask
+for. A line of `>` has the order of the passes, where backward does not mirror forward: forward, backward, or the
+gradients of inputs (I) and weights (W), of slots by number. Lines of `# key value` in front carry what slots do not.
+Names are written as they are, with blanks as `%20` and a `>` in front as `%3E`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which passes a pass depends on, and when it runs according to the curves. Transfers are added by the program."""
+"""Which passes a pass depends on, and when it runs by the curves. Transfers come in with the program."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def pass_spans(
 
 
 def pass_s(slot: Slot, kind: str, curve: Curve, recompute: bool = False, copy_s: float = 0.0) -> float:
-    """Seconds of a pass according to its curve; with `recompute`, backward includes a second forward of all layers.
+    """Seconds of a pass by its curve; with `recompute`, backward runs all layers forward again.
 
     `copy_s` is how long the slot's offloaded activations take to the host: the executor copies them on the compute
     stream, so forward takes that much longer, and backward, which copies them back, too.
@@ -100,7 +100,7 @@ def pass_s(slot: Slot, kind: str, curve: Curve, recompute: bool = False, copy_s:
         return slot.num_layers * backward_s + extra_s
     weight_s = curve.weight_time_s(len(slot.devices))
     if weight_s is None:
-        raise ProfileError(f"{slot.op}: it is not known how much of its backward pass computes weight gradients")
+        raise ProfileError(f"{slot.op}: nothing is known of which part of its backward pass makes weights' gradients")
     return slot.num_layers * weight_s if kind == WEIGHT else slot.num_layers * (backward_s - weight_s) + extra_s
 
 

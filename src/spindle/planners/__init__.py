@@ -1,7 +1,14 @@
-"""The registry of planners, bounds, and the exhaustive oracle. A planner may simulate to score."""
+"""Which plan is good? The registry of planners, bounds, and the exhaustive oracle. A planner may simulate to score."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from spindle.errors import InputError
+from spindle.plan import Plan
+from spindle.planners.baselines import schedule_distmm, schedule_sequential, schedule_task_level
 from spindle.planners.bounds import (
     LpSolution,
     best_degree_problem,
@@ -11,18 +18,22 @@ from spindle.planners.bounds import (
     lp_bound,
     step_bound_s,
 )
+from spindle.planners.build import Scheduler, plan_with
 from spindle.planners.compiled import needs_compiling
+from spindle.planners.exhaustive import schedule_exhaustive
+from spindle.planners.lanes import with_lanes
 from spindle.planners.options import Chain, Layout, PlanOptions, Progress
-from spindle.planners.paper import paper_waves
-from spindle.planners.pipeline.baselines import baseline_layouts
+from spindle.planners.paper import paper_waves, schedule_paper
+from spindle.planners.pipeline.baselines import BASELINES, baseline_layouts, plan_baseline
 from spindle.planners.pipeline.bound import PipelineBound, pipeline_bound, pipeline_bound_s
 from spindle.planners.pipeline.choose import choose_layout, pipeline_layout
-from spindle.planners.pipeline.planner import search_pipeline
+from spindle.planners.pipeline.planner import plan_pipeline, search_pipeline
 from spindle.planners.pipeline.search import SearchResult
 from spindle.planners.pipeline.stages import owning_ranks_in
 from spindle.planners.pipeline.worker import Answer, Job, natural_answer, read_frame, write_frame
 from spindle.planners.problem import Problem, Timed, problem_of
-from spindle.planners.registry import PLANNERS, Planner, make_plan, planners_of
+from spindle.planners.wavefront import plan_wavefront
+from spindle.profile import Profile
 
 __all__ = [
     "PLANNERS",
@@ -60,3 +71,70 @@ __all__ = [
     "step_bound_s",
     "write_frame",
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planner:
+    """One entry of the registry: a function from a profile and options to a finished plan.
+
+    Planners of pipelines order the passes of microbatches; those that split encoders' microbatches take a profile of
+    sub-microbatches. `search` gives the plan with how the search came to it, for each replica. `is_compared` says
+    whether `spindle compare` runs the planner.
+    """
+
+    name: str
+    description: str
+    plan: Callable[[Profile, PlanOptions, Progress | None], Plan]
+    search: Callable[[Profile, PlanOptions, Progress | None], tuple[Plan, list[SearchResult]]] | None = None
+    is_pipeline: bool = False
+    splits_microbatches: bool = False
+    is_compared: bool = True
+
+
+def _scheduled(name: str, schedule: Scheduler, description: str, is_compared: bool = True) -> Planner:
+    return Planner(name=name, description=description, plan=partial(plan_with, name, schedule), is_compared=is_compared)
+
+
+_ALL = (
+    Planner(
+        name="wavefront",
+        description="waves without barriers, annealed: any number of devices for any layers",
+        plan=plan_wavefront,
+    ),
+    _scheduled("paper", schedule_paper, "the Spindle paper's: level by level, in waves with barriers"),
+    _scheduled("sequential", schedule_sequential, "every module on the whole cluster in turn, as Megatron-LM users do"),
+    _scheduled("distmm", schedule_distmm, "task after task, its towers side by side"),
+    _scheduled("task-level", schedule_task_level, "every task on devices of its own for the whole step"),
+    _scheduled("exhaustive", schedule_exhaustive, "the best there is, for a handful of layers", is_compared=False),
+    Planner(
+        name="pipeline",
+        description="passes of sub-microbatches interleaved for each batch, stages' memory chosen (DIP)",
+        plan=plan_pipeline,
+        search=search_pipeline,
+        is_pipeline=True,
+        splits_microbatches=True,
+    ),
+    *(
+        Planner(name=name, description=system.description, plan=partial(plan_baseline, name), is_pipeline=True)
+        for name, system in BASELINES.items()
+    ),
+)
+PLANNERS: Mapping[str, Planner] = {planner.name: planner for planner in _ALL}
+
+
+def planners_of(is_pipeline: bool) -> tuple[str, ...]:
+    """Names of the planners of pipelines, or of all other planners; the first is the default."""
+    return tuple(name for name, planner in PLANNERS.items() if planner.is_pipeline == is_pipeline)
+
+
+def make_plan(
+    profile: Profile,
+    planner: str = "wavefront",
+    options: PlanOptions = PlanOptions(),  # noqa: B008
+    progress: Progress | None = None,
+) -> Plan:
+    """Make a plan with the named planner: simulated, checked and verified, with its bound."""
+    if planner not in PLANNERS:
+        raise InputError(f"no planner is called {planner!r}; there are {', '.join(PLANNERS)}")
+    plan = PLANNERS[planner].plan(profile, options, progress)
+    return with_lanes(plan, profile, options.lanes, seed=options.seed)

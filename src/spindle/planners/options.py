@@ -13,8 +13,8 @@ Progress = Callable[[float], None]  # how much of a search is done, from 0 to 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Consecutive modules with their numbers of layers, cut before the layers `bounds` (numbered through all of them);
-    chunks may be empty."""
+    """Modules in a row, each with so many layers, cut in front of these layers (numbered through all of them); chunks
+    may be empty."""
 
     modules: tuple[str, ...]
     num_layers: tuple[int, ...]
@@ -27,9 +27,9 @@ class Chain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where the chunks of a pipeline are placed: chains over `num_ranks` pipeline ranks, in as many replicas as the
-    devices allow; a pipeline rank is a tensor parallel group. `cut_by` names what is divided evenly among chunks: time,
-    or parameters."""
+    """Where the chunks of a pipeline stand: chains over so many pipeline ranks, in as many replicas as the devices
+    allow; a pipeline rank is a tensor parallel group. `cut_by` says what chunks have equal shares of: time, or
+    parameters."""
 
     num_ranks: int
     num_replicas: int

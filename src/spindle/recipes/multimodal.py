@@ -117,7 +117,7 @@ _MOST_INSTANCES = {VISION: 48, VIDEO: 8}  # of a microbatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultimodalModel:
-    """One of the paper's setups: the first chain feeds the second, with a tensor degree and a number of stages."""
+    """One of the paper's setups: the first chain feeds the second, on so many devices in tensor groups and stages."""
 
     name: str
     description: str

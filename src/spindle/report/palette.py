@@ -75,5 +75,5 @@ def _linear(channel: float) -> float:
 
 
 def darker(colour: str, share: float = 0.4) -> str:
-    """The colour with some black in it, which distinguishes backward from forward."""
+    """The colour with some black in it: backward beside forward."""
     return "#" + "".join(f"{round(int(colour[start : start + 2], 16) * (1 - share)):02x}" for start in (1, 3, 5))

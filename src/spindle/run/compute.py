@@ -291,8 +291,8 @@ class Compute:
 
     def _run_input_parts(self, step: Step, slot: RankSlot, gradients: list[torch.Tensor | None]) -> None:
         """Compute the gradients of a slot's inputs, piece by piece, and defer those of its weights."""
-        # Last piece first. A deferred weight part keeps the output gradients of its piece, and runs where the program
-        # has the weight part of this backward: in a pipeline, where the rank would otherwise be idle.
+        # Last piece first. What is deferred keeps the output gradients of its piece, and runs when the program has the
+        # weight part of this backward: in a pipeline that is where the rank would otherwise be idle.
         deferred = step.deferred[slot.number] = []
         pieces = step.pieces[slot.number]
         for number in reversed(range(len(pieces))):

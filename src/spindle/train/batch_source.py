@@ -48,7 +48,7 @@ class BatchSource:
         return {name: self.feeds[name].position(trained[name]) for name in (trained if names is None else names)}
 
     def saved_positions(self) -> dict[str, Any]:
-        """The positions of the loaders that this rank reads, as JSON; for other tasks, the number of batches."""
+        """The positions of loaders that this rank reads, in JSON; of the other tasks, how many batches are trained."""
         names = [name for name in self._session.config.task_names if self._reads(name)]
         positions = self.positions(names)
         counts = self._session.num_batches + Counter(self.num_trained)

@@ -33,7 +33,7 @@ class WeightAverage:
         for name, parameter in self._named if num_steps else ():
             state = states.get(name, {})
             average = state.get(AVERAGE)
-            if average is None:  # it was frozen or used by no task, so it has not changed
+            if average is None:  # it was frozen, or of no task, so that it has not changed
                 average = _as_average(parameter)
             else:
                 average = average.to(parameter.device)

@@ -95,7 +95,7 @@ def _probe_task(
                 visit.values = visit.run()
             if versions != [buffer._version for buffer in visit.layer.buffers]:
                 keeping.add(visit.call.name)
-                coupled.setdefault((task.name, visit.call.name), "it keeps state of the samples it has seen")
+                coupled.setdefault((task.name, visit.call.name), "it keeps something of the samples it sees")
             if drawn():
                 random_layers.add((task.name, visit.call.name, visit.number))
             visits.append(visit)
@@ -347,7 +347,7 @@ def _tried_layer(layer: ChainLayer, inputs: Callable[[list[int]], Any], axes: Ax
     with _drawing() as drawn:
         both = layer.run(*args, **kwargs)
     if versions != [buffer._version for buffer in layer.buffers]:
-        return both, "it keeps state of the samples it has seen"
+        return both, "it keeps something of the samples it sees"
     first, second = (cut(both, axes, 2, number, number + 1) for number in (0, 1))
     if not (_alike(first, row(0, [0, 0])) and _alike(second, row(1, [1, 1]))):
         return both, "its samples influence each other"

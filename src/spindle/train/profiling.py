@@ -50,9 +50,9 @@ def trace_and_profile(
     capture: Capture | None,
     saved: Profile | None = None,
 ) -> ProfiledWorkload:
-    """Analyze and profile these task variants, of which `examples` has a batch each. Under a `capture`, write the
-    requested workload or profile instead, and end the script. A `saved` profile is used if it is for the same tasks, on
-    at least as many devices."""
+    """Analyze and profile these task variants, of which `examples` has a batch each. Under a `capture`, write what it
+    asks for instead, and end the script. A `saved` profile holds where it is for the same tasks, on as many devices or
+    more."""
 
     def run_tasks() -> None:
         for definition in definitions:

@@ -51,7 +51,7 @@ from spindle.train.saving import Saver, memory_folder, planning_text, whole_shap
 from spindle.train.session import TrainSession
 
 T = TypeVar("T")
-_SHARED_S = 5.0  # time for other hosts to see a new file
+_SHARED_S = 5.0  # until other hosts see a new file
 
 
 def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int) -> FitResult | None:
@@ -153,8 +153,8 @@ def newest_checkpoint(
 
 
 def _check_folder(folder: Path, world: World) -> None:
-    """Create the folder and remove unfinished checkpoints; refuse a folder that ranks do not share, or that another job
-    uses."""
+    """Make the folder, remove what an earlier run left unfinished, and refuse one that ranks do not share, or that
+    another job uses."""
     problem, token = "", ""
     if world.rank == 0:
         try:

@@ -1,8 +1,8 @@
 """Save checkpoints while training: each rank copies its tensors between two steps, and a thread writes them.
 
-All ranks copy their part after the same step. A thread writes the copies while training continues. A column of the
-batch headers says which ranks have written theirs; once all have, a thread of rank 0 joins the parts and renames the
-folder. No thread communicates with other ranks. One checkpoint is written at a time.
+All ranks copy after the same step, each what it writes. A thread writes the copies while training goes on. A column of
+the batch headers says whose part is written; then a thread of rank 0 joins the parts and renames the folder. No thread
+communicates with other ranks. One checkpoint is written at a time.
 """
 
 from __future__ import annotations
@@ -240,10 +240,10 @@ class Saver:
             raise CheckpointError(f"{folder}: {error.strerror}") from error
 
     def _finds_room(self, boxes: Sequence[_Written], notify: Callable[[str], None]) -> bool:
-        """Whether there is enough memory for checkpoints, according to rank 0; otherwise they are disabled."""
+        """Whether memory has room for checkpoints, as rank 0 finds it; else there are none from now on."""
         if not self._has_room and self.memory is not None:
             num_bytes = sum(written.values.numel() * written.values.element_size() for written in boxes)
-            # Existing ones are removed as new ones are written.
+            # What is there already is removed as new ones are written.
             present = sum(path.stat().st_size for path in self.memory.glob("*/*") if path.is_file())
             free = shutil.disk_usage(self.memory.parent).free + present
             rows = self._world.start_all_gather(torch.tensor([num_bytes, free], dtype=torch.float64)).wait()

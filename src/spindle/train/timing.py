@@ -62,7 +62,7 @@ class StepTimes:
         self._ends_s: list[float] = []  # since the fit began
         self._num_samples: list[int] = []
         self._timelines: list[tuple[Watch, Program, Profile]] = []
-        self._watched: tuple[int, Watch] | None = None  # a timed step that a GPU may still be running
+        self._watched: tuple[int, Watch] | None = None  # a timed step that a GPU may still be at
         self._sampled: frozenset[int] = frozenset()
         self._predicted: _PredictedCompute | None = None  # of the last program
         self._slowness: list[float] = []  # compute measured over predicted, step by step

@@ -46,10 +46,10 @@ class Trainer:
 
     `planning` configures how steps are planned (see `spindle.Planning`). With `checkpoints`, the state is saved
     regularly, and a restarted script resumes from it (see `spindle.Checkpoints`). `seed` seeds random layers, data
-    order and the planner. On a GPU, steps whose batches have the same shapes are captured as CUDA graphs and replayed
-    (`cuda_graphs`): the same numbers, without the side effects of Python code in a module. `callbacks` are called after
-    planning, steps and evaluations, and at the end of fits (see `spindle.Callback`). `ema` is the decay of an
-    exponential moving average of the weights, for `evaluate(ema=True)` and `state_dict(ema=True)`.
+    order and planner. On a GPU, steps whose batches have the same shapes are captured as CUDA graphs and
+    replayed (`cuda_graphs`): the same numbers, without the side effects of Python code in a module. `callbacks` are
+    told of plans, steps, evaluations and the end of fits (see `spindle.Callback`). `ema` is the decay of an exponential
+    moving average of the weights, for `evaluate(ema=True)` and `state_dict(ema=True)`.
     """
 
     def __init__(
