@@ -246,7 +246,7 @@ def _losses(
     for position, leaf in enumerate(result):
         for number, (value, reduction) in enumerate(losses.results):
             if value is leaf and reduction == "mean":
-                reductions[position] = number
+                found[position] = number
         for quotient, divisor in losses.quotients:
             sources = follow.sources(divisor)
             if quotient is leaf and all(
