@@ -402,7 +402,7 @@ def test_every_difference_has_its_expectation():
 def test_an_attribute_that_forward_may_use_must_not_differ(pool):
     differs = "rank 1 differs from rank 0 in attribute 'scale' of module 'tower.blocks.1.linear'"
     for message in pool.run(2, differing, "attribute"):
-        assert message.startswith(f"{differs}: rank 0 has 1.0, rank 1 has 2.0; set it alike"), message
+        assert message.startswith(f"{differs}: rank 0 has 1.0, rank 1 has 2.0; set it to the same value"), message
 
 
 @pytest.mark.parametrize("difference", EXPECTED)

@@ -37,7 +37,7 @@ from spindle.recipes.multimodal import (
 )
 from spindle.workload import LANGUAGE, VISION
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import kernels
 from semu_layers import CASES, AsRun
 

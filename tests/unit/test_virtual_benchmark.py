@@ -17,7 +17,7 @@ from spindle.recipes import clip, ofasys
 from spindle.run import World
 from spindle.timeline import Timeline
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from virtual import models, plain, report, run, workloads
 from virtual.cells import Cells
 from virtual.split import split_of
