@@ -81,7 +81,8 @@ def compare(
         typer.Option(
             "--figure",
             metavar="STEP.svg",
-            help="Draw the sequential step above the planned one; for a multimodal model, pipeline vpp above ours.",
+            help="Draw a step one module at a time above the same in waves; of a multimodal model, the pipeline as "
+            "others have it above ours.",
             show_default=False,
         ),
     ] = None,

@@ -59,7 +59,7 @@ def _paragraphs(text: str) -> str:
 
 
 def _without_metavar(option: Any) -> Any:
-    """The option --help without the <bool> that newer versions of typer print after it."""
+    """The option --help, which newer versions of typer print as a <bool> to be given."""
     if option is not None:
         option.metavar = ""
     return option

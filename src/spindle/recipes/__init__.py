@@ -1,8 +1,8 @@
 """The papers' workloads as values: sizes from their §5, the rest chosen by us.
 
 `RECIPES` are the Spindle paper's, fitted to its DeepSpeed times; `MODELS` the DIP paper's, whose batches differ, timed
-by SEMU. `step_of` gives the profile of a step of either. `docs/recipes.md` lists what is from the papers and what is
-ours. Knows no planner.
+by SEMU. `step_of` gives the profile of a step of either. `docs/recipes.md` tells what is the papers' and what is ours.
+Knows no planner.
 """
 
 from __future__ import annotations

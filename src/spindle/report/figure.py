@@ -21,7 +21,7 @@ _LETTER_WIDTH = 0.56  # of the font size, for names
 
 
 def step_figure(profile: Profile, panels: Sequence[tuple[str, Plan]]) -> str:
-    """SVG text with a panel for each (title, finished plan); speeds are relative to the first."""
+    """SVG text with a panel for each (title, finished plan); speed is told beside the first."""
     graph = profile.graph
     end_s = max(plan.folded_s for _, plan in panels)
     palette = palette_of(graph)
@@ -131,7 +131,7 @@ def _legend(colours: dict[str, str], top: float) -> tuple[list[str], float]:
     x = float(_LEFT)
     for name, colour in {**colours, "idle": IDLE}.items():
         width = 24 + len(name) * 12 * _LETTER_WIDTH + 14
-        if x + width > _WIDTH - _RIGHT - 330 and x > _LEFT:  # the note on time is on the right
+        if x + width > _WIDTH - _RIGHT - 330 and x > _LEFT:  # the note on time stands at the right
             x, top = float(_LEFT), top + 20
         parts.append(f"<rect x='{x:.1f}' y='{top - 2:.1f}' width='13' height='13' rx='2' fill='{colour}'/>")
         parts.append(text(x + 19, top + 9, name))

@@ -1,4 +1,4 @@
-"""Reports of pipelined steps: figures of schedules, and tables of the search."""
+"""Pipelined steps for people: planners side by side, the schedule as a picture, the search as it goes on."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def search_json(results: Sequence[SearchResult]) -> list[dict[str, Any]]:
 
 
 def _search_table(title: str, result: SearchResult) -> Table:
-    """How the best schedule improved, compared with the natural order and the bound.
+    """How the best schedule came down, beside the natural order and the bound.
 
     Times are those of the search: passes and what lies between ranks, without the optimizer's step.
     """
@@ -129,13 +129,13 @@ def _panel(plan: Plan, profile: Profile, groups: list[tuple[int, ...]], top: flo
         x, y = _LEFT + span.start_s * scale, top + row_of[slot.devices] * _ROW
         wide = (span.end_s - span.start_s) * scale
         edge = "#fde68a" if span.kind == WEIGHT else "#ffffff"
-        recomputed = f", {slot.recomputed} of {slot.num_layers} layers recomputed" if slot.recomputed else ""
-        offloaded = f", {slot.offloaded} offloaded" if slot.offloaded else ""
+        again = f", {slot.recomputed} of {slot.num_layers} layers recomputed" if slot.recomputed else ""
+        away = f", {slot.offloaded} offloaded" if slot.offloaded else ""
         kind = {INPUT: "gradients of inputs", WEIGHT: "gradients of weights"}.get(span.kind, span.kind)
         yield (
             f"<rect x='{x:.2f}' y='{y:.2f}' width='{max(wide, 0.2):.2f}' height='{_ROW}' fill='{fill}' "
             f"stroke='{edge}' stroke-width='{0.8 if wide >= _LEAST_EDGED else 0}'>"
-            f"<title>{escape(f'{slot.op}, {kind}{recomputed}{offloaded}')}</title></rect>"
+            f"<title>{escape(f'{slot.op}, {kind}{again}{away}')}</title></rect>"
         )
         label = f"{slot.microbatch}"
         if wide > 7 * len(label) + 3:

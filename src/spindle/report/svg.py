@@ -1,4 +1,4 @@
-"""What all figures share: text, a time axis, the page."""
+"""What pictures share: letters, an axis of time, the page."""
 
 from __future__ import annotations
 

@@ -138,7 +138,8 @@ class _Arguments:
         self._example = example
 
     def opened(self, name: str) -> OpenedComposite | str:
-        """An opened call of a composite, or why it cannot be opened: its code may depend on the number of samples."""
+        """A call of a composite, opened, or why that is impossible: its code may depend on how many samples there
+        are."""
         module = self._calls[name].handle.module
         opened = open_composite(module, *self._of(name, 0), lambda: self._values(name))
         if isinstance(opened, str) or opened.reads_values:
@@ -149,7 +150,7 @@ class _Arguments:
             return opened
         if isinstance(larger, str) or _texts(opened) == _texts(larger):
             return opened
-        return "the code between its parts depends on the number of samples"
+        return "what its code does between its parts depends on how many samples there are"
 
     def _of(self, name: str, which: int) -> tuple[Any, Any]:
         call = self._calls[name]

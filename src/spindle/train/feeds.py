@@ -21,7 +21,7 @@ def make_feeds(session: TrainSession, loaders: Mapping[str, Any], *, drop_last: 
     names = session.config.task_names
     problems = [f"none for {name!r}" for name in names if name not in loaders]
     loaders = {name: loader for name, loader in loaders.items() if name not in session.absent_tasks}
-    problems += [f"{name!r} is not a task (tasks: {', '.join(names)})" for name in loaders if name not in names]
+    problems += [f"{name!r} is no task (tasks: {', '.join(names)})" for name in loaders if name not in names]
     if problems:
         raise TrainingError(f"fit needs one loader for each task: {'; '.join(problems)}")
     for name, loader in loaders.items():

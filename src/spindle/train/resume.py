@@ -107,7 +107,7 @@ def _handles(session: TrainSession, loaders: Mapping[str, Any]) -> Handles:
 
 
 def _first_batch(loader: Any, batch_size: int) -> Any:
-    """A loader's first batch; None if the loader could not yield it again."""
+    """A loader's first batch; None from one that could not give it again."""
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         return default_collate([loader[number] for number in range(batch_size)])
     return None if loader is None or isinstance(loader, Iterator) else next(iter(loader), None)

@@ -148,7 +148,7 @@ def walk(recorded: RecordedTask, batch: Any, outputs: dict[str, Any]) -> Iterato
 
 @contextmanager
 def unchanged(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """A context that restores attributes and buffers of modules (caches, running statistics) and random state."""
+    """Attributes and buffers of modules (caches, running statistics) and random state are put back."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     snapshot = ModuleSnapshot(modules)
     try:
