@@ -264,7 +264,7 @@ def test_an_optimizer_that_cannot_be_split_is_refused(optimizer, message):
 def test_tasks_and_loaders_must_match():
     _, task = small()
     trainer = spindle.Trainer([task], optimizer=sgd)
-    with pytest.raises(TrainingError, match=r"none for 'pull'; 'push' is not a task \(tasks: pull\)"):
+    with pytest.raises(TrainingError, match=r"none for 'pull'; 'push' is no task \(tasks: pull\)"):
         trainer.fit({"push": rows(4)}, steps=1, progress=False)
     with pytest.raises(WorkloadError, match="two tasks are called 'pull'"):
         spindle.Trainer([task, task], optimizer=sgd)
