@@ -136,7 +136,7 @@ def test_tasks_change_between_fits():
         trainer, tasks = trainer_of("a", "b")
         trainer.fit({"a": batches, "b": batches}, steps=1, progress=False)
         trainer.remove_task("a")
-        with pytest.raises(TrainingError, match="'a' is not a task"):
+        with pytest.raises(TrainingError, match="'a' is no task"):
             trainer.fit({"a": batches, "b": batches}, steps=1, progress=False)
         assert set(trainer.fit({"b": batches}, steps=1, progress=False).losses[0]) == {"b"}
         trainer.add_task(tasks["c"])
