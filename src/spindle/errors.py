@@ -3,7 +3,7 @@
     SpindleError            anything that Spindle refuses, with one clear message
     ├── InputError          a file or argument that cannot be read
     ├── WorkloadError       tasks, modules, layers or flows that are inconsistent
-    │   └── GuardError      a batch for which a module's forward may take another branch than the recorded one
+    │   └── GuardError      a batch for which a module's forward may take a different branch than the recorded one
     ├── ClusterError        devices, islands or links that are inconsistent
     ├── ProfileError        a time or size that is unknown or not allowed
     ├── PlanError           a plan that is not legal; prints the plan with the place marked

@@ -260,7 +260,7 @@ def test_a_new_task_starts_fresh_and_a_missing_one_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"seed": 1}, "a training with seed=0, this one has seed=1"),
+        ({"seed": 1}, "a training with seed=0, but this one has seed=1"),
         ({"size": 9}, r"parameter 'a.2.weight' was saved as float64 \[8, 8\], here it is float64 \[9, 8\]"),
     ],
 )

@@ -253,7 +253,7 @@ def test_a_composite_that_stays_one_module_says_why_and_at_which_line():
     profile = trainer.prepare({"match": [batch]}, progress=False)
     (notice,) = [text for text in trainer.notices if "is not opened into its towers" in text]
     assert notice.startswith("module 'pair'")
-    assert "values that its parts compute decide" in notice
+    assert "branches on values that its parts compute" in notice
     assert "test_composites.py, line" in notice
     (remark,) = profile.graph.remarks
     assert remark.closed in notice

@@ -160,7 +160,7 @@ def read_samples(
 
 
 def losses_of(answers):
-    assert all(one.losses == answers[0].losses for one in answers)
+    assert all(answer.losses == answers[0].losses for answer in answers)
     return list(answers[0].losses)
 
 
@@ -169,26 +169,26 @@ def losses_of(answers):
     [("dataset", False), ("dataset", True), ("loader", False), ("loader", True), ("weighted", False)],
 )
 def test_the_samples_of_a_step_do_not_depend_on_the_plan(pool, kind, is_random):
-    one = losses_of(pool.run(1, read_samples, kind, "rows apart", (5,), False, is_random))
-    assert len(set(one)) == 5
+    expected = losses_of(pool.run(1, read_samples, kind, "rows apart", (5,), False, is_random))
+    assert len(set(expected)) == 5
     for num_ranks, plan, by_field in chosen([(2, "towers apart", True), (3, "plan 4", True)], (3, "rows apart", False)):
         some = losses_of(pool.run(num_ranks, read_samples, kind, plan, (5,), by_field, is_random))
-        assert some == pytest.approx(one, rel=1e-9)
+        assert some == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["collated", "streamed", "stateful"])
 def test_what_cannot_be_read_in_parts_is_read_whole(pool, kind):
     if kind == "stateful":
         pytest.importorskip("torchdata")
-    one = losses_of(pool.run(1, read_samples, kind, "rows apart", (5,)))
-    assert losses_of(pool.run(3, read_samples, kind, "plan 2", (5,))) == pytest.approx(one, rel=1e-9)
+    expected = losses_of(pool.run(1, read_samples, kind, "rows apart", (5,)))
+    assert losses_of(pool.run(3, read_samples, kind, "plan 2", (5,))) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["dataset", "loader"])
 def test_a_rank_fetches_its_rows(pool, kind):
     answers = pool.run(3, read_samples, kind, "rows apart", (9,))
-    asked = [{number for number, _ in one.asked} for one in answers]
-    counts = [len(one.asked) for one in answers]
+    asked = [{number for number, _ in answer.asked} for answer in answers]
+    counts = [len(answer.asked) for answer in answers]
     assert max(counts) <= 2 * 8  # two rows a step
     assert min(counts) > 0
     assert asked[0] != asked[1]
@@ -209,10 +209,10 @@ def test_a_rank_whose_code_looks_at_nothing_of_a_batch_fetches_nothing(pool):
 
 
 def test_samples_are_fetched_beside_the_compute_unless_they_draw_random_numbers(pool):
-    (one,) = pool.run(1, read_samples, "dataset", "rows apart", (5,))
-    assert any(name.startswith("samples") for name in one.threads)
-    (one,) = pool.run(1, read_samples, "dataset", "rows apart", (5,), False, True)
-    assert one.threads == {"MainThread"}
+    (single,) = pool.run(1, read_samples, "dataset", "rows apart", (5,))
+    assert any(name.startswith("samples") for name in single.threads)
+    (single,) = pool.run(1, read_samples, "dataset", "rows apart", (5,), False, True)
+    assert single.threads == {"MainThread"}
 
 
 def test_a_dataset_that_is_bound_to_its_thread_is_read_there():
@@ -266,12 +266,14 @@ def read_other_batches(rank: int, num_ranks: int) -> str:
 
 def test_loaders_that_give_ranks_different_batches_are_an_error(pool):
     for message in pool.run(2, read_other_batches):
-        assert re.search("the loader of task 'pull' gave rank 1 another batch than rank 0.*torch.manual_seed", message)
+        assert re.search(
+            "the loader of task 'pull' gave rank 1 a different batch than rank 0.*torch.manual_seed", message
+        )
 
 
 def test_every_epoch_has_every_sample_once_in_another_order():
     epochs = [[number for batch in order for number in batch] for order in [Shuffled(10, 3, False, 7, 0)] * 3]
-    assert all(sorted(one) == list(range(10)) for one in epochs)
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
     later = [number for batch in Shuffled(10, 3, False, 7, 6) for number in batch]
     assert later == epochs[1][6:]

@@ -85,7 +85,7 @@ if rank == 1: time.sleep(600)
     done = launched(path, options=("--restarts", "5"))
     assert done.returncode == 1
     assert lines_of(done)[-1] == (
-        "not started again: the script has failed in step 5 twice, which is a bug and no fault of a machine"
+        "not started again: the script has failed in step 5 twice, which is a bug, not a machine fault"
     )
     assert done.stderr.count("error: rank 0 failed: ValueError: boom") == 3
 
@@ -198,7 +198,7 @@ def test_logs_of_a_launch_that_is_running_are_not_overwritten(script, tmp_path):
     job.send_signal(signal.SIGTERM)
     job.communicate(timeout=20)
     assert done.returncode == 2
-    assert done.stderr == f"error: {logs}: another launch that is running writes its logs here; give another folder\n"
+    assert done.stderr == f"error: {logs}: another running launch writes its logs here; give a different folder\n"
     assert launched(script(""), options=("--logs", str(logs))).returncode == 0
 
 
@@ -214,8 +214,8 @@ def after(detector: HangDetector, seconds: int, *activities: Activity) -> dict[i
     hung: dict[int, str] = {}
     for second in range(seconds):
         records = {
-            rank: replace(one, num_records=one.num_records + second) if one.num_records else one
-            for rank, one in enumerate(activities)
+            rank: replace(activity, num_records=activity.num_records + second) if activity.num_records else activity
+            for rank, activity in enumerate(activities)
         }
         hung = detector.hung(records, 1.0) or hung
     return hung

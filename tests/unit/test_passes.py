@@ -40,7 +40,7 @@ def chain(num_microbatches, num_ranks, weight_s=None):
     profile = abstract_profile({"ops": ops}, small.devices(num_ranks))
     if weight_s is None:
         return profile
-    curves = tuple(tuple(replace(curve, weight_s=(weight_s,)) for curve in one) for one in profile.curves)
+    curves = tuple(tuple(replace(curve, weight_s=(weight_s,)) for curve in of_op) for of_op in profile.curves)
     return replace(profile, curves=curves)
 
 
@@ -116,7 +116,7 @@ def test_forms_come_back_as_they_went(num_microbatches, num_ranks, split, data):
     order = one_forward_one_backward(num_microbatches, num_ranks)
     plan, profile = pipeline(num_microbatches, num_ranks, 0.5, in_two_parts(order) if split else order)
     recomputed = data.draw(st.lists(st.integers(0, 1), min_size=len(plan.slots), max_size=len(plan.slots)))
-    order = [(one.slot, one.kind) for one in plan.passes]
+    order = [(pass_.slot, pass_.kind) for pass_ in plan.passes]
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
     pieces = [
         Piece(op=position[slot.op], num_layers=1, devices=slot.devices, recomputed=again)
@@ -177,7 +177,7 @@ def test_an_illegal_order_is_refused(change, message):
 def test_a_slot_that_nobody_waits_for_needs_its_passes_too():
     plan, profile = pipeline(2, 1)  # two ops without an edge
     with pytest.raises(PlanError, match="slot 1 has no passes"):
-        check(replace(plan, passes=tuple(one for one in plan.passes if one.slot == 0)), profile)
+        check(replace(plan, passes=tuple(pass_ for pass_ in plan.passes if pass_.slot == 0)), profile)
     with pytest.raises(PlanError, match="slot 1 has no passes"):
         pipeline(2, 1, order=[(0, FORWARD), (0, BACKWARD)])
 
@@ -281,19 +281,22 @@ def test_what_has_come_back_from_the_host_leaves_room_for_more():
     one_by_one = [(0, FORWARD), (0, BACKWARD), (1, FORWARD), (1, BACKWARD)]
     check(assemble_passes(profile, profile.default_setting, "any", pieces, one_by_one), profile)
     at_once = [(0, FORWARD), (1, FORWARD), (1, BACKWARD), (0, BACKWARD)]
-    with pytest.raises(PlanError, match=r"device 0 offloads more than the 3.8 MiB .* what has not come back yet"):
+    with pytest.raises(PlanError, match=r"device 0 offloads more than the 3.8 MiB .* not been copied back yet"):
         check(assemble_passes(profile, profile.default_setting, "any", pieces, at_once), profile)
 
 
 def test_an_order_against_the_flow_is_refused():
     order = one_forward_one_backward(2, 2)
-    with pytest.raises(PlanError, match="stands before the forward of slot 0"):
-        pipeline(2, 2, order=[(1, FORWARD), *(one for one in order if one != (1, FORWARD))])
+    with pytest.raises(PlanError, match="comes before the forward of slot 0"):
+        pipeline(2, 2, order=[(1, FORWARD), *(pass_ for pass_ in order if pass_ != (1, FORWARD))])
 
 
 def test_a_program_without_the_gradients_of_weights_is_refused():
     plan, profile = pipeline(2, 2, 1.0, in_two_parts(one_forward_one_backward(2, 2)))
     program = lower(plan, profile)
-    whole = [replace(one, part=INPUT) if isinstance(one, Backward) else one for one in program.instructions]
+    whole = [
+        replace(instruction, part=INPUT) if isinstance(instruction, Backward) else instruction
+        for instruction in program.instructions
+    ]
     with pytest.raises(ProgramError, match=r"I0\[0:1\] is listed 2 times"):
         verify(replace(program, instructions=tuple(whole)), profile)

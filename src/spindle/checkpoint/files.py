@@ -1,4 +1,4 @@
-"""Folders of checkpoints: written under another name, complete once they are renamed.
+"""Checkpoint folders: written under a temporary name, and renamed once they are complete.
 
 Ranks write `rank-N.bin` and `rank-N.json` into `step-400.part`. Rank 0 joins the parts, writes index and state, and
 renames the folder. Files and folders are synced before that, so that what has its final name is on disk.
@@ -47,7 +47,7 @@ def partial_folder(folder: Path, step: int, attempt: int = 0) -> Path:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps of which a folder has a checkpoint under its final name, in order."""
+    """The steps of the complete checkpoints in a folder, in order."""
     names = [entry.name for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
     return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
 
@@ -59,8 +59,8 @@ def write_part(
     boxes: Iterable[tuple[str, str, tuple[int, ...], Box, int, int]],
     fragments: Mapping[str, Any],
 ) -> None:
-    """Write a rank's bytes, and what they are. `boxes` have the name, dtype and shape of their tensor, and the offset
-    and length of their bytes. `fragments` are the other fields of a `Part`."""
+    """Write a rank's bytes and the description of them. `boxes` have the name, dtype and shape of their tensor, and the
+    offset and length of their bytes. `fragments` are the other fields of a `Part`."""
     file = DATA_FILE.format(rank=rank)
     tensors: dict[str, StoredTensor] = {}
     for name, dtype, shape, box, offset, length in boxes:
@@ -128,7 +128,7 @@ def state_text(state: SavedState, digests: Mapping[str, str]) -> bytes:
 
 
 def read_state(path: Path) -> tuple[SavedState, dict[str, str]]:
-    """What `state_text` wrote: the state, and the digests of other files."""
+    """Read what `state_text` wrote: the state, and the digests of the other files."""
     data = read_json_file(path)
     if data.get("spindle") != "checkpoint":
         raise CheckpointError(f"{path}: not the state of a Spindle checkpoint")
@@ -140,20 +140,20 @@ def read_state(path: Path) -> tuple[SavedState, dict[str, str]]:
     content = path.read_bytes()
     match = _DIGEST.fullmatch(content[-_DIGEST_BYTES:])
     if match is None or hashlib.sha256(content[:-_DIGEST_BYTES] + b"}").hexdigest() != match[1].decode():
-        raise CheckpointError(f"{path}: is damaged: it does not have the digest that it says")
+        raise CheckpointError(f"{path}: is damaged: its contents do not match its digest")
     body = {key: value for key, value in data.items() if key not in ("spindle", "version", "files", "sha256")}
     return from_json(SavedState, body, str(path)), from_json(dict[str, str], data.get("files"), f"{path}: files")
 
 
 def read_verified(folder: Path, name: str, digests: Mapping[str, str]) -> dict[str, Any]:
-    """A JSON file whose digest the state has."""
+    """Read a JSON file and compare it with its digest in the state."""
     path = folder / name
     try:
         content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     if hashlib.sha256(content).hexdigest() != digests.get(name):
-        raise CheckpointError(f"{path}: is damaged: it does not have the digest that {STATE} says")
+        raise CheckpointError(f"{path}: is damaged: its contents do not match their digest in {STATE}")
     return read_json_file(path)
 
 

@@ -1,4 +1,5 @@
-"""The index of a checkpoint: every tensor as boxes, each a run of bytes in some file; and the state beside tensors.
+"""The index of a checkpoint: every tensor as boxes, each a range of bytes in some file; and the state that is not
+tensors.
 
     step-400/
       state.json       SavedState, the digests of the other JSON files, and its own
@@ -65,7 +66,7 @@ class StoredTensor:
         if self.dtype not in DTYPE_BYTES:
             raise CheckpointError(f"tensor {self.name!r} has the unknown dtype {self.dtype!r}")
         if any(size < 0 for size in self.shape) or prod(self.shape) > _MOST_ELEMENTS:
-            raise CheckpointError(f"tensor {self.name!r} has the impossible shape {list(self.shape)}")
+            raise CheckpointError(f"tensor {self.name!r} has the invalid shape {list(self.shape)}")
         for stored in self.boxes:
             self._check(stored)
 
@@ -89,11 +90,11 @@ class StoredTensor:
         """Raise an error unless the boxes cover every element once."""
         covered = sum(stored.box.num_elements for stored in self.boxes)
         if covered != prod(self.shape):
-            raise CheckpointError(f"tensor {self.name!r}: its boxes have {covered} of {prod(self.shape)} elements")
+            raise CheckpointError(f"tensor {self.name!r}: its boxes cover {covered} of {prod(self.shape)} elements")
         boxes = [stored.box for stored in self.boxes]
         for number, box in enumerate(boxes):
             if any(box.overlap(earlier) is not None for earlier in boxes[:number]):
-                raise CheckpointError(f"tensor {self.name!r}: two of its boxes have elements of {text_of(box)}")
+                raise CheckpointError(f"tensor {self.name!r}: two of its boxes overlap in {text_of(box)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +133,7 @@ class SavedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one rank wrote: its boxes, and its share of the state that is no tensor, by field of `SavedState`."""
+    """What one rank wrote: its boxes, and its share of the non-tensor state, by field of `SavedState`."""
 
     tensors: tuple[StoredTensor, ...]
     data: dict[str, SavedLoader] = field(default_factory=dict)
@@ -143,7 +144,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """The state of a training after `step` steps, but for tensors."""
+    """The state of a training run after `step` steps, without its tensors."""
 
     step: int
     fit: int  # which call of Trainer.fit it was in, from 0

@@ -1,4 +1,4 @@
-"""What a rank is doing, recorded for whoever watches it: the launcher, or under torchrun another rank.
+"""What a rank is doing, recorded for its watcher: the launcher or, under torchrun, another rank.
 
     main thread ──▶ Recorder ── every 5 s ──▶ Activity, in a file of the launcher, or in the store
     activities of all ranks ──▶ HangDetector ──▶ ranks that hang, and where they are
@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from spindle.launch import variables
-from spindle.launch.failure import is_users
+from spindle.launch.user_code import is_users
 
 RECORD_S = 5.0  # between two records
 LIMIT_VARIABLE = "SPINDLE_HUNG_S"  # seconds without progress after which a rank hangs; 0: never
@@ -38,7 +38,7 @@ class Activity:
     """What a rank was doing at its last record."""
 
     num_records: int
-    num_events: int  # grows with everything that the main thread gets done
+    num_events: int  # grows with everything that the main thread completes
     step: int | None  # the next one; None where the rank is not watched
     longest_step_s: float
     phase: str
@@ -100,7 +100,7 @@ class Recorder:
 
     @contextmanager
     def doing(self, phase: str) -> Iterator[None]:
-        """Name what runs inside."""
+        """Name what runs inside the context."""
         before, self.phase = self.phase, phase
         self.num_events += 1
         try:
@@ -146,14 +146,14 @@ recorder = Recorder()  # of this process, as `sys.modules` is
 
 
 def parse_activity(text: str) -> Activity | None:
-    """The record in a text; None if it is none: its writer may be failing."""
+    """Parse a record; None if the text is not one, because its writer may be failing."""
     with suppress(ValueError, TypeError):
         return Activity(**json.loads(text))
     return None
 
 
 def read_activities(folder: Path, num_ranks: int) -> dict[int, Activity]:
-    """The last records of ranks that have any."""
+    """The last record of each rank that has written one."""
     activities = {}
     for rank in range(num_ranks):
         with suppress(OSError):
@@ -171,7 +171,7 @@ def hung_limit_s() -> float:
 
 
 class HangDetector:
-    """Finds ranks that hang: no rank has made progress for long, and they do not wait for others.
+    """Finds ranks that hang: no rank has made progress for a long time, and these are not waiting for others.
 
     Time is what the caller counts, not a clock, so that a job that is stopped and continued as a whole goes on.
     """
@@ -184,7 +184,7 @@ class HangDetector:
         self._unrecorded_s: dict[int, float] = {}
 
     def hung(self, activities: Mapping[int, Activity], elapsed_s: float) -> dict[int, str]:
-        """Ranks that hang, with what to say of each; `elapsed_s` is the time since the last call."""
+        """Ranks that hang, each with a description; `elapsed_s` is the time since the last call."""
         for rank, activity in activities.items():
             is_new = self._records.get(rank) != activity.num_records
             self._records[rank] = activity.num_records
@@ -215,19 +215,19 @@ class HangDetector:
 
 
 class SlownessDetector:
-    """Finds ranks whose compute takes longer than predicted, more than that of the others does; each is told once."""
+    """Finds ranks whose compute is slower than predicted, relative to the other ranks. Reports each rank once."""
 
     def __init__(self) -> None:
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
     def notices(self, activities: Mapping[int, Activity]) -> list[str]:
         slowness = {rank: activity.slowness for rank, activity in activities.items() if activity.slowness}
         notices = []
         for rank, own in slowness.items():
-            others = [number for another, number in slowness.items() if another != rank]
-            factor = own / statistics.median(others) if others else 1.0
-            if factor > _SLOW and rank not in self._told:
-                self._told.add(rank)
+            of_others = [number for another, number in slowness.items() if another != rank]
+            factor = own / statistics.median(of_others) if of_others else 1.0
+            if factor > _SLOW and rank not in self._reported:
+                self._reported.add(rank)
                 notices.append(
                     f"rank {rank} on {activities[rank].host} computes {factor:.2f} times as long as predicted, "
                     "relative to the other ranks"
@@ -236,7 +236,7 @@ class SlownessDetector:
 
 
 def _is_debugged() -> bool:
-    """Whether the main thread waits in a debugger of Python's."""
+    """Whether the main thread is waiting in a Python debugger."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_globals.get("__name__") != "bdb":
         frame = frame.f_back
@@ -244,7 +244,8 @@ def _is_debugged() -> bool:
 
 
 def _place_of_main_thread() -> str:
-    """The innermost line of the user's own code that the main thread runs; the innermost at all if there is none."""
+    """The innermost line of user code that the main thread is running; without user code on the stack, the innermost
+    line."""
     frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and not is_users(frame.f_code):
         frame = frame.f_back

@@ -198,7 +198,7 @@ class _Opening:
             owner = owners[owner_id]
             if any(statement.module is owner for statement in self._parts.values()):
                 raise UnsupportedForwardError(
-                    f"its forward reads parameters of its {type(owner).__name__} beside calling it"
+                    f"its forward reads parameters of its {type(owner).__name__} as well as calling it"
                 )
             calls.append(
                 PartCall(
@@ -258,13 +258,14 @@ class _Opening:
         return None
 
     def _depends_on_rows(self, name: str) -> bool:
-        """Whether a variable is another for parts of a batch: it follows from an input with rows, or from a part."""
+        """Whether a variable depends on the rows of the batch: it is computed from an input with rows, or from a part's
+        output."""
         _, needed = self._slice(References(uses={name}), None)
         return not needed.isdisjoint(self._with_rows) or not needed.isdisjoint(self._parts)
 
     def _slice(self, references: References, before: Statement | None) -> tuple[list[Statement], set[str]]:
-        """The statements that compute what is referred to, in order, and all variables that they need. Calls of parts
-        are not among them."""
+        """The statements that compute these references, in order and without calls of parts, and all variables that
+        they need."""
         statements = list(self._recording.statements)
         if before is not None:
             statements = statements[: statements.index(before)]
@@ -281,7 +282,7 @@ class _Opening:
             elif statement.name in needed or is_written:
                 needed |= statement.uses
                 taken.append(statement)
-        # A check of sizes that nothing here depends on is up to others.
+        # A size check that nothing here depends on is left to other glue.
         return [each for each in taken[::-1] if each.kind != "check" or each.uses <= needed], needed
 
     def _glue(
@@ -304,7 +305,7 @@ class _Opening:
         inputs += [name for name in self._parts if name in needed]
         assert needed <= {*inputs, *assigned}, needed - {*inputs, *assigned}
         inputs += list(loose)
-        # What changes a tensor in place works on copies of what the function is given.
+        # Statements that modify a tensor in place work on copies of the function's arguments.
         storages = recording.storages
         given = {storages.get(name) for name in inputs}
         given |= {storages.get(statement.name) for statement in statements if statement.kind == "pick"}
@@ -376,7 +377,7 @@ def _cross_entropy(statement: Statement | None, namespace: Mapping[str, Any]) ->
 
 
 def matched_leaves(opened: OpenedComposite, args: Any, kwargs: Any) -> list[Any] | None:
-    """The leaves of arguments in the order of `inputs`; None where their structure is another."""
+    """The leaves of arguments in the order of `inputs`; None if their structure differs."""
     leaves, spec = tree_flatten(argument_normalizer(opened.module)(args, kwargs))
     return leaves if spec == opened.spec else None
 

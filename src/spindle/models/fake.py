@@ -144,7 +144,7 @@ def run_on_fakes(run: Callable[[Any, Any], Any], arguments: Any, mode: FakeTenso
         with _disable_current_modes(), mode:
             return run(*arguments)
     except Exception as error:
-        # Most likely it reads a value. Zeros have some; if they fail, too, the first error says more.
+        # Most likely it reads a value. Zeros have values; if they fail, too, the first error is the more useful one.
         zeros = tree_map(_zeros_like, arguments)
         try:
             devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
@@ -166,7 +166,8 @@ def _zeros_like(leaf: Any) -> Any:
 
 @contextmanager
 def without_torch_logs() -> Iterator[None]:
-    """Inside, torch does not log what fake tensors cannot do: real tensors are tried next, and their error is told."""
+    """A context without torch's logs of failed fake-tensor operations: real tensors are tried next, and their error is
+    reported."""
     loggers = [logging.getLogger(name) for name in _TALKATIVE]
     before = [logger.disabled for logger in loggers]
     try:

@@ -169,7 +169,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         callee = self._code.name_of(target, "m") if module is not None else f"{self._code.name_of(target, 'c')}.apply"
         arguments, references = self._values.call_text(args, kwargs, f"it passes {label}")
 
-        # What the module does inside is its own business: it is neither recorded nor symbolic.
+        # What happens inside the module is neither recorded nor symbolic.
         concrete = tree_map(self._values.to_concrete, (tuple(args), dict(kwargs)))
         with self._calls.paused():
             result = run_on_fakes(run, concrete, self._values.concrete_mode, self._values.weights)

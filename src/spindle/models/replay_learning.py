@@ -1,12 +1,12 @@
-"""What a replay needs to know, learnt from a first batch: a forward whose code reads values, as statements.
+"""Learn from a first batch what a replay needs: a forward whose code reads values, as statements.
 
 The module's forward runs once on real arguments, while its parts return zeros of the right shapes and are not computed.
 Operations are followed through the dispatcher, so that for each part it is known which inputs, outputs of earlier parts
-and loose parameters its arguments depend on, and which values had been read by then (they decide about everything after
-them). Outputs that a piece of code does not depend on need not be sent to the rank that runs it: it gets zeros of the
-same shape.
+and loose parameters its arguments depend on, and which values had been read by then (everything after them may depend
+on these). Outputs that a piece of code does not depend on need not be sent to the rank that runs it: it gets zeros of
+the same shape.
 
-What was learnt is written as statements, like those of a recording, in which pieces of code are calls of a `Replay`.
+The result is a list of statements like a recording's, in which pieces of code are calls of a `Replay`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def replay_forward(
 
 
 class _Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Which sources each storage depends on. Values that Python reads decide about everything after them."""
+    """Which sources each storage depends on. Everything after a value that Python reads depends on its sources, too."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -173,8 +173,8 @@ class _Learner:
         first_block = next(number for number, call in enumerate(self.calls) if id(call.module) in block_ids)
         if follow.is_random:
             raise UnsupportedForwardError("random numbers are drawn between its parts")
-        if any(kind != "input" for kind, _ in result_read):  # which were zeros here, and decide otherwise
-            raise UnsupportedForwardError("values that its parts compute decide what its code does between them")
+        if any(kind != "input" for kind, _ in result_read):  # zeros here; real ones may branch differently
+            raise UnsupportedForwardError("the code between its parts branches on values that its parts compute")
         passed = _Passed(leaves, is_input, self.calls)
         replay = Replay(
             module=self.module,
@@ -288,7 +288,7 @@ def _shape_rule(leaf: Any, arguments: list[Any]) -> Any:
 
 
 class _Passed:
-    """Which tensors the code passes on as it got them."""
+    """Which tensors the code passes on unchanged."""
 
     def __init__(self, leaves: list[Any], is_input: list[bool], calls: list[_Call]) -> None:
         self._places: dict[int, Same] = {}
@@ -394,7 +394,7 @@ class _Writer:
         needed: set[Source] = set()
         for number, call in enumerate(self._calls[first:], start=first):
             if call.read & blocks:
-                raise UnsupportedForwardError("values of tensors that its blocks return decide between its blocks")
+                raise UnsupportedForwardError("the code between its blocks branches on values that its blocks return")
             arguments = zip(call.leaves, call.sources, call.versions, strict=True)
             for leaf, (value, sources, version) in enumerate(arguments):
                 if self._is_same(value, version, call.read):
@@ -438,7 +438,7 @@ class _Writer:
         return {place: names[alias] for place, alias in aliases.items()}
 
     def _try_ahead(self, wanted: list[tuple[int, int]], exported: list[int]) -> None:
-        """Run ahead once, with zeros: some code cannot go on with outputs of blocks that are but shapes."""
+        """Run ahead once with zeros: some code fails on block outputs without real values."""
         inputs = [leaf for leaf, named in zip(self._leaves, self._replay.is_input, strict=True) if named]
         with torch.no_grad(), zero_weights(self._replay.module, device_of(inputs)):
             self._replay.ahead(wanted, exported, inputs, [None] * len(self._loose), compute=zero_output)
@@ -474,8 +474,8 @@ class _Writer:
         self._register_output(number)
 
     def _register_output(self, number: int) -> None:
-        """Note what a call returns, for those that pass it on as it is; and its shape, for code that does not need its
-        values."""
+        """Note the output of a call, for code that passes it on unchanged; and its shape, for code that does not need
+        its values."""
         name, call = self._outputs[number], self._calls[number]
         for position, leaf in enumerate(call.output):
             if isinstance(leaf, torch.Tensor):
@@ -492,7 +492,7 @@ class _Writer:
         read: set[Source],
         ahead: dict[tuple[int, int], str],
     ) -> list[tuple[str, References]]:
-        """The texts of arguments, or of the output: what is known already, or part of what a replay gives."""
+        """The texts of arguments, or of the output: known variables, or entries of a replay's result."""
         texts: list[tuple[str, References] | None] = []
         needed: set[Source] = set(read)
         for leaf, (value, version) in enumerate(zip(leaves, versions, strict=True)):
@@ -512,12 +512,12 @@ class _Writer:
             for leaf, known in enumerate(texts):
                 if known is None:
                     texts[leaf] = f"{variable}[{leaf}]", References(uses={variable})
-                elif leaf == 0:  # a replay that only checks is run for what it checks
+                elif leaf == 0:  # this replay runs only for its checks
                     texts[leaf] = f"_after({variable}, {known[0]})", References(uses={variable, *known[1].uses})
         return [text for text in texts if text is not None]
 
     def _write_segment(self, number: int, needed: set[Source]) -> str:
-        """Write a replay up to a call, or to the end. What it does not need is given as shapes."""
+        """Write a replay up to a call, or to the end. Values that it does not need are passed as shapes."""
         variable = f"g{number}"
         calls = sorted(place for kind, place in needed if kind == "call" and place < number)
         uses: set[str] = set()
@@ -570,7 +570,7 @@ class _Writer:
 
 @contextmanager
 def _noting_reads(follow: _Dependencies) -> Iterator[None]:
-    """Inside, reads of whole tensors count that the dispatcher does not see."""
+    """A context that also notes reads of whole tensors which the dispatcher does not see."""
     names = ("tolist", "numpy", "__array__")
     before = {name: getattr(torch.Tensor, name) for name in names}
 

@@ -131,7 +131,7 @@ def signature_of(module: nn.Module) -> str:
 
 
 class ValueDependenceError(UnsupportedForwardError):
-    """A forward in which values of tensors decide between blocks."""
+    """A forward that branches on values of tensors between its blocks."""
 
 
 def needs_values(error: BaseException) -> bool:
@@ -162,6 +162,6 @@ def guard_error(module: nn.Module, text: str) -> GuardError:
     return GuardError(
         module,
         f"{type(module).__name__} was recorded for sizes with {text}, which does not hold for this batch: its forward "
-        "may take another branch. Pad batches to the same sizes, or register the module with "
+        "may take a different branch. Pad batches to the same sizes, or register the module with "
         "spindle.module(..., split=False)",
     )

@@ -122,7 +122,7 @@ class SymbolicValues:
     def make_symbol(self, value: int, text: str, source: str) -> Any:
         """A symbol for an int that the code reads as `text`.
 
-        As in torch.compile, 0 and 1 are specialized: they broadcast, so code for them is no code for other sizes.
+        As in torch.compile, 0 and 1 are specialized: they broadcast, so code for them does not hold for other sizes.
         """
         if value in (0, 1) or value < 0:
             self._code.add_check(f"{text} == {value}", frozenset((source,)))

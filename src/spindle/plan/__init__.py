@@ -1,4 +1,4 @@
-"""What is a plan, is this one legal? The Plan, how pieces become one, its check and its text form."""
+"""The Plan: its assembly from pieces, its legality check and its text form."""
 
 from spindle.plan.assemble import Piece, assemble, assemble_passes, relaxed, slots_per_op
 from spindle.plan.check import MAX_LANES, check

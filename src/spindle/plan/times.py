@@ -51,7 +51,7 @@ def _folded_spans(slots: Sequence[Slot], ops: Sequence[int], profile: Profile, s
     lane_end: dict[DeviceLane, float] = {}
     timed: list[Span] = []
     for number, (slot, op) in enumerate(zip(slots, ops, strict=True)):
-        # A slot with earlier layers of its op waits for these alone: they have waited for the op's producers.
+        # A slot with earlier layers of its op waits only for these, which have already waited for the op's producers.
         producers = [op] if slot.first else profile.graph.predecessors[op]
         ready_s = [op_end.get(producer, 0.0) for producer in producers]
         start_s = max([slot.not_before_s, *ready_s, *(lane_end.get(lane, 0.0) for lane in slot.lanes)])
@@ -75,7 +75,7 @@ def pass_spans(
         number, kind = key
         late = [need for need in needs[key] if need not in ends]
         if late:
-            raise PlanError(f"the {kind} of slot {number} stands before the {late[0][1]} of slot {late[0][0]}")
+            raise PlanError(f"the {kind} of slot {number} comes before the {late[0][1]} of slot {late[0][0]}")
         slot, op = slots[number], ops[number]
         start_s = max([*(ends[need] for need in needs[key]), *(lane_end[lane] for lane in slot.lanes)], default=0.0)
         end_s = start_s + pass_s(slot, kind, profile.curve(op, setting), setting.recompute[op])

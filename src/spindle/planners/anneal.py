@@ -175,7 +175,7 @@ def anneal(table, first_pieces, first_count, seed, evaluations, control):
 
 @njit(cache=True, nogil=True)
 def undo(pieces, count, accepted, accepted_count, changed, pieces_of):
-    """Back to the list kept; the counts per op follow."""
+    """Restore the accepted list, and the counts per op."""
     for i in range(changed, count):
         pieces_of[pieces[i, OP]] -= 1
     for i in range(changed, accepted_count):
@@ -198,8 +198,8 @@ def search(
 ) -> list[Timed]:
     """A short schedule of a problem's ops, in start order.
 
-    It begins with the widths that the LP bound mixes for each op. Whoever holds `control` sees how far it is, and may
-    stop it.
+    It starts from the widths that the LP bound mixes for each op. Through `control`, another thread sees its progress
+    and may stop it.
     """
     table, scale_s = _table(problem, run)
     pieces = _first_pieces(problem, mixes, run.piece_limit)

@@ -1,7 +1,8 @@
 """Composites in recorded tasks: calls of CLIP or LLaVA become calls of their towers and their other parts.
 
 A module is opened where it has two or more towers, or where a task returns the loss that it computes itself: then that
-loss is the task's, and can be computed over parts of a batch like any other. What cannot be opened stays one module.
+loss is the task's, and can be computed over parts of a batch like any other. A module that cannot be opened stays one
+module.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def open_graph(task: RecordedTask, example: Any) -> fx.Graph | None:
             continue
         try:
             opened = arguments.opened(call.name)
-        except Exception as error:  # the module's own code on fake tensors; as one module it may well run
+        except Exception as error:  # the module's own code failed on fake tensors; it may still run as one module
             opened = failure_reason(error)
         if isinstance(opened, str):
             call.handle.closed_reason = opened
@@ -61,7 +62,7 @@ def open_graph(task: RecordedTask, example: Any) -> fx.Graph | None:
 
 def split_loss(graph: fx.Graph) -> tuple[fx.Graph | None, bool]:
     """A graph that returns its loss as a total and a count, where the loss is a token mean inside an opened module; and
-    whether losses of parts of a batch add up to that of the whole as they are."""
+    whether losses of parts of a batch sum to that of the whole without scaling."""
     loss, metrics = _returned(graph)
     kind, glue, variables = loss.meta.get(_LOSS, ("", None, {})) if isinstance(loss, fx.Node) else ("", None, {})
     if kind != "mean":
@@ -80,7 +81,7 @@ def split_loss(graph: fx.Graph) -> tuple[fx.Graph | None, bool]:
 
 
 def replace_in_losses(graph: fx.Graph, node: fx.Node, replacement: fx.Node) -> None:
-    """Let losses that are split later be computed from another node."""
+    """Compute losses that are split later from a different node."""
     for loss in graph.nodes:
         if _LOSS in loss.meta:
             kind, glue, variables = loss.meta[_LOSS]
@@ -124,7 +125,7 @@ def _is_given(value: Any) -> bool:
 
 
 def _accessor(node: fx.Node) -> Callable[[Any], Any] | None:
-    """What a node takes from its first argument, where it does nothing else."""
+    """What a node selects from its first argument, if it does nothing else."""
     if node.target in (getattr, operator.getitem) and len(node.args) == 2 and isinstance(node.args[1], str | int):
         return lambda value: node.target(value, node.args[1])  # type: ignore[operator]
     return None
@@ -152,7 +153,7 @@ class _Arguments:
             return opened
         try:
             larger = open_composite(module, *self._of(name, 1))
-        except Exception:  # it may run on so many samples only
+        except Exception:  # it may support only this number of samples
             return opened
         if isinstance(larger, str) or _texts(opened) == _texts(larger):
             return opened
@@ -166,7 +167,7 @@ class _Arguments:
             outputs = [self._output(source, which) for source in call.sources]
             with mode:
                 args, kwargs = call.arguments(self._batches[which], *outputs)
-        except Exception:  # code in front of it reads values, which fake tensors do not have
+        except Exception:  # code before it reads values, which fake tensors do not have
             if which:
                 raise
             args, kwargs = tree_map(lambda leaf: fake_like(mode, leaf), self._values(name))
@@ -199,13 +200,13 @@ def _fake(mode: FakeTensorMode, leaf: Any, rows: int, more: int) -> Any:
 
 
 def _texts(opened: OpenedComposite) -> list[str]:
-    """What is to be the same for every number of samples."""
+    """Text that must be equal for every number of samples."""
     texts = [f"{call.path} {call.glue.run.__qualname__} {call.glue.inputs}" for call in opened.calls]
     return [*texts, opened.output(opened.index).run.__qualname__]
 
 
 def _replace(graph: fx.Graph, node: fx.Node, opened: OpenedComposite, handle: ModuleHandle) -> None:
-    """Put calls of its parts in the place of a call of a composite."""
+    """Replace a call of a composite by calls of its parts."""
     with graph.inserting_before(node):
         variables = _input_nodes(graph, node, opened)
         for call in opened.calls:
@@ -272,7 +273,7 @@ def _replace_uses(
             try:
                 part = accessor(index)
             except (AttributeError, KeyError, IndexError, TypeError):
-                break  # a method, or something that is not there: what it gets is up to the object itself
+                break  # a method, or a missing attribute: pass the object itself
             _replace_uses(graph, user, opened, part, variables)
             graph.erase_node(user)
         else:

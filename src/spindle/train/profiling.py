@@ -1,4 +1,4 @@
-"""From tasks to a workload with the times of its ops here: measured, or from a profile that the user gave."""
+"""From tasks to a workload with the times of its ops on this machine: measured, or from a given profile."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def trace_and_profile(
             definition(on_device(tree_map(_cloned, examples[definition.name]), world.device))
 
     with on_compute_stream(world.device), without_torch_logs(), explained_errors(run_tasks):
-        # Copies, because what is tried out may write over its input.
+        # Copies, because a trial may overwrite its input.
         copies = {name: on_device(tree_map(_cloned, batch), world.device) for name, batch in examples.items()}
         progress.stage("recording tasks")
         has_weights = not isinstance(capture, WorkloadCapture)

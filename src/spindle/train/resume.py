@@ -1,8 +1,9 @@
-"""A script that is started again goes on from its newest checkpoint that is complete and undamaged.
+"""Resume a restarted script from its newest checkpoint that is complete and undamaged.
 
-Before the first fit rank 0 chooses the checkpoint, and all ranks check its bytes. A fit that was over when it was saved
-returns at once. In the one that was not, state is restored before tasks are traced, parameters once they are scattered,
-and the optimizer's state when it is made: each rank reads what it holds under its own plan.
+Before the first fit rank 0 chooses the checkpoint, and all ranks check its bytes. A fit that had ended when the
+checkpoint was saved returns at once. In the one that had not, state is restored before tasks are traced, parameters
+once they are scattered, and the optimizer's state when the optimizer is made: each rank reads what it holds under its
+own plan.
 """
 
 from __future__ import annotations
@@ -58,8 +59,7 @@ _NOT_SAVED = (TypeError, ValueError, RuntimeError, IndexError, KeyError, Attribu
 
 
 def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int) -> FitResult | None:
-    """Prepare a fit of `steps` steps, of which some may be done. Returns the result of one that is over. All ranks must
-    call it."""
+    """Prepare a fit of `steps` steps, some of which may be done. Returns the result if all are. Collective."""
     number, checkpoints = session.num_fits, session.config.checkpoints
     session.num_fits += 1
     session.first_step = session.step
@@ -85,7 +85,7 @@ def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int) -> Fit
     if is_over:
         saved.load_modules(handles)
         if number < state.fit:
-            saved.forget_loaded()  # what is done between fits is done to them before the state is restored
+            saved.forget_loaded()  # so that the script's changes between fits happen before the state is restored
         notify(f"fit {number + 1} is over in the checkpoint of step {state.step}: its steps are not trained again")
         return result_without_steps(session.world.rank, saved.plan, saved.profile, session.notices)
     notify(
@@ -96,8 +96,8 @@ def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int) -> Fit
 
 
 def _handles(session: TrainSession, loaders: Mapping[str, Any]) -> Handles:
-    """The modules of all tasks that the script has, with composites as a whole; of tasks that look at their batches,
-    those that the first one reaches."""
+    """The modules of all tasks of the script, composites as a whole; for tasks that depend on their batches, the
+    modules that the first batch reaches."""
     if session.handles:
         return root_handles(session.handles)
     tasks = session.config.tasks
@@ -283,8 +283,8 @@ def _restored_config(config: TrainConfig, saved: ResumedTensors) -> TrainConfig:
         )
     if state.seed != config.seed:
         raise CheckpointError(
-            f"{saved.checkpoint.folder}: it is of a training with seed={state.seed}, this one has seed={config.seed}, "
-            "with which the order of its data is another"
+            f"{saved.checkpoint.folder}: it is from a training with seed={state.seed}, but this one has "
+            f"seed={config.seed}, which gives a different order of data"
         )
     names = [*state.tasks, *(name for name in tasks if name not in (*state.tasks, *state.ended_tasks))]
     weights = config.sampling_weights
@@ -387,7 +387,7 @@ class ResumedTensors:
                     self._loaded.add(name)
                     if stored.shape == tuple(buffer.shape):
                         buffer.copy_(self.read(name, Slice.whole(stored.shape)))
-                    elif kind == "buffer":  # others are a cache, as long as the longest sequence so far
+                    elif kind == "buffer":  # others are caches, whose length follows the longest sequence so far
                         raise CheckpointError(
                             f"{self.checkpoint.folder}: buffer {f'{module}.{path}'!r} was saved with the shape "
                             f"{list(stored.shape)}, here it has {list(buffer.shape)}"
@@ -406,7 +406,7 @@ class ResumedTensors:
         each, on the host."""
         state, tensors = self.checkpoint.state, self.checkpoint.tensors
         where = str(self.checkpoint.folder)
-        current = {state.aliases.get(name, name): name for name in sharding}  # by the name that it was saved under
+        current = {state.aliases.get(name, name): name for name in sharding}  # by the name under which it was saved
         keys: dict[str, list[str]] = {name: [] for name in state.optimizer_values}
         for path in tensors:
             if path.startswith("optimizer/"):

@@ -1,8 +1,8 @@
 """Samples of a map-style dataset: each rank fetches the rows and fields that its slots use, while it computes.
 
 Which samples make up a batch follows from the seed, or from the loader's own sampler, on all ranks alike; the plan only
-says who fetches them. Random numbers that a dataset draws are seeded for each row, so they do not depend on the plan
-either.
+decides which rank fetches them. Random numbers that a dataset draws are seeded for each row, so they do not depend on
+the plan either.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def needs_of(uses: Iterable[tuple[Callable[..., Any], int, int]]) -> Needs:
 @dataclass(frozen=True, slots=True)
 class Request:
     """Rows of one batch, by the numbers of their samples; all of them without `needs`. Where samples draw no random
-    numbers there is no seed, and they can be fetched beside other work."""
+    numbers there is no seed, and they can be fetched by another thread."""
 
     seed: int | None
     samples: tuple[int, ...]
@@ -182,8 +182,8 @@ class Sampled:
 
 
 def sample_feed(loader: Any, seed: int, num_batches: int, **named: Any) -> SampleFeed | None:
-    """A feed of samples where a loader is one that can be read so: a map-style dataset, or a plain DataLoader of one
-    that stacks samples."""
+    """A feed of samples, for a map-style dataset or a plain DataLoader of one that stacks samples; None for other
+    loaders."""
     definition, drop_last = named["definition"], named["drop_last"]
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         if not hasattr(loader, "__len__"):
@@ -210,7 +210,7 @@ def sample_feed(loader: Any, seed: int, num_batches: int, **named: Any) -> Sampl
 
 
 class SampleFeed(Feed):
-    """Read one task's dataset by the numbers of its samples."""
+    """Read one task's dataset by sample index."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class SampleFeed(Feed):
         self._rows_of, self._seed, self._before, self._workers = Rows(dataset), seed, num_batches, dict(workers)
         self._chosen: dict[int, Batch] = {}  # by number
         self._num_chosen = 0
-        self.num_again = 1  # so many of the last batches may be asked for again
+        self.num_again = 1  # this many of the last batches may be requested again
         self._stream: tuple[Needs | None, int, Iterator[Any]] | None = None  # with the number it gives next
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: tuple[int, Needs | None, Future[Any]] | None = None
@@ -341,7 +341,8 @@ class SampleFeed(Feed):
         (*fetched, future), self._ahead = self._ahead, None
         if fetched != [number, needs] and future.cancel():
             return None
-        if future.exception() is not None:  # it may be bound to its own thread; if it is broken, asking again tells
+        # The dataset may be bound to one thread; if it is broken, fetching again raises the error.
+        if future.exception() is not None:
             self._fetches_ahead = False
             return None
         return future.result() if fetched == [number, needs] else None

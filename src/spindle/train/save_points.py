@@ -1,7 +1,7 @@
 """Before which steps a checkpoint is saved, the same on all ranks, and the end of a job that was signalled.
 
-Every rank says in its batch header what it wants to be saved, and which checkpoint it has written. All ranks decide
-from the headers of all ranks, so they decide alike.
+Every rank's batch header says whether it wants a checkpoint, and which one it has written. All ranks decide from the
+same headers, so they all decide the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SavePoints:
 
     @contextmanager
     def noticing_signals(self) -> Iterator[None]:
-        """Inside, a signal that asks to end is obeyed between two steps, once a checkpoint is saved."""
+        """A context in which a signal to end takes effect between two steps, after a checkpoint is saved."""
         if self._saver is None:
             yield
             return
@@ -108,7 +108,7 @@ class SavePoints:
         self.save(step, REQUESTED, config, was_stopped=was_stopped)
         saver.wait_in_memory(notify)
         is_saved = saver.wait(notify)
-        # A signal that no header of this fit has carried.
+        # A signal that arrived after the last header of this fit.
         rows = self._session.world.start_all_gather(torch.tensor([self.header()[0]], dtype=torch.float64)).wait()
         if any(int(row.item()) == ENDING for row in rows):
             self._end_job(step, is_saved=is_saved)

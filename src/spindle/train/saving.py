@@ -1,4 +1,4 @@
-"""Checkpoints of a running training: which tensors each rank writes, copied between two steps, written by a thread.
+"""Save checkpoints while training: each rank copies its tensors between two steps, and a thread writes them.
 
 All ranks copy after the same step, each what it writes. A thread writes the copies while training goes on. A column of
 the batch headers says whose part is written; then a thread of rank 0 joins the parts and renames the folder. No thread
@@ -104,7 +104,7 @@ class Saver:
         self._state: tuple[SavedState, Plan, Profile] | None = None  # of the one that is written, on rank 0
         # The optimizer whose settings are known to be plain values, while it lives.
         self._checked: weakref.ref[Update] | None = None
-        self._is_noted = True  # whether the user was told how the last one ended
+        self._is_noted = True  # whether the outcome of the last one was reported to the user
         # This rank's boxes, under an optimizer.
         self._writers: tuple[weakref.ref[Update], dict[str, list[Box]]] | None = None
         self.last_step = 0  # that was saved on disk, or resumed from
@@ -147,8 +147,8 @@ class Saver:
         self._is_on_disk = folder == self._folder
 
     def advance(self, written: Sequence[int], notify: Callable[[str], None]) -> bool:
-        """Go on with the checkpoint that is being written, by what the ranks say of it. Returns whether it is over; all
-        ranks get the same answer from the same numbers."""
+        """Advance the checkpoint that is being written, given `written` of all ranks. Returns whether it is finished,
+        the same on all ranks."""
         if self._number == 0:
             return True
         is_written = all(abs(number) == self._number for number in written[1:])
@@ -189,7 +189,7 @@ class Saver:
         if isinstance(error, SupersededError):
             raise error
         reason = f": {error}" if error is not None else ", on another rank"
-        notify(f"the checkpoint of step {step} could not be written{reason}; training goes on without it")
+        notify(f"the checkpoint of step {step} could not be written{reason}; training continues without it")
 
     # What.
 
@@ -305,8 +305,8 @@ class Saver:
             if not self._has_room:
                 self._memory = None
                 notify(
-                    f"no checkpoints in memory: they need {_text(needed)} there, and {_text(free)} are free; those on "
-                    "disk go on"
+                    f"no checkpoints in memory: they need {_text(needed)} there, and {_text(free)} are free; "
+                    "checkpoints on disk continue"
                 )
         return self._has_room
 
@@ -353,8 +353,8 @@ class Saver:
         *,
         was_stopped: bool = False,
     ) -> SavedState:
-        """What is no tensor, but for what other ranks know. `step_tasks` are those of the step that is about to run,
-        which was read before tasks joined or ended; None after the last step of a fit."""
+        """The non-tensor state that rank 0 knows. `step_tasks` are those of the step that is about to run, which was
+        read before tasks joined or ended; None after the last step of a fit."""
         session, update = self._session, self._session.update
         assert update is not None
         handles, names, optimizer = root_handles(session.handles), self._names(), update.state()
@@ -404,7 +404,7 @@ class Saver:
         return {**parameter_names(root_handles(self._session.handles)), **planned}
 
     def _fragments(self, state: OptimizerState) -> dict[str, Any]:
-        """What this rank alone knows of the optimizer, in JSON."""
+        """The optimizer's non-tensor state on this rank, as JSON."""
         rank = self._world.rank
         values = {
             name: {
@@ -417,7 +417,7 @@ class Saver:
         }
         extra: dict[str, Any] = {"num_updates": state.num_steps}
         scheduler = {} if state.lr_scheduler is None else state.lr_scheduler.state
-        if "num_bad_epochs" in scheduler:  # a ReduceLROnPlateau; others are made anew, and stepped
+        if "num_bad_epochs" in scheduler:  # a ReduceLROnPlateau; others are recreated and stepped
             extra["lr_scheduler"] = {
                 key: value for key, value in scheduler.items() if isinstance(value, int | float | str)
             }
@@ -487,7 +487,7 @@ class Saver:
         return known[1]
 
     def _unloaded_boxes(self) -> Iterator[_Written]:
-        """What the checkpoint that was resumed from has of modules that were not called yet."""
+        """The tensors of the resumed checkpoint that belong to modules that were not called yet."""
         saved = self._session.saved
         for number, (name, tensor) in enumerate(saved.unloaded() if saved is not None else ()):
             if number % self._world.size == self._world.rank:
@@ -495,7 +495,7 @@ class Saver:
 
 
 def memory_folder(checkpoints: Checkpoints) -> Path | None:
-    """Where checkpoints in memory are, if there are to be any and a launcher has a place for them."""
+    """The folder of checkpoints in memory, if they are enabled and a launcher provides one."""
     folder = os.environ.get(variables.MEMORY)
     if folder is None or checkpoints.memory_every is None:
         return None
@@ -543,7 +543,7 @@ def _plain_setting(name: str, key: str, value: Any) -> Any:
 
 
 def planning_text(planning: Planning) -> str:
-    """What the user asked for: a plan that was saved holds while that is the same."""
+    """The user's planning options as text: a saved plan is reused while they are the same."""
     planner = planning.planner if isinstance(planning.planner, str) else _name_of(planning.planner)
     return repr(
         (
@@ -559,7 +559,7 @@ def planning_text(planning: Planning) -> str:
 
 
 def _plan_text(plan: Plan | Path | str) -> str:
-    """A given plan; of a file the digest, because another plan may be written to it."""
+    """The text of a given plan; for a file its digest, because its contents may change."""
     if isinstance(plan, Plan) or (isinstance(plan, str) and "*" in plan):
         return str(plan)
     try:

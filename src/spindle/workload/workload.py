@@ -52,8 +52,8 @@ class Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleRemark:
-    """Why a module is divided less than others, in words: why it is one layer, why one device must see its whole batch,
-    and why a module with towers stays closed, one module. No plan depends on it."""
+    """Why a module is divided less than others, as text: why it is one layer, why one device must have its whole batch,
+    and why a module with towers is not opened into them. No plan depends on it."""
 
     module: str
     one_layer: str = ""
