@@ -1,5 +1,6 @@
 """Programs: the instructions of every rank, lowering from a plan, and `verify`. Knows ranks, not torch."""
 
+from spindle.program.copies import COPIES_AHEAD, OffloadCopies, copies_in, offload_copies
 from spindle.program.instances import Instances, cut_by, instances_of, needed_pairs
 from spindle.program.instructions import (
     COMPUTE,
@@ -14,7 +15,9 @@ from spindle.program.instructions import (
     SyncGradients,
     are_compute,
     code,
+    compute_lane,
     lane_name,
+    lane_of,
 )
 from spindle.program.launch_order import launch_order, launches_collectives
 from spindle.program.lower import lower
@@ -41,6 +44,7 @@ from spindle.program.verify import describe_deadlock, verify
 
 __all__ = [
     "COMPUTE",
+    "COPIES_AHEAD",
     "NUM_LANES",
     "SYNC",
     "TRANSFER",
@@ -55,6 +59,7 @@ __all__ = [
     "Instruction",
     "Link",
     "Memory",
+    "OffloadCopies",
     "OptimizerStep",
     "Piece",
     "Program",
@@ -66,6 +71,8 @@ __all__ = [
     "Transfer",
     "are_compute",
     "code",
+    "compute_lane",
+    "copies_in",
     "counts_bytes",
     "cut_by",
     "describe_deadlock",
@@ -74,6 +81,7 @@ __all__ = [
     "instances_of",
     "keep_unused",
     "lane_name",
+    "lane_of",
     "launch_order",
     "launches_collectives",
     "lower",
@@ -82,6 +90,7 @@ __all__ = [
     "moving_s",
     "needed_pairs",
     "numbers_by_dtype",
+    "offload_copies",
     "optimizer_sharding",
     "parse_program",
     "posted_peaks",
