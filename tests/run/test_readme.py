@@ -84,6 +84,7 @@ WRITERS = (
     "spindle profile -n 2 -o profile.json train.py",
     "spindle plan profile.json -o plan.json",
     "spindle plan graph.json --devices 8 -o plan.json",
+    "spindle fleet simulate examples/fleet_jobs.jsonl --fleet a100x16,l40sx8 --events events.jsonl",
 )
 
 
@@ -160,6 +161,7 @@ def test_the_commands_run_as_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     Path("train.py").write_text(TRAIN.code)
+    Path("examples").symlink_to(ROOT / "examples")
     Path("graph.json").write_text(blocks("planning.md", "json")[0])
     Path("lengths.jsonl").write_text(f"{json.dumps({'text_tokens': 120, 'clips': [{'seconds': 4.6}]})}\n" * 320)
     to_run = [command for command in commands() if command not in NOT_RUN]

@@ -183,6 +183,28 @@ def test_a_script_that_fails_at_the_same_step_again_has_failed_others_are_tried_
         assert (state.ended[0].phase, state.ended[0].reason) == ("failed", "ValueError: no")
 
 
+def test_a_node_that_is_new_is_used_at_the_next_round():
+    state, _ = fleets.after(fleets.new_state(ONE_NODE), fleets.submitted("a", SCALES), fleets.submitted("b", SCALES))
+    state, _ = fleets.at(0.0, state)
+    assert sorted(fleets.cells(state).values()) == ["2 x big", "2 x big"]
+    with pytest.raises(FleetError, match="node 'new' is new to the fleet; its island"):
+        fleets.after(state, NodeJoined(time_s=600.0, node="new"))
+    state, _ = fleets.after(state, NodeJoined(time_s=600.0, node="new", island=ONE_NODE.cluster.islands[0]))
+    state, _ = fleets.at(600.0, state)
+    assert sorted(fleets.cells(state).values()) == ["4 x big", "4 x big"]
+
+
+def test_a_job_whose_workload_changes_is_estimated_anew():
+    state, _ = fleets.after(fleets.new_state(ONE_NODE), fleets.submitted("a", SCALES))
+    state, _ = fleets.at(0.0, state)
+    smaller = (Estimate(cell=Cell(kind="big", num_devices=2), step_s=0.5),)
+    state, _ = fleets.after(state, Estimated(time_s=500.0, job="a", estimates=smaller, replaces=True))
+    state, _ = fleets.after(state, Progressed(time_s=501.0, job="a", attempt=1, step=450))
+    state, _ = fleets.at(501.0, state)
+    assert fleets.cells(state) == {"a": "2 x big"}
+    assert state.find("a").step == 450
+
+
 def test_a_suspended_job_holds_nothing_until_it_is_resumed():
     state, _ = fleets.after(fleets.new_state(ONE_NODE), fleets.submitted("a", SCALES))
     state, _ = fleets.at(0.0, state)

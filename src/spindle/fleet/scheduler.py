@@ -13,7 +13,7 @@ from typing import assert_never
 
 from spindle.cluster import Cluster
 from spindle.errors import FleetError
-from spindle.fleet.cells import better
+from spindle.fleet.cells import Estimate, better
 from spindle.fleet.columns import Columns
 from spindle.fleet.deadlines import verdict
 from spindle.fleet.events import (
@@ -196,6 +196,9 @@ def _progressed(state: State, event: Progressed) -> State:
     if not event.step_s:
         return _with_job(state, changed)
     cell = job.allocation.cell
+    if job.estimate(cell) is None:
+        measured = Estimate(cell=cell, step_s=event.step_s, grade="measured")
+        return _due(_with_job(state, evolve(changed, estimates=better(job.estimates, (measured,)))))
     estimated_s = job.step_s(cell)
     if event.step_s == estimated_s:
         return _with_job(state, changed)
@@ -206,11 +209,8 @@ def _measured(state: State, job: JobState, step_s: float, estimated_s: float) ->
     """The measured step time replaces the estimate, and corrects those of other cells."""
     assert job.allocation is not None
     cell = job.allocation.cell
-    old = next(
-        estimate
-        for estimate in job.estimates
-        if (estimate.cell.kind, estimate.cell.num_devices) == (cell.kind, cell.num_devices)
-    )
+    old = job.estimate(cell)
+    assert old is not None
     corrections = job.corrections
     if old.grade != "measured":
         corrections = (

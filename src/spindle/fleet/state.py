@@ -123,17 +123,24 @@ class JobState:
 
     def step_at(self, time_s: float) -> float:
         """The step that it has reached if it proceeds as estimated."""
-        if self.phase != RUNNING or self.allocation is None:
+        if self.phase != RUNNING or self.allocation is None or self.estimate(self.allocation.cell) is None:
             return self.step
         step_s = self.step_s(self.allocation.cell)
         return self.step + max(0.0, time_s - self.step_time_s) / step_s
 
-    def step_s(self, cell: Cell) -> float:
-        """The estimated step time of a cell, corrected by what was measured in others."""
+    def estimate(self, cell: Cell) -> Estimate | None:
+        """What is known of a cell; None also for a running job whose new workload has no estimate there."""
         for estimate in self.estimates:
             if estimate.cell.kind == cell.kind and estimate.cell.num_devices == cell.num_devices:
-                return estimate.step_s * (1.0 if estimate.grade == "measured" else self.correction(cell.kind))
-        raise FleetError(f"job {self.name!r} has no estimate for {cell.text}")
+                return estimate
+        return None
+
+    def step_s(self, cell: Cell) -> float:
+        """The estimated step time of a cell, corrected by what was measured in others."""
+        estimate = self.estimate(cell)
+        if estimate is None:
+            raise FleetError(f"job {self.name!r} has no estimate for {cell.text}")
+        return estimate.step_s * (1.0 if estimate.grade == "measured" else self.correction(cell.kind))
 
     def correction(self, kind: str) -> float:
         """Measured over planned step time on a kind; from other kinds only half of it (in the logarithm) carries
