@@ -59,8 +59,7 @@ def crius(given: Round) -> Choice:
     else:
         first = min((row for row in np.flatnonzero((cells < 0) & (problem.requested >= 0)).tolist()), default=-1)
         tagged = {row for row in tagged if first >= 0 and row > first}  # tags drop at the head of the queue
-    if not (given.num_departed and given.num_arrived == 0) or not blocked:
-        problem.upgrade(cells, free)
+    problem.upgrade(cells, free)
     return Choice(cells=cells, opportunistic=frozenset(tagged))
 
 
