@@ -239,6 +239,7 @@ def test_only_chosen_cells_are_planned_and_a_job_starts_in_a_planned_cell():
     state, actions = fleets.at(0.0, state)
     assert actions == [Plan(job="a", cell=Cell(kind="big", num_devices=4))]
     assert fleets.cells(state) == {"a": ""}
+    assert fleets.at(31.0, state)[1] == []  # it is being planned
     planned = Estimate(cell=Cell(kind="big", num_devices=4), step_s=1.5)
     state, _ = fleets.after(state, Estimated(time_s=40.0, job="a", estimates=(planned,)))
     state, actions = fleets.at(40.0, state)

@@ -55,11 +55,12 @@ def run_round(state: State) -> tuple[State, tuple[Action, ...]]:
     given = round_of(state)
     columns = given.columns
     policy = policy_named(state.options.policy) if len(columns.rate) else _nothing
-    plans: list[Action] = []
+    plans: list[Plan] = []
     if not columns.planned.all():
         plans = _wanted_plans(given, policy(replace(given, allowed=np.ones_like(given.allowed))))
-    choice, placement = policy(given), Placement()
+    choice = policy(given)
     for last in (False,) * (_MAX_TRIES - 1) + (True,):
+        placement = Placement()
         if not _changes(given, choice).any():
             break
         placement = place(columns, choice.cells.tolist(), given.held.tolist())
@@ -83,7 +84,7 @@ def run_round(state: State) -> tuple[State, tuple[Action, ...]]:
     )
     after = evolve(
         state,
-        jobs=jobs,
+        jobs=_with_plans(jobs, plans) if plans else jobs,
         prices=tuple(choice.prices.tolist()) if len(choice.prices) else state.prices,
         last_round=report,
         num_arrived=0,
@@ -97,14 +98,23 @@ def _nothing(given: Round) -> Choice:
     return Choice(cells=np.full(given.columns.num_jobs, -1, dtype=np.int64))
 
 
-def _wanted_plans(given: Round, choice: Choice) -> list[Action]:
-    """Plans for the chosen cells that have only a bound. Bounds are optimistic, so no better cell is missed."""
+def _wanted_plans(given: Round, choice: Choice) -> list[Plan]:
+    """Plans for the chosen cells that have only a bound and were not asked for before. Bounds are optimistic, so no better
+    cell is missed."""
     columns = given.columns
-    wanted: list[Action] = []
+    wanted: list[Plan] = []
     for job, cell in enumerate(choice.cells.tolist()):
         if cell >= 0 and not columns.planned[cell]:
-            wanted.append(Plan(job=columns.jobs[job].name, cell=cell_of(columns, job, cell)))
+            plan = Plan(job=columns.jobs[job].name, cell=cell_of(columns, job, cell))
+            if plan.cell not in columns.jobs[job].planning:
+                wanted.append(plan)
     return wanted
+
+
+def _with_plans(jobs: tuple[JobState, ...], plans: list[Plan]) -> tuple[JobState, ...]:
+    """The jobs, with the plans that were asked for."""
+    asked = {plan.job: plan.cell for plan in plans}
+    return tuple(evolve(job, planning=(*job.planning, asked[job.name])) if job.name in asked else job for job in jobs)
 
 
 def cell_of(columns: Columns, job: int, cell: int) -> Cell:

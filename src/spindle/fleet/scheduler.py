@@ -173,8 +173,10 @@ def _estimated(state: State, event: Estimated) -> State:
     if job is None:
         return state
     changed = evolve(job, estimates=better(() if event.replaces else job.estimates, event.estimates))
+    known = {estimate.cell for estimate in event.estimates if estimate.grade != "bound"}
+    changed = evolve(changed, planning=tuple(cell for cell in job.planning if cell not in known))
     if event.replaces:
-        changed = evolve(changed, corrections=())
+        changed = evolve(changed, corrections=(), planning=())
     if changed.promised is None and job.job.deadline_s is not None:
         changed = evolve(changed, promised=verdict(state, changed, state.now_s).cell)
     return _due(_with_job(state, changed))

@@ -82,7 +82,8 @@ class JobState:
     `step` was reported at `step_time_s`; until the next report a running job is assumed to proceed at its estimated
     rate. `corrections` are ratios of measured to planned step time, by kind. `waiting_since_s` is when it last held
     devices, or arrived. `received_s` is how long it trained, by kind. `realloc_costs_s` are its measured reallocations.
-    `promised`: the deadline will be met in cells no slower than this one. `is_opportunistic` is Crius's (§2.4).
+    `planning`: cells whose plans were asked for. `promised`: the deadline will be met in cells no slower than this one.
+    `is_opportunistic` is Crius's (§2.4).
     """
 
     job: Job
@@ -103,6 +104,7 @@ class JobState:
     initial_realloc_s: float = 60.0
     realloc_costs_s: tuple[float, ...] = ()
     promised: Cell | None = None
+    planning: tuple[Cell, ...] = ()
     num_failures: int = 0
     failed_step: float = -1.0
     reason: str = ""

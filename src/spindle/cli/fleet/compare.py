@@ -43,7 +43,9 @@ def compare(
     jobs: Limit = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare all policies on one trace: the same jobs, errors, faults and reallocation cost. Examples:
+    """Compare all policies on one trace, in one table.
+
+    All get the same jobs, errors, faults and reallocation cost. Examples:
 
     spindle fleet compare jobs.jsonl --fleet a100x16,l40sx8
 
