@@ -99,7 +99,7 @@ def _nothing(given: Round) -> Choice:
 
 
 def _wanted_plans(given: Round, choice: Choice) -> list[Plan]:
-    """Plans for the chosen cells that have only a bound and were not asked for before. Bounds are optimistic, so no better
+    """Plans for the chosen cells that have only a bound, each asked for once. Bounds are optimistic, so no better
     cell is missed."""
     columns = given.columns
     wanted: list[Plan] = []
