@@ -14,6 +14,8 @@ from spindle.program.instructions import (
     SyncGradients,
     are_compute,
     code,
+    instruction_of_code,
+    is_compute,
     lane_name,
 )
 from spindle.program.launch_order import launch_order, launches_collectives
@@ -72,6 +74,8 @@ __all__ = [
     "flat_pieces",
     "format_program",
     "instances_of",
+    "instruction_of_code",
+    "is_compute",
     "keep_unused",
     "lane_name",
     "launch_order",

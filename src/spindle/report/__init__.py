@@ -21,7 +21,7 @@ from spindle.report.table import (
     refusal_lines,
     settings_lines,
 )
-from spindle.report.trace import trace_of
+from spindle.report.trace import instruction_name, trace_of, write_trace
 
 __all__ = [
     "REFERENCE",
@@ -41,6 +41,7 @@ __all__ = [
     "headline",
     "idle_causes",
     "idle_sentences",
+    "instruction_name",
     "largest_differences",
     "limit_sentences",
     "loss_table",
@@ -60,4 +61,5 @@ __all__ = [
     "step_tables",
     "timeline_chart",
     "trace_of",
+    "write_trace",
 ]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
-from spindle.artifact import write_atomically
 from spindle.display import count_of, facts, html_of, percent, seconds
 from spindle.graph import MetaGraph
 from spindle.plan import Plan
@@ -29,7 +28,7 @@ from spindle.report import (
     loss_text,
     step_charts,
     step_tables,
-    trace_of,
+    write_trace,
 )
 from spindle.simulate import simulate
 from spindle.timeline import Timeline
@@ -140,9 +139,9 @@ class FitResult:
         return html_of(*self._summary(8))
 
     def write_trace(self, path: Path | str) -> None:
-        """Write the measured step as a trace for Perfetto, on rank 0."""
+        """Write the measured step as a trace for Perfetto, on rank 0; compressed if the name ends in .gz."""
         if self.measured is not None:
-            write_atomically(Path(path), trace_of(self.measured, self.program))
+            write_trace(Path(path), self.measured, self.program)
 
 
 def result_without_steps(rank: int, plan: Plan, profile: Profile, notices: Sequence[str]) -> FitResult:
