@@ -11,6 +11,7 @@ from spindle.report.idle import idle_causes, idle_sentences
 from spindle.report.measured import profile_facts, profile_table
 from spindle.report.pipelines import comparison_figure, search_json, search_tables
 from spindle.report.predicted_vs_measured import StepComparison, compare_step, draw_steps, step_charts, step_tables
+from spindle.report.run_folder import STEPS, Run, read_run, write_run
 from spindle.report.summary import largest_differences, loss_table, loss_text
 from spindle.report.table import (
     bound_facts,
@@ -25,7 +26,9 @@ from spindle.report.trace import instruction_name, trace_of, write_trace
 
 __all__ = [
     "REFERENCE",
+    "STEPS",
     "Chart",
+    "Run",
     "StepComparison",
     "bound_facts",
     "bound_report",
@@ -52,6 +55,7 @@ __all__ = [
     "plan_facts",
     "profile_facts",
     "profile_table",
+    "read_run",
     "refusal_lines",
     "search_json",
     "search_tables",
@@ -61,5 +65,6 @@ __all__ = [
     "step_tables",
     "timeline_chart",
     "trace_of",
+    "write_run",
     "write_trace",
 ]

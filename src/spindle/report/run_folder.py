@@ -47,8 +47,8 @@ _KIND = "run"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """`run.json`: the run's name, the digests of the files beside it, and what a plan alone does not say of its program:
-    which ranks own parameters (`Program.owning_ranks`)."""
+    """`run.json`: the run's name, the digests of the files beside it, and which ranks own parameters, which a program
+    has and its plan has not."""
 
     name: str
     spindle_version: str
@@ -136,13 +136,10 @@ def read_run(folder: Path) -> Run:
         int(match[1]): read_timeline(folder / name) for name in files.sha256 if (match := _MEASURED.fullmatch(name))
     }
     predicted = read_timeline(folder / PREDICTED)
-    for timeline, name in (
-        (predicted, "predicted"),
-        *((timeline, f"step {step}") for step, timeline in measured.items()),
-    ):
+    for timeline in (predicted, *measured.values()):
         if timeline.instructions != program.instructions or timeline.num_ranks != program.num_ranks:
-            raise InputError(f"{folder}: the timeline of the {name} is of another program than {PROGRAM}")
-    traces = folder / PROFILER
+            raise InputError(f"{folder}: has a timeline of another program than {PROGRAM}")
+    traces = sorted(folder.glob(f"{PROFILER}/*"))
     return Run(
         name=files.name,
         profile=profile,
@@ -151,9 +148,7 @@ def read_run(folder: Path) -> Run:
         measured=dict(sorted(measured.items())),
         steps=_steps(folder / STEPS),
         notices=files.notices,
-        profiler_traces=tuple(sorted(f"{PROFILER}/{path.name}" for path in traces.iterdir()))
-        if traces.is_dir()
-        else (),
+        profiler_traces=tuple(f"{PROFILER}/{path.name}" for path in traces),
     )
 
 

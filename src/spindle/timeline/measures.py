@@ -43,8 +43,8 @@ def measure(timeline: Timeline) -> Measures:
 
 
 def device_times(timeline: Timeline) -> Column:
-    """Of each rank (rows), the nanoseconds of the step in which it computes, only transfers, only reduces gradients, and
-    is idle (columns)."""
+    """Of each rank (rows), the nanoseconds of the step in which it computes, only transfers, only reduces gradients,
+    and is idle (columns)."""
     times = np.zeros((timeline.num_ranks, 4), dtype=np.int64)
     order = np.argsort(timeline.rank, kind="stable")
     bounds = np.searchsorted(timeline.rank[order], np.arange(timeline.num_ranks + 1))

@@ -53,7 +53,7 @@ def chrome_trace(timeline: Timeline, name_of: Callable[[Instruction], str], flow
             }
         )
     for number, flow in enumerate(flows):
-        # An arrow binds to the spans that enclose its ends: it leaves where the transfer begins, and arrives as it ends.
+        # An arrow binds to the spans that enclose its ends: it leaves as the transfer begins, and arrives as it ends.
         for phase, span, time in (("s", flow.source, timeline.start), ("f", flow.destination, timeline.end)):
             events.append(
                 {

@@ -289,6 +289,7 @@ _COMPARED_ARGUMENTS = (
     "name",
     "cuda_graphs",
     "ema",
+    "run_folder",
 )
 
 

@@ -139,6 +139,7 @@ class TrainConfig:
     callbacks: tuple[Callback, ...] = ()
     ema: float | None = None
     grad_scaler: torch.amp.GradScaler | None = None
+    run_folder: Path | None = None
 
     def __post_init__(self) -> None:
         check_callbacks(self.callbacks)

@@ -56,6 +56,7 @@ class FitResult:
     slots_without_cuda_graph: Mapping[str, str] = field(default_factory=dict)  # on this rank, with the reason
     oversubscribed: bool = False  # more threads than cores
     metrics: tuple[dict[str, float], ...] = ()  # by step and `task/name`
+    measured_steps: Mapping[int, Timeline] = field(default_factory=dict)  # of `program`, some of the last, on rank 0
 
     @property
     def graph(self) -> MetaGraph:
