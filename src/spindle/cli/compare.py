@@ -34,7 +34,7 @@ def pipelines_estimate_s(num_ops: int, num_ranks: int) -> float:
     return 5 + 0.12 * num_ops * math.sqrt(num_ranks)
 
 
-def _plans(step: Step, options: PlanOptions) -> tuple[dict[str, tuple[Plan, Profile]], dict[str, str]]:
+def plans_of(step: Step, options: PlanOptions) -> tuple[dict[str, tuple[Plan, Profile]], dict[str, str]]:
     """The plans of all compared planners, with the profiles that they are of; and why others made none."""
     from spindle.cli.inputs import planner_input, with_sizes
     from spindle.cli.terminal import note_compilation, note_duration, progress_bar
@@ -133,7 +133,7 @@ def compare(
         seed=seed, evaluations=evaluations, time_limit_s=time_limit, pipeline_ranks=step.pipeline_ranks
     )
     whole = step.whole
-    plans, refusals = _plans(step, options)
+    plans, refusals = plans_of(step, options)
     reference = REFERENCE[step.is_pipeline]
     comparison = compared(plans.values(), whole, refusals, reference=reference, model_s=step.peak_s)
     unknown: list[str] = []

@@ -9,9 +9,12 @@ from spindle.report.explain import explain, headline, sentences
 from spindle.report.gantt import Chart, columns_for, draw, plan_chart, timeline_chart
 from spindle.report.idle import idle_causes, idle_sentences
 from spindle.report.measured import profile_facts, profile_table
+from spindle.report.page import page_html
+from spindle.report.page_data import ShownTimeline, StepReport, step_page_data
 from spindle.report.pipelines import comparison_figure, search_json, search_tables
 from spindle.report.predicted_vs_measured import StepComparison, compare_step, draw_steps, step_charts, step_tables
 from spindle.report.run_folder import STEPS, Run, read_run, write_run
+from spindle.report.sources import run_report
 from spindle.report.summary import largest_differences, loss_table, loss_text
 from spindle.report.table import (
     bound_facts,
@@ -29,7 +32,9 @@ __all__ = [
     "STEPS",
     "Chart",
     "Run",
+    "ShownTimeline",
     "StepComparison",
+    "StepReport",
     "bound_facts",
     "bound_report",
     "columns_for",
@@ -50,6 +55,7 @@ __all__ = [
     "loss_table",
     "loss_text",
     "measure_facts",
+    "page_html",
     "pipeline_bound_facts",
     "plan_chart",
     "plan_facts",
@@ -57,11 +63,13 @@ __all__ = [
     "profile_table",
     "read_run",
     "refusal_lines",
+    "run_report",
     "search_json",
     "search_tables",
     "sentences",
     "settings_lines",
     "step_charts",
+    "step_page_data",
     "step_tables",
     "timeline_chart",
     "trace_of",

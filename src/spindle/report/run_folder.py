@@ -18,7 +18,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +95,10 @@ def write_run(
     if workload is not None:
         write_workload(folder / WORKLOAD, workload)
     write_profile(folder / PROFILE, profile)
-    write_plan(folder / PLAN, program.plan)
-    write_atomically(folder / PROGRAM, format_program(program, profile))
+    # A traced graph has whole numbers where a file has floats, and so another fingerprint.
+    plan = replace(program.plan, fingerprint=read_profile(folder / PROFILE).graph.fingerprint)
+    write_plan(folder / PLAN, plan)
+    write_atomically(folder / PROGRAM, format_program(replace(program, plan=plan), profile))
     write_timeline(folder / PREDICTED, predicted)
     for step, timeline in measured.items():
         write_timeline(folder / f"measured-{step}.timeline.gz", timeline)
