@@ -82,7 +82,7 @@ def compare(
             "--figure",
             metavar="STEP.svg",
             help="Draw a step one module at a time above the same in waves; of a multimodal model, the pipeline as "
-            "others have it above ours.",
+            "others have it above ours. As SVG or PNG, by the name's ending.",
             show_default=False,
         ),
     ] = None,
@@ -123,6 +123,7 @@ def compare(
         idle_sentences,
         refusal_lines,
         settings_lines,
+        write_figure,
     )
     from spindle.simulate import simulate
 
@@ -146,7 +147,7 @@ def compare(
         drawn = [planner for planner in (reference, planners_of(step.is_pipeline)[0]) if planner in plans]
         if not drawn:
             raise DoesNotFitError(f"{figure}: not drawn, {reference} has no plan: {refusals[reference]}")
-        write_atomically(figure, comparison_figure([plans[planner] for planner in drawn]))
+        write_figure(figure, comparison_figure([plans[planner] for planner in drawn]))
     if as_json:
         show_json(table)
     else:

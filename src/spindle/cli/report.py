@@ -45,6 +45,9 @@ def report(
             show_default=False,
         ),
     ],
+    curves: Annotated[
+        bool, typer.Option("--curves", metavar="", help="Of a figure: draw how modules scale, not the steps.")
+    ] = False,
     devices: Devices = None,
     cluster: ClusterName = None,
     seed: Seed = 0,
@@ -67,11 +70,19 @@ def report(
 
     spindle report graph.json first.json second.json -o plans.html
     """
-    from spindle.artifact import write_atomically, write_bytes_atomically
+    from spindle.artifact import write_atomically
     from spindle.cli.terminal import notice, refuse_outputs
     from spindle.errors import InputError
     from spindle.recipes import BatchOptions
-    from spindle.report import figure_png, figure_svg, page_html, read_run, run_report, step_drawing, step_page_data
+    from spindle.report import (
+        curves_drawing,
+        page_html,
+        read_run,
+        run_report,
+        step_drawing,
+        step_page_data,
+        write_figure,
+    )
 
     if output.suffix not in (".html", ".svg", ".png"):
         raise InputError(f"{output}: expected the name of a page or a figure, ending in .html, .svg or .png")
@@ -90,10 +101,8 @@ def report(
         made = _planned_report(inputs, devices, cluster, batch, (seed, evaluations, time_limit))
     if output.suffix == ".html":
         write_atomically(output, page_html(made.title, step_page_data(made)))
-    elif output.suffix == ".svg":
-        write_atomically(output, figure_svg(step_drawing(made)))
     else:
-        write_bytes_atomically(output, figure_png(step_drawing(made)))
+        write_figure(output, curves_drawing(made) if curves else step_drawing(made))
     notice(f"wrote {output}" + ("; open it in a browser" if output.suffix == ".html" else ""))
 
 

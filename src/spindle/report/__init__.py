@@ -15,6 +15,7 @@ from spindle.report.pipelines import comparison_figure, search_json, search_tabl
 from spindle.report.predicted_vs_measured import StepComparison, compare_step, draw_steps, step_charts, step_tables
 from spindle.report.run_folder import STEPS, Run, read_run, write_run
 from spindle.report.sources import run_report
+from spindle.report.step_drawing import curves_drawing, step_drawing, write_figure
 from spindle.report.summary import largest_differences, loss_table, loss_text
 from spindle.report.table import (
     bound_facts,
@@ -43,6 +44,7 @@ __all__ = [
     "comparison_figure",
     "comparison_table",
     "conclusion",
+    "curves_drawing",
     "draw",
     "draw_steps",
     "explain",
@@ -69,10 +71,12 @@ __all__ = [
     "sentences",
     "settings_lines",
     "step_charts",
+    "step_drawing",
     "step_page_data",
     "step_tables",
     "timeline_chart",
     "trace_of",
+    "write_figure",
     "write_run",
     "write_trace",
 ]

@@ -61,11 +61,8 @@ class StepReport:
 
 def step_page_data(report: StepReport) -> bytes:
     """The packed data of a page of kind `step`: the same bytes for the same report."""
-    groups: dict[str, None] = {}
-    tasks: dict[str, None] = {}
-    for shown in report.timelines:
-        groups |= dict.fromkeys(group_of(op) for op in shown.profile.graph.metaops)
-        tasks |= dict.fromkeys(op.task for op in shown.profile.graph.metaops)
+    groups = list(module_names(report))
+    tasks = list(dict.fromkeys(op.task for shown in report.timelines for op in shown.profile.graph.metaops))
     columns: dict[str, Column] = {}
     programs: list[tuple[Program, Profile]] = []
     timelines = []
@@ -83,17 +80,23 @@ def step_page_data(report: StepReport) -> bytes:
         "title": report.title,
         "kinds": KINDS,
         "classes": CLASSES,
-        "groups": list(groups),
-        "tasks": list(tasks),
+        "groups": groups,
+        "tasks": tasks,
         "colours": COLOURS,
-        "programs": [_program_header(*program, list(groups), list(tasks)) for program in programs],
+        "programs": [_program_header(*program, groups, tasks) for program in programs],
         "timelines": timelines,
-        "curves": _curves(programs),
+        "curves": module_curves(report),
         "steps": _steps(report.steps),
         "assumptions": _assumptions(report),
         "attachments": list(report.attachments),
     }
     return pack(header, columns)
+
+
+def module_names(report: StepReport) -> dict[str, str]:
+    """The modules of a report with their colours."""
+    names = dict.fromkeys(group_of(op) for shown in report.timelines for op in shown.profile.graph.metaops)
+    return {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
 
 
 def _timeline_header(shown: ShownTimeline, program: int) -> dict[str, Any]:
@@ -212,10 +215,11 @@ def _details(instruction: Instruction, program: Program) -> str:
             assert_never(instruction)
 
 
-def _curves(programs: Iterable[tuple[Program, Profile]]) -> list[dict[str, Any]]:
+def module_curves(report: StepReport) -> list[dict[str, Any]]:
     """By module: seconds of one layer, forward and backward, on n devices, and the n that plans have chosen."""
     modules: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {}
-    for program, profile in programs:
+    programs = {id(shown.program): (shown.program, shown.profile) for shown in report.timelines}
+    for program, profile in programs.values():
         setting = setting_of(program.plan, profile)
         chosen: dict[int, set[int]] = {}
         for shape in program.slots:

@@ -67,7 +67,9 @@ function drawCharts(report) {
   run.replaceChildren();
   byId("curves-section").hidden = !report.curves.length;
   byId("run-section").hidden = !report.steps;
-  for (const { module, curves: entries, more } of report.curves) {
+  const fixed = report.curves.filter(({ curves: entries }) => entries.every((entry) => entry.devices.length < 2));
+  byId("fixed").textContent = fixed.length ? `On one number of devices only: ${fixed.map(({ module }) => module).join(", ")}.` : "";
+  for (const { module, curves: entries, more } of report.curves.filter((curve) => !fixed.includes(curve))) {
     const counts = [...new Set(entries.flatMap((entry) => entry.devices))].sort((one, other) => one - other);
     /** @type {any[]} */
     const series = [], data = [/** @type {any} */ (counts)];
@@ -77,16 +79,16 @@ function drawCharts(report) {
       const name = entry.name + (entry.ops > 1 ? ` and ${entry.ops - 1} more` : "") + (entry.degree > 1 ? `, tensor degree ${entry.degree}` : "");
       series.push({ label: name, stroke: colour, width: 1.5, points: { show: true, size: 5, fill: colour } });
       data.push(counts.map((count) => at.get(count) ?? null));
-      series.push({ label: "chosen", stroke: colour, width: 0, paths: () => null, points: { show: true, size: 12, width: 2, stroke: colour, fill: colour } });
+      series.push({ label: "chosen", class: "quiet", stroke: colour, width: 0, paths: () => null, points: { show: true, size: 12, width: 2, stroke: colour, fill: colour } });
       data.push(counts.map((count) => (entry.chosen.includes(count) ? at.get(count) ?? null : null)));
-      series.push({ label: "evenly", stroke: colour, width: 1, dash: [3, 4], points: { show: false } });
+      series.push({ label: "evenly", class: "quiet", stroke: colour, width: 1, dash: [3, 4], points: { show: false } });
       data.push(counts.map((count) => (count >= entry.devices[0] ? (entry.seconds[0] * entry.devices[0]) / count : null)));
     });
     addChart(curves, module + (more ? ` (${more} more curves are not shown)` : ""), series, data, { log: counts.length > 1, unit: secondsText, x: "devices" });
   }
   if (report.steps) {
     const { steps, series, plans } = report.steps;
-    const marks = plans.map((plan) => ({ at: plan.step, label: plan.planner }));
+    const marks = plans.filter((plan) => plan.step > steps[0]).map((plan) => ({ at: plan.step, label: plan.planner }));
     const losses = Object.keys(series).filter((tag) => tag.startsWith("losses/"));
     const shown = losses.length ? losses : ["loss"];
     addChart(run, "Losses by task", shown.map((tag, place) => ({ label: tag.replace("losses/", ""), stroke: lineColour(report, place), width: 1.5 })), [steps, ...shown.map((tag) => series[tag])], { unit: figures, x: "step", marks });

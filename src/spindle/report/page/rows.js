@@ -19,7 +19,7 @@ function makeLayout(first, second, options) {
   const shown = second ? [first, second] : [first];
   for (const ranks of foldedRanks(shown, options.fold)) {
     if (ranks[0] < first.rows.length) {
-      addBlock(layout, first, ranks, mode === "overlaid" ? second : null, options, second ? first.header.name : "");
+      addBlock(layout, first, ranks, mode === "overlaid" ? second : null, options, mode === "pairs" ? first.header.name : "");
     }
     if (mode === "pairs" && second && ranks[0] < second.rows.length) {
       addBlock(layout, second, ranks, null, options, second.header.name);

@@ -1,6 +1,6 @@
 // The timeline's view: what is shown, and what mouse and keyboard do.
 
-const GUTTER = 128, AXIS = 26, LEAST = 20;  // pixels beside and above the rows; nanoseconds of the closest zoom
+const GUTTER = 150, AXIS = 26, LEAST = 20;  // pixels beside and above the rows; nanoseconds of the closest zoom
 
 /**
  * @typedef {object} State
