@@ -26,7 +26,8 @@ async function start() {
 function show(report, timelines) {
   const overlay = /** @type {HTMLCanvasElement} */ (byId("overlay")), canvas = /** @type {HTMLCanvasElement} */ (byId("pixels"));
   const scroller = /** @type {HTMLElement} */ (byId("scroll"));
-  const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d", { alpha: false }));
+  // Pixels are written by us for every frame, so this canvas stays in the memory of the host.
+  const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d", { alpha: false, willReadFrequently: true }));
   const above = /** @type {CanvasRenderingContext2D} */ (overlay.getContext("2d"));
   /** @type {State} */
   const state = { from: 0, to: 1, range: null, selected: null, gap: null, row: 0 };
@@ -666,6 +667,7 @@ function show(report, timelines) {
     deviceSums: (/** @type {number} */ number, /** @type {number} */ from, /** @type {number} */ to) => timelines[number].rows.map((_, rank) => deviceSums(report, timelines[number], rank, from, to)),
     criticalPath: (/** @type {number} */ number) => criticalPath(timelines[number]),
     place: (/** @type {number} */ number, /** @type {number} */ span) => { const spans = timelines[number]; return pointOf(spans, span, (spans.start[span] + spans.end[span]) / 2); },
+    at: (/** @type {number} */ number, /** @type {number} */ rank, /** @type {number} */ time) => { const band = bandOf(timelines[number], rank, 0); return [xOf(time), band ? yOf(band.top + band.height / 2) : AXIS]; },
     painted: performance.now(),
   };
 }
