@@ -123,7 +123,7 @@ function sumsRow(report, name, sums) {
     const colour = CLASS_COLOURS[report.classes[place]];
     if (time > 0 && colour) bar.append(element("i", undefined, { style: `width:${(100 * time) / all}%;background:${colour}` }));
   });
-  return [name, bar, ...sums.map((time) => `${timeText(time)}  ${percent(time / all)}`)];
+  return [name, bar, ...sums.map((time) => `${timeText(time)} ${percent(time / all).replace(" ", "\u00a0")}`.replace(" ", "\u00a0").replace(/ (?=[\d.]+\u00a0%)/, " "))];
 }
 
 /**

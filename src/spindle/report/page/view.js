@@ -155,8 +155,10 @@ function show(report, timelines) {
   const yOf = (top) => AXIS + top - scroller.scrollTop;
 
   function paintOverlay() {
+    const onPaper = matchMedia("print").matches;
+    if (onPaper) overlay.width = overlay.width;  // on paper, a cleared rectangle is white and hides what is below
     above.setTransform(ratio, 0, 0, ratio, 0, 0);
-    above.clearRect(0, 0, width, height);
+    if (!onPaper) above.clearRect(0, 0, width, height);
     above.font = "12px ui-sans-serif, system-ui, Helvetica, Arial, sans-serif";
     above.textBaseline = "middle";
     above.save();
@@ -456,7 +458,7 @@ function show(report, timelines) {
 
   function clear() {
     state.selected = state.gap = null;
-    byId("details").replaceChildren(element("p", "Click a span to see what it waited for, or a gap to see why the device is idle."));
+    byId("details").replaceChildren(element("p", "Click a span to see what it waited for, or a gap to see why the device is idle.", { class: "hint" }));
   }
 
   /** @param {[number, number] | null} range */
@@ -652,6 +654,7 @@ function show(report, timelines) {
   zoomOut();
   clear();
   paint();
+  const firstPicture = performance.now();
   showOverview(report, timelines);
   drawCharts(report);
   byId("assumptions").replaceChildren(...report.assumptions.map((text) => element("li", text)), ...report.attachments.map((name) => {
@@ -668,6 +671,6 @@ function show(report, timelines) {
     criticalPath: (/** @type {number} */ number) => criticalPath(timelines[number]),
     place: (/** @type {number} */ number, /** @type {number} */ span) => { const spans = timelines[number]; return pointOf(spans, span, (spans.start[span] + spans.end[span]) / 2); },
     at: (/** @type {number} */ number, /** @type {number} */ rank, /** @type {number} */ time) => { const band = bandOf(timelines[number], rank, 0); return [xOf(time), band ? yOf(band.top + band.height / 2) : AXIS]; },
-    painted: performance.now(),
+    firstPicture,
   };
 }
