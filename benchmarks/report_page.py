@@ -159,7 +159,9 @@ def browsed(path: Path) -> dict[str, object]:
         hovers = page.evaluate(
             """() => {
                 const report = window.spindleReport, begin = performance.now();
-                for (let number = 0; number < 2000; number++) report.textAt(160 + (number * 37) % 1300, 30 + (number * 53) % 560);
+                for (let number = 0; number < 2000; number++) {
+                    report.textAt(160 + (number * 37) % 1300, 30 + (number * 53) % 560);
+                }
                 return (performance.now() - begin) / 2000;
             }"""
         )

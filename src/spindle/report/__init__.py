@@ -13,7 +13,7 @@ from spindle.report.page import page_html
 from spindle.report.page_data import ShownTimeline, StepReport, step_page_data
 from spindle.report.pipelines import comparison_figure, search_json, search_tables
 from spindle.report.predicted_vs_measured import StepComparison, compare_step, draw_steps, step_charts, step_tables
-from spindle.report.run_folder import STEPS, Run, read_run, write_run
+from spindle.report.run_folder import PROFILER, STEPS, Run, read_run, write_run
 from spindle.report.sources import run_report
 from spindle.report.step_drawing import curves_drawing, step_drawing, write_figure
 from spindle.report.summary import largest_differences, loss_table, loss_text
@@ -29,6 +29,7 @@ from spindle.report.table import (
 from spindle.report.trace import instruction_name, trace_of, write_trace
 
 __all__ = [
+    "PROFILER",
     "REFERENCE",
     "STEPS",
     "Chart",

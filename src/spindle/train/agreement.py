@@ -290,6 +290,7 @@ _COMPARED_ARGUMENTS = (
     "cuda_graphs",
     "ema",
     "run_folder",
+    "profiler_steps",
 )
 
 

@@ -6,11 +6,14 @@ timelines come at the end of a fit. Lines of steps are those of `JSONLines`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from spindle.program import format_program, lower
-from spindle.report import STEPS, write_run
+from spindle.report import PROFILER, STEPS, write_run
 from spindle.run import World
 from spindle.simulate import simulate
 from spindle.train.analyze import AnalyzedWorkload
@@ -35,7 +38,8 @@ class RunFolder:
         """Write a plan in place of the last one. With `is_new`, no step was trained yet: lines of an earlier run in
         this folder go."""
         if is_new:
-            (self._folder / STEPS).unlink(missing_ok=True)
+            for old in (self._folder / STEPS, *(self._folder / PROFILER).glob("step-*")):
+                old.unlink(missing_ok=True)
         write_run(
             self._folder,
             self._name,
@@ -59,6 +63,24 @@ class RunFolder:
                 result.measured_steps,
                 notices=result.notices,
             )
+
+
+@contextmanager
+def profiled_step(config: TrainConfig, world: World, step: int) -> Iterator[None]:
+    """Inside, what this rank does is profiled by torch and written into the run's folder, if this step is to be."""
+    if config.run_folder is None or step not in config.profiler_steps:
+        yield
+        return
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if world.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        yield
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+    folder = config.run_folder / PROFILER
+    folder.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(folder / f"step-{step}-rank-{world.rank}.json.gz"))
 
 
 def _follows_from_plan(result: FitResult) -> bool:

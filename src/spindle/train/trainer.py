@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -53,7 +53,7 @@ class Trainer:
     told of plans, steps, evaluations and the end of fits (see `spindle.Callback`). `ema` is the decay of an exponential
     moving average of the weights, for `evaluate(ema=True)` and `state_dict(ema=True)`. With `run_folder`, rank 0 writes
     there what `spindle report` shows: workload, profile, plan, program, a line for each step, and timelines of the
-    predicted step and some measured ones.
+    predicted step and some measured ones; and every rank a trace of torch.profiler of each of `profiler_steps`.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Trainer:
         ema: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         run_folder: Path | str | None = None,
+        profiler_steps: Collection[int] = (),
     ) -> None:
         if run_folder is not None:
             callbacks = (*callbacks, JSONLines(Path(run_folder) / STEPS))
@@ -97,6 +98,7 @@ class Trainer:
             ema=ema,
             grad_scaler=grad_scaler,
             run_folder=None if run_folder is None else Path(run_folder),
+            profiler_steps=frozenset(profiler_steps),
         )
         if sampling_weights is not None:
             check_sampling_weights(sampling_weights, config.task_names, tasks_per_step)

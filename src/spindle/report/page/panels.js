@@ -123,7 +123,8 @@ function sumsRow(report, name, sums) {
     const colour = CLASS_COLOURS[report.classes[place]];
     if (time > 0 && colour) bar.append(element("i", undefined, { style: `width:${(100 * time) / all}%;background:${colour}` }));
   });
-  return [name, bar, ...sums.map((time) => `${timeText(time)} ${percent(time / all).replace(" ", "\u00a0")}`.replace(" ", "\u00a0").replace(/ (?=[\d.]+\u00a0%)/, " "))];
+  const unbroken = (/** @type {string} */ text) => text.replace(" ", "\u00a0");
+  return [name, bar, ...sums.map((time) => `${unbroken(timeText(time))} ${unbroken(percent(time / all))}`)];
 }
 
 /**
