@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import shutil
 import subprocess
@@ -27,12 +28,12 @@ from spindle.simulate import simulate
 from spindle.timeline import device_times, measure, unpack
 
 PAGE = Path(__file__).resolve().parents[2] / "src/spindle/report/page"
-TASKS = {"a": ["vision", "lm"], "b": ["text", "lm"]}
 
 
-def planned(planner: str = "paper", **changes):
-    profile = small.workload_profile(TASKS)
-    plan = dataclasses.replace(make_plan(profile, planner), **changes)
+def planned(planner: str = "by hand", **changes):
+    profile = small.workload_profile(small.TWO_TASKS)
+    plan = small.crossing_plan(profile) if planner == "by hand" else make_plan(profile, planner)
+    plan = dataclasses.replace(plan, **changes)
     program = lower(plan, profile)
     return program, profile, simulate(program, profile)
 
@@ -66,7 +67,7 @@ def test_recomputation_has_a_sum_of_its_own():
     assert recomputed[:, place].sum() == pytest.approx(recomputed[:, CLASSES.index("forward")].sum(), rel=1e-6)
 
 
-@pytest.mark.parametrize("planner", ["sequential", "paper", "wavefront"])
+@pytest.mark.parametrize("planner", ["sequential", "by hand", "paper"])
 def test_what_a_span_waited_for_is_done_before_it_begins_and_nothing_it_needs_is_done_later(planner):
     program, _, timeline = planned(planner)
     needs = last_needs(timeline, program)
@@ -95,7 +96,7 @@ def report_of(*planners: str) -> StepReport:
 
 
 def test_the_page_is_one_file_without_references_and_the_same_bytes_each_time():
-    pages = [page_html("a <b> & c", step_page_data(report_of("sequential", "paper"))) for _ in range(2)]
+    pages = [page_html("a <b> & c", step_page_data(report_of("sequential", "by hand"))) for _ in range(2)]
     assert pages[0] == pages[1]
     assert "<title>a &lt;b&gt; &amp; c</title>" in pages[0]
     assert not re.findall(r"(?:src|href)\s*=\s*[\"'](?!data:)", pages[0])
@@ -103,7 +104,7 @@ def test_the_page_is_one_file_without_references_and_the_same_bytes_each_time():
 
 
 def test_spans_of_the_page_stand_in_the_order_of_rows_and_point_to_what_they_waited_for():
-    report = report_of("paper")
+    report = report_of("by hand")
     header, columns = unpack(step_page_data(report), "page")
     program, timeline = report.timelines[0].program, report.timelines[0].timeline
     rank, lane = columns["0.rank"], columns["0.lane"]
@@ -122,7 +123,7 @@ def test_spans_of_the_page_stand_in_the_order_of_rows_and_point_to_what_they_wai
 
 
 def test_figures_are_well_formed_and_the_same_each_time():
-    report = report_of("sequential", "paper")
+    report = report_of("sequential", "by hand")
     for draw in (step_drawing, curves_drawing):
         assert figure_svg(draw(report)) == figure_svg(draw(report))
         assert figure_svg(draw(report)).startswith("<svg")
@@ -194,7 +195,7 @@ def test_the_command_writes_the_page_of_a_run_and_refuses_what_is_none(folder, t
 
 def test_the_command_compares_all_planners_of_a_graph(tmp_path):
     graph = tmp_path / "graph.json"
-    graph.write_text(__import__("json").dumps(small.linear_graph(small.CASE_B, small.CASE_B_EDGES, 4)))
+    graph.write_text(json.dumps(small.linear_graph(small.CASE_B, small.CASE_B_EDGES, 4)))
     page = tmp_path / "step.html"
     assert run(["report", str(graph), "--devices", "4", "--evaluations", "4", "-o", str(page)]) == 0
     assert page.stat().st_size < 400_000

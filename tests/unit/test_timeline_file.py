@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import small
 from spindle.errors import InputError
-from spindle.planners import make_plan
 from spindle.program import code, instruction_of_code, lower
 from spindle.report import trace_of, write_trace
 from spindle.simulate import simulate
@@ -24,8 +23,8 @@ COLUMNS = ("rank", "lane", "instruction", "posted", "start", "end", "bytes_at_st
 
 @pytest.fixture(scope="module")
 def simulated():
-    profile = small.workload_profile({"a": ["vision", "lm"], "b": ["text", "lm"]})
-    program = lower(make_plan(profile, "paper"), profile)
+    profile = small.workload_profile(small.TWO_TASKS)
+    program = lower(small.crossing_plan(profile), profile)
     return program, simulate(program, profile)
 
 
