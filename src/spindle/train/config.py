@@ -181,9 +181,7 @@ class TrainConfig:
                 'spindle.Checkpoints("runs/a", every=500, keep=2)'
             )
         if self.profiler_steps and self.run_folder is None:
-            raise TrainingError(
-                "spindle.Trainer(profiler_steps=...): requires run_folder=..., where traces go"
-            )
+            raise TrainingError("spindle.Trainer(profiler_steps=...): requires run_folder=..., where traces go")
         if self.sampling_weights is not None:
             object.__setattr__(self, "sampling_weights", dict(self.sampling_weights))
 
