@@ -630,9 +630,10 @@ function show(report, timelines) {
   byId("second").append(element("option", "none", { value: "" }));
   byId("second").value = second ? "1" : "";
   const numRanks = Math.max(...timelines.map((spans) => spans.rows.length));
-  byId("fold").value = numRanks > 16 ? "times" : "all";
+  const fewer = foldedRanks(timelines.slice(0, 2), "times").length;
+  byId("fold").value = fewer * 2 <= numRanks ? "times" : "all";
   byId("height").value = "18";
-  byId("memory").checked = numRanks <= 16 && timelines.slice(0, 2).some((spans) => spans.hasMemory);
+  byId("memory").checked = fewer <= 16 && timelines.slice(0, 2).some((spans) => spans.hasMemory);
   for (const id of ["first", "second", "layout", "fold", "height", "memory"]) byId(id).addEventListener("change", () => { relayout(); zoomTo(state.from, state.to); });
   for (const id of ["colour", "critical"]) byId(id).addEventListener("change", recolour);
   byId("search").addEventListener("input", recolour);
