@@ -70,7 +70,7 @@ function makeTable(caption, head, rows) {
 function showOverview(report, timelines) {
   const fastest = timelines[0];
   const rows = timelines.map((spans) => {
-    const { header } = spans, sums = totalSums(report, spans, 0, header.makespan);
+    const { header } = spans, sums = totalOf(report, wholeSums(report, spans));
     const all = header.makespan * header.numRanks || 1;
     const share = (/** @type {string[]} */ ...names) => percent(names.reduce((sum, name) => sum + sums[report.classes.indexOf(name)], 0) / all);
     return [
@@ -84,13 +84,19 @@ function showOverview(report, timelines) {
   byId("subtitle").textContent = `${workload} on ${numRanks} device${numRanks === 1 ? "" : "s"} (${cluster})`;
 }
 
-/** @param {Report} report @param {Spans} spans @param {number} from @param {number} to */
-function totalSums(report, spans, from, to) {
-  const total = report.classes.map(() => 0);
-  for (let rank = 0; rank < spans.rows.length; rank++) {
-    deviceSums(report, spans, rank, from, to).forEach((time, place) => { total[place] += time; });
-  }
-  return total;
+/** @type {WeakMap<Spans, number[][]>} */
+const wholeSumsOf = new WeakMap();
+
+/** Sums of each device over its whole step, computed once. @param {Report} report @param {Spans} spans */
+function wholeSums(report, spans) {
+  let sums = wholeSumsOf.get(spans);
+  if (!sums) wholeSumsOf.set(spans, sums = spans.rows.map((_, rank) => deviceSums(report, spans, rank, 0, spans.header.makespan)));
+  return sums;
+}
+
+/** @param {Report} report @param {number[][]} sums of devices */
+function totalOf(report, sums) {
+  return report.classes.map((_, place) => sums.reduce((total, each) => total + each[place], 0));
 }
 
 const MOST_DEVICES = 64;  // that have a line in the table of sums
@@ -103,9 +109,8 @@ function showSums(report, shown, range) {
   /** @type {(string | Node)[][]} */
   const rows = [];
   for (const spans of shown) {
-    const [from, to] = range || [0, spans.header.makespan];
-    const each = spans.rows.map((_, rank) => deviceSums(report, spans, rank, from, to));
-    const total = report.classes.map((_, place) => each.reduce((sum, sums) => sum + sums[place], 0));
+    const each = range ? spans.rows.map((_, rank) => deviceSums(report, spans, rank, ...range)) : wholeSums(report, spans);
+    const total = totalOf(report, each);
     const name = shown.length > 1 ? `${spans.header.name}, ` : "";
     rows.push(sumsRow(report, `${name}all devices`, total));
     if (spans.rows.length > 1) each.slice(0, MOST_DEVICES).forEach((sums, rank) => rows.push(sumsRow(report, `${name}device ${rank}`, sums)));

@@ -7,6 +7,8 @@
 function deviceSums(report, spans, rank, from, to) {
   const { program, start, end, instruction } = spans;
   const classes = report.classes;
+  to = Math.min(to, spans.header.makespan);  // behind its end, a step is not idle but over
+  from = Math.min(from, to);
   /** @type {[number, number][][]} */
   const pieces = classes.map(() => []);
   const recompute = classes.indexOf("recompute");

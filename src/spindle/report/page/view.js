@@ -82,6 +82,10 @@ function show(report, timelines) {
     resize();
     recolour();
     byId("comparison-section").hidden = !second;
+  }
+
+  /** The tables below the timeline. */
+  function updateTables() {
     if (second && match) showComparison(report, first, second, match);
     showSums(report, shownTimelines(), state.range);
   }
@@ -539,7 +543,10 @@ function show(report, timelines) {
       const limit = picked.spans.header.memoryLimit;
       return `device ${picked.band.rank}: ${bytesText(live[place])} at ${timeText(picked.time)}${limit ? `, of ${bytesText(limit)}` : ""}`;
     }
-    if (picked.span >= 0) return spanText(picked.spans, picked.span).join("\n");
+    const { other } = picked.band;
+    const beside = other ? spanAt(other.spans, { lane: 0, from: other.from, to: other.to }, picked.time) : -1;
+    const below = other && beside >= 0 ? ["", `${other.spans.header.name}: ${spanText(other.spans, beside)[0]}`, ...spanText(other.spans, beside).slice(1)] : [];
+    if (picked.span >= 0) return [...spanText(picked.spans, picked.span), ...below].join("\n");
     if (picked.time < 0 || picked.time > picked.spans.header.makespan) return "";
     const gap = picked.band.kind === "compute" ? gapAt(picked.spans, picked.band.rank, picked.time) : null;
     return gap ? `device ${picked.band.rank}: idle for ${timeText(gap.to - gap.from)}\nclick to see why` : "";
@@ -634,7 +641,7 @@ function show(report, timelines) {
   byId("fold").value = fewer * 2 <= numRanks ? "times" : "all";
   byId("height").value = "18";
   byId("memory").checked = fewer <= 16 && timelines.slice(0, 2).some((spans) => spans.hasMemory);
-  for (const id of ["first", "second", "layout", "fold", "height", "memory"]) byId(id).addEventListener("change", () => { relayout(); zoomTo(state.from, state.to); });
+  for (const id of ["first", "second", "layout", "fold", "height", "memory"]) byId(id).addEventListener("change", () => { relayout(); zoomTo(state.from, state.to); setTimeout(updateTables); });
   for (const id of ["colour", "critical"]) byId(id).addEventListener("change", recolour);
   byId("search").addEventListener("input", recolour);
   byId("search").addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
@@ -656,6 +663,7 @@ function show(report, timelines) {
   clear();
   paint();
   const firstPicture = performance.now();
+  updateTables();
   showOverview(report, timelines);
   drawCharts(report);
   byId("assumptions").replaceChildren(...report.assumptions.map((text) => element("li", text)), ...report.attachments.map((name) => {
