@@ -22,6 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from browser import chromium
+from common import markdown, publish
 from spindle.cli.inputs import nameless_cluster
 from spindle.plan import Plan, Slot
 from spindle.profile import Profile, abstract_profile
