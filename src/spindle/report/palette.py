@@ -59,7 +59,7 @@ def palette_of(graph: MetaGraph) -> Palette:
 def ink_on(colour: str) -> str:
     """Black or white, whichever reads better on a colour (relative luminance of the W3C)."""
     red, green, blue = (_linear(int(colour[start : start + 2], 16) / 255) for start in (1, 3, 5))
-    return "#000000" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.28 else "#ffffff"
+    return "#000000" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 else "#ffffff"
 
 
 def _linear(channel: float) -> float:
