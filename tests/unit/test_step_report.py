@@ -178,6 +178,8 @@ def test_a_run_that_is_cut_off_anywhere_is_refused_in_a_sentence(folder, tmp_pat
 def test_the_command_writes_the_page_of_a_run_and_refuses_what_is_none(folder, tmp_path, capsys):
     for name in ("a.html", "b.html"):
         assert run(["report", str(folder), "-o", str(tmp_path / name)]) == 0
+    shutil.copytree(folder, tmp_path / "other")
+    assert run(["report", str(folder), str(tmp_path / "other"), "-o", str(tmp_path / "both.html")]) == 0
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
     assert run(["report", str(folder), "-o", str(tmp_path / "a.svg")]) == 0
     (tmp_path / "empty").mkdir()
@@ -199,6 +201,10 @@ def test_the_command_compares_all_planners_of_a_graph(tmp_path):
     page = tmp_path / "step.html"
     assert run(["report", str(graph), "--devices", "4", "--evaluations", "4", "-o", str(page)]) == 0
     assert page.stat().st_size < 400_000
+    plans = [str(tmp_path / f"{planner}.json") for planner in ("sequential", "task-level")]
+    for plan in plans:
+        assert run(["plan", str(graph), "--devices", "4", "--planner", Path(plan).stem, "-o", plan]) == 0
+    assert run(["report", str(graph), *plans, "-o", str(page)]) == 0
 
 
 # The page's code.

@@ -13,6 +13,16 @@ function criticalPath(spans) {
 }
 
 /**
+ * Nanoseconds along the critical path by kind, and what lies between its spans: latency, launches, contention.
+ * @param {Report} report @param {Spans} spans
+ */
+function criticalTimes(report, spans) {
+  const path = criticalPath(spans), times = report.kinds.map(() => 0);
+  for (const span of path) times[spans.program.kinds[spans.instruction[span]]] += spans.end[span] - spans.start[span];
+  return { count: path.length, times, between: Math.max(0, spans.header.makespan - times.reduce((one, other) => one + other, 0)) };
+}
+
+/**
  * The time around `time` in which no compute lane of a device is busy, with the span that ends it (-1: none).
  * @param {Spans} spans @param {number} rank @param {number} time
  */

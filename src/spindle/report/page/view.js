@@ -460,7 +460,18 @@ function show(report, timelines) {
     return true;
   }
 
+  /** What the critical path consists of. */
+  function describeCritical() {
+    state.selected = state.gap = null;
+    byId("details").replaceChildren(element("strong", "Critical path"), ...shownTimelines().map((spans) => {
+      const { count, times, between } = criticalTimes(report, spans);
+      const parts = report.kinds.map((kind, place) => (times[place] ? `${kind} ${timeText(times[place])}` : "")).filter(Boolean);
+      return element("p", `${spans.header.name}: ${count} spans; ${parts.join(", ")}; between them ${timeText(between)}.`);
+    }));
+  }
+
   function clear() {
+    if (byId("critical").checked) { describeCritical(); return; }
     state.selected = state.gap = null;
     byId("details").replaceChildren(element("p", "Click a span to see what it waited for, or a gap to see why the device is idle.", { class: "hint" }));
   }
@@ -642,7 +653,8 @@ function show(report, timelines) {
   byId("height").value = "18";
   byId("memory").checked = fewer <= 16 && timelines.slice(0, 2).some((spans) => spans.hasMemory);
   for (const id of ["first", "second", "layout", "fold", "height", "memory"]) byId(id).addEventListener("change", () => { relayout(); zoomTo(state.from, state.to); setTimeout(updateTables); });
-  for (const id of ["colour", "critical"]) byId(id).addEventListener("change", recolour);
+  byId("colour").addEventListener("change", recolour);
+  byId("critical").addEventListener("change", () => { clear(); recolour(); });
   byId("search").addEventListener("input", recolour);
   byId("search").addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
     if (event.key === "Enter") goToHit(event.shiftKey ? -1 : 1);
