@@ -21,7 +21,7 @@ from spindle.program import instances_of, lower
 from spindle.report import ShownTimeline, StepReport, page_html, read_run, run_report, step_page_data, write_run
 from spindle.report.causes import critical_path, last_needs
 from spindle.report.drawing import figure_svg
-from spindle.report.page import SCRIPTS
+from spindle.report.html import SCRIPTS
 from spindle.report.step_drawing import curves_drawing, step_drawing
 from spindle.report.sums import CLASSES, time_sums
 from spindle.simulate import simulate

@@ -7,9 +7,9 @@ from spindle.report.bound import bound_report, limit_sentences
 from spindle.report.compare import REFERENCE, compared, conclusion
 from spindle.report.explain import explain, headline, sentences
 from spindle.report.gantt import Chart, columns_for, draw, plan_chart, timeline_chart
+from spindle.report.html import page_html
 from spindle.report.idle import idle_causes, idle_sentences
 from spindle.report.measured import profile_facts, profile_table
-from spindle.report.page import page_html
 from spindle.report.page_data import ShownTimeline, StepReport, step_page_data
 from spindle.report.pipelines import comparison_figure, search_json, search_tables
 from spindle.report.predicted_vs_measured import StepComparison, compare_step, draw_steps, step_charts, step_tables
