@@ -253,6 +253,32 @@ def test_a_click_on_a_gap_says_what_it_waits_for(page):
     assert "waits to begin" in text
 
 
+def test_every_gap_goes_back_to_a_span_that_had_begun_before_it(page, report):
+    gaps = page.evaluate(
+        """() => {
+            const { timelines, causes } = window.spindleReport, spans = timelines[0], found = [];
+            spans.rows.forEach((rows, rank) => {
+                for (let span = rows[0].from + 1; span < rows[0].to; span++) {
+                    if (spans.start[span] <= spans.end[span - 1]) continue;
+                    const gap = causes(0, rank, (spans.start[span] + spans.end[span - 1]) / 2);
+                    const times = gap.chain.map((cause) => [spans.start[cause], spans.end[cause]]);
+                    found.push({ ...gap, times, expected: [spans.end[span - 1], spans.start[span], span] });
+                }
+            });
+            return found;
+        }"""
+    )
+    assert gaps
+    for gap in gaps:
+        assert [gap["from"], gap["to"], gap["next"]] == gap["expected"]
+        assert gap["chain"], "nothing but the program's dependencies makes a simulated device wait"
+        ends = [gap["to"], *(end for _, end in gap["times"])]
+        assert ends == sorted(ends, reverse=True)
+        # All but the last lie in the gap; the last had begun before it, or waited for nothing.
+        assert all(start > gap["from"] for start, _ in gap["times"][:-1])
+        assert gap["times"][-1][0] <= gap["from"] or gap["from"] == 0
+
+
 def test_the_keyboard_alone_does_it_all(page):
     page.locator("#first").focus()
     for _ in range(30):
@@ -284,6 +310,7 @@ def test_the_keyboard_alone_does_it_all(page):
     assert state(page)["range"] is not None
     page.keyboard.press("c")
     assert page.is_checked("#critical")
+    assert re.search(r"predicted: \d+ spans; .*forward", text_of(page, "#details"))
     page.keyboard.press("c")
     page.keyboard.press("g")
     page.keyboard.press("/")
