@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
+import struct
 import subprocess
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from spindle.report import ShownTimeline, StepReport, page_html, read_run, run_r
 from spindle.report.causes import critical_path, last_needs
 from spindle.report.drawing import figure_svg
 from spindle.report.html import SCRIPTS
-from spindle.report.step_drawing import curves_drawing, step_drawing
+from spindle.report.step_drawing import curves_drawing, step_drawing, write_figure
 from spindle.report.sums import CLASSES, time_sums
 from spindle.simulate import simulate
 from spindle.timeline import device_times, measure, unpack
@@ -128,6 +129,22 @@ def test_figures_are_well_formed_and_the_same_each_time():
         assert figure_svg(draw(report)) == figure_svg(draw(report))
         assert figure_svg(draw(report)).startswith("<svg")
     assert "url(#hatch)" in figure_svg(step_drawing(report))
+
+
+def test_a_png_has_the_colours_of_the_svg(tmp_path):
+    pytest.importorskip("matplotlib", reason="no PNG without matplotlib")
+    drawing = step_drawing(report_of("sequential", "by hand"))
+    write_figure(tmp_path / "a.png", drawing)
+    write_figure(tmp_path / "b.png", drawing)
+    content = (tmp_path / "a.png").read_bytes()
+    assert content == (tmp_path / "b.png").read_bytes()
+    assert content.startswith(b"\x89PNG")
+    assert struct.unpack(">II", content[16:24]) == (2 * drawing.width, 2 * drawing.height)
+    from matplotlib.image import imread
+
+    pixels = (imread(tmp_path / "a.png")[..., :3] * 255).round().astype(int)
+    blue = np.abs(pixels - [0x00, 0x72, 0xB2]).max(axis=2) <= 2
+    assert blue.mean() > 0.02
 
 
 # Runs.

@@ -163,7 +163,9 @@ def _svg_lines(shape: Shape) -> Iterator[str]:
 def figure_png(drawing: Drawing, scale: float = 2.0) -> bytes:
     """A drawing as a PNG file, with `scale` pixels for each unit."""
     if find_spec("matplotlib") is None:
-        raise InputError("a figure as PNG needs matplotlib: pip install matplotlib; or give a name that ends in .svg")
+        raise InputError(
+            "a PNG needs matplotlib: pip install 'spindle-train[figures]'; or give a name that ends in .svg"
+        )
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
