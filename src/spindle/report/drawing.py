@@ -164,7 +164,7 @@ def figure_png(drawing: Drawing, scale: float = 2.0) -> bytes:
     """A drawing as a PNG file, with `scale` pixels for each unit."""
     if find_spec("matplotlib") is None:
         raise InputError(
-            "a PNG needs matplotlib: pip install 'spindle-train[figures]'; or give a name that ends in .svg"
+            "a PNG needs matplotlib (pip install 'spindle-train[figures]'); a name that ends in .svg does not"
         )
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
