@@ -132,19 +132,30 @@ function sumsRow(report, name, sums) {
   return [name, bar, ...sums.map((time) => `${unbroken(timeText(time))} ${unbroken(percent(time / all))}`)];
 }
 
+/** Names of instructions; where one comes again, with how often it came before. @param {ReportProgram} program */
+function distinctNames(program) {
+  /** @type {Map<string, number>} */
+  const counts = new Map();
+  return program.names.map((name) => {
+    const count = counts.get(name) || 0;
+    counts.set(name, count + 1);
+    return count ? `${name}\n${count}` : name;
+  });
+}
+
 /**
  * Of each span of one timeline, the span of the other that runs the same instruction on the same device, or -1.
  * @param {Spans} spans @param {Spans} other
  */
 function matchSpans(spans, other) {
-  const numbers = new Map(other.program.names.map((name, number) => [name, number]));
-  const same = spans.program === other.program;
+  const numbers = new Map(distinctNames(other.program).map((name, number) => [name, number]));
+  const matching = distinctNames(spans.program).map((name) => numbers.get(name));
   const width = other.rows.length;
   const where = new Int32Array(other.program.names.length * width).fill(-1);
   for (let span = 0; span < other.start.length; span++) where[other.instruction[span] * width + other.rank[span]] = span;
   const match = new Int32Array(spans.start.length).fill(-1);
   for (let span = 0; span < match.length; span++) {
-    const number = same ? spans.instruction[span] : numbers.get(spans.program.names[spans.instruction[span]]);
+    const number = matching[spans.instruction[span]];
     if (number !== undefined && spans.rank[span] < width) match[span] = where[number * width + spans.rank[span]];
   }
   return match;
