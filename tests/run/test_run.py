@@ -21,7 +21,7 @@ from comparison import assert_close  # noqa: E402
 from programs import Run, compare_steps, executor_of, steps_alike, traced_on_rank_0  # noqa: E402
 from spindle.run import MicroStep  # noqa: E402
 from spindle.run.pytrees import signature_of  # noqa: E402
-from sweeps import alternating, chosen, spread  # noqa: E402
+from sweeps import RUNS_ALL, alternating, chosen, spread  # noqa: E402
 from trainings import Fit, adamw, assert_trained, sgd, train, training_of  # noqa: E402
 from workloads import WORKLOADS  # noqa: E402
 
@@ -68,6 +68,19 @@ def test_lanes_give_the_numbers_of_one_process(pool, seed):
     assert_same(pool.run(num_ranks, compare_steps, f"random {seed % NUM_RANDOM_WORKLOADS}", plan, STEPS))
 
 
+NUM_ORDERS = 20 if RUNS_ALL else 2
+
+
+# And any other order in which a GPU might run them: each plan in random interleavings of its lanes.
+@pytest.mark.skipif(on_gpu(), reason="a GPU chooses the order by itself")
+@pytest.mark.parametrize("seed", chosen([3, 7, 10], *[0, 1, 2, 4, 5, 6, 8, 9, *range(11, 20)]))
+def test_weight_lanes_give_the_numbers_of_one_process_in_any_order(pool, seed):
+    workload, plan = f"random {seed % NUM_RANDOM_WORKLOADS}", f"plan {seed} weight lanes"
+    for order in range(NUM_ORDERS):
+        chunk_bytes = SMALL_CHUNKS if order % 2 else 64e6
+        assert_same(pool.run(1 + seed % 3, compare_steps, workload, plan, 1, chunk_bytes, order=seed * 20 + order))
+
+
 @pytest.mark.parametrize(
     ("workload", "num_ranks"), alternating([name for name in WORKLOADS if name != "everything"], 2, 5)
 )
@@ -77,14 +90,14 @@ def test_workloads_as_people_write_them_give_the_numbers_of_one_process(pool, wo
 
 def test_the_random_workloads_have_all_there_is_between_them():
     workloads = [zoo.random_workload(seed) for seed in range(NUM_RANDOM_WORKLOADS)]
-    assert {kind for one in workloads for kind in one.kinds} == set(zoo.KINDS)
-    assert {loss for one in workloads for loss in one.losses} == set(zoo.LOSSES)
-    assert {len(one.tasks) for one in workloads} == {1, 2, 3, 4}
-    assert any(one.ties for one in workloads)
-    sizes = {task.batch_size for one in workloads for task in one.tasks}
+    assert {kind for workload in workloads for kind in workload.kinds} == set(zoo.KINDS)
+    assert {loss for workload in workloads for loss in workload.losses} == set(zoo.LOSSES)
+    assert {len(workload.tasks) for workload in workloads} == {1, 2, 3, 4}
+    assert any(workload.ties for workload in workloads)
+    sizes = {task.batch_size for workload in workloads for task in workload.tasks}
     assert {1, 2, 3, 5, 7, 9} <= sizes
-    for one in workloads:
-        assert len({one.batches(step)["task0"]["x"].shape for step in range(6)}) > 1
+    for workload in workloads:
+        assert len({workload.batches(step)["task0"]["x"].shape for step in range(6)}) > 1
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ class Noting(torch.utils.data.Dataset):
 
 def stacked(samples):
     """Samples as a batch, by code of the user's own: it is read whole, one batch after another."""
-    return {"x": torch.stack([one["x"] for one in samples])}
+    return {"x": torch.stack([sample["x"] for sample in samples])}
 
 
 # Loaders.
@@ -136,7 +136,7 @@ def test_a_generator_that_gives_just_enough_is_enough():
 
 def test_a_generator_that_ends_too_soon_is_explained():
     _, task = small()
-    with pytest.raises(TrainingError, match="task 'pull': its loader gives no batch; a generator cannot start again"):
+    with pytest.raises(TrainingError, match="task 'pull': its loader yields no batch; a generator cannot start again"):
         fit(task, (batch for batch in rows(4, 4)), steps=3)
 
 
@@ -186,7 +186,7 @@ def test_random_layers_repeat_under_one_seed_and_differ_from_step_to_step():
         (rows(4, 5), r"its loader gave a batch of 5 samples, expected 4"),
         (rows(4, 3, 4), r"its loader gave a batch of 3 samples, expected 4"),
         ([{"x": "words"}], r"no tensor of its batch has 4 rows, its batch_size; got no tensor at all"),
-        ([], r"its loader gives no batch"),
+        ([], r"its loader yields no batch"),
     ],
 )
 def test_a_wrong_batch_is_explained(loader, message):
@@ -245,6 +245,35 @@ def test_a_plan_for_more_devices_than_ranks_is_refused():
     other = spindle.Trainer([task], optimizer=sgd, planning=spindle.Planning(plan=replace(trainer.plan, num_devices=4)))
     with pytest.raises(PlanError, match="the plan is for 4 devices, but 1 ranks were started; start 4"):
         other.fit({"pull": rows(4)}, steps=1, progress=False)
+
+
+def test_a_plan_with_lanes_runs_on_a_cpu_with_one_notice(capsys):
+    torch.manual_seed(0)
+    towers = {name: spindle.module(name, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))) for name in ("left", "right")}
+
+    @spindle.task(batch_size=4)
+    def left(batch):
+        return (towers["left"](batch["x"]) ** 2).mean()
+
+    @spindle.task(batch_size=4)
+    def right(batch):
+        return (towers["right"](batch["x"]) ** 2).mean()
+
+    before = {name: [parameter.clone() for parameter in tower.module.parameters()] for name, tower in towers.items()}
+    trained = []
+    for lane in (0, 1):
+        for name, tower in towers.items():
+            for parameter, value in zip(tower.module.parameters(), before[name], strict=True):
+                parameter.data.copy_(value)
+        plan = f"left/left#0[0:2]*2@0 right/right#0[0:2]*2@0|{lane}\nleft/loss[0:1]*1@0\nright/loss[0:1]*1@0|{lane}"
+        plan = plan if lane else plan.replace(" ", "\n")
+        trainer = spindle.Trainer([left, right], optimizer=sgd, planning=spindle.Planning(plan=plan))
+        trainer.fit({name: rows(4, 4) for name in towers}, steps=2)
+        trained.append([parameter.clone() for tower in towers.values() for parameter in tower.module.parameters()])
+        notices = capsys.readouterr().err
+        text = "this plan has 2 lanes; on CPUs they run one after another, in the order of the plan"
+        assert " ".join(notices.split()).count(text) == lane
+    assert all(torch.equal(*pair) for pair in zip(*trained, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -326,14 +355,14 @@ def compare_with_plain(make_module, batches, apply=lambda module, x: module(x)):
         if spindles:
             result = fit(pull, batches, steps=3)[1]
             return [step["pull"] for step in result.losses]
-        optimizer, found = sgd(user_module.named_parameters()), []
+        optimizer, seen = sgd(user_module.named_parameters()), []
         for batch in batches:
             optimizer.zero_grad()
             loss = pull(batch)
             loss.backward()
             optimizer.step()
-            found.append(loss.item())
-        return found
+            seen.append(loss.item())
+        return seen
 
     ours, theirs = losses(True), losses(False)
     assert ours == pytest.approx(theirs, rel=1e-5)
@@ -413,10 +442,10 @@ def test_a_module_that_stays_whole_is_named_with_the_reason():
 
 
 def test_losses_are_reported_as_they_become_known():
-    told = []
+    reported = []
     _, task = small()
-    _, result = fit(task, rows(4), steps=4, on_step=lambda step, losses: told.append((step, losses["pull"])))
-    assert told == [(step, losses["pull"]) for step, losses in enumerate(result.losses)]
+    _, result = fit(task, rows(4), steps=4, on_step=lambda step, losses: reported.append((step, losses["pull"])))
+    assert reported == [(step, losses["pull"]) for step, losses in enumerate(result.losses)]
 
 
 def test_a_result_prints_losses_and_predicted_beside_measured(capsys, tmp_path):
@@ -490,10 +519,10 @@ def test_losses_are_all_reported_in_order_however_late_they_arrive(monkeypatch, 
 
     def losses(behind):
         monkeypatch.setitem(reporting.LOSSES_BEHIND, "cpu", behind)
-        told = []
+        reported = []
         _, pull = small()
-        _, result = fit(pull, rows(4, 4, 4), steps, on_step=lambda step, losses: told.append((step, losses)))
-        assert told == list(enumerate(result.losses))
+        _, result = fit(pull, rows(4, 4, 4), steps, on_step=lambda step, losses: reported.append((step, losses)))
+        assert reported == list(enumerate(result.losses))
         return result.losses
 
     assert losses(1) == losses(2)
@@ -521,7 +550,7 @@ def test_another_plan_continues_with_the_optimizer_unless_it_is_to_start_anew():
     def losses(**options):
         _, pull = small()
         trainer = spindle.Trainer(
-            [pull], optimizer=lambda named: torch.optim.SGD([one for _, one in named], lr=0.1, momentum=0.9)
+            [pull], optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1, momentum=0.9)
         )
         first = trainer.fit({"pull": rows(4)}, steps=3, progress=False)
         if options:

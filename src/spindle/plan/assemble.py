@@ -1,4 +1,4 @@
-"""From pieces in order to slots: the one way planners make a Plan."""
+"""From ordered pieces to slots: every planner builds its Plan here."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Piece:
     not_before_s: float = 0.0
     wave: int | None = None
     lane: int = 0
+    weight_lane: int | None = None
     recomputed: int = 0
     offloaded: int = 0
 
@@ -54,6 +55,7 @@ def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[
             before >= 0
             and slots[before].devices == piece.devices
             and slots[before].lane == piece.lane
+            and slots[before].weight_lane == piece.weight_lane
             and slots[before].round == piece.round
             and piece.not_before_s <= op_end[piece.op]
             and piece.wave in (None, slots[before].wave)
@@ -118,6 +120,7 @@ def _slot(piece: Piece, graph: MetaGraph, first: int, not_before_s: float = 0.0)
         wave=-1 if piece.wave is None else piece.wave,
         microbatch=op.microbatch,
         lane=piece.lane,
+        weight_lane=piece.weight_lane,
         round=piece.round,
         recomputed=piece.recomputed,
         offloaded=piece.offloaded,
@@ -187,7 +190,14 @@ def relaxed(plan: Plan, profile: Profile, setting: Setting) -> Plan:
     """The plan without barriers: the same slots in the same order, each as early as data and devices allow."""
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
     pieces = [
-        Piece(op=position[slot.op], num_layers=slot.num_layers, devices=slot.devices, round=slot.round, lane=slot.lane)
+        Piece(
+            op=position[slot.op],
+            num_layers=slot.num_layers,
+            devices=slot.devices,
+            round=slot.round,
+            lane=slot.lane,
+            weight_lane=slot.weight_lane,
+        )
         for slot in plan.slots
     ]
     return assemble(profile, setting, plan.planner, pieces, plan.seed)

@@ -11,7 +11,7 @@ from spindle.errors import PlanError
 from spindle.plan.plan import FORWARD, WEIGHT, DeviceLane, Plan, Slot, setting_of
 from spindle.plan.text import marked
 from spindle.plan.times import offloaded_bytes, pass_needs, refuse_other_slots, slot_links
-from spindle.profile import Profile, bytes_text
+from spindle.profile import Curve, Profile, bytes_text
 
 MAX_LANES = 8  # compute streams of a device
 _TOLERANCE = 1e-9  # other versions may add the same times in another order
@@ -46,7 +46,7 @@ def _settings(plan: Plan, profile: Profile) -> None:
     degrees = dict(plan.tensor_degrees)
     for module, degree in degrees.items():
         if module not in profile.graph.modules:
-            raise PlanError(f"this plan gives a tensor degree to {module!r}, which is no module of the workload")
+            raise PlanError(f"this plan gives a tensor degree to {module!r}, which is not a module of the workload")
         for sibling in profile.family_of(module) if degree > 1 else ():
             if degrees.get(sibling, 1) != degree:
                 raise PlanError(
@@ -56,11 +56,11 @@ def _settings(plan: Plan, profile: Profile) -> None:
     names = {op.name for op in profile.graph.metaops}
     for op in plan.recompute:
         if op not in names:
-            raise PlanError(f"this plan recomputes {op!r}, which is no op of the workload")
+            raise PlanError(f"this plan recomputes {op!r}, which is not an op of the workload")
 
 
 def _ops_and_layers(plan: Plan, profile: Profile) -> None:
-    """Every layer of every op stands in exactly one slot, in order, with its op's microbatch."""
+    """Every layer of every op is in exactly one slot, in order, with its op's microbatch."""
     next_layer = {op.name: 0 for op in profile.graph.metaops}
     microbatch_of = {op.name: op.microbatch for op in profile.graph.metaops}
     for slot in plan.slots:
@@ -69,7 +69,7 @@ def _ops_and_layers(plan: Plan, profile: Profile) -> None:
         if slot.last <= slot.first:
             raise _refuse(plan, slot, f"{slot.op} runs layers [{slot.first}, {slot.last}), which is empty")
         if slot.first != next_layer[slot.op]:
-            raise _refuse(plan, slot, f"{slot.op} goes on at layer {slot.first}, expected {next_layer[slot.op]}")
+            raise _refuse(plan, slot, f"{slot.op} continues at layer {slot.first}, expected {next_layer[slot.op]}")
         if slot.microbatch != microbatch_of[slot.op]:
             expected = microbatch_of[slot.op]
             raise _refuse(plan, slot, f"{slot.op} is of microbatch {expected}, its slot says {slot.microbatch}")
@@ -129,6 +129,8 @@ def _memory(plan: Plan, profile: Profile) -> None:
             )
         if slot.offloaded and not profile.cluster.kind.host_bytes_per_s:
             raise _refuse(plan, slot, f"{slot.op} offloads, and nothing is known of a link to the host")
+        if slot.offloaded and plan.num_lanes > 1:  # copies are ordered by passes of one lane
+            raise _refuse(plan, slot, f"{slot.op} offloads in a plan of {plan.num_lanes} lanes; expected one lane")
 
 
 def _host(plan: Plan, profile: Profile) -> None:
@@ -140,7 +142,7 @@ def _host(plan: Plan, profile: Profile) -> None:
     held_bytes: dict[int, int] = defaultdict(int)
     for pass_ in plan.passes:
         slot = plan.slots[pass_.slot]
-        if not slot.offloaded or pass_.kind == WEIGHT:  # activations have come back for the gradients of inputs
+        if not slot.offloaded or pass_.kind == WEIGHT:  # activations were copied back for the input gradients
             continue
         op = position[slot.op]
         num_bytes = offloaded_bytes(slot, graph.metaops[op], profile.curve(op, setting).tensor_degree)
@@ -151,7 +153,7 @@ def _host(plan: Plan, profile: Profile) -> None:
                     plan,
                     slot,
                     f"device {device} offloads more than the {bytes_text(kind.host_memory_bytes)} that the host has "
-                    "for it, counting what has not come back yet",
+                    "for it, counting what has not been copied back yet",
                 )
 
 
@@ -183,13 +185,14 @@ def _rounds(plan: Plan, profile: Profile) -> None:
 
 
 def _lanes(plan: Plan, profile: Profile) -> None:
-    """Lanes are numbered without gaps, slots that train the same parameters on a device share a lane, and
+    """Lanes are numbered without gaps, slots that train the same parameters on a device share their lanes, and
     lanes that run at the same time need a profile that says how much they slow each other down."""
-    if all(slot.lane == 0 for slot in plan.slots):
+    if all(slot.lane == 0 and slot.weight_lane is None for slot in plan.slots):
         return
-    if plan.num_lanes > MAX_LANES:
-        slot = max(plan.slots, key=lambda slot: slot.lane)
-        raise _refuse(plan, slot, f"{slot.op} is on lane {slot.lane}; a device has lanes 0 to {MAX_LANES - 1}")
+    for slot in plan.slots:
+        for lane, what in ((slot.lane, "is on"), (slot.lane_of_weights, "has its weight gradients on")):
+            if not 0 <= lane < MAX_LANES:
+                raise _refuse(plan, slot, f"{slot.op} {what} lane {lane}; a device has lanes 0 to {MAX_LANES - 1}")
     if plan.passes:
         raise PlanError("this plan lists its passes and has several lanes; pipelines have one lane on each device")
     graph = profile.graph
@@ -197,9 +200,10 @@ def _lanes(plan: Plan, profile: Profile) -> None:
     first_with: dict[tuple[int, int], Slot] = {}  # by device and parameter
     for slot in plan.slots:
         op = position[slot.op]
-        if slot.lane < 0:
-            raise _refuse(plan, slot, f"{slot.op} is on lane {slot.lane}; lanes are numbered from 0")
-        if not profile.curve(op, setting_of(plan, profile)).contention:
+        curve = profile.curve(op, setting_of(plan, profile))
+        if slot.has_weight_lane:
+            _weight_lane(plan, slot, curve)
+        if not curve.contention:
             raise _refuse(
                 plan,
                 slot,
@@ -215,23 +219,45 @@ def _lanes(plan: Plan, profile: Profile) -> None:
         for device in slot.devices:
             for parameter in trained:
                 sibling = first_with.setdefault((device, parameter), slot)
+                name = graph.parameters[parameter].name
                 if sibling.lane != slot.lane:
                     raise _refuse(
                         plan,
                         slot,
                         f"{slot.op} is on lane {slot.lane} and {sibling.op} on lane {sibling.lane} of device {device}; "
-                        f"both train {graph.parameters[parameter].name}, so they need one lane",
+                        f"both train {name}, so they need one lane",
                     )
-    lanes = {slot.lane for slot in plan.slots}
+                if sibling.lane_of_weights != slot.lane_of_weights:
+                    raise _refuse(
+                        plan,
+                        slot,
+                        f"{slot.op} has its weight gradients on lane {slot.lane_of_weights} and {sibling.op} on lane "
+                        f"{sibling.lane_of_weights} of device {device}; both train {name}, so they need one lane",
+                    )
+    lanes = {lane for slot in plan.slots for lane in (slot.lane, slot.lane_of_weights)}
     if lanes != set(range(len(lanes))):
         raise PlanError(f"this plan has lanes {sorted(lanes)}, expected numbers from 0 without gaps")
+
+
+def _weight_lane(plan: Plan, slot: Slot, curve: Curve) -> None:
+    """Weight gradients on a lane of their own need a known time, and backward passes that can be split in two."""
+    if not curve.weight_s:
+        raise _refuse(
+            plan,
+            slot,
+            f"{slot.op} has its weight gradients on lane {slot.weight_lane}, and the profile does not say how long "
+            "they take; leave the lane out, or give weight_s in the profile",
+        )
+    if curve.tensor_degree > 1 or slot.op in plan.recompute:
+        what = "is recomputed" if slot.op in plan.recompute else f"has tensor degree {curve.tensor_degree}"
+        raise _refuse(plan, slot, f"{slot.op} {what}, so its weight gradients stay on its lane, {slot.lane}")
 
 
 def _order(plan: Plan, profile: Profile) -> None:
     """Every pass comes after the passes it depends on."""
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
     if plan.passes and plan.num_rounds > 1:
-        raise PlanError("a plan with passes has no rounds: its passes say what comes after what")
+        raise PlanError("a plan with passes has no rounds: its passes already give the order")
     order = [(pass_.slot, pass_.kind) for pass_ in plan.order]
     refuse_other_slots((slot for slot, _ in order), len(plan.slots))
     needs = pass_needs(order, slot_links([position[slot.op] for slot in plan.slots], profile.graph))

@@ -21,7 +21,8 @@ class Slot:
     """Layers `[first, last)` of one op on these devices, forward and backward.
 
     The i-th device, or the i-th group of as many as the module's tensor degree, works on the i-th share of the batch.
-    `microbatch` is that of the op; slots on different lanes (compute streams) of a device run at the same time. The
+    `microbatch` is that of the op; slots on different lanes (compute streams) of a device run at the same time. With a
+    `weight_lane`, weight gradients run on that lane, chunk by chunk behind the input gradients. The
     first `recomputed` layers run again in backward instead of keeping activations; those of the next `offloaded` wait
     on the host. `not_before_s` is a start in folded time later than data and devices ask for: the barriers of planner
     `paper`, for which no rank waits.
@@ -34,6 +35,7 @@ class Slot:
     wave: int
     microbatch: int = 0
     lane: int = 0
+    weight_lane: int | None = None
     round: int = 0
     recomputed: int = 0
     offloaded: int = 0
@@ -42,6 +44,15 @@ class Slot:
     @property
     def num_layers(self) -> int:
         return self.last - self.first
+
+    @property
+    def has_weight_lane(self) -> bool:
+        """Whether its weight gradients run on another lane than the rest of it."""
+        return self.weight_lane is not None and self.weight_lane != self.lane
+
+    @property
+    def lane_of_weights(self) -> int:
+        return self.lane if self.weight_lane is None else self.weight_lane
 
     @property
     def lanes(self) -> tuple[DeviceLane, ...]:
@@ -66,15 +77,16 @@ class Pass:
 class Plan:
     """An order of passes on each device: slots, and `passes` where backward does not mirror forward.
 
-    Slots stand in the order in which their forward passes start. `passes`, if there are any, are all passes in an order
-    that respects the flows; `order` gives it for every plan. Rounds run one after another, forward and backward each.
-    With `shard_optimizer`, each of the devices that hold a parameter keeps and updates a part of it: gradients are
-    reduced into these parts, and the next step begins by gathering the updated parameters.
+    Slots are listed in the order in which their forward passes start. `passes`, if there are any, are all passes in an
+    order that respects the flows; `order` gives it for every plan. Rounds run one after another, forward and backward
+    each. With `shard_optimizer`, each of the devices that hold a parameter keeps and updates a part of it: gradients
+    are reduced into these parts, and the next step begins by gathering the updated parameters.
 
-    No times of slots are kept: `spans` derives them. `folded_s` is the length of the step by curves alone, forward and
-    backward of mirrored slots together; `makespan_s` the simulated step with transfers, synchronisation and optimizer;
-    `bound_s` what no plan of this kind can beat (both 0 until they are known). `evaluations` is what the search spent;
-    `cut_s` is set when a time limit ended it early; `settings` says in words what a pipeline's planner chose.
+    A plan stores no times of slots: `spans` derives them. `folded_s` is the length of the step by curves alone, forward
+    and backward of mirrored slots together; `makespan_s` the simulated step with transfers, synchronisation and
+    optimizer; `bound_s` what no plan of this kind can beat (both 0 until they are known). `evaluations` is what the
+    search spent; `cut_s` is set when a time limit ended it early; `settings` lists, as text, the choices of a
+    pipeline's planner.
     """
 
     workload: str
@@ -102,7 +114,7 @@ class Plan:
     @property
     def num_lanes(self) -> int:
         """Compute lanes of the device that has most."""
-        return 1 + max(slot.lane for slot in self.slots)
+        return 1 + max(max(slot.lane, slot.lane_of_weights) for slot in self.slots)
 
     @property
     def order(self) -> tuple[Pass, ...]:
@@ -113,7 +125,9 @@ class Plan:
         for round_number in sorted({slot.round for slot in self.slots}):
             slots = [number for number, slot in enumerate(self.slots) if slot.round == round_number]
             order += [Pass(slot=number, kind=FORWARD) for number in slots]
-            order += [Pass(slot=number, kind=BACKWARD) for number in reversed(slots)]
+            for number in reversed(slots):
+                kinds = (INPUT, WEIGHT) if self.slots[number].has_weight_lane else (BACKWARD,)
+                order += [Pass(slot=number, kind=kind) for kind in kinds]
         return tuple(order)
 
     def __repr__(self) -> str:

@@ -4,11 +4,11 @@
     head*1@0-3
     > F0 F1 B1 B0
 
-Devices stand in share order (`4-7,0-3` is not `0-7`). Behind a slot, `|1` is its lane; `r3` and `o2` how many layers
-are recomputed and offloaded; `~1` its round; `^0.25` a start in folded time that is later than its data and devices ask
-for. A line of `>` has the order of the passes, where backward does not mirror forward: forward, backward, or the
-gradients of inputs (I) and weights (W), of slots by number. Lines of `# key value` in front carry what slots do not.
-Names are written as they are, with blanks as `%20` and a `>` in front as `%3E`.
+Devices stand in share order (`4-7,0-3` is not `0-7`). Behind a slot, `|1` is its lane, and `|1w2` also that of its
+weight gradients; `r3` and `o2` how many layers are recomputed and offloaded; `~1` its round; `^0.25` a start in folded
+time that is later than its data and devices ask for. A line of `>` has the order of the passes, where backward does not
+mirror forward: forward, backward, or the gradients of inputs (I) and weights (W), of slots by number. Lines of `# key
+value` in front carry what slots do not. Names are written as they are, with blanks as `%20`, a `>` in front as `%3E`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spindle.profile import Profile, Setting
 
 _SLOT = re.compile(
     r"(?P<op>\S+)\*(?P<layers>\d+)@(?P<devices>\d+(-\d+)?(,\d+(-\d+)?)*)"
-    r"(\|(?P<lane>\d+))?(r(?P<recomputed>\d+))?(o(?P<offloaded>\d+))?(~(?P<round>\d+))?(\^(?P<start>[\d.e+-]+))?",
+    r"(\|(?P<lane>\d+)(w(?P<weight_lane>\d+))?)?(r(?P<recomputed>\d+))?(o(?P<offloaded>\d+))?(~(?P<round>\d+))?(\^(?P<start>[\d.e+-]+))?",
     re.ASCII,
 )
 _HEADERS = {"planner": "# planner NAME", "tensor": "# tensor MODULE DEGREE", "recompute": "# recompute OP"}
@@ -60,7 +60,8 @@ def format_plan(plan: Plan, mark: int | None = None) -> str:
             lines.append(" ".join(line))
             line, wave = [], slot.wave
         text = f"{_quoted(slot.op)}*{slot.num_layers}@{format_devices(slot.devices)}"
-        text += f"|{slot.lane}" if slot.lane else ""
+        text += f"|{slot.lane}" if slot.lane or slot.weight_lane is not None else ""
+        text += f"w{slot.weight_lane}" if slot.weight_lane is not None else ""
         text += f"r{slot.recomputed}" if slot.recomputed else ""
         text += f"o{slot.offloaded}" if slot.offloaded else ""
         text += f"~{slot.round}" if slot.round else ""
@@ -77,7 +78,7 @@ _SAFE = "/#[]:()<>=,+!?&$'\""
 
 def _quoted(name: str) -> str:
     """Quote a name into one word; a leading `>` would start a line of passes."""
-    text = quote(name, safe=_SAFE, errors="backslashreplace")  # a name of a file may be half a letter
+    text = quote(name, safe=_SAFE, errors="backslashreplace")  # a file name may contain a lone surrogate
     return "%3E" + text[1:] if text.startswith(">") else text
 
 
@@ -137,7 +138,7 @@ def parse_plan(text: str, profile: Profile) -> Plan:
 def _parse_slot(word: str, position: Mapping[str, int], wave: int, profile: Profile, line: int) -> Piece:
     match = _SLOT.fullmatch(word)
     if match is None:
-        raise PlanError(f"line {line}: {word!r} is no slot; expected op*layers@devices, such as vision*12@0-3")
+        raise PlanError(f"line {line}: {word!r} is not a slot; expected op*layers@devices, such as vision*12@0-3")
     op = unquote(match["op"])
     if op not in position:
         raise PlanError(f"line {line}: no op is called {op!r}; ops: {', '.join(position)}")
@@ -149,6 +150,7 @@ def _parse_slot(word: str, position: Mapping[str, int], wave: int, profile: Prof
         not_before_s=_parse_start(match["start"], line),
         wave=wave,
         lane=_parse_count(match["lane"], line),
+        weight_lane=_parse_count(match["weight_lane"], line) if match["weight_lane"] else None,
         recomputed=_parse_count(match["recomputed"], line),
         offloaded=_parse_count(match["offloaded"], line),
     )
@@ -188,7 +190,7 @@ def _parse_degree(module: str, text: str, profile: Profile, line: int) -> int:
 def _parse_pass(word: str, line: int) -> tuple[int, str]:
     match = _PASS.fullmatch(word)
     if match is None:
-        raise PlanError(f"line {line}: {word!r} is no pass; expected a letter of F, B, I, W and a slot, such as F0")
+        raise PlanError(f"line {line}: {word!r} is not a pass; expected a letter of F, B, I, W and a slot, such as F0")
     return _parse_count(match[2], line), next(kind for kind, letter in PASS_LETTERS.items() if letter == match[1])
 
 
@@ -205,7 +207,7 @@ def _parse_start(text: str | None, line: int) -> float:
     except ValueError:
         start_s = math.nan
     if not 0 <= start_s < math.inf:
-        raise PlanError(f"line {line}: {text} is no start; expected seconds, such as ^0.25")
+        raise PlanError(f"line {line}: {text} is not a start time; expected seconds, such as ^0.25")
     return start_s
 
 
@@ -217,7 +219,7 @@ def _parse_devices(text: str, num_devices: int, line: int) -> tuple[int, ...]:
         if last >= num_devices:
             raise PlanError(f"line {line}: there is no device {last}, only 0 to {num_devices - 1}")
         if last < first:
-            raise PlanError(f"line {line}: {part} is no range of devices, it ends before it begins")
+            raise PlanError(f"line {line}: {part} is not a range of devices, it ends before it begins")
         devices += range(first, last + 1)
     return tuple(devices)
 

@@ -1,5 +1,6 @@
 """Programs: the instructions of every rank, lowering from a plan, and `verify`. Knows ranks, not torch."""
 
+from spindle.program.copies import COPIES_AHEAD, OffloadCopies, copies_in, offload_copies
 from spindle.program.instances import Instances, cut_by, instances_of, needed_pairs
 from spindle.program.instructions import (
     COMPUTE,
@@ -14,9 +15,11 @@ from spindle.program.instructions import (
     SyncGradients,
     are_compute,
     code,
+    compute_lane,
     instruction_of_code,
     is_compute,
     lane_name,
+    lane_of,
 )
 from spindle.program.launch_order import launch_order, launches_collectives
 from spindle.program.lower import lower
@@ -43,6 +46,7 @@ from spindle.program.verify import describe_deadlock, verify
 
 __all__ = [
     "COMPUTE",
+    "COPIES_AHEAD",
     "NUM_LANES",
     "SYNC",
     "TRANSFER",
@@ -57,6 +61,7 @@ __all__ = [
     "Instruction",
     "Link",
     "Memory",
+    "OffloadCopies",
     "OptimizerStep",
     "Piece",
     "Program",
@@ -68,6 +73,8 @@ __all__ = [
     "Transfer",
     "are_compute",
     "code",
+    "compute_lane",
+    "copies_in",
     "counts_bytes",
     "cut_by",
     "describe_deadlock",
@@ -78,6 +85,7 @@ __all__ = [
     "is_compute",
     "keep_unused",
     "lane_name",
+    "lane_of",
     "launch_order",
     "launches_collectives",
     "lower",
@@ -86,6 +94,7 @@ __all__ = [
     "moving_s",
     "needed_pairs",
     "numbers_by_dtype",
+    "offload_copies",
     "optimizer_sharding",
     "parse_program",
     "posted_peaks",

@@ -31,11 +31,11 @@ from spindle.program.instructions import (
 from spindle.program.program import Bucket, Column, Flows, Lane, Link, Program, SlotShape, lane_from_pairs
 from spindle.program.row_flows import bytes_per_row, flows_between, placement_key, share_bounds
 
-# Gradients are handed on while backward still runs; smaller chunks hide more and cost more messages. A small model is
-# handed on in a few of them. Where a collective was measured to take long beside its bytes, as many go at once as take
-# that long.
+# Gradients are reduced while backward still runs; smaller chunks overlap more and cost more messages. A small model has
+# a few chunks. Where the measured fixed cost of a collective is large, a chunk has as many bytes as take that long.
 CHUNK_BYTES = 64e6
 _SMALL_CHUNK_BYTES, _NUM_CHUNKS = 1e6, 8
+_WEIGHT_CHUNKS = 8  # of a slot whose weight gradients have a lane: those of a chunk run beside the chunk before it
 
 
 def lower(
@@ -46,8 +46,8 @@ def lower(
 ) -> Program:
     """Lower a legal plan to a program; does not check the plan again.
 
-    `rows` gives the batch of a task for a step in which it is another than planned (a loader's short last one).
-    `owning_ranks` gives, by parameter, devices that keep it from step to step, though no slot of this plan may use it
+    `rows` gives the batch size of a task for a step in which it differs from the plan (a loader's short last batch).
+    `owning_ranks` gives, by parameter, devices that keep it from step to step even if no slot of this plan uses it
     there: they get its gradient, too.
     """
     setting = setting_of(plan, profile)
@@ -58,18 +58,19 @@ def lower(
         _shape(profile, setting, slot, op, rows or {}, columns) for slot, op in zip(plan.slots, ops, strict=True)
     )
     links = _links(profile, ops, shapes)
-    # Listed passes are one instruction each: gradients of weights are complete after the last of many of them, so
-    # nothing is won by cutting one.
+    # Listed passes are one instruction each: weight gradients are complete only after the last of many passes, so
+    # cutting one gains nothing.
     chunk_bytes = math.inf if plan.passes else _chunk_bytes(profile)
     chunks = [_chunks(profile, setting, slot, op, chunk_bytes) for slot, op in zip(plan.slots, ops, strict=True)]
-    split = {pass_.slot for pass_ in plan.passes if pass_.kind == WEIGHT}
+    split = {pass_.slot for pass_ in plan.order if pass_.kind == WEIGHT}
 
     instructions: list[Instruction] = [Forward(slot=number) for number in range(len(plan.slots))]
     numbers: dict[Key, list[int]] = {(number, FORWARD): [number] for number in range(len(plan.slots))}
     for number, bounds in enumerate(chunks):
-        for part in (INPUT, WEIGHT) if number in split else (BACKWARD,):
-            numbers[number, part] = list(range(len(instructions), len(instructions) + len(bounds)))
-            instructions += [Backward(slot=number, first=first, last=last, part=part) for first, last in bounds]
+        for first, last in bounds:
+            for part in (INPUT, WEIGHT) if number in split else (BACKWARD,):
+                numbers.setdefault((number, part), []).append(len(instructions))
+                instructions.append(Backward(slot=number, first=first, last=last, part=part))
     clock = _clock(plan, profile)
     ready = _ready(plan, instructions, clock)
     owning_ranks = owning_ranks or {}
@@ -86,7 +87,8 @@ def lower(
 
     orders: dict[int, Order] = {compute_lane(lane): [] for lane in range(plan.num_lanes)}
     for pass_ in plan.order:
-        lane = compute_lane(plan.slots[pass_.slot].lane)
+        slot = plan.slots[pass_.slot]
+        lane = compute_lane(slot.lane_of_weights if pass_.kind == WEIGHT else slot.lane)
         orders[lane] += [(number, shapes[pass_.slot].ranks) for number in numbers[pass_.slot, pass_.kind]]
     orders[TRANSFER] = _transfer_order(plan, links, link_base, clock)
     if profile.graph.parameters:
@@ -96,7 +98,7 @@ def lower(
         orders[COMPUTE].append((len(instructions) - 1, np.unique(np.concatenate(everywhere))))
     sync: Order = []
     if plan.shard_optimizer:
-        # First what the step needs first. One order for all ranks, here as below.
+        # In the order in which the step needs them: one order for all ranks, here as below.
         uses = [min(_place_of(plan, instructions[backward]) for backward in bucket.after) for bucket in buckets]
         order = sorted(range(len(buckets)), key=lambda number: (uses[number], number))
         sync += [(gather_base + number, buckets[number].ranks) for number in order]
@@ -115,7 +117,7 @@ def lower(
 
 
 def _place_of(plan: Plan, instruction: Instruction) -> tuple[int, int, int]:
-    """Where the layers of a backward instruction stand in the forward order: round, slot, layer."""
+    """The position of a backward instruction's layers in the forward order: round, slot, layer."""
     assert isinstance(instruction, Backward)
     return plan.slots[instruction.slot].round, instruction.slot, instruction.first
 
@@ -151,7 +153,7 @@ def _shape(
 
 def _links(profile: Profile, ops: list[int], shapes: tuple[SlotShape, ...]) -> list[Link]:
     links = []
-    known: dict[tuple[int, ...], tuple[Flows, Flows]] = {}  # slots that lie alike exchange alike
+    known: dict[tuple[int, ...], tuple[Flows, Flows]] = {}  # slots with equal placements have equal exchanges
     for producer, consumer in slot_links(ops, profile.graph):
         giver, taker = shapes[producer], shapes[consumer]
         key = (*placement_key(giver), *placement_key(taker))
@@ -182,14 +184,17 @@ def _chunk_bytes(profile: Profile) -> float:
 def _chunks(profile: Profile, setting: Setting, slot: Slot, op: int, chunk_bytes: float) -> list[tuple[int, int]]:
     """Layer ranges whose backward runs as one instruction, last layers first."""
     graph = profile.graph
+    most_layers = -(-slot.num_layers // _WEIGHT_CHUNKS) if slot.has_weight_lane else slot.num_layers
     if not graph.metaops[op].parameters or profile.cluster.num_devices == 1:
-        return [(slot.first, slot.last)]
+        ends = range(slot.last, slot.first, -most_layers)
+        return [(max(slot.first, end - most_layers), end) for end in ends]
     chunks: list[tuple[int, int]] = []
     last, num_bytes = slot.last, 0.0
     for layer in range(slot.last - 1, slot.first - 1, -1):
         parameters = graph.metaops[op].parameters[layer]
         num_bytes += sum(graph.parameters[parameter].num_elements for parameter in parameters)
-        if num_bytes * graph.numerics.gradient_bytes / setting.tensor_degrees[op] >= chunk_bytes or layer == slot.first:
+        is_full = num_bytes * graph.numerics.gradient_bytes / setting.tensor_degrees[op] >= chunk_bytes
+        if is_full or last - layer == most_layers or layer == slot.first:
             chunks.append((layer, last))
             last, num_bytes = layer, 0.0
     return chunks
@@ -205,7 +210,8 @@ def _clock(plan: Plan, profile: Profile) -> dict[Key, tuple[int, float, float]]:
         phase = 2 * plan.slots[span.slot].round
         if span.kind == FOLDED:
             clock[span.slot, FORWARD] = (phase, span.start_s, span.end_s)
-            clock[span.slot, BACKWARD] = (phase + 1, -span.end_s, -span.start_s)
+            for kind in (INPUT, WEIGHT) if plan.slots[span.slot].has_weight_lane else (BACKWARD,):
+                clock[span.slot, kind] = (phase + 1, -span.end_s, -span.start_s)
         else:
             clock[span.slot, span.kind] = (phase, span.start_s, span.end_s)
     return clock
@@ -261,8 +267,8 @@ def _buckets(
     buckets: list[tuple[tuple[int, float], Bucket]] = []
     for (using, after, degree, shard), parameters in groups.items():
         if (using, degree, shard) not in ranks_of:
-            slots, keeping = using
-            ranks = np.unique([*(device for slot in slots for device in plan.slots[slot].devices), *keeping])
+            slots, idle_owners = using
+            ranks = np.unique([*(device for slot in slots for device in plan.slots[slot].devices), *idle_owners])
             ranks_of[using, degree, shard] = ranks[place[ranks] % degree == shard]
         ranks = ranks_of[using, degree, shard]
         if len(ranks) > 1:
@@ -281,7 +287,7 @@ def _buckets(
 
 Key = tuple[int, str]  # a slot and a kind of pass
 Order = list[tuple[int, Column]]
-Users = tuple[tuple[int, ...], tuple[int, ...]]  # slots, and devices that keep a parameter beside them
+Users = tuple[tuple[int, ...], tuple[int, ...]]  # slots, and devices that keep a parameter without a slot
 
 
 def _transfer_order(

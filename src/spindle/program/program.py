@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spindle.plan import FORWARD, Plan
+from spindle.plan import FORWARD, INPUT, Plan
 from spindle.program.instructions import SYNC, Backward, Forward, Instruction, is_compute
 
 Column = NDArray[np.int64]
@@ -114,7 +114,8 @@ class Program:
 
     @property
     def places(self) -> Column:
-        """By instruction: the place of its pass in the order of the plan; the last for all but forward and backward."""
+        """By instruction: the position of its pass in the order of the plan; the last one for anything but forward and
+        backward."""
         place = {(pass_.slot, pass_.kind): number for number, pass_ in enumerate(self.plan.order)}
         places = np.full(len(self.instructions), len(place))
         for number, instruction in enumerate(self.instructions):
@@ -122,7 +123,9 @@ class Program:
                 case Forward(slot=slot):
                     places[number] = place[slot, FORWARD]
                 case Backward(slot=slot, part=part):
-                    places[number] = place[slot, part]
+                    # Chunk by chunk: weight gradients are launched right behind their input gradients.
+                    is_weight_lane = self.plan.slots[slot].has_weight_lane
+                    places[number] = place[slot, INPUT if is_weight_lane else part]
                 case _:
                     pass
         return places

@@ -42,11 +42,11 @@ class Compute:
         batch_axes: Mapping[str, Axes],
         seed: int,
         autocast: torch.dtype | None,
+        offload: HostOffload,
     ) -> None:
         self._rank_program, self._transfers, self._syncs, self._world = rank_program, transfers, syncs, world
         self._batch_axes, self._base_seed, self._autocast = batch_axes, seed, autocast
-        self._graph_cache = graph_cache
-        self.offload = HostOffload()
+        self._graph_cache, self.offload = graph_cache, offload
 
     def forward(self, step: Step, slot: RankSlot, watch: Watch, position: int) -> None:
         trees = {link.source: self._input(step, link, watch) for link in slot.inputs} if slot.rows else {}
@@ -88,7 +88,7 @@ class Compute:
             return self._run_layers(step, slot, slot.code, trees, watch)
         if slot.code.is_random:
             self._seed(step, slot, slot.first_layer)
-        batch = self._batch(step, slot) if slot.rows else None
+        batch = _batch(step, slot, self._batch_axes[slot.task]) if slot.rows else None
         whole = step.batches[slot.task] if step.check_losses and slot.task not in step.held else None
         loss, metrics = loss_part(slot.code, slot, batch, trees, self._world, check_with=whole)
         return SlotOutput([Piece(inputs=(), outputs=loss)], (loss, metrics))
@@ -102,7 +102,7 @@ class Compute:
         pieces = []
         values: Any = None
         members = TensorParallelGroup(self._world, slot.group) if len(slot.group) > 1 else None
-        for first, last in slot.chunks:
+        for chunk, (first, last) in enumerate(slot.chunks):
             self._syncs.wait_for_parameters(slot.number, first, watch)
             inputs: Any = ()
             if values is not None:
@@ -122,28 +122,29 @@ class Compute:
                 if values is None:
                     # The glue code that makes a call's arguments is part of its first layer.
                     run = _behind(code.arguments, run)
-                    args = (self._batch(step, slot), *(trees[source][0] for source in code.sources))
+                    batch = _batch(step, slot, self._batch_axes[slot.task])
+                    args = (batch, *(trees[source][0] for source in code.sources))
                 is_recomputed = number - slot.first < slot.recomputed
-                # An in-place layer must not change values that are needed as they were: those of a recomputation, or
-                # leaves of the autograd graph, where autograd forbids it.
+                # An in-place layer must not change values that are needed later: inputs of a recomputation, or leaves
+                # of the autograd graph, where autograd forbids it.
                 if layer.writes_input and (is_recomputed or not is_open):
                     run = _on_copies(run)
                 if is_recomputed and slot.is_split:
                     # A piece of its own: its recomputation serves both parts of a split backward.
-                    piece = Piece(inputs, None, self._rerun(step, slot, number, layer, run, args))
+                    piece = Piece(inputs, None, self._rerun(step, slot, number, layer, run, args), chunk)
                     pieces.append(piece)
                     inputs = values = as_leaves(run(*args))
                     continue
                 if is_recomputed:
                     values = checkpointed(layer, run, args)
-                elif number - slot.first < slot.recomputed + slot.offloaded:
-                    with self.offload.saved_tensors(layer):
+                elif number - slot.first < slot.recomputed + slot.offloaded and slot.number in self.offload:
+                    with self.offload.saved_tensors(slot.number, layer):
                         values = run(*args)
                 else:
                     values = run(*args)
                 is_open = True
             if is_open:
-                pieces.append(Piece(inputs, values))
+                pieces.append(Piece(inputs, values, chunk=chunk))
         return SlotOutput(pieces, values)
 
     def _rerun(
@@ -177,20 +178,6 @@ class Compute:
                 span = range(slot.first, slot.chunks[-1][1])
                 layers = [slot.first_layer + number for number in span if all_layers[number].is_random]
         return {layer: self._seed_at(step, slot, layer) for layer in layers}
-
-    def _batch(self, step: Step, slot: RankSlot) -> Any:
-        tree, axes = step.batches[slot.task], self._batch_axes[slot.task]
-        if slot.task not in step.held:
-            return cut(tree, axes, slot.num_rows, slot.begin, slot.end)
-        leaves, spec = tree_flatten(tree)
-        # Leaves that this slot does not read may be here for another slot, with other rows.
-        parts = [
-            cut_leaf(leaf, axis, last - first, slot.begin - first, slot.end - first)
-            if first <= slot.begin and slot.end <= last
-            else None
-            for leaf, axis, (first, last) in zip(leaves, axes, step.held[slot.task], strict=True)
-        ]
-        return tree_unflatten(parts, spec)
 
     def _input(self, step: Step, link: LinkEnd, watch: Watch) -> Any:
         """A slot's input over one link: local and received rows, concatenated, as leaves of a new autograd graph."""
@@ -247,7 +234,7 @@ class Compute:
             return
         if not instruction.makes_inputs:
             watch.start[position] = watch.now()
-            deferred = step.deferred.pop(slot.number)
+            deferred = step.deferred.pop((slot.number, number))
             while deferred:
                 deferred.pop().run()
             self._syncs.gradients.keep(_used_by(slot, number))
@@ -260,11 +247,11 @@ class Compute:
         elif is_last:
             gradients = self._output_gradients(step, slot, leaves_of(step.outputs[slot.number]), watch)
         else:
-            gradients = _gradients_of(leaves_of(pieces[number + 1].inputs) if pieces else [])
+            gradients = _gradients_of(leaves_of(pieces[_first_piece(pieces, number + 1)].inputs) if pieces else [])
         watch.start[position] = watch.now()
         if not instruction.makes_weights:
             with self._styles(slot, first, last):
-                self._run_input_parts(step, slot, gradients)
+                self._run_input_parts(step, slot, number, gradients)
         elif step.graphs is None or not step.graphs.backward(
             slot, first, gradients, lambda: self._chunk(step, slot, number), is_last=is_last
         ):
@@ -274,8 +261,9 @@ class Compute:
             self._syncs.gradients.keep(_used_by(slot, number))
         # Free activations as soon as they are used; the chunk before this one needs the gradients of its inputs.
         if pieces:
-            pieces[number].outputs = None
-            del pieces[number + 1 :]
+            place = _first_piece(pieces, number)
+            pieces[place].outputs = None
+            del pieces[place + 1 :]
         if number == 0:
             if slot.number in step.losses and step.graphs is None:
                 step.losses[slot.number] = step.losses[slot.number].detach()
@@ -302,14 +290,16 @@ class Compute:
             gradient = (gradient * step.loss_scale).to(gradient.dtype)
         return gradient
 
-    def _run_input_parts(self, step: Step, slot: RankSlot, gradients: list[torch.Tensor | None]) -> None:
-        """Compute the gradients of a slot's inputs, piece by piece, and defer those of its weights."""
+    def _run_input_parts(self, step: Step, slot: RankSlot, chunk: int, gradients: list[torch.Tensor | None]) -> None:
+        """Compute the gradients of a chunk's inputs, piece by piece, and defer those of its weights."""
         # Last piece first. What is deferred keeps the output gradients of its piece, and runs when the program has the
         # weight part of this backward: in a pipeline that is where the rank would otherwise be idle.
-        deferred = step.deferred[slot.number] = []
+        deferred = step.deferred[slot.number, chunk] = []
         pieces = step.pieces[slot.number]
         for number in reversed(range(len(pieces))):
             piece = pieces[number]
+            if piece.chunk != chunk:
+                continue
             outputs = leaves_of(piece.recompute() if piece.recompute is not None else piece.outputs)
             inputs: list[Any] = leaves_of(piece.inputs)
             if number == 0:
@@ -382,6 +372,22 @@ class Compute:
         return sums
 
 
+def _batch(step: Step, slot: RankSlot, axes: Axes) -> Any:
+    """A slot's rows of its task's batch."""
+    tree = step.batches[slot.task]
+    if slot.task not in step.held:
+        return cut(tree, axes, slot.num_rows, slot.begin, slot.end)
+    leaves, spec = tree_flatten(tree)
+    # Leaves that this slot does not read may be here for another slot, with other rows.
+    parts = [
+        cut_leaf(leaf, axis, last - first, slot.begin - first, slot.end - first)
+        if first <= slot.begin and slot.end <= last
+        else None
+        for leaf, axis, (first, last) in zip(leaves, axes, step.held[slot.task], strict=True)
+    ]
+    return tree_unflatten(parts, spec)
+
+
 def _loss_factor(step: Step, code: LossCode) -> float:
     """A task's weight scales the gradient of its loss, not the loss: a CUDA graph has the loss as it was captured."""
     weight = code.weight(step.number) if callable(code.weight) else code.weight
@@ -406,6 +412,11 @@ def _used_by(slot: RankSlot, number: int) -> Iterator[nn.Parameter]:
 
 def _gradients_of(leaves: list[Any]) -> list[torch.Tensor | None]:
     return [leaf.grad if takes_gradient(leaf) else None for leaf in leaves]
+
+
+def _first_piece(pieces: list[Piece], chunk: int) -> int:
+    """The position of the first piece of a chunk."""
+    return next(number for number, piece in enumerate(pieces) if piece.chunk == chunk)
 
 
 def _run_backward(outputs: list[Any], gradients: list[torch.Tensor | None]) -> None:

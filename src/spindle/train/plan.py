@@ -1,6 +1,6 @@
 """From a profile to a plan and its program, the same on all ranks.
 
-Rank 0 plans; all ranks lower the plan, and compare what they get.
+Rank 0 plans; all ranks lower the plan, and compare their programs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from spindle.graph import MetaGraph
 from spindle.models import builtin_tp_plan
 from spindle.plan import Plan, check, parse_plan, read_plan
 from spindle.planners import Layout, PlanOptions, make_plan, owning_ranks_in, pipeline_layout
-from spindle.profile import Profile
+from spindle.profile import Contention, Profile
 from spindle.program import Program, lower, verify
 from spindle.run import World
 from spindle.train.agreement import compare
@@ -25,7 +25,7 @@ from spindle.train.microbatches import on_one_device
 from spindle.train.progress import Progress
 from spindle.train.trial import why_not_sharded
 
-_PLANNED_MEMORY = 0.95  # of the limit: what a step takes is known that well
+_PLANNED_MEMORY = 0.95  # share of the limit; predictions of memory are about this accurate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +44,13 @@ class PlannedWorkload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPlanning:
-    """The plan and the profile of a checkpoint, where the user asks for the same planning as when it was saved."""
+    """The plan and the profile of a checkpoint, if the user's planning options are those with which it was saved."""
 
     plan: Plan | None = None
     profile: Profile | None = None
 
     def applied_to(self, config: TrainConfig, graph: MetaGraph, profile: Profile, num_ranks: int) -> TrainConfig:
-        """The configuration with the saved plan given, where it holds: for the same graph, ranks and profile."""
+        """The configuration with the saved plan, if that is for the same graph, ranks and profile."""
         if (
             self.plan is None
             or self.profile is None
@@ -88,6 +88,9 @@ def plan_workload(
     else:
         with progress.bar("planning") as report_share:
             plan = _shared_plan(workload, profile, config, world, report_share, notify)
+        if plan.num_lanes > 1:
+            profile = _with_lanes(plan, profile, world, notify)
+        check(plan, profile)
     owning_ranks = None if layout is None else owning_ranks_in(workload.graph, layout)
     program = lower(plan, profile, owning_ranks=owning_ranks)
     compare(world, {"the workload": workload.bound.workload, "the profile": profile, **_program_items(program)})
@@ -167,7 +170,7 @@ def _shared_plan(
         if (plan.shard_optimizer or _splits_parameters(plan)) and world.size > 1:
             trained = [item for item in workload.bound.parameters.items() if item[1].requires_grad]
             reason = why_not_sharded(config.optimizer, trained)
-        # The choice to shard was the planner's, or the user's: without it, another plan may be the best.
+        # Plan again: without sharding, a different plan may be best.
         if reason is not None and plan.shard_optimizer:
             plan = _rank_0_plan(profile, config, False, report_share)
     shared: Plan
@@ -184,8 +187,29 @@ def _shared_plan(
             f"the plan is for {shared.num_devices} devices, but {world.size} ranks were started; start "
             f"{shared.num_devices} (spindle launch -n {shared.num_devices} ...), or leave the plan out to make one"
         )
-    check(shared, profile)
     return shared
+
+
+def _with_lanes(plan: Plan, profile: Profile, world: World, notify: Callable[[str], None]) -> Profile:
+    """The profile for a plan with several lanes. On CPUs, where lanes run in turn, two passes together take as long as
+    one after the other; on GPUs their contention must have been measured."""
+    if world.device.type == "cuda":
+        if world.size > 1:
+            raise PlanError(
+                f"this plan has {plan.num_lanes} lanes, got {world.size} ranks; lanes are for one process with a whole "
+                "GPU, expected a plan with one lane: leave it out, or plan with Planning(lanes=1)"
+            )
+        return profile
+    notify(f"this plan has {plan.num_lanes} lanes; on CPUs they run one after another, in the order of the plan")
+    alone = Contention(forward=(1.0, 1.0), backward=(1.0, 1.0))
+    curves = tuple(
+        tuple(
+            curve if curve.contention else replace(curve, contention=(alone,) * len(curve.num_devices))
+            for curve in choices
+        )
+        for choices in profile.curves
+    )
+    return replace(profile, curves=curves)
 
 
 def _splits_parameters(plan: Plan) -> bool:
