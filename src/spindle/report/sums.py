@@ -6,7 +6,7 @@ from typing import assert_never
 
 import numpy as np
 
-from spindle.plan import offload_copy_s, pass_s, setting_of
+from spindle.plan import pass_s, setting_of
 from spindle.profile import Profile
 from spindle.program import (
     Backward,
@@ -83,7 +83,7 @@ def recompute_shares(program: Program, profile: Profile) -> np.ndarray:
         slot, op = program.plan.slots[instruction.slot], program.slots[instruction.slot].op
         num_recomputed = slot.num_layers if setting.recompute[op] else slot.recomputed
         if num_recomputed:
-            curve, copy_s = profile.curve(op, setting), offload_copy_s(slot, op, profile, setting)
-            whole_s = pass_s(slot, instruction.part, curve, setting.recompute[op], copy_s)
+            curve = profile.curve(op, setting)
+            whole_s = pass_s(slot, instruction.part, curve, setting.recompute[op])
             shares[number] = num_recomputed * curve.times_s(len(slot.devices))[0] / whole_s if whole_s > 0 else 0.0
     return shares
