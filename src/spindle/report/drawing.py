@@ -189,8 +189,9 @@ def _add_to_axes(axes: object, shape: Shape, order: int) -> None:
         case Box():
             size = (max(shape.width, 0.3), shape.height)
             edge = shape.edge or "none"
-            colours = {"facecolor": shape.fill, "edgecolor": edge, "linewidth": shape.edge_width}
-            add_patch(Rectangle((shape.x, shape.y), *size, **colours, zorder=order))
+            box = Rectangle((shape.x, shape.y), *size, facecolor=shape.fill, edgecolor=edge, zorder=order)
+            box.set_linewidth(shape.edge_width)
+            add_patch(box)
             # Lines by hand: the hatches of matplotlib are too fine for rows of a few pixels.
             for start, end in _hatch_lines(shape) if shape.hatched else ():
                 xs, ys = zip(start, end, strict=True)

@@ -19,10 +19,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from spindle import __version__
 from spindle.artifact import (
     artifact_from_json,
     json_value,
@@ -105,7 +105,7 @@ def write_run(
     names = [WORKLOAD, PROFILE, PLAN, PROGRAM, PREDICTED, *(f"measured-{step}.timeline.gz" for step in measured)]
     files = RunFiles(
         name=name,
-        spindle_version=__version__,
+        spindle_version=import_module("spindle").__version__,
         num_ranks=program.num_ranks,
         sha256={file: _digest(folder / file) for file in names if (folder / file).exists()},
         owning_ranks=program.owning_ranks,
