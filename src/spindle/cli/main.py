@@ -36,6 +36,7 @@ from spindle.cli.launch import JobEnded, launch
 from spindle.cli.plan import plan
 from spindle.cli.profile import profile
 from spindle.cli.recipes import recipes
+from spindle.cli.report import report
 from spindle.cli.simulate import simulate
 from spindle.cli.terminal import CLOSED_PIPE, leave_closed_pipe, printable, unwritable_output
 from spindle.errors import DoesNotFitError, SpindleError
@@ -52,7 +53,7 @@ _OUR_WORDS = (
     (r"Input should be less than or equal to (\S+)", r"expected at most \1"),
 )
 INTERRUPTED = 130
-VERBS = (plan, simulate, compare, bound, explain, recipes, launch, profile, checkpoints, export, doctor, init)
+VERBS = (plan, simulate, compare, bound, explain, report, recipes, launch, profile, checkpoints, export, doctor, init)
 _RUN_A_SCRIPT = (launch, profile)
 _FLEET_HELP = "Many jobs on mixed GPUs: which job gets which machines?"
 
