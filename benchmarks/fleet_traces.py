@@ -107,7 +107,7 @@ def _all_runs(num_seeds: int) -> Iterator[Run]:
 @cache
 def trace_of(world: str, seed: int) -> Trace:
     if world.startswith("arena"):
-        return arena_trace(TRACES / "arena").faster(float(world.split("x")[1]))
+        return arena_trace(TRACES / "arena" / "sim_trace_1938jobs.csv").faster(float(world.split("x")[1]))
     cluster, load = world.split(" at ")
     path = TRACES / "elasticflow" / f"cluster{cluster}.csv"
     return elasticflow_trace(path, TRACES / "arena", ELASTIC_DEVICES, float(load), seed)
@@ -235,7 +235,8 @@ def main() -> None:
     if not arguments.report:
         missing = [run for run in runs(arguments.seeds) if run.key not in done and arguments.only in run.key]
         if missing:
-            few = replace(arena_trace(TRACES / "arena"), jobs=arena_trace(TRACES / "arena").jobs[:5])
+            whole = arena_trace(TRACES / "arena" / "sim_trace_1938jobs.csv")
+            few = replace(whole, jobs=whole.jobs[:5])
             for policy in POLICIES:  # loads compiled loops
                 simulate_fleet(few, arena_fleet(), SchedulerOptions(policy=policy))
         for run in missing[: arguments.limit]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,11 +58,11 @@ def arena_models(folder: Path) -> dict[str, tuple[StepTime, ...]]:
     return models
 
 
-def arena_trace(folder: Path) -> Trace:
-    """The workload of the published simulation, without jobs whose request is not in the table."""
-    models = arena_models(folder)
+def arena_trace(path: Path, tables: Path | None = None) -> Trace:
+    """The workload of the published simulation (`sim_trace_1938jobs.csv`) or a part of it, without jobs whose request
+    is not in the table; `tables` is the folder of measured times, if not that of the trace."""
+    models = arena_models(tables or path.parent)
     jobs, num_excluded, first_s = [], 0, None
-    path = folder / "sim_trace_1938jobs.csv"
     columns = ("job_id", "submission_time", "num_iteration", "model_name", "batch_size", "num_gpu", "gpu_type")
     for number, row in _rows(path, columns):
         where = f"{path}, line {number}"
@@ -88,6 +89,8 @@ def arena_trace(folder: Path) -> Trace:
     notes = (
         "models, batch sizes, device counts and kinds drawn by Arena's authors; arrivals of ElasticFlow's cluster08",
     )
+    if not jobs:
+        raise InputError(f"{path}: has no job whose request is in the table of measured times")
     return Trace(name="arena", jobs=tuple(jobs), num_excluded=num_excluded, notes=notes)
 
 
@@ -117,6 +120,11 @@ def elasticflow_trace(path: Path, arena_folder: Path, num_devices: int, load: fl
         arrivals.append(arrival_s)
         device_s += steps * step_s * count
         drawn.append((f"{number - 1:04d}-{row['job_id'][:8]}", arrival_s, steps, kind, count, times))
+    if not arrivals or not arrivals[-1] > arrivals[0]:
+        raise InputError(
+            f"{path}: needs jobs with measured times that arrive in order, at two times at least, got "
+            f"{len(arrivals)}: their arrivals are scaled to a load"
+        )
     span_s = device_s / (num_devices * load)  # how long all arrivals must take to offer this load
     scale = span_s / (arrivals[-1] - arrivals[0])
     jobs = tuple(
@@ -147,7 +155,11 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, dict[str,
             raise InputError(
                 f"{path}: the column {column!r} is missing; it has {', '.join(reader.fieldnames or ()) or 'none'}"
             )
-    yield from enumerate(reader, 2)
+    for number, row in enumerate(reader, 2):
+        missing = next((column for column in columns if row[column] is None), None)
+        if missing is not None:
+            raise InputError(f"{path}, line {number}: the column {missing!r} is missing")
+        yield number, row
 
 
 def _number(text: str, where: str) -> float:
@@ -155,6 +167,6 @@ def _number(text: str, where: str) -> float:
         value = float(text)
     except (TypeError, ValueError):
         raise InputError(f"{where}: expected a number, got {text!r}") from None
-    if not value >= 0:
-        raise InputError(f"{where}: expected a number that is not negative, got {text!r}")
+    if not 0 <= value < math.inf:
+        raise InputError(f"{where}: expected a finite number that is not negative, got {text!r}")
     return value

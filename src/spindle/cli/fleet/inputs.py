@@ -25,7 +25,7 @@ def load_trace(path: Path, fleet: Fleet, tables: Path | None, load: float, faste
         return in_kinds_of(read_trace(path, models), fleet).faster(faster)
     header = read_text_file(path).partition("\n")[0]
     if "model_name" in header:
-        return arena_trace(path.parent).faster(faster)
+        return arena_trace(path, tables).faster(faster)
     folder = tables or path.parent.parent / "arena"
     if not folder.is_dir():
         raise InputError(
