@@ -158,9 +158,51 @@ def _refused(arguments, message, capsys):
         raise AssertionError(output.err)
 
 
+def test_a_job_that_fits_nowhere_is_named_before_the_simulation(tmp_path, capsys):
+    path = tmp_path / "jobs.jsonl"
+    path.write_text(json.dumps({"name": "huge", "time_s": 0, "num_steps": 9, "times": [["a100", 64, 1.0]]}))
+    _refused(["fleet", "simulate", str(path), "--fleet", "a100x16"], "'huge' fits in no cell.*64 x A100-80GB", capsys)
+
+
+def test_a_simulation_that_is_cut_says_so(trace, capsys):
+    assert run(["fleet", "simulate", trace, "--fleet", "a100x8,l40sx8", "--until", "5"]) == 0
+    assert "cut at 5 s: jobs that were not done by then" in capsys.readouterr().out
+
+
+@pytest.fixture
+def tables(tmp_path) -> Path:
+    """One model on one A100, in the format of Arena's measured times."""
+    (tmp_path / "optimal_iter_time_s.json").write_text(json.dumps({"bert_1.3B_64": {"1_a100_1_n_1_d": 2.0}}))
+    return tmp_path
+
+
+def test_the_csv_that_is_given_is_the_one_that_is_read(tables, capsys):
+    path = tables / "part.csv"
+    header = "job_id,submission_time,num_iteration,model_name,batch_size,num_gpu,gpu_type\n"
+    path.write_text(header + "abc,100,50,bert_1.3B,64,1,a100\nabd,200,50,bert_1.3B,64,2,a100\n")
+    assert run(["fleet", "simulate", str(path), "--json"]) == 0
+    measures = json.loads(capsys.readouterr().out)
+    assert (measures["num_jobs"], measures["num_excluded"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("", "at two times at least, got 0"),
+        ("abc,5,100,1\n", "at two times at least, got"),
+        ("abc,5,100,inf\n", "line 2, num_gpu: expected a finite number that is not negative, got 'inf'"),
+        ("abc,5\n", "line 2: the column 'duration' is missing"),
+    ],
+)
+def test_a_csv_that_cannot_be_scaled_to_a_load_is_refused(lines, message, tables, capsys):
+    path = tables / "cluster.csv"
+    path.write_text("job_id,submission_time,duration,num_gpu\n" + lines)
+    _refused(["fleet", "simulate", str(path), "--tables", str(tables)], message, capsys)
+
+
 @pytest.mark.skipif(not TRACES.is_dir(), reason="the public traces are not in ../shared/traces beside the checkout")
 def test_public_traces_are_read_with_what_was_drawn_said():
-    trace = arena_trace(TRACES / "arena")
+    trace = arena_trace(TRACES / "arena" / "sim_trace_1938jobs.csv")
     assert (len(trace.jobs), trace.num_excluded) == (1867, 71)
     models = arena_models(TRACES / "arena")
     assert sum(bool(times) for times in models.values()) == 39

@@ -144,11 +144,23 @@ class _Machine:
                     f"trace {self.trace.name!r}: job {job.job.name!r} has times for "
                     f"{', '.join(sorted({time.kind for time in job.times}))}, the fleet has {', '.join(sorted(kinds))}"
                 )
+            if not any(self._may_run(reported, estimate.cell) for estimate in estimates):
+                raise FleetError(
+                    f"trace {self.trace.name!r}: job {reported.name!r} fits in no cell of the fleet: it has times for "
+                    f"{', '.join(estimate.cell.text for estimate in estimates)}, and accepts "
+                    f"{', '.join(reported.kinds) or 'any kind'}, {reported.min_devices} to "
+                    f"{reported.max_devices or 'any number of'} devices"
+                )
             self.runs[job.job.name] = _Run(
                 trace=job, times=times, best_rate=1 / min(times.values()), waiting_since_s=job.arrival_s
             )
             self._push(Submitted(time_s=job.arrival_s, job=reported, estimates=estimates))
             self.num_left += 1
+
+    def _may_run(self, job: Job, cell: Cell) -> bool:
+        return job.accepts(cell.kind, cell.num_devices) and self.fleet.can_hold(
+            self.fleet.kind_number(cell.kind), cell.num_devices
+        )
 
     def _push(self, event: Event) -> None:
         self.number += 1

@@ -107,5 +107,7 @@ def simulate(
     show(measures_table({policy: (measures, result.round_cpu_s)}), *given.notes)
     if given.num_excluded:
         show(f"{given.num_excluded} jobs left out: what they request is not in the table.")
+    if until is not None:
+        show(f"cut at {until:g} s: jobs that were not done by then count as completed at that time")
     if output is not None:
         notice(f"wrote {output}")
