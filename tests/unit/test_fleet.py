@@ -292,6 +292,38 @@ def test_a_promised_deadline_is_kept_against_jobs_that_are_worth_more():
     assert verdict(state, state.find("d"), 90.0).late_s > 0
 
 
+def test_no_deadline_is_promised_beyond_the_limit_of_a_team():
+    teams = (Team(name="vision", limits=(DeviceCount(kind="big", num_devices=2),)),)
+    state = fleets.new_state(fleets.fleet({"big": [4, 4]}, teams))
+    needs_two = {"deadline_s": 30_000.0, "num_steps": 10_000, "team": "vision"}
+    state, _ = fleets.after(
+        state, fleets.submitted("a", SCALES, **needs_two), fleets.submitted("b", SCALES, **needs_two)
+    )
+    assert state.find("a").promised == Cell(kind="big", num_devices=2)
+    assert state.find("b").promised is None
+
+
+def test_a_job_that_its_teams_limit_keeps_out_forever_blocks_no_lease():
+    teams = (Team(name="vision", limits=(DeviceCount(kind="big", num_devices=2),)),)
+    state = fleets.new_state(fleets.fleet({"big": [4]}, teams))
+    never = fleets.submitted("never", {("big", 4): 1.0}, team="vision")
+    long = fleets.submitted("long", {("big", 4): 1.0}, num_steps=10**9, priority="low")
+    high = fleets.submitted("high", {("big", 4): 1.0}, num_steps=10**6, priority="high")
+    state, _ = fleets.after(state, high)
+    state, _ = fleets.at(0.0, state)
+    state, _ = fleets.after(state, never, long)
+    state, _ = fleets.at(30.0, state)
+    assert fleets.cells(state) == {"high": "4 x big", "never": "", "long": ""}
+    state, _ = fleets.at(12 * 3600.0, state)
+    assert fleets.cells(state) == {"high": "", "never": "", "long": "4 x big"}
+
+
+def test_a_stopped_job_is_explained():
+    state, _ = fleets.after(fleets.new_state(ONE_NODE), fleets.submitted("a", SCALES), Suspended(time_s=1.0, job="a"))
+    explanation = explain_job(state, "a")
+    assert (explanation.phase, explanation.reason) == ("suspended", "a user stopped it")
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -26,7 +26,9 @@ def verdict(state: State, job: JobState, now_s: float) -> Verdict:
     if deadline_s is None or num_steps is None:
         return Verdict(cell=None)
     fleet = state.fleet
-    promised = [other.promised for other in state.jobs if other.promised is not None and other.name != job.name]
+    others = [other for other in state.jobs if other.promised is not None and other.name != job.name]
+    promised = [other.promised for other in others if other.promised is not None]
+    of_team = [other.promised for other in others if other.promised is not None and other.job.team == job.job.team]
     left = num_steps - job.step
     sufficient: list[tuple[float, float, Cell]] = []
     earliest_s = float("inf")
@@ -34,6 +36,8 @@ def verdict(state: State, job: JobState, now_s: float) -> Verdict:
         cell = estimate.cell
         possible = estimate.fits and job.job.accepts(cell.kind, cell.num_devices) and estimate.grade != "bound"
         if not possible or not _fit_together(state, [*promised, cell]):
+            continue
+        if not _is_within_limits(state, job.job.team, [*of_team, cell]):
             continue
         # A round may start `max_interval_s` after the job arrived.
         end_s = now_s + state.options.max_interval_s + job.realloc_s + left * job.step_s(cell)
@@ -44,6 +48,16 @@ def verdict(state: State, job: JobState, now_s: float) -> Verdict:
     if sufficient:
         return Verdict(cell=min(sufficient, key=lambda entry: (entry[0], entry[1], entry[2].kind))[2])
     return Verdict(cell=None, late_s=earliest_s - deadline_s)
+
+
+def _is_within_limits(state: State, team: str, cells: list[Cell]) -> bool:
+    """Whether a team may have all these cells at once."""
+    return all(
+        sum(cell.num_devices for cell in cells if cell.kind == limit.kind) <= limit.num_devices
+        for entry in state.fleet.teams
+        if entry.name == team
+        for limit in entry.limits
+    )
 
 
 def _fit_together(state: State, cells: list[Cell]) -> bool:

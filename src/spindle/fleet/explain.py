@@ -65,7 +65,11 @@ def explain_job(state: State, name: str) -> Explanation:
         if ended is not None:
             reason = f"it has {ended.phase}" + (f": {ended.reason}" if ended.reason else "")
             return Explanation(job=name, phase=ended.phase, reason=reason, cells=(), helps=())
-        known = ", ".join(job.name for job in state.jobs[:10])
+        waiting = state.find(name)
+        if waiting is not None:
+            helps = ("resuming it",)
+            return Explanation(job=name, phase=waiting.phase, reason="a user stopped it", cells=(), helps=helps)
+        known = ", ".join(job.name for job in (*state.jobs, *state.ended)[:10])
         raise FleetError(f"no job is called {name!r}; the fleet has {known or 'none'}")
     row = rows[0]
     utility = utilities(columns, state.options, state.now_s)

@@ -78,7 +78,7 @@ class _Floors:
                 for cell in range(columns.first[job], columns.first[job + 1])
                 if self.given.allowed[cell] and self._fits(cell)
             ]
-            if not cells and columns.first[job] < columns.first[job + 1]:
+            if not cells and self._fits_empty_fleet(job):
                 break  # those who have waited less must not take what becomes free
             if cells:
                 prices = self.given.prices
@@ -86,6 +86,15 @@ class _Floors:
                 self._set(job, cells[min(range(len(cells)), key=cost.__getitem__)])
                 begun.append(job)
         return tuple(begun)
+
+    def _fits_empty_fleet(self, job: int) -> bool:
+        """Whether a planned cell of a job would fit if nobody else had devices. Others must not wait for one that
+        cannot start."""
+        columns, capacity = self.columns, self.given.capacity
+        cells = slice(columns.first[job], columns.first[job + 1])
+        limit, count = columns.limit[cells], columns.count[cells]
+        fits = (count <= capacity[columns.kind[cells]]) & ((limit < 0) | (count <= capacity[limit]))
+        return bool((fits & columns.planned[cells]).any())
 
     def add_guarantees(self, utility: FloatColumn) -> None:
         """Each team's jobs as if they were alone on its guaranteed devices."""
