@@ -303,6 +303,25 @@ def test_no_deadline_is_promised_beyond_the_limit_of_a_team():
     assert state.find("b").promised is None
 
 
+@pytest.mark.parametrize(
+    ("fields", "start_s"),
+    [
+        ({"deadline_s": 5000.0, "num_steps": 1000}, 40.0),
+        ({"priority": "urgent"}, 40.0),
+        ({}, 40.0 + 12 * 3600.0),  # a lease
+    ],
+)
+def test_what_a_job_gets_at_least_is_placed_even_where_free_devices_do_not_pack(fields, start_s):
+    threes = [fleets.submitted(f"t{number}", {("big", 3): 1.0}, num_steps=10**6) for number in range(4)]
+    state, _ = fleets.after(fleets.new_state(fleets.fleet({"big": [8, 8]})), *threes)
+    state, _ = fleets.at(0.0, state)
+    state, _ = fleets.after(state, fleets.submitted("late", {("big", 4): 1.0}, 40.0, **fields))  # two free on each node
+    state, _ = fleets.at(start_s, state)
+    fleets.check_allocation(state)
+    assert fleets.cells(state)["late"] == "4 x big"
+    assert sorted(fleets.cells(state).values()) == ["", "3 x big", "3 x big", "3 x big", "4 x big"]
+
+
 def test_a_job_that_its_teams_limit_keeps_out_forever_blocks_no_lease():
     teams = (Team(name="vision", limits=(DeviceCount(kind="big", num_devices=2),)),)
     state = fleets.new_state(fleets.fleet({"big": [4]}, teams))

@@ -135,6 +135,34 @@ def place(columns: Columns, choice: Iterable[int], held: Iterable[int]) -> Place
     return placement
 
 
+def in_the_way(
+    columns: Columns, cells: list[int], placement: Placement, failed: int, has_floor: list[bool]
+) -> list[int]:
+    """Jobs without a floor that would have to leave so that a job without a place gets one, on the nodes where they
+    have the fewest devices; none if that would not be enough."""
+    kind, count = int(columns.kind[cells[failed]]), int(columns.count[cells[failed]])
+    size = columns.node_size[kind]
+    share = min(count, size)
+    free = {node: columns.fleet.size_of_node[node] for node in columns.nodes_of_kind[kind]}
+    leaving: dict[int, dict[int, int]] = {node: {} for node in free}
+    for job, cell in enumerate(cells):
+        if cell < 0 or job == failed or columns.kind[cell] != kind:
+            continue
+        for node, num_devices in placement.nodes.get(job, () if job in placement.failed else columns.nodes[job]):
+            free[node] -= num_devices
+            if not has_floor[job]:
+                leaving[node][job] = num_devices
+    options: list[tuple[int, int, dict[int, int]]] = []
+    for node, room in free.items():
+        fewest = _fewest(leaving[node], share - room) if room < share else {}
+        if fewest is not None and columns.fleet.size_of_node[node] >= share:
+            options.append((sum(fewest.values()), node, fewest))
+    needed = max(1, count // size)
+    if len(options) < needed:
+        return []
+    return sorted({job for _, _, fewest in sorted(options, key=lambda item: item[:2])[:needed] for job in fewest})
+
+
 def _place_job(layout: _Layout, placement: Placement, columns: Columns, job: int, kind: int, count: int) -> None:
     nodes = layout.place(kind, count)
     size = columns.node_size[kind]

@@ -10,7 +10,7 @@ import numpy as np
 from spindle.fleet.cells import Cell
 from spindle.fleet.columns import BoolColumn, Columns, FloatColumn
 from spindle.fleet.events import Action, NodeShare, Plan, Resize, Start, Stop
-from spindle.fleet.placement import Nodes, Placement, place
+from spindle.fleet.placement import Nodes, Placement, in_the_way, place
 from spindle.fleet.policies import Choice, Round, policy_named
 from spindle.fleet.state import RUNNING, STARTING, WAITING, Allocation, JobState, KindValue, RoundReport, State, evolve
 
@@ -67,7 +67,8 @@ def run_round(state: State) -> tuple[State, tuple[Action, ...]]:
         if not placement.failed or last:
             break
         for job in placement.failed:
-            given.allowed[choice.cells[job]] = False
+            for refused in _refused(columns, choice, placement, job):
+                given.allowed[choice.cells[refused]] = False
         if len(choice.prices):
             given.prices = choice.prices
         choice = policy(given)
@@ -91,6 +92,15 @@ def run_round(state: State) -> tuple[State, tuple[Action, ...]]:
         num_departed=0,
     )
     return after, (*plans, *actions)
+
+
+def _refused(columns: Columns, choice: Choice, placement: Placement, failed: int) -> list[int]:
+    """The jobs that must choose again because one has no place: itself, or, if the cell is its floor, jobs without a
+    floor that are in its way."""
+    floor = choice.floor
+    if not len(floor) or floor[failed] != choice.cells[failed]:
+        return [failed]
+    return in_the_way(columns, choice.cells.tolist(), placement, failed, (floor >= 0).tolist()) or [failed]
 
 
 def _nothing(given: Round) -> Choice:

@@ -39,7 +39,8 @@ class Round:
 class Choice:
     """The cell of each job, or -1. `leases` are jobs that begin one; `opportunistic` jobs run out of turn (Crius).
 
-    `bound` is an upper bound on the utility, where the policy maximises one.
+    `bound` is an upper bound on the utility, where the policy maximises one. `floor` is the cell that each job gets at
+    least, or -1; empty where the policy has no floors.
     """
 
     cells: IntColumn
@@ -47,6 +48,7 @@ class Choice:
     bound: float = 0.0
     prices: FloatColumn = field(default_factory=lambda: np.zeros(0))
     leases: tuple[int, ...] = ()
+    floor: IntColumn = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     opportunistic: frozenset[int] | None = None
 
 

@@ -15,5 +15,5 @@ def price(given: Round) -> Choice:
     utility = utilities(given.columns, given.options, given.now_s)
     floor, leases = floors_of(given, utility)
     choice = maximise(given, utility, floor)
-    choice.leases = leases
+    choice.leases, choice.floor = leases, floor
     return choice
