@@ -164,6 +164,14 @@ def test_a_job_that_fits_nowhere_is_named_before_the_simulation(tmp_path, capsys
     _refused(["fleet", "simulate", str(path), "--fleet", "a100x16"], "'huge' fits in no cell.*64 x A100-80GB", capsys)
 
 
+def test_a_job_without_a_time_for_what_it_requests_is_left_out_and_counted(trace, capsys):
+    with Path(trace).open("a") as file:
+        file.write(json.dumps({**JOBS[3], "name": "e", "requested": ["l40s", 2]}) + "\n")
+    assert run(["fleet", "simulate", trace, "--fleet", "a100x8,l40sx8", "--json"]) == 0
+    measures = json.loads(capsys.readouterr().out)
+    assert (measures["num_jobs"], measures["num_excluded"]) == (4, 1)
+
+
 def test_a_simulation_that_is_cut_says_so(trace, capsys):
     assert run(["fleet", "simulate", trace, "--fleet", "a100x8,l40sx8", "--until", "5"]) == 0
     assert "cut at 5 s: jobs that were not done by then" in capsys.readouterr().out

@@ -52,7 +52,7 @@ def compare(
     spindle fleet compare traces/elasticflow/cluster03.csv --fleet fleet.toml --load 1.3 --error 0.1
     """
     from spindle.artifact import to_json
-    from spindle.cli.fleet.inputs import load_trace, only_first
+    from spindle.cli.fleet.inputs import excluded_note, load_trace, only_first
     from spindle.cli.fleet.tables import measures_table
     from spindle.cli.terminal import progress_bar, show, show_json
     from spindle.fleet import COMPARED, Injection, SchedulerOptions, measure_fleet, simulate_fleet
@@ -89,4 +89,4 @@ def compare(
         return
     show(measures_table(measures), *given.notes)
     if given.num_excluded:
-        show(f"{given.num_excluded} jobs left out: what they request is not in the table.")
+        show(excluded_note(given))

@@ -67,15 +67,14 @@ def estimate(
         show_json({"job": given, "fleet": machines.cluster.name, "estimates": [to_json(item) for item in estimates]})
         return
     best_s = min((item.step_s for item in estimates if item.fits), default=0.0)
-    table = Table("kind", "devices", "bound", "planned", "memory", "of the best rate", box=None)
+    table = Table("kind", "devices", "bound", *(("planned", "memory") if planned else ()), "of the best rate", box=None)
     for bound, item in zip(bounds, estimates, strict=True):
         memory = num_bytes(item.memory_bytes) if item.memory_bytes else ""
         table.add_row(
             item.cell.kind,
             str(item.cell.num_devices),
             seconds(bound.step_s),
-            ("does not fit" if not item.fits else seconds(item.step_s)) if planned else "",
-            memory,
+            *((seconds(item.step_s) if item.fits else "does not fit", memory) if planned else ()),
             f"{100 * best_s / item.step_s:.0f} %" if item.fits else "",
         )
     show(table)

@@ -22,7 +22,11 @@ def load_trace(path: Path, fleet: Fleet, tables: Path | None, load: float, faste
 
     if path.suffix != ".csv":
         models = arena_models(tables) if tables is not None else None
-        return in_kinds_of(read_trace(path, models), fleet).faster(faster)
+        trace = in_kinds_of(read_trace(path, models), fleet)
+        jobs = tuple(job for job in trace.jobs if _has_requested(job))
+        if not jobs:
+            raise InputError(f"{path}: no job has a time for what it requests; see 'requested' and 'times'")
+        return replace(trace, jobs=jobs, num_excluded=len(trace.jobs) - len(jobs)).faster(faster)
     header = read_text_file(path).partition("\n")[0]
     if "model_name" in header:
         return arena_trace(path, tables).faster(faster)
@@ -33,6 +37,17 @@ def load_trace(path: Path, fleet: Fleet, tables: Path | None, load: float, faste
             f"{folder}; give it as --tables"
         )
     return elasticflow_trace(path, folder, fleet.cluster.num_devices, load, seed).faster(faster)
+
+
+def _has_requested(job: TraceJob) -> bool:
+    requested = (job.job.requested_kind, job.job.requested_devices)
+    return any((time.kind, time.num_devices) == requested for time in job.times)
+
+
+def excluded_note(trace: Trace) -> str:
+    from spindle.display import count_of
+
+    return f"{count_of(trace.num_excluded, 'job')} left out: there is no step time for what is requested."
 
 
 def in_kinds_of(trace: Trace, fleet: Fleet) -> Trace:

@@ -71,7 +71,7 @@ def simulate(
     spindle fleet simulate traces/arena/sim_trace_1938jobs.csv --policy sia --faster 2 --error 0.1
     """
     from spindle.artifact import to_json, write_artifact, write_atomically
-    from spindle.cli.fleet.inputs import load_trace, only_first
+    from spindle.cli.fleet.inputs import excluded_note, load_trace, only_first
     from spindle.cli.fleet.tables import measures_table
     from spindle.cli.terminal import notice, refuse_outputs, show, show_json
     from spindle.fleet import Injection, SchedulerOptions, measure_fleet, simulate_fleet
@@ -106,7 +106,7 @@ def simulate(
         return
     show(measures_table({policy: (measures, result.round_cpu_s)}), *given.notes)
     if given.num_excluded:
-        show(f"{given.num_excluded} jobs left out: what they request is not in the table.")
+        show(excluded_note(given))
     if until is not None:
         show(f"cut at {until:g} s: jobs that were not done by then count as completed at that time")
     if output is not None:
