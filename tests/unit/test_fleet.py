@@ -292,6 +292,17 @@ def test_a_promised_deadline_is_kept_against_jobs_that_are_worth_more():
     assert verdict(state, state.find("d"), 90.0).late_s > 0
 
 
+def test_explain_says_what_became_of_a_deadline():
+    state, _ = fleets.after(
+        fleets.new_state(ONE_NODE),
+        fleets.submitted("met", SCALES, deadline_s=30_000.0, num_steps=10_000),
+        fleets.submitted("missed", SCALES, deadline_s=1000.0, num_steps=10_000),
+    )
+    assert explain_job(state, "met").reason.endswith("; its deadline will be met in 2 x big, which it gets at least")
+    # Beside what was promised two devices are left: 300 s until a round, 60 s to start, 21,000 s of steps.
+    assert explain_job(state, "missed").reason.endswith("; its deadline will be missed by 5.7 h or more (best effort)")
+
+
 def test_no_deadline_is_promised_beyond_the_limit_of_a_team():
     teams = (Team(name="vision", limits=(DeviceCount(kind="big", num_devices=2),)),)
     state = fleets.new_state(fleets.fleet({"big": [4, 4]}, teams))

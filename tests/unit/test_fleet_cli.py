@@ -184,6 +184,20 @@ def tables(tmp_path) -> Path:
     return tmp_path
 
 
+def test_a_table_of_step_times_in_another_format_is_refused(tables, capsys):
+    (tables / "optimal_iter_time_s.json").write_text(json.dumps({"bert_1.3B_64": {"a100": 2.0}}))
+    (tables / "part.csv").write_text("model_name\n")
+    _refused(["fleet", "simulate", str(tables / "part.csv")], "bert_1.3B_64: expected seconds per step by", capsys)
+
+
+def test_a_job_that_has_ended_is_explained(trace, tmp_path, capsys):
+    events = str(tmp_path / "events.jsonl")
+    assert run(["fleet", "simulate", trace, "--fleet", "a100x8,l40sx8", "--events", events, "--json"]) == 0
+    capsys.readouterr()
+    assert run(["fleet", "explain", events, "a"]) == 0
+    assert capsys.readouterr().out == "a has completed: its script has ended.\n"
+
+
 def test_the_csv_that_is_given_is_the_one_that_is_read(tables, capsys):
     path = tables / "part.csv"
     header = "job_id,submission_time,num_iteration,model_name,batch_size,num_gpu,gpu_type\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,10 +10,11 @@ import numpy as np
 from spindle.display import count_of, seconds
 from spindle.errors import FleetError
 from spindle.fleet.columns import Columns, FloatColumn
+from spindle.fleet.deadlines import verdict
 from spindle.fleet.dual_prices import FORBIDDEN, descend
 from spindle.fleet.policies.policy import Round
 from spindle.fleet.rounds import round_of
-from spindle.fleet.state import WAITING, State
+from spindle.fleet.state import WAITING, JobState, State
 from spindle.fleet.utility import utilities
 
 _MAX_SWEEPS = 50
@@ -63,12 +65,13 @@ def explain_job(state: State, name: str) -> Explanation:
     if not rows:
         ended = next((job for job in state.ended if job.name == name), None)
         if ended is not None:
-            reason = f"it has {ended.phase}" + (f": {ended.reason}" if ended.reason else "")
+            reason = ended.reason or "its script has ended"
             return Explanation(job=name, phase=ended.phase, reason=reason, cells=(), helps=())
-        waiting = state.find(name)
-        if waiting is not None:
-            helps = ("resuming it",)
-            return Explanation(job=name, phase=waiting.phase, reason="a user stopped it", cells=(), helps=helps)
+        stopped = state.find(name)
+        if stopped is not None:
+            return Explanation(
+                job=name, phase=stopped.phase, reason="a user stopped it", cells=(), helps=("resuming it",)
+            )
         known = ", ".join(job.name for job in (*state.jobs, *state.ended)[:10])
         raise FleetError(f"no job is called {name!r}; the fleet has {known or 'none'}")
     row = rows[0]
@@ -83,7 +86,24 @@ def explain_job(state: State, name: str) -> Explanation:
         for cell in range(columns.first[row], columns.first[row + 1])
     )
     reason, helps = _reason(state, given, row, cells)
-    return Explanation(job=name, phase=columns.jobs[row].phase, reason=reason, cells=cells, helps=helps)
+    job = columns.jobs[row]
+    return Explanation(job=name, phase=job.phase, reason=reason + _deadline(state, job), cells=cells, helps=helps)
+
+
+def _deadline(state: State, job: JobState) -> str:
+    """What became of its deadline, as the end of a sentence."""
+    if job.job.deadline_s is None:
+        return ""
+    if job.promised is not None:
+        return f"; its deadline will be met in {job.promised.text}, which it gets at least"
+    late_s = verdict(state, job, state.now_s).late_s
+    if 0 < late_s < math.inf:
+        return f"; its deadline will be missed by {_hours(late_s)} or more (best effort)"
+    return "; its deadline is not promised (best effort)"
+
+
+def _hours(time_s: float) -> str:
+    return f"{time_s / 3600:.1f} h" if time_s >= 3600 else seconds(time_s)
 
 
 def _prices(given: Round, utility: FloatColumn) -> tuple[FloatColumn, float]:
@@ -151,7 +171,7 @@ def _reason(state: State, given: Round, row: int, cells: tuple[CellFacts, ...]) 
     lease_s = job.waiting_since_s + state.options.starvation_s - state.now_s
     helps = []
     if state.options.leases and state.options.policy == "price":
-        helps.append(f"a lease of at least {seconds(state.options.lease_s)}, due in {seconds(max(0.0, lease_s))}")
+        helps.append(f"a lease of at least {_hours(state.options.lease_s)}, due in {_hours(max(0.0, lease_s))}")
     absent = [kind.name for kind in state.fleet.kinds if kind.name not in {cell.kind for cell in cells}]
     if absent:
         helps.append(f"accepting another kind ({', '.join(absent)})")
@@ -166,7 +186,7 @@ def _reason(state: State, given: Round, row: int, cells: tuple[CellFacts, ...]) 
             f"{best.num_devices} x {best.kind} is worth more than it costs; the next round decides",
             tuple(helps),
         )
-    rivals = f", to which {', '.join(best.rivals)} come closest" if best.rivals else ""
+    rivals = f", the least of them {', '.join(best.rivals)}" if best.rivals else ""
     helps.append("a higher priority")
     return (
         f"its best cell, {best.num_devices} x {best.kind}, is worth {best.utility:.3g} and costs {best.cost:.3g}: all "

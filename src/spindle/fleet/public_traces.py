@@ -50,8 +50,15 @@ def arena_models(folder: Path) -> dict[str, tuple[StepTime, ...]]:
     for model, shapes in read_json_file(path).items():
         times = []
         for shape, step_s in shapes.items():
-            hosts, kind, _, _, devices, _ = shape.split("_")
-            count = int(hosts) * int(devices)
+            try:
+                hosts, kind, _, _, devices, _ = shape.split("_")
+                count, step_s = int(hosts) * int(devices), float(step_s)
+                sizes[kind]
+            except (KeyError, TypeError, ValueError):
+                raise InputError(
+                    f"{path}: {model}: expected seconds per step by hosts_kind_x_x_devices_x, with a kind of "
+                    f"{', '.join(sizes)}, got {shape!r}: {step_s!r}"
+                ) from None
             if step_s > 0 and int(hosts) == -(-count // sizes[kind]):
                 times.append(StepTime(kind=kind, num_devices=count, step_s=step_s))
         models[model] = tuple(sorted(times, key=lambda time: (time.kind, time.num_devices)))

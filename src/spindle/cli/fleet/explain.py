@@ -9,6 +9,15 @@ import typer
 from spindle.cli.fleet.options import EventsFile
 from spindle.cli.options import AsJson
 
+_PHASES = {
+    "waiting": "is waiting",
+    "starting": "is starting",
+    "running": "is running",
+    "suspended": "is suspended",
+    "completed": "has completed",
+    "failed": "has failed",
+}
+
 
 def explain(
     events: EventsFile,
@@ -52,6 +61,9 @@ def explain(
             str(cell.num_free),
             ", ".join(cell.rivals),
         )
-    show(f"{explanation.job} is {explanation.phase}: {explanation.reason}.", table)
+    show(
+        f"{explanation.job} {_PHASES[explanation.phase]}: {explanation.reason}.",
+        *([table] if explanation.cells else []),
+    )
     if explanation.helps:
         show("What would help:", *(f"- {text}" for text in explanation.helps))
