@@ -27,6 +27,7 @@ class Piece:
     lane: int = 0
     recomputed: int = 0
     offloaded: int = 0
+    sequence_degree: int = 1
 
 
 def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[Piece], seed: int = 0) -> Plan:
@@ -55,6 +56,7 @@ def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[
             and slots[before].devices == piece.devices
             and slots[before].lane == piece.lane
             and slots[before].round == piece.round
+            and slots[before].sequence_degree == piece.sequence_degree
             and piece.not_before_s <= op_end[piece.op]
             and piece.wave in (None, slots[before].wave)
             and all(lane_slot[lane] == before for lane in lanes)
@@ -122,6 +124,7 @@ def _slot(piece: Piece, graph: MetaGraph, first: int, not_before_s: float = 0.0)
         recomputed=piece.recomputed,
         offloaded=piece.offloaded,
         not_before_s=not_before_s,
+        sequence_degree=piece.sequence_degree,
     )
 
 
@@ -187,7 +190,14 @@ def relaxed(plan: Plan, profile: Profile, setting: Setting) -> Plan:
     """The plan without barriers: the same slots in the same order, each as early as data and devices allow."""
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
     pieces = [
-        Piece(op=position[slot.op], num_layers=slot.num_layers, devices=slot.devices, round=slot.round, lane=slot.lane)
+        Piece(
+            op=position[slot.op],
+            num_layers=slot.num_layers,
+            devices=slot.devices,
+            round=slot.round,
+            lane=slot.lane,
+            sequence_degree=slot.sequence_degree,
+        )
         for slot in plan.slots
     ]
     return assemble(profile, setting, plan.planner, pieces, plan.seed)

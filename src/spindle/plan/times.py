@@ -106,8 +106,8 @@ def pass_s(slot: Slot, kind: str, curve: Curve, recompute: bool = False, copy_s:
 
 def offloaded_bytes(slot: Slot, op: MetaOp, tensor_degree: int) -> int:
     """Bytes of activations that a device of a slot offloads, for the largest share of the batch."""
-    rows = -(-(op.batch_size or 1) * tensor_degree // len(slot.devices))
-    return saved_bytes(op, rows, slot.offloaded, tensor_degree, False)
+    rows = -(-(op.batch_size or 1) * tensor_degree * slot.sequence_degree // len(slot.devices))
+    return saved_bytes(op, rows, slot.offloaded, tensor_degree, False) // slot.sequence_degree
 
 
 def offload_copy_s(slot: Slot, op: int, profile: Profile, setting: Setting) -> float:
