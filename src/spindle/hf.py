@@ -101,8 +101,10 @@ _INDIFFERENT = frozenset(
 _PLANNED = "Spindle plans by itself how a model is divided (see spindle.Planning)"
 _SAVE = "save after fit (model.save_pretrained), or from a callback of spindle.Trainer"
 _EVALUATE = "call trainer.evaluate(...) after fit, or in on_step"
+_RECOMPUTE = "spindle.module(..., activation_checkpointing=True) does that"
 _ADVICE = {
-    "gradient_checkpointing": "spindle.module(..., activation_checkpointing=True) does that",
+    "activation_checkpointing": _RECOMPUTE,
+    "gradient_checkpointing": _RECOMPUTE,  # its older name, which newer versions of transformers set, too
     "torch_compile": "spindle.module(..., compile=True) does that",
     "eval_strategy": _EVALUATE,
     "eval_steps": _EVALUATE,
@@ -214,6 +216,8 @@ def _refuse_the_meaningless(arguments: TrainingArguments) -> None:
             continue
         if given.get(name) in ("no", "none", [], ["none"], None):
             continue  # switched off
+        if name.startswith("gradient_checkpointing") and "activation_checkpointing" in given:
+            continue  # named once
         if name in ("save_steps", "eval_steps", "eval_delay") and given[f"{name[:4]}_strategy"] == "no":
             continue
         advice = _ADVICE.get(name) or next((_ADVICE[key] for key in _ADVICE if name.startswith(key)), "leave it out")
