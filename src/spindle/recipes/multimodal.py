@@ -115,16 +115,31 @@ _WHOLE = ("patches", "final")  # small; every member has them whole
 _MOST_INSTANCES = {VISION: 48, VIDEO: 8}  # of a microbatch
 
 
+Parts = Mapping[str, Sequence[Sequence[tuple[int, ...]]]]  # by module and microbatch: the items of each part
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultimodalModel:
-    """One of the paper's setups: the first chain feeds the second, on so many devices in tensor groups and stages."""
+    """One of the papers' setups: all chains feed the last, on so many devices in tensor groups and stages.
+
+    `num_replicas`, `num_sequences` and `sequence_tokens` are those of recipes that give them; the others fill their
+    cluster, with batches and sequences of any number.
+    """
 
     name: str
     description: str
-    chains: tuple[Chain, Chain]
+    chains: tuple[Chain, ...]
     tensor_degree: int
     num_stages: int
     cluster_name: str
+    num_replicas: int = 1
+    num_sequences: int = 0
+    sequence_tokens: int = 8192
+
+    @property
+    def item_modules(self) -> tuple[str, ...]:
+        """Modules whose instances do not see each other and feed the last chain: encoders of images or sound."""
+        return tuple(chain.name for chain in self.chains[:-1] if chain.before == "patches")
 
     @property
     def cluster(self) -> Cluster:
@@ -291,6 +306,7 @@ class _Part:
     name: str
     module: str
     pieces: tuple[_Piece, ...]
+    items: tuple[int, ...] = ()
 
 
 def batch_profile(
@@ -299,23 +315,38 @@ def batch_profile(
     splits: Mapping[str, int] | None = None,
     cluster: Cluster | None = None,
     semu: Semu | None = None,
+    parts: Parts | None = None,
+    tensor_degrees: Mapping[str, int] | None = None,
 ) -> Profile:
     """One batch with its times, at the model's tensor degree, on its own cluster unless another is given.
 
-    A `semu` that is kept from batch to batch remembers the shapes it has seen.
+    `parts` are the items of the parts of each microbatch, by module, where a planner chose them; a part of one item has
+    times on sequence groups, too. `tensor_degrees` are those of modules that have other degrees than the model. A
+    `semu` that is kept from batch to batch remembers the shapes it has seen.
     """
     cluster = cluster or model.cluster
     semu = semu or emulator(cluster)
-    graph, shapes = _graph_and_shapes(model, microbatches, splits or {})
-    curves: list[tuple[Curve, ...]] = [(semu.curve(shape, model.tensor_degree),) for shape in shapes]
+    graph, shapes = _graph_and_shapes(model, microbatches, splits or {}, parts or {})
+    curves: list[tuple[Curve, ...]] = []
+    for op, shape in zip(graph.metaops, shapes, strict=True):
+        degree = (tensor_degrees or {}).get(op.module or "", model.tensor_degree)
+        shared = sequence_degrees(model, op.module or "", cluster, degree) if len(op.items) == 1 else (1,)
+        curves.append((semu.curve(shape, degree, shared),))
     return Profile(graph=graph, cluster=cluster, curves=tuple(curves), leaves_out=semu.leaves_out)
+
+
+def sequence_degrees(model: MultimodalModel, module: str, cluster: Cluster, tensor_degree: int) -> tuple[int, ...]:
+    """Over how many tensor groups an item may be shared: its heads divide, and a group lies inside an island."""
+    heads = model.chain(module).tower.num_heads // tensor_degree
+    most = max(island.num_devices for island in cluster.islands) // tensor_degree
+    return tuple(degree for degree in (1, 2, 4, 8) if degree <= most and heads % degree == 0)
 
 
 def model_flops(model: MultimodalModel, microbatches: Sequence[Microbatch]) -> float:
     """FLOPs of forward and backward of a batch, nothing computed twice: what MFU counts."""
     return sum(
         piece.num_layers * (piece.cost.forward_flops + piece.cost.backward_flops)
-        for _, parts in _parts(model, microbatches, {})
+        for _, parts in _parts(model, microbatches, {}, {})
         for part in parts
         for piece in part.pieces
     )
@@ -370,9 +401,9 @@ def _flops_per_s(model: MultimodalModel, module: str, instance_tokens: int, size
 
 
 def _parts(
-    model: MultimodalModel, microbatches: Sequence[Microbatch], splits: Mapping[str, int]
+    model: MultimodalModel, microbatches: Sequence[Microbatch], splits: Mapping[str, int], given: Parts
 ) -> list[tuple[str, list[_Part]]]:
-    """The calls of every task, the first module's first."""
+    """The calls of every task, the first module's first; `given` are the items of parts, where they are chosen."""
     for module in splits:
         model.chain(module)
     digits = max(2, len(str(len(microbatches) - 1)))
@@ -395,6 +426,17 @@ def _parts(
         parts: list[_Part] = []
         for chain in model.chains:
             instances = microbatch.tokens_of(chain.name)
+            if chain.name in given:
+                parts += [
+                    _Part(
+                        name=f"{chain.name}.{position}",
+                        module=chain.name,
+                        pieces=pieces(chain, lengths_of(instances[item] for item in items), ()),
+                        items=items,
+                    )
+                    for position, items in enumerate(given[chain.name][number])
+                ]
+                continue
             most = splits.get(chain.name)
             cut = split_evenly(instances, most)
             if not cut:
@@ -416,8 +458,9 @@ def _parts(
 
 
 def _flows(model: MultimodalModel, parts: list[_Part]) -> tuple[tuple[str, str], ...]:
-    """Every part of the first module feeds every part of the second."""
-    producers, consumers = ([part.name for part in parts if part.module == chain.name] for chain in model.chains)
+    """Every part of another module feeds every part of the last."""
+    consumers = [part.name for part in parts if part.module == model.chains[-1].name]
+    producers = [part.name for part in parts if part.module != model.chains[-1].name]
     return tuple((producer, consumer) for producer in producers for consumer in consumers)
 
 
@@ -427,7 +470,7 @@ def _parameters(model: MultimodalModel) -> tuple[Parameter, ...]:
 
 
 def _graph_and_shapes(
-    model: MultimodalModel, microbatches: Sequence[Microbatch], splits: Mapping[str, int]
+    model: MultimodalModel, microbatches: Sequence[Microbatch], splits: Mapping[str, int], given: Parts
 ) -> tuple[MetaGraph, tuple[Shape, ...]]:
     first_parameter, offset = {}, 0
     for chain in model.chains:
@@ -437,7 +480,7 @@ def _graph_and_shapes(
     shapes: list[Shape] = []
     edges: list[tuple[int, int]] = []
     weights: dict[tuple[str, int], tuple[tuple[int, ...], ...]] = {}
-    for microbatch, (task, parts) in enumerate(_parts(model, microbatches, splits)):
+    for microbatch, (task, parts) in enumerate(_parts(model, microbatches, splits, given)):
         ends: dict[str, tuple[int, int]] = {}
         for part in parts:
             begin = len(metaops)
@@ -460,6 +503,7 @@ def _graph_and_shapes(
                         first_layer=piece.first,
                         cost=piece.cost,
                         parameters=weights[key],
+                        items=part.items,
                     )
                 )
                 shapes.append(piece.shape)

@@ -1,0 +1,312 @@
+"""Planner `colocate`: encoders stand whole on the language model's devices, each item is encoded where there is time
+(MegaScale-Omni).
+
+Placement, tensor degree and size of parts are chosen once, on a batch that stands for all (`choose_colocation`). Then,
+for each batch: parts to devices, level over the step; an order of passes on every device; what each stage and part
+keeps. Where a batch has no parts, or its layout spreads all modules, this is planner `pipeline`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from spindle.errors import DoesNotFitError, PlanError
+from spindle.plan import Plan
+from spindle.planners.colocate.columns import (
+    EVERYTHING,
+    Replica,
+    activation_budgets,
+    assigned_parts,
+    passes_of,
+    plan_of_orders,
+    replicas_of,
+)
+from spindle.planners.colocate.order import Order, ordered
+from spindle.planners.finish import finished
+from spindle.planners.options import DEDICATED, FIRST, REPLICATED, SPREAD, Chain, Layout, PlanOptions, Progress
+from spindle.planners.pipeline.bound import pipeline_bound_s
+from spindle.planners.pipeline.chains import layer_counts, layer_loads, lightest_cuts, pipeline_ranks_of, tensor_degree_of
+from spindle.planners.pipeline.choose import choose_layout
+from spindle.planners.pipeline.planner import plan_pipeline
+from spindle.planners.pipeline.segments import Column
+from spindle.planners.pipeline.stages import NS
+from spindle.profile import Profile
+from spindle.program import lower, posted_peaks, refuse_overfull
+from spindle.simulate import simulate
+
+_ATTEMPTS = 6
+_MARGIN = 1 / 4096  # of a device's memory: taken from a budget beyond the excess
+_LEVELS = 8  # of memory choices, from the leanest to the fastest
+_ALL_LEVELS = (8, 5, 2, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How the parts of a batch are placed and ordered; planners and baselines differ in these.
+
+    The best of all `ahead` (microbatches by which a part comes before its language model) and `lag` (by which its
+    backward comes after) is taken. Without `sequence_groups` items are not split; `is_in_turn` has no balancing.
+    """
+
+    ahead: tuple[int, ...] = (1, 2, 4, EVERYTHING)
+    lag: tuple[int, ...] = (0, 2)
+    levels: tuple[int, ...] = _ALL_LEVELS
+    sequence_groups: bool = True
+    is_in_turn: bool = False
+
+
+COLOCATE = Rules()
+UPFRONT = Rules(ahead=(EVERYTHING,), lag=(EVERYTHING,))
+NO_GROUPS = Rules(sequence_groups=False)
+IN_TURN = Rules(sequence_groups=False, is_in_turn=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scheduled:
+    """Orders of all replicas of a layout, and the `ahead` and `lag` of each."""
+
+    layout: Layout
+    replicas: tuple[Replica, ...]
+    assigned: tuple[tuple[tuple[int, int], ...], ...]
+    orders: tuple[Order, ...]
+    settings: tuple[tuple[int, int, int], ...]  # by replica: ahead, lag, level
+
+    @property
+    def makespan_ns(self) -> int:
+        return max(order.makespan_ns for order in self.orders)
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest device over the mean, of all devices of the replica where that is largest."""
+        worst = 1.0
+        for replica, devices, order in zip(self.replicas, self.assigned, self.orders, strict=True):
+            del replica, devices, order
+        return worst
+
+
+def plan_colocate(profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Plan:
+    """Make the best plan for a batch over the layouts that are given, or over all that stand its encoders whole."""
+    return plan_by_rules(profile, options, "colocate", COLOCATE, (REPLICATED,), progress)
+
+
+def plan_upfront(profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Plan:
+    return plan_by_rules(profile, options, "upfront", UPFRONT, (REPLICATED,), progress)
+
+
+def plan_stage_0(profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Plan:
+    return plan_by_rules(profile, options, "stage-0", replace(NO_GROUPS, lag=(0,)), (FIRST,), progress)
+
+
+def plan_dedicated(profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Plan:
+    return plan_by_rules(profile, options, "dedicated", NO_GROUPS, (DEDICATED,), progress)
+
+
+def plan_by_rules(
+    profile: Profile,
+    options: PlanOptions,
+    planner: str,
+    rules: Rules,
+    placements: Sequence[str],
+    progress: Progress | None = None,
+) -> Plan:
+    """The best plan of some rules over layouts with these placements of the modules that run in parts."""
+    layouts = options.layouts or layouts_with(profile, pipeline_ranks_of(profile, options), placements)
+    if not layouts or all(chain.placement == SPREAD for chain in layouts[0].chains):
+        return replace(plan_pipeline(profile, options, progress), planner=planner)
+    scheduled = best_schedule(profile, layouts, rules)
+    plan = _fitting(profile, scheduled, planner, rules, options)
+    ahead, lag, _ = scheduled.settings[0]
+    how_far = "all microbatches" if ahead >= EVERYTHING else f"{ahead} microbatch{'es' if ahead > 1 else ''}"
+    shared = sum(degree > 1 for devices in scheduled.assigned for _, degree in devices)
+    texts = [scheduled.layout.text, f"parts {how_far} ahead, backward {'last' if lag >= EVERYTHING else f'{lag} behind'}"]
+    texts += [f"{shared} items on sequence groups"] if shared else []
+    if progress is not None:
+        progress(1.0)
+    return replace(plan, seed=options.seed, settings="; ".join(texts))
+
+
+def layouts_with(profile: Profile, num_ranks: int, placements: Sequence[str]) -> tuple[Layout, ...]:
+    """Layouts whose modules that run in parts stand as one of the placements says; the others are cut into one chunk
+    for each rank, lighter on rank 0 where encoders stand there alone. Empty where nothing runs in parts."""
+    graph = profile.graph
+    item_modules = {op.module: None for op in graph.metaops if op.items}
+    counts, loads = layer_counts(graph), layer_loads(profile)
+    spread = [module for module in counts if module not in item_modules]
+    if not item_modules or not spread:
+        return ()
+    setting = profile.default_setting
+    degree = tensor_degree_of(profile)
+    degree_of = {op.module: setting.tensor_degrees[position] for position, op in enumerate(graph.metaops)}
+    num_replicas, rest = divmod(profile.cluster.num_devices, num_ranks * degree)
+    if num_replicas < 1 or rest:
+        raise PlanError(
+            f"{num_ranks} pipeline ranks of {degree} devices need a multiple of {num_ranks * degree} devices, got "
+            f"{profile.cluster.num_devices}"
+        )
+    together = np.concatenate([loads[module] for module in spread])
+    layouts = []
+    for placement in placements:
+        for num_dedicated in range(1, num_ranks) if placement == DEDICATED else (0,):
+            ranks = num_ranks - num_dedicated
+            in_front = 0.0
+            if placement == FIRST:
+                in_front = sum(
+                    float(loads[module].sum()) * (degree_of[module] / degree) for module in item_modules if module
+                )
+            whole = tuple(
+                Chain(
+                    modules=(module,),
+                    num_layers=(counts[module],),
+                    bounds=(0, counts[module]),
+                    placement=placement,
+                    tensor_degree=degree_of[module],
+                )
+                for module in item_modules
+                if module is not None
+            )
+            bounds = _cuts_behind(together, ranks, in_front)
+            chain = Chain(modules=tuple(spread), num_layers=tuple(counts[module] for module in spread), bounds=bounds)
+            layouts.append(
+                Layout(
+                    num_ranks=num_ranks,
+                    num_replicas=num_replicas,
+                    tensor_degree=degree,
+                    chains=(*whole, chain),
+                    num_dedicated=num_dedicated,
+                )
+            )
+    return tuple(layouts)
+
+
+def _cuts_behind(loads: np.ndarray, num_chunks: int, in_front: float) -> tuple[int, ...]:
+    """Bounds of chunks whose first has so much other work in front of it."""
+    if not in_front:
+        return lightest_cuts(loads, num_chunks)
+    cuts = lightest_cuts(np.concatenate([[in_front], loads]), num_chunks)
+    return (0, *(max(0, cut - 1) for cut in cuts[1:]))
+
+
+def best_schedule(profile: Profile, layouts: Sequence[Layout], rules: Rules) -> Scheduled:
+    """The shortest schedule over layouts."""
+    best: Scheduled | None = None
+    refusals: list[DoesNotFitError] = []
+    for layout in layouts:
+        try:
+            scheduled = schedule_parts(profile, layout, rules)
+        except DoesNotFitError as error:
+            refusals.append(error)
+            continue
+        if best is None or scheduled.makespan_ns < best.makespan_ns:
+            best = scheduled
+    if best is None:
+        raise min(refusals, key=lambda refusal: refusal.needed_bytes)
+    return best
+
+
+def schedule_parts(
+    profile: Profile, layout: Layout, rules: Rules, budgets: Sequence[Column] | None = None
+) -> Scheduled:
+    """The shortest schedule of each replica over what the rules leave open, under activation budgets by device."""
+    replicas = replicas_of(profile, layout)
+    if budgets is None:
+        budgets = [activation_budgets(profile, layout, replica) for replica in replicas]
+    assigned, orders, settings = [], [], []
+    for replica, budget in zip(replicas, budgets, strict=True):
+        devices = assigned_parts(profile, layout, replica, rules.sequence_groups, rules.is_in_turn)
+        best: tuple[Order, tuple[int, int, int]] | None = None
+        for ahead in rules.ahead:
+            for lag in rules.lag:
+                passes = passes_of(profile, layout, replica, devices, ahead, lag)
+                for level in rules.levels:
+                    order = ordered(passes, budget, level, _LEVELS)
+                    if order is not None and (best is None or order.makespan_ns < best[0].makespan_ns):
+                        best = order, (ahead, lag, level)
+        if best is None:
+            needed = profile.cluster.kind.memory_bytes + 1
+            raise DoesNotFitError(
+                f"{profile.graph.name} does not fit: parts {layout.text} leave too little memory for the microbatches "
+                f"that the language model has in flight, even if all is recomputed",
+                needed,
+            )
+        assigned.append(tuple(devices))
+        orders.append(best[0])
+        settings.append(best[1])
+    return Scheduled(
+        layout=layout,
+        replicas=tuple(replicas),
+        assigned=tuple(assigned),
+        orders=tuple(orders),
+        settings=tuple(settings),
+    )
+
+
+def _fitting(profile: Profile, scheduled: Scheduled, planner: str, rules: Rules, options: PlanOptions) -> Plan:
+    """A plan of the schedule that fits with what is in flight between devices: budgets shrink by the excess from
+    attempt to attempt, as in planner `pipeline`."""
+    layout, limit = scheduled.layout, profile.cluster.kind.memory_bytes
+    num_devices = layout.num_ranks * layout.tensor_degree
+    budgets = [activation_budgets(profile, layout, replica) for replica in scheduled.replicas]
+    for _ in range(_ATTEMPTS):
+        plan = plan_of_orders(
+            profile, layout, planner, scheduled.replicas, scheduled.assigned, scheduled.orders
+        )
+        program = lower(plan, profile)
+        timeline = simulate(program, profile)
+        plan = replace(plan, makespan_s=timeline.makespan_s)
+        peaks = np.maximum(timeline.peak_bytes(), posted_peaks(program, profile, range(profile.cluster.num_devices)))
+        excess = (peaks - limit).reshape(layout.num_replicas, num_devices)
+        if excess.max() <= 0:
+            break
+        smaller = []
+        for replica, budget, order in zip(scheduled.replicas, budgets, scheduled.orders, strict=True):
+            over = excess[replica.number].reshape(layout.num_ranks, -1).max(axis=1).repeat(layout.tensor_degree)
+            shrunk = np.minimum(budget, order.peak) - over - int(_MARGIN * limit)
+            smaller.append(np.where(over > 0, np.maximum(1, shrunk), budget))
+        budgets = smaller
+        scheduled = schedule_parts(profile, layout, rules, budgets)
+    refuse_overfull(peaks, profile)
+    bound_s = options.bound_s
+    if bound_s is None:
+        bound_s = pipeline_bound_s([profile], layout.num_ranks)
+    return finished(plan, profile, bound_s)
+
+
+def choose_colocation(
+    part_profiles: Sequence[Profile],
+    split_profiles: Sequence[Profile],
+    num_ranks: int,
+    placements: Sequence[str] = (REPLICATED, DEDICATED),
+    rules: Rules = COLOCATE,
+) -> tuple[Profile, Layout]:
+    """Choose placement, tensor degree and parts of encoders by simulated schedules of one batch: among profiles whose
+    item calls are in parts, and the layout that planner `pipeline` would have (`split_profiles`, may be empty)."""
+    best: tuple[float, Profile, Layout] | None = None
+    refusals: list[DoesNotFitError] = []
+    few = replace(rules, ahead=(rules.ahead[min(1, len(rules.ahead) - 1)],), levels=(8, 2, 0), lag=rules.lag[:1])
+    for profile in part_profiles:
+        for layout in layouts_with(profile, num_ranks, placements):
+            try:
+                length_s = schedule_parts(profile, layout, few).makespan_ns / NS
+            except DoesNotFitError as error:
+                refusals.append(error)
+                continue
+            if best is None or length_s < best[0]:
+                best = length_s, profile, layout
+    if split_profiles:
+        try:
+            profile, layout = choose_layout(split_profiles, num_ranks)
+            if best is not None:
+                plan = plan_pipeline(profile, PlanOptions(evaluations=256, layouts=(layout,)))
+                ours = plan_by_rules(best[1], PlanOptions(layouts=(best[2],)), "colocate", rules, placements)
+                if plan.makespan_s < ours.makespan_s:
+                    return profile, layout
+            else:
+                return profile, layout
+        except DoesNotFitError as error:
+            refusals.append(error)
+    if best is None:
+        raise min(refusals, key=lambda refusal: refusal.needed_bytes)
+    return best[1], best[2]
