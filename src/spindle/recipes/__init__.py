@@ -18,6 +18,7 @@ from spindle.recipes.multimodal import (
     batch_profile,
     emulator,
     model_flops,
+    parts_profile,
     sub_microbatch_sizes,
 )
 from spindle.recipes.recipe import Fit, Fits, FittedCell, Recipe
@@ -105,6 +106,7 @@ __all__ = [
     "batches",
     "emulator",
     "model_flops",
+    "parts_profile",
     "step_of",
     "sub_microbatch_sizes",
 ]

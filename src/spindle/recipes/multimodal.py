@@ -37,6 +37,7 @@ from spindle.workload import (
     Module,
     Parameter,
     even_parts,
+    items_in_parts,
     split_evenly,
 )
 
@@ -316,23 +317,55 @@ def batch_profile(
     cluster: Cluster | None = None,
     semu: Semu | None = None,
     parts: Parts | None = None,
-    tensor_degrees: Mapping[str, int] | None = None,
+    tensor_degrees: Mapping[str, Sequence[int]] | None = None,
 ) -> Profile:
     """One batch with its times, at the model's tensor degree, on its own cluster unless another is given.
 
     `parts` are the items of the parts of each microbatch, by module, where a planner chose them; a part of one item has
-    times on sequence groups, too. `tensor_degrees` are those of modules that have other degrees than the model. A
-    `semu` that is kept from batch to batch remembers the shapes it has seen.
+    times on sequence groups, too. `tensor_degrees` are those that modules may have, where they are others than the
+    model's. A `semu` that is kept from batch to batch remembers the shapes it has seen.
     """
     cluster = cluster or model.cluster
     semu = semu or emulator(cluster)
     graph, shapes = _graph_and_shapes(model, microbatches, splits or {}, parts or {})
     curves: list[tuple[Curve, ...]] = []
     for op, shape in zip(graph.metaops, shapes, strict=True):
-        degree = (tensor_degrees or {}).get(op.module or "", model.tensor_degree)
-        shared = sequence_degrees(model, op.module or "", cluster, degree) if len(op.items) == 1 else (1,)
-        curves.append((semu.curve(shape, degree, shared),))
+        module = op.module or ""
+        of_op = []
+        for degree in (tensor_degrees or {}).get(module, (model.tensor_degree,)):
+            shared = sequence_degrees(model, module, cluster, degree) if len(op.items) == 1 else (1,)
+            of_op.append(semu.curve(shape, degree, shared))
+        curves.append(tuple(of_op))
     return Profile(graph=graph, cluster=cluster, curves=tuple(curves), leaves_out=semu.leaves_out)
+
+
+PART_TOKENS = (2048, 6144)  # of parts: smaller ones leave more freedom, larger ones take less work
+
+
+def parts_profile(
+    model: MultimodalModel,
+    microbatches: Sequence[Microbatch],
+    part_tokens: int | None,
+    cluster: Cluster | None = None,
+    semu: Semu | None = None,
+) -> Profile:
+    """A batch whose item calls are in parts of about so many tokens, or whole; at every tensor degree that encoders may
+    have."""
+    parts = {
+        module: [
+            items_in_parts(microbatch.tokens_of(module), part_tokens)
+            if part_tokens
+            else split_evenly(tuple(range(len(microbatch.tokens_of(module)))), None)
+            for microbatch in microbatches
+        ]
+        for module in model.item_modules
+    }
+    degrees = [1 << power for power in range(model.tensor_degree.bit_length())]
+    of_module = {
+        module: tuple(degree for degree in degrees if degree <= model.chain(module).tower.max_tensor_degree)
+        for module in model.item_modules
+    }
+    return batch_profile(model, microbatches, None, cluster, semu, parts, of_module)
 
 
 def sequence_degrees(model: MultimodalModel, module: str, cluster: Cluster, tensor_degree: int) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ it chooses; the others take whole ones. So one batch of a multimodal model has s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -18,7 +19,15 @@ from spindle.errors import InputError
 from spindle.graph import metagraph_of
 from spindle.profile import Profile, roofline_profile
 from spindle.recipes.data import t2v_batch, vlm_batch
-from spindle.recipes.multimodal import MultimodalModel, batch_profile, emulator, model_flops, sub_microbatch_sizes
+from spindle.recipes.multimodal import (
+    PART_TOKENS,
+    MultimodalModel,
+    batch_profile,
+    emulator,
+    model_flops,
+    parts_profile,
+    sub_microbatch_sizes,
+)
 from spindle.recipes.recipe import Recipe
 from spindle.workload import VIDEO, Microbatch, SampleError, line_of_sample, pack_clips, pack_images, read_samples
 
@@ -37,11 +46,13 @@ class BatchOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One step to plan. `profile` gives it with microbatches split into sub-microbatches of given sizes, by module;
-    `sizes` are those that a planner may choose among, and the first leaves microbatches whole. Steps of pipelines have
-    `pipeline_ranks`, and `peak_s`: what the model's own FLOPs take at the peak of all devices."""
+    `sizes` are those that a planner may choose among, and the first leaves microbatches whole. `part_profiles` gives it
+    with its item calls in parts, the first with each call as one part; empty where nothing runs in parts. Steps of
+    pipelines have `pipeline_ranks`, and `peak_s`: what the model's own FLOPs take at the peak of all devices."""
 
     profile: Callable[[Mapping[str, int]], Profile]
     sizes: tuple[Mapping[str, int], ...] = ({},)
+    part_profiles: Callable[[], list[Profile]] = list
     pipeline_ranks: int | None = None
     peak_s: float | None = None
 
@@ -88,10 +99,19 @@ def _model_step(model: MultimodalModel, cluster: Cluster, batch: BatchOptions) -
             profiles[key] = batch_profile(model, microbatches, sizes, cluster, semu)
         return profiles[key]
 
+    @functools.cache
+    def part_profiles() -> list[Profile]:
+        return [
+            parts_profile(model, microbatches, part_tokens, cluster, semu)
+            for part_tokens in (None, *PART_TOKENS)
+            if any(microbatch.tokens_of(module) for microbatch in microbatches for module in model.item_modules)
+        ]
+
     peak_flops = cluster.kind.peak_flops * cluster.num_devices
     return Step(
         profile=profile,
         sizes=sub_microbatch_sizes(model, microbatches, semu),
+        part_profiles=part_profiles,
         pipeline_ranks=model.num_stages,
         peak_s=model_flops(model, microbatches) / peak_flops,
     )

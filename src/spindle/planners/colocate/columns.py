@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from spindle.planners.pipeline.stages import (
     batches_of,
     held_bytes,
     ranks_of_whole,
+    setting_in,
     shares_of_replicas,
 )
 from spindle.profile import Profile, bytes_text
@@ -59,7 +60,7 @@ class Replica:
 
 def replicas_of(profile: Profile, layout: Layout) -> list[Replica]:
     """Stages and parts of all replicas that have microbatches."""
-    graph, setting = profile.graph, profile.default_setting
+    graph, setting = profile.graph, setting_in(profile, layout)
     costs = StageCosts(profile, layout)
     chain_of = {module: chain for chain in layout.chains for module in chain.modules}
     calls: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -67,7 +68,7 @@ def replicas_of(profile: Profile, layout: Layout) -> list[Replica]:
         op = graph.metaops[position]
         if chain_of[op.module or ""].placement != SPREAD:
             calls[op.task, op.call or ""].append(position)
-    tasks_of = [tasks for tasks in shares_of_replicas(profile, layout.num_replicas) if tasks]
+    tasks_of = [tasks for tasks in shares_of_replicas(profile, layout) if tasks]
     replicas = []
     for batch, tasks in zip(batches_of(profile, layout), tasks_of, strict=True):
         microbatch_of = {task: number for number, task in enumerate(tasks)}
@@ -239,8 +240,7 @@ def passes_of(
             needs.append((2 * entity + 1, number(target, 0, 1), output_ns))
     choices = [stage.choices for of_pair in replica.batch.stages for stage in of_pair]
     choices += [
-        part.stages[sequence_degree].choices
-        for part, (_, sequence_degree) in zip(replica.parts, devices, strict=True)
+        part.stages[sequence_degree].choices for part, (_, sequence_degree) in zip(replica.parts, devices, strict=True)
     ]
     most = max(map(len, choices))
     padded = [of_entity + of_entity[-1:] * (most - len(of_entity)) for of_entity in choices]
@@ -321,5 +321,5 @@ def plan_of_orders(
     timed.sort(key=lambda entry: entry[:2])
     listed = [(slot, kind) for _, _, kind, slots in timed for slot in slots]
     is_sharded = any(chain.placement != SPREAD for chain in layout.chains)
-    setting = profile.setting({}, shard_optimizer=is_sharded)
+    setting = replace(setting_in(profile, layout), shard_optimizer=is_sharded)
     return assemble_passes(profile, setting, planner, pieces, listed)

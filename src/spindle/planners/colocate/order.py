@@ -110,7 +110,7 @@ def ordered(passes: Passes, caps: Column, level: int, num_levels: int) -> Order 
         return None
     peak = np.zeros(passes.num_devices, dtype=np.int64)
     choice = choice.astype(np.int64)
-    gain_entity, gain_to = _upgrades(passes)
+    step_entity, step_from, step_to = _upgrades(passes)
     order_starts, order_place = _places(passes, sequence, per_device)
     _upgrade(
         passes.first,
@@ -120,8 +120,9 @@ def ordered(passes: Passes, caps: Column, level: int, num_levels: int) -> Order 
         sequence,
         caps,
         passes.choice_memory,
-        gain_entity,
-        gain_to,
+        step_entity,
+        step_from,
+        step_to,
         choice,
         peak,
     )
@@ -164,16 +165,45 @@ def _fill_places(first, count, sequence, num_devices, starts, places):
             length[device] += 1
 
 
-def _upgrades(passes: Passes) -> tuple[Column, Column]:
-    """Steps to a richer memory choice, by most time saved for each byte on all devices."""
+def _upgrades(passes: Passes) -> tuple[Column, Column, Column]:
+    """Steps (entity, from, to) to richer memory choices along the lower hull of time over memory, by most time saved
+    for each byte; then, once more, from every choice to the next, for what the hull leaves out."""
     time = passes.choice_forward_ns + passes.choice_backward_ns
-    entity, number = np.nonzero(np.arange(1, time.shape[1])[None, :] < passes.choice_count[:, None])
-    number = number + 1
-    # From the leanest: gains fall along the choices, which lie on a falling curve.
-    saved = (time[entity, number - 1] - time[entity, number]).astype(np.float64)
-    extra = np.maximum(1, passes.choice_memory[entity, number] - passes.choice_memory[entity, number - 1])
-    order = np.lexsort((number, entity, -saved / extra))
-    return entity[order].astype(np.int64), number[order].astype(np.int64)
+    distinct, row_of = np.unique(
+        np.concatenate([time, passes.choice_memory, passes.choice_count[:, None]], axis=1), axis=0, return_inverse=True
+    )
+    width = time.shape[1]
+    steps_of_row = [_hull_steps(row[: row[-1]].tolist(), row[width : width + row[-1]].tolist()) for row in distinct]
+    entities, before, after, gains = [], [], [], []
+    for entity, row in enumerate(row_of.ravel().tolist()):
+        for gain, source, target in steps_of_row[row]:
+            entities.append(entity)
+            before.append(source)
+            after.append(target)
+            gains.append(gain)
+    order = np.lexsort((after, entities, -np.array(gains)))
+    columns = [np.array(column, dtype=np.int64)[order] for column in (entities, before, after)]
+    more, number = np.nonzero(np.arange(1, width)[None, :] < passes.choice_count[:, None])
+    return (
+        np.concatenate([columns[0], more]),
+        np.concatenate([columns[1], number]),
+        np.concatenate([columns[2], number + 1]),
+    )
+
+
+def _hull_steps(times: list[int], sizes: list[int]) -> list[tuple[float, int, int]]:
+    """Time saved per extra byte, from, to: the corners of the lower hull, from the leanest choice on."""
+    steps, current = [], 0
+    while current + 1 < len(times):
+        gain, target = max(
+            ((times[current] - times[to]) / max(1, sizes[to] - sizes[current]), to)
+            for to in range(current + 1, len(times))
+        )
+        if gain <= 0:
+            break
+        steps.append((gain, current, target))
+        current = target
+    return steps
 
 
 @njit(cache=True, nogil=True)
@@ -264,7 +294,9 @@ def _walk(
 
 
 @njit(cache=True, nogil=True)
-def _upgrade(first, count, starts, places, sequence, caps, choice_memory, gain_entity, gain_to, choice, peak):
+def _upgrade(
+    first, count, starts, places, sequence, caps, choice_memory, step_entity, step_from, step_to, choice, peak
+):
     """Raises memory choices in the order of gains as long as every device of an entity has memory for it, from its
     forward to its backward. Fills the peaks."""
     num_devices = len(caps)
@@ -281,9 +313,9 @@ def _upgrade(first, count, starts, places, sequence, caps, choice_memory, gain_e
             here = choice_memory[entity, choice[entity]]
             for place in range(places[starts[entity] + member, 0], places[starts[entity] + member, 1]):
                 live[length[device] + place] += here
-    for step in range(len(gain_entity)):
-        entity, to = gain_entity[step], gain_to[step]
-        if to != choice[entity] + 1:
+    for step in range(len(step_entity)):
+        entity, to = step_entity[step], step_to[step]
+        if choice[entity] != step_from[step]:
             continue
         extra = choice_memory[entity, to] - choice_memory[entity, choice[entity]]
         fits = True

@@ -8,8 +8,9 @@ keeps. Where a batch has no parts, or its layout spreads all modules, this is pl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -28,7 +29,13 @@ from spindle.planners.colocate.order import Order, ordered
 from spindle.planners.finish import finished
 from spindle.planners.options import DEDICATED, FIRST, REPLICATED, SPREAD, Chain, Layout, PlanOptions, Progress
 from spindle.planners.pipeline.bound import pipeline_bound_s
-from spindle.planners.pipeline.chains import layer_counts, layer_loads, lightest_cuts, pipeline_ranks_of, tensor_degree_of
+from spindle.planners.pipeline.chains import (
+    layer_counts,
+    layer_loads,
+    lightest_cuts,
+    pipeline_ranks_of,
+    tensor_degree_of,
+)
 from spindle.planners.pipeline.choose import choose_layout
 from spindle.planners.pipeline.planner import plan_pipeline
 from spindle.planners.pipeline.segments import Column
@@ -40,7 +47,8 @@ from spindle.simulate import simulate
 _ATTEMPTS = 6
 _MARGIN = 1 / 4096  # of a device's memory: taken from a budget beyond the excess
 _LEVELS = 8  # of memory choices, from the leanest to the fastest
-_ALL_LEVELS = (8, 5, 2, 0)
+_ALL_LEVELS = (8, 3, 1, 0)
+_EVALUATIONS = 256  # of planner `pipeline`, where the two are compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +60,48 @@ class Rules:
     """
 
     ahead: tuple[int, ...] = (1, 2, 4, EVERYTHING)
-    lag: tuple[int, ...] = (0, 2)
+    lag: tuple[int, ...] = (0, 2, 4)
     levels: tuple[int, ...] = _ALL_LEVELS
     sequence_groups: bool = True
     is_in_turn: bool = False
 
 
-COLOCATE = Rules()
-UPFRONT = Rules(ahead=(EVERYTHING,), lag=(EVERYTHING,))
-NO_GROUPS = Rules(sequence_groups=False)
-IN_TURN = Rules(sequence_groups=False, is_in_turn=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """A way to place encoders and order their parts. `whole_calls`: all items of a microbatch are one part, at the
+    tensor degree of the language model. `may_spread`: the layout of planner `pipeline` is a candidate, too."""
+
+    description: str
+    rules: Rules
+    placements: tuple[str, ...]
+    whole_calls: bool = False
+    may_spread: bool = False
+
+
+SYSTEMS: Mapping[str, System] = {
+    "colocate": System(
+        description="encoders whole on the language model's devices, items encoded just in time, long ones shared",
+        rules=Rules(),
+        placements=(REPLICATED, DEDICATED),
+        may_spread=True,
+    ),
+    "upfront": System(
+        description="colocated, all items encoded before the language model and back-propagated behind it",
+        rules=Rules(ahead=(EVERYTHING,), lag=(EVERYTHING,)),
+        placements=(REPLICATED,),
+    ),
+    "stage-0": System(
+        description="encoders on the first pipeline rank (Megatron-LM)",
+        rules=Rules(lag=(0,), sequence_groups=False),
+        placements=(FIRST,),
+        whole_calls=True,
+    ),
+    "dedicated": System(
+        description="encoders on pipeline ranks of their own, items in turn (disaggregated)",
+        rules=Rules(sequence_groups=False, is_in_turn=True),
+        placements=(DEDICATED,),
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,30 +118,10 @@ class Scheduled:
     def makespan_ns(self) -> int:
         return max(order.makespan_ns for order in self.orders)
 
-    @property
-    def imbalance(self) -> float:
-        """The busiest device over the mean, of all devices of the replica where that is largest."""
-        worst = 1.0
-        for replica, devices, order in zip(self.replicas, self.assigned, self.orders, strict=True):
-            del replica, devices, order
-        return worst
 
-
-def plan_colocate(profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Plan:
-    """Make the best plan for a batch over the layouts that are given, or over all that stand its encoders whole."""
-    return plan_by_rules(profile, options, "colocate", COLOCATE, (REPLICATED,), progress)
-
-
-def plan_upfront(profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Plan:
-    return plan_by_rules(profile, options, "upfront", UPFRONT, (REPLICATED,), progress)
-
-
-def plan_stage_0(profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Plan:
-    return plan_by_rules(profile, options, "stage-0", replace(NO_GROUPS, lag=(0,)), (FIRST,), progress)
-
-
-def plan_dedicated(profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Plan:
-    return plan_by_rules(profile, options, "dedicated", NO_GROUPS, (DEDICATED,), progress)
+def plan_system(planner: str, profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Plan:
+    """The best plan of a system over the layouts that are given, or over all that it may have."""
+    return plan_by_rules(profile, options, planner, SYSTEMS[planner].rules, SYSTEMS[planner].placements, progress)
 
 
 def plan_by_rules(
@@ -121,7 +141,10 @@ def plan_by_rules(
     ahead, lag, _ = scheduled.settings[0]
     how_far = "all microbatches" if ahead >= EVERYTHING else f"{ahead} microbatch{'es' if ahead > 1 else ''}"
     shared = sum(degree > 1 for devices in scheduled.assigned for _, degree in devices)
-    texts = [scheduled.layout.text, f"parts {how_far} ahead, backward {'last' if lag >= EVERYTHING else f'{lag} behind'}"]
+    texts = [
+        scheduled.layout.text,
+        f"parts {how_far} ahead, backward {'last' if lag >= EVERYTHING else f'{lag} behind'}",
+    ]
     texts += [f"{shared} items on sequence groups"] if shared else []
     if progress is not None:
         progress(1.0)
@@ -132,14 +155,12 @@ def layouts_with(profile: Profile, num_ranks: int, placements: Sequence[str]) ->
     """Layouts whose modules that run in parts stand as one of the placements says; the others are cut into one chunk
     for each rank, lighter on rank 0 where encoders stand there alone. Empty where nothing runs in parts."""
     graph = profile.graph
-    item_modules = {op.module: None for op in graph.metaops if op.items}
+    item_modules = list(dict.fromkeys(op.module for op in graph.metaops if op.items and op.module is not None))
     counts, loads = layer_counts(graph), layer_loads(profile)
     spread = [module for module in counts if module not in item_modules]
     if not item_modules or not spread:
         return ()
-    setting = profile.default_setting
     degree = tensor_degree_of(profile)
-    degree_of = {op.module: setting.tensor_degrees[position] for position, op in enumerate(graph.metaops)}
     num_replicas, rest = divmod(profile.cluster.num_devices, num_ranks * degree)
     if num_replicas < 1 or rest:
         raise PlanError(
@@ -147,14 +168,15 @@ def layouts_with(profile: Profile, num_ranks: int, placements: Sequence[str]) ->
             f"{profile.cluster.num_devices}"
         )
     together = np.concatenate([loads[module] for module in spread])
+    degrees_of = [[each for each in profile.degrees_of(module) if degree % each == 0] for module in item_modules]
     layouts = []
-    for placement in placements:
+    for placement, degrees in product(placements, product(*degrees_of)):
         for num_dedicated in range(1, num_ranks) if placement == DEDICATED else (0,):
-            ranks = num_ranks - num_dedicated
             in_front = 0.0
             if placement == FIRST:
                 in_front = sum(
-                    float(loads[module].sum()) * (degree_of[module] / degree) for module in item_modules if module
+                    _seconds_of(profile, module, each) * each / degree
+                    for module, each in zip(item_modules, degrees, strict=True)
                 )
             whole = tuple(
                 Chain(
@@ -162,13 +184,15 @@ def layouts_with(profile: Profile, num_ranks: int, placements: Sequence[str]) ->
                     num_layers=(counts[module],),
                     bounds=(0, counts[module]),
                     placement=placement,
-                    tensor_degree=degree_of[module],
+                    tensor_degree=each,
                 )
-                for module in item_modules
-                if module is not None
+                for module, each in zip(item_modules, degrees, strict=True)
             )
-            bounds = _cuts_behind(together, ranks, in_front)
-            chain = Chain(modules=tuple(spread), num_layers=tuple(counts[module] for module in spread), bounds=bounds)
+            chain = Chain(
+                modules=tuple(spread),
+                num_layers=tuple(counts[module] for module in spread),
+                bounds=_cuts_behind(together, num_ranks - num_dedicated, in_front),
+            )
             layouts.append(
                 Layout(
                     num_ranks=num_ranks,
@@ -179,6 +203,16 @@ def layouts_with(profile: Profile, num_ranks: int, placements: Sequence[str]) ->
                 )
             )
     return tuple(layouts)
+
+
+def _seconds_of(profile: Profile, module: str, degree: int) -> float:
+    """All passes of a module over a batch, each on one tensor group of this degree."""
+    setting = profile.setting({module: degree})
+    return sum(
+        op.num_layers * profile.curve(position, setting).layer_s(degree)
+        for position, op in enumerate(profile.graph.metaops)
+        if op.module == module
+    )
 
 
 def _cuts_behind(loads: np.ndarray, num_chunks: int, in_front: float) -> tuple[int, ...]:
@@ -250,9 +284,7 @@ def _fitting(profile: Profile, scheduled: Scheduled, planner: str, rules: Rules,
     num_devices = layout.num_ranks * layout.tensor_degree
     budgets = [activation_budgets(profile, layout, replica) for replica in scheduled.replicas]
     for _ in range(_ATTEMPTS):
-        plan = plan_of_orders(
-            profile, layout, planner, scheduled.replicas, scheduled.assigned, scheduled.orders
-        )
+        plan = plan_of_orders(profile, layout, planner, scheduled.replicas, scheduled.assigned, scheduled.orders)
         program = lower(plan, profile)
         timeline = simulate(program, profile)
         plan = replace(plan, makespan_s=timeline.makespan_s)
@@ -275,38 +307,48 @@ def _fitting(profile: Profile, scheduled: Scheduled, planner: str, rules: Rules,
 
 
 def choose_colocation(
+    planner: str,
     part_profiles: Sequence[Profile],
     split_profiles: Sequence[Profile],
     num_ranks: int,
-    placements: Sequence[str] = (REPLICATED, DEDICATED),
-    rules: Rules = COLOCATE,
 ) -> tuple[Profile, Layout]:
-    """Choose placement, tensor degree and parts of encoders by simulated schedules of one batch: among profiles whose
-    item calls are in parts, and the layout that planner `pipeline` would have (`split_profiles`, may be empty)."""
+    """Choose placement, tensor degree and parts of encoders for a system, on a batch that stands for all: among
+    profiles whose item calls are in parts, the first of them in whole calls, by the lengths of their schedules; the
+    best of these against planner `pipeline` on `split_profiles`, by simulation."""
+    system = SYSTEMS[planner]
+    rules = replace(system.rules, ahead=system.rules.ahead[:1], lag=system.rules.lag[-1:], levels=(_LEVELS, 0))
     best: tuple[float, Profile, Layout] | None = None
     refusals: list[DoesNotFitError] = []
-    few = replace(rules, ahead=(rules.ahead[min(1, len(rules.ahead) - 1)],), levels=(8, 2, 0), lag=rules.lag[:1])
-    for profile in part_profiles:
-        for layout in layouts_with(profile, num_ranks, placements):
+    for profile in part_profiles[:1] if system.whole_calls else part_profiles[1:]:
+        for layout in layouts_with(profile, num_ranks, system.placements):
+            if system.whole_calls and any(0 < chain.tensor_degree < layout.tensor_degree for chain in layout.chains):
+                continue
             try:
-                length_s = schedule_parts(profile, layout, few).makespan_ns / NS
+                length_s = schedule_parts(profile, layout, rules).makespan_ns / NS
             except DoesNotFitError as error:
                 refusals.append(error)
                 continue
             if best is None or length_s < best[0]:
                 best = length_s, profile, layout
-    if split_profiles:
+    if system.may_spread or not part_profiles:
         try:
             profile, layout = choose_layout(split_profiles, num_ranks)
-            if best is not None:
-                plan = plan_pipeline(profile, PlanOptions(evaluations=256, layouts=(layout,)))
-                ours = plan_by_rules(best[1], PlanOptions(layouts=(best[2],)), "colocate", rules, placements)
-                if plan.makespan_s < ours.makespan_s:
-                    return profile, layout
-            else:
+            if best is None:
+                return profile, layout
+            spread = plan_pipeline(profile, PlanOptions(evaluations=_EVALUATIONS, layouts=(layout,)))
+            if spread.makespan_s < _simulated_s(best[1], best[2], system):
                 return profile, layout
         except DoesNotFitError as error:
             refusals.append(error)
     if best is None:
         raise min(refusals, key=lambda refusal: refusal.needed_bytes)
     return best[1], best[2]
+
+
+def _simulated_s(profile: Profile, layout: Layout, system: System) -> float:
+    """The simulated step of a layout; without end where it does not fit after all."""
+    try:
+        options = PlanOptions(layouts=(layout,))
+        return plan_by_rules(profile, options, "colocate", system.rules, system.placements).makespan_s
+    except DoesNotFitError:
+        return float("inf")

@@ -53,10 +53,13 @@ def pipeline_bound(profile: Profile, num_ranks: int) -> PipelineBound:
     area_s = 0.0  # device-seconds of all passes
     degree_of: dict[int, int] = {}  # by parameter
     for position, op in enumerate(graph.metaops):
-        curve = profile.curve(position, setting)
+        curves = profile.curves[position] if is_part[position] else (profile.curve(position, setting),)
         # A part may stand on any of its groups, alone or shared: it counts as the cheapest, and as the fastest.
         totals_s, paths_s = [], []
-        for num_devices in curve.num_devices if is_part[position] else (degree,):
+        groups = [
+            (curve, count) for curve in curves for count in (curve.num_devices if is_part[position] else (degree,))
+        ]
+        for curve, num_devices in groups:
             forward_s, backward_s = curve.times_s(num_devices)
             backward_s += forward_s * setting.recompute[position]
             totals_s.append(num_devices * (forward_s + backward_s - 2 * _ROUNDING_S))
@@ -67,7 +70,7 @@ def pipeline_bound(profile: Profile, num_ranks: int) -> PipelineBound:
             layer_s[op.module or "", op.first_layer + layer] += totals_s[0] / degree
         path_s.append(op.num_layers * min(paths_s))
         for of_layer in op.parameters:
-            degree_of.update(dict.fromkeys(of_layer, curve.tensor_degree))
+            degree_of.update(dict.fromkeys(of_layer, curves[0].tensor_degree))
     # Seconds of the optimizer on as many devices as it takes to hold everything once.
     update_s = sum(
         graph.parameters[parameter].elements_at(held_at) * held_at

@@ -19,7 +19,7 @@ from spindle.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Piece, Plan, assemble
 from spindle.planners.options import DEDICATED, FIRST, SPREAD, Chain, Layout
 from spindle.planners.pipeline.interleave import Schedule
 from spindle.planners.pipeline.segments import Column, Segments
-from spindle.profile import Curve, Profile, backward_bytes, bytes_text, saved_bytes, state_bytes
+from spindle.profile import Curve, Profile, Setting, backward_bytes, bytes_text, saved_bytes, state_bytes
 from spindle.workload import LayerCost
 
 NS = 1e9
@@ -76,9 +76,21 @@ def batches_of(profile: Profile, layout: Layout) -> list[Batch]:
     known = StageCosts(profile, layout)
     return [
         _batch(profile, layout, replica, tasks, known)
-        for replica, tasks in enumerate(shares_of_replicas(profile, layout.num_replicas))
+        for replica, tasks in enumerate(shares_of_replicas(profile, layout))
         if tasks
     ]
+
+
+def setting_in(profile: Profile, layout: Layout) -> Setting:
+    """The setting of a layout: the tensor degree of each module."""
+    return profile.setting(
+        {
+            module: chain.tensor_degree or layout.tensor_degree
+            for chain in layout.chains
+            for module in chain.modules
+            if module in profile.graph.modules
+        }
+    )
 
 
 def plan_of(
@@ -114,12 +126,12 @@ def plan_of(
     return assemble_passes(profile, profile.default_setting, planner, pieces, order)
 
 
-def shares_of_replicas(profile: Profile, num_replicas: int) -> list[list[str]]:
+def shares_of_replicas(profile: Profile, layout: Layout) -> list[list[str]]:
     """Tasks for each replica: heaviest first to the lightest so far, each replica in the order of the batch."""
-    tasks = list(profile.graph.tasks)
+    tasks, num_replicas = list(profile.graph.tasks), layout.num_replicas
     if num_replicas == 1:
         return [tasks]
-    setting = profile.default_setting
+    setting = setting_in(profile, layout)
     load: dict[str, float] = dict.fromkeys(tasks, 0.0)
     for position, op in enumerate(profile.graph.metaops):
         curve = profile.curve(position, setting)
@@ -339,7 +351,7 @@ class StageCosts:
 
     def __init__(self, profile: Profile, layout: Layout) -> None:
         self._profile, self._degree = profile, layout.tensor_degree
-        self._setting = profile.default_setting
+        self._setting = setting_in(profile, layout)
         # No rank keeps more than this, so if every stage offloads at most this share of what it keeps, what stages have
         # on the host at any one time fits there.
         kind = profile.cluster.kind
