@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spindle.cli.options import AsJson, Assumptions, BatchSeed, ClusterName, Devices, Input, Microbatches, Samples
+from spindle.cli.options import AsJson, Assumptions, BatchSeed, ClusterName, Devices, Input, Microbatches, Mix, Samples
 
 
 def bound(
@@ -12,6 +12,7 @@ def bound(
     microbatches: Microbatches = None,
     batch_seed: BatchSeed = None,
     samples: Samples = None,
+    mix: Mix = None,
     assumptions: Assumptions = False,
     as_json: AsJson = False,
 ) -> None:
@@ -34,7 +35,7 @@ def bound(
     from spindle.recipes import BatchOptions
     from spindle.report import bound_facts, bound_report, limit_sentences, pipeline_bound_facts
 
-    batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples)
+    batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples, mix=mix)
     step = load_step(given, devices, cluster, batch)
     if step.pipeline_ranks is not None:
         bounds = [pipeline_bound(profile, step.pipeline_ranks) for profile in step.split_profiles()]

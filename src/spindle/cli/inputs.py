@@ -47,7 +47,12 @@ def load_step(
         has_cluster = num_devices is not None or cluster_name is not None
         cluster = _real_cluster(given, num_devices, cluster_name) if has_cluster else model.cluster
         return step_of(model, cluster, batch)
-    options = {"--microbatches": batch.num_microbatches, "--batch-seed": batch.seed, "--samples": batch.samples}
+    options = {
+        "--microbatches": batch.num_microbatches,
+        "--batch-seed": batch.seed,
+        "--samples": batch.samples,
+        "--mix": batch.mix,
+    }
     for option, value in options.items():
         if value is not None:
             raise InputError(f"{option} is for multimodal models ({', '.join(MODELS)}); {given} is none, leave it out")

@@ -121,11 +121,7 @@ Parts = Mapping[str, Sequence[Sequence[tuple[int, ...]]]]  # by module and micro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultimodalModel:
-    """One of the papers' setups: all chains feed the last, on so many devices in tensor groups and stages.
-
-    `num_replicas`, `num_sequences` and `sequence_tokens` are those of recipes that give them; the others fill their
-    cluster, with batches and sequences of any number.
-    """
+    """One of the papers' setups: all chains feed the last, on so many devices in tensor groups and stages."""
 
     name: str
     description: str
@@ -133,9 +129,6 @@ class MultimodalModel:
     tensor_degree: int
     num_stages: int
     cluster_name: str
-    num_replicas: int = 1
-    num_sequences: int = 0
-    sequence_tokens: int = 8192
 
     @property
     def item_modules(self) -> tuple[str, ...]:
@@ -175,7 +168,17 @@ class MultimodalModel:
         )
 
 
-def _vit(num_layers: int, width: int, hidden: int, heads: int, output_width: int) -> Chain:
+AUDIO = "audio"
+
+
+def vit_chain(
+    num_layers: int,
+    width: int,
+    hidden: int,
+    heads: int,
+    output_width: int,
+    tested_sizes: tuple[int, ...] = tuple(range(4, 33, 4)),  # the paper's range
+) -> Chain:
     tower = Tower(
         name=VISION, num_layers=num_layers, width=width, num_heads=heads, mlp_width=hidden, max_tensor_degree=8
     )
@@ -186,11 +189,13 @@ def _vit(num_layers: int, width: int, hidden: int, heads: int, output_width: int
         patch_elements=3 * 14 * 14,
         merge=16,
         output_width=output_width,
-        tested_sizes=tuple(range(4, 33, 4)),  # the paper's range
+        tested_sizes=tested_sizes,
     )
 
 
-def _language(num_layers: int, width: int, hidden: int, heads: int, vocabulary: int, output_width: int = 0) -> Chain:
+def language_chain(
+    num_layers: int, width: int, hidden: int, heads: int, vocabulary: int, output_width: int = 0
+) -> Chain:
     tower = Tower(
         name=LANGUAGE,
         num_layers=num_layers,
@@ -228,7 +233,7 @@ def _vlm_s(name: str, cluster_name: str) -> MultimodalModel:
     return MultimodalModel(
         name=name,
         description="ViT 5B and Llama3 8B",
-        chains=(_vit(63, 1792, 15360, 16, 4096), _language(32, 4096, 14336, 32, _LLAMA)),
+        chains=(vit_chain(63, 1792, 15360, 16, 4096), language_chain(32, 4096, 14336, 32, _LLAMA)),
         tensor_degree=4,
         num_stages=4,
         cluster_name=cluster_name,
@@ -243,7 +248,7 @@ MODELS: dict[str, MultimodalModel] = {
         MultimodalModel(
             name="vlm-m",
             description="ViT 5B and Qwen2 32B",
-            chains=(_vit(63, 1792, 15360, 16, 5120), _language(64, 5120, 27648, 40, _QWEN)),
+            chains=(vit_chain(63, 1792, 15360, 16, 5120), language_chain(64, 5120, 27648, 40, _QWEN)),
             tensor_degree=8,
             num_stages=4,
             cluster_name="h800x32",
@@ -251,7 +256,7 @@ MODELS: dict[str, MultimodalModel] = {
         MultimodalModel(
             name="vlm-l",
             description="ViT 22B and Qwen2 72B",
-            chains=(_vit(48, 6144, 24576, 48, 8192), _language(80, 8192, 29568, 64, _QWEN)),
+            chains=(vit_chain(48, 6144, 24576, 48, 8192), language_chain(80, 8192, 29568, 64, _QWEN)),
             tensor_degree=8,
             num_stages=8,
             cluster_name="h800x64",
@@ -259,7 +264,7 @@ MODELS: dict[str, MultimodalModel] = {
         MultimodalModel(
             name="t2v-s",
             description="Llama3 8B and DiT 5B",
-            chains=(_language(32, 4096, 14336, 32, _LLAMA, 3584), _dit(28, 3584, 10240, 28, 4)),
+            chains=(language_chain(32, 4096, 14336, 32, _LLAMA, 3584), _dit(28, 3584, 10240, 28, 4)),
             tensor_degree=4,
             num_stages=4,
             cluster_name="h800x16",
@@ -267,7 +272,7 @@ MODELS: dict[str, MultimodalModel] = {
         MultimodalModel(
             name="t2v-l",
             description="Qwen2 32B and DiT 30B",
-            chains=(_language(64, 5120, 27648, 40, _QWEN, 6144), _dit(48, 6144, 24576, 48, 8)),
+            chains=(language_chain(64, 5120, 27648, 40, _QWEN, 6144), _dit(48, 6144, 24576, 48, 8)),
             tensor_degree=8,
             num_stages=8,
             cluster_name="h800x64",

@@ -48,6 +48,7 @@ _ATTEMPTS = 6
 _MARGIN = 1 / 4096  # of a device's memory: taken from a budget beyond the excess
 _LEVELS = 8  # of memory choices, from the leanest to the fastest
 _ALL_LEVELS = (8, 3, 1, 0)
+_ROUNDS = (1, 2, 4)  # how often the language model passes its ranks
 _EVALUATIONS = 256  # of planner `pipeline`, where the two are compared
 
 
@@ -153,7 +154,7 @@ def plan_by_rules(
 
 def layouts_with(profile: Profile, num_ranks: int, placements: Sequence[str]) -> tuple[Layout, ...]:
     """Layouts whose modules that run in parts stand as one of the placements says; the others are cut into one chunk
-    for each rank, lighter on rank 0 where encoders stand there alone. Empty where nothing runs in parts."""
+    for each rank, or several, lighter on rank 0 where encoders stand there alone. Empty where nothing runs in parts."""
     graph = profile.graph
     item_modules = list(dict.fromkeys(op.module for op in graph.metaops if op.items and op.module is not None))
     counts, loads = layer_counts(graph), layer_loads(profile)
@@ -170,8 +171,11 @@ def layouts_with(profile: Profile, num_ranks: int, placements: Sequence[str]) ->
     together = np.concatenate([loads[module] for module in spread])
     degrees_of = [[each for each in profile.degrees_of(module) if degree % each == 0] for module in item_modules]
     layouts = []
-    for placement, degrees in product(placements, product(*degrees_of)):
+    for placement, degrees, rounds in product(placements, product(*degrees_of), _ROUNDS):
         for num_dedicated in range(1, num_ranks) if placement == DEDICATED else (0,):
+            num_chunks = rounds * (num_ranks - num_dedicated)
+            if rounds > 1 and (num_chunks > len(together) or num_chunks == rounds):
+                continue
             in_front = 0.0
             if placement == FIRST:
                 in_front = sum(
@@ -191,7 +195,7 @@ def layouts_with(profile: Profile, num_ranks: int, placements: Sequence[str]) ->
             chain = Chain(
                 modules=tuple(spread),
                 num_layers=tuple(counts[module] for module in spread),
-                bounds=_cuts_behind(together, num_ranks - num_dedicated, in_front),
+                bounds=_cuts_behind(together, num_chunks, in_front),
             )
             layouts.append(
                 Layout(
