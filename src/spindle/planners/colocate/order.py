@@ -89,6 +89,8 @@ def ordered(passes: Passes, caps: Column, level: int, num_levels: int) -> Order 
     start = np.full(passes.num_passes, -1, dtype=np.int64)
     sequence = np.empty(passes.num_passes, dtype=np.int64)
     stage_peak = _stage_peaks(passes, memory, queue, queue_starts)
+    if (stage_peak > caps).any():
+        return None
     count = _walk(
         passes.first,
         passes.count,
@@ -106,7 +108,7 @@ def ordered(passes: Passes, caps: Column, level: int, num_levels: int) -> Order 
         start,
         sequence,
     )
-    if count < passes.num_passes or (stage_peak > caps).any():
+    if count < passes.num_passes:
         return None
     peak = np.zeros(passes.num_devices, dtype=np.int64)
     choice = choice.astype(np.int64)

@@ -39,7 +39,7 @@ from spindle.planners.pipeline.chains import (
 from spindle.planners.pipeline.choose import choose_layout
 from spindle.planners.pipeline.planner import plan_pipeline
 from spindle.planners.pipeline.segments import Column
-from spindle.planners.pipeline.stages import NS
+from spindle.planners.pipeline.stages import NS, ranks_of_whole
 from spindle.profile import Profile
 from spindle.program import lower, posted_peaks, refuse_overfull
 from spindle.simulate import simulate
@@ -47,7 +47,7 @@ from spindle.simulate import simulate
 _ATTEMPTS = 6
 _MARGIN = 1 / 4096  # of a device's memory: taken from a budget beyond the excess
 _LEVELS = 8  # of memory choices, from the leanest to the fastest
-_ALL_LEVELS = (8, 3, 1, 0)
+_ALL_LEVELS = (8, 3, 0)
 _ROUNDS = (1, 2, 4)  # how often the language model passes its ranks
 _EVALUATIONS = 256  # of planner `pipeline`, where the two are compared
 
@@ -61,7 +61,7 @@ class Rules:
     """
 
     ahead: tuple[int, ...] = (1, 2, 4, EVERYTHING)
-    lag: tuple[int, ...] = (0, 2, 4)
+    lag: tuple[int, ...] = (2, 0, 4)
     levels: tuple[int, ...] = _ALL_LEVELS
     sequence_groups: bool = True
     is_in_turn: bool = False
@@ -171,6 +171,11 @@ def layouts_with(profile: Profile, num_ranks: int, placements: Sequence[str]) ->
     together = np.concatenate([loads[module] for module in spread])
     degrees_of = [[each for each in profile.degrees_of(module) if degree % each == 0] for module in item_modules]
     layouts = []
+    seconds_of = {
+        (module, each): _seconds_of(profile, module, each)
+        for module, degrees in zip(item_modules, degrees_of, strict=True)
+        for each in degrees
+    }
     for placement, degrees, rounds in product(placements, product(*degrees_of), _ROUNDS):
         for num_dedicated in range(1, num_ranks) if placement == DEDICATED else (0,):
             num_chunks = rounds * (num_ranks - num_dedicated)
@@ -179,8 +184,7 @@ def layouts_with(profile: Profile, num_ranks: int, placements: Sequence[str]) ->
             in_front = 0.0
             if placement == FIRST:
                 in_front = sum(
-                    _seconds_of(profile, module, each) * each / degree
-                    for module, each in zip(item_modules, degrees, strict=True)
+                    seconds_of[module, each] * each / degree for module, each in zip(item_modules, degrees, strict=True)
                 )
             whole = tuple(
                 Chain(
@@ -255,8 +259,9 @@ def schedule_parts(
     for replica, budget in zip(replicas, budgets, strict=True):
         devices = assigned_parts(profile, layout, replica, rules.sequence_groups, rules.is_in_turn)
         best: tuple[Order, tuple[int, int, int]] | None = None
-        for ahead in rules.ahead:
-            for lag in rules.lag:
+        # Every `ahead` with the first `lag`, then the best of them with the others.
+        for number, lag in enumerate(rules.lag):
+            for ahead in rules.ahead if number == 0 or best is None else (best[1][0],):
                 passes = passes_of(profile, layout, replica, devices, ahead, lag)
                 for level in rules.levels:
                     order = ordered(passes, budget, level, _LEVELS)
@@ -320,20 +325,26 @@ def choose_colocation(
     profiles whose item calls are in parts, the first of them in whole calls, by the lengths of their schedules; the
     best of these against planner `pipeline` on `split_profiles`, by simulation."""
     system = SYSTEMS[planner]
-    rules = replace(system.rules, ahead=system.rules.ahead[:1], lag=system.rules.lag[-1:], levels=(_LEVELS, 0))
+    rules = replace(system.rules, ahead=system.rules.ahead[:1], lag=system.rules.lag[:1], levels=(_LEVELS, 0))
     best: tuple[float, Profile, Layout] | None = None
     refusals: list[DoesNotFitError] = []
-    for profile in part_profiles[:1] if system.whole_calls else part_profiles[1:]:
-        for layout in layouts_with(profile, num_ranks, system.placements):
-            if system.whole_calls and any(0 < chain.tensor_degree < layout.tensor_degree for chain in layout.chains):
-                continue
-            try:
-                length_s = schedule_parts(profile, layout, rules).makespan_ns / NS
-            except DoesNotFitError as error:
-                refusals.append(error)
-                continue
-            if best is None or length_s < best[0]:
-                best = length_s, profile, layout
+    known: dict[tuple[int, str, int], float] = {}
+    candidates = [
+        (_work_s(profile, layout, known), profile, layout)
+        for profile in (part_profiles[:1] if system.whole_calls else part_profiles[1:])
+        for layout in layouts_with(profile, num_ranks, system.placements)
+        if not system.whole_calls or all(chain.tensor_degree in (0, layout.tensor_degree) for chain in layout.chains)
+    ]
+    for work_s, profile, layout in sorted(candidates, key=lambda candidate: candidate[0]):
+        if best is not None and work_s >= best[0]:
+            break  # neither this one nor the others, which have more work, can be shorter
+        try:
+            length_s = schedule_parts(profile, layout, rules).makespan_ns / NS
+        except DoesNotFitError as error:
+            refusals.append(error)
+            continue
+        if best is None or length_s < best[0]:
+            best = length_s, profile, layout
     if system.may_spread or not part_profiles:
         try:
             profile, layout = choose_layout(split_profiles, num_ranks)
@@ -347,6 +358,30 @@ def choose_colocation(
     if best is None:
         raise min(refusals, key=lambda refusal: refusal.needed_bytes)
     return best[1], best[2]
+
+
+def _work_s(profile: Profile, layout: Layout, known: dict[tuple[int, str, int], float]) -> float:
+    """No step of a layout is shorter: all work over the devices that may do it, nothing computed twice. `known` keeps
+    the seconds of modules."""
+    spread, whole, devices = 0.0, 0.0, range(0)
+    for chain in layout.chains:
+        degree = chain.tensor_degree or layout.tensor_degree
+        seconds = 0.0
+        for module in chain.modules:
+            key = (id(profile), module, degree)
+            if key not in known:
+                known[key] = _seconds_of(profile, module, degree)
+            seconds += known[key] * degree
+        if chain.placement == SPREAD:
+            spread += seconds
+        else:
+            whole += seconds
+            devices = ranks_of_whole(layout, chain)
+    per_rank = layout.num_replicas * layout.tensor_degree
+    if len(devices) == layout.num_ranks:
+        return (spread + whole) / (per_rank * layout.num_ranks)
+    both_s = (spread + whole) / (per_rank * layout.num_ranks)
+    return max(both_s, whole / (per_rank * max(1, len(devices))), spread / (per_rank * layout.num_spread_ranks))
 
 
 def _simulated_s(profile: Profile, layout: Layout, system: System) -> float:
