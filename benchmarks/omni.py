@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from common import ROOT, publish
+from common import ROOT, markdown, publish
 from spindle.errors import DoesNotFitError
 from spindle.planners import PLANNERS, PlanOptions, choose_colocation, choose_layout, make_plan, pipeline_bound_s
 from spindle.planners.balance import assign_items
