@@ -28,6 +28,7 @@ from spindle.planners.colocate.columns import (
 from spindle.planners.colocate.order import Order, ordered
 from spindle.planners.finish import finished
 from spindle.planners.options import DEDICATED, FIRST, REPLICATED, SPREAD, Chain, Layout, PlanOptions, Progress
+from spindle.planners.pipeline.baselines import baseline_layouts, plan_baseline
 from spindle.planners.pipeline.bound import pipeline_bound_s
 from spindle.planners.pipeline.chains import (
     layer_counts,
@@ -136,7 +137,10 @@ def plan_by_rules(
     """The best plan of some rules over layouts with these placements of the modules that run in parts."""
     layouts = options.layouts or layouts_with(profile, pipeline_ranks_of(profile, options), placements)
     if not layouts or all(chain.placement == SPREAD for chain in layouts[0].chains):
-        return replace(plan_pipeline(profile, options, progress), planner=planner)
+        # Nothing to place: our own search, or for other systems the pipeline that they have without encoders.
+        if SYSTEMS[planner].may_spread:
+            return replace(plan_pipeline(profile, options, progress), planner=planner)
+        return replace(plan_baseline("static", profile, replace(options, layouts=()), progress), planner=planner)
     scheduled = best_schedule(profile, layouts, rules)
     plan = _fitting(profile, scheduled, planner, rules, options)
     ahead, lag, _ = scheduled.settings[0]
@@ -345,7 +349,9 @@ def choose_colocation(
             continue
         if best is None or length_s < best[0]:
             best = length_s, profile, layout
-    if system.may_spread or not part_profiles:
+    if not system.may_spread and not part_profiles:
+        return split_profiles[0], baseline_layouts("static", split_profiles[0], num_ranks)[0]
+    if system.may_spread:
         try:
             profile, layout = choose_layout(split_profiles, num_ranks)
             if best is None:
