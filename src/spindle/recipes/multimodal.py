@@ -344,7 +344,7 @@ def batch_profile(
     return Profile(graph=graph, cluster=cluster, curves=tuple(curves), leaves_out=semu.leaves_out)
 
 
-PART_TOKENS = (2048, 6144)  # of parts: smaller ones leave more freedom, larger ones take less work
+PART_TOKENS = (2048, 8192)  # of parts: smaller ones leave more freedom, larger ones take less work
 
 
 def parts_profile(

@@ -55,7 +55,7 @@ def _omni(
     with_audio: bool = False,
 ) -> tuple[MultimodalModel, OmniData]:
     layers, width, hidden, heads = vit
-    encoder = vit_chain(layers, width, hidden, heads, language[1], tested_sizes=(8, 16, 32))
+    encoder = vit_chain(layers, width, hidden, heads, language[1], tested_sizes=(16,))
     tensor_degree, num_stages, num_replicas = layout
     model = MultimodalModel(
         name=name,

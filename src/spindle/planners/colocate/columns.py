@@ -58,8 +58,13 @@ class Replica:
     parts: tuple[Part, ...]
 
 
-def replicas_of(profile: Profile, layout: Layout) -> list[Replica]:
-    """Stages and parts of all replicas that have microbatches."""
+Known = dict[tuple[int, int, int, int], Stage]  # by profile, first op of a part, tensor and sequence degree
+PART_CHOICES = 7  # of memory for a part: there are many of them, most unlike any other
+
+
+def replicas_of(profile: Profile, layout: Layout, known: Known | None = None) -> list[Replica]:
+    """Stages and parts of all replicas that have microbatches; `known` keeps what parts cost for other layouts."""
+    known = {} if known is None else known
     graph, setting = profile.graph, setting_in(profile, layout)
     costs = StageCosts(profile, layout)
     chain_of = {module: chain for chain in layout.chains for module in chain.modules}
@@ -81,12 +86,18 @@ def replicas_of(profile: Profile, layout: Layout) -> list[Replica]:
             degree = chain.tensor_degree or layout.tensor_degree
             curves = [profile.curve(position, setting) for position in positions]
             shared = sorted(set.intersection(*({count // degree for count in curve.num_devices} for curve in curves)))
+            stages = {}
+            for count in shared:
+                key = (id(profile), positions[0], degree, count)
+                if key not in known:
+                    known[key] = costs.stage(pieces, 0.0, degree, count, PART_CHOICES)
+                stages[count] = known[key]
             parts.append(
                 Part(
                     microbatch=microbatch_of[task],
                     chain=chain,
                     pieces=pieces,
-                    stages={count: costs.stage(pieces, 0.0, degree, count) for count in shared},
+                    stages=stages,
                 )
             )
         replicas.append(Replica(number=batch.replica, batch=batch, parts=tuple(parts)))

@@ -18,6 +18,7 @@ from spindle.errors import DoesNotFitError, PlanError
 from spindle.plan import Plan
 from spindle.planners.colocate.columns import (
     EVERYTHING,
+    Known,
     Replica,
     activation_budgets,
     assigned_parts,
@@ -239,9 +240,10 @@ def best_schedule(profile: Profile, layouts: Sequence[Layout], rules: Rules) -> 
     """The shortest schedule over layouts."""
     best: Scheduled | None = None
     refusals: list[DoesNotFitError] = []
+    known: Known = {}
     for layout in layouts:
         try:
-            scheduled = schedule_parts(profile, layout, rules)
+            scheduled = schedule_parts(profile, layout, rules, known=known)
         except DoesNotFitError as error:
             refusals.append(error)
             continue
@@ -253,10 +255,14 @@ def best_schedule(profile: Profile, layouts: Sequence[Layout], rules: Rules) -> 
 
 
 def schedule_parts(
-    profile: Profile, layout: Layout, rules: Rules, budgets: Sequence[Column] | None = None
+    profile: Profile,
+    layout: Layout,
+    rules: Rules,
+    budgets: Sequence[Column] | None = None,
+    known: Known | None = None,
 ) -> Scheduled:
     """The shortest schedule of each replica over what the rules leave open, under activation budgets by device."""
-    replicas = replicas_of(profile, layout)
+    replicas = replicas_of(profile, layout, known)
     if budgets is None:
         budgets = [activation_budgets(profile, layout, replica) for replica in replicas]
     assigned, orders, settings = [], [], []
@@ -333,6 +339,7 @@ def choose_colocation(
     best: tuple[float, Profile, Layout] | None = None
     refusals: list[DoesNotFitError] = []
     known: dict[tuple[int, str, int], float] = {}
+    stages: Known = {}
     candidates = [
         (_work_s(profile, layout, known), profile, layout)
         for profile in (part_profiles[:1] if system.whole_calls else part_profiles[1:])
@@ -343,7 +350,7 @@ def choose_colocation(
         if best is not None and work_s >= best[0]:
             break  # neither this one nor the others, which have more work, can be shorter
         try:
-            length_s = schedule_parts(profile, layout, rules).makespan_ns / NS
+            length_s = schedule_parts(profile, layout, rules, known=stages).makespan_ns / NS
         except DoesNotFitError as error:
             refusals.append(error)
             continue
@@ -351,7 +358,7 @@ def choose_colocation(
             best = length_s, profile, layout
     if not system.may_spread and not part_profiles:
         return split_profiles[0], baseline_layouts("static", split_profiles[0], num_ranks)[0]
-    if system.may_spread:
+    if system.may_spread and split_profiles:
         try:
             profile, layout = choose_layout(split_profiles, num_ranks)
             if best is None:

@@ -365,8 +365,10 @@ class StageCosts:
         received_bytes: float,
         tensor_degree: int | None = None,
         sequence_degree: int = 1,
+        most_choices: int | None = None,
     ) -> Stage:
-        """A stage on one tensor group, of the layout's size unless another is given; or on a sequence group."""
+        """A stage on one tensor group, of the layout's size unless another is given; or on a sequence group. With
+        `most_choices`, only so many numbers of recomputed layers, and nothing offloaded."""
         degree = tensor_degree or self._degree
         facts = tuple(
             (
@@ -377,9 +379,9 @@ class StageCosts:
             )
             for piece in pieces
         )
-        key = (facts, received_bytes if pieces else 0.0, degree, sequence_degree)
+        key = (facts, received_bytes if pieces else 0.0, degree, sequence_degree, most_choices)
         if key not in self._known:
-            self._known[key] = self._cost(pieces, facts, received_bytes, degree, sequence_degree)
+            self._known[key] = self._cost(pieces, facts, received_bytes, degree, sequence_degree, most_choices)
         return self._known[key]
 
     def _cost(
@@ -389,6 +391,7 @@ class StageCosts:
         received_bytes: float,
         degree: int,
         sequence_degree: int,
+        most_choices: int | None,
     ) -> Stage:
         """The times of a stage, and its memory choices (DIP §4.3).
 
@@ -462,9 +465,10 @@ class StageCosts:
         # With each number of recomputed layers, up to OFFLOAD_STEPS + 1 numbers of offloaded ones that the host has
         # memory for.
         total = sum(counts)
-        choices = [choice(num_recomputed, 0) for num_recomputed in range(total + 1)]
+        steps = total if most_choices is None else min(total, most_choices - 1)
+        choices = [choice(total * number // steps, 0) for number in range(steps + 1)]
         step = max(1, total // OFFLOAD_STEPS)
-        for num_recomputed in range(total) if host_rate else ():
+        for num_recomputed in range(total) if host_rate and most_choices is None else ():
             for num_offloaded in range(step, total - num_recomputed + 1, step):
                 candidate = choice(num_recomputed, num_offloaded)
                 host_bytes = sum(count * size for count, size in zip(candidate.offloaded, saved, strict=True))
