@@ -7,7 +7,7 @@ whole on devices run in parts. All of it becomes one list of passes with what th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Replica:
-    """One replica's stages and parts. `batch` is None where it has no stages."""
+    """One replica's stages and parts."""
 
     number: int
     batch: Batch
@@ -269,7 +269,7 @@ def passes_of(
     )
 
 
-def _wire_ns(profile: Profile):
+def _wire_ns(profile: Profile) -> Callable[[float], int]:
     """Nanoseconds that so many bytes take to another device, at the slowest link there is."""
     islands = profile.cluster.islands
     links = [island.link for island in islands] + ([island.uplink for island in islands] if len(islands) > 1 else [])
