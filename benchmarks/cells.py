@@ -190,7 +190,7 @@ def main() -> None:
         "With one adapter per host (50 GB/s) beside four (200 GB/s):",
         one_adapter_table(cells, with_one),
     ]
-    write_between(ROOT / "README.md", "cells", readme_table(cells, geometric_mean(ratios), slower))
+    write_between(ROOT / "docs" / "results.md", "cells", readme_table(cells, geometric_mean(ratios), slower))
     results = {"cells": cells, "large": large, "one_adapter": with_one, "geometric_mean": geometric_mean(ratios)}
     publish("cells", results, "\n\n".join(tables))
 

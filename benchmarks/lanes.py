@@ -1,14 +1,18 @@
-"""Lanes on one GPU: python benchmarks/lanes.py --output FILE.json [--only pair,clip-4-2] [--variants lanes]
+"""Lanes on one GPU: python benchmarks/lanes.py --output FILE.json [--only pair,clip-4-2] [--variants lanes] [--table]
 
 Steps in one process, of every variant. Each cell starts from the same weights and data; cells that the file has are not
-measured again.
+measured again. `--table` prints ratios of what the file has, and measures nothing.
 
     plain            a PyTorch loop over the tasks: forward, backward; then fused AdamW
     plain-compiled   the same with every tower compiled (mode `max-autotune-no-cudagraphs`)
+    plain-overhead   the same in mode `reduce-overhead`
     sequential       `Trainer` with lanes=1: modules one after another, the whole step as one CUDA graph
+    sequential-again the same once more, after all others: how far two measurements of one variant are apart
     lanes            up to four at a time
     compiled         as `lanes`, with layers compiled by `spindle.module(..., compile=True)`; `compiled-sequential`
     slots            as `lanes`, with a CUDA graph for each slot and one for each of its backward passes
+    saturated        four copies of everything at once, on up to eight lanes; the time is a quarter of their step
+    random-S         a random plan with lanes, which calibrated nothing: predicted beside measured
     ...-passes       without the optimizer's step
 
     pair        two encoders that do not fill a GPU: 12 layers of width 1024 over 4 x 256 tokens, and of width 768 over
@@ -21,9 +25,15 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
+import random
+import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,13 +43,21 @@ import torch
 from torch import nn
 
 import spindle
-from common import circumstances
+from common import circumstances, markdown
+from spindle.errors import SpindleError
+from spindle.plan import MAX_LANES, Piece, Plan, assemble, format_plan, setting_of
+from spindle.planners import make_plan
+from spindle.profile import Profile
 from spindle.run import graph_cache
 from virtual import workloads
 from virtual.plain import Together, in_order, make_optimizer
 from virtual.workloads import Task, Workload
 
-CELLS = ("pair", "clip-4-2", "clip-4-4", "clip-4-8", "clip-4-16", "clip-4-32", "clip-10-4", "ofasys-4", "qwen-val")
+CELLS = (
+    "pair",
+    *(f"clip-{num_tasks}-{size}" for num_tasks in (4, 10) for size in (2, 4, 8, 16, 32)),
+    *("ofasys-4", "qwen-val-1", "qwen-val-2", "qwen-val-4"),
+)
 PASSES = "-passes"
 VARIANTS = (
     "sequential",
@@ -50,8 +68,15 @@ VARIANTS = (
     "compiled",
     "compiled-sequential",
     "plain",
+    "plain-compiled",
+    "plain-overhead",
+    f"saturated{PASSES}",
+    *(f"random-{seed}{PASSES}" for seed in range(4)),
+    "sequential-again",
 )
 WARM_UP, STEPS = 8, 24
+NUM_COPIES = 4
+MODES = {"plain-compiled": "max-autotune-no-cudagraphs", "plain-overhead": "reduce-overhead"}
 
 
 class WithoutUpdate(torch.optim.Optimizer):
@@ -89,15 +114,70 @@ def build(cell: str, device: torch.device, small: bool) -> Workload:
     return pair(device, small) if cell == "pair" else workloads.build(cell, device, small)
 
 
+def copies_of(workload: Workload) -> Workload:
+    """The workload several times, each with weights of its own."""
+    tasks, batches, towers = [], {}, {}
+    for copy in range(NUM_COPIES):
+        own = {name: f"{name}{copy}" for name in workload.towers}
+        towers |= {own[name]: deepcopy(tower) for name, tower in workload.towers.items()}
+        for task in workload.tasks:
+            loss = _renamed(task.loss, own)
+            tasks.append(replace(task, name=f"{task.name}{copy}", towers=tuple(map(own.get, task.towers)), loss=loss))
+            batches[tasks[-1].name] = workload.batches[task.name]
+    return Workload(name=f"{workload.name} saturated", towers=towers, tasks=tuple(tasks), batches=batches)
+
+
+def _renamed(loss: Callable[..., Any], own: dict[str, str]) -> Callable[..., Any]:
+    return lambda towers, batch: loss({name: towers[copy] for name, copy in own.items()}, batch)
+
+
+def random_lanes(profile: Profile, seed: int) -> Plan:
+    """A plan with each module on a random one of two to four lanes, slots as early as lane and data allow."""
+    numbers = random.Random(seed)
+    plan, num_lanes = make_plan(profile), numbers.randint(2, 4)
+    ops = {op.name: (number, op.module or op.name) for number, op in enumerate(profile.graph.metaops)}
+    lane_of = {module: numbers.randrange(num_lanes) for module in dict.fromkeys(module for _, module in ops.values())}
+    used = sorted(set(lane_of.values()))
+    pieces = []
+    for slot in plan.slots:
+        op, module = ops[slot.op]
+        lane = used.index(lane_of[module])
+        pieces.append(Piece(op=op, num_layers=slot.num_layers, devices=slot.devices, round=slot.round, lane=lane))
+    return assemble(profile, setting_of(plan, profile), f"random-{seed}", pieces)
+
+
+def clocks() -> dict[str, str]:
+    """What the GPU's clock, power and temperature are right now."""
+    query = "clocks.sm,power.draw,temperature.gpu"
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return dict(zip(query.split(","), answer.splitlines()[0].split(", "), strict=False)) if answer else {}
+
+
 def measure(cell: str, variant: str, device: torch.device, small: bool) -> dict[str, Any]:
     workload = build(cell, device, small)
     if variant.startswith("plain"):
         return measure_plain(workload, variant, device)
+    if variant.startswith("saturated"):
+        result = measure_trainer(copies_of(workload), variant, device, spindle.Planning(lanes=MAX_LANES))
+        return result | {name: result[name] / NUM_COPIES for name in ("step_s", "predicted_s")}
+    planning = spindle.Planning(lanes=1 if "sequential" in variant else 4)
+    if variant.startswith("random"):
+        seed = int(variant.split("-")[1])
+        planning = spindle.Planning(planner=lambda profile: random_lanes(profile, seed))
+    return measure_trainer(workload, variant, device, planning)
+
+
+def measure_trainer(
+    workload: Workload, variant: str, device: torch.device, planning: spindle.Planning
+) -> dict[str, Any]:
     batches = {task: ready * (1 + (WARM_UP + STEPS + 4) // len(ready)) for task, ready in workload.batches.items()}
     trainer = spindle.Trainer(
         workload.spindle_tasks(compile=variant.startswith("compiled")),
         optimizer=WithoutUpdate if variant.endswith(PASSES) else make_optimizer,
-        planning=spindle.Planning(lanes=1 if "sequential" in variant else 4),
+        planning=planning,
     )
     moments: list[float] = []
 
@@ -114,7 +194,7 @@ def measure(cell: str, variant: str, device: torch.device, small: bool) -> dict[
     plan = result.plan
     return {
         "lanes": plan.num_lanes,
-        "predicted_s": plan.makespan_s,
+        "predicted_s": result.predicted.makespan_s,
         "step_s": statistics.median(steps),
         "steps_s": steps,
         "ready_s": ready_s,
@@ -123,14 +203,14 @@ def measure(cell: str, variant: str, device: torch.device, small: bool) -> dict[
         "predicted_peak_gib": int(result.predicted.peak_bytes().max()) / 2**30,
         "num_captured": result.num_captured_slots,
         "without_graph": result.slots_without_cuda_graph,
-        "plan": str(spindle.plan.format_plan(plan)),
+        "plan": format_plan(plan),
     }
 
 
 def measure_plain(workload: Workload, variant: str, device: torch.device) -> dict[str, Any]:
     towers = dict(workload.towers)
-    if variant == "plain-compiled":
-        towers = {name: torch.compile(tower, mode="max-autotune-no-cudagraphs") for name, tower in towers.items()}
+    if variant in MODES:
+        towers = {name: torch.compile(tower, mode=MODES[variant]) for name, tower in towers.items()}
     model = Together(workload.towers, towers, in_order(workload))
     optimizer = make_optimizer(list(model.named_parameters()))
     losses: dict[str, torch.Tensor] = {}
@@ -173,6 +253,47 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def table(cells: dict[str, Any]) -> str:
+    """Ratios over `sequential` of the same kind, and predictions beside what was measured."""
+
+    def step_s(cell: str, variant: str) -> float:
+        return float(cells.get(f"{cell}/{variant}", {}).get("step_s", float("nan")))
+
+    def known_s(cell: str, *variants: str) -> list[float]:
+        return [cells[f"{cell}/{variant}"]["step_s"] for variant in variants if f"{cell}/{variant}" in cells]
+
+    rows = []
+    for cell in dict.fromkeys(key.split("/")[0] for key in cells if "/" in key):
+        whole_s, passes_s = step_s(cell, "sequential"), step_s(cell, f"sequential{PASSES}")
+        plain_s = min(times if (times := known_s(cell, "plain", *MODES)) else [math.nan])
+        best_s = min(times if (times := known_s(cell, "lanes", "compiled")) else [math.nan])
+        rows.append(
+            [
+                cell,
+                f"{1e3 * whole_s:.2f}",
+                f"{whole_s / step_s(cell, 'lanes'):.2f}",
+                f"{passes_s / step_s(cell, f'lanes{PASSES}'):.2f}",
+                f"{step_s(cell, f'lanes{PASSES}') / step_s(cell, f'saturated{PASSES}'):.2f}",
+                f"{step_s(cell, 'compiled-sequential') / step_s(cell, 'compiled'):.2f}",
+                f"{plain_s / best_s:.2f}",
+                f"{step_s(cell, 'sequential-again') / whole_s:.3f}",
+            ]
+        )
+    header = ["cell", "sequential ms", "lanes", "lanes, passes", "passes / saturated", "compiled lanes"]
+    text = markdown([*header, "over best plain", "again"], rows)
+    for name, is_chosen, measured, predicted in (
+        ("steps of random plans", lambda key: "/random-" in key, "step_s", "predicted_s"),
+        ("steps of all plans", lambda key: "saturated" not in key, "step_s", "predicted_s"),
+        # Without an optimizer there is no state, which is predicted.
+        ("peaks of memory", lambda key: not key.endswith(PASSES), "peak_gib", "predicted_peak_gib"),
+    ):
+        chosen = [cell for key, cell in cells.items() if predicted in cell and is_chosen(key)]
+        errors = [abs(cell[predicted] / cell[measured] - 1) for cell in chosen if cell[measured]]
+        if errors:
+            text += f"\n{len(errors)} {name}: mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}"
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
@@ -180,7 +301,11 @@ def main() -> None:
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--budget-s", type=float, default=float("inf"))
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
+    if options.table:
+        print(table(json.loads(options.output.read_text())))
+        return
     began = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cells = json.loads(options.output.read_text()) if options.output.exists() else {}
@@ -191,7 +316,16 @@ def main() -> None:
             if key in cells or time.monotonic() - began > options.budget_s:
                 continue
             torch.cuda.reset_peak_memory_stats() if device.type == "cuda" else None
-            cells[key] = measure(cell, variant, device, options.small)
+            try:
+                measured = measure(cell, variant, device, options.small)
+            except (torch.OutOfMemoryError, SpindleError) as error:
+                measured = None
+                print(f"{key}: {type(error).__name__}: {error}", flush=True)
+            if measured is None:  # outside of the handler, which holds its memory
+                gc.collect()
+                torch.cuda.empty_cache() if device.type == "cuda" else None
+                continue
+            cells[key] = measured | clocks() | {"commit": circumstances()["commit"]}
             gc.collect()
             torch.cuda.empty_cache() if device.type == "cuda" else None
             options.output.write_text(json.dumps(cells, indent=1))

@@ -1,9 +1,11 @@
 """What Spindle costs on one GPU, where it cannot help: python benchmarks/one_gpu.py [--only CASE,...] [--trace FOLDER]
+    [-o FILE.json]
 
 The same models (built from Hugging Face configs), batches and optimizer in a plain PyTorch loop and in a Trainer, in
-alternating rounds, in one process: eager, with CUDA graphs, and the plain loop under
-`torch.compile`. All read a loss two steps behind the GPU; the time of a step is that from one loss to the next, without
-the first and the last ones of a round. The ratio of each pair of rounds; the median of all pairs and their middle half.
+alternating rounds, in one process: eager, with CUDA graphs, and the plain loop under `torch.compile`. All read a loss
+two steps behind the GPU; the time of a step is that from one loss to the next, without the first and the last ones of a
+round. The ratio of each pair of rounds; the median of all pairs and their middle half. Cases that FILE.json has are not
+measured again.
 """
 
 from __future__ import annotations
@@ -295,9 +297,10 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
-    results: dict[str, Any] = {}
+    has_results = arguments.output is not None and arguments.output.exists()
+    results: dict[str, Any] = json.loads(arguments.output.read_text()) if has_results else {}
     for name, case in CASES.items():
-        if arguments.only and name not in arguments.only.split(","):
+        if name in results or (arguments.only and name not in arguments.only.split(",")):
             continue
         results[name] = measure(name, case, arguments.pairs, arguments.trace, not arguments.no_compile)
         print(name, rows_of({name: results[name]}), *results[name]["notices"], sep="\n  ", flush=True)

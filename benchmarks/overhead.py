@@ -117,7 +117,7 @@ def main() -> None:
     publish("overhead", {"pairs": data, "steps_of_a_pair": STEPS_OF_A_PAIR}, table)
     about = circumstances()
     write_between(
-        ROOT / "README.md", "overhead", f"{table}\n\nMeasured: {about['hardware']}, commit {about['commit']}."
+        ROOT / "docs" / "results.md", "overhead", f"{table}\n\nMeasured: {about['hardware']}, commit {about['commit']}."
     )
 
 

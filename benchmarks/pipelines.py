@@ -382,7 +382,7 @@ def main() -> None:
     }
     publish("pipelines", results, report(cells, rungs))
     if len(cells) == len(MODELS):
-        write_between(ROOT / "README.md", "pipelines", first_table(cells))
+        write_between(ROOT / "docs" / "results.md", "pipelines", first_table(cells))
 
 
 if __name__ == "__main__":

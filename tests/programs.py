@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ from functools import cache
 from importlib import import_module
 from itertools import islice
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,7 +25,7 @@ from spindle.graph import MetaGraph, metagraph_of
 from spindle.plan import Plan, check, parse_plan
 from spindle.planners import PlanOptions, make_plan
 from spindle.profile import Profile, roofline_profile
-from spindle.program import lower, verify
+from spindle.program import Program, lower, verify
 from spindle.run import Executor, OpCode, World
 from spindle.run.pytrees import signature_of
 from spindle.train import Bound, bind, code_of, probe, trace_all, trace_broadcast
@@ -30,6 +33,8 @@ from spindle.train.record import handles_of, record_all, root_handles
 from spindle.train.task import Mean, TaskResult
 from workloads import handles_in, unique_parameters, workload_named
 from zoo import Workload
+
+_launch_order: Any = import_module("spindle.program.launch_order")  # the package's own name is the function
 
 STEPS_WITH_REPLAY = 6  # one that checks losses, two launched one by one, one captured, two replayed
 
@@ -187,15 +192,55 @@ def steps_alike(workload: Workload, count: int) -> list[int]:
     return list(islice(alike, count))
 
 
+@contextmanager
+def interleaved(program: Program, seed: int) -> Iterator[None]:
+    """Inside, an executor of this program runs its compute lanes in a random order that respects them and what data
+    needs. All ranks follow one order of all instructions, because a host that waits for a message launches no other
+    lane meanwhile."""
+    choose, count = random.Random(seed), len(program.instructions)
+    followers: dict[int, list[int]] = defaultdict(list)
+    num_needs = [0] * count
+    for before, after in _launch_order._edges(program).tolist():
+        followers[before].append(after)
+        num_needs[after] += 1
+    ready = [number for number in range(count) if num_needs[number] == 0]
+    place: dict[int, int] = {}
+    while ready:
+        number = ready.pop(choose.randrange(len(ready)))
+        place[number] = len(place)
+        for follower in followers[number]:
+            num_needs[follower] -= 1
+            if num_needs[follower] == 0:
+                ready.append(follower)
+    in_order = Program.compute_of_rank
+
+    def shuffled(of: Program, rank: int) -> list[int]:
+        return sorted(in_order(of, rank), key=place.__getitem__)
+
+    with mock.patch.object(Program, "compute_of_rank", shuffled):
+        yield
+
+
 def executor_of(
-    traced: Any, planner: str, rank: int, num_ranks: int, device: str, chunk_bytes: float = 64e6
+    traced: Any,
+    planner: str,
+    rank: int,
+    num_ranks: int,
+    device: str,
+    chunk_bytes: float = 64e6,
+    order: int | None = None,
 ) -> Executor:
-    """One rank's executor of a plan."""
+    """One rank's executor of a plan; with `order`, in a random interleaving of its lanes."""
     plan, profile = plan_named(traced, planner, num_ranks)
     check(plan, profile)
     with chunks_of(chunk_bytes):
         program = lower(plan, profile)
     verify(program, profile)
+    with nullcontext() if order is None else interleaved(program, order):
+        return _executor(traced, program, rank, num_ranks, device)
+
+
+def _executor(traced: Any, program: Program, rank: int, num_ranks: int, device: str) -> Executor:
     names = [parameter.name for parameter in traced.graph.parameters]
     reached = traced.bound.facts.reached
     assert reached is not None
@@ -223,8 +268,10 @@ def compare_steps(
     *,
     captures: bool = False,
     device: str | None = None,
+    order: int | None = None,
 ) -> Run:
-    """Runs steps of a plan. Parameters that this rank does not hold are NaN, so that they cannot help.
+    """Runs steps of a plan. Parameters that this rank does not hold are NaN, so that they cannot help. With `order`,
+    lanes run in a random interleaving.
 
     With `captures`, steps have batches of the same shapes and run as on a GPU: launched one by one, then captured, then
     replayed. On a GPU all do, unless graphs are off.
@@ -234,7 +281,7 @@ def compare_steps(
         captures = graphs_enabled()
         steps = max(steps, STEPS_WITH_REPLAY) if captures else steps
     traced = traced_on_rank_0(rank, num_ranks, name, device)
-    executor = executor_of(traced, planner, rank, num_ranks, device, chunk_bytes)
+    executor = executor_of(traced, planner, rank, num_ranks, device, chunk_bytes, order)
     names = [parameter.name for parameter in traced.graph.parameters]
     executor.graph_cache.is_enabled = captures
     held = {names[number] for number in executor.held}

@@ -88,31 +88,56 @@ def plan_text_named(profile: Profile, name: str, degrees: Mapping[str, int] | No
 
 def contended(profile: Profile, by_module: Mapping[str, tuple[float, float]] | None = None) -> Profile:
     """The profile with pressure and fill of each module, or of an op without one; without them, lanes hardly disturb
-    each other."""
+    each other. Weight gradients take half of backward."""
     curves = []
     for op, choices in zip(profile.graph.metaops, profile.curves, strict=True):
         shares = (by_module or {}).get(op.module or op.name, (0.0, 0.01))
         contention = Contention(forward=shares, backward=shares)
-        curves.append(tuple(replace(curve, contention=(contention,) * len(curve.num_devices)) for curve in choices))
+        curves.append(
+            tuple(
+                replace(
+                    curve,
+                    contention=(contention,) * len(curve.num_devices),
+                    weight_s=tuple(time_s / 2 for time_s in curve.backward_s),
+                )
+                for curve in choices
+            )
+        )
     return replace(profile, curves=tuple(curves))
 
 
 def random_lane_plan(profile: Profile, name: str) -> Plan:
     """The random plan `plan SEED lanes`, each slot as early as its lanes and data allow; modules that share weights
-    share a lane."""
-    seed = int(name.split()[1])
-    choose = random.Random(seed)
-    plan = parse_plan(random_plan_text(profile, seed, has_rounds=False), profile)
-    lane_of: dict[object, int] = {}
-    lanes = []
+    share a lane. In `plan SEED weight lanes`, weight gradients of some modules run on another lane."""
+    _, seed, *options = name.split()
+    choose = random.Random(int(seed))
+    plan = parse_plan(random_plan_text(profile, int(seed), has_rounds=False), profile)
     module_of = {op.name: op.module for op in profile.graph.metaops}
-    for slot in plan.slots:
-        family = profile.family_of(module_of[slot.op]) if module_of[slot.op] else slot.op
-        lanes.append(lane_of.setdefault(family, choose.randrange(MAX_RANDOM_LANES)))
-    number_of = {lane: number for number, lane in enumerate(sorted(set(lanes)))}
+
+    def family_of(op: str) -> object:
+        module = module_of[op]
+        return profile.family_of(module) if module else op
+
+    families = list(dict.fromkeys(family_of(slot.op) for slot in plan.slots))
+    whole = {family_of(op) for op in plan.recompute}  # whose backward is not split
+    lane_of = {family: choose.randrange(MAX_RANDOM_LANES) for family in families}
+    weight_lane_of = {
+        family: choose.randrange(MAX_RANDOM_LANES)
+        for family in families
+        if "weight" in options and family not in whole and choose.random() < 0.7
+    }
+    used = sorted({*lane_of.values(), *weight_lane_of.values()})
     position = {op.name: number for number, op in enumerate(profile.graph.metaops)}
-    pieces = [
-        Piece(op=position[slot.op], num_layers=slot.num_layers, devices=slot.devices, lane=number_of[lane])
-        for slot, lane in zip(plan.slots, lanes, strict=True)
-    ]
+    pieces = []
+    for slot in plan.slots:
+        weight_lane = weight_lane_of.get(family_of(slot.op))
+        pieces.append(
+            Piece(
+                op=position[slot.op],
+                num_layers=slot.num_layers,
+                devices=slot.devices,
+                lane=used.index(lane_of[family_of(slot.op)]),
+                weight_lane=None if weight_lane is None else used.index(weight_lane),
+            )
+        )
     return assemble(profile, setting_of(plan, profile), "random", pieces)

@@ -2,8 +2,8 @@
 
     clip-T-B    the first T = 4, 7, 10 pairs of the recipe, each with B = 16, 32, 64 samples; contrastive
     ofasys-T    the first T = 4, 7 tasks of the recipe, 16 samples each; mean over words
-    qwen-val    VL, AL and VAL, 8 samples each; mean over words. 576 patches become 144 positions of the language model,
-                500 frames 125, words fill up its 512; the last 240 of these have targets
+    qwen-val-B  VL, AL and VAL, B samples each (8 without it); mean over words. 576 patches become 144 positions of the
+                language model, 500 frames 125, words fill up its 512; the last 240 of these have targets
 
 Batch sizes of the last two are ours: with them, all activations of a step (2.7 and 4.0 GB a sample) fit beside a whole
 replica of weights, gradients and Adam's moments (5.4 and 8.6 GB) in an eighth of the card, 16 GiB, at once.
@@ -88,7 +88,8 @@ def build(name: str, device: torch.device, small: bool = False) -> Workload:
         case "ofasys":
             return ofasys_workload(name, int(numbers[0]), device, small)
         case "qwen":
-            return qwen_val_workload(name, device, small)
+            batch_size = int(numbers[1]) if len(numbers) > 1 else QWEN_BATCH_SIZE
+            return qwen_val_workload(name, device, small, batch_size)
         case _:
             raise ValueError(f"no workload is called {name!r}; there are {', '.join(NAMES)}")
 
@@ -159,7 +160,9 @@ def _sequence_task(name: str, inputs: list[str], target: str) -> Task:
     return Task(name=name, batch_size=OFASYS_BATCH_SIZE, towers=used, loss=loss)
 
 
-def qwen_val_workload(name: str, device: torch.device, small: bool = False) -> Workload:
+def qwen_val_workload(
+    name: str, device: torch.device, small: bool = False, batch_size: int = QWEN_BATCH_SIZE
+) -> Workload:
     towers = _made(lambda: models.qwen_val_towers(small), device)
     draw = _drawing(device, towers["words"].table.num_embeddings)
     length = {modality: _length(tokens, small) for modality, tokens in QWEN_TOKENS.items()}
@@ -167,24 +170,24 @@ def qwen_val_workload(name: str, device: torch.device, small: bool = False) -> W
     def batch(inputs: tuple[str, ...], number: int) -> Batch:
         seen = sum(length[modality] // models.POOLED for modality in inputs)
         return {
-            **{modality: draw(modality, number, QWEN_BATCH_SIZE, length[modality]) for modality in inputs},
-            "words": draw("words", number, QWEN_BATCH_SIZE, length["language"] - seen),
-            "target": draw("target", number, QWEN_BATCH_SIZE, length["target"]),
+            **{modality: draw(modality, number, batch_size, length[modality]) for modality in inputs},
+            "words": draw("words", number, batch_size, length["language"] - seen),
+            "target": draw("target", number, batch_size, length["target"]),
         }
 
     batches = {task: [batch(inputs, number) for number in range(NUM_BATCHES)] for task, inputs in QWEN_TASKS.items()}
-    tasks = tuple(_language_task(task, inputs) for task, inputs in QWEN_TASKS.items())
+    tasks = tuple(_language_task(task, inputs, batch_size) for task, inputs in QWEN_TASKS.items())
     return Workload(name=name, towers=towers, tasks=tasks, batches=batches)
 
 
-def _language_task(name: str, inputs: tuple[str, ...]) -> Task:
+def _language_task(name: str, inputs: tuple[str, ...], batch_size: int) -> Task:
     """Encoders and words, one behind the other, into the language model."""
 
     def loss(towers: Towers, batch: Batch) -> Any:
         x_BLD = torch.cat([towers[modality](batch[modality]) for modality in (*inputs, "words")], dim=1)
         return token_mean(towers["language"](x_BLD, batch["target"]), batch["target"])
 
-    return Task(name=name, batch_size=QWEN_BATCH_SIZE, towers=(*inputs, "words", "language"), loss=loss)
+    return Task(name=name, batch_size=batch_size, towers=(*inputs, "words", "language"), loss=loss)
 
 
 def token_mean(losses_BN: Tensor, target_BN: Tensor) -> Any:

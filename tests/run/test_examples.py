@@ -1,4 +1,4 @@
-"""The examples on Hugging Face models have the losses of their plain-PyTorch twins, which fall."""
+"""The examples have the losses of their plain-PyTorch twins, which fall."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_example_differs_from_its_twin_by_less_than_thirty_lines(name):
     assert 0 < len(changed) < 30
 
 
-def test_the_documentation_shows_the_differences_as_they_are():
+def test_the_documentation_shows_the_examples_as_they_are():
     for page in SHOWN["PAGES"]:
         text = page.read_text(encoding="utf-8")
-        assert SHOWN["with_differences"](text) == text, "run python docs/examples.py"
+        assert SHOWN["with_examples"](text) == text, "run python docs/examples.py"

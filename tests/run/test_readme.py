@@ -1,4 +1,4 @@
-"""The code and commands that README.md and docs/*.md show run as shown: programs on one process and on two, commands as
+"""The code and commands that README.md and docs show run as shown: programs on one process and on two, commands as
 they are typed. What is not run here is listed in `NOT_RUN`, with the reason."""
 
 from __future__ import annotations
@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,36 +16,42 @@ import pytest
 from spindle.cli.main import run
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
+PATHS = [ROOT / "README.md", *sorted(path for path in ROOT.glob("docs/**/*.md") if path.name != "commands.md")]
+PAGES = {str(path.relative_to(ROOT)).removeprefix("docs/"): path.read_text(encoding="utf-8") for path in PATHS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A Python block of a page, what it prints, and the block that it continues, if any."""
+    """A Python block of a page, what it prints, and the page whose first block it continues, if any."""
 
     page: str
     block: int
     prints: str
-    continues: int | None = None
+    continues: str | None = None
 
     @property
     def path(self) -> str:
-        return f"{self.page}-{self.block}.py"
+        return f"{self.page.replace('/', '-')}-{self.block}.py"
 
     @property
     def code(self) -> str:
         return blocks(self.page, "python")[self.block]
 
 
-TRAIN = Program(page="README.md", block=0, prints=r"Losses over 20 steps(.|\n)*image_text(.|\n)*predicted")
+TRAIN = Program(page="tutorial.md", block=0, prints=r"Losses over 20 steps(.|\n)*image_text(.|\n)*predicted")
 PROGRAMS = (
     TRAIN,
-    # Before block 1, which freezes a module.
-    Program(page="README.md", block=2, continues=0, prints=r"Losses over 4 steps(.|\n)*by planner pipeline"),
-    Program(page="README.md", block=1, continues=0, prints=r"\{'image_text': \d"),
+    # Before the block of training.md, which freezes a module.
+    Program(
+        page="pipelines.md", block=0, continues=TRAIN.page, prints=r"Losses over 4 steps(.|\n)*by planner pipeline"
+    ),
+    Program(page="training.md", block=0, continues=TRAIN.page, prints=r"\{'image_text': \d"),
     Program(page="interface.md", block=0, prints=r"Losses over \d+ steps(.|\n)*metrics +classify/accuracy"),
-    Program(page="README.md", block=3, prints=r"\d+ ms, bound \d+ ms\n"),
+    Program(page="planning.md", block=0, prints=r"\d+ ms, bound \d+ ms\n"),
     Program(page="from_transformers.md", block=0, prints=r"Losses over 10 steps(.|\n)*predict"),
+    Program(page="how_to/own_model.md", block=0, prints=r"Losses over 20 steps(.|\n)*classify"),
+    Program(page="how_to/mixed_batches.md", block=0, prints=r"Losses over 24 steps(.|\n)*answer"),
+    Program(page="how_to/own_planner.md", block=0, prints=r"(sequential|task-level): \d+ ms, bound \d+ ms\n"),
 )
 
 NEEDS_GPU = "needs a GPU"
@@ -119,10 +127,10 @@ def test_the_python_programs_run_as_shown(num_ranks, tmp_path):
     pytest.importorskip("torch")
     from preloaded import run_spindle
 
-    path_of = {(program.page, program.block): program.path for program in PROGRAMS}
+    path_of = {program.page: program.path for program in PROGRAMS if not program.block}
     for program in PROGRAMS:
         (tmp_path / program.path).write_text(program.code)
-    steps = [(program.path, path_of.get((program.page, program.continues))) for program in PROGRAMS]
+    steps = [(program.path, path_of.get(program.continues)) for program in PROGRAMS]
     (tmp_path / "programs.json").write_text(json.dumps(steps))
     (tmp_path / "run_all.py").write_text(RUN_ALL)
     # Several torch threads on busy cores spend their time waiting for each other.
@@ -152,7 +160,7 @@ def test_the_commands_run_as_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     Path("train.py").write_text(TRAIN.code)
-    Path("graph.json").write_text(blocks("README.md", "json")[0])
+    Path("graph.json").write_text(blocks("planning.md", "json")[0])
     Path("lengths.jsonl").write_text(f"{json.dumps({'text_tokens': 120, 'clips': [{'seconds': 4.6}]})}\n" * 320)
     to_run = [command for command in commands() if command not in NOT_RUN]
     by_input = sorted(to_run, key=lambda command: ("graph.json" in command, command not in WRITERS))
@@ -172,6 +180,27 @@ def test_ci_calls_the_two_commands_of_the_readme():
     first, second = (block.strip() for block in blocks("README.md", "sh")[:2])
     for command in (*first.split(" && "), *second.split(" && ")):
         assert command.removeprefix("pip install ") in ci
+
+
+def test_the_readme_is_short():
+    assert len(PAGES["README.md"].splitlines()) <= 120
+
+
+def test_links_between_pages_lead_to_files_that_exist():
+    for path in PATHS:
+        for target in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", path.read_text(encoding="utf-8")):
+            assert (path.parent / target).exists(), (path, target)
+
+
+def test_the_documentation_builds_without_a_warning(tmp_path):
+    pytest.importorskip("sphinx", reason="the extra dev brings Sphinx")
+    pytest.importorskip("torch")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(ROOT / "docs"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "commands.html").read_text(encoding="utf-8")
+    assert "spindle doctor" in page
+    assert "spindle.Trainer" in (tmp_path / "python.html").read_text(encoding="utf-8")
 
 
 def test_the_layout_names_every_file_and_none_that_does_not_exist():

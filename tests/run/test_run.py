@@ -21,7 +21,7 @@ from comparison import assert_close  # noqa: E402
 from programs import Run, compare_steps, executor_of, steps_alike, traced_on_rank_0  # noqa: E402
 from spindle.run import MicroStep  # noqa: E402
 from spindle.run.pytrees import signature_of  # noqa: E402
-from sweeps import alternating, chosen, spread  # noqa: E402
+from sweeps import RUNS_ALL, alternating, chosen, spread  # noqa: E402
 from trainings import Fit, adamw, assert_trained, sgd, train, training_of  # noqa: E402
 from workloads import WORKLOADS  # noqa: E402
 
@@ -66,6 +66,19 @@ def test_lanes_give_the_numbers_of_one_process(pool, seed):
     num_ranks = 1 if on_gpu() else 1 + seed % 3
     plan = f"plan {seed} lanes"
     assert_same(pool.run(num_ranks, compare_steps, f"random {seed % NUM_RANDOM_WORKLOADS}", plan, STEPS))
+
+
+NUM_ORDERS = 20 if RUNS_ALL else 2
+
+
+# And any other order in which a GPU might run them: each plan in random interleavings of its lanes.
+@pytest.mark.skipif(on_gpu(), reason="a GPU chooses the order by itself")
+@pytest.mark.parametrize("seed", chosen([3, 7, 10], *[0, 1, 2, 4, 5, 6, 8, 9, *range(11, 20)]))
+def test_weight_lanes_give_the_numbers_of_one_process_in_any_order(pool, seed):
+    workload, plan = f"random {seed % NUM_RANDOM_WORKLOADS}", f"plan {seed} weight lanes"
+    for order in range(NUM_ORDERS):
+        chunk_bytes = SMALL_CHUNKS if order % 2 else 64e6
+        assert_same(pool.run(1 + seed % 3, compare_steps, workload, plan, 1, chunk_bytes, order=seed * 20 + order))
 
 
 @pytest.mark.parametrize(

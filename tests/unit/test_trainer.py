@@ -247,6 +247,35 @@ def test_a_plan_for_more_devices_than_ranks_is_refused():
         other.fit({"pull": rows(4)}, steps=1, progress=False)
 
 
+def test_a_plan_with_lanes_runs_on_a_cpu_with_one_notice(capsys):
+    torch.manual_seed(0)
+    towers = {name: spindle.module(name, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))) for name in ("left", "right")}
+
+    @spindle.task(batch_size=4)
+    def left(batch):
+        return (towers["left"](batch["x"]) ** 2).mean()
+
+    @spindle.task(batch_size=4)
+    def right(batch):
+        return (towers["right"](batch["x"]) ** 2).mean()
+
+    before = {name: [parameter.clone() for parameter in tower.module.parameters()] for name, tower in towers.items()}
+    trained = []
+    for lane in (0, 1):
+        for name, tower in towers.items():
+            for parameter, value in zip(tower.module.parameters(), before[name], strict=True):
+                parameter.data.copy_(value)
+        plan = f"left/left#0[0:2]*2@0 right/right#0[0:2]*2@0|{lane}\nleft/loss[0:1]*1@0\nright/loss[0:1]*1@0|{lane}"
+        plan = plan if lane else plan.replace(" ", "\n")
+        trainer = spindle.Trainer([left, right], optimizer=sgd, planning=spindle.Planning(plan=plan))
+        trainer.fit({name: rows(4, 4) for name in towers}, steps=2)
+        trained.append([parameter.clone() for tower in towers.values() for parameter in tower.module.parameters()])
+        notices = capsys.readouterr().err
+        text = "this plan has 2 lanes; on CPUs they run one after another, in the order of the plan"
+        assert " ".join(notices.split()).count(text) == lane
+    assert all(torch.equal(*pair) for pair in zip(*trained, strict=True))
+
+
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,17 +31,22 @@ if TYPE_CHECKING:
     from spindle.recipes import Step
 
 
+MOST_LANES = 4  # as the Trainer has them
+
+
 def pipelines_estimate_s(num_ops: int, num_ranks: int) -> float:
     """How long all planners of pipelines take: vlm-s 38 s, vlm-l 73 s, t2v-s 59 s on an AMD EPYC core."""
     return 5 + 0.12 * num_ops * math.sqrt(num_ranks)
 
 
 def _plans(step: Step, options: PlanOptions) -> tuple[dict[str, tuple[Plan, Profile]], dict[str, str]]:
-    """The plans of all compared planners, with the profiles that they are of; and why others made none."""
+    """The plans of all compared planners, with the profiles that they are of; and why others made none. Where layers
+    were measured beside each other, also with lanes, if these are simulated to be faster."""
     from spindle.cli.inputs import planner_input, with_sizes
     from spindle.cli.terminal import note_compilation, note_duration, progress_bar
     from spindle.errors import DoesNotFitError
     from spindle.planners import PLANNERS, make_plan, planners_of
+    from spindle.planners.lanes import with_lanes
 
     graph = step.whole.graph
     planners = [planner for planner in planners_of(step.is_pipeline) if PLANNERS[planner].is_compared]
@@ -60,6 +66,10 @@ def _plans(step: Step, options: PlanOptions) -> tuple[dict[str, tuple[Plan, Prof
                 profile, planner_options = planner_input(step, PLANNERS[planner], options)
                 made = make_plan(profile, planner, planner_options, report_share)
                 plans[planner] = with_sizes(made, step, profile), profile
+                on_lanes = with_lanes(made, profile, MOST_LANES, seed=options.seed)
+                if on_lanes.num_lanes > 1:
+                    name = f"{planner}, {on_lanes.num_lanes} lanes"
+                    plans[name] = replace(on_lanes, planner=name), profile
             except DoesNotFitError as error:
                 refusals[planner] = str(error)
             report(number + 1)

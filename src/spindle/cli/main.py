@@ -27,8 +27,10 @@ from spindle import __version__
 from spindle.cli.bound import bound
 from spindle.cli.checkpoints import checkpoints
 from spindle.cli.compare import compare
+from spindle.cli.doctor import doctor
 from spindle.cli.explain import explain
 from spindle.cli.export import export
+from spindle.cli.init import init
 from spindle.cli.launch import JobEnded, launch
 from spindle.cli.plan import plan
 from spindle.cli.profile import profile
@@ -49,7 +51,7 @@ _OUR_WORDS = (
     (r"Input should be less than or equal to (\S+)", r"expected at most \1"),
 )
 INTERRUPTED = 130
-VERBS = (plan, simulate, compare, bound, explain, recipes, launch, profile, checkpoints, export)
+VERBS = (plan, simulate, compare, bound, explain, recipes, launch, profile, checkpoints, export, doctor, init)
 _RUN_A_SCRIPT = (launch, profile)
 
 
@@ -58,26 +60,28 @@ def _paragraphs(text: str) -> str:
     return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))
 
 
-def _without_metavar(option: Any) -> Any:
-    """The option --help, which newer versions of typer print as a <bool> to be given."""
-    if option is not None:
-        option.metavar = ""
-    return option
+def _without_values(parameters: list[Any]) -> list[Any]:
+    """Parameters of which flags show no value: newer versions of typer print --help and --show-completion as a <bool>
+    to be given."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False) or parameter.name in ("install_completion", "show_completion"):
+            parameter.metavar = ""
+    return parameters
 
 
 class _Command(typer.core.TyperCommand):
-    def get_help_option(self, ctx: Any) -> Any:
-        return _without_metavar(super().get_help_option(ctx))
+    def get_params(self, ctx: Any) -> Any:
+        return _without_values(super().get_params(ctx))
 
 
 class _Group(typer.core.TyperGroup):
-    def get_help_option(self, ctx: Any) -> Any:
-        return _without_metavar(super().get_help_option(ctx))
+    def get_params(self, ctx: Any) -> Any:
+        return _without_values(super().get_params(ctx))
 
 
 def make_app() -> typer.Typer:
     """Build the typer app; errors come out of it as exceptions."""
-    app = typer.Typer(cls=_Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(cls=_Group, no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False)
     app.callback()(_root)
     for verb in VERBS:
         # What stands after a script is the script's own, even if it looks like an option.
@@ -136,8 +140,8 @@ def run(arguments: Sequence[str]) -> int:
             raise
         _say(f"error: {unwritable_output(error)}")  # from help, which rich prints
         return 2
-    except SystemExit:
-        return CLOSED_PIPE  # the one reason for which rich, typer and we leave at once
+    except SystemExit as exit_:
+        return CLOSED_PIPE if exit_.code else 0  # rich, typer and we leave a closed pipe so; completion ends with 0
 
 
 def _say(text: str) -> None:

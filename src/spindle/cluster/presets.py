@@ -5,7 +5,8 @@ data sheets; uplinks are what such hosts usually have. The Spindle paper says th
 InfiniBand"; its share of synchronisation (at most 15 % of 1231 ms for 9.25 B parameters on eight hosts, not overlapped)
 needs at least 175 GB/s out of each host, so we assume four such adapters. H800 hosts are those of the DIP paper: eight
 adapters of 200 Gb/s, 256 GB of host memory for eight devices. Host links are PCIe 5 (about 50 GB/s per direction),
-where given. A TOML file describes any other cluster:
+where given. A host of RTX cards has four, joined by PCIe; a GB200 island is the 72 GPUs of one NVLink domain. We have
+measured none but the H200. A TOML file describes any other cluster:
 
     name = "two hosts"
     [kinds.big]
@@ -79,7 +80,13 @@ PRESETS: dict[str, Island] = {
     "h800": _island("H800-SXM", 989e12, 80, 3.35, 200, 200, host_gb_s=50, host_gb=32),
     "h200": _island("H200-SXM", 989e12, 141, 4.8, 450, 400, host_gb_s=50, host_gb=128),
     "h20": _island("H20-96GB", 148e12, 96, 4.0, 450, 200, host_gb_s=50, host_gb=128),
+    "b200": _island("B200", 2250e12, 180, 7.7, 900, 400, host_gb_s=50, host_gb=256),
+    "gb200": _island("GB200", 2500e12, 186, 8.0, 900, 400, devices=72, host_gb_s=225, host_gb=240),
+    "mi300x": _island("MI300X", 1307e12, 192, 5.3, 448, 400, host_gb_s=50, host_gb=128),
     "l40s": _island("L40S", 362e12, 48, 0.864, 25, 25),
+    "rtx4090": _island("RTX 4090", 165e12, 24, 1.008, 25, 12, devices=4),
+    "rtx5090": _island("RTX 5090", 209e12, 32, 1.792, 50, 12, devices=4),
+    "rtx6000ada": _island("RTX 6000 Ada", 364e12, 48, 0.96, 25, 25, devices=4),
     "cpu": _island("CPU process", 50e9, 4, 0.01, 2, 1),
 }
 

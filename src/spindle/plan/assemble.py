@@ -25,6 +25,7 @@ class Piece:
     not_before_s: float = 0.0
     wave: int | None = None
     lane: int = 0
+    weight_lane: int | None = None
     recomputed: int = 0
     offloaded: int = 0
     sequence_degree: int = 1
@@ -55,6 +56,7 @@ def assemble(profile: Profile, setting: Setting, planner: str, pieces: Iterable[
             before >= 0
             and slots[before].devices == piece.devices
             and slots[before].lane == piece.lane
+            and slots[before].weight_lane == piece.weight_lane
             and slots[before].round == piece.round
             and slots[before].sequence_degree == piece.sequence_degree
             and piece.not_before_s <= op_end[piece.op]
@@ -120,6 +122,7 @@ def _slot(piece: Piece, graph: MetaGraph, first: int, not_before_s: float = 0.0)
         wave=-1 if piece.wave is None else piece.wave,
         microbatch=op.microbatch,
         lane=piece.lane,
+        weight_lane=piece.weight_lane,
         round=piece.round,
         recomputed=piece.recomputed,
         offloaded=piece.offloaded,
@@ -196,6 +199,7 @@ def relaxed(plan: Plan, profile: Profile, setting: Setting) -> Plan:
             devices=slot.devices,
             round=slot.round,
             lane=slot.lane,
+            weight_lane=slot.weight_lane,
             sequence_degree=slot.sequence_degree,
         )
         for slot in plan.slots

@@ -11,7 +11,7 @@ from spindle.errors import PlanError
 from spindle.plan.plan import FORWARD, WEIGHT, DeviceLane, Plan, Slot, setting_of
 from spindle.plan.text import marked
 from spindle.plan.times import offloaded_bytes, pass_needs, refuse_other_slots, slot_links
-from spindle.profile import Profile, bytes_text
+from spindle.profile import Curve, Profile, bytes_text
 
 MAX_LANES = 8  # compute streams of a device
 _TOLERANCE = 1e-9  # other versions may add the same times in another order
@@ -194,13 +194,14 @@ def _rounds(plan: Plan, profile: Profile) -> None:
 
 
 def _lanes(plan: Plan, profile: Profile) -> None:
-    """Lanes are numbered without gaps, slots that train the same parameters on a device share a lane, and
+    """Lanes are numbered without gaps, slots that train the same parameters on a device share their lanes, and
     lanes that run at the same time need a profile that says how much they slow each other down."""
-    if all(slot.lane == 0 for slot in plan.slots):
+    if all(slot.lane == 0 and slot.weight_lane is None for slot in plan.slots):
         return
-    if plan.num_lanes > MAX_LANES:
-        slot = max(plan.slots, key=lambda slot: slot.lane)
-        raise _refuse(plan, slot, f"{slot.op} is on lane {slot.lane}; a device has lanes 0 to {MAX_LANES - 1}")
+    for slot in plan.slots:
+        for lane, what in ((slot.lane, "is on"), (slot.lane_of_weights, "has its weight gradients on")):
+            if not 0 <= lane < MAX_LANES:
+                raise _refuse(plan, slot, f"{slot.op} {what} lane {lane}; a device has lanes 0 to {MAX_LANES - 1}")
     if plan.passes:
         raise PlanError("this plan lists its passes and has several lanes; pipelines have one lane on each device")
     graph = profile.graph
@@ -208,9 +209,10 @@ def _lanes(plan: Plan, profile: Profile) -> None:
     first_with: dict[tuple[int, int], Slot] = {}  # by device and parameter
     for slot in plan.slots:
         op = position[slot.op]
-        if slot.lane < 0:
-            raise _refuse(plan, slot, f"{slot.op} is on lane {slot.lane}; lanes are numbered from 0")
-        if not profile.curve(op, setting_of(plan, profile)).contention:
+        curve = profile.curve(op, setting_of(plan, profile))
+        if slot.has_weight_lane:
+            _weight_lane(plan, slot, curve)
+        if not curve.contention:
             raise _refuse(
                 plan,
                 slot,
@@ -226,16 +228,38 @@ def _lanes(plan: Plan, profile: Profile) -> None:
         for device in slot.devices:
             for parameter in trained:
                 sibling = first_with.setdefault((device, parameter), slot)
+                name = graph.parameters[parameter].name
                 if sibling.lane != slot.lane:
                     raise _refuse(
                         plan,
                         slot,
                         f"{slot.op} is on lane {slot.lane} and {sibling.op} on lane {sibling.lane} of device {device}; "
-                        f"both train {graph.parameters[parameter].name}, so they need one lane",
+                        f"both train {name}, so they need one lane",
                     )
-    lanes = {slot.lane for slot in plan.slots}
+                if sibling.lane_of_weights != slot.lane_of_weights:
+                    raise _refuse(
+                        plan,
+                        slot,
+                        f"{slot.op} has its weight gradients on lane {slot.lane_of_weights} and {sibling.op} on lane "
+                        f"{sibling.lane_of_weights} of device {device}; both train {name}, so they need one lane",
+                    )
+    lanes = {lane for slot in plan.slots for lane in (slot.lane, slot.lane_of_weights)}
     if lanes != set(range(len(lanes))):
         raise PlanError(f"this plan has lanes {sorted(lanes)}, expected numbers from 0 without gaps")
+
+
+def _weight_lane(plan: Plan, slot: Slot, curve: Curve) -> None:
+    """Weight gradients on a lane of their own need a known time, and backward passes that can be split in two."""
+    if not curve.weight_s:
+        raise _refuse(
+            plan,
+            slot,
+            f"{slot.op} has its weight gradients on lane {slot.weight_lane}, and the profile does not say how long "
+            "they take; leave the lane out, or give weight_s in the profile",
+        )
+    if curve.tensor_degree > 1 or slot.op in plan.recompute:
+        what = "is recomputed" if slot.op in plan.recompute else f"has tensor degree {curve.tensor_degree}"
+        raise _refuse(plan, slot, f"{slot.op} {what}, so its weight gradients stay on its lane, {slot.lane}")
 
 
 def _order(plan: Plan, profile: Profile) -> None:

@@ -21,7 +21,8 @@ class Slot:
     """Layers `[first, last)` of one op on these devices, forward and backward.
 
     The i-th device, or the i-th group of as many as the module's tensor degree, works on the i-th share of the batch.
-    `microbatch` is that of the op; slots on different lanes (compute streams) of a device run at the same time. The
+    `microbatch` is that of the op; slots on different lanes (compute streams) of a device run at the same time. With a
+    `weight_lane`, weight gradients run on that lane, chunk by chunk behind the input gradients. The
     first `recomputed` layers run again in backward instead of keeping activations; those of the next `offloaded` wait
     on the host. With a `sequence_degree` s, every s neighbouring groups share their rows by tokens: each has a slice of
     the tokens of every row, and all weights; unlike a tensor degree it may differ from slot to slot. `not_before_s` is
@@ -36,6 +37,7 @@ class Slot:
     wave: int
     microbatch: int = 0
     lane: int = 0
+    weight_lane: int | None = None
     round: int = 0
     recomputed: int = 0
     offloaded: int = 0
@@ -45,6 +47,15 @@ class Slot:
     @property
     def num_layers(self) -> int:
         return self.last - self.first
+
+    @property
+    def has_weight_lane(self) -> bool:
+        """Whether its weight gradients run on another lane than the rest of it."""
+        return self.weight_lane is not None and self.weight_lane != self.lane
+
+    @property
+    def lane_of_weights(self) -> int:
+        return self.lane if self.weight_lane is None else self.weight_lane
 
     @property
     def lanes(self) -> tuple[DeviceLane, ...]:
@@ -105,7 +116,7 @@ class Plan:
     @property
     def num_lanes(self) -> int:
         """Compute lanes of the device that has most."""
-        return 1 + max(slot.lane for slot in self.slots)
+        return 1 + max(max(slot.lane, slot.lane_of_weights) for slot in self.slots)
 
     @property
     def order(self) -> tuple[Pass, ...]:
@@ -116,7 +127,9 @@ class Plan:
         for round_number in sorted({slot.round for slot in self.slots}):
             slots = [number for number, slot in enumerate(self.slots) if slot.round == round_number]
             order += [Pass(slot=number, kind=FORWARD) for number in slots]
-            order += [Pass(slot=number, kind=BACKWARD) for number in reversed(slots)]
+            for number in reversed(slots):
+                kinds = (INPUT, WEIGHT) if self.slots[number].has_weight_lane else (BACKWARD,)
+                order += [Pass(slot=number, kind=kind) for kind in kinds]
         return tuple(order)
 
     def __repr__(self) -> str:

@@ -2,9 +2,10 @@
 
 Modules that are too small to fill a device share it (Mosaic, §1; the algorithm here is our own). Slots of one
 module stay together, as a *group*, because the order in which they add to a gradient is fixed by their lane.
-So what is searched is a lane for each group, and which groups come first. The longest group begins on a lane of its
-own, the others on the lane with least work; annealing goes on from there, by simulation, in which slots that run
-together slow each other down by their measured pressure and fill. The plan that came in is never made slower.
+So what is searched is a lane for each group, another one for its weight gradients where the profile has their time,
+and which groups come first. The longest group begins on a lane of its own, the others on the lane with least work;
+annealing goes on from there, by simulation, in which slots that run together slow each other down by their measured
+pressure and fill. The plan that came in is never made slower.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ _HOT, _COLD = 0.03, 0.001  # temperatures at the beginning and at the end, as sh
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A lane for each group, and the groups in the order in which they are preferred."""
+    """A lane for each group and for its weight gradients, and the groups in the order in which they are preferred."""
 
     lanes: tuple[int, ...]
+    weight_lanes: tuple[int | None, ...]
     order: tuple[int, ...]
 
 
@@ -48,7 +50,7 @@ def with_lanes(plan: Plan, profile: Profile, most: int, evaluations: int = EVALU
     if most == 1 or not can_share_devices(plan, profile):
         return plan
     search = _Search(plan, profile)
-    if len(search.groups) < 2:
+    if len(search.groups) < 2 and not search.split_groups:
         return plan
     best = search.anneal(most, evaluations, random.Random(seed))
     if best is None or best.makespan_s >= plan.makespan_s:
@@ -60,8 +62,8 @@ def with_lanes(plan: Plan, profile: Profile, most: int, evaluations: int = EVALU
 
 def lanes_bound_s(plan: Plan, profile: Profile, bound_s: float) -> float:
     """What no plan with lanes beats, given the bound of plans without: a pass takes a share of its device as large as
-    its fill, and a path of the graph takes as long as alone. On several devices, every pass is given the smallest
-    fill."""
+    its fill, and a path of the graph takes as long as alone, without weight gradients, which may run beside it. On
+    several devices, every pass is given the smallest fill."""
     graph, setting = profile.graph, setting_of(plan, profile)
     fills = []
     area_s, path_s = 0.0, [0.0] * len(graph.metaops)
@@ -72,7 +74,7 @@ def lanes_bound_s(plan: Plan, profile: Profile, bound_s: float) -> float:
         (_, forward_fill), (_, backward_fill) = curve.contention[0].forward, curve.contention[0].backward
         area_s += count * (min(1.0, forward_fill) * curve.forward_s[0] + min(1.0, backward_fill) * curve.backward_s[0])
         before_s = max((path_s[source] for source in graph.predecessors[op]), default=0.0)
-        path_s[op] = before_s + count * min(curve.folded_s())
+        path_s[op] = before_s + count * min(curve.folded_s() - np.asarray(curve.weight_s or 0.0))
     if profile.cluster.num_devices == 1:
         return min(bound_s, max(area_s, *path_s))
     return min(bound_s, max(min(1.0, *fills) * bound_s, *path_s))
@@ -89,10 +91,19 @@ class _Search:
         self._times_s = [span.end_s - span.start_s for span in spans(plan, profile)]
         self.groups = _groups(plan, profile, self._ops)
         self._group_of = {slot: group for group, slots in enumerate(self.groups) for slot in slots}
+        # Groups whose backward can be split: weight gradients may run on another lane.
+        self.split_groups = [
+            group for group, slots in enumerate(self.groups) if all(self._can_split(slot) for slot in slots)
+        ]
         self._needs: list[list[int]] = [[] for _ in plan.slots]
         for producer, consumer in slot_links(self._ops, profile.graph):
             self._needs[consumer].append(producer)
         self._known: dict[_Candidate, Plan | None] = {}
+
+    def _can_split(self, slot: int) -> bool:
+        op = self._ops[slot]
+        curve = self._profile.curve(op, self._setting)
+        return bool(curve.weight_s) and curve.tensor_degree == 1 and not self._setting.recompute[op]
 
     def anneal(self, most: int, evaluations: int, numbers: random.Random) -> Plan | None:
         """The fastest plan found: from the best start, candidates that differ in the lane or the place of a group."""
@@ -120,20 +131,26 @@ class _Search:
         for group in longest_first:
             lanes[group] = min(range(count), key=lambda lane: (work_s[lane], lane))
             work_s[lanes[group]] += length_s[group]
-        return _Candidate(tuple(lanes), tuple(longest_first))
+        return _Candidate(tuple(lanes), (None,) * len(lanes), tuple(longest_first))
 
     def _moved(self, candidate: _Candidate, most: int, numbers: random.Random) -> _Candidate:
-        """A neighbour: another lane for a group, two groups that swap lanes, or another place in the order."""
-        lanes, order = list(candidate.lanes), list(candidate.order)
+        """A neighbour: another lane for a group or its weight gradients, two groups that swap lanes, or another place
+        in the order."""
+        lanes, weight_lanes, order = list(candidate.lanes), list(candidate.weight_lanes), list(candidate.order)
+        kind = numbers.randrange(4 if self.split_groups else 3) if len(lanes) > 1 else 3
+        if kind == 3:
+            group = numbers.choice(self.split_groups)
+            weight_lane = numbers.randrange(most)
+            weight_lanes[group] = None if weight_lane in (lanes[group], weight_lanes[group]) else weight_lane
+            return _without_gaps(lanes, weight_lanes, order)
         first, second = numbers.sample(range(len(lanes)), 2)
-        kind = numbers.randrange(3)
         if kind == 0:
             lanes[first] = numbers.randrange(most)
         elif kind == 1:
             lanes[first], lanes[second] = lanes[second], lanes[first]
         else:
             order.insert(numbers.randrange(len(order)), order.pop(first))
-        return _Candidate(_without_gaps(lanes), tuple(order))
+        return _without_gaps(lanes, weight_lanes, order)
 
     def planned(self, candidate: _Candidate) -> Plan | None:
         """The simulated plan of a candidate; None where its memory does not fit."""
@@ -149,6 +166,7 @@ class _Search:
                 devices=self._plan.slots[slot].devices,
                 round=self._plan.slots[slot].round,
                 lane=candidate.lanes[self._group_of[slot]],
+                weight_lane=candidate.weight_lanes[self._group_of[slot]],
             )
             for slot in self._listed(candidate)
         ]
@@ -195,10 +213,18 @@ class _Search:
         return math.inf if plan is None else plan.makespan_s
 
 
-def _without_gaps(lanes: Sequence[int]) -> tuple[int, ...]:
-    """The same lanes, numbered from 0."""
-    number_of = {lane: number for number, lane in enumerate(sorted(set(lanes)))}
-    return tuple(number_of[lane] for lane in lanes)
+def _without_gaps(lanes: Sequence[int], weight_lanes: Sequence[int | None], order: Sequence[int]) -> _Candidate:
+    """A candidate with the same lanes, numbered from 0; weight gradients on the lane of their group have none."""
+    apart = [
+        None if lane == weight_lane else weight_lane for lane, weight_lane in zip(lanes, weight_lanes, strict=True)
+    ]
+    used = {*lanes, *(lane for lane in apart if lane is not None)}
+    number_of = {lane: number for number, lane in enumerate(sorted(used))}
+    return _Candidate(
+        lanes=tuple(number_of[lane] for lane in lanes),
+        weight_lanes=tuple(None if lane is None else number_of[lane] for lane in apart),
+        order=tuple(order),
+    )
 
 
 def _groups(plan: Plan, profile: Profile, ops: Sequence[int]) -> list[list[int]]:

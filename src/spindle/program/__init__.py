@@ -14,7 +14,9 @@ from spindle.program.instructions import (
     SyncGradients,
     are_compute,
     code,
+    compute_lane,
     lane_name,
+    lane_of,
 )
 from spindle.program.launch_order import launch_order, launches_collectives
 from spindle.program.lower import lower
@@ -66,6 +68,7 @@ __all__ = [
     "Transfer",
     "are_compute",
     "code",
+    "compute_lane",
     "counts_bytes",
     "cut_by",
     "describe_deadlock",
@@ -74,6 +77,7 @@ __all__ = [
     "instances_of",
     "keep_unused",
     "lane_name",
+    "lane_of",
     "launch_order",
     "launches_collectives",
     "lower",

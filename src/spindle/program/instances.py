@@ -122,8 +122,8 @@ def needed_pairs(program: Program) -> Column:
     """Pairs of instructions (producer, consumer) that depend on each other through data, on every rank that has
     both."""
     forward: dict[int, int] = {}
-    backward: dict[int, list[int]] = {}
-    gradient_ready: dict[int, int] = {}  # by slot: the backward instruction that completes the gradient of its input
+    backward: dict[int, list[int]] = {}  # by slot: what computes input gradients, last layers first
+    weights: dict[int, list[int]] = {}  # and weight gradients: the same instructions unless backward is split
     exchange: dict[tuple[int, bool], int] = {}
     syncs: list[int] = []
     gathers: list[tuple[int, int]] = []  # with the bucket
@@ -133,9 +133,10 @@ def needed_pairs(program: Program) -> Column:
             case Forward(slot=slot):
                 forward[slot] = number
             case Backward(slot=slot):
-                backward.setdefault(slot, []).append(number)
                 if instruction.makes_inputs:
-                    gradient_ready[slot] = number
+                    backward.setdefault(slot, []).append(number)
+                if instruction.makes_weights:
+                    weights.setdefault(slot, []).append(number)
             case Exchange(link=link_number, backward=is_backward):
                 exchange[link_number, is_backward] = number
             case SyncGradients():
@@ -145,17 +146,21 @@ def needed_pairs(program: Program) -> Column:
             case OptimizerStep():
                 optimizer.append(number)
     pairs: list[tuple[int, int]] = []
-    # A slot's forward, then its backward chunks, then the optimizer.
+    # A slot's forward, then its backward chunks, then the optimizer. Weight gradients of a chunk wait for its input
+    # gradients, which the chunk before it goes on from.
     for slot, chunks in backward.items():
         pairs.append((forward[slot], chunks[0]))
         pairs += pairwise(chunks)
-        pairs += [(chunks[-1], step) for step in optimizer]
+        if weights[slot] != chunks:
+            pairs += zip(chunks, weights[slot], strict=True)
+            pairs += pairwise(weights[slot])
+        pairs += [(weights[slot][-1], step) for step in optimizer]
     # Data between slots: through the exchange where rows move, and directly on a rank that keeps them.
     for number, link in enumerate(program.links):
         send_forward, send_backward = exchange[number, False], exchange[number, True]
         producer, consumer = forward[link.producer], forward[link.consumer]
         pairs += [(producer, send_forward), (send_forward, consumer), (producer, consumer)]
-        producer, consumer = gradient_ready[link.consumer], backward[link.producer][0]
+        producer, consumer = backward[link.consumer][-1], backward[link.producer][0]
         pairs += [(producer, send_backward), (send_backward, consumer), (producer, consumer)]
     # Gradients: reduced after the last backward that adds to them, and before the optimizer.
     for number in syncs:

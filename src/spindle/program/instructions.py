@@ -50,8 +50,9 @@ class Forward:
 class Backward:
     """Run the backward of layers `[first, last)` of a slot.
 
-    A slot has several of these, last layers first, so that gradients are reduced while earlier layers still run. Or it
-    has two, each over all of its layers: input gradients (`part=INPUT`), and later weight gradients (`part=WEIGHT`).
+    A slot has several of these, last layers first, so that gradients are reduced while earlier layers still run. Where
+    its backward is split, each comes in two parts: input gradients (`part=INPUT`), and later weight gradients
+    (`part=WEIGHT`).
     """
 
     slot: int
@@ -120,7 +121,9 @@ def code(instruction: Instruction) -> str:
 def lane_of(instruction: Instruction, plan: Plan) -> int:
     """The lane of a program that an instruction stands on."""
     match instruction:
-        case Forward(slot=slot) | Backward(slot=slot):
+        case Backward(slot=slot, part=part):
+            return compute_lane(plan.slots[slot].lane_of_weights if part == WEIGHT else plan.slots[slot].lane)
+        case Forward(slot=slot):
             return compute_lane(plan.slots[slot].lane)
         case OptimizerStep():
             return COMPUTE

@@ -18,7 +18,6 @@ from collections import defaultdict
 import numpy as np
 
 from spindle.errors import ProgramError
-from spindle.plan import FORWARD
 from spindle.program.instances import needed_pairs
 from spindle.program.instructions import Backward, Forward, Instruction, OptimizerStep, code
 from spindle.program.program import Column, Program
@@ -76,14 +75,14 @@ def _edges(program: Program) -> Column:
 def _keys(program: Program) -> list[Key]:
     """Priorities of instructions that are ready at the same time: communication before compute, and compute in the
     order of the plan, so that communication is launched about when it is expected to run."""
-    place = {(pass_.slot, pass_.kind): number for number, pass_ in enumerate(program.plan.order)}
+    places = program.places.tolist()
     keys: list[Key] = []
-    for instruction in program.instructions:
+    for number, instruction in enumerate(program.instructions):
         match instruction:
-            case Forward(slot=slot):
-                keys.append((1, place[slot, FORWARD]))
-            case Backward(slot=slot, first=first, part=part):
-                keys.append((1, place[slot, part], -first))
+            case Forward():
+                keys.append((1, places[number]))
+            case Backward(first=first):
+                keys.append((1, places[number], -first))
             case OptimizerStep():
                 keys.append((2,))
             case _:

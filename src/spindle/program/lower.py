@@ -36,6 +36,7 @@ from spindle.program.row_flows import bytes_per_row, flows_between, placement_ke
 # that long.
 CHUNK_BYTES = 64e6
 _SMALL_CHUNK_BYTES, _NUM_CHUNKS = 1e6, 8
+_WEIGHT_CHUNKS = 8  # of a slot whose weight gradients have a lane: those of a chunk run beside the chunk before it
 
 
 def lower(
@@ -62,14 +63,15 @@ def lower(
     # nothing is won by cutting one.
     chunk_bytes = math.inf if plan.passes else _chunk_bytes(profile)
     chunks = [_chunks(profile, setting, slot, op, chunk_bytes) for slot, op in zip(plan.slots, ops, strict=True)]
-    split = {pass_.slot for pass_ in plan.passes if pass_.kind == WEIGHT}
+    split = {pass_.slot for pass_ in plan.order if pass_.kind == WEIGHT}
 
     instructions: list[Instruction] = [Forward(slot=number) for number in range(len(plan.slots))]
     numbers: dict[Key, list[int]] = {(number, FORWARD): [number] for number in range(len(plan.slots))}
     for number, bounds in enumerate(chunks):
-        for part in (INPUT, WEIGHT) if number in split else (BACKWARD,):
-            numbers[number, part] = list(range(len(instructions), len(instructions) + len(bounds)))
-            instructions += [Backward(slot=number, first=first, last=last, part=part) for first, last in bounds]
+        for first, last in bounds:
+            for part in (INPUT, WEIGHT) if number in split else (BACKWARD,):
+                numbers.setdefault((number, part), []).append(len(instructions))
+                instructions.append(Backward(slot=number, first=first, last=last, part=part))
     clock = _clock(plan, profile)
     ready = _ready(plan, instructions, clock)
     owning_ranks = owning_ranks or {}
@@ -86,7 +88,8 @@ def lower(
 
     orders: dict[int, Order] = {compute_lane(lane): [] for lane in range(plan.num_lanes)}
     for pass_ in plan.order:
-        lane = compute_lane(plan.slots[pass_.slot].lane)
+        slot = plan.slots[pass_.slot]
+        lane = compute_lane(slot.lane_of_weights if pass_.kind == WEIGHT else slot.lane)
         orders[lane] += [(number, shapes[pass_.slot].ranks) for number in numbers[pass_.slot, pass_.kind]]
     orders[TRANSFER] = _transfer_order(plan, links, link_base, clock)
     if profile.graph.parameters:
@@ -184,14 +187,17 @@ def _chunk_bytes(profile: Profile) -> float:
 def _chunks(profile: Profile, setting: Setting, slot: Slot, op: int, chunk_bytes: float) -> list[tuple[int, int]]:
     """Layer ranges whose backward runs as one instruction, last layers first."""
     graph = profile.graph
+    most_layers = -(-slot.num_layers // _WEIGHT_CHUNKS) if slot.has_weight_lane else slot.num_layers
     if not graph.metaops[op].parameters or profile.cluster.num_devices == 1:
-        return [(slot.first, slot.last)]
+        ends = range(slot.last, slot.first, -most_layers)
+        return [(max(slot.first, end - most_layers), end) for end in ends]
     chunks: list[tuple[int, int]] = []
     last, num_bytes = slot.last, 0.0
     for layer in range(slot.last - 1, slot.first - 1, -1):
         parameters = graph.metaops[op].parameters[layer]
         num_bytes += sum(graph.parameters[parameter].num_elements for parameter in parameters)
-        if num_bytes * graph.numerics.gradient_bytes / setting.tensor_degrees[op] >= chunk_bytes or layer == slot.first:
+        is_full = num_bytes * graph.numerics.gradient_bytes / setting.tensor_degrees[op] >= chunk_bytes
+        if is_full or last - layer == most_layers or layer == slot.first:
             chunks.append((layer, last))
             last, num_bytes = layer, 0.0
     return chunks
@@ -207,7 +213,8 @@ def _clock(plan: Plan, profile: Profile) -> dict[Key, tuple[int, float, float]]:
         phase = 2 * plan.slots[span.slot].round
         if span.kind == FOLDED:
             clock[span.slot, FORWARD] = (phase, span.start_s, span.end_s)
-            clock[span.slot, BACKWARD] = (phase + 1, -span.end_s, -span.start_s)
+            for kind in (INPUT, WEIGHT) if plan.slots[span.slot].has_weight_lane else (BACKWARD,):
+                clock[span.slot, kind] = (phase + 1, -span.end_s, -span.start_s)
         else:
             clock[span.slot, span.kind] = (phase, span.start_s, span.end_s)
     return clock

@@ -74,7 +74,11 @@ class Memory:
                     before, after = whole.last - last, whole.last - first
                     freed = self.saved[slot] * after // whole.num_layers - self.saved[slot] * before // whole.num_layers
                     starts[number] = self.working[slot]
-                    ends[number] = -self.working[slot] - freed
+                    ends[number] = -self.working[slot]
+                    if whole.has_weight_lane:  # what two lanes read is held to the end of the step
+                        ends[-1] -= freed + (self.received[slot] if first == whole.first else 0)
+                        continue
+                    ends[number] -= freed
                     if first == whole.first:
                         ends[number] -= self.received[slot]
                     if not instruction.makes_inputs:

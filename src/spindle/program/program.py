@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spindle.plan import FORWARD, Plan
+from spindle.plan import FORWARD, INPUT, Plan
 from spindle.program.instructions import SYNC, Backward, Forward, Instruction, is_compute
 
 Column = NDArray[np.int64]
@@ -134,7 +134,9 @@ class Program:
                 case Forward(slot=slot):
                     places[number] = place[slot, FORWARD]
                 case Backward(slot=slot, part=part):
-                    places[number] = place[slot, part]
+                    # Chunk by chunk: weight gradients are launched right behind their input gradients.
+                    is_weight_lane = self.plan.slots[slot].has_weight_lane
+                    places[number] = place[slot, INPUT if is_weight_lane else part]
                 case _:
                     pass
         return places

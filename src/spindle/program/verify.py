@@ -159,6 +159,8 @@ def _every_slot_runs(program: Program) -> None:
                     f"the backward of slot {number} ({slot.op}) covers layers {text}, "
                     f"expected [{slot.first}, {slot.last}), last layers first"
                 )
+        if parts[0][number] != parts[1][number]:
+            raise ProgramError(f"slot {number} ({slot.op}) computes input and weight gradients in other chunks")
         if number not in forwards:
             raise ProgramError(f"slot {number} ({slot.op}) has no forward")
 

@@ -115,7 +115,8 @@ def timeline_chart(
                 lane[number] = program.plan.slots[slot].lane
             case Backward(slot=slot):
                 code[number] = num_ops + program.slots[slot].op
-                lane[number] = program.plan.slots[slot].lane
+                planned = program.plan.slots[slot]
+                lane[number] = planned.lane if instruction.makes_inputs else planned.lane_of_weights
             case Exchange():
                 code[number] = 2 * num_ops
             case SyncGradients():

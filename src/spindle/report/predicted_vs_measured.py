@@ -21,7 +21,7 @@ from rich.text import Text
 from spindle.display import count_of, facts, figures, percent, seconds
 from spindle.errors import ProgramError
 from spindle.graph import MetaGraph, MetaOp
-from spindle.program import Backward, Column, Forward, OptimizerStep, Program, code
+from spindle.program import Backward, Column, Forward, OptimizerStep, Program, code, compute_lane, lane_of
 from spindle.report.gantt import Chart, draw_legend, draw_rows, timeline_chart
 from spindle.timeline import Timeline, measure
 
@@ -99,7 +99,8 @@ class WaveComparison(PassComparison):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepComparison:
-    """One step, predicted and measured. Modules are in the order of the graph, waves in their own."""
+    """One step, predicted and measured. Modules are in the order of the graph, waves in their own. `lanes` has the busy
+    time of each compute lane, as a mean over devices, where a plan has several."""
 
     workload: str
     planner: str
@@ -107,6 +108,7 @@ class StepComparison:
     totals: TotalsComparison
     modules: tuple[ModuleComparison, ...]
     waves: tuple[WaveComparison, ...]
+    lanes: tuple[Pair, ...] = ()
 
     @property
     def step_ratio(self) -> float | None:
@@ -162,7 +164,24 @@ def compare_step(predicted: Timeline, measured: Timeline, program: Program, grap
             )
             for wave, passes in sorted(waves.items())
         ),
+        lanes=_lanes(predicted_sums, measured_sums, program),
     )
+
+
+def _lanes(predicted: _Sums, measured: _Sums, program: Program) -> tuple[Pair, ...]:
+    plan = program.plan
+    if plan.num_lanes == 1:
+        return ()
+    numbered = enumerate(program.instructions)
+    passes = [number for number, instruction in numbered if isinstance(instruction, Forward | Backward)]
+    busy = []
+    for lane in map(compute_lane, range(plan.num_lanes)):
+        own = [number for number in passes if lane_of(program.instructions[number], plan) == lane]
+        total = _device_s(predicted, measured, own)
+        busy.append(
+            Pair(predicted_s=total.predicted_s / program.num_ranks, measured_s=total.measured_s / program.num_ranks)
+        )
+    return tuple(busy)
 
 
 def _name_of(op: MetaOp) -> str:
@@ -288,7 +307,8 @@ def _seconds_of(timeline: Timeline) -> dict[str, float]:
 
 def step_tables(comparison: StepComparison) -> list[RenderableType]:
     """A summary, then tables of the totals, the modules and the waves."""
-    tables = (_totals_table(comparison.totals), _module_table(comparison.modules), _wave_table(comparison.waves))
+    totals = _totals_table(comparison.totals, comparison.lanes)
+    tables = (totals, _module_table(comparison.modules), _wave_table(comparison.waves))
     return [_headline(comparison), *(part for table in tables for part in ("", table))]
 
 
@@ -310,7 +330,7 @@ def _headline(comparison: StepComparison) -> Table:
     )
 
 
-def _totals_table(totals: TotalsComparison) -> Table:
+def _totals_table(totals: TotalsComparison, lanes: Sequence[Pair]) -> Table:
     unit, per_second = _unit([totals.step])
     table = _table(f"A device's step on average, {unit}")
     table.add_column("")
@@ -328,6 +348,10 @@ def _totals_table(totals: TotalsComparison) -> Table:
     add_row("idle", totals.idle)
     table.add_section()
     add_row("step", totals.step, style="bold")
+    if lanes:
+        table.add_section()
+    for number, busy in enumerate(lanes):
+        add_row(f"lane {number} busy", busy)
     return table
 
 

@@ -102,7 +102,7 @@ class Compute:
         pieces = []
         values: Any = None
         members = TensorParallelGroup(self._world, slot.group) if len(slot.group) > 1 else None
-        for first, last in slot.chunks:
+        for chunk, (first, last) in enumerate(slot.chunks):
             self._syncs.wait_for_parameters(slot.number, first, watch)
             inputs: Any = ()
             if values is not None:
@@ -130,7 +130,7 @@ class Compute:
                     run = _on_copies(run)
                 if is_recomputed and slot.is_split:
                     # A piece of its own: its recomputation serves both parts of a split backward.
-                    piece = Piece(inputs, None, self._rerun(step, slot, number, layer, run, args))
+                    piece = Piece(inputs, None, self._rerun(step, slot, number, layer, run, args), chunk)
                     pieces.append(piece)
                     inputs = values = as_leaves(run(*args))
                     continue
@@ -143,7 +143,7 @@ class Compute:
                     values = run(*args)
                 is_open = True
             if is_open:
-                pieces.append(Piece(inputs, values))
+                pieces.append(Piece(inputs, values, chunk=chunk))
         return SlotOutput(pieces, values)
 
     def _rerun(
@@ -247,7 +247,7 @@ class Compute:
             return
         if not instruction.makes_inputs:
             watch.start[position] = watch.now()
-            deferred = step.deferred.pop(slot.number)
+            deferred = step.deferred.pop((slot.number, number))
             while deferred:
                 deferred.pop().run()
             self._syncs.gradients.keep(_used_by(slot, number))
@@ -260,11 +260,11 @@ class Compute:
         elif is_last:
             gradients = self._output_gradients(step, slot, leaves_of(step.outputs[slot.number]), watch)
         else:
-            gradients = _gradients_of(leaves_of(pieces[number + 1].inputs) if pieces else [])
+            gradients = _gradients_of(leaves_of(pieces[_first_piece(pieces, number + 1)].inputs) if pieces else [])
         watch.start[position] = watch.now()
         if not instruction.makes_weights:
             with self._styles(slot, first, last):
-                self._run_input_parts(step, slot, gradients)
+                self._run_input_parts(step, slot, number, gradients)
         elif step.graphs is None or not step.graphs.backward(
             slot, first, gradients, lambda: self._chunk(step, slot, number), is_last=is_last
         ):
@@ -274,8 +274,9 @@ class Compute:
             self._syncs.gradients.keep(_used_by(slot, number))
         # Free activations as soon as they are used; the chunk before this one needs the gradients of its inputs.
         if pieces:
-            pieces[number].outputs = None
-            del pieces[number + 1 :]
+            place = _first_piece(pieces, number)
+            pieces[place].outputs = None
+            del pieces[place + 1 :]
         if number == 0:
             if slot.number in step.losses and step.graphs is None:
                 step.losses[slot.number] = step.losses[slot.number].detach()
@@ -302,14 +303,16 @@ class Compute:
             gradient = (gradient * step.loss_scale).to(gradient.dtype)
         return gradient
 
-    def _run_input_parts(self, step: Step, slot: RankSlot, gradients: list[torch.Tensor | None]) -> None:
-        """Compute the gradients of a slot's inputs, piece by piece, and defer those of its weights."""
+    def _run_input_parts(self, step: Step, slot: RankSlot, chunk: int, gradients: list[torch.Tensor | None]) -> None:
+        """Compute the gradients of a chunk's inputs, piece by piece, and defer those of its weights."""
         # Last piece first. What is deferred keeps the output gradients of its piece, and runs when the program has the
         # weight part of this backward: in a pipeline that is where the rank would otherwise be idle.
-        deferred = step.deferred[slot.number] = []
+        deferred = step.deferred[slot.number, chunk] = []
         pieces = step.pieces[slot.number]
         for number in reversed(range(len(pieces))):
             piece = pieces[number]
+            if piece.chunk != chunk:
+                continue
             outputs = leaves_of(piece.recompute() if piece.recompute is not None else piece.outputs)
             inputs: list[Any] = leaves_of(piece.inputs)
             if number == 0:
@@ -406,6 +409,11 @@ def _used_by(slot: RankSlot, number: int) -> Iterator[nn.Parameter]:
 
 def _gradients_of(leaves: list[Any]) -> list[torch.Tensor | None]:
     return [leaf.grad if takes_gradient(leaf) else None for leaf in leaves]
+
+
+def _first_piece(pieces: list[Piece], chunk: int) -> int:
+    """The position of the first piece of a chunk."""
+    return next(number for number, piece in enumerate(pieces) if piece.chunk == chunk)
 
 
 def _run_backward(outputs: list[Any], gradients: list[torch.Tensor | None]) -> None:

@@ -40,6 +40,11 @@ class Lanes:
             raise TrainingError(
                 "this plan has several lanes, which run on one GPU with one process so far; plan with lanes=1"
             )
+        if any(slot.has_weight_lane for slot in program.plan.slots):
+            raise TrainingError(
+                "this plan has weight gradients on lanes of their own, which run on CPUs only so far: autograd runs a "
+                "node of backward on the stream of its forward; plan without weight lanes"
+            )
         self._streams = [compute_stream(), *(_lane_stream(lane) for lane in range(1, program.plan.num_lanes))]
         for position in rank_program.compute:
             match program.instructions[position]:

@@ -31,6 +31,7 @@ class Piece:
     inputs: Any
     outputs: Any
     recompute: Callable[[], Any] | None = None
+    chunk: int = 0  # of its slot
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class Step:
     loss_scale: torch.Tensor | None = None
     graphs: Graphs | None = None
     pieces: dict[int, list[Piece]] = field(default_factory=dict)  # by slot, in forward order
-    deferred: dict[int, list[WeightPart]] = field(default_factory=dict)  # by slot: backward of its weights
+    deferred: dict[tuple[int, int], list[WeightPart]] = field(default_factory=dict)  # by slot and chunk: weight parts
     inputs: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # by link: leaves that take gradients
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)

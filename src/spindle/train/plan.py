@@ -15,7 +15,7 @@ from spindle.graph import MetaGraph
 from spindle.models import builtin_tp_plan
 from spindle.plan import Plan, check, parse_plan, read_plan
 from spindle.planners import Layout, PlanOptions, make_plan, owning_ranks_in, pipeline_layout
-from spindle.profile import Profile
+from spindle.profile import Contention, Profile
 from spindle.program import Program, lower, verify
 from spindle.run import World
 from spindle.train.agreement import compare
@@ -88,6 +88,9 @@ def plan_workload(
     else:
         with progress.bar("planning") as report_share:
             plan = _shared_plan(workload, profile, config, world, report_share, notify)
+        if plan.num_lanes > 1:
+            profile = _with_lanes(plan, profile, world, notify)
+        check(plan, profile)
     owning_ranks = None if layout is None else owning_ranks_in(workload.graph, layout)
     program = lower(plan, profile, owning_ranks=owning_ranks)
     compare(world, {"the workload": workload.bound.workload, "the profile": profile, **_program_items(program)})
@@ -184,8 +187,29 @@ def _shared_plan(
             f"the plan is for {shared.num_devices} devices, but {world.size} ranks were started; start "
             f"{shared.num_devices} (spindle launch -n {shared.num_devices} ...), or leave the plan out to make one"
         )
-    check(shared, profile)
     return shared
+
+
+def _with_lanes(plan: Plan, profile: Profile, world: World, notify: Callable[[str], None]) -> Profile:
+    """The profile for a plan with several lanes. On CPUs, where lanes run in turn, two passes together take as long as
+    one after the other; on GPUs their contention must have been measured."""
+    if world.device.type == "cuda":
+        if world.size > 1:
+            raise PlanError(
+                f"this plan has {plan.num_lanes} lanes, got {world.size} ranks; lanes are for one process with a whole "
+                "GPU, expected a plan with one lane: leave it out, or plan with Planning(lanes=1)"
+            )
+        return profile
+    notify(f"this plan has {plan.num_lanes} lanes; on CPUs they run one after another, in the order of the plan")
+    alone = Contention(forward=(1.0, 1.0), backward=(1.0, 1.0))
+    curves = tuple(
+        tuple(
+            curve if curve.contention else replace(curve, contention=(alone,) * len(curve.num_devices))
+            for curve in choices
+        )
+        for choices in profile.curves
+    )
+    return replace(profile, curves=curves)
 
 
 def _splits_parameters(plan: Plan) -> bool:
