@@ -129,13 +129,13 @@ def test_a_model_has_no_workload_to_write(capsys):
 @pytest.mark.parametrize(
     ("given", "planner", "message"),
     [
-        (("vlm-s",), "paper", "planner 'paper' plans no pipelines; for vlm-s there are pipeline, optimus"),
+        (("vlm-s",), "paper", "planner 'paper' plans no pipelines; for vlm-s there are pipeline, colocate"),
         (
             ("clip-4", "--cluster", "a800x8"),
             "vpp",
             "planner 'vpp' plans pipelines only; for clip-4 there are wavefront",
         ),
-        (("vlm-s",), "gpipe", "no planner is called 'gpipe'; there are pipeline, optimus"),
+        (("vlm-s",), "gpipe", "no planner is called 'gpipe'; there are pipeline, colocate"),
     ],
 )
 def test_pipelines_have_planners_of_their_own(capsys, given, planner, message):

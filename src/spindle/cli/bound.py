@@ -20,7 +20,8 @@ def bound(
 
     The LP bound is for the whole graph and every plan that runs each layer over its whole batch at once; the paper's C*
     goes level by level. Both are in folded time: forward and backward together, without transfers. A batch of a
-    multimodal model has one bound for all pipelines: every size of sub-microbatches, layout and order. Examples:
+    multimodal model has one bound for all pipelines: every size of sub-microbatches, layout, placement of encoders and
+    order. Examples:
 
     spindle bound graph.json --devices 16
 
@@ -38,9 +39,10 @@ def bound(
     batch = BatchOptions(num_microbatches=microbatches, seed=batch_seed, samples=samples, mix=mix)
     step = load_step(given, devices, cluster, batch)
     if step.pipeline_ranks is not None:
-        bounds = [pipeline_bound(profile, step.pipeline_ranks) for profile in step.split_profiles()]
+        profiles = [*step.split_profiles(), *step.part_profiles()]
+        bounds = [pipeline_bound(profile, step.pipeline_ranks) for profile in profiles]
         least = min(bounds, key=lambda bound: bound.bound_s)
-        sizes = step.sizes[bounds.index(least)]
+        sizes = dict(enumerate(step.sizes)).get(bounds.index(least), {})
         whole = step.whole
         if as_json:
             named = {"workload": whole.graph.name, "cluster": whole.cluster.name, "sub_microbatches": dict(sizes)}
