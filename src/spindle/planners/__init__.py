@@ -19,7 +19,7 @@ from spindle.planners.bounds import (
     step_bound_s,
 )
 from spindle.planners.build import Scheduler, plan_with
-from spindle.planners.colocate.planner import SYSTEMS, choose_colocation, plan_system
+from spindle.planners.colocate.planner import SYSTEMS, choose_colocation, compare_placements, plan_system
 from spindle.planners.compiled import needs_compiling
 from spindle.planners.exhaustive import schedule_exhaustive
 from spindle.planners.lanes import with_lanes
@@ -54,6 +54,7 @@ __all__ = [
     "best_degree_problem",
     "choose_colocation",
     "choose_layout",
+    "compare_placements",
     "graph_bound",
     "graph_bound_s",
     "lower_hull",

@@ -92,13 +92,19 @@ class Layout:
         """How chains are cut, in words."""
         spread = [chain for chain in self.chains if chain.placement == SPREAD]
         rounds = [f"{self.rounds_of(chain)} for {' and '.join(chain.modules)}" for chain in spread]
-        whole = [
-            f"{' and '.join(chain.modules)} {_PLACEMENT_TEXT[chain.placement]} at tensor degree "
-            f"{chain.tensor_degree or self.tensor_degree}"
+        chunks = f"chunks on each rank: {', '.join(rounds)}, cut by {self.cut_by}"
+        return "; ".join(filter(None, [self.whole_text, chunks]))
+
+    @property
+    def whole_text(self) -> str:
+        """Where the chains that stand whole do, in words; empty if there are none."""
+        texts = [
+            f"{' and '.join(chain.modules)} {_PLACEMENT_TEXT[chain.placement].format(self.num_dedicated)} at tensor "
+            f"degree {chain.tensor_degree or self.tensor_degree}"
             for chain in self.chains
             if chain.placement != SPREAD
         ]
-        return "; ".join([*whole, f"chunks on each rank: {', '.join(rounds)}, cut by {self.cut_by}"])
+        return "; ".join(texts)
 
     def devices(self, replica: int, rank: int) -> tuple[int, ...]:
         first = (replica * self.num_ranks + rank) * self.tensor_degree
@@ -130,5 +136,5 @@ class PlanOptions:
 _PLACEMENT_TEXT = {
     REPLICATED: "replicated on all ranks",
     FIRST: "on the first rank",
-    DEDICATED: "on ranks of its own",
+    DEDICATED: "on ranks of its own ({})",
 }

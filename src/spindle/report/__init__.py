@@ -4,6 +4,7 @@ Nothing is imported here, so that one who wants a number does not load the drawi
 """
 
 from spindle.report.bound import bound_report, limit_sentences
+from spindle.report.colocated import ModuleLoad, module_load_lines, module_loads, placement_lines
 from spindle.report.compare import REFERENCE, compared, conclusion
 from spindle.report.explain import explain, headline, sentences
 from spindle.report.gantt import Chart, columns_for, draw, plan_chart, timeline_chart
@@ -26,6 +27,7 @@ from spindle.report.trace import trace_of
 __all__ = [
     "REFERENCE",
     "Chart",
+    "ModuleLoad",
     "StepComparison",
     "bound_facts",
     "bound_report",
@@ -46,7 +48,10 @@ __all__ = [
     "loss_table",
     "loss_text",
     "measure_facts",
+    "module_load_lines",
+    "module_loads",
     "pipeline_bound_facts",
+    "placement_lines",
     "plan_chart",
     "plan_facts",
     "profile_facts",

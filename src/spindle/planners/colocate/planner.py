@@ -404,3 +404,22 @@ def _simulated_s(profile: Profile, layout: Layout, system: System) -> float:
         return plan_by_rules(profile, options, "colocate", system.rules, system.placements).makespan_s
     except DoesNotFitError:
         return float("inf")
+
+
+def compare_placements(part_profiles: Sequence[Profile], num_ranks: int) -> list[tuple[str, float | None, str]]:
+    """Every placement and tensor degree of encoders: in words, the seconds of its shortest schedule over sizes of parts
+    and numbers of chunks, or None and why it does not fit."""
+    rules = replace(SYSTEMS["colocate"].rules, ahead=(1,), lag=(2,), levels=(_LEVELS, 0))
+    best: dict[str, tuple[float | None, str]] = {}
+    stages: Known = {}
+    for profile in part_profiles[1:]:
+        for layout in layouts_with(profile, num_ranks, (REPLICATED, DEDICATED, FIRST)):
+            text = layout.whole_text
+            try:
+                length_s = schedule_parts(profile, layout, rules, known=stages).makespan_ns / NS
+            except DoesNotFitError as error:
+                best.setdefault(text, (None, str(error)))
+                continue
+            before = best.get(text, (None, ""))[0]
+            best[text] = (length_s if before is None else min(before, length_s), "")
+    return [(text, length_s, why) for text, (length_s, why) in best.items()]
