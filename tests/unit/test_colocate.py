@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from spindle.cluster import cluster_named
 from spindle.errors import DoesNotFitError, InputError, PlanError, WorkloadError
 from spindle.plan import check, format_plan, parse_plan
-from spindle.planners import PLANNERS, Chain, Layout, PlanOptions, choose_colocation, make_plan, pipeline_bound
+from spindle.planners import (
+    PLANNERS,
+    Chain,
+    Layout,
+    PlanOptions,
+    choose_colocation,
+    compare_placements,
+    make_plan,
+    pipeline_bound,
+)
 from spindle.planners.colocate.columns import (
     EVERYTHING,
     activation_budgets,
@@ -25,6 +34,8 @@ from spindle.planners.colocate.columns import (
 from spindle.planners.colocate.order import Passes, ordered
 from spindle.planners.colocate.planner import layouts_with
 from spindle.planners.options import DEDICATED, FIRST, REPLICATED, SPREAD
+from spindle.profile import Collective
+from spindle.profile.operators import sequence_shares
 from spindle.program import lower, verify
 from spindle.recipes import (
     MODELS,
@@ -41,6 +52,7 @@ from spindle.recipes import (
     step_of,
 )
 from spindle.recipes.multimodal import language_chain, vit_chain
+from spindle.report import module_load_lines, module_loads, placement_lines
 from spindle.simulate import simulate
 from spindle.workload import LANGUAGE, VISION, Microbatch, items_in_parts
 
@@ -257,6 +269,49 @@ def test_any_passes_are_ordered_as_they_wait_and_hold_no_more_than_they_may(data
         if one < other and ends & set(range(first[other // 2], first[other // 2] + width[other // 2])):
             begun = sorted([(order.start_ns[one], one), (order.start_ns[other], other)])
             assert begun[0][0] + time[begun[0][1]] <= begun[1][0]
+
+
+def test_a_report_says_how_level_modules_are_and_what_other_placements_take():
+    batch = microbatches([500, 900, 700, 800], [], [3000], [16000])
+    profile = profiled(batch)
+    layout = next(layout for layout in layouts_with(profile, 2, (REPLICATED,)) if layout.chains[0].tensor_degree == 1)
+    plan, _ = planned(profile, layout)
+    loads = {load.module: load for load in module_loads(plan, profile)}
+    assert loads["vision"].num_parts == 6
+    assert loads["vision"].num_shared >= 1
+    assert 1 <= loads["vision"].imbalance < 2
+    assert loads["language"].num_parts == 0
+    lines = module_load_lines(list(loads.values()))
+    assert any(line.startswith("vision: ") and "in 6 parts" in line for line in lines)
+    compared = compare_placements([profiled(batch, part_tokens=None), profile], 2)
+    texts = {text for text, _, _ in compared}
+    assert "vision replicated on all ranks at tensor degree 1" in texts
+    assert "vision on ranks of its own (1) at tensor degree 2" in texts
+    first = placement_lines(compared, "")[0]
+    assert str(min((time_s, text) for text, time_s, _ in compared)[1]) in first
+    assert placement_lines([("vision elsewhere", None, "too large")], "") == [
+        "does not fit: vision elsewhere (too large)."
+    ]
+
+
+def test_members_of_a_sequence_group_share_the_work_and_exchange_tokens_for_heads():
+    block = SMALL.chains[0].shapes(((4096, 1),))[1][1]
+    whole = block.operators(1)
+    shared = sequence_shares(whole, 4)
+    for part in ("forward", "input", "weight"):
+        ours, theirs = (sum(operator.flops for operator in getattr(each, part)) for each in (shared, whole))
+        assert 4 * ours == pytest.approx(theirs)
+    exchanged = [
+        operator for operator in shared.forward if isinstance(operator, Collective) and operator.num_members == 4
+    ]
+    # Queries, keys and values one way, the output the other: each member keeps a quarter of its quarter.
+    assert [operator.kind for operator in exchanged] == ["all_to_all", "all_to_all"]
+    tensor_bytes = 2 * 4096 * 256
+    assert [operator.network_bytes for operator in exchanged] == [
+        pytest.approx(count * tensor_bytes * 3 / 16) for count in (3, 1)
+    ]
+    assert SEMU.layer(block, 1, 4).forward_s > SEMU.layer(block, 1).forward_s / 4
+    assert sequence_shares(whole, 1) is whole
 
 
 def test_a_layout_says_what_it_cannot_have():
