@@ -63,7 +63,7 @@ class LengthCost:
         )
         if p.size and float(p.max()) ** 2 * max(1, int(square.max())) > 2.0**62:
             raise InputError(f"an item of {int(p.max()):,} rows is far beyond the lengths that were measured; split it")
-        return np.maximum(1, ((square * p + linear) * p + constant) >> _FRACTION_BITS)
+        return np.asarray(np.maximum(1, ((square * p + linear) * p + constant) >> _FRACTION_BITS), dtype=np.int64)
 
 
 def cost_through(points: Sequence[tuple[int, int]]) -> LengthCost:

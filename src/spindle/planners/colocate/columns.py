@@ -189,7 +189,7 @@ def passes_of(
     # Stages: the order of each rank, and the flows between them.
     first_start = np.zeros(segments.num_microbatches, dtype=np.int64)
     last_end = np.zeros(segments.num_microbatches, dtype=np.int64)
-    entry = {}  # by microbatch: the pair that takes what encoders make
+    entry: dict[int, int] = {}  # by microbatch: the pair that takes what encoders make
     starts = segments.predecessor_starts
     for pair in range(pairs):
         before = range(starts[pair], starts[pair + 1])

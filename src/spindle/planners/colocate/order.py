@@ -183,7 +183,7 @@ def _upgrades(passes: Passes) -> tuple[Column, Column, Column]:
             before.append(source)
             after.append(target)
             gains.append(gain)
-    order = np.lexsort((after, entities, -np.array(gains)))
+    order = np.lexsort((np.array(after), np.array(entities), -np.array(gains)))
     columns = [np.array(column, dtype=np.int64)[order] for column in (entities, before, after)]
     more, number = np.nonzero(np.arange(1, width)[None, :] < passes.choice_count[:, None])
     return (
