@@ -58,7 +58,7 @@ from spindle.simulate import simulate
 from spindle.timeline import measure
 from spindle.workload import Microbatch
 
-NUM_BATCHES, NUM_MICROBATCHES, EVALUATIONS = 3, 32, 2000
+NUM_BATCHES, NUM_MICROBATCHES, EVALUATIONS = 3, 32, 4000
 PAPER = {"vlm": (15.6, 76.2), "t2v": (36.6, 97.3)}  # % of throughput, over all its baselines
 PAPER_LADDER_S = {"vpp": 26.13, "partition": 22.27, "interleaving": 18.81, "reordering": 17.61, "memory": 16.05}
 REFERENCE = "vpp"

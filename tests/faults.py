@@ -42,6 +42,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "faults.jsonl"
 KINDS = ("wavefront", "sharded", "tensor", "pipeline")  # and "planned", to measure on another number of ranks
 NUM_RANKS = 3
 STOPPED_LIMIT_S = 1.0  # instead of 8: of a rank that is stopped
+HUNG_LIMIT_S = 6.0  # instead of 60: of a rank that makes no progress, where ranks are to hang
 FAULT_LIMIT_S = 90.0  # for a job, for each of its faults
 MOST_STARTS = 60  # of a job that ends with 143, as a queue would start it
 # In the order in which a run reaches them; those of a start, then those of a step, then those of a checkpoint.
@@ -58,7 +59,7 @@ PARTS = ("noticed", "started", "imported", "joined", "planned", "loaded", "first
 class Fault:
     """What goes wrong when rank `at` reaches a point."""
 
-    action: str  # KILL, STOP, TERM, raise, full disk, cut, flip
+    action: str  # KILL, STOP, TERM, hang, raise, full disk, cut, flip
     point: str
     at: int
     targets: tuple[int | str, ...] = ()  # ranks, "launcher" or "planner"
@@ -104,6 +105,10 @@ def jobs() -> Iterator[Job]:
         yield Job(name=f"{kind}/damage", kind=kind, faults=tuple(_damage_faults()))
         faults = [Fault(action="raise", point="reading", at=rank) for rank in range(NUM_RANKS)]
         yield Job(name=f"{kind}/loader", kind=kind, faults=tuple(faults), memory_every=1)
+        faults = [
+            Fault(action="hang", point=point, at=rank) for rank, point in enumerate(("forward", "sync", "update"))
+        ]
+        yield Job(name=f"{kind}/hang", kind=kind, faults=tuple(faults), memory_every=1)
         yield Job(name=f"{kind}/together", kind=kind, faults=tuple(_faults_at_once()), memory_every=1)
         yield Job(name=f"{kind}/recovery", kind=kind, faults=tuple(_recovery_faults()))
         faults = [signalled("KILL", point, "launcher") for point in ("forward", "writing")]
@@ -246,7 +251,12 @@ def _run_once(job: Job, steps: int, folder: Path, temporary: Path, *, is_fresh: 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": path, "SPINDLE_HUNG_S": "20"},
+        env=os.environ
+        | {
+            "TMPDIR": str(temporary),
+            "PYTHONPATH": path,
+            "SPINDLE_HUNG_S": str(HUNG_LIMIT_S) if job.name.endswith("hang") else "60",
+        },
         start_new_session=True,
     )
     try:
@@ -392,7 +402,18 @@ def judged(job: Job, ran: dict[str, Any], expected: Any) -> dict[str, Any]:
     for row in ran["faults"]:
         if row.get("lost_beyond_saved", 0) and not row["fault"].startswith(("cut", "flip")):
             problems.append(f"{row['fault']}: {row['lost_beyond_saved']} steps were lost beyond the newest checkpoint")
+    problems += _lost_from_memory(job, ran["faults"])
     return {"job": job.name, "verdict": "failed" if problems else "passed", "problems": problems, **ran}
+
+
+def _lost_from_memory(job: Job, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """With a checkpoint in memory before every step, no more than one is lost; unless no file could be written, or the
+    job was started again by a queue, without its memory."""
+    is_full = False
+    for row in rows if job.memory_every == 1 else ():
+        if row.get("lost", 0) > 1 and not is_full and not row["fault"].startswith("TERM"):
+            yield f"{row['fault']}: {row['lost']} steps were lost, though each was saved in memory"
+        is_full = row["fault"].startswith("full disk")
 
 
 def largest_difference(state: Any, expected: Any) -> float:

@@ -4,16 +4,22 @@
     python tests/fuzz.py --each 40 plan graph
 
 Prints a line for each reader, then each kind of trouble with the smallest input that causes it; exits with 1 if there
-is any. What is read is used as the command line uses it: a profile is planned, a plan is checked, lowered and verified.
+is any. What is read is used as the command line uses it: a profile is planned, a plan is checked, lowered and verified,
+a checkpoint is listed, checked and exported. Index and state have the digests of what they are mutated to: others are
+refused at once. `resumed state` resumes a training from it, with a tenth as many mutations.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
+import hashlib
+import importlib.util
 import json
 import random
 import re
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -28,13 +34,16 @@ from typing import Any
 
 import small
 from spindle.artifact import artifact_text
+from spindle.checkpoint import SavedState, export_safetensors, finish, open_checkpoint, partial_folder, write_part
+from spindle.checkpoint.files import INDEX, STATE, read_state
+from spindle.cli.checkpoints import _table
 from spindle.cli.inputs import any_cluster, load_plan, load_profile
 from spindle.errors import SpindleError
 from spindle.measure.cache import Cache, Times
 from spindle.plan import check, format_plan, parse_plan
 from spindle.planners import PlanOptions, make_plan
 from spindle.profile import Profile, roofline_profile
-from spindle.program import lower, verify
+from spindle.program import Box, lower, verify
 from spindle.recipes import MODELS, BatchOptions, step_of
 
 LIMIT_S, LIMIT_BYTES, LONGEST_LINE = 10, 1 << 30, 500
@@ -88,6 +97,7 @@ class Reader:
     texts: tuple[str, ...]
     read: Callable[[Path], object]
     suffix: str = ".json"
+    share: int = 1  # one in so many mutations
 
 
 def _profile() -> Profile:
@@ -163,7 +173,91 @@ def readers() -> dict[str, Reader]:
         "samples": Reader(texts=(SAMPLES,), read=lambda path: _packed(path, "vlm-s"), suffix=".jsonl"),
         "clips": Reader(texts=(CLIPS,), read=lambda path: _packed(path, "t2v-s"), suffix=".jsonl"),
         "cache": Reader(texts=(cached,), read=find),
+        **checkpoint_readers(),
     }
+
+
+def checkpoint_readers() -> dict[str, Reader]:
+    """Readers of a checkpoint's index and state, and of a training that resumes from its state."""
+    folder = Path(tempfile.mkdtemp(prefix="spindle-fuzz-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    small_one = _small_checkpoint(folder / "small")
+
+    def used(checkpoint: Path) -> None:
+        opened = open_checkpoint(checkpoint)
+        opened.check()
+        export_safetensors(opened, folder / "model.safetensors")
+        _table([{"step": opened.state.step, "bytes": opened.num_bytes, "written_s": opened.state.written_s}])
+
+    def read_state_text(path: Path) -> None:
+        _replace_state(small_one, path.read_bytes())
+        used(small_one)
+
+    def read_index_text(path: Path) -> None:
+        content = path.read_bytes()
+        (small_one / INDEX).write_bytes(content)
+        body = json.loads(valid_state)
+        body["files"][INDEX] = hashlib.sha256(content).hexdigest()
+        _replace_state(small_one, json.dumps(body).encode())
+        used(small_one)
+
+    valid_state, valid_index = _state_body(small_one), (small_one / INDEX).read_text()
+
+    def read_valid_index_then(read: Callable[[Path], None]) -> Callable[[Path], None]:
+        def reader(path: Path) -> None:
+            (small_one / INDEX).write_text(valid_index)
+            read(path)
+
+        return reader
+
+    found = {
+        "state": Reader(texts=(valid_state,), read=read_valid_index_then(read_state_text)),
+        "index": Reader(texts=(valid_index,), read=read_index_text),
+    }
+    if importlib.util.find_spec("torch") is not None:
+        import resuming
+
+        training = folder / "training"
+        resuming.run(0, 1, resuming.Run(steps=2, folder=str(training)))
+        body = _state_body(training / "step-2")
+
+        def resume(path: Path) -> None:
+            with tempfile.TemporaryDirectory(prefix="spindle-fuzz-") as copy:
+                shutil.copytree(training, copy, dirs_exist_ok=True)
+                _replace_state(Path(copy) / "step-2", path.read_bytes())
+                resuming.run(0, 1, resuming.Run(steps=3, folder=copy))
+
+        found["resumed state"] = Reader(texts=(body,), read=resume, share=10)
+    return found
+
+
+def _small_checkpoint(folder: Path) -> Path:
+    """Of two ranks: a weight in two boxes, a tied name of it, and a buffer."""
+    state = SavedState(
+        step=4, fit=0, first_step=0, was_stopped=False, seed=0, num_ranks=2, tasks=("x",), ended_tasks=(),
+        modules=("vision",), frozen=(), in_evaluation=(), aliases={"head.weight": "vision.weight"},
+        variants={"x": {"0": "x"}}, checked=(), data={}, random_state=None, num_updates=4, optimizer_values={},
+        groups=(), frozen_groups=(), planning="", written_s=1.7e9,
+    )  # fmt: skip
+    for rank in range(2):
+        half = ("parameter/vision.weight", "float32", (4, 3), Box((2 * rank, 0), (2, 3)), 0, 24)
+        boxes = [half, ("buffer/vision.count", "int64", (), Box((), ()), 24, 8)] if rank == 0 else [half]
+        write_part(partial_folder(folder, 4), rank, memoryview(bytes(range(32 if rank == 0 else 24))), boxes, {})
+    return finish(folder, state, {})
+
+
+def _state_body(checkpoint: Path) -> str:
+    """The state of a checkpoint without its own digest."""
+    read_state(checkpoint / STATE)
+    body = json.loads((checkpoint / STATE).read_bytes())
+    del body["sha256"]
+    return json.dumps(body)
+
+
+def _replace_state(checkpoint: Path, body: bytes) -> None:
+    """Write a state with the digest that it should have."""
+    digest = hashlib.sha256(body).hexdigest()
+    (checkpoint / STATE).write_bytes(body[:-1] + f',"sha256":"{digest}"}}\n'.encode())
 
 
 def mutated_bytes(data: bytes, choose: random.Random) -> bytes:
@@ -280,7 +374,7 @@ def mutations(reader: Reader, each: int, seed: int) -> Iterator[bytes]:
     """As many mutations of bytes and of fields."""
     choose = random.Random(seed)
     for mutated in (mutated_bytes, mutated_fields):
-        for _ in range(each):
+        for _ in range(-(-each // reader.share)):
             yield mutated(choose.choice(reader.texts).encode(), choose)
 
 
@@ -315,7 +409,8 @@ def main() -> int:
                     smallest[trouble] = min(smallest.get(trouble, data), data, key=len)
             num_troubles += sum(troubles.values())
             took = f"{time.monotonic() - begin_s:.0f} s, slowest {slowest_s:.1f} s"
-            print(f"{name}: {2 * options.each} mutations, {sum(troubles.values())} with trouble ({took})", flush=True)
+            count = 2 * -(-options.each // reader.share)
+            print(f"{name}: {count} mutations, {sum(troubles.values())} with trouble ({took})", flush=True)
             for trouble, count in troubles.most_common():
                 print(f"  {count} × {trouble}\n      {smallest[trouble][-300:]!r}", flush=True)
     return 1 if num_troubles else 0

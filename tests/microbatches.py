@@ -363,7 +363,7 @@ class Tidy(Executor):
     """Sees to it that nothing is left of a step's activations."""
 
     def _losses(self, step: Any) -> Any:
-        assert not any((step.inputs, step.outputs, step.arrivals, step.sending, step.deferred))
+        assert not any((step.inputs, step.outputs, step.arrivals, step.sending, step.deferred, self.offload))
         assert not any(
             piece.outputs or piece.inputs or piece.recompute for pieces in step.pieces.values() for piece in pieces
         )

@@ -103,7 +103,7 @@ def preloaded_ranks() -> Iterator[None]:
 @contextmanager
 def _output_to(output: Any, error: Any) -> Iterator[None]:
     """Inside, what this process and its children print goes to these files."""
-    kept = [os.dup(number) for number in (1, 2)]
+    saved = [os.dup(number) for number in (1, 2)]
     sys.stdout.flush()
     sys.stderr.flush()
     for file, number in ((output, 1), (error, 2)):
@@ -114,7 +114,7 @@ def _output_to(output: Any, error: Any) -> Iterator[None]:
     finally:
         output.flush()
         error.flush()
-        for number, descriptor in zip((1, 2), kept, strict=True):
+        for number, descriptor in zip((1, 2), saved, strict=True):
             os.dup2(descriptor, number)
             os.close(descriptor)
 

@@ -3,14 +3,14 @@
 What a training script uses:
 
 - `module(name, nn_module)` registers a module under a name that all tasks share.
-- `@task(batch_size=...)` makes a task of a function from a batch to its loss; `mean(total, count)` is a loss that ranks
-  sum before dividing, and `result(loss, accuracy=...)` a loss with metrics.
+- `@task(batch_size=...)` turns a function from a batch to its loss into a task; `mean(total, count)` is a loss that
+  ranks sum before dividing, and `result(loss, accuracy=...)` a loss with metrics.
 - `packed(values, lengths)` is an entry of a batch in which samples have different numbers of rows (patches of images).
-- `Trainer(tasks, optimizer=...)` plans and trains them; `Planning(...)` says how, `Checkpoints(...)` where its
+- `Trainer(tasks, optimizer=...)` plans and trains them; `Planning(...)` controls how, `Checkpoints(...)` where and when
   state is saved. `Trainer.fit` returns a `FitResult`, `Trainer.train_state` a `TrainState`.
-- `hf.options(training_arguments)` takes what a script with `transformers.Trainer` has.
-- A `Callback` is told of plans, steps (`StepRecord`), evaluations (`EvaluationRecord`) and the end of fits.
-  `JSONLines`, `TensorBoard`, `WeightsAndBiases` and `MLflow` are callbacks that write.
+- `hf.options(training_arguments)` converts the `TrainingArguments` of a script for `transformers.Trainer`.
+- A `Callback` is called after planning, after each step (`StepRecord`) and evaluation (`EvaluationRecord`), and at the
+  end of a fit. `JSONLines`, `TensorBoard`, `WeightsAndBiases` and `MLflow` are callbacks that log.
 
 They need torch, which planning and simulating do not, so they are imported on first use. Errors that a user can cause
 are in `spindle.errors`. Everything else is private. `docs/interface.md` describes all of it on one page.

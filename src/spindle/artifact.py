@@ -94,6 +94,8 @@ def _read(kind: Any, data: Any, where: str) -> Any:
     kind = dict if origin is dict else kind
     if not isinstance(data, kind):
         raise InputError(f"{where}: expected {_NAMES.get(kind, kind.__name__)}, got {shown(data)}")
+    if kind is dict and arguments and arguments[1] is not typing.Any:
+        return {key: _read(arguments[1], item, f"{where}[{key!r}]") for key, item in data.items()}
     return data
 
 
@@ -140,7 +142,7 @@ def read_number(data: Any, where: str) -> float:
 
 
 def read_integer(data: Any, where: str) -> int:
-    """A whole number of 64 bits: what is counted here is counted in arrays and as floats, too."""
+    """An integer that fits in 64 bits: counts also go into numpy arrays and floats."""
     if isinstance(data, bool) or not isinstance(data, int):
         raise InputError(f"{where}: expected a whole number, got {shown(data)}")
     if not -(1 << 63) <= data < 1 << 63:
@@ -161,7 +163,7 @@ def read_text_file(path: Path) -> str:
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, or one sentence that says why there is none."""
+    """Read the object in a JSON file. Raises an InputError with one sentence if that fails."""
     text = read_text_file(path)
     if not text.strip():
         raise InputError(f"{path}: is empty")
@@ -255,7 +257,7 @@ def _umask() -> int:
 
 
 def write_artifact(path: Path, kind: str, value: Any) -> None:
-    """Write a value as an artifact: its JSON, with a first field that says what it is."""
+    """Write a value as an artifact: its JSON, with a first field that names its kind."""
     write_atomically(path, artifact_text(kind, value))
 
 

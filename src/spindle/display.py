@@ -65,7 +65,7 @@ def listed(names: list[str] | tuple[str, ...], at_most: int = 6) -> str:
 
 
 def facts(rows: list[tuple[str, str]]) -> Table:
-    """Names and values, without lines."""
+    """A table of names and values, without borders."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

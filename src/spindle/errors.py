@@ -3,7 +3,7 @@
     SpindleError            anything that Spindle refuses, with one clear message
     ├── InputError          a file or argument that cannot be read
     ├── WorkloadError       tasks, modules, layers or flows that are inconsistent
-    │   └── GuardError      a batch for which a module's forward may take another branch than the recorded one
+    │   └── GuardError      a batch for which a module's forward may take a different branch than the recorded one
     ├── ClusterError        devices, islands or links that are inconsistent
     ├── ProfileError        a time or size that is unknown or not allowed
     ├── PlanError           a plan that is not legal; prints the plan with the place marked
@@ -11,6 +11,7 @@
     ├── DoesNotFitError     no plan fits into memory
     ├── OverBudgetError     a rank exceeds its memory limit
     ├── CheckpointError     a checkpoint that is damaged, or that this training cannot resume from
+    │   └── SupersededError a newer attempt of the job saves its checkpoints
     ├── TrainingError       a step that failed: a loss that is not finite, a loader that yields a wrong batch
     └── PeerLostError       another rank has ended, so this rank ends, too
 
@@ -80,7 +81,11 @@ class OverBudgetError(SpindleError):
     """A rank has exceeded its memory limit."""
 
 
-class CheckpointError(SpindleError):
+class CheckpointError(_ContentError):
+    pass
+
+
+class SupersededError(CheckpointError):
     pass
 
 

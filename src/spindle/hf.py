@@ -1,8 +1,8 @@
-"""From `transformers.Trainer` to `spindle.Trainer`: what `TrainingArguments` say, as options here.
+"""From `transformers.Trainer` to `spindle.Trainer`: `TrainingArguments` as options of the Trainer.
 
 `options` are keyword arguments of `spindle.Trainer`; `loader`, `batch_size` and `num_steps` are the data that
 `transformers.Trainer` would train on, and `packed` says which patches of a batch belong to which sample. An argument
-that was set and has no meaning here is refused by name. Knows no model: collators, processors, `from_pretrained` and
+that was set but has no equivalent here is refused by name. Knows no model: collators, processors, `from_pretrained` and
 `save_pretrained` are used as they are.
 """
 
@@ -121,7 +121,7 @@ _ADVICE = {
     "fsdp_config": _PLANNED,
     "parallelism_config": _PLANNED,
     "auto_find_batch_size": "plans keep to the memory of a device: recompute activations, or use more devices",
-    "tf32": "say torch.backends.cuda.matmul.allow_tf32 = True",
+    "tf32": "set torch.backends.cuda.matmul.allow_tf32 = True",
     "full_determinism": "call torch.use_deterministic_algorithms(True)",
     "optim_args": "make the optimizer yourself: spindle.Trainer(..., optimizer=...)",
 }
@@ -131,7 +131,7 @@ _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\
 
 def options(training_arguments: TrainingArguments, steps: int | None = None) -> dict[str, Any]:
     """Keyword arguments of `spindle.Trainer`: optimizer, learning-rate schedule, gradient clipping and accumulation,
-    autocast and seed, as `transformers.Trainer` has them for these arguments.
+    autocast and seed, as `transformers.Trainer` would use them.
 
     The schedule ends after `max_steps`, or after `steps` where epochs are given (see `num_steps`).
     """
@@ -140,8 +140,8 @@ def options(training_arguments: TrainingArguments, steps: int | None = None) -> 
     if total <= 0:
         raise TrainingError(
             f"TrainingArguments(num_train_epochs={training_arguments.num_train_epochs}): the learning-rate schedule "
-            "needs the number of steps; say spindle.hf.options(arguments, spindle.hf.num_steps(arguments, loader)), or "
-            "TrainingArguments(max_steps=...)"
+            "needs the number of steps; call spindle.hf.options(arguments, spindle.hf.num_steps(arguments, loader)), "
+            "or give TrainingArguments(max_steps=...)"
         )
     autocast = torch.bfloat16 if training_arguments.bf16 else torch.float16 if training_arguments.fp16 else None
     return {
@@ -155,7 +155,7 @@ def options(training_arguments: TrainingArguments, steps: int | None = None) -> 
 
 
 def batch_size(training_arguments: TrainingArguments) -> int:
-    """The samples of a batch over all ranks: `per_device_train_batch_size` for each of them."""
+    """Samples per batch over all ranks: `per_device_train_batch_size` times the number of ranks."""
     return training_arguments.per_device_train_batch_size * int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -163,7 +163,7 @@ def loader(
     training_arguments: TrainingArguments, dataset: Any, data_collator: Callable[[list[Any]], Any] | None = None
 ) -> DataLoader[Any]:
     """Batches of `batch_size(training_arguments)` samples, the same on every rank: shuffled by the seed, collated, and
-    loaded by as many workers as the arguments say. Columns are not removed: the collator chooses."""
+    loaded by `dataloader_num_workers` workers. No columns are removed: the collator chooses."""
     from transformers import default_data_collator
 
     arguments = training_arguments
@@ -196,7 +196,7 @@ def loader(
 
 
 def num_steps(training_arguments: TrainingArguments, loader: DataLoader[Any]) -> int:
-    """The steps of a training: `max_steps`, or `num_train_epochs` of a loader's batches."""
+    """The number of training steps: `max_steps`, or `num_train_epochs` times a loader's batches."""
     if training_arguments.max_steps > 0:
         return training_arguments.max_steps
     per_epoch = max(1, math.ceil(len(loader) / training_arguments.gradient_accumulation_steps))
@@ -255,10 +255,10 @@ def _make_optimizer(
             if _NO_DECAY.search(name.lower()) or (parameter.dim() < 2 and name.endswith(".weight"))
         }
         decayed = [parameter for name, parameter in parameters if name not in plain]
-        others = [parameter for name, parameter in parameters if name in plain]
+        undecayed = [parameter for name, parameter in parameters if name in plain]
         groups: list[dict[str, Any]] = [
             {"params": decayed, "weight_decay": arguments.weight_decay},
-            {"params": others, "weight_decay": 0.0},
+            {"params": undecayed, "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
         if _values(arguments)["optim"] == "sgd":

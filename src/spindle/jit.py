@@ -1,10 +1,10 @@
 """Loops compiled by numba, with a cache on disk that may be missing, damaged or full.
 
 Numba refuses to import a cached function where it finds no folder for its cache, and fails in the first call where a
-file of the cache is cut off or cannot be written. Here such a cache is reported once and done without. Every compiled
+file of the cache is cut off or cannot be written. Here such a cache is reported once and then not used. Every compiled
 loop is made by this `njit`, so that the folder is chosen before the first of them, whoever imports it: the command
-line, a script, or a rank under torchrun. Numba is imported with the first call of a loop: ranks that do not plan do
-without it.
+line, a script, or a rank under torchrun. Numba is imported with the first call of a loop: ranks that do not plan never
+import it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _first_line(error: Exception) -> str:
 
 @cache
 def _choose_folder() -> None:
-    """Where neither the installed package nor the home can be written, keep compiled code in a folder of this run."""
+    """Cache compiled code in a temporary folder of this run if neither the package nor the home is writable."""
     package = Path(__file__).resolve().parent
     caches = [folder / "__pycache__" for folder in package.iterdir() if (folder / "__init__.py").exists()]
     if FOLDER_VARIABLE in os.environ or all(map(_can_be_written, caches)) or _can_be_written(_numba_home()):
@@ -128,7 +128,7 @@ def _notices() -> list[str]:
 
 
 def _report_once(text: str) -> None:
-    """Print the first notice: dozens of functions would give the same."""
+    """Print only the first notice: dozens of functions would repeat it."""
     if not _notices() and sys.stderr is not None:
         print(f"note: {text}", file=sys.stderr)
     _notices().append(text)

@@ -35,7 +35,7 @@ def test_case_a_gives_the_optimum_allocations_and_waves_of_the_reference():
     ]
     problem = problem_of(profile, profile.default_setting)
     _, allocations = allocate(problem.choices, problem.num_layers, 4)
-    assert [one.num_devices for one in allocations] == pytest.approx([2.2660, 1.4596, 0.2743], abs=1e-4)
+    assert [allocation.num_devices for allocation in allocations] == pytest.approx([2.2660, 1.4596, 0.2743], abs=1e-4)
     assert allocations[0].tuples == (pytest.approx((2, 7.964), abs=1e-3), pytest.approx((4, 2.036), abs=1e-3))
     assert allocations[1].tuples == (pytest.approx((1, 4.964), abs=1e-3), pytest.approx((2, 7.036), abs=1e-3))
     assert allocations[2].tuples == (pytest.approx((1, 6)),)
@@ -87,7 +87,7 @@ def test_perfect_scaling_shares_devices_by_work():
     choices = [Choices(num_devices=counts, layer_s=30 / counts), Choices(num_devices=counts, layer_s=10 / counts)]
     optimum, allocations = allocate(choices, [1, 1], 4)
     assert optimum == pytest.approx(10)
-    assert [one.num_devices for one in allocations] == pytest.approx([3, 1])
+    assert [allocation.num_devices for allocation in allocations] == pytest.approx([3, 1])
 
 
 def cost(tokens: int, width: int) -> LayerCost:
@@ -116,8 +116,8 @@ def test_seventeen_operators_contract_into_seven_metaops():
             modules=modules,
             parameters=tuple(
                 Parameter(name=name, num_elements=1)
-                for one in modules
-                for layer in one.layers
+                for module in modules
+                for layer in module.layers
                 for name in layer.parameters
             ),
             tasks=(

@@ -112,8 +112,8 @@ def check_gathering(device: torch.device) -> None:
             dist.all_gather(parts, given)
             whole = torch.empty_like(expected)
             into(whole, given)
-            for other in range(num_ranks):
-                same(parts[other], expected[other], (dtype, size))
+            for peer in range(num_ranks):
+                same(parts[peer], expected[peer], (dtype, size))
             same(whole, expected, (dtype, size))
 
 
@@ -182,10 +182,10 @@ def check_several_at_once(device: torch.device) -> None:
     """A list of tensors in one call, as torch's coalescing hands them over."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     ours = [values(rank, size, torch.float32, device, seed=size) for size in (3, 0, 70_001)]
-    with dist.distributed_c10d._coalescing_manager(async_ops=True) as all_of_them:
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as coalesced:
         for tensor in ours:
             dist.all_reduce(tensor)
-    all_of_them.wait()
+    coalesced.wait()
     for tensor in ours:
         size = tensor.numel()
         same(tensor, everybody(num_ranks, size, torch.float32, device, seed=size).sum(0), size)
@@ -193,9 +193,9 @@ def check_several_at_once(device: torch.device) -> None:
 
 def check_objects(device: torch.device) -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    found: list[Any] = [None] * num_ranks
-    dist.all_gather_object(found, {"rank": rank})
-    assert found == [{"rank": other} for other in range(num_ranks)]
+    gathered: list[Any] = [None] * num_ranks
+    dist.all_gather_object(gathered, {"rank": rank})
+    assert gathered == [{"rank": peer} for peer in range(num_ranks)]
     box = ["from 1"] if rank == 1 else [None]
     dist.broadcast_object_list(box, src=1)
     assert box == ["from 1"]
@@ -224,18 +224,18 @@ def check_messages(device: torch.device) -> None:
         return values(source, size, torch.float32, device, seed=100 * target + 10 * tag + number)
 
     works, arrivals = [], []
-    posts = [(other, tag) for other in range(num_ranks) if other != rank for tag in range(6)]
+    posts = [(peer, tag) for peer in range(num_ranks) if peer != rank for tag in range(6)]
     random.Random(rank).shuffle(posts)
-    for other, tag in posts:
+    for peer, tag in posts:
         for number in range(3):  # in order, for each rank and tag
-            expected = message(other, rank, tag, number)
+            expected = message(peer, rank, tag, number)
             buffer = torch.full_like(expected, -1)
-            works.append(dist.irecv(buffer, other, tag=tag))
-            arrivals.append((buffer, expected, (other, tag, number)))
+            works.append(dist.irecv(buffer, peer, tag=tag))
+            arrivals.append((buffer, expected, (peer, tag, number)))
     random.Random(rank + 100).shuffle(posts)
-    for other, tag in posts:
+    for peer, tag in posts:
         for number in range(3):
-            works.append(dist.isend(message(rank, other, tag, number), other, tag=tag))
+            works.append(dist.isend(message(rank, peer, tag, number), peer, tag=tag))
     random.Random(rank + 200).shuffle(works)
     for work in works:
         work.wait()
@@ -294,7 +294,7 @@ def check_groups(device: torch.device) -> None:
     for work in reversed(works):
         work.wait()
     for ranks, tensor in tensors.items():
-        expected = sum(values(other, 30_001, torch.float32, device) for other in ranks)
+        expected = sum(values(peer, 30_001, torch.float32, device) for peer in ranks)
         same(tensor, expected, ranks)
     check_async_order(device)  # the first group works as before
     for ranks in mine:
@@ -333,11 +333,11 @@ def check_ddp(device: torch.device) -> None:
     options = {"bucket_cap_mb": 0.1}
     ours = gradients(DistributedDataParallel(small_model(device), **options), device, 3)
     theirs = gradients(DistributedDataParallel(small_model(host), process_group=gloo, **options), host, 3)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one.cpu(), other, rtol=1e-9, atol=1e-12)
+    for actual, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(actual.cpu(), expected, rtol=1e-9, atol=1e-12)
     view = DistributedDataParallel(small_model(device), gradient_as_bucket_view=True, **options)
-    for one, other in zip(gradients(view, device, 3), ours, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    for actual, expected in zip(gradients(view, device, 3), ours, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
 
 
 def check_barrier(device: torch.device) -> None:

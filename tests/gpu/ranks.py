@@ -103,7 +103,9 @@ def _weights(workload: Any) -> dict[str, torch.Tensor]:
 
 def _train_alone(workload: Any) -> None:
     """The same steps by this rank alone, in plain PyTorch."""
-    parameters = [(name, one) for tower in workload.towers.values() for name, one in tower.named_parameters()]
+    parameters = [
+        (name, parameter) for tower in workload.towers.values() for name, parameter in tower.named_parameters()
+    ]
     optimizer = _make_sgd(parameters)
     for number in range(TOWER_STEPS):
         optimizer.zero_grad()
@@ -242,13 +244,13 @@ def measure_size(world: World, num_bytes: int) -> Iterator[Measurement]:
 
 
 def measure(world: World, file: str) -> None:
-    found = []
+    results = []
     for num_bytes in SIZES:
-        for one in measure_size(world, num_bytes):
-            found.append(asdict(one))
+        for result in measure_size(world, num_bytes):
+            results.append(asdict(result))
             if world.rank == 0:
-                rate = f"{one.ms:9.3f} ms {one.gb_per_s:8.2f} GB/s"
-                print(f"{one.what:24} {one.backend:12} {one.bytes:>11} B {rate}", flush=True)
+                rate = f"{result.ms:9.3f} ms {result.gb_per_s:8.2f} GB/s"
+                print(f"{result.what:24} {result.backend:12} {result.bytes:>11} B {rate}", flush=True)
     if world.rank == 0:
         properties = torch.cuda.get_device_properties(world.device)
         about = {
@@ -258,7 +260,7 @@ def measure(world: World, file: str) -> None:
             "torch": torch.__version__,
             "method": "float32; median over repeats of the time until the slowest rank is synchronised",
         }
-        Path(file).write_text(json.dumps({"about": about, "measured": found}))
+        Path(file).write_text(json.dumps({"about": about, "measured": results}))
 
 
 if __name__ == "__main__":

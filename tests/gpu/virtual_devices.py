@@ -52,14 +52,14 @@ def launched(script: str, *arguments: str, devices: int) -> subprocess.Popen[str
 
 def mps_processes() -> set[str]:
     """Daemons and servers of MPS on this machine."""
-    found = set()
+    names = set()
     for path in Path("/proc").glob("[0-9]*/comm"):
         try:
             if path.read_text().startswith("nvidia-cuda-mps"):
-                found.add(path.parent.name)
+                names.add(path.parent.name)
         except OSError:
             continue
-    return found
+    return names
 
 
 def wait_until_gone(before: set[str]) -> float:

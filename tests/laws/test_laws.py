@@ -33,9 +33,9 @@ def test_every_planners_plan_passes_check_and_lies_above_the_bound(profile, plan
 def test_wavefront_is_never_slower_than_any_other(profile):
     ours = make_plan(profile, "wavefront", QUICK)
     for planner in ("paper", *BASELINES):
-        other = make_plan(profile, planner)
-        assert ours.folded_s <= other.folded_s * (1 + 1e-9)
-        assert ours.makespan_s <= other.makespan_s * (1 + 1e-6)
+        repeated = make_plan(profile, planner)
+        assert ours.folded_s <= repeated.folded_s * (1 + 1e-9)
+        assert ours.makespan_s <= repeated.makespan_s * (1 + 1e-6)
 
 
 @given(small.odd_graphs())
@@ -91,8 +91,8 @@ def test_the_bound_is_at_least_the_area_and_every_path_at_its_fastest(profile):
     bound_s = graph_bound_s(profile)
     problem = problem_of(profile, profile.default_setting)
     area = sum(
-        layers * float((one.num_devices * one.layer_s).min())
-        for layers, one in zip(problem.num_layers, problem.choices, strict=True)
+        layers * float((choices.num_devices * choices.layer_s).min())
+        for layers, choices in zip(problem.num_layers, problem.choices, strict=True)
     )
     assert bound_s >= area / profile.cluster.num_devices * (1 - 1e-9)
     ends: dict[int, float] = {}

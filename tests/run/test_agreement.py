@@ -161,8 +161,8 @@ def with_other_name(bound: Any) -> Any:
 def with_other_shapes(cuts: Any) -> Any:
     (place, form), *rest = cuts.items()
     leaf = form.leaves[0]
-    other = replace(form, leaves=(TensorMeta((1, 77), leaf.dtype, leaf.requires_grad), *form.leaves[1:]))
-    return {place: other, **dict(rest)}
+    longer = replace(form, leaves=(TensorMeta((1, 77), leaf.dtype, leaf.requires_grad), *form.leaves[1:]))
+    return {place: longer, **dict(rest)}
 
 
 class NormalisedTwice(nn.LayerNorm):
@@ -402,7 +402,7 @@ def test_every_difference_has_its_expectation():
 def test_an_attribute_that_forward_may_use_must_not_differ(pool):
     differs = "rank 1 differs from rank 0 in attribute 'scale' of module 'tower.blocks.1.linear'"
     for message in pool.run(2, differing, "attribute"):
-        assert message.startswith(f"{differs}: rank 0 has 1.0, rank 1 has 2.0; set it alike"), message
+        assert message.startswith(f"{differs}: rank 0 has 1.0, rank 1 has 2.0; set it to the same value"), message
 
 
 @pytest.mark.parametrize("difference", EXPECTED)

@@ -126,7 +126,7 @@ def trainer_of(*names, **options):
         return loss
 
     tasks = {name: make(name) for name in ("a", "b", "c")}
-    sgd = lambda named: torch.optim.SGD([one for _, one in named], lr=0.1)  # noqa: E731
+    sgd = lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1)  # noqa: E731
     return spindle.Trainer([tasks[name] for name in names], optimizer=sgd, **options), tasks
 
 
@@ -181,7 +181,7 @@ def test_weights_of_sampling_change_with_them():
             trainer.add_task(tasks["c"])
         trainer.add_task(tasks["c"], sampling_weight=0.0)
         result = trainer.fit({"b": batches, "c": batches}, steps=2, progress=False)
-    assert [set(one) for one in result.losses] == [{"b"}, {"b"}]
+    assert [set(losses) for losses in result.losses] == [{"b"}, {"b"}]
 
 
 def test_changes_that_cannot_be_made_are_refused():

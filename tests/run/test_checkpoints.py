@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +20,19 @@ from torch import nn  # noqa: E402
 import spindle  # noqa: E402
 from internals import guessed_profile  # noqa: E402
 from resuming import LOADERS, Run, Waves, run, stacked  # noqa: E402
-from spindle.checkpoint import finish, folder_of_step, open_checkpoint, partial_folder, write_part  # noqa: E402
+from spindle.checkpoint import (  # noqa: E402
+    claim,
+    finish,
+    folder_of_step,
+    newest_attempt,
+    open_checkpoint,
+    partial_folder,
+    remove_unfinished,
+    write_part,
+)
 from spindle.cli.main import run as run_cli  # noqa: E402
-from spindle.errors import CheckpointError, TrainingError  # noqa: E402
+from spindle.errors import CheckpointError, SupersededError, TrainingError  # noqa: E402
+from spindle.train import saving  # noqa: E402
 
 torch.set_num_threads(1)
 BATCHES = [stacked([Waves()[number] for number in range(first, first + 4)]) for first in range(0, 20, 4)]
@@ -249,7 +260,7 @@ def test_a_new_task_starts_fresh_and_a_missing_one_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"seed": 1}, "a training with seed=0, this one has seed=1"),
+        ({"seed": 1}, "a training with seed=0, but this one has seed=1"),
         ({"size": 9}, r"parameter 'a.2.weight' was saved as float64 \[8, 8\], here it is float64 \[9, 8\]"),
     ],
 )
@@ -495,3 +506,135 @@ def test_a_buffer_of_another_shape_is_refused_unless_it_is_a_cache(tmp_path, per
             start(4, 2)
     else:
         assert not any("could not be written" in notice for notice in start(4, 2).notices)
+
+
+def test_with_memory_every_1_each_step_begins_with_its_state_saved_however_slow_the_disk_is(tmp_path, monkeypatch):
+    folder, memory, disk_is_done, in_memory = tmp_path / "runs", tmp_path / "memory", threading.Event(), []
+    memory.mkdir()
+    monkeypatch.setenv("SPINDLE_MEMORY", str(memory))
+    finish_at_once = saving.finish
+
+    def slow_finish(target, *arguments):
+        assert target != folder or disk_is_done.wait(60)
+        return finish_at_once(target, *arguments)
+
+    monkeypatch.setattr(saving, "finish", slow_finish)
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure=None):
+            in_memory.append([path.name for path in memory.glob("*/step-*")])
+            if len(in_memory) == 6:
+                disk_is_done.set()
+            return super().step(closure)
+
+    tower = spindle.module("tower", nn.Linear(8, 8).double())
+
+    @spindle.task(batch_size=4)
+    def pull(batch):
+        return tower(batch["x"]).square().mean()
+
+    trainer = spindle.Trainer(
+        [pull],
+        optimizer=lambda named: Watching([parameter for _, parameter in named], lr=0.1),
+        planning=spindle.Planning(profile=guessed_profile),
+        checkpoints=spindle.Checkpoints(folder, every=2, memory_every=1),
+    )
+    fit(trainer, 6, ["pull"])
+    assert in_memory == [[], *([f"step-{step}"] for step in range(1, 6))]
+    assert [path.name for path in folder.glob("step-*.part")] == []
+    assert (folder / "step-6").exists()
+
+
+# Attempts.
+
+
+def test_an_attempt_that_comes_back_after_a_newer_one_began_commits_nothing(tmp_path, monkeypatch):
+    """As on a node that was cut off: it stops in the middle of a step, and goes on once a newer attempt is done."""
+    monkeypatch.setenv("SPINDLE_ATTEMPT", "1")
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            trainer, _ = trainer_of(tmp_path)
+            fit(trainer, 40, on_step=lambda step, _: os.kill(os.getpid(), signal.SIGSTOP) if step == 4 else None)
+        except SupersededError as error:
+            code = 7 if "attempt 2 of this job saves" in str(error) else 1
+        finally:
+            os._exit(code)
+    try:
+        assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+        monkeypatch.setenv("SPINDLE_ATTEMPT", "2")
+        trainer, _ = trainer_of(tmp_path)
+        fit(trainer, 9)
+        expected = {path: path.read_bytes() for path in tmp_path.rglob("step-*/*")}
+    finally:
+        os.kill(child, signal.SIGCONT)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert {path: path.read_bytes() for path in tmp_path.rglob("step-*/*")} == expected
+    assert [path.name for path in tmp_path.glob("*.part*")] == []
+
+
+def test_older_attempts_are_refused_and_starts_without_a_number_go_on_with_the_newest(copy, monkeypatch):
+    monkeypatch.setenv("SPINDLE_ATTEMPT", "8")
+    fit(trainer_of(copy)[0], 5)
+    monkeypatch.setenv("SPINDLE_ATTEMPT", "7")
+    with pytest.raises(CheckpointError, match="attempt 8 of this job saves its checkpoints there, this is attempt 7"):
+        fit(trainer_of(copy)[0], 6)
+    monkeypatch.delenv("SPINDLE_ATTEMPT")
+    assert len(fit(trainer_of(copy)[0], 6).losses) == 1
+    assert newest_attempt(copy) == 8
+    for text in ("0", "-1", "1.5", "x", "9" * 400, "²"):
+        monkeypatch.setenv("SPINDLE_ATTEMPT", text)
+        with pytest.raises(CheckpointError, match="expected a whole number from 1 in SPINDLE_ATTEMPT"):
+            fit(trainer_of(copy)[0], 7)
+
+
+def test_attempts_that_overlap_write_apart_and_only_the_newest_can_rename(copy):
+    state = replace(open_checkpoint(folder_of_step(copy, 4)).state, step=9, num_ranks=1)
+
+    def write(attempt):
+        write_part(partial_folder(copy, 9, attempt), 0, memoryview(b""), [], {"extra": {"attempt": attempt}})
+
+    assert claim(copy, {"SPINDLE_ATTEMPT": "1"}) == 1
+    write(1)
+    assert claim(copy, {"SPINDLE_ATTEMPT": "2"}) == 2
+    write(2)
+    with pytest.raises(SupersededError):
+        finish(copy, state, {}, 1)
+    assert open_checkpoint(finish(copy, state, {}, 2)).state.extra["attempt"] == 2
+
+
+def test_what_an_older_attempt_has_checked_but_not_renamed_when_a_newer_one_begins_is_lost(copy, monkeypatch):
+    state = replace(open_checkpoint(folder_of_step(copy, 4)).state, step=9, num_ranks=1)
+    write_part(partial_folder(copy, 9, 1), 0, memoryview(b""), [], {})
+
+    def check_then_newer_begins(folder, attempt):
+        claim(folder, {"SPINDLE_ATTEMPT": "2"})
+        remove_unfinished(folder)
+
+    monkeypatch.setattr("spindle.checkpoint.files.check_newest", check_then_newer_begins)
+    with pytest.raises(FileNotFoundError):
+        finish(copy, state, {}, 1)
+    assert sorted(path.name for path in copy.glob("step-*")) == ["step-3", "step-4"]
+
+
+def test_a_part_that_cannot_be_written_in_memory_is_reported_and_leaves_nothing(tmp_path, monkeypatch):
+    folder, memory = tmp_path / "runs", tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setenv("SPINDLE_MEMORY", str(memory))
+    write_whole_part, num_written = saving.write_part, 0
+
+    def write_part_once(partial, *arguments):
+        nonlocal num_written
+        if folder not in partial.parents:
+            num_written += 1
+            if num_written == 2:
+                raise OSError(28, "No space left on device")
+        write_whole_part(partial, *arguments)
+
+    monkeypatch.setattr(saving, "write_part", write_part_once)
+    trainer, _ = trainer_of(spindle.Checkpoints(folder, memory_every=1), ["pull"])
+    assert len(fit(trainer, 4, ["pull"]).losses) == 4
+    assert [notice for notice in trainer.notices if "in memory could not be written" in notice]
+    assert [path.name for path in memory.glob("*/*")] == ["step-4"]

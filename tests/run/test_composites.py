@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -15,7 +17,7 @@ import spindle  # noqa: E402
 from comparison import assert_close  # noqa: E402
 from programs import compare_steps  # noqa: E402
 from spindle import Trainer, module, task  # noqa: E402
-from spindle.errors import TrainingError  # noqa: E402
+from spindle.errors import TrainingError, WorkloadError  # noqa: E402
 from spindle.train import probe, trace_all  # noqa: E402
 from spindle.train.record import cut_all, record_all  # noqa: E402
 from sweeps import chosen, spread  # noqa: E402
@@ -201,6 +203,34 @@ def test_a_contrastive_loss_stays_whole_while_its_towers_are_divided():
     assert trainer.state_dict().keys() == {f"pair.{path}" for path in model.state_dict()}
 
 
+class Looping(Pair):
+    """Its code between its towers has a statement for each sample."""
+
+    def forward(self, x, y):
+        first = torch.cat([row * 2 for row in self.first(x).split(1)])
+        return {"loss": (first * self.second(y)).square().mean()}
+
+
+def test_a_composite_that_loops_over_samples_is_opened_for_any_number_of_them():
+    model = Looping().double()
+    pair = module("pair", model)
+
+    @task(batch_size=4)
+    def match(batch):
+        return pair(batch["x"], batch["y"])["loss"]
+
+    batch = {name: torch.randn(4, 8, dtype=torch.float64) for name in "xy"}
+    (recorded,) = cut_all(record_all([match], {"match": batch}), {"match": batch})
+    assert {call.handle.name: len(call.chain.layers) for call in recorded.calls} == {"pair.first": 4, "pair.second": 4}
+    part = {name: value[:3] for name, value in batch.items()}
+    outputs = {}
+    for call in recorded.calls:
+        args, kwargs = call.arguments(part, *(outputs[source] for source in call.sources))
+        outputs[call.name] = call.chain(*args, **kwargs)
+    loss = recorded.loss(part, *(outputs[source] for source in recorded.loss_sources))
+    assert torch.allclose(loss, model(**part)["loss"], rtol=1e-12)
+
+
 class Deciding(Pair):
     """Values that one of its towers computes decide what it does."""
 
@@ -223,10 +253,28 @@ def test_a_composite_that_stays_one_module_says_why_and_at_which_line():
     profile = trainer.prepare({"match": [batch]}, progress=False)
     (notice,) = [text for text in trainer.notices if "is not opened into its towers" in text]
     assert notice.startswith("module 'pair'")
-    assert "values that its parts compute decide" in notice
+    assert "branches on values that its parts compute" in notice
     assert "test_composites.py, line" in notice
     (remark,) = profile.graph.remarks
     assert remark.closed in notice
+
+
+def test_a_model_that_stays_one_layer_keeps_no_keys_and_values_for_generation():
+    model = hugging.made("Mixtral")
+    model.config.output_router_logits = True  # which are made inside its blocks
+    assert model.config.use_cache
+    mixtral = module("mixtral", model)
+
+    @task(batch_size=hugging.ROWS)
+    def predict(batch):
+        return mixtral(**batch).loss
+
+    batch = hugging.labelled("Mixtral", hugging.batch_of("Mixtral", hugging.ROWS, 7))
+    trainer = Trainer([predict], optimizer=lambda named: torch.optim.SGD([weight for _, weight in named], 0.1))
+    expected = deepcopy(model)(**batch).loss.item()
+    (losses,) = trainer.fit({"predict": [batch]}, steps=1, progress=False).losses
+    assert losses["predict"] == pytest.approx(expected, rel=1e-12)
+    assert any("output_router_logits), leave that out" in notice for notice in trainer.notices)
 
 
 class Packed(nn.Module):
@@ -251,3 +299,124 @@ def test_a_module_whose_output_depends_on_values_may_be_followed_by_another():
     batch = {"x": torch.randn(4, 6, 8, dtype=torch.float64), "lengths": torch.tensor([6, 5, 4, 6])}
     (traced,) = trace_all([predict], {"predict": batch})
     assert {call: len(layers) for call, layers in traced.layers.items()} == {"words#0": 1, "head#0": 1}
+
+
+class Counting(nn.Module):
+    """Divides the sum of a cross entropy by a number that it is given, or by one that it reads from its labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = Tower(), Tower(), nn.Linear(8, 5)
+
+    def forward(self, x, y, labels, count=None):
+        loss = F.cross_entropy(self.head(self.first(x) * self.second(y)), labels, reduction="sum")
+        return {"loss": loss / (int((labels != -100).sum()) if count is None else count)}
+
+
+@pytest.mark.parametrize(
+    ("count", "is_sum"),
+    [
+        (lambda batch: batch["count"], True),
+        (lambda batch: 3, True),
+        (lambda batch: (batch["labels"] != -100).sum(), False),
+        (lambda batch: None, False),
+    ],
+)
+def test_a_sum_is_divided_over_ranks_only_where_its_divisor_is_given(count, is_sum):
+    counting = module("counting", Counting().double())
+
+    @task(batch_size=4)
+    def classify(batch):
+        return counting(batch["x"], batch["y"], batch["labels"], count=count(batch))["loss"]
+
+    batch = {name: torch.randn(4, 8, dtype=torch.float64) for name in "xy"}
+    batch |= {"labels": torch.tensor([1, -100, 0, 4]), "count": torch.tensor(3)}
+    (recorded,) = cut_all(record_all([classify], {"classify": batch}), {"classify": batch})
+    assert {call.handle.name for call in recorded.calls} == {f"counting.{part}" for part in ("first", "second", "head")}
+    assert recorded.is_sum is is_sum
+    assert not recorded.is_mean
+
+
+class Remembering(Pair):
+    """Keeps features of earlier batches: `how` says as what."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how, self.queue, self.count, self.history = (
+            how,
+            nn.Buffer(torch.zeros(4, 8)),
+            nn.Buffer(torch.zeros(())),
+            [],
+        )
+        self.steps = 0
+
+    def forward(self, x, y):
+        first, second = self.first(x), self.second(y)
+        loss = (first * second).square().mean() + (first @ self.queue.T.clone()).mean() * (self.count + 1)
+        loss = loss * (self.steps + 1) + sum((first * past).mean() for past in self.history)
+        match self.how:
+            case "a buffer in place":
+                self.count += 1
+            case "another buffer":
+                self.queue = torch.cat([second.detach(), self.queue])[:4]
+            case "part of a buffer, at a place that is a value":
+                place = int(self.count)
+                self.queue[place : place + 2] = second[:2].detach()
+                self.count += 2 if place == 0 else -2
+            case "a list":
+                self.history.append(second.detach().mean(0))
+            case "a number beside values":
+                self.steps += int((x > -100).sum())
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "a buffer in place",
+        "another buffer",
+        "part of a buffer, at a place that is a value",
+        "a list",
+        "a number beside values",
+    ],
+)
+def test_what_a_forward_keeps_for_the_next_batch_is_that_of_plain_pytorch(how):
+    torch.manual_seed(0)
+    model = Remembering(how).double()
+    plain = deepcopy(model)
+    pair = module("pair", model)
+    batches = [{name: torch.randn(4, 8, dtype=torch.float64) for name in "xy"} for _ in range(2)]
+
+    @task(batch_size=4)
+    def match(batch):
+        return pair(batch["x"], batch["y"])["loss"]
+
+    trainer = Trainer([match], optimizer=lambda named: torch.optim.SGD([weight for _, weight in named], 0.1))
+    losses = [step["match"] for step in trainer.fit({"match": batches}, steps=2, progress=False).losses]
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    for batch, loss in zip(batches, losses, strict=True):
+        expected = plain(**batch)["loss"]
+        assert loss == pytest.approx(expected.item(), rel=1e-9)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+    for name, value in plain.state_dict().items():
+        assert torch.allclose(model.state_dict()[name], value, rtol=1e-9), name
+
+
+class Averaging(Pair):
+    """Updates parameters in its forward, through `data`, which leaves no trace on them."""
+
+    def forward(self, x, y):
+        for average, weight in zip(self.second.parameters(), self.first.parameters(), strict=True):
+            average.data.mul_(0.9).add_(weight.data, alpha=0.1)
+        return {"loss": (self.first(x) * self.second(y)).mean()}
+
+
+def test_a_forward_that_changes_its_parameters_is_refused():
+    pair = module("pair", Averaging().double())
+    match = task(batch_size=4, name="match")(lambda batch: pair(batch["x"], batch["y"])["loss"])
+    batch = {name: torch.randn(4, 8, dtype=torch.float64) for name in "xy"}
+    trainer = Trainer([match], optimizer=lambda named: torch.optim.SGD([weight for _, weight in named], 0.1))
+    with pytest.raises(WorkloadError, match=r"forward of Averaging changes parameters .* in buffers"):
+        trainer.fit({"match": [batch]}, steps=1, progress=False)

@@ -18,8 +18,9 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, WeightedRandomSampler, default_collate  # noqa: E402
 
 import spindle  # noqa: E402
-from internals import unmeasured  # noqa: E402
+from internals import guessed_profile, unmeasured  # noqa: E402
 from random_plans import plan_text_named  # noqa: E402
+from spindle.errors import TrainingError  # noqa: E402
 from spindle.train.samples import Shuffled  # noqa: E402
 from sweeps import chosen  # noqa: E402
 from training_cases import WIDTH, two_towers  # noqa: E402
@@ -159,7 +160,7 @@ def read_samples(
 
 
 def losses_of(answers):
-    assert all(one.losses == answers[0].losses for one in answers)
+    assert all(answer.losses == answers[0].losses for answer in answers)
     return list(answers[0].losses)
 
 
@@ -168,26 +169,26 @@ def losses_of(answers):
     [("dataset", False), ("dataset", True), ("loader", False), ("loader", True), ("weighted", False)],
 )
 def test_the_samples_of_a_step_do_not_depend_on_the_plan(pool, kind, is_random):
-    one = losses_of(pool.run(1, read_samples, kind, "rows apart", (5,), False, is_random))
-    assert len(set(one)) == 5
+    expected = losses_of(pool.run(1, read_samples, kind, "rows apart", (5,), False, is_random))
+    assert len(set(expected)) == 5
     for num_ranks, plan, by_field in chosen([(2, "towers apart", True), (3, "plan 4", True)], (3, "rows apart", False)):
         some = losses_of(pool.run(num_ranks, read_samples, kind, plan, (5,), by_field, is_random))
-        assert some == pytest.approx(one, rel=1e-9)
+        assert some == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["collated", "streamed", "stateful"])
 def test_what_cannot_be_read_in_parts_is_read_whole(pool, kind):
     if kind == "stateful":
         pytest.importorskip("torchdata")
-    one = losses_of(pool.run(1, read_samples, kind, "rows apart", (5,)))
-    assert losses_of(pool.run(3, read_samples, kind, "plan 2", (5,))) == pytest.approx(one, rel=1e-9)
+    expected = losses_of(pool.run(1, read_samples, kind, "rows apart", (5,)))
+    assert losses_of(pool.run(3, read_samples, kind, "plan 2", (5,))) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["dataset", "loader"])
 def test_a_rank_fetches_its_rows(pool, kind):
     answers = pool.run(3, read_samples, kind, "rows apart", (9,))
-    asked = [{number for number, _ in one.asked} for one in answers]
-    counts = [len(one.asked) for one in answers]
+    asked = [{number for number, _ in answer.asked} for answer in answers]
+    counts = [len(answer.asked) for answer in answers]
     assert max(counts) <= 2 * 8  # two rows a step
     assert min(counts) > 0
     assert asked[0] != asked[1]
@@ -208,10 +209,10 @@ def test_a_rank_whose_code_looks_at_nothing_of_a_batch_fetches_nothing(pool):
 
 
 def test_samples_are_fetched_beside_the_compute_unless_they_draw_random_numbers(pool):
-    (one,) = pool.run(1, read_samples, "dataset", "rows apart", (5,))
-    assert any(name.startswith("samples") for name in one.threads)
-    (one,) = pool.run(1, read_samples, "dataset", "rows apart", (5,), False, True)
-    assert one.threads == {"MainThread"}
+    (single,) = pool.run(1, read_samples, "dataset", "rows apart", (5,))
+    assert any(name.startswith("samples") for name in single.threads)
+    (single,) = pool.run(1, read_samples, "dataset", "rows apart", (5,), False, True)
+    assert single.threads == {"MainThread"}
 
 
 def test_a_dataset_that_is_bound_to_its_thread_is_read_there():
@@ -265,12 +266,14 @@ def read_other_batches(rank: int, num_ranks: int) -> str:
 
 def test_loaders_that_give_ranks_different_batches_are_an_error(pool):
     for message in pool.run(2, read_other_batches):
-        assert re.search("the loader of task 'pull' gave rank 1 another batch than rank 0.*torch.manual_seed", message)
+        assert re.search(
+            "the loader of task 'pull' gave rank 1 a different batch than rank 0.*torch.manual_seed", message
+        )
 
 
 def test_every_epoch_has_every_sample_once_in_another_order():
     epochs = [[number for batch in order for number in batch] for order in [Shuffled(10, 3, False, 7, 0)] * 3]
-    assert all(sorted(one) == list(range(10)) for one in epochs)
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
     later = [number for batch in Shuffled(10, 3, False, 7, 6) for number in batch]
     assert later == epochs[1][6:]
@@ -338,3 +341,49 @@ def test_a_dataset_without_a_length_is_explained():
 
     with pytest.raises(spindle.errors.TrainingError, match=r"task 'look': its dataset has no length"):
         seen_by(Endless(), 1)
+
+
+def test_samples_in_shards_are_shuffled_shard_by_shard_then_in_blocks(monkeypatch):
+    lengths = [3, 5, 1, 7, 4]
+    monkeypatch.setattr("spindle.train.samples._BLOCK", 6)
+    orders = [[number for batch in Shuffled(20, 4, True, seed, 0, lengths) for number in batch] for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == list(range(20)) != orders[0]
+    shard_of = [shard for shard, length in enumerate(lengths) for _ in range(length)]
+    open_shards = [{shard_of[number] for number in orders[0][begin : begin + 6]} for begin in range(0, 20, 6)]
+    for shard in range(len(lengths)):  # read in one go: the blocks that it is in follow one another
+        blocks = [number for number, shards in enumerate(open_shards) if shard in shards]
+        assert blocks == list(range(blocks[0], blocks[-1] + 1))
+    after = [number for batch in Shuffled(20, 4, True, 1, 2, lengths) for number in batch]
+    assert after == orders[0][8:]
+
+
+def test_a_streaming_dataset_is_read_by_number_and_a_loader_of_it_is_refused(tmp_path):
+    streaming = pytest.importorskip("streaming")
+    with streaming.MDSWriter(out=str(tmp_path / "mds"), columns={"x": "ndarray:float64:8"}, size_limit=400) as writer:
+        for number in range(20):
+            writer.write({"x": np.full(8, number + 1.0)})
+    dataset = streaming.StreamingDataset(local=str(tmp_path / "mds"), batch_size=4)
+    assert len(dataset.samples_per_shard) > 2
+
+    def trained(steps, folder, loader):
+        torch.manual_seed(0)
+        tower = spindle.module("tower", torch.nn.Linear(8, 8).double())
+
+        @spindle.task(batch_size=4)
+        def pull(batch):
+            return tower(batch["x"]).square().mean()
+
+        trainer = spindle.Trainer(
+            [pull],
+            optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=1e-4),
+            planning=spindle.Planning(profile=guessed_profile),
+            checkpoints=None if folder is None else spindle.Checkpoints(folder),
+        )
+        return trainer.fit({"pull": loader}, steps=steps, progress=False).losses
+
+    whole = trained(8, None, dataset)
+    assert trained(3, tmp_path / "saved", dataset) == whole[:3]
+    assert trained(8, tmp_path / "saved", dataset) == whole[3:]
+    with pytest.raises(TrainingError, match="give the dataset itself instead of a DataLoader of it"):
+        trained(1, None, torch.utils.data.DataLoader(dataset, 4))

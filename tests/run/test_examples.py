@@ -52,9 +52,9 @@ def test_an_example_has_the_losses_of_its_twin(pool, twin_losses, name, num_rank
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_losses_of_all_tasks_fall(twin_losses, name):
-    told = twin_losses[name]
-    for task in told[0]:
-        early, late = (sum(one[task] for one in some) for some in (told[:8], told[-8:]))
+    losses = twin_losses[name]
+    for task in losses[0]:
+        early, late = (sum(step[task] for step in some) for some in (losses[:8], losses[-8:]))
         assert late < 0.9 * early, task
 
 

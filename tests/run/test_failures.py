@@ -58,7 +58,7 @@ def run_job(launcher: list[str] | None, fault: str, mark: Path) -> subprocess.Co
         ("nan", r"error: .*task 'fit': its loss is nan in step \d"),
         (
             "other",
-            r"error: .*the loader of task 'fit' gave rank 1 another batch than rank 0.*torch\.manual_seed",
+            r"error: .*the loader of task 'fit' gave rank 1 a different batch than rank 0.*torch\.manual_seed",
         ),
         ("loss", r"error: rank 1 failed: ArithmeticError: this loss is broken"),
         ("short", r"error: rank 1 failed: .*its loader gave a batch of 6 samples, expected 7"),

@@ -223,7 +223,7 @@ def read_on_one_rank(rank: int, num_ranks: int, *, differs: str) -> str:
 
 def test_other_data_on_a_rank_that_does_not_read_is_noticed(pool):
     for said in pool.run(2, read_on_one_rank, differs="values"):
-        assert "the loader of task 'pull' gave rank 1 another batch than rank 0" in said
+        assert "the loader of task 'pull' gave rank 1 a different batch than rank 0" in said
     for said in pool.run(2, read_on_one_rank, differs="length"):
         assert "the length of the loader of task 'pull'" in said
         assert "rank 1" in said
@@ -305,7 +305,7 @@ def test_a_distributed_sampler_is_refused():
     dataset = torch.utils.data.TensorDataset(torch.ones(8, 3))
     sampler = torch.utils.data.DistributedSampler(dataset, num_replicas=2, rank=0)
     loader = torch.utils.data.DataLoader(dataset, batch_size=4, sampler=sampler)
-    with pytest.raises(TrainingError, match="DistributedSampler, which gives each rank other samples"):
+    with pytest.raises(TrainingError, match="DistributedSampler, which gives each rank different samples"):
         small().fit({"pull": loader}, steps=1, progress=False)
 
 
@@ -318,7 +318,7 @@ def test_weights_that_leave_no_task_to_draw_are_refused():
 def test_tasks_are_drawn_as_often_as_they_weigh():
     names = ["a", "b", "c"]
     drawn = [tasks_in_step({"a": 6.0, "b": 3.0, "c": 1.0}, names, 1, 0, step) for step in range(2000)]
-    shares = [sum(name in one for one in drawn) / len(drawn) for name in names]
+    shares = [sum(name in step for step in drawn) / len(drawn) for name in names]
     assert shares == pytest.approx([0.6, 0.3, 0.1], abs=0.03)
     pairs = [tasks_in_step({"a": 1.0, "b": 1.0, "c": 0.0}, names, 2, 0, step) for step in range(20)]
     assert pairs == [["a", "b"]] * 20

@@ -170,23 +170,23 @@ def test_a_rank_that_holds_pythons_lock_is_not_lost_and_one_that_is_stopped_is()
     said: queue.Queue[str] = queue.Queue()
     heartbeat = Heartbeat(None, client, 0, 2, LIMIT_S, interval_s=INTERVAL_S, end=lambda error: said.put(str(error)))
     command = [sys.executable, "-c", HOLDING, str(master.port), "1"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdin is not None
-        assert other.stdout is not None
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
-            assert other.stdout.readline() == "begun\n"
+            assert process.stdout.readline() == "begun\n"
             heartbeat.start()
-            other.stdin.write("\n")
-            other.stdin.flush()
-            assert other.stdout.readline() == "free\n"
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "free\n"
             assert said.empty()
-            other.send_signal(signal.SIGSTOP)
+            process.send_signal(signal.SIGSTOP)
             assert said.get(timeout=10) == "rank 1 has not answered for 0 s"
             time.sleep(5 * INTERVAL_S)
-            assert _state_and_start(other.pid)[0] != "T"  # continued, so that it can be ended
+            assert _state_and_start(process.pid)[0] != "T"  # continued, so that it can be ended
         finally:
             heartbeat._leaving.set()
-            other.kill()
+            process.kill()
 
 
 def test_a_process_is_told_from_others_by_its_host_its_number_and_its_start():

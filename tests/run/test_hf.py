@@ -28,8 +28,8 @@ ELSEWHERE = ((5, 14), (1, LENGTH))  # rows and lengths that it runs on
 def loss_and_gradients(run, model, batch):
     model.zero_grad()
     output = run(**batch)
-    floats = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad]
-    loss = sum(one.square().mean() for one in floats)
+    floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    loss = sum(leaf.square().mean() for leaf in floats)
     loss.backward()
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}, output
 
@@ -67,8 +67,8 @@ def test_a_model_is_cut_and_has_the_numbers_of_the_unsplit_model(name):
             assert (ours is None) == (gradient is None), path
             assert ours is None or torch.allclose(ours, gradient, rtol=1e-9, atol=1e-12), path
     assert list(model.state_dict()) == names
-    used = {id(one) for layer in chain.layers for one in layer.parameters}
-    assert used >= {id(one) for path, one in model.named_parameters() if theirs[path] is not None}
+    used = {id(parameter) for layer in chain.layers for parameter in layer.parameters}
+    assert used >= {id(parameter) for path, parameter in model.named_parameters() if theirs[path] is not None}
 
 
 def llama(**settings):
@@ -83,7 +83,7 @@ def assert_same(model, **given):
     loss, gradients, output = loss_and_gradients(chain, model, batch)
     expected, theirs, plain = loss_and_gradients(model, model, batch)
     assert torch.allclose(loss, expected, rtol=1e-9)
-    assert [one.shape for one in tree_leaves(output)] == [one.shape for one in tree_leaves(plain)]
+    assert [leaf.shape for leaf in tree_leaves(output)] == [leaf.shape for leaf in tree_leaves(plain)]
     for path, gradient in theirs.items():
         assert torch.allclose(gradients[path], gradient, rtol=1e-9, atol=1e-12), path
 
@@ -123,10 +123,10 @@ def test_a_model_built_without_memory_is_cut_and_planned_for():
 )
 def test_what_cannot_be_cut_says_why_and_what_to_pass(change, given, reason):
     model = hf.BartForConditionalGeneration(hf.BartConfig(**hugging.BOTH))
-    for one in model.modules():
+    for submodule in model.modules():
         for name, value in change.items():
-            if hasattr(one, name):
-                setattr(one, name, value)
+            if hasattr(submodule, name):
+                setattr(submodule, name, value)
     chain = chain_of(model.train(), **hugging.two_texts(ROWS, LENGTH), **given)
     assert len(chain.layers) == 1
     assert reason in chain.reason
@@ -147,7 +147,9 @@ def test_dropout_before_the_blocks_repeats_under_one_seed():
         def pull(batch):
             return model(**batch).last_hidden_state[:, :, 0].square().mean()
 
-        trainer = Trainer([pull], optimizer=lambda named: torch.optim.SGD([one for _, one in named], 0.0), seed=seed)
+        trainer = Trainer(
+            [pull], optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named], 0.0), seed=seed
+        )
         result = trainer.fit({"pull": [hugging.words(ROWS, LENGTH)]}, steps=3, progress=False)
         assert not result.notices
         assert len(model.chain.layers) == 5

@@ -48,11 +48,11 @@ def one_that_reads_late(device: torch.device) -> None:
     """A rank that reads others' memory late finds it as it was."""
     rank, size = dist.get_rank(), 1 << 18  # one chunk, so that no other follows
     places, copy_all = HostMemoryBackend.place_of, collectives._copy_all
-    found = []
+    exported = []
 
     def noted(backend: HostMemoryBackend, tensor: torch.Tensor) -> Any:
-        found.append(places(backend, tensor))
-        return found[-1]
+        exported.append(places(backend, tensor))
+        return exported[-1]
 
     def late(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         time.sleep(0.1 if rank == 1 else 0)
@@ -69,8 +69,8 @@ def one_that_reads_late(device: torch.device) -> None:
             assert torch.equal(total, torch.full((size,), 6.0))
     finally:
         HostMemoryBackend.place_of, collectives._copy_all = places, copy_all
-    assert all(place is not None for place in found)
-    assert len(found) == 3
+    assert all(place is not None for place in exported)
+    assert len(exported) == 3
 
 
 def one_that_maps_late(device: torch.device) -> None:
@@ -107,13 +107,13 @@ def collectives_that_wait_for_their_device(device: torch.device) -> None:
             until_s = time.monotonic() + (0.05 if late in (rank, None) else 0.0)
             HostMemoryBackend.is_event_done = lambda self, event, until_s=until_s: time.monotonic() > until_s
             tensors = [torch.full((1000,), float(rank + number)) for number in range(3)]
-            requests = [dist.all_reduce(one, async_op=True) for one in tensors]
+            requests = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
             if late == rank:
                 time.sleep(0.1)  # while the thread does it
-            for number, (one, request) in enumerate(zip(tensors, requests, strict=True)):
+            for number, (tensor, request) in enumerate(zip(tensors, requests, strict=True)):
                 request.wait()
-                expected = sum(other + number for other in range(num_ranks))
-                assert torch.equal(one, torch.full((1000,), float(expected)))
+                expected = sum(peer + number for peer in range(num_ranks))
+                assert torch.equal(tensor, torch.full((1000,), float(expected)))
                 assert time.monotonic() > until_s
     finally:
         HostMemoryBackend.is_event_done = before
@@ -186,7 +186,7 @@ def messages_that_wait_for_their_device(device: torch.device) -> None:
     try:
         ours = [torch.full((100_000,), float(10 * rank + number)) for number in range(2)]
         call = dist.isend if rank == 0 else dist.irecv
-        first, second = (call(one, 1 - rank, tag=number) for number, one in enumerate(ours))
+        first, second = (call(tensor, 1 - rank, tag=number) for number, tensor in enumerate(ours))
         second.wait()
         if rank == 1:
             assert torch.equal(ours[1], torch.full((100_000,), 1.0))
@@ -204,7 +204,7 @@ def test_messages_wait_for_their_device_on_the_host(pool):
 
 
 def memory_that_is_freed(device: torch.device) -> None:
-    (ours,) = [one for one in gc.get_objects() if isinstance(one, transport.Transport) and not one._leaving]
+    (ours,) = [value for value in gc.get_objects() if isinstance(value, transport.Transport) and not value._leaving]
     summed = torch.ones(1 << 19).share_memory_()
     for _ in range(3):
         dist.all_reduce(summed)

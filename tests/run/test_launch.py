@@ -481,8 +481,8 @@ def follows(rank: int, time_ns: int) -> Failure:
     return Failure(rank=rank, time_ns=time_ns, kind="follows", summary="a rank is gone", text="a rank is gone")
 
 
-def ends(*codes: int, time_ns: int = 10**9, told: bool = False) -> list[Ending]:
-    return [Ending(rank=rank, code=code, time_ns=time_ns, was_signalled=told) for rank, code in enumerate(codes)]
+def ends(*codes: int, time_ns: int = 10**9, signalled: bool = False) -> list[Ending]:
+    return [Ending(rank=rank, code=code, time_ns=time_ns, was_signalled=signalled) for rank, code in enumerate(codes)]
 
 
 def test_reports_come_back_in_the_order_of_time_and_odd_ones_are_skipped(tmp_path):
@@ -495,8 +495,8 @@ def test_reports_come_back_in_the_order_of_time_and_odd_ones_are_skipped(tmp_pat
 
 
 def test_the_earliest_failure_of_ones_own_is_the_first_cause():
-    found = verdict(ends(1, 1, 1), [follows(2, 1), own(0, 30), own(1, 20, "OSError: disk")], lambda _: "")
-    assert found.text.splitlines() == [
+    explained = verdict(ends(1, 1, 1), [follows(2, 1), own(0, 30), own(1, 20, "OSError: disk")], lambda _: "")
+    assert explained.text.splitlines() == [
         "error: rank 1 failed: OSError: disk",
         "Traceback",
         "OSError: disk",
@@ -517,15 +517,15 @@ def test_a_death_long_after_a_report_is_not_the_cause():
 @pytest.mark.parametrize(("code", "cause"), [(-9, 1), (-6, 0)])
 def test_a_rank_that_was_killed_is_the_cause_of_errors_on_a_shared_gpu(code, cause):
     error = own(0, 10**9 - 10 * SEEN_LATE_NS + 1, "AcceleratorError: CUDA error: an illegal memory access")
-    found = verdict(ends(1, code), [error], lambda _: "").text
-    assert found.startswith(f"error: rank {cause} ")
-    assert f"then rank {1 - cause} " in found
+    text = verdict(ends(1, code), [error], lambda _: "").text
+    assert text.startswith(f"error: rank {cause} ")
+    assert f"then rank {1 - cause} " in text
 
 
 def test_ranks_that_only_lost_one_that_ended_well_say_so():
-    found = verdict(ends(0, 1, 1), [follows(1, 5), follows(2, 6)], lambda _: "")
-    assert found.code == 1
-    assert found.text.splitlines() == [
+    explained = verdict(ends(0, 1, 1), [follows(1, 5), follows(2, 6)], lambda _: "")
+    assert explained.code == 1
+    assert explained.text.splitlines() == [
         "error: rank 1 failed: a rank is gone",
         "rank 2 stopped because of it",
         "rank 0 had already ended without an error",
@@ -533,10 +533,10 @@ def test_ranks_that_only_lost_one_that_ended_well_say_so():
 
 
 def test_a_rank_that_was_told_to_end_is_no_cause():
-    endings = [*ends(-15, told=True), Ending(rank=1, code=3, time_ns=10**9, was_signalled=False)]
-    found = verdict(endings, [], lambda rank: f"log of {rank}")
-    assert found.code == 3
-    assert found.text.splitlines() == [
+    endings = [*ends(-15, signalled=True), Ending(rank=1, code=3, time_ns=10**9, was_signalled=False)]
+    explained = verdict(endings, [], lambda rank: f"log of {rank}")
+    assert explained.code == 3
+    assert explained.text.splitlines() == [
         "error: rank 1 ended with exit code 3",
         "the end of its output:",
         "log of 1",
@@ -547,9 +547,9 @@ def test_a_rank_that_was_told_to_end_is_no_cause():
 def test_a_rank_that_was_stopped_is_the_cause_before_what_came_of_it():
     because = "was stopped (SIGSTOP) for 8 s"
     stopped = Ending(rank=1, code=-9, time_ns=10**9, was_signalled=False, killed_because=because)
-    found = verdict([*ends(1, time_ns=9 * 10**9), stopped], [own(0, 9 * 10**9)], lambda rank: f"log of {rank}")
-    assert found.code == 1
-    assert found.text.splitlines() == [
+    explained = verdict([*ends(1, time_ns=9 * 10**9), stopped], [own(0, 9 * 10**9)], lambda rank: f"log of {rank}")
+    assert explained.code == 1
+    assert explained.text.splitlines() == [
         "error: rank 1 was stopped (SIGSTOP) for 8 s",
         "the end of its output:",
         "log of 1",

@@ -49,9 +49,11 @@ def runs_one_at_a_time(program: Program) -> bool:
     for rank in range(num_ranks):
         inside = [number for number in compute[rank] if launches_collectives(program, program.instructions[number])]
         lanes = (program.lanes[lane].of_rank(rank).tolist() for lane in (TRANSFER, SYNC))
-        launches.append(sorted((number for lane in (*lanes, inside) for number in lane), key=lambda one: place[one]))
+        launches.append(
+            sorted((number for lane in (*lanes, inside) for number in lane), key=lambda number: place[number])
+        )
     has = [set(some) | set(more) for some, more in zip(compute, launches, strict=True)]
-    ranks_of = {number: [r for r in range(num_ranks) if number in has[r]] for one in has for number in one}
+    ranks_of = {number: [r for r in range(num_ranks) if number in has[r]] for numbers in has for number in numbers}
     needs: dict[int, list[int]] = {}
     for made, needed in needed_pairs(program).tolist():
         needs.setdefault(needed, []).append(made)
@@ -59,11 +61,11 @@ def runs_one_at_a_time(program: Program) -> bool:
 
     def can_run(number: int, rank: int) -> bool:
         is_next = all(
-            next((one for one in lists[rank] if one not in done[rank]), None) == number
+            next((first for first in lists[rank] if first not in done[rank]), None) == number
             for lists in (compute, launches)
             if number in lists[rank]
         )
-        return is_next and all(one in done[rank] for one in needs.get(number, ()) if one in has[rank])
+        return is_next and all(need in done[rank] for need in needs.get(number, ()) if need in has[rank])
 
     is_moving = True
     while is_moving:
@@ -114,7 +116,7 @@ def test_collectives_inside_layers_have_their_place_in_it():
     recipe = RECIPES["qwen-val-3"]
     profile = roofline_profile(metagraph_of(recipe.workload()), cluster_named("a800x32"), recipe.roofline)
     program = lower(make_plan(profile, "sequential"), profile)
-    assert any(launches_collectives(program, one) for one in program.instructions)
+    assert any(launches_collectives(program, instruction) for instruction in program.instructions)
     launch_order(program)
 
 

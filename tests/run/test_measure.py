@@ -64,7 +64,7 @@ def task(name, batch_size, function):
 
 def measured(tasks, num_devices=2, cache=None, batch=None, **options):
     """Samples by op, and the meter that took them."""
-    examples = {one.name: batch or {"x": torch.ones(one.batch_size, 3)} for one in tasks}
+    examples = {task.name: batch or {"x": torch.ones(task.batch_size, 3)} for task in tasks}
     bound = bind("small", trace_all(tasks, examples))
     graph = metagraph_of(bound.workload)
     meter = LayerMeter(RankSync(World(0, 1, CPU), enabled=False), cache)
@@ -97,7 +97,7 @@ def test_a_task_with_rows_of_its_own_is_timed_on_these():
 
 def test_layers_that_differ_in_a_setting_alone_are_timed_twice():
     towers = [spindle.module(f"tower{times}", Tower(times=times)) for times in (1, 2)]
-    tasks = [task(one.name, 4, lambda batch, one=one: one(batch["x"]).mean()) for one in towers]
+    tasks = [task(tower.name, 4, lambda batch, tower=tower: tower(batch["x"]).mean()) for tower in towers]
     _, meter = measured(tasks)
     assert meter.num_timed == 2 * 2 * 2 + 2  # the losses are alike
 
@@ -105,8 +105,8 @@ def test_layers_that_differ_in_a_setting_alone_are_timed_twice():
 def test_frozen_layers_are_not_trained_ones():
     trained, frozen = Tower(), Tower()
     frozen.requires_grad_(False)
-    towers = [spindle.module(name, one) for name, one in (("trained", trained), ("frozen", frozen))]
-    _, meter = measured([task(one.name, 4, lambda batch, one=one: one(batch["x"]).mean()) for one in towers])
+    towers = [spindle.module(name, tower) for name, tower in (("trained", trained), ("frozen", frozen))]
+    _, meter = measured([task(tower.name, 4, lambda batch, tower=tower: tower(batch["x"]).mean()) for tower in towers])
     assert meter.num_timed == 2 * 3 * 2
 
 
@@ -242,9 +242,9 @@ def test_an_optimizer_that_fails_has_no_rate():
 
 @pytest.mark.parametrize(("batch_size", "most", "expected"), [(16, 8, 6), (64, 8, 8), (64, 6, 6), (1, 8, 1)])
 def test_shares_are_few_and_hold_both_ends(batch_size, most, expected):
-    found = shares(batch_size, 8, most)
-    assert len(found) == expected
-    assert (found[0], found[-1]) == (-(-batch_size // 8), batch_size)
+    sizes = shares(batch_size, 8, most)
+    assert len(sizes) == expected
+    assert (sizes[0], sizes[-1]) == (-(-batch_size // 8), batch_size)
 
 
 def test_rates_are_one_where_all_are_busy_and_never_rise():
@@ -401,23 +401,23 @@ def hand_over_beside_compute(rank: int, num_ranks: int, failing: int | None = No
 
 
 def test_all_ranks_find_the_same_about_sums_beside_compute(pool):
-    found = pool.run(2, sums_beside_compute)
-    assert found[0] == found[1]
-    assert found[0].overlap >= 1
-    assert found[0].exchange_overlap > 1  # than a link of 1 TB/s
-    assert found[0].collective_s >= 0
+    results = pool.run(2, sums_beside_compute)
+    assert results[0] == results[1]
+    assert results[0].overlap >= 1
+    assert results[0].exchange_overlap > 1  # than a link of 1 TB/s
+    assert results[0].collective_s >= 0
 
 
 def test_where_one_rank_cannot_compute_nothing_is_said_of_sums_beside_it(pool):
-    for one in pool.run(2, sums_beside_compute, 1):
-        assert (one.overlap, one.exchange_overlap, one.collective_s) == (1, 1, 1e-4)
+    for result in pool.run(2, sums_beside_compute, 1):
+        assert (result.overlap, result.exchange_overlap, result.collective_s) == (1, 1, 1e-4)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_all_ranks_find_the_same_about_hand_overs(pool, num_ranks):
-    found = pool.run(num_ranks, hand_over_beside_compute)
-    assert len(set(found)) == 1
-    assert found[0] > 0
+    results = pool.run(num_ranks, hand_over_beside_compute)
+    assert len(set(results)) == 1
+    assert results[0] > 0
 
 
 @pytest.mark.parametrize("runs", [0, 8])  # before any hand-over, and amid them

@@ -127,10 +127,10 @@ def test_bytes_are_those_of_tensors_that_are_alive():
     budget.adopt([before, before[10:]])
     assert budget.num_bytes == 400
     with budget:
-        one = torch.ones(50) + 1
+        first = torch.ones(50) + 1
         assert budget.num_bytes == 600
-        half = one[:10]
-        del one
+        half = first[:10]
+        del first
         assert budget.num_bytes == 600
         del half
     assert budget.num_bytes == 400
@@ -148,36 +148,36 @@ def test_a_count_beyond_the_limit_is_an_error():
 @pytest.mark.parametrize("share", chosen([1.06, 0.7, 0.6], 0.85))
 def test_a_training_keeps_to_its_limit_with_the_same_losses(pool, whole, share):
     limit = int(share * max(whole.predicted))
-    found = pool.run(2, train_within, limit)[0]
-    assert max(found.counted) <= limit
-    for counted, predicted in zip(found.counted, found.predicted, strict=True):
+    result = pool.run(2, train_within, limit)[0]
+    assert max(result.counted) <= limit
+    for counted, predicted in zip(result.counted, result.predicted, strict=True):
         # Steps free what has arrived, and what was sent, a little sooner than is predicted.
         assert 0.88 < counted / predicted < 1.1
     if share < 0.9:
-        assert found.sharded or found.recomputed or found.rounds > 1
-    for ours, theirs in zip(found.losses, whole.losses, strict=True):
+        assert result.sharded or result.recomputed or result.rounds > 1
+    for ours, theirs in zip(result.losses, whole.losses, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
 @pytest.mark.parametrize("num_ranks", chosen([3], 1))
 def test_a_training_keeps_to_its_limit_on_other_numbers_of_ranks(pool, num_ranks):
     plenty = pool.run(num_ranks, train_within, PLENTY)[0]
-    found = pool.run(num_ranks, train_within, int(0.7 * max(plenty.predicted)))[0]
-    for one in (plenty, found):
-        for counted, predicted in zip(one.counted, one.predicted, strict=True):
+    result = pool.run(num_ranks, train_within, int(0.7 * max(plenty.predicted)))[0]
+    for trained in (plenty, result):
+        for counted, predicted in zip(trained.counted, trained.predicted, strict=True):
             assert 0.85 < counted / predicted < 1.1  # receive buffers may be counted twice
-    assert max(found.counted) <= 0.7 * max(plenty.predicted)
+    assert max(result.counted) <= 0.7 * max(plenty.predicted)
 
 
 def test_a_pipeline_keeps_to_its_limit(pool):
     # Under gloo, gradients stay where they were sent from until the step ends, those of all microbatches.
     limit = 24_000_000
-    found = pool.run(3, train_within, limit, planner="pipeline", gradient_accumulation_steps=3)[0]
-    assert 0.6 * limit < max(found.counted) <= 0.95 * limit
+    result = pool.run(3, train_within, limit, planner="pipeline", gradient_accumulation_steps=3)[0]
+    assert 0.6 * limit < max(result.counted) <= 0.95 * limit
 
 
 def test_what_cannot_fit_is_refused_with_what_would():
-    found = train_within(0, 1, 1_000_000)
-    assert "bytes too many" in found.error
-    assert "this was the closest attempt" in found.error
-    assert "Use devices with" in found.error
+    result = train_within(0, 1, 1_000_000)
+    assert "bytes too many" in result.error
+    assert "this was the closest attempt" in result.error
+    assert "Use devices with" in result.error

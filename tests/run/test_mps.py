@@ -150,12 +150,16 @@ def test_every_rank_gets_its_share_and_nothing_stays(stage):
     assert stage.finish("", devices=3) == (0, "")
     _, folder, gpu = stage.started()
     for number in range(3):
-        found = stage.rank(number)
-        assert (found["RANK"], found["WORLD_SIZE"], found["SPINDLE_VIRTUAL_DEVICES"]) == (str(number), "3", "3")
-        assert found["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "33"
-        assert found["CUDA_MPS_PIPE_DIRECTORY"] == str(folder / "pipe")
-        assert found["CUDA_MPS_LOG_DIRECTORY"] == str(folder / "log")
-        assert found["CUDA_VISIBLE_DEVICES"] == "0"
+        environment = stage.rank(number)
+        assert (environment["RANK"], environment["WORLD_SIZE"], environment["SPINDLE_VIRTUAL_DEVICES"]) == (
+            str(number),
+            "3",
+            "3",
+        )
+        assert environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "33"
+        assert environment["CUDA_MPS_PIPE_DIRECTORY"] == str(folder / "pipe")
+        assert environment["CUDA_MPS_LOG_DIRECTORY"] == str(folder / "log")
+        assert environment["CUDA_VISIBLE_DEVICES"] == "0"
     assert gpu == "0"
     stage.expect_nothing_left()
     assert list(stage.temporary.iterdir()) == []

@@ -118,9 +118,9 @@ def test_the_search_ends_with_a_plan_as_good_or_better(planning):
 
 def test_a_step_that_comes_is_planned_before_another_is_searched():
     waiting = list(answers(job(evaluations=50), lambda: True))
-    assert [one.is_final for one in waiting] == [False]
+    assert [answer.is_final for answer in waiting] == [False]
     alone = list(answers(job(evaluations=50), lambda: False))
-    assert [one.is_final for one in alone] == [False, True]
+    assert [answer.is_final for answer in alone] == [False, True]
 
 
 def test_a_planning_process_that_ends_before_its_first_answer_costs_no_step(planning):

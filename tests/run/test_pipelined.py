@@ -165,29 +165,29 @@ def test_a_trainer_runs_passes_on_tensor_groups(pool):
 def test_random_layers_draw_the_same_however_they_are_kept():
     forward = Mix.forward
 
-    def dropping(layer, x, *others):
-        return forward(layer, nn.functional.dropout(x, 0.3), *others)
+    def dropping(layer, x, *repeated):
+        return forward(layer, nn.functional.dropout(x, 0.3), *repeated)
 
     modules, batches = model(1), microbatches(2, 3)
     made = pipeline(modules, batches)
     code = [
-        replace(one, layers=tuple(replace(layer, is_random=True) for layer in one.layers))
-        if isinstance(one, LayersCode)
-        else one
-        for one in made.code
+        replace(code, layers=tuple(replace(layer, is_random=True) for layer in code.layers))
+        if isinstance(code, LayersCode)
+        else code
+        for code in made.code
     ]
     profile, world = profile_of(made.graph, 1), World(0, 1, torch.device("cpu"))
-    found = []
+    gradients = []
     with mock.patch.object(Mix, "forward", dropping):
         for split, lean in ((0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0)):
             case = Case(seed=3, num_ranks=1, split=split, lean=lean)
-            plan = random_plan(profile, {name: [0] * len(one) for name, one in modules.items()}, case, 0)
+            plan = random_plan(profile, {name: [0] * len(layers) for name, layers in modules.items()}, case, 0)
             axes = dict.fromkeys(batches, (None,) * 9)
             executor = Executor(lower(plan, profile), made.graph, code, made.parameters, axes, world)
             executor.step(0, batches, dict.fromkeys(batches, 1))
-            found.append([one.grad for one in made.parameters if one.grad is not None])
-    for others in found[1:]:
-        torch.testing.assert_close(others, found[0])
+            gradients.append([parameter.grad for parameter in made.parameters if parameter.grad is not None])
+    for repeated in gradients[1:]:
+        torch.testing.assert_close(repeated, gradients[0])
 
 
 # What crosses cuts.
@@ -205,7 +205,9 @@ def test_shapes_are_inferred_without_weights_and_once_for_equal_layers():
         cuts = forms.of(made.graph, made.code, batches)
         seen = len(runs)
         assert forms.of(made.graph, made.code, batches) == cuts
-    mixes = sum(isinstance(layer.run, Mix) for one in made.code if isinstance(one, LayersCode) for layer in one.layers)
+    mixes = sum(
+        isinstance(layer.run, Mix) for code in made.code if isinstance(code, LayersCode) for layer in code.layers
+    )
     assert len(runs) == seen < mixes
     for number, op in enumerate(made.graph.metaops):
         for layer in range(1, op.num_layers + 1):
@@ -246,11 +248,11 @@ class Counting(TorchDispatchMode):
 
 def gradients_of(run, inputs, parameters, apart):
     """Of inputs and parameters, and how many products backward took: in the first part, and in all."""
-    leaves = [one.detach().clone().requires_grad_(one.requires_grad) for one in inputs]
+    leaves = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
     for parameter in parameters:
         parameter.grad = None
     outputs = run(*leaves)
-    given = [torch.ones_like(one) * (place + 1) for place, one in enumerate(outputs)]
+    given = [torch.ones_like(output) * (place + 1) for place, output in enumerate(outputs)]
     taking = [leaf for leaf in leaves if leaf.requires_grad]
     with Counting() as counting:
         if apart:
@@ -259,34 +261,36 @@ def gradients_of(run, inputs, parameters, apart):
             rest.run()
         else:
             first = 0
-            pairs = [(one, gradient) for one, gradient in zip(outputs, given, strict=True) if one.requires_grad]
+            pairs = [
+                (output, gradient) for output, gradient in zip(outputs, given, strict=True) if output.requires_grad
+            ]
             torch.autograd.backward(*zip(*pairs, strict=True))
-    return [one.grad for one in (*leaves, *parameters)], first, counting.count
+    return [tensor.grad for tensor in (*leaves, *parameters)], first, counting.count
 
 
 def cases():
     torch.manual_seed(0)
-    one, other, third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    first, second, third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
     tied = nn.Linear(WIDTH, WIDTH, bias=False)
-    tied.weight = one.weight
+    tied.weight = first.weight
     biased = nn.Linear(WIDTH, WIDTH)
-    biased.bias = one.bias
+    biased.bias = first.bias
     table = nn.Embedding(5, WIDTH)
     say, mix = Say(table), Mix()
-    kept = {"behind": 1}
+    arguments = {"behind": 1}
     return {
-        "chain": (lambda x, y: (other(torch.tanh(one(x))),), (one, other)),
-        "tied": (lambda x, y: (tied(torch.tanh(one(x))) + third(y),), (one, third)),
-        "shared as it is": (lambda x, y: (biased(torch.tanh(one(x))), one.bias.exp() * 2), (one, biased)),
+        "chain": (lambda x, y: (second(torch.tanh(first(x))),), (first, second)),
+        "tied": (lambda x, y: (tied(torch.tanh(first(x))) + third(y),), (first, third)),
+        "shared as it is": (lambda x, y: (biased(torch.tanh(first(x))), first.bias.exp() * 2), (first, biased)),
         "mixed": (lambda x, y: (mix(x)[0] * y, mix(y)[0]), (mix,)),
-        "views and what passes through": (lambda x, y: (one(x).view(-1), y, x[:1]), (one,)),
+        "views and what passes through": (lambda x, y: (first(x).view(-1), y, x[:1]), (first,)),
         "an output of weights alone": (
-            lambda x, y: (one.weight * 2, other(x), third.weight + one.weight),
-            (one, other, third),
+            lambda x, y: (first.weight * 2, second(x), third.weight + first.weight),
+            (first, second, third),
         ),
         "nothing of inputs": (lambda x, y: (table(torch.tensor([1, 2])),), (table,)),
         "no weights": (lambda x, y: (x * y, torch.tanh(x)), ()),
-        "an unused input": (lambda x, y: (say(x, None, kept)[0],), (table,)),
+        "an unused input": (lambda x, y: (say(x, None, arguments)[0],), (table,)),
         "over a copy": (lambda x, y: (Shift()(x.clone())[0],), ()),
     }
 
@@ -298,7 +302,7 @@ def test_two_parts_make_the_gradients_of_one(name, frozen):
     inputs = [torch.randn(3, WIDTH), torch.randn(3, WIDTH)]
     inputs[0].requires_grad_()
     inputs[1].requires_grad_(not frozen)
-    parameters = list({id(one): one for module in modules for one in module.parameters()}.values())
+    parameters = list({id(parameter): parameter for module in modules for parameter in module.parameters()}.values())
     whole, _, products = gradients_of(run, inputs, parameters, apart=False)
     parts, first, in_parts = gradients_of(run, inputs, parameters, apart=True)
     for ours, theirs in zip(parts, whole, strict=True):

@@ -126,33 +126,34 @@ def script(write, tmp_path, monkeypatch):
     import torch
 
     monkeypatch.setattr("sys.argv", ["train.py"])
-    found = runpy.run_path(write(SCRIPT, DEVICE=False))
-    torch.save(found["text"].module.state_dict(), tmp_path / "text.pt")
+    names = runpy.run_path(write(SCRIPT, DEVICE=False))
+    torch.save(names["text"].module.state_dict(), tmp_path / "text.pt")
     return write(SCRIPT, DEVICE=True, CHECKPOINT=str(tmp_path / "text.pt"))
 
 
 def test_a_script_is_planned_for_machines_one_does_not_have(write, capfd):
     given = f"'{write(SCRIPT, DEVICE=False)}' --blocks 5"  # with arguments of its own
     assert run(["plan", given, "--cluster", "h100x16", "--planner", "sequential", "--json"]) == 0
-    shown, told = capfd.readouterr()
+    shown, notices = capfd.readouterr()
     plan = json.loads(shown)
     assert plan["cluster"] == "h100x16"
     assert any(slot["op"] == "image_text/vision#0[1:6]" for slot in plan["slots"]), plan["slots"]
-    assert "the script prints" in told
-    assert "module 'normalise' runs on one device at a time in image_text: it normalises over its batch" in told
-    assert "module 'centre' runs on one device at a time in image_text: its samples influence each other" in told
-    assert "it trains" not in told
+    assert "the script prints" in notices
+    assert "module 'normalise' runs on one device at a time in image_text: it normalises over its batch" in notices
+    assert "module 'centre' runs on one device at a time in image_text: its samples influence each other" in notices
+    assert "it trains" not in notices
 
 
 def test_the_planned_workload_is_the_one_that_the_script_trains(script, write, monkeypatch):
     asked = workload_of_script(script)
     monkeypatch.setattr("sys.argv", ["train.py"])
-    found = runpy.run_path(write(SCRIPT, DEVICE=False))
-    found["text"].module[0].requires_grad_(False)
-    examples = {name: next(iter(loader)) for name, loader in found["loaders"].items()}
-    traced = trace_all(found["tasks"], examples)
+    names = runpy.run_path(write(SCRIPT, DEVICE=False))
+    names["text"].module[0].requires_grad_(False)
+    examples = {name: next(iter(loader)) for name, loader in names["loaders"].items()}
+    traced = trace_all(names["tasks"], examples)
     assert asked == bind("training", traced, probe(traced, examples)).workload
     assert any(cost.whole_batch for _, cost in asked.tasks[0].calls[1].costs)  # batch normalisation
+    assert asked.num_steps == 2
     assert asked.tasks[1].calls[0].costs[0][1].forward_flops > 0
 
 
@@ -188,7 +189,7 @@ def test_ten_billion_parameters_take_no_memory(write, tmp_path, capfd):
     )
     workload = workload_of_script(large)
     assert "as if module 'model' did not couple its samples: a layer of it is too large" in capfd.readouterr().err
-    assert sum(one.num_elements for one in workload.parameters) > 10e9
+    assert sum(parameter.num_elements for parameter in workload.parameters) > 10e9
     assert int(peak.read_text()) < 1_500_000  # KiB; torch itself takes a third of it
     write_workload(tmp_path / "workload.json", workload)
     assert run(["bound", str(tmp_path / "workload.json"), "--cluster", "h100x16"]) == 0
@@ -221,9 +222,9 @@ def test_a_pretrained_model_is_planned_without_reading_its_weights(write, tmp_pa
         FOLDER=str(tmp_path / "qwen"),
     )
     asked = workload_of_script(training)
-    found = runpy.run_path(training)
-    examples = {"predict": found["loader"][0]}
-    traced = trace_all([found["predict"]], examples)
+    names = runpy.run_path(training)
+    examples = {"predict": names["loader"][0]}
+    traced = trace_all([names["predict"]], examples)
     sharing = find_sharing(traced, examples, has_values=True)
     assert sharing.most == {"language": 2}  # it has two heads for keys and values
     assert asked == bind("training", traced, sharing=sharing).workload
@@ -264,16 +265,16 @@ def test_tensor_degrees_of_a_trainer_hold_for_its_plan(write, capfd):
     assert run(["plan", training, "--cluster", "h100x8", "--planner", "sequential", "--json"]) == 0
     assert ["model", 4] in json.loads(capfd.readouterr().out)["tensor_degrees"]
     assert run(["plan", training, "--cluster", "h100x2"]) == 2
-    told = " ".join(capfd.readouterr().err.split())
-    assert "train.py: tensor degree 4 is given for module 'model', which can have 1, 2" in told
+    message = " ".join(capfd.readouterr().err.split())
+    assert "train.py: tensor degree 4 is given for module 'model', which can have 1, 2" in message
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("import spindle", "ended without a call of spindle.Trainer.fit, so there is nothing to plan; give a script"),
-        ("1 / 0", "it failed as said above, so there is nothing to plan"),
-        ("import torch\ntorch.nn.Linear(2, 2)(torch.randn(2, 2))", "cannot look at weights, run a model or ask a GPU"),
+        ("1 / 0", "it failed with the error above, so there is nothing to plan"),
+        ("import torch\ntorch.nn.Linear(2, 2)(torch.randn(2, 2))", "cannot read weights, run a model or use a GPU"),
     ],
 )
 def test_a_script_that_cannot_be_planned_says_why(write, capfd, text, message):
@@ -315,7 +316,7 @@ def test_code_that_looks_at_values_is_told_to_be_measured(write, capfd):
 )
 def test_what_is_missing_is_said_before_the_script_runs(write, capfd, arguments, message):
     path = write("raise SystemExit('it ran')")
-    assert run(["plan", *(one.format(path) for one in arguments)]) == 2
-    told = capfd.readouterr().err
-    assert message in told
-    assert "it ran" not in told
+    assert run(["plan", *(argument.format(path) for argument in arguments)]) == 2
+    stderr = capfd.readouterr().err
+    assert message in stderr
+    assert "it ran" not in stderr

@@ -205,7 +205,7 @@ def test_moves_of_a_sharded_optimizer_are_predicted_too():
     fewer, _ = program_of("0-1", shards=True)
     before, after = (state_sharding(each, profile.graph) for each in (program, fewer))
     moves = moves_between(before, after, profile.graph, profile.cluster)
-    numerics, elements = profile.graph.numerics, sum(one.num_elements for one in profile.graph.parameters)
+    numerics, elements = profile.graph.numerics, sum(parameter.num_elements for parameter in profile.graph.parameters)
     # Weights are there. Ranks 2 and 3 give up half of the optimizer state; rank 0 keeps a quarter, and rank 1 what it
     # had of the second half, which is none.
     assert {move.source for move in moves} == {1, 2, 3}

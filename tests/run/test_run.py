@@ -90,14 +90,14 @@ def test_workloads_as_people_write_them_give_the_numbers_of_one_process(pool, wo
 
 def test_the_random_workloads_have_all_there_is_between_them():
     workloads = [zoo.random_workload(seed) for seed in range(NUM_RANDOM_WORKLOADS)]
-    assert {kind for one in workloads for kind in one.kinds} == set(zoo.KINDS)
-    assert {loss for one in workloads for loss in one.losses} == set(zoo.LOSSES)
-    assert {len(one.tasks) for one in workloads} == {1, 2, 3, 4}
-    assert any(one.ties for one in workloads)
-    sizes = {task.batch_size for one in workloads for task in one.tasks}
+    assert {kind for workload in workloads for kind in workload.kinds} == set(zoo.KINDS)
+    assert {loss for workload in workloads for loss in workload.losses} == set(zoo.LOSSES)
+    assert {len(workload.tasks) for workload in workloads} == {1, 2, 3, 4}
+    assert any(workload.ties for workload in workloads)
+    sizes = {task.batch_size for workload in workloads for task in workload.tasks}
     assert {1, 2, 3, 5, 7, 9} <= sizes
-    for one in workloads:
-        assert len({one.batches(step)["task0"]["x"].shape for step in range(6)}) > 1
+    for workload in workloads:
+        assert len({workload.batches(step)["task0"]["x"].shape for step in range(6)}) > 1
 
 
 @pytest.mark.parametrize(

@@ -79,13 +79,13 @@ def rehearsed(part, plan, degree, x):
 
     def member(place):
         given, shards = x.clone().requires_grad_(), {}
-        for one in styled:
-            for name, parameter, dim in one.split:
+        for entry in styled:
+            for name, parameter, dim in entry.split:
                 shards[id(parameter)] = nn.Parameter(shard_of(parameter.detach(), dim, degree, place))
-                one.module._parameters[name] = shards[id(parameter)]
+                entry.module._parameters[name] = shards[id(parameter)]
         try:
             with apply_styles(styled, rehearsal):
-                mine = [shards.get(id(one), one) for one in names.values()]
+                mine = [shards.get(id(tensor), tensor) for tensor in names.values()]
                 return gradients(given, part(given), mine)
         finally:
             for path, parameter in names.items():
@@ -93,11 +93,11 @@ def rehearsed(part, plan, degree, x):
                 part.get_submodule(owner)._parameters[name] = parameter
 
     for place, ours in enumerate(rehearsal.run(member)):
-        for name, one, other in zip(["output", "input", *names], ours, expected, strict=True):
+        for name, actual, reference in zip(["output", "input", *names], ours, expected, strict=True):
             dim = dims.get(id(names.get(name)))
-            part_of = other if dim is None else shard_of(other, dim, degree, place)
-            assert one.shape == part_of.shape
-            assert (one - part_of).norm() <= 1e-9 * max(other.norm(), 1.0), name
+            part_of = reference if dim is None else shard_of(reference, dim, degree, place)
+            assert actual.shape == part_of.shape
+            assert (actual - part_of).norm() <= 1e-9 * max(reference.norm(), 1.0), name
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 8])
@@ -109,7 +109,7 @@ def test_a_block_has_the_numbers_of_one_process_however_long_a_sequence_is(lengt
     plan = {**BLOCK_PLAN, **cuts, "feed.0": "colwise", "feed.3": "rowwise"}
     rehearsed(block, plan, degree, torch.randn(2, length, WIDTH, dtype=torch.float64))
     assert block.between.seen == {length} | {
-        length * (one + 1) // degree - length * one // degree for one in range(degree)
+        length * (place + 1) // degree - length * place // degree for place in range(degree)
     }
     assert block.inside.seen == {length}
 
@@ -134,9 +134,9 @@ def test_members_drop_different_tokens():
         with apply_styles(styled, rehearsal):
             return block[0](x), torch.rand(1)
 
-    (one, number), (other, other_number) = rehearsal.run(member)
-    assert torch.equal(one, other)
-    assert not torch.equal(one[:, :4], one[:, 4:])
+    (first, number), (second, other_number) = rehearsal.run(member)
+    assert torch.equal(first, second)
+    assert not torch.equal(first[:, :4], first[:, 4:])
     assert torch.equal(number, other_number)  # what is drawn outside is the same for all
 
 
@@ -155,8 +155,8 @@ def test_a_model_of_hugging_face_needs_one_more_line(pool):
 # What is found out.
 
 
-def share_of_blocks(found):
-    return {cost for (task, _, kind), cost in found.costs.items() if task == "describe" and kind.startswith("Dec")}
+def share_of_blocks(sharing):
+    return {cost for (task, _, kind), cost in sharing.costs.items() if task == "describe" and kind.startswith("Dec")}
 
 
 def test_fewer_activations_are_kept_and_more_is_sent():
@@ -182,11 +182,11 @@ class Adding(Decoder):
 
 
 @pytest.mark.parametrize(
-    ("block", "sentence"), [(Mixing, "other numbers than one"), (Adding, "2 devices cannot share one of its layers")]
+    ("block", "sentence"), [(Mixing, "gives different results"), (Adding, "2 devices cannot share one of its layers")]
 )
 def test_tokens_that_meet_where_they_are_cut_are_noticed(block, sentence):
-    found, _ = find(tensor_parallel.own(block=block, tensor_parallel=SEQUENCE_PLAN))
-    assert found.most == {}
-    assert sentence in found.reasons["language"]
-    assert "let tokens meet only in parts inside it" in found.reasons["language"]
+    sharing, _ = find(tensor_parallel.own(block=block, tensor_parallel=SEQUENCE_PLAN))
+    assert sharing.most == {}
+    assert sentence in sharing.reasons["language"]
+    assert "let tokens meet only in parts inside it" in sharing.reasons["language"]
     assert find(tensor_parallel.own(block=block))[0].most == {"language": 4}

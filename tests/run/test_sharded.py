@@ -71,10 +71,12 @@ def test_every_bucket_is_gathered_first_and_in_the_order_of_use():
     profile = two_modules()
     program = lower(parse_plan(SHARDED + TEXT, profile), profile)
     verify(program, profile)
-    sync = [program.instructions[one] for one in program.lanes[2].of_rank(0).tolist()]
-    gathers = [one.bucket for one in sync if isinstance(one, GatherParameters)]
+    sync = [program.instructions[number] for number in program.lanes[2].of_rank(0).tolist()]
+    gathers = [instruction.bucket for instruction in sync if isinstance(instruction, GatherParameters)]
     assert sync[: len(gathers)] == [GatherParameters(bucket) for bucket in gathers]
-    assert sorted(gathers) == sorted(one.bucket for one in sync if isinstance(one, SyncGradients))
+    assert sorted(gathers) == sorted(
+        instruction.bucket for instruction in sync if isinstance(instruction, SyncGradients)
+    )
     assert len(gathers) >= 2
     firsts = [min(program.buckets[bucket].parameters) for bucket in gathers]
     assert firsts == sorted(firsts)
@@ -126,7 +128,7 @@ def test_a_gather_and_a_sum_into_parts_are_each_half_a_sum_and_forward_waits():
         spans = list(zip(timeline.instruction.tolist(), timeline.start.tolist(), timeline.end.tolist(), strict=True))
         for kind in (SyncGradients, GatherParameters, OptimizerStep, Forward):
             times[text, kind] = [
-                (start, end) for one, start, end in spans if isinstance(timeline.instructions[one], kind)
+                (start, end) for number, start, end in spans if isinstance(timeline.instructions[number], kind)
             ]
 
     def length(text, kind):
@@ -186,7 +188,7 @@ def test_a_rank_sees_the_flags_and_the_sum_of_its_part():
     assert rows.shape[1] % 16 == 0  # aligned, for vectorized sums
     assert rows[:, :4].tolist() == [[1, 2, 3, 4], [0, 5, 6, 7]]
     assert rows[:, -3:].tolist() == [[1, 0, 1], [1, 0, 1]]
-    assert all(one.grad is None for one in bucket)
+    assert all(parameter.grad is None for parameter in bucket)
     gradients.spread(0, gradients.num_contributors(0))
     assert flat.owned[1].grad is None
     assert flat.owned[2].grad.tolist() == [5, 6, 7]
@@ -202,8 +204,8 @@ def test_zeros_for_what_no_gradient_reaches_are_none_in_every_part():
     flat = Flat([0, 1], bucket, (0, 1), 0)
     flat.attach()
     gradients = Gradients([bucket], {0: flat})
-    for one in bucket:
-        one.grad = torch.zeros(4)
+    for parameter in bucket:
+        parameter.grad = torch.zeros(4)
     gradients.gathered(0, {id(bucket[0])})
     assert gradients.num_contributors(0) == [0, 1]
 
@@ -232,9 +234,9 @@ def named(*shapes):
     "make",
     [
         by_dimensions,
-        lambda some: torch.optim.SGD([one for _, one in some], lr=0.1, momentum=0.9, nesterov=True),
-        lambda some: torch.optim.RMSprop([one for _, one in some], lr=1e-6),
-        lambda some: torch.optim.NAdam([one for _, one in some]),
+        lambda some: torch.optim.SGD([parameter for _, parameter in some], lr=0.1, momentum=0.9, nesterov=True),
+        lambda some: torch.optim.RMSprop([parameter for _, parameter in some], lr=1e-6),
+        lambda some: torch.optim.NAdam([parameter for _, parameter in some]),
     ],
 )
 def test_optimizers_that_update_each_element_by_itself_are_sharded(make):
@@ -242,7 +244,12 @@ def test_optimizers_that_update_each_element_by_itself_are_sharded(make):
 
 
 @pytest.mark.parametrize(
-    "make", [Scaled, lambda some: torch.optim.Adafactor([one for _, one in some]), lambda some: torch.optim.SGD([])]
+    "make",
+    [
+        Scaled,
+        lambda some: torch.optim.Adafactor([parameter for _, parameter in some]),
+        lambda some: torch.optim.SGD([]),
+    ],
 )
 def test_optimizers_that_couple_elements_are_not_sharded(make):
     assert why_not_sharded(make, named((30, 20), (7,))) is not None
@@ -300,7 +307,7 @@ def trained(pool, num_ranks, name, plan, limit=1e-9, shards=True):
     ),
 )
 def test_features_of_training_scripts_work_with_a_sharded_optimizer(pool, name, num_ranks, plan):
-    assert all(one.sharded for one in trained(pool, num_ranks, name, plan))
+    assert all(result.sharded for result in trained(pool, num_ranks, name, plan))
 
 
 def test_layers_run_in_bfloat16(pool):
@@ -319,6 +326,8 @@ def test_every_element_of_the_state_is_on_one_rank(pool):
 
 
 def test_an_optimizer_that_couples_elements_is_not_sharded_and_a_notice_says_so(pool):
-    for one in trained(pool, 2, "not by element", "plan 3"):
-        assert not one.sharded
-        assert any("the optimizer is not sharded: it does not update each element of" in text for text in one.notices)
+    for result in trained(pool, 2, "not by element", "plan 3"):
+        assert not result.sharded
+        assert any(
+            "the optimizer is not sharded: it does not update each element of" in text for text in result.notices
+        )

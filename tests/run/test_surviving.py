@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from spindle.launch.activity import LIMIT_S, LOADING, ON_STEP, Activity, HangDetector, SlownessDetector
+from spindle.launch.activity import LIMIT_S, LOADING, ON_STEP, Activity, HangDetector, Recorder, SlownessDetector
 from spindle.launch.folders import PREFIX
 from spindle.launch.restart import Fault, Restarts
 from test_launch import PRELUDE, is_gone, launched, noted_pid, started, wait_until
@@ -85,7 +85,7 @@ if rank == 1: time.sleep(600)
     done = launched(path, options=("--restarts", "5"))
     assert done.returncode == 1
     assert lines_of(done)[-1] == (
-        "not started again: the script has failed in step 5 twice, which is a bug and no fault of a machine"
+        "not started again: the script has failed in step 5 twice, which is a bug, not a machine fault"
     )
     assert done.stderr.count("error: rank 0 failed: ValueError: boom") == 3
 
@@ -198,7 +198,7 @@ def test_logs_of_a_launch_that_is_running_are_not_overwritten(script, tmp_path):
     job.send_signal(signal.SIGTERM)
     job.communicate(timeout=20)
     assert done.returncode == 2
-    assert done.stderr == f"error: {logs}: another launch that is running writes its logs here; give another folder\n"
+    assert done.stderr == f"error: {logs}: another running launch writes its logs here; give a different folder\n"
     assert launched(script(""), options=("--logs", str(logs))).returncode == 0
 
 
@@ -214,8 +214,8 @@ def after(detector: HangDetector, seconds: int, *activities: Activity) -> dict[i
     hung: dict[int, str] = {}
     for second in range(seconds):
         records = {
-            rank: replace(one, num_records=one.num_records + second) if one.num_records else one
-            for rank, one in enumerate(activities)
+            rank: replace(activity, num_records=activity.num_records + second) if activity.num_records else activity
+            for rank, activity in enumerate(activities)
         }
         hung = detector.hung(records, 1.0) or hung
     return hung
@@ -236,12 +236,28 @@ def test_the_rank_that_others_wait_for_hangs_and_is_told_with_its_place():
         ((activity(phase=ON_STEP), activity(waiting="exchanging headers")), 600),
         ((activity(phase=LOADING), activity(waiting="exchanging headers")), 600),
         ((activity(step=None), activity()), 10_000),  # planning
-        ((activity(longest_step_s=0.0), activity()), 10_000),  # the first step
+        ((activity(longest_step_s=0.0, is_first_step=True), activity()), 600),  # which may compile
+        ((activity(), activity(is_first_step=True, waiting="exchanging tensors")), 600),
         ((activity(),), 10_000),  # a rank that has not begun
     ],
 )
 def test_ranks_that_may_be_busy_do_not_hang(activities, seconds):
     assert after(HangDetector(2, LIMIT_S), seconds, *activities) == {}
+
+
+def test_the_first_step_after_a_change_of_plan_is_watched_with_more_patience():
+    recorder = Recorder()
+    recorder.begin(0)
+    recorder.step_done(1)
+    recorder.pause()
+    assert recorder.activity().step is None
+    recorder.resume()
+    assert (recorder.activity().step, recorder.activity().is_first_step) == (1, True)
+    hung = after(HangDetector(2, LIMIT_S), 602, recorder.activity(), activity(waiting="exchanging tensors"))
+    assert list(hung) == [0]
+    recorder.step_done(2)
+    recorder.resume()
+    assert not recorder.activity().is_first_step
 
 
 def test_ranks_that_all_wait_for_each_other_hang_together():

@@ -34,7 +34,7 @@ class Squares(Dataset):
 
 
 def as_list(batch):
-    return {"x": torch.stack([one["x"] for one in batch])}
+    return {"x": torch.stack([sample["x"] for sample in batch])}
 
 
 def batches_that_lack_something():
@@ -72,7 +72,7 @@ def make_trainer(loader: str) -> tuple[spindle.Trainer, nn.Module]:
         return (tower(batch["x"]) + 1).square().mean()
 
     def adamw(named):
-        return torch.optim.AdamW([one for _, one in named], lr=0.01)
+        return torch.optim.AdamW([parameter for _, parameter in named], lr=0.01)
 
     trainer = spindle.Trainer(
         [pull, push],
@@ -119,8 +119,8 @@ def test_a_resumed_training_has_the_numbers_of_one_that_was_not_interrupted(load
     torch.manual_seed(2)
     other.load_state_dict(weights)
     resumed.load_train_state(state)
-    found = resumed.fit(loaders_of(loader), steps=STEPS - state.step, progress=False)
-    assert list(found.losses) == expected
+    result = resumed.fit(loaders_of(loader), steps=STEPS - state.step, progress=False)
+    assert list(result.losses) == expected
     assert all(torch.equal(mine, value) for mine, value in zip(other.parameters(), module.parameters(), strict=True))
     assert (random.random(), torch.rand(1).item()) == drawn
 
@@ -145,7 +145,7 @@ def test_a_state_of_another_training_is_refused():
     trainer, _ = make_trainer("a list")
     trainer.fit(loaders_of("a list"), steps=1, progress=False)
     state = trainer.train_state()
-    with pytest.raises(TrainingError, match="a training that has begun cannot take another one's state"):
+    with pytest.raises(TrainingError, match="a Trainer that has trained already cannot load another state"):
         trainer.load_train_state(state)
     fewer, _ = make_trainer("a list")
     fewer.remove_task("push")

@@ -98,6 +98,8 @@ def reach(point: str) -> None:
         case "KILL" | "STOP" | "TERM" as name:
             for pid in sorted(map(pid_of, fault["targets"]), key=lambda pid: pid == os.getpid()):
                 os.kill(pid, signal.Signals[f"SIG{name}"])
+        case "hang":
+            time.sleep(3600)
         case "raise":
             raise OSError("this file is broken, once")
         case "full disk":

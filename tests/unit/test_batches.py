@@ -86,14 +86,14 @@ def test_a_file_without_samples_is_refused(tmp_path):
 
 
 def test_an_image_takes_169_tokens_of_its_sequence():
-    assert [one.num_tokens for one in pack_images([Sample(text_tokens=100, images=2)], TIGHT)] == [438]
+    assert [microbatch.num_tokens for microbatch in pack_images([Sample(text_tokens=100, images=2)], TIGHT)] == [438]
     packed = pack_images([Sample(text_tokens=4000, images=10), Sample(text_tokens=3000, images=10)], TIGHT)
-    assert [(one.num_images, one.num_tokens) for one in packed] == [(10, 5690), (10, 4690)]
+    assert [(microbatch.num_images, microbatch.num_tokens) for microbatch in packed] == [(10, 5690), (10, 4690)]
 
 
 def test_no_sequence_has_more_than_48_images():
     packed = pack_images([Sample(text_tokens=1, images=1)] * 100, TIGHT)
-    assert [one.num_images for one in packed] == [48, 48, 4]
+    assert [microbatch.num_images for microbatch in packed] == [48, 48, 4]
 
 
 def test_sequences_are_filled_up_unless_told_otherwise():
@@ -105,9 +105,11 @@ def test_sequences_are_filled_up_unless_told_otherwise():
 )
 def test_packing_loses_nothing_and_keeps_its_limits(samples):
     packed = pack_images(samples, TIGHT)
-    assert sum(one.num_images for one in packed) == sum(sample.images for sample in samples)
-    assert sum(one.num_tokens for one in packed) == sum(sample.text_tokens + 169 * sample.images for sample in samples)
-    assert all(one.num_images <= 48 and one.num_tokens <= 8192 for one in packed)
+    assert sum(microbatch.num_images for microbatch in packed) == sum(sample.images for sample in samples)
+    assert sum(microbatch.num_tokens for microbatch in packed) == sum(
+        sample.text_tokens + 169 * sample.images for sample in samples
+    )
+    assert all(microbatch.num_images <= 48 and microbatch.num_tokens <= 8192 for microbatch in packed)
 
 
 def test_a_clip_has_as_many_tokens_as_its_frames_ask_for():
@@ -119,7 +121,7 @@ def test_a_clip_has_as_many_tokens_as_its_frames_ask_for():
 
 def test_no_microbatch_has_more_than_eight_clips():
     packed = pack_clips([Sample(text_tokens=30, clips=(Clip(seconds=1.0),) * 3)] * 6, TIGHT)
-    assert [(one.num_clips, one.num_tokens) for one in packed] == [(8, 80), (8, 80), (2, 20)]
+    assert [(microbatch.num_clips, microbatch.num_tokens) for microbatch in packed] == [(8, 80), (8, 80), (2, 20)]
     with pytest.raises(WorkloadError, match="sample 0: text-to-video takes samples with clips"):
         pack_clips([Sample(text_tokens=30)])
 
@@ -136,12 +138,12 @@ def test_instances_are_split_into_uniform_parts_larger_ones_first():
 
 def test_images_follow_the_papers_data():
     batches = [vlm_batch(64, np.random.default_rng(seed)) for seed in range(4)]
-    images = [one.num_images for batch in batches for one in batch]
+    images = [microbatch.num_images for batch in batches for microbatch in batch]
     assert min(images) == 0
     assert 40 <= max(images) <= 48
     for batch in batches:
-        assert 3 <= sum(one.num_images == 0 for one in batch) <= 16  # some are text alone
-        assert len({one.num_images for one in batch}) > 12
+        assert 3 <= sum(microbatch.num_images == 0 for microbatch in batch) <= 16  # some are text alone
+        assert len({microbatch.num_images for microbatch in batch}) > 12
     laion = next(source for source in VLM_SOURCES if source.name == "LAION-2B")
     drawn = [laion.draw(random) for random in [np.random.default_rng(0)] for _ in range(4000)]
     assert np.mean([sample.text_tokens / sample.images for sample in drawn]) == pytest.approx(
@@ -152,7 +154,7 @@ def test_images_follow_the_papers_data():
 def test_the_heaviest_batch_of_clips_is_several_times_the_lightest():
     model = MODELS["t2v-s"]
     for seed in range(4):
-        flops = [model_flops(model, [one]) for one in t2v_batch(64, np.random.default_rng(seed))]
+        flops = [model_flops(model, [microbatch]) for microbatch in t2v_batch(64, np.random.default_rng(seed))]
         assert 3 < max(flops) / min(flops) < 6  # paper: 4.15
 
 
@@ -169,7 +171,7 @@ def test_a_microbatch_is_a_task_with_a_call_for_each_sub_microbatch():
     ]
     calls = [list(dict.fromkeys(op.call for op in graph.metaops if op.task == task)) for task in graph.tasks]
     assert calls == [["vision.0", "vision.1", "vision.2", "language"], ["language"]]  # text alone skips the encoder
-    crossing = [(graph.metaops[one].call, graph.metaops[other].call) for one, other in graph.edges]
+    crossing = [(graph.metaops[producer].call, graph.metaops[consumer].call) for producer, consumer in graph.edges]
     assert [edge for edge in crossing if edge[0] != edge[1]] == [(f"vision.{part}", "language") for part in range(3)]
 
 
@@ -218,5 +220,5 @@ def test_a_split_of_no_module_is_refused():
 def test_models_have_the_papers_sizes(name, billions):
     model = MODELS[name]
     for chain, expected in zip(model.chains, billions, strict=True):
-        assert sum(one.num_elements for one in chain.parameters) / 1e9 == pytest.approx(expected, rel=0.02)
+        assert sum(parameter.num_elements for parameter in chain.parameters) / 1e9 == pytest.approx(expected, rel=0.02)
     assert model.tensor_degree * model.num_stages == model.cluster.num_devices

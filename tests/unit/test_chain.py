@@ -19,10 +19,10 @@ from spindle.train.record import cut_all, record_all  # noqa: E402
 from zoo import WIDTH, Optional, Residual, Tower  # noqa: E402
 
 
-def assert_same(one, other) -> None:
-    assert torch.equal(one, other)
+def assert_same(actual, expected) -> None:
+    assert torch.equal(actual, expected)
     weights = [parameter for parameter in ONE.parameters() if parameter.requires_grad]
-    gradients = [torch.autograd.grad(value.sum(), weights, allow_unused=True) for value in (one, other)]
+    gradients = [torch.autograd.grad(value.sum(), weights, allow_unused=True) for value in (actual, expected)]
     for mine, yours in zip(*gradients, strict=True):
         assert (mine is None) == (yours is None)
         assert mine is None or torch.equal(mine, yours)
@@ -95,7 +95,7 @@ def test_a_forward_that_switches_autocast_and_gradients_is_cut():
     assert len(chain.layers) == 3, chain.reason
     assert torch.equal(chain(x), whole(x))
     weights = list(whole.blocks.parameters())
-    gradients = [torch.autograd.grad(one(x).sum(), weights, allow_unused=True) for one in (chain, whole)]
+    gradients = [torch.autograd.grad(module(x).sum(), weights, allow_unused=True) for module in (chain, whole)]
     for ours, theirs in zip(*gradients, strict=True):
         assert theirs is None if ours is None else torch.equal(ours, theirs)
     assert gradients[0][2] is not None
@@ -125,24 +125,24 @@ def test_a_chain_takes_any_number_of_tensors():
     chain = chain_of(whole, X, X, X)
     assert len(chain.layers) == 4
     assert torch.equal(chain(X, X, X + 1), whole(X, X, X + 1))
-    with pytest.raises(WorkloadError, match="was recorded with arguments of another structure"):
+    with pytest.raises(WorkloadError, match="was recorded with arguments of a different structure"):
         chain(X, X)
 
 
 def test_calls_with_and_without_a_mask_have_layers_of_their_own():
     handle = module("maybe", Optional().double())
-    kept = torch.ones(3, 2, dtype=torch.bool)
+    mask = torch.ones(3, 2, dtype=torch.bool)
 
     @task(batch_size=3)
     def both(batch):
         return handle(batch["x"], batch["kept"]).sum() + handle(batch["x"]).sum()
 
-    batch = {"x": torch.randn(3, 2, WIDTH, dtype=torch.float64), "kept": kept}
+    batch = {"x": torch.randn(3, 2, WIDTH, dtype=torch.float64), "kept": mask}
     (recorded,) = cut_all(record_all([both], {"both": batch}), {"both": batch})
     given, left_out = recorded.calls
     assert given.chain is not left_out.chain
     assert len(given.chain.layers) == len(left_out.chain.layers) == 4
-    assert torch.equal(given.chain(batch["x"], kept), handle.module(batch["x"], kept))
+    assert torch.equal(given.chain(batch["x"], mask), handle.module(batch["x"], mask))
     assert torch.equal(left_out.chain(batch["x"]), handle.module(batch["x"]))
 
 
@@ -164,7 +164,7 @@ def test_a_module_whose_code_depends_on_the_number_of_samples_stays_whole():
         return x
 
     handle, traced = traced_alone(Forward(counted).double(), {"x": X})
-    assert "depends on how many samples there are" in handle.chain.reason
+    assert "depends on the number of samples" in handle.chain.reason
     assert not traced.whole_only
 
 
@@ -199,7 +199,7 @@ def test_what_recording_misses_is_found_by_comparing_with_the_whole_module():
         return x
 
     _, traced = traced_alone(Forward(changing).double(), {"x": X})
-    with pytest.raises(WorkloadError, match=r"gives other numbers in layers than as a whole.*split=False"):
+    with pytest.raises(WorkloadError, match=r"gives different results layer by layer than as a whole.*split=False"):
         probe([traced], {"alone": {"x": X}})
 
 
@@ -230,7 +230,7 @@ def test_calls_that_lead_through_different_layers_keep_a_module_whole():
 
     (recorded,) = cut_all(record_all([both], {"both": {"x": X}}), {"both": {"x": X}})
     for call, flag in zip(recorded.calls, (True, False), strict=True):
-        assert "lead through different layers" in call.chain.reason
+        assert "run different layers" in call.chain.reason
         assert torch.equal(call.chain(X, flag=flag), handle.module(X, flag=flag))
 
 
@@ -300,14 +300,14 @@ def test_a_chain_follows_a_module_whose_buffers_are_replaced():
                 x = block(x + self.shift)
             return x
 
-    one = Shifted()
-    chain = chain_of(one, X.float())
-    one.double()  # as moving it to a device does
+    block = Shifted()
+    chain = chain_of(block, X.float())
+    block.double()  # as moving it to a device does
     assert len(chain.layers) > 1
     values = (X,)
     for layer in chain.layers:
         values = layer.run(*values)
-    assert torch.equal(values[0], one(X))
+    assert torch.equal(values[0], block(X))
 
 
 def test_tensors_that_a_block_keeps_to_itself_do_not_keep_it_from_being_cut():
@@ -359,20 +359,20 @@ class Meanwhile(nn.Module):
 
 def test_recording_leaves_modules_and_functions_of_other_threads_alone():
     call, apply, length = nn.Module.__call__, torch.autograd.Function.__dict__["apply"], torch.Tensor.__len__
-    other, x = nn.Linear(WIDTH, 1), torch.ones(5, WIDTH)
-    expected, found = 2 * other(x), []
+    head, x = nn.Linear(WIDTH, 1), torch.ones(5, WIDTH)
+    expected, outputs = 2 * head(x), []
 
     def meanwhile():
         assert nn.Module.__call__ is call
-        if len(found) < 3:  # as often as it has blocks; the chain does not run this again
-            thread = threading.Thread(target=lambda: found.append((Doubled.apply(other(x)), len(x))))
+        if len(outputs) < 3:  # as often as it has blocks; the chain does not run this again
+            thread = threading.Thread(target=lambda: outputs.append((Doubled.apply(head(x)), len(x))))
             thread.start()
             thread.join()
 
     chain = chain_of(Meanwhile(meanwhile), x)
     assert len(chain.layers) == 3, chain.reason
-    assert len(found) == 3
-    assert all(torch.equal(output, expected) and count == 5 for output, count in found)
+    assert len(outputs) == 3
+    assert all(torch.equal(output, expected) and count == 5 for output, count in outputs)
     assert torch.autograd.Function.__dict__["apply"] is apply
     assert torch.Tensor.__len__ is length
     assert not any("_compiled_call_impl" in vars(part) for part in chain.module.modules())

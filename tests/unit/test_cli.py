@@ -460,7 +460,7 @@ def test_names_in_files_are_not_markup(plan, tmp_path, capsys):
     names = {"vision": "[/x]", "text": "[red]:smile:", "head": "[bold"}
     ops = [op | {"name": names[op["name"]]} for op in GRAPH["ops"]]
     graph = tmp_path / "[x]graph.json"
-    graph.write_text(json.dumps({"ops": ops, "edges": [[names[one] for one in edge] for edge in GRAPH["edges"]]}))
+    graph.write_text(json.dumps({"ops": ops, "edges": [[names[end] for end in edge] for edge in GRAPH["edges"]]}))
     made = tmp_path / "made.json"
     on_four = ["--devices", "4"]
     assert run(["plan", str(graph), *on_four, "--planner", "paper", "-o", str(made)]) == 0

@@ -54,7 +54,7 @@ def test_recipes_list_the_multimodal_models(capsys):
     assert "tensor degree 8 × 8 stages, h800x64" in out
     assert all(name in out for name in MODELS)
     listed = json.loads(answer(capsys, "recipes", "--json"))["models"]
-    assert [one["name"] for one in listed] == list(MODELS)
+    assert [row["name"] for row in listed] == list(MODELS)
     first = {"description": "ViT 5B and Llama3 8B", "tensor_degree": 4, "num_stages": 4, "cluster": "h800x16"}
     assert first.items() <= listed[0].items()
     assert listed[0]["weights"] == MODELS["vlm-s"].num_parameters
@@ -81,14 +81,14 @@ def test_one_bound_for_a_batch_whatever_the_planner(capsys, compared):
 def test_what_is_asked_of_a_batch_is_for_models_only(capsys, verb, option):
     said = refusal(capsys, *verb, "--cluster", "a800x8", *option)
     assert f"{option[0]} is for multimodal models" in said
-    assert "clip-4 is none" in said
+    assert "leave it out for clip-4" in said
 
 
 def test_a_plan_of_another_batch_is_called_that(capsys, tmp_path):
     plan = str(tmp_path / "plan.json")
     answer(capsys, "plan", "vlm-s", *QUICK, "-o", plan)
-    for other in (("--microbatches", "3"), ("--microbatches", "2", "--batch-seed", "1"), ()):
-        said = refusal(capsys, "simulate", "vlm-s", plan, *other)
+    for options in (("--microbatches", "3"), ("--microbatches", "2", "--batch-seed", "1"), ()):
+        said = refusal(capsys, "simulate", "vlm-s", plan, *options)
         assert "was made for another batch of vlm-s; give --microbatches, --batch-seed, --samples" in said
     assert "for another workload: 'vlm-s'" in refusal(capsys, "simulate", "t2v-s", plan, "--microbatches", "2")
     answer(capsys, "simulate", "vlm-s", plan, "--microbatches", "2")

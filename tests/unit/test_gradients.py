@@ -29,7 +29,7 @@ def test_what_was_summed_before_does_not_come_back():
     bucket[0].grad = torch.tensor([1.0])
     gradients.gathered(0).mul_(5)  # as a sum over ranks does
     gradients.spread(0, [2, 1])
-    assert [one.grad.tolist() for one in bucket] == [[5], [0]]
+    assert [parameter.grad.tolist() for parameter in bucket] == [[5], [0]]
     bucket[0].grad, bucket[1].grad = None, torch.tensor([7.0])
     assert gradients.gathered(0).tolist() == [0, 7, 0, 1]
     gradients.spread(0, [0, 1])
@@ -40,10 +40,10 @@ def test_what_was_summed_before_does_not_come_back():
 def test_a_place_is_the_same_each_time_and_the_buckets_where_there_is_one():
     inside, alone = parameters(2, 2)
     gradients = Gradients([[inside]])
-    for one in (inside, alone):
-        place = gradients.place(one)
-        assert gradients.place(one) is place
-        assert place.shape == one.shape
+    for parameter in (inside, alone):
+        place = gradients.place(parameter)
+        assert gradients.place(parameter) is place
+        assert place.shape == parameter.shape
     gradients.place(inside).fill_(4)
     inside.grad = gradients.place(inside)
     assert gradients.gathered(0).tolist() == [4, 4, 1]
@@ -52,13 +52,13 @@ def test_a_place_is_the_same_each_time_and_the_buckets_where_there_is_one():
 def test_types_may_be_mixed_in_a_bucket():
     bucket = [*parameters(1, dtype=torch.bfloat16), *parameters(1)]
     gradients = Gradients([bucket])
-    for one in bucket:
-        assert gradients.place(one).dtype == one.dtype
-        one.grad = torch.full_like(one, 1.5)
+    for parameter in bucket:
+        assert gradients.place(parameter).dtype == parameter.dtype
+        parameter.grad = torch.full_like(parameter, 1.5)
     assert gradients.gathered(0).dtype == torch.float32
     gradients.spread(0, [1, 1])
-    assert [one.grad.dtype for one in bucket] == [torch.bfloat16, torch.float32]
-    assert [one.grad.item() for one in bucket] == [1.5, 1.5]
+    assert [parameter.grad.dtype for parameter in bucket] == [torch.bfloat16, torch.float32]
+    assert [parameter.grad.item() for parameter in bucket] == [1.5, 1.5]
 
 
 def test_half_precision_is_summed_in_single():

@@ -57,10 +57,10 @@ def test_a_gradient_of_stride_0_between_chunks_is_that_of_each_step(linear):
     with mock.patch.object(graphs, "has", return_value=True):
         for _ in range(STEPS):
             rows, gradient = torch.randn(2, 3, 4).double(), torch.randn(2, 4).double()
-            found = weight_gradient(linear, graphs, slot, rows, gradient)
+            actual = weight_gradient(linear, graphs, slot, rows, gradient)
             weight = linear.weight.detach().clone().requires_grad_()
             (expected,) = torch.autograd.grad(nn.functional.linear(rows, weight).sum(1), weight, gradient)
-            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(actual, expected)
 
 
 def test_a_gradient_stays_where_backward_makes_it_until_there_are_no_graphs(linear):

@@ -41,7 +41,11 @@ def passes(profile, host, text):
     """(rank, start, end) of passes in seconds, in the order of their starts."""
     profile = replace(profile, host=host)
     timeline = simulate(lower(parse_plan(text, profile), profile), profile)
-    numbers = [number for number, one in enumerate(timeline.instructions) if isinstance(one, Forward | Backward)]
+    numbers = [
+        number
+        for number, instruction in enumerate(timeline.instructions)
+        if isinstance(instruction, Forward | Backward)
+    ]
     rows = np.flatnonzero(np.isin(timeline.instruction, numbers))
     return [
         (int(timeline.rank[row]), timeline.start[row] / 1e9, timeline.end[row] / 1e9)
@@ -52,9 +56,9 @@ def passes(profile, host, text):
 @given(small.graphs(), st.sampled_from(["wavefront", "sequential", "distmm"]))
 def test_a_host_without_overhead_changes_nothing(profile, planner):
     program = lower(make_plan(profile, planner), profile)
-    expected, found = simulate(program, profile), simulate(program, replace(profile, host=NOTHING))
-    assert found.start.tolist() == expected.start.tolist()
-    assert found.end.tolist() == expected.end.tolist()
+    expected, actual = simulate(program, profile), simulate(program, replace(profile, host=NOTHING))
+    assert actual.start.tolist() == expected.start.tolist()
+    assert actual.end.tolist() == expected.end.tolist()
 
 
 @given(small.graphs(), st.integers(1, 4))
@@ -62,8 +66,10 @@ def test_overhead_makes_no_step_shorter(profile, ahead):
     program = lower(make_plan(profile, "sequential"), profile)
     overheads = [0.0, 1e-4, 1e-3]
     steps_ns = [
-        simulate(program, replace(profile, host=replace(NOTHING, pass_s=one, send_s=one, ahead=ahead))).makespan_ns
-        for one in overheads
+        simulate(
+            program, replace(profile, host=replace(NOTHING, pass_s=overhead, send_s=overhead, ahead=ahead))
+        ).makespan_ns
+        for overhead in overheads
     ]
     assert sorted(steps_ns) == steps_ns
 
@@ -78,8 +84,8 @@ def test_short_passes_start_as_fast_as_the_host_launches_them():
 @pytest.mark.parametrize(("ahead", "start"), [(1, 1.2), (2, 1.1)])
 def test_a_host_stays_only_so_far_ahead_of_its_gpu(ahead, start):
     host = replace(NOTHING, pass_s=0.1, ahead=ahead)
-    found = passes(profile_of(1, 1.0, 1.0), host, "a*1@0 \nb*1@0")
-    assert [one for _, one, _ in found][:2] == pytest.approx([0.1, start])
+    timed = passes(profile_of(1, 1.0, 1.0), host, "a*1@0 \nb*1@0")
+    assert [start_s for _, start_s, _ in timed][:2] == pytest.approx([0.1, start])
 
 
 def test_a_host_launches_behind_the_message_that_a_pass_needs():
@@ -92,10 +98,12 @@ def test_a_host_launches_behind_the_message_that_a_pass_needs():
 
 def test_what_a_pass_sends_is_launched_before_the_next_one():
     text = "a*1@0 \nb*1@1"
-    without, found = (passes(profile_of(2), replace(NOTHING, pass_s=0.1, send_s=send_s), text) for send_s in (0.0, 1.0))
-    assert [rank for rank, *_ in found] == [0, 1, 1, 0]
-    assert found[2][1] == pytest.approx(without[2][1] + 1.0, abs=1e-3)  # a posts its output, which b waits for
-    assert found[3][1] == pytest.approx(without[3][1] + 2.0, abs=1e-3)  # and b its gradient
+    without, actual = (
+        passes(profile_of(2), replace(NOTHING, pass_s=0.1, send_s=send_s), text) for send_s in (0.0, 1.0)
+    )
+    assert [rank for rank, *_ in actual] == [0, 1, 1, 0]
+    assert actual[2][1] == pytest.approx(without[2][1] + 1.0, abs=1e-3)  # a posts its output, which b waits for
+    assert actual[3][1] == pytest.approx(without[3][1] + 2.0, abs=1e-3)  # and b its gradient
 
 
 def test_a_host_posts_what_it_sends_before_it_waits_for_the_next_message():

@@ -18,7 +18,7 @@ from spindle.graph import metagraph_of
 from spindle.recipes import RECIPES
 from spindle.workload import Call, Task, Workload
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from paper_cells import CELLS
 
 

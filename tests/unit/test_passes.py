@@ -22,11 +22,10 @@ from spindle.plan import (
     format_plan,
     parse_plan,
     read_plan,
-    spans,
     write_plan,
 )
 from spindle.profile import abstract_profile, roofline_profile
-from spindle.program import Backward, format_program, lower, parse_program, verify
+from spindle.program import COPIES_AHEAD, Backward, format_program, lower, parse_program, verify
 from spindle.simulate import simulate
 
 SECOND = 10**9
@@ -41,7 +40,7 @@ def chain(num_microbatches, num_ranks, weight_s=None):
     profile = abstract_profile({"ops": ops}, small.devices(num_ranks))
     if weight_s is None:
         return profile
-    curves = tuple(tuple(replace(curve, weight_s=(weight_s,)) for curve in one) for one in profile.curves)
+    curves = tuple(tuple(replace(curve, weight_s=(weight_s,)) for curve in of_op) for of_op in profile.curves)
     return replace(profile, curves=curves)
 
 
@@ -117,7 +116,7 @@ def test_forms_come_back_as_they_went(num_microbatches, num_ranks, split, data):
     order = one_forward_one_backward(num_microbatches, num_ranks)
     plan, profile = pipeline(num_microbatches, num_ranks, 0.5, in_two_parts(order) if split else order)
     recomputed = data.draw(st.lists(st.integers(0, 1), min_size=len(plan.slots), max_size=len(plan.slots)))
-    order = [(one.slot, one.kind) for one in plan.passes]
+    order = [(pass_.slot, pass_.kind) for pass_ in plan.passes]
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
     pieces = [
         Piece(op=position[slot.op], num_layers=1, devices=slot.devices, recomputed=again)
@@ -178,7 +177,7 @@ def test_an_illegal_order_is_refused(change, message):
 def test_a_slot_that_nobody_waits_for_needs_its_passes_too():
     plan, profile = pipeline(2, 1)  # two ops without an edge
     with pytest.raises(PlanError, match="slot 1 has no passes"):
-        check(replace(plan, passes=tuple(one for one in plan.passes if one.slot == 0)), profile)
+        check(replace(plan, passes=tuple(pass_ for pass_ in plan.passes if pass_.slot == 0)), profile)
     with pytest.raises(PlanError, match="slot 1 has no passes"):
         pipeline(2, 1, order=[(0, FORWARD), (0, BACKWARD)])
 
@@ -220,14 +219,51 @@ def offloading(host_bytes_per_s, host_memory_bytes):
     return assemble_passes(profile, profile.default_setting, "any", pieces, order), profile
 
 
-def test_copies_to_the_host_take_time_in_both_passes():
-    plan, profile = offloading(small.COST.saved_bytes / 0.25, 1 << 30)  # a quarter of a second each way
+def microbatches_that_offload(offloaded, copy_s, num_microbatches=6):
+    """All forwards, of a second each, then all backwards, of two, on one device; some microbatches go to the host."""
+    tasks = {f"m{number}": ["one"] for number in range(num_microbatches)}
+    graph = metagraph_of(small.workload(tasks, batch_sizes=dict.fromkeys(tasks, 1), num_layers=1))
+    cluster = small.devices(1, 1)
+    (island,) = cluster.islands
+    kind = replace(island.kind, host_bytes_per_s=small.COST.saved_bytes / copy_s, host_memory_bytes=1 << 30)
+    profile = roofline_profile(graph, replace(cluster, islands=(replace(island, kind=kind),)))
+    curve = replace(profile.curves[0][0], num_devices=(1,), forward_s=(1.0,), backward_s=(2.0,))
+    profile = replace(profile, curves=((curve,),) * num_microbatches)
+    numbers = range(num_microbatches)
+    pieces = [Piece(op=op, num_layers=1, devices=(0,), offloaded=op in offloaded) for op in numbers]
+    order = [*((op, FORWARD) for op in numbers), *((op, BACKWARD) for op in reversed(numbers))]
+    plan = assemble_passes(profile, profile.default_setting, "any", pieces, order)
     check(plan, profile)
-    lengths = {(span.slot, span.kind): span.end_s - span.start_s for span in spans(plan, profile)}
-    assert lengths == {(0, FORWARD): 1, (1, FORWARD): 1.25, (1, BACKWARD): 2.25, (0, BACKWARD): 2}
-    free = replace(plan, slots=tuple(replace(slot, offloaded=0) for slot in plan.slots))
-    took_s = [simulate(lower(each, profile), profile).makespan_s for each in (plan, free)]
-    assert took_s[0] - took_s[1] == pytest.approx(0.5)
+    program = lower(plan, profile)
+    verify(program, profile)
+    return simulate(program, profile)
+
+
+@pytest.mark.parametrize("copy_s", [0.25, 2, 3, 5])
+def test_copies_of_offloaded_activations_run_beside_as_many_passes_as_are_ahead(copy_s):
+    # To the host beside forwards of a second, back beside backwards of two; the rest of each copy is waited for.
+    waited_s = max(0, copy_s - COPIES_AHEAD) + max(0, copy_s - 2 * COPIES_AHEAD)
+    took_s = [microbatches_that_offload(offloaded, copy_s).makespan_s for offloaded in ([0], [])]
+    assert took_s[0] - took_s[1] == pytest.approx(waited_s)
+
+
+def test_copies_in_one_direction_follow_each_other():
+    # The second copy ends at 1 + 2 + 2 s; the fifth forward waits for it and would have begun at 4 s.
+    took_s = [microbatches_that_offload(offloaded, 2).makespan_s for offloaded in ([0, 1], [])]
+    assert took_s[0] - took_s[1] == pytest.approx(1)
+
+
+def test_offloaded_activations_leave_the_device_unless_they_come_back_at_once():
+    (kept,) = microbatches_that_offload([], 1).peak_bytes().tolist()
+    (offloaded,) = microbatches_that_offload([0, 1], 1).peak_bytes().tolist()
+    assert kept - offloaded == 2 * small.COST.saved_bytes
+    (soon,) = microbatches_that_offload([5], 100).peak_bytes().tolist()
+    assert soon == kept
+
+
+def test_activations_that_stay_are_not_copied():
+    took_s = [microbatches_that_offload(offloaded, 100).makespan_s for offloaded in ([4, 5], [])]
+    assert took_s[0] == took_s[1]
 
 
 def test_the_host_has_room_for_all_that_is_offloaded():
@@ -245,19 +281,22 @@ def test_what_has_come_back_from_the_host_leaves_room_for_more():
     one_by_one = [(0, FORWARD), (0, BACKWARD), (1, FORWARD), (1, BACKWARD)]
     check(assemble_passes(profile, profile.default_setting, "any", pieces, one_by_one), profile)
     at_once = [(0, FORWARD), (1, FORWARD), (1, BACKWARD), (0, BACKWARD)]
-    with pytest.raises(PlanError, match=r"device 0 offloads more than the 3.8 MiB .* what has not come back yet"):
+    with pytest.raises(PlanError, match=r"device 0 offloads more than the 3.8 MiB .* not been copied back yet"):
         check(assemble_passes(profile, profile.default_setting, "any", pieces, at_once), profile)
 
 
 def test_an_order_against_the_flow_is_refused():
     order = one_forward_one_backward(2, 2)
-    with pytest.raises(PlanError, match="stands before the forward of slot 0"):
-        pipeline(2, 2, order=[(1, FORWARD), *(one for one in order if one != (1, FORWARD))])
+    with pytest.raises(PlanError, match="comes before the forward of slot 0"):
+        pipeline(2, 2, order=[(1, FORWARD), *(pass_ for pass_ in order if pass_ != (1, FORWARD))])
 
 
 def test_a_program_without_the_gradients_of_weights_is_refused():
     plan, profile = pipeline(2, 2, 1.0, in_two_parts(one_forward_one_backward(2, 2)))
     program = lower(plan, profile)
-    whole = [replace(one, part=INPUT) if isinstance(one, Backward) else one for one in program.instructions]
+    whole = [
+        replace(instruction, part=INPUT) if isinstance(instruction, Backward) else instruction
+        for instruction in program.instructions
+    ]
     with pytest.raises(ProgramError, match=r"I0\[0:1\] is listed 2 times"):
         verify(replace(program, instructions=tuple(whole)), profile)

@@ -109,11 +109,11 @@ def test_no_split_layout_or_order_is_below_the_bound(images, num_layers, share):
     shortest = np.inf
     for profile in (whole, split):
         for layout in all_layouts(profile, 2, num_layers):
-            (one,) = batches_of(profile, layout)
-            if one.segments.num_pairs > 4:  # takes too long to enumerate
+            (replica,) = batches_of(profile, layout)
+            if replica.segments.num_pairs > 4:  # takes too long to enumerate
                 continue
-            slack = 2 * one.segments.num_pairs  # a nanosecond for each stage, where nothing is recomputed
-            length = shortest_ns(one.segments) + one.update_ns.min() + slack
+            slack = 2 * replica.segments.num_pairs  # a nanosecond for each stage, where nothing is recomputed
+            length = shortest_ns(replica.segments) + replica.update_ns.min() + slack
             assert length >= bound_ns
             shortest = min(shortest, length)
     assert shortest <= 2 * bound_ns
@@ -136,8 +136,8 @@ def test_no_planner_is_below_the_bound(images, num_ranks, planner):
 def test_work_a_long_layer_and_a_long_microbatch_each_may_be_the_bound():
     many = pipeline_bound(batch((12,) * 8, num_devices=2), 2)
     assert many.bound_s == many.work_s
-    one = pipeline_bound(batch((12,), num_devices=4), 4)
-    assert one.bound_s == one.path_s
+    smallest = pipeline_bound(batch((12,), num_devices=4), 4)
+    assert smallest.bound_s == smallest.path_s
     single = pipeline_bound(batch((12,) * 8, num_devices=4, vision_layers=1, language_layers=1), 4)
     assert single.bound_s == single.layer_s
     replicas = pipeline_bound(batch((12,) * 8, num_devices=4), 2)

@@ -224,8 +224,8 @@ def test_a_load_of_vision_and_language_under_caps(gate, name, makespans, exact):
             assert schedule.peak.max() <= cap * UNIT
         if name:
             priority = natural_priorities(segments)
-            found = interleaved_slowly(segments, priority, cap * UNIT, name, ticks=MILLISECOND)
-            theirs.append(found and round(found[0], 2))
+            schedule = interleaved_slowly(segments, priority, cap * UNIT, name, ticks=MILLISECOND)
+            theirs.append(schedule and round(schedule[0], 2))
     assert ours == exact
     if name:
         assert theirs == makespans
@@ -241,20 +241,20 @@ def test_a_cap_below_one_microbatch_is_refused_with_the_smallest_that_would_do()
 
 
 def test_memory_choices_of_three_nested_pairs():
-    one = np.ones((3, 1), dtype=np.int64)
+    ones = np.ones((3, 1), dtype=np.int64)
     segments = Segments(
         num_ranks=1,
         microbatch=np.arange(3),
         group=np.arange(3),
-        forward_ns=one,
-        backward_ns=one,
-        weight_ns=0 * one,
-        memory=one,
+        forward_ns=ones,
+        backward_ns=ones,
+        weight_ns=0 * ones,
+        memory=ones,
         hop_ns=np.zeros(3),
         predecessor_starts=np.zeros(4),
         predecessors=np.zeros(0),
         wrap_ns=np.zeros(0),
-        choice_of=0 * one,
+        choice_of=0 * ones,
         choice_forward_ns=np.array([[1, 1]]),
         choice_backward_ns=np.array([[1, 0]]),
         choice_memory=np.array([[1, 4]]),

@@ -107,8 +107,8 @@ def test_a_microbatch_passes_one_chain_as_often_as_its_calls_ask(calls, num_runs
     order = {"a": 2, "b": 2, "c": 2}
     profile = profile_of([[("a", []), ("b", [0]), ("c", [1])], calls], order)
     layout = layout_of(profile, 2, (mixed_chain({name: layer_loads(profile)[name] for name in order}, 2),))
-    (one,) = batches_of(profile, layout)
-    assert one.segments.num_pairs == 1 + num_runs
+    (replica,) = batches_of(profile, layout)
+    assert replica.segments.num_pairs == 1 + num_runs
 
 
 @st.composite

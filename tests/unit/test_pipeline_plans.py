@@ -88,7 +88,9 @@ def batch(
         ]
         language = add(task, "language", "language", language_layers, vision_layers, 20.5)
         edges += [(end, language) for end in ends]
-    parameters = tuple(Parameter(name=f"p{one}", num_elements=1) for one in range(vision_layers + language_layers))
+    parameters = tuple(
+        Parameter(name=f"p{number}", num_elements=1) for number in range(vision_layers + language_layers)
+    )
     graph = MetaGraph(name="vlm", metaops=tuple(metaops), edges=tuple(edges), parameters=parameters)
     return Profile(graph=graph, cluster=cluster(num_devices, memory_bytes), curves=tuple(curves))
 
@@ -101,8 +103,8 @@ def separate(profile, num_ranks, rounds):
 def test_the_golden_load_takes_its_time_in_the_simulator(most, expected_ms):
     profile = batch(IMAGES, most=most)
     layout = separate(profile, 4, {"vision": 2, "language": 1})
-    (one,) = batches_of(profile, layout)
-    plan = plan_of(profile, layout, "pipeline", [one], [interleave(one.segments)])
+    (replica,) = batches_of(profile, layout)
+    plan = plan_of(profile, layout, "pipeline", [replica], [interleave(replica.segments)])
     check(plan, profile)
     program = lower(plan, profile)
     verify(program, profile)
@@ -186,8 +188,8 @@ def test_a_tuned_baseline_is_no_slower_than_any_of_its_settings(planner):
     baseline = BASELINES[planner]
     for layout in baseline.layouts(profile, 2):
         for microbatch_order in baseline.microbatch_orders[:1]:
-            other = plan_in_order(profile, layout, planner, baseline.order, microbatch_order)
-            assert plan.makespan_s <= other.makespan_s * (1 + 1e-9)
+            repeated = plan_in_order(profile, layout, planner, baseline.order, microbatch_order)
+            assert plan.makespan_s <= repeated.makespan_s * (1 + 1e-9)
 
 
 def test_sorting_microbatches_changes_their_order_and_nothing_else():
@@ -212,7 +214,7 @@ def test_an_unknown_planner_is_refused():
 
 
 def test_without_modules_there_is_no_pipeline():
-    with pytest.raises(PlanError, match="a pipeline cuts modules into chunks, and op 'vision' is of none"):
+    with pytest.raises(PlanError, match="a pipeline cuts modules into chunks, but op 'vision' belongs to no module"):
         make_plan(small.two_towers(4), "pipeline")
 
 
@@ -221,9 +223,9 @@ def test_replicas_share_the_microbatches_and_sum_their_gradients(num_replicas):
     profile = batch((24, 7, 0, 30, 12, 19), num_devices=2 * num_replicas)
     layout = pipeline_layout(profile, 2)
     assert layout.num_replicas == num_replicas
-    plan, found = search_pipeline(profile, PlanOptions(evaluations=50, layouts=(layout,)))
+    plan, results = search_pipeline(profile, PlanOptions(evaluations=50, layouts=(layout,)))
     finished(plan, profile)
-    assert len(found) == num_replicas
+    assert len(results) == num_replicas
     program = lower(plan, profile)
     assert all(len(bucket.ranks) == num_replicas for bucket in program.buckets)
     assert bool(program.buckets) == (num_replicas > 1)
@@ -259,20 +261,20 @@ def test_memory_is_kept_to_and_costs_time():
 def mixed_batch(images, num_ranks, **layers):
     profile = batch(images, num_devices=num_ranks, most=48, **layers)
     layout = layout_of(profile, num_ranks, (mixed_chain(layer_loads(profile), num_ranks),))
-    (one,) = batches_of(profile, layout)
-    return one, profile
+    (replica,) = batches_of(profile, layout)
+    return replica, profile
 
 
 def test_a_mixed_chain_puts_layers_of_two_modules_on_one_rank():
-    one, profile = mixed_batch((12,), 2, vision_layers=1, language_layers=3)
-    modules = [{profile.graph.metaops[piece.op].module for piece in some} for some in one.pieces[0]]
+    replica, profile = mixed_batch((12,), 2, vision_layers=1, language_layers=3)
+    modules = [{profile.graph.metaops[piece.op].module for piece in some} for some in replica.pieces[0]]
     assert modules == [{"vision", "language"}, {"language"}]
 
 
 def test_text_alone_has_nothing_to_do_where_only_the_encoder_stands():
-    one, _ = mixed_batch((12, 0), 4, vision_layers=3, language_layers=2)
-    assert one.segments.num_pairs == 2
-    assert [bool(some) for some in one.pieces[1]] == [False, False, True, True]
+    replica, _ = mixed_batch((12, 0), 4, vision_layers=3, language_layers=2)
+    assert replica.segments.num_pairs == 2
+    assert [bool(some) for some in replica.pieces[1]] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("name", ["vlm-s", "t2v-s"])
@@ -308,8 +310,8 @@ def test_a_cluster_that_the_model_does_not_divide_is_refused():
 def test_batches_come_from_a_file_of_lengths(tmp_path):
     lengths = tmp_path / "lengths.jsonl"
     lengths.write_text('{"text_tokens": 8000}\n{"text_tokens": 100, "images": 40}\n' * 3)
-    found = list(batches(MODELS["vlm-s"], 2, seed=0, samples=lengths))
-    assert len(found) == 3
+    drawn = list(batches(MODELS["vlm-s"], 2, seed=0, samples=lengths))
+    assert len(drawn) == 3
     with pytest.raises(InputError, match="its samples make 6 microbatches, a batch has 9"):
         next(batches(MODELS["vlm-s"], 9, seed=0, samples=lengths))
 

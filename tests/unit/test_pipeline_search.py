@@ -42,14 +42,14 @@ def test_random_orders_of_vision_and_language_never_deadlock(cap):
 @settings(max_examples=60)
 def test_a_search_is_no_worse_than_natural_order_and_stays_under_the_caps(segments, seed, room):
     caps = least_caps(segments, SAFE) + room
-    found = search(segments, caps, evaluations=120, seed=seed)
-    schedule = found.schedule
-    assert found.bound_ns <= schedule.makespan_ns <= found.natural_ns
+    result = search(segments, caps, evaluations=120, seed=seed)
+    schedule = result.schedule
+    assert result.bound_ns <= schedule.makespan_ns <= result.natural_ns
     assert schedule.makespan_ns <= interleave(segments, caps=caps).makespan_ns
     assert (schedule.peak <= caps).all()
-    assert found.evaluations <= 120
-    assert not found.is_cut
-    assert found.improvements[-1][1] == schedule.makespan_ns
+    assert result.evaluations <= 120
+    assert not result.is_cut
+    assert result.improvements[-1][1] == schedule.makespan_ns
     again = retime(segments, schedule.pair, schedule.kind, schedule.choice)
     assert (again.start_ns == schedule.start_ns).all()
     assert (again.peak == schedule.peak).all()
@@ -59,20 +59,22 @@ def test_a_search_is_no_worse_than_natural_order_and_stays_under_the_caps(segmen
 def test_the_same_seed_finds_the_same_schedule(cap):
     segments = pipelines.vision_language()
     caps = None if cap is None else cap * pipelines.UNIT
-    one, other = (search(segments, caps, evaluations=600, seed=3) for _ in range(2))
+    first, second = (search(segments, caps, evaluations=600, seed=3) for _ in range(2))
     for name in ("pair", "kind", "start_ns", "end_ns", "choice"):
-        assert getattr(one.schedule, name).tobytes() == getattr(other.schedule, name).tobytes()
-    assert one.improvements == other.improvements
-    assert one.schedule.makespan_ns < one.natural_ns
+        assert getattr(first.schedule, name).tobytes() == getattr(second.schedule, name).tobytes()
+    assert first.improvements == second.improvements
+    assert first.schedule.makespan_ns < first.natural_ns
 
 
 def test_a_time_limit_cuts_and_is_recorded():
     seen = []
     segments = pipelines.vision_language()
-    found = search(segments, evaluations=10**7, time_limit_s=0.2, progress=lambda done, best: seen.append((done, best)))
-    assert found.is_cut
-    assert found.evaluations < 10**7
-    assert found.schedule.makespan_ns <= min(best for _, best in seen)
+    result = search(
+        segments, evaluations=10**7, time_limit_s=0.2, progress=lambda done, best: seen.append((done, best))
+    )
+    assert result.is_cut
+    assert result.evaluations < 10**7
+    assert result.schedule.makespan_ns <= min(best for _, best in seen)
 
 
 def test_a_search_under_too_little_memory_is_refused():

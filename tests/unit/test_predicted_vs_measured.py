@@ -102,20 +102,22 @@ def test_the_parts_of_a_step_add_up_to_it():
 def test_a_slow_module_is_the_only_one_whose_ratio_changes():
     timeline, program, graph = world()
     both = compare_step(timeline, longer(timeline, of_module(program, graph, "text"), 3), program, graph)
-    ratios = {one.module: (one.forward.ratio, one.backward.ratio) for one in both.modules}
+    ratios = {row.module: (row.forward.ratio, row.backward.ratio) for row in both.modules}
     assert ratios == {"vision": (1, 1), "lm": (1, 1), "text": (pytest.approx(3), pytest.approx(3))}
 
 
 def test_the_error_of_modules_weighs_them_by_what_was_predicted():
     timeline, program, graph = world()
     both = compare_step(timeline, longer(timeline, of_module(program, graph, "text"), 3), program, graph)
-    seconds = {one.module: one.both.predicted_s for one in both.modules}
+    seconds = {row.module: row.both.predicted_s for row in both.modules}
     assert both.module_error == pytest.approx(2 * seconds["text"] / sum(seconds.values()))
 
 
 def test_a_slow_optimizer_is_not_slow_compute():
     timeline, program, graph = world()
-    both = compare_step(timeline, longer(timeline, lambda one: isinstance(one, OptimizerStep), 5), program, graph)
+    both = compare_step(
+        timeline, longer(timeline, lambda instruction: isinstance(instruction, OptimizerStep), 5), program, graph
+    )
     assert both.totals.optimizer.ratio == pytest.approx(5)
     assert both.totals.compute.ratio == pytest.approx(1)
     assert both.totals.optimizer.predicted_s > 0
@@ -134,7 +136,7 @@ def test_a_wave_has_both_passes_of_its_slots_and_the_span_of_its_forward():
     program = lower(small.plan("vision*12@0-2 text*6@3\nhead*1@0-3", profile), profile)
     timeline = simulate(program, profile)
     last = [number for number, slot in enumerate(program.plan.slots) if slot.wave == 1]
-    measured = longer(timeline, lambda one: isinstance(one, Backward) and one.slot in last, 4)
+    measured = longer(timeline, lambda instruction: isinstance(instruction, Backward) and instruction.slot in last, 4)
     towers, head = compare_step(timeline, measured, program, profile.graph).waves
     assert (towers.wave, head.wave) == (0, 1)
     assert (head.forward.ratio, head.backward.ratio) == (1, pytest.approx(4))
@@ -151,7 +153,7 @@ def test_ops_without_a_module_are_called_by_their_task():
     program = lower(make_plan(profile, "paper"), profile)
     timeline = simulate(program, profile)
     both = compare_step(timeline, timeline, program, profile.graph)
-    assert [one.module for one in both.modules] == ["t1", "t2", "t3", "t4"]
+    assert [row.module for row in both.modules] == ["t1", "t2", "t3", "t4"]
 
 
 def test_a_timeline_of_another_program_is_refused():
@@ -204,7 +206,7 @@ def test_a_transfer_noticed_late_is_waiting_and_not_compute():
     vision, lm = (op.name for op in profile.graph.metaops)
     program = lower(small.plan(f"{vision}*4@0-1\n{lm}*4@2-3", profile), profile)
     timeline = simulate(program, profile)
-    measured = longer(timeline, lambda one: isinstance(one, Exchange), 20)
+    measured = longer(timeline, lambda instruction: isinstance(instruction, Exchange), 20)
     both = compare_step(timeline, measured, program, profile.graph)
     assert both.totals.compute.ratio == pytest.approx(1)
     waiting = both.totals.transfer + both.totals.sync + both.totals.idle
@@ -230,7 +232,7 @@ def test_a_module_that_was_not_predicted_does_not_spoil_the_error_of_the_others(
     predicted = longer(timeline, of_module(program, graph, "text"), 0)
     both = compare_step(predicted, timeline, program, graph)
     assert both.module_error == 0
-    text = next(one for one in both.modules if one.module == "text")
+    text = next(row for row in both.modules if row.module == "text")
     assert text.forward.ratio is None
     assert re.search(r"text +0\.000 → [\d.]+ +- ", shown(step_tables(both)))
 
@@ -264,7 +266,11 @@ def test_of_many_waves_the_first_and_the_furthest_off_are_shown_and_the_others_c
     measured = timeline
     for wave, factor in off.items():
         slots = [number for number, slot in enumerate(program.plan.slots) if slot.wave == wave]
-        measured = longer(measured, lambda one, slots=slots: isinstance(one, Forward) and one.slot in slots, factor)
+        measured = longer(
+            measured,
+            lambda instruction, slots=slots: isinstance(instruction, Forward) and instruction.slot in slots,
+            factor,
+        )
     both = compare_step(timeline, measured, program, graph)
     text = shown(step_tables(both))
     waves = [int(number) for number in re.findall(r"^ *(\d+)  [\d.]+ → ", text, re.MULTILINE)]

@@ -37,11 +37,11 @@ def shape(ranks, num_rows, degree=1):
     )
 
 
-def rows_held(one: SlotShape) -> dict[int, set[int]]:
+def rows_held(shape: SlotShape) -> dict[int, set[int]]:
     held = {}
-    for place, rank in enumerate(one.ranks.tolist()):
-        replica = place // one.tensor_degree
-        held[rank] = set(range(one.bounds[replica], one.bounds[replica + 1]))
+    for place, rank in enumerate(shape.ranks.tolist()):
+        replica = place // shape.tensor_degree
+        held[rank] = set(range(shape.bounds[replica], shape.bounds[replica + 1]))
     return held
 
 
@@ -90,7 +90,7 @@ def test_a_small_model_is_handed_on_in_a_few_chunks_and_alone_in_one():
     def num_chunks(num_devices: int) -> int:
         profile = small.workload_profile({"x": ["vision"]}, num_devices=num_devices)
         program = lower(parse_plan(f"x/vision#0[0:4]*4@0-{num_devices - 1}", profile), profile)
-        return sum(isinstance(one, Backward) for one in program.instructions)
+        return sum(isinstance(instruction, Backward) for instruction in program.instructions)
 
     assert num_chunks(2) == 4
     assert num_chunks(1) == 1
@@ -272,7 +272,11 @@ def test_verify_finds_a_rank_that_never_updates():
 def test_a_missing_backward_is_found():
     profile, text = two_tower_program()
     program = parse_program(text, profile)
-    without = tuple(one for one in program.instructions if not (type(one).__name__ == "Backward" and one.slot == 1))
+    without = tuple(
+        instruction
+        for instruction in program.instructions
+        if not (type(instruction).__name__ == "Backward" and instruction.slot == 1)
+    )
     with pytest.raises(ProgramError, match=r"backward of slot 1 \(text\)"):
         verify(replace(program, instructions=without), profile)
 

@@ -474,7 +474,7 @@ MUTATIONS = {
     drop_on_all_ranks: rf"{LAYERS}|link \d+ needs one exchange",
     run_twice: rf"rank \d runs {ANY} twice",
     list_twice: rf"{ANY} is listed 2 times",
-    reorder_passes: r"deadlock|runs .* before .*, its plan has them in the other order",
+    reorder_passes: r"deadlock|runs .* before .*, its plan has them in the opposite order",
     reorder_communication: r"deadlock|launch communication in different orders",
     run_on_a_rank_that_is_no_member: rf"rank \d runs ({ANY} but takes no part in it|an optimizer step and has nothing)",
     run_on_another_lane: rf"{ANY} is on the (compute|transfer|sync) lane, expected",

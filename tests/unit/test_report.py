@@ -163,7 +163,7 @@ def test_the_figure_gives_a_module_the_same_colour_in_both_panels():
         op = group.find(f"{SVG}title").text.split(",")[0]
         colours.setdefault(op, set()).update(rectangle.get("fill") for rectangle in group.iter(f"{SVG}rect"))
     assert colours.keys() == {"vision", "text", "head"}
-    assert all(len(one) == 1 for one in colours.values())
+    assert all(len(used) == 1 for used in colours.values())
     assert len(set.union(*colours.values())) == 3
 
 
@@ -173,7 +173,7 @@ def test_the_area_of_the_figures_blocks_is_the_work_of_the_plan():
     root = ElementTree.fromstring(step_figure(profile, [("one", plan)]))
     blocks = [rectangle for group in root.iter(f"{SVG}g") for rectangle in group.iter(f"{SVG}rect")]
     area = sum(float(block.get("width")) * float(block.get("height")) for block in blocks)
-    whole = next(one for one in root.iter(f"{SVG}rect") if one.get("fill") == "#e5e7eb")
+    whole = next(rect for rect in root.iter(f"{SVG}rect") if rect.get("fill") == "#e5e7eb")
     slots = zip(plan.slots, forward_spans(plan, profile), strict=True)
     planned = sum(len(slot.devices) * (span.end_s - span.start_s) for slot, span in slots) / (4 * plan.folded_s)
     assert area / (float(whole.get("width")) * float(whole.get("height"))) == pytest.approx(planned, rel=1e-2)
@@ -232,7 +232,7 @@ def test_without_sequential_there_is_no_speedup():
 def test_an_explanation_tells_what_a_slot_waited_for():
     profile = small.two_towers(4)
     plan = small.plan("vision*12@0-2 text*6@3\nhead*1@0-3", profile)
-    stories = {one.op: one.slots[0].waited_for for one in explain(plan, profile)}
+    stories = {explanation.op: explanation.slots[0].waited_for for explanation in explain(plan, profile)}
     assert stories["vision"] == stories["text"] == "the start of the step"
     assert stories["head"] == "its input from vision on 0-2"
     plan = small.plan("vision*12@0-3\ntext*6@2-3\nhead*1@0-3", profile)
@@ -241,20 +241,27 @@ def test_an_explanation_tells_what_a_slot_waited_for():
 
 def test_an_explanation_shows_the_curve_around_the_choice():
     profile = small.two_towers(4)
-    (one,) = explain(small.plan("vision*12@0-1 text*6@3\nhead*1@0-3", profile), profile, "vision")
-    assert [(point.num_devices, point.chosen) for point in one.curve] == [(1, False), (2, True), (3, False), (4, False)]
-    assert one.curve[0].efficiency == 1
-    assert one.curve[1].efficiency == pytest.approx(9 / (2 * 5))  # 1 + 0.5 * 16 ms on one device, 1 + 0.5 * 8 on two
-    assert one.slots[0].beside == (("text", 1),)
-    assert sum(layers for _, layers in one.bound_mix) == pytest.approx(12)
+    (explanation,) = explain(small.plan("vision*12@0-1 text*6@3\nhead*1@0-3", profile), profile, "vision")
+    assert [(point.num_devices, point.chosen) for point in explanation.curve] == [
+        (1, False),
+        (2, True),
+        (3, False),
+        (4, False),
+    ]
+    assert explanation.curve[0].efficiency == 1
+    assert explanation.curve[1].efficiency == pytest.approx(
+        9 / (2 * 5)
+    )  # 1 + 0.5 * 16 ms on one device, 1 + 0.5 * 8 on two
+    assert explanation.slots[0].beside == (("text", 1),)
+    assert sum(layers for _, layers in explanation.bound_mix) == pytest.approx(12)
 
 
 def test_an_explanation_counts_the_bytes_that_move_and_those_that_stay():
     profile = small.workload_profile({"a": ["vision", "lm"]}, num_devices=4)
     names = [op.name for op in profile.graph.metaops]
     plan = small.plan(f"{names[0]}*4@0-1\n{names[1]}*4@0-3", profile)
-    (one,) = explain(plan, profile, names[1])
-    (inflow,) = one.inflows
+    (explanation,) = explain(plan, profile, names[1])
+    (inflow,) = explanation.inflows
     # Rows in quarters: of those that devices 0 and 1 hold, only the first quarter is where it is needed.
     assert inflow.kept_bytes / (inflow.kept_bytes + inflow.moved_bytes) == pytest.approx(1 / 4)
 
@@ -302,21 +309,23 @@ def test_quantities_read_well():
 def test_equal_pieces_of_an_op_are_counted_not_repeated():
     profile = small.two_towers(4)
     plan = small.plan("vision*3@0-2\nvision*3@0-2\nvision*6@0-1 text*6@3\nhead*1@0-3", profile)
-    (one,) = explain(plan, profile, "vision")
-    assert any("this plan runs 2 × 3 layers on 3 devices and 6 layers on 2 devices." in text for text in sentences(one))
+    (explanation,) = explain(plan, profile, "vision")
+    assert any(
+        "this plan runs 2 × 3 layers on 3 devices and 6 layers on 2 devices." in text for text in sentences(explanation)
+    )
 
 
 def test_inputs_that_are_alike_are_shown_in_one_line():
     profile = small.two_towers(4)
-    (one,) = explain(small.plan("vision*12@0-2 text*6@3\nhead*1@0-3", profile), profile, "head")
-    lines = [text for text in sentences(one) if "takes its input" in text]
+    (explanation,) = explain(small.plan("vision*12@0-2 text*6@3\nhead*1@0-3", profile), profile, "head")
+    lines = [text for text in sentences(explanation) if "takes its input" in text]
     assert len(lines) == 1
     assert re.fullmatch(r"Layer 0 takes its input from (vision and text|text and vision); .*", lines[0])
 
 
 def test_a_bound_of_one_level_is_shown_once():
-    one = {"ops": [{"name": "a", "layers": 2, "time_s": {"1": 0.1, "2": 0.06}}]}
-    assert "120.0 ms, of its only level" in shown(bound_facts(bound_report(abstract_profile(one, small.devices(2)))))
+    single = {"ops": [{"name": "a", "layers": 2, "time_s": {"1": 0.1, "2": 0.06}}]}
+    assert "120.0 ms, of its only level" in shown(bound_facts(bound_report(abstract_profile(single, small.devices(2)))))
     report = bound_report(small.two_towers(4))
     assert re.search(r"= [\d.]+ \+ [\d.]+ ms, level by level", shown(bound_facts(report)))
     assert f"on {report.cluster}" in shown(bound_facts(report))

@@ -37,7 +37,7 @@ from spindle.recipes.multimodal import (
 )
 from spindle.workload import LANGUAGE, VISION
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import kernels
 from semu_layers import CASES, AsRun
 
@@ -70,13 +70,13 @@ class Plain:
 
 
 def test_an_operator_takes_the_longest_of_compute_memory_and_network():
-    one = semu()
-    assert one.operator_s(BIG) == pytest.approx(BIG.flops / (989e12 * 0.5))
+    emulated = semu()
+    assert emulated.operator_s(BIG) == pytest.approx(BIG.flops / (989e12 * 0.5))
     thin = Gemm(tokens=8192, outputs=4096, inputs=16)
-    assert one.operator_s(thin) == pytest.approx(thin.memory_bytes / (3.35e12 * 0.5))
-    assert one.operator_s(MemoryBound(kind="add", num_bytes=3e9)) == pytest.approx(3e9 / (3.35e12 * 0.8))
+    assert emulated.operator_s(thin) == pytest.approx(thin.memory_bytes / (3.35e12 * 0.5))
+    assert emulated.operator_s(MemoryBound(kind="add", num_bytes=3e9)) == pytest.approx(3e9 / (3.35e12 * 0.8))
     summed = Collective(kind="all_reduce", num_bytes=64e6, num_members=4)
-    assert one.operator_s(summed) == pytest.approx(2 * 0.75 * 64e6 / (200e9 * 0.5) + 2 * 2 * 5e-6)
+    assert emulated.operator_s(summed) == pytest.approx(2 * 0.75 * 64e6 / (200e9 * 0.5) + 2 * 2 * 5e-6)
 
 
 def test_a_gather_and_a_scatter_send_as_much_as_an_all_reduce():
@@ -112,32 +112,32 @@ COLUMNS = tuple(
 
 
 def test_efficiencies_are_joined_over_the_logarithm_of_the_size():
-    one = semu(replace(FLAT, gemm_grid=COLUMNS))
+    emulated = semu(replace(FLAT, gemm_grid=COLUMNS))
 
     def reached(**sizes) -> float:
         gemm = Gemm(**{"tokens": 2048, "outputs": 512, "inputs": 512} | sizes)
-        return max(gemm.flops / 989e12, gemm.memory_bytes / 3.35e12) / one.operator_s(gemm)
+        return max(gemm.flops / 989e12, gemm.memory_bytes / 3.35e12) / emulated.operator_s(gemm)
 
     assert reached() == pytest.approx(0.3)
     assert reached(pass_="input") == pytest.approx(0.4)
     assert reached(pass_="weight") == pytest.approx(0.25)
     assert reached(pass_="weight", outputs=1024, inputs=256) == pytest.approx(0.3)
-    assert not one.beyond
+    assert not emulated.beyond
 
 
 def test_a_shape_that_was_measured_itself_goes_before_the_grid():
     exact = GemmColumn(outputs=512, inputs=512, tokens=(2048,), forward=(0.9,), input=(0.9,), weight=(0.9,))
-    one = semu(replace(FLAT, gemm_grid=COLUMNS, gemm=(exact,)))
+    emulated = semu(replace(FLAT, gemm_grid=COLUMNS, gemm=(exact,)))
     gemm = Gemm(tokens=2048, outputs=512, inputs=512)
-    assert one.operator_s(gemm) == pytest.approx(max(gemm.flops / 989e12, gemm.memory_bytes / 3.35e12) / 0.9)
+    assert emulated.operator_s(gemm) == pytest.approx(max(gemm.flops / 989e12, gemm.memory_bytes / 3.35e12) / 0.9)
 
 
 def test_beyond_the_table_its_edge_is_taken_and_said():
-    one = semu(replace(FLAT, gemm_grid=COLUMNS, measured_on="a test"))
-    assert one.operator_s(BIG) == pytest.approx(BIG.flops / (989e12 * 0.4))
-    assert one.beyond == {"GEMM of 8192 tokens, 4096 to 4096"}
-    assert "1 operators lie beyond what was measured and have the efficiency of its edge" in one.leaves_out[-1]
-    assert any("measured on a test; a device of another kind" in line for line in one.leaves_out)
+    emulated = semu(replace(FLAT, gemm_grid=COLUMNS, measured_on="a test"))
+    assert emulated.operator_s(BIG) == pytest.approx(BIG.flops / (989e12 * 0.4))
+    assert emulated.beyond == {"GEMM of 8192 tokens, 4096 to 4096"}
+    assert "1 operators lie beyond what was measured and have the efficiency of its edge" in emulated.leaves_out[-1]
+    assert any("measured on a test; a device of another kind" in line for line in emulated.leaves_out)
 
 
 def test_attention_reaches_what_its_length_and_planes_allow():
@@ -149,12 +149,12 @@ def test_attention_reaches_what_its_length_and_planes_allow():
         forward=((0.1, 0.3), (0.2, 0.4)),
         backward=((0.1, 0.1), (0.1, 0.1)),
     )
-    one = semu(replace(FLAT, attention=(table,)))
+    emulated = semu(replace(FLAT, attention=(table,)))
     attention = Attention(count=2, queries=2048, keys=2048, heads=4, key_heads=4, head_width=128)
-    assert one.operator_s(attention) == pytest.approx(attention.flops / (989e12 * 0.25))
-    assert not one.beyond
-    one.operator_s(replace(attention, head_width=64))
-    assert one.beyond == {"attention of 2048 to 2048 tokens, 8 heads of 64"}
+    assert emulated.operator_s(attention) == pytest.approx(attention.flops / (989e12 * 0.25))
+    assert not emulated.beyond
+    emulated.operator_s(replace(attention, head_width=64))
+    assert emulated.beyond == {"attention of 2048 to 2048 tokens, 8 heads of 64"}
 
 
 def test_a_table_must_be_whole():
@@ -200,15 +200,15 @@ def test_a_layers_operators_do_what_its_cost_says():
 def test_equal_stages_are_worked_out_once():
     model = MODELS["vlm-s"]
     batch = vlm_batch(32, np.random.default_rng(0))
-    one = emulator(model.cluster)
-    profile = batch_profile(model, batch, {VISION: 12}, semu=one)
-    assert 0 < one.evaluations < len(profile.curves) / 8
-    evaluations = one.evaluations
-    batch_profile(model, batch, {VISION: 12}, semu=one)
-    assert one.evaluations == evaluations
-    one.layer(image_block(), 2)
-    one.layer(image_block(), 2)
-    assert one.evaluations == evaluations + 1
+    emulated = emulator(model.cluster)
+    profile = batch_profile(model, batch, {VISION: 12}, semu=emulated)
+    assert 0 < emulated.evaluations < len(profile.curves) / 8
+    evaluations = emulated.evaluations
+    batch_profile(model, batch, {VISION: 12}, semu=emulated)
+    assert emulated.evaluations == evaluations
+    emulated.layer(image_block(), 2)
+    emulated.layer(image_block(), 2)
+    assert emulated.evaluations == evaluations + 1
 
 
 def test_a_batchs_curves_are_those_of_one_tensor_group():
@@ -242,10 +242,10 @@ def test_devices_may_have_a_host():
 def test_the_smallest_sub_microbatch_near_the_peak_is_chosen():
     model = MODELS["vlm-s"]
     launches = replace(FLAT, launch_s=1e-4)  # a fixed cost for each kernel, so that more images are better
-    one = Semu.of(model.cluster, launches)
-    size = sub_microbatch_size(model, VISION, 2704, one, sizes=range(1, 49))
+    emulated = Semu.of(model.cluster, launches)
+    size = sub_microbatch_size(model, VISION, 2704, emulated, sizes=range(1, 49))
     assert 1 < size < 48
-    assert sub_microbatch_size(model, VISION, 2704, one, sizes=range(1, 49), share=0.5) < size
+    assert sub_microbatch_size(model, VISION, 2704, emulated, sizes=range(1, 49), share=0.5) < size
     assert sub_microbatch_size(model, VISION, 2704, Semu.of(model.cluster, FLAT), sizes=(4, 8)) == 4
 
 
@@ -268,12 +268,12 @@ def test_layers_of_the_37b_model_take_about_as_long_as_the_paper_says(module, le
 def test_layers_measured_on_an_h200_take_as_long_as_semu_says():
     rows = json.loads((RESULTS / "semu_layers.json").read_text())["rows"]
     h200 = PRESETS["h200"]
-    one = Semu(h200.kind, h200.link, measured_efficiencies())
+    emulated = Semu(h200.kind, h200.link, measured_efficiencies())
     errors = []
     for (name, module, lengths, context), row in zip(CASES, rows, strict=True):
         chain, degree = MODELS[name].chain(module), MODELS[name].tensor_degree
         block = Block(tower=chain.tower, lengths=lengths, causal=chain.causal, context=context)
-        time = one.layer(AsRun(block, degree), degree)
+        time = emulated.layer(AsRun(block, degree), degree)
         errors.append(abs((time.forward_s + time.backward_s) * 1e3 / (row["forward_ms"] + row["backward_ms"]) - 1))
     assert max(errors) < 0.1
     assert sum(errors) / len(errors) < 0.05

@@ -25,7 +25,7 @@ from spindle.timeline import chrome_trace, measure
 
 def spans(timeline, kind):
     """(rank, start, end) of all instructions of a kind."""
-    numbers = [number for number, one in enumerate(timeline.instructions) if isinstance(one, kind)]
+    numbers = [number for number, instruction in enumerate(timeline.instructions) if isinstance(instruction, kind)]
     chosen = np.isin(timeline.instruction, numbers)
     return sorted(
         zip(timeline.rank[chosen].tolist(), timeline.start[chosen].tolist(), timeline.end[chosen].tolist(), strict=True)
@@ -73,9 +73,9 @@ def test_two_transfers_into_one_port_take_twice_as_long():
     _, alone = run("x/vision#0[0:4]*4@0\nx/lm#1[0:4]*4@1", profile)
     _, split = run("x/vision#0[0:4]*4@0-1\nx/lm#1[0:4]*4@2", profile)
     lengths = {end - start for _, start, end in spans(split, Exchange)}
-    one = {end - start for _, start, end in spans(alone, Exchange)}
+    durations = {end - start for _, start, end in spans(alone, Exchange)}
     # Half the bytes each, at half the rate each: as long as all of them alone.
-    assert max(lengths) == pytest.approx(max(one), abs=4)
+    assert max(lengths) == pytest.approx(max(durations), abs=4)
 
 
 def test_transfers_between_islands_share_the_uplink():
@@ -236,5 +236,5 @@ def test_the_chrome_trace_holds_every_span():
 
     profile = small.two_towers()
     _, timeline = run("vision*12@0-2 text*6@3\nhead*1@0-3", profile)
-    events = json.loads(chrome_trace(timeline, lambda one: type(one).__name__))["traceEvents"]
+    events = json.loads(chrome_trace(timeline, lambda instruction: type(instruction).__name__))["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == len(timeline.rank)

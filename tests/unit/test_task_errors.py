@@ -55,7 +55,7 @@ def test_a_mistake_is_told_by_its_line(mistake, monkeypatch, caplog):
         fit(loss)
     said = str(caught.value)
     line = loss.__code__.co_firstlineno
-    assert f"line {line} (" in said
+    assert said.count(f"line {line} (") == 1
     assert text in said
     assert "<eval_with_key>" not in said
     assert caught.value.__cause__ is None

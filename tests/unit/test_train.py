@@ -62,8 +62,8 @@ def test_what_a_module_returns_from_its_middle_reaches_the_output():
 def test_every_parameter_is_in_some_layer():
     whole = Masked()
     chain = chain_of(whole, torch.randn(3, 5, 4), torch.ones(3, 5, 1))
-    found = {id(parameter) for layer in chain.layers for parameter in layer.parameters}
-    assert found == {id(parameter) for parameter in whole.parameters()}
+    used = {id(parameter) for layer in chain.layers for parameter in layer.parameters}
+    assert used == {id(parameter) for parameter in whole.parameters()}
 
 
 def test_a_sequential_is_its_children():
@@ -86,15 +86,15 @@ def test_a_module_that_cannot_be_cut_is_one_layer_and_says_why():
 
 def test_a_recorded_task_computes_what_the_function_does():
     workload = everything()
-    for one in workload.tasks:
-        (recorded,) = cut_all([record(one)], workload.batches(0))
-        batch = workload.batches(3)[one.name]
+    for definition in workload.tasks:
+        (recorded,) = cut_all([record(definition)], workload.batches(0))
+        batch = workload.batches(3)[definition.name]
         outputs = {}
         for call in recorded.calls:
             args, kwargs = call.arguments(batch, *(outputs[source] for source in call.sources))
             outputs[call.name] = call.chain(*args, **kwargs)
         ours = recorded.loss(batch, *(outputs[source] for source in recorded.loss_sources))
-        theirs = one(batch)
+        theirs = definition(batch)
         assert recorded.is_mean == isinstance(theirs, tuple)
         for mine, yours in zip(ours, theirs, strict=True) if recorded.is_mean else [(ours, theirs)]:
             assert torch.equal(mine, yours)
@@ -103,7 +103,7 @@ def test_a_recorded_task_computes_what_the_function_does():
 def test_a_workload_of_tasks_names_calls_flows_and_tied_parameters():
     workload = everything()
     bound = bind("everything", trace_all(workload.tasks, workload.batches(0)))
-    plain = next(one for one in bound.workload.tasks if one.name == "plain")
+    plain = next(task for task in bound.workload.tasks if task.name == "plain")
     assert [call.name for call in plain.calls] == ["lm#0", "lm#1", "loss"]
     assert plain.flows == (("lm#0", "lm#1"), ("lm#1", "loss"))
     assert "lm.blocks.0.linear.weight" in bound.parameters
@@ -161,7 +161,7 @@ def test_a_branch_on_the_number_of_samples_is_refused():
     text = bad_lines(
         lambda batch: ENCODER(batch["x"]).mean() if batch["x"].shape[0] == 2 else 0, {"x": torch.ones(2, 4)}
     )
-    assert "it branches on how many samples there are" in text
+    assert "it branches on the number of samples" in text
 
 
 def test_what_tracing_cannot_do_is_refused_with_the_line():

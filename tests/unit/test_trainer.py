@@ -71,7 +71,7 @@ class Noting(torch.utils.data.Dataset):
 
 def stacked(samples):
     """Samples as a batch, by code of the user's own: it is read whole, one batch after another."""
-    return {"x": torch.stack([one["x"] for one in samples])}
+    return {"x": torch.stack([sample["x"] for sample in samples])}
 
 
 # Loaders.
@@ -136,7 +136,7 @@ def test_a_generator_that_gives_just_enough_is_enough():
 
 def test_a_generator_that_ends_too_soon_is_explained():
     _, task = small()
-    with pytest.raises(TrainingError, match="task 'pull': its loader gives no batch; a generator cannot start again"):
+    with pytest.raises(TrainingError, match="task 'pull': its loader yields no batch; a generator cannot start again"):
         fit(task, (batch for batch in rows(4, 4)), steps=3)
 
 
@@ -186,7 +186,7 @@ def test_random_layers_repeat_under_one_seed_and_differ_from_step_to_step():
         (rows(4, 5), r"its loader gave a batch of 5 samples, expected 4"),
         (rows(4, 3, 4), r"its loader gave a batch of 3 samples, expected 4"),
         ([{"x": "words"}], r"no tensor of its batch has 4 rows, its batch_size; got no tensor at all"),
-        ([], r"its loader gives no batch"),
+        ([], r"its loader yields no batch"),
     ],
 )
 def test_a_wrong_batch_is_explained(loader, message):
@@ -355,14 +355,14 @@ def compare_with_plain(make_module, batches, apply=lambda module, x: module(x)):
         if spindles:
             result = fit(pull, batches, steps=3)[1]
             return [step["pull"] for step in result.losses]
-        optimizer, found = sgd(user_module.named_parameters()), []
+        optimizer, seen = sgd(user_module.named_parameters()), []
         for batch in batches:
             optimizer.zero_grad()
             loss = pull(batch)
             loss.backward()
             optimizer.step()
-            found.append(loss.item())
-        return found
+            seen.append(loss.item())
+        return seen
 
     ours, theirs = losses(True), losses(False)
     assert ours == pytest.approx(theirs, rel=1e-5)
@@ -442,10 +442,10 @@ def test_a_module_that_stays_whole_is_named_with_the_reason():
 
 
 def test_losses_are_reported_as_they_become_known():
-    told = []
+    reported = []
     _, task = small()
-    _, result = fit(task, rows(4), steps=4, on_step=lambda step, losses: told.append((step, losses["pull"])))
-    assert told == [(step, losses["pull"]) for step, losses in enumerate(result.losses)]
+    _, result = fit(task, rows(4), steps=4, on_step=lambda step, losses: reported.append((step, losses["pull"])))
+    assert reported == [(step, losses["pull"]) for step, losses in enumerate(result.losses)]
 
 
 def test_a_result_prints_losses_and_predicted_beside_measured(capsys, tmp_path):
@@ -497,10 +497,10 @@ def test_losses_are_all_reported_in_order_however_late_they_arrive(monkeypatch, 
 
     def losses(behind):
         monkeypatch.setitem(reporting.LOSSES_BEHIND, "cpu", behind)
-        told = []
+        reported = []
         _, pull = small()
-        _, result = fit(pull, rows(4, 4, 4), steps, on_step=lambda step, losses: told.append((step, losses)))
-        assert told == list(enumerate(result.losses))
+        _, result = fit(pull, rows(4, 4, 4), steps, on_step=lambda step, losses: reported.append((step, losses)))
+        assert reported == list(enumerate(result.losses))
         return result.losses
 
     assert losses(1) == losses(2)
@@ -528,7 +528,7 @@ def test_another_plan_continues_with_the_optimizer_unless_it_is_to_start_anew():
     def losses(**options):
         _, pull = small()
         trainer = spindle.Trainer(
-            [pull], optimizer=lambda named: torch.optim.SGD([one for _, one in named], lr=0.1, momentum=0.9)
+            [pull], optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1, momentum=0.9)
         )
         first = trainer.fit({"pull": rows(4)}, steps=3, progress=False)
         if options:

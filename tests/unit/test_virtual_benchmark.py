@@ -17,7 +17,7 @@ from spindle.recipes import clip, ofasys
 from spindle.run import World
 from spindle.timeline import Timeline
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from virtual import models, plain, report, run, workloads
 from virtual.cells import Cells
 from virtual.split import split_of
@@ -86,7 +86,7 @@ def test_speedups_are_geometric_means_over_what_was_tried(tmp_path):
 
     cells = {f"clip-{count}-16/{report.OURS}": cell(1.0) for count in (4, 7)}
     cells |= {"clip-4-16/paper": cell(1.0), "clip-7-16/paper": cell(4.0)}
-    cells |= {f"clip-4-16/{one}": cell(2.0) for one in ("sequential", "distmm")}
+    cells |= {f"clip-4-16/{planner}": cell(2.0) for planner in ("sequential", "distmm")}
     cells |= {"clip-4-16/task-level": {"error": "no memory"}, "clip-7-16/sequential": cell(9.0)}
     path = tmp_path / "cells.json"
     path.write_text(json.dumps({"about": {}, "workloads": {}, "cells": cells}))
@@ -169,7 +169,7 @@ def test_tasks_share_the_graphs_of_a_tower_at_one_shape(monkeypatch, name, num_g
     result = plain.measure_plain(workload, "ddp-graphed", ALONE, warm_up=0, steps=1)
     assert (result.num_graphs, result.num_eager) == (num_graphs, 0)
     # All calls of towers with blocks go through graphs.
-    calls = [one for task in workload.tasks for one in task.towers if hasattr(workload.towers[one], "blocks")]
+    calls = [tower for task in workload.tasks for tower in task.towers if hasattr(workload.towers[tower], "blocks")]
     assert len(replays) == len(calls)
 
 

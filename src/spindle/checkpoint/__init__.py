@@ -1,5 +1,6 @@
 """What is in a checkpoint, and is it complete? Folders, indexes and bytes; knows neither torch nor processes."""
 
+from spindle.checkpoint.attempts import claim, newest_attempt
 from spindle.checkpoint.export import export_safetensors
 from spindle.checkpoint.files import (
     DATA_FILE,
@@ -7,6 +8,7 @@ from spindle.checkpoint.files import (
     PROFILE,
     finish,
     folder_name,
+    has_part,
     partial_folder,
     prune,
     remove_unfinished,
@@ -14,7 +16,16 @@ from spindle.checkpoint.files import (
     sync_folder,
     write_part,
 )
-from spindle.checkpoint.index import DTYPE_BYTES, Index, Part, SavedState, StoredBox, StoredTensor
+from spindle.checkpoint.index import (
+    DTYPE_BYTES,
+    Index,
+    Part,
+    SavedGroup,
+    SavedLoader,
+    SavedState,
+    StoredBox,
+    StoredTensor,
+)
 from spindle.checkpoint.read import SavedCheckpoint, folder_of_step, open_checkpoint
 from spindle.checkpoint.writers import checkpoint_bytes, cut, writers_of
 
@@ -26,15 +37,20 @@ __all__ = [
     "Index",
     "Part",
     "SavedCheckpoint",
+    "SavedGroup",
+    "SavedLoader",
     "SavedState",
     "StoredBox",
     "StoredTensor",
     "checkpoint_bytes",
+    "claim",
     "cut",
     "export_safetensors",
     "finish",
     "folder_name",
     "folder_of_step",
+    "has_part",
+    "newest_attempt",
     "open_checkpoint",
     "partial_folder",
     "prune",

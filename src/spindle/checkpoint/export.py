@@ -17,7 +17,7 @@ from spindle.artifact import writable_target
 from spindle.checkpoint.index import DTYPE_BYTES
 from spindle.checkpoint.read import SavedCheckpoint
 from spindle.checkpoint.writers import cut
-from spindle.errors import InputError
+from spindle.errors import CheckpointError, InputError
 from spindle.program import Slice
 
 _NAMES = {
@@ -46,6 +46,9 @@ def exported_names(checkpoint: SavedCheckpoint) -> dict[str, str]:
     prefixes = ("parameter/", "buffer/")
     names = {name.partition("/")[2]: name for name in checkpoint.tensors if name.startswith(prefixes)}
     aliases = {alias: f"parameter/{name}" for alias, name in checkpoint.state.aliases.items()}
+    for alias, name in aliases.items():
+        if name not in checkpoint.tensors:
+            raise CheckpointError(f"{checkpoint.folder}: {alias!r} is another name of {name!r}, which is not there")
     return dict(sorted((names | aliases).items()))
 
 

@@ -1,7 +1,11 @@
-"""Folders of checkpoints: written under another name, complete once they are renamed.
+"""Checkpoint folders: written under a temporary name, and renamed once they are complete.
 
 Ranks write `rank-N.bin` and `rank-N.json` into `step-400.part`. Rank 0 joins the parts, writes index and state, and
 renames the folder. Files and folders are synced before that, so that what has its final name is on disk.
+
+Where a scheduler numbers the attempts of a job (`attempts`), attempt 7 writes into `step-400.attempt-7.part`, so that
+attempts that overlap never write into the same folder. A newer attempt first records its number, then renames what
+older ones have not finished: a rename of theirs fails from then on.
 """
 
 from __future__ import annotations
@@ -13,12 +17,14 @@ import re
 import shutil
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from spindle.artifact import from_json, read_json_file, to_json
-from spindle.checkpoint.index import Index, Part, SavedState, StoredBox, StoredTensor, joined
+from spindle.checkpoint.attempts import check_newest
+from spindle.checkpoint.index import Index, Part, SavedLoader, SavedState, StoredBox, StoredTensor, joined
 from spindle.errors import CheckpointError
 from spindle.program import Box
 
@@ -27,7 +33,7 @@ STATE, INDEX, PLAN, PROFILE = "state.json", "index.json", "plan.json", "profile.
 DATA_FILE = "rank-{rank}.bin"
 _PART_FILE = "rank-{rank}.json"
 _STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
-_UNFINISHED = re.compile(rf"{_STEP.pattern}\.(part|removed)")
+_UNFINISHED = re.compile(rf"{_STEP.pattern}(\.attempt-\d+)?(\.part|\.removed|\.part\.removed)")
 _DIGEST = re.compile(rb',"sha256":"([0-9a-f]{64})"\}\n')
 _DIGEST_BYTES = len(',"sha256":""}\n') + 64
 
@@ -36,12 +42,12 @@ def folder_name(step: int) -> str:
     return f"step-{step}"
 
 
-def partial_folder(folder: Path, step: int) -> Path:
-    return folder / f"{folder_name(step)}.part"
+def partial_folder(folder: Path, step: int, attempt: int = 0) -> Path:
+    return folder / f"{folder_name(step)}{f'.attempt-{attempt}' if attempt else ''}.part"
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps of which a folder has a checkpoint under its final name, in order."""
+    """The steps of the complete checkpoints in a folder, in order."""
     names = [entry.name for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
     return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
 
@@ -53,8 +59,8 @@ def write_part(
     boxes: Iterable[tuple[str, str, tuple[int, ...], Box, int, int]],
     fragments: Mapping[str, Any],
 ) -> None:
-    """Write a rank's bytes, and what they are. `boxes` have the name, dtype and shape of their tensor, and the offset
-    and length of their bytes. `fragments` are the other fields of a `Part`."""
+    """Write a rank's bytes and the description of them. `boxes` have the name, dtype and shape of their tensor, and the
+    offset and length of their bytes. `fragments` are the other fields of a `Part`."""
     file = DATA_FILE.format(rank=rank)
     tensors: dict[str, StoredTensor] = {}
     for name, dtype, shape, box, offset, length in boxes:
@@ -66,17 +72,25 @@ def write_part(
     _write(folder / file, memory)
     part = Part(tensors=tuple(tensors.values()), **fragments)
     text = json.dumps({field.name: to_json(getattr(part, field.name)) for field in fields(part)})
-    _write(folder / _PART_FILE.format(rank=rank), text.encode())
+    path = folder / _PART_FILE.format(rank=rank)
+    _write(path.with_suffix(".unfinished"), text.encode())
+    path.with_suffix(".unfinished").rename(path)
 
 
-def finish(folder: Path, state: SavedState, artifacts: Mapping[str, str]) -> Path:
-    """Join the parts of all ranks, and give the checkpoint its final name. `artifacts` are further files."""
-    partial, final = partial_folder(folder, state.step), folder / folder_name(state.step)
+def has_part(folder: Path, rank: int) -> bool:
+    """Whether a rank has written all of its part."""
+    return (folder / _PART_FILE.format(rank=rank)).exists()
+
+
+def finish(folder: Path, state: SavedState, artifacts: Mapping[str, str], attempt: int = 0) -> Path:
+    """Join the parts of all ranks, and give the checkpoint its final name, unless there is a newer attempt of the job.
+    `artifacts` are further files."""
+    partial, final = partial_folder(folder, state.step, attempt), folder / folder_name(state.step)
     paths = [partial / _PART_FILE.format(rank=rank) for rank in range(state.num_ranks)]
     parts = [from_json(Part, read_json_file(path), str(path)) for path in paths]
-    data: dict[str, Any] = {}
+    data: dict[str, SavedLoader] = {}
     for part in parts:  # the first rank that reads a task has its position
-        data |= {task: entry for task, entry in part.data.items() if data.get(task, {}).get("position") is None}
+        data |= {task: entry for task, entry in part.data.items() if task not in data or data[task].position is None}
     # A rank that runs no slot counts no updates, and its loss scale and learning-rate scheduler stand still.
     counts = [part.extra.get("num_updates", state.num_updates) for part in parts]
     latest = [part.extra for part, count in zip(parts, counts, strict=True) if count == max(counts)]
@@ -98,6 +112,7 @@ def finish(folder: Path, state: SavedState, artifacts: Mapping[str, str]) -> Pat
     for path in paths:
         path.unlink()
     sync_folder(partial)
+    check_newest(folder, attempt)
     if final.exists():  # damaged, or of a run that took another course
         _remove(final)
     partial.rename(final)
@@ -113,7 +128,7 @@ def state_text(state: SavedState, digests: Mapping[str, str]) -> bytes:
 
 
 def read_state(path: Path) -> tuple[SavedState, dict[str, str]]:
-    """What `state_text` wrote: the state, and the digests of other files."""
+    """Read what `state_text` wrote: the state, and the digests of the other files."""
     data = read_json_file(path)
     if data.get("spindle") != "checkpoint":
         raise CheckpointError(f"{path}: not the state of a Spindle checkpoint")
@@ -125,20 +140,20 @@ def read_state(path: Path) -> tuple[SavedState, dict[str, str]]:
     content = path.read_bytes()
     match = _DIGEST.fullmatch(content[-_DIGEST_BYTES:])
     if match is None or hashlib.sha256(content[:-_DIGEST_BYTES] + b"}").hexdigest() != match[1].decode():
-        raise CheckpointError(f"{path}: is damaged: it does not have the digest that it says")
+        raise CheckpointError(f"{path}: is damaged: its contents do not match its digest")
     body = {key: value for key, value in data.items() if key not in ("spindle", "version", "files", "sha256")}
-    return from_json(SavedState, body, str(path)), dict(data["files"])
+    return from_json(SavedState, body, str(path)), from_json(dict[str, str], data.get("files"), f"{path}: files")
 
 
 def read_verified(folder: Path, name: str, digests: Mapping[str, str]) -> dict[str, Any]:
-    """A JSON file whose digest the state has."""
+    """Read a JSON file and compare it with its digest in the state."""
     path = folder / name
     try:
         content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     if hashlib.sha256(content).hexdigest() != digests.get(name):
-        raise CheckpointError(f"{path}: is damaged: it does not have the digest that {STATE} says")
+        raise CheckpointError(f"{path}: is damaged: its contents do not match their digest in {STATE}")
     return read_json_file(path)
 
 
@@ -147,10 +162,11 @@ def read_index(folder: Path, digests: Mapping[str, str]) -> Index:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what earlier runs left unfinished. No run may be writing to the folder."""
+    """Remove what earlier runs left unfinished. An older attempt that is still writing cannot finish it any more."""
     for entry in list(folder.iterdir()) if folder.is_dir() else ():
-        if _UNFINISHED.fullmatch(entry.name):
-            shutil.rmtree(entry, ignore_errors=True)
+        if _UNFINISHED.fullmatch(entry.name) and entry.is_dir():
+            with suppress(FileNotFoundError):  # renamed by the attempt that wrote it
+                _remove(entry)
 
 
 def prune(folder: Path, keep: int | None, needed: Sequence[int] = (), damaged: Collection[int] = ()) -> None:
@@ -167,10 +183,11 @@ def prune(folder: Path, keep: int | None, needed: Sequence[int] = (), damaged: C
 
 def _remove(folder: Path) -> None:
     """Rename first: a checkpoint that has its name is complete."""
-    doomed = folder.with_name(f"{folder.name}.removed")
-    shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    if folder.suffix != ".removed":
+        doomed = folder.with_name(f"{folder.name}.removed")
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder = folder.rename(doomed)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write(path: Path, content: bytes | memoryview) -> None:

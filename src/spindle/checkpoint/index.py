@@ -1,4 +1,5 @@
-"""The index of a checkpoint: every tensor as boxes, each a run of bytes in some file; and the state beside tensors.
+"""The index of a checkpoint: every tensor as boxes, each a range of bytes in some file; and the state that is not
+tensors.
 
     step-400/
       state.json       SavedState, the digests of the other JSON files, and its own
@@ -65,14 +66,18 @@ class StoredTensor:
         if self.dtype not in DTYPE_BYTES:
             raise CheckpointError(f"tensor {self.name!r} has the unknown dtype {self.dtype!r}")
         if any(size < 0 for size in self.shape) or prod(self.shape) > _MOST_ELEMENTS:
-            raise CheckpointError(f"tensor {self.name!r} has the impossible shape {list(self.shape)}")
+            raise CheckpointError(f"tensor {self.name!r} has the invalid shape {list(self.shape)}")
         for stored in self.boxes:
             self._check(stored)
 
     def _check(self, stored: StoredBox) -> None:
-        box, where = stored.box, f"tensor {self.name!r}, box {text_of(stored.box)}"
+        box = stored.box
         if not len(box.offsets) == len(box.lengths) == len(self.shape):
-            raise CheckpointError(f"{where}: expected {len(self.shape)} dimensions")
+            raise CheckpointError(
+                f"tensor {self.name!r}, box at {list(box.offsets)} of {list(box.lengths)}: expected {len(self.shape)} "
+                "dimensions"
+            )
+        where = f"tensor {self.name!r}, box {text_of(box)}"
         for offset, length, size in zip(box.offsets, box.lengths, self.shape, strict=True):
             if offset < 0 or length < 0 or offset + length > size:
                 raise CheckpointError(f"{where}: not inside the shape {list(self.shape)}")
@@ -85,32 +90,61 @@ class StoredTensor:
         """Raise an error unless the boxes cover every element once."""
         covered = sum(stored.box.num_elements for stored in self.boxes)
         if covered != prod(self.shape):
-            raise CheckpointError(f"tensor {self.name!r}: its boxes have {covered} of {prod(self.shape)} elements")
+            raise CheckpointError(f"tensor {self.name!r}: its boxes cover {covered} of {prod(self.shape)} elements")
         boxes = [stored.box for stored in self.boxes]
         for number, box in enumerate(boxes):
             if any(box.overlap(earlier) is not None for earlier in boxes[:number]):
-                raise CheckpointError(f"tensor {self.name!r}: two of its boxes have elements of {text_of(box)}")
+                raise CheckpointError(f"tensor {self.name!r}: two of its boxes overlap in {text_of(box)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
     tensors: tuple[StoredTensor, ...]
 
+    def __post_init__(self) -> None:
+        names = set()
+        for tensor in self.tensors:
+            if tensor.name in names:
+                raise CheckpointError(f"tensor {tensor.name!r} appears twice")
+            names.add(tensor.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedLoader:
+    """How many batches of a task were trained, where its loader is read next (None from a rank that does not read it),
+    and what another loader must have in common with it to go on from there."""
+
+    num_batches: int
+    position: Any
+    facts: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.num_batches < 0:
+            raise CheckpointError(f"expected num_batches of at least 0, got {self.num_batches}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedGroup:
+    """Parameters with the same settings of the optimizer."""
+
+    parameters: tuple[str, ...]
+    settings: dict[str, Any]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one rank wrote: its boxes, and its share of the state that is no tensor, by field of `SavedState`."""
+    """What one rank wrote: its boxes, and its share of the non-tensor state, by field of `SavedState`."""
 
     tensors: tuple[StoredTensor, ...]
-    data: dict[str, Any] = field(default_factory=dict)
-    optimizer_values: dict[str, Any] = field(default_factory=dict)
-    groups: tuple[dict, ...] = ()  # type: ignore[type-arg]
+    data: dict[str, SavedLoader] = field(default_factory=dict)
+    optimizer_values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: tuple[SavedGroup, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """The state of a training after `step` steps, but for tensors."""
+    """The state of a training run after `step` steps, without its tensors."""
 
     step: int
     fit: int  # which call of Trainer.fit it was in, from 0
@@ -123,22 +157,36 @@ class SavedState:
     modules: tuple[str, ...]
     frozen: tuple[str, ...]  # parameters that were not trained
     in_evaluation: tuple[str, ...]  # submodules
-    aliases: dict[str, Any]  # further names of tied parameters → the name that they are stored under
-    variants: dict[str, Any]  # task → key → name
+    aliases: dict[str, str]  # further names of tied parameters → the name that they are stored under
+    variants: dict[str, dict[str, str]]  # task → key → name
     checked: tuple[str, ...]  # task variants whose split loss was compared with the whole one
-    data: dict[str, Any]  # positions of loaders, by task
+    data: dict[str, SavedLoader]  # by task
     random_state: Any
     num_updates: int
-    optimizer_values: dict[str, Any]  # by parameter: what is no tensor
-    groups: tuple[dict, ...]  # type: ignore[type-arg]  # parameters with their settings
-    frozen_groups: tuple[dict, ...]  # type: ignore[type-arg]  # of parameters that are not trained now
+    optimizer_values: dict[str, dict[str, Any]]  # by parameter: what is no tensor
+    groups: tuple[SavedGroup, ...]
+    frozen_groups: tuple[SavedGroup, ...]  # of parameters that are not trained now
     planning: str
     extra: dict[str, Any] = field(default_factory=dict)
     written_s: float = 0.0  # seconds since 1970
 
+    def __post_init__(self) -> None:
+        for name in ("step", "fit", "first_step", "num_ranks", "num_updates"):
+            if getattr(self, name) < 0:
+                raise CheckpointError(f"expected {name} of at least 0, got {getattr(self, name)}")
+        if self.first_step > self.step:
+            raise CheckpointError(f"the fit cannot have begun with step {self.first_step}, after step {self.step}")
+        if not 0 <= self.written_s < 1e11:
+            raise CheckpointError(f"{self.written_s:g} is no time at which it can have been written")
+        for keys in self.variants.values():
+            for key in keys:
+                if not (key.isascii() and key.removeprefix("-").isdigit() and len(key) <= 40):
+                    raise CheckpointError(f"{key!r} is not the key of a variant of a task")
+
 
 def is_plain_name(name: str) -> bool:
-    return bool(name) and name not in (".", "..") and not {"/", "\\", "\0"} & set(name)
+    is_short = len(name) <= 100  # file systems have names of up to 255 bytes
+    return bool(name) and is_short and name not in (".", "..") and not {"/", "\\", "\0"} & set(name)
 
 
 def text_of(box: Box) -> str:

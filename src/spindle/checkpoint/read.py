@@ -1,4 +1,4 @@
-"""A checkpoint that is read: opened and checked, then box by box, whoever wrote the boxes."""
+"""Read a checkpoint: open and check it, then read any box of a tensor, whichever ranks wrote it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _inside(outer: Box, inner: Box) -> tuple[slice, ...]:
 
 def open_checkpoint(folder: Path) -> SavedCheckpoint:
     """Read the state and the index of a checkpoint, and check that its files are as long as they say. Raises a
-    CheckpointError that names the file which is not as it should be."""
+    CheckpointError that names the first wrong file."""
     try:
         state, digests = read_state(folder / "state.json")
         index = read_index(folder, digests)
@@ -117,7 +117,8 @@ def open_checkpoint(folder: Path) -> SavedCheckpoint:
 
 
 def folder_of_step(folder: Path, step: int | None = None) -> Path:
-    """The folder of the newest checkpoint, or of that of a step; an error says which there are."""
+    """The folder of the newest checkpoint, or of that of a given step. The error for a missing step lists those there
+    are."""
     steps = steps_in(folder)
     if not steps:
         raise InputError(f"{folder}: has no checkpoint" if folder.is_dir() else f"{folder}: no such folder")

@@ -1,4 +1,4 @@
-"""Which rank writes which box: each box is written by one of the ranks that hold it, so that bytes are even."""
+"""Which rank writes which box: each box is written by one of the ranks that hold it, balanced by bytes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from math import prod
 from spindle.graph import MetaGraph
 from spindle.program import Box, Program, Sharding, Slice, optimizer_sharding, weight_sharding
 
-# So that a parameter that several ranks hold can be shared out among them, and that a check needs little memory.
+# Small enough that the replicas of a parameter can share the writing, and that checking needs little memory.
 _BOX_BYTES = 16 << 20
 
 
 def writers_of(sharding: Sharding, element_bytes: Callable[[str], int]) -> dict[str, list[tuple[Box, int]]]:
-    """The boxes of every tensor, each with the rank that writes it, by name. `element_bytes` is what is written for an
-    element of the tensor, with what belongs to it.
+    """The boxes of every tensor, each with the rank that writes it, by name. `element_bytes` is the number of bytes
+    written per element of the tensor, including its optimizer state.
 
-    Of the ranks that hold a box, the one with the fewest bytes so far, large boxes first. Depends on its arguments
-    alone, so that ranks can compute it each for themselves.
+    Greedy: large boxes first, each to the owning rank with the fewest bytes so far. Deterministic, so every rank
+    computes the same assignment without communication.
     """
     boxes: list[tuple[int, str, Box, tuple[int, ...]]] = []
     for name, slices in sharding.items():
@@ -34,15 +34,15 @@ def writers_of(sharding: Sharding, element_bytes: Callable[[str], int]) -> dict[
             ]
     num_bytes: Counter[int] = Counter()
     writers: dict[str, list[tuple[Box, int]]] = {name: [] for name in sharding}
-    for size, name, box, holders in sorted(boxes, key=lambda entry: (len(entry[3]) > 1, -entry[0])):
-        writer = min(holders, key=lambda rank: (num_bytes[rank], rank))
+    for size, name, box, owning_ranks in sorted(boxes, key=lambda entry: (len(entry[3]) > 1, -entry[0])):
+        writer = min(owning_ranks, key=lambda rank: (num_bytes[rank], rank))
         num_bytes[writer] += size
         writers[name].append((box, writer))
     return writers
 
 
 def cut(box: Box, max_elements: int) -> Iterator[Box]:
-    """A box in pieces of at most so many elements, along its first dimensions."""
+    """Cut a box along its first dimensions into pieces of at most `max_elements` elements."""
     if box.num_elements <= max_elements:
         if box.num_elements:
             yield box

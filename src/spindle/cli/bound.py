@@ -16,7 +16,7 @@ def bound(
     assumptions: Assumptions = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say how fast any plan can be, and what limits it.
+    """Compute how fast any plan can be, and what limits it.
 
     The LP bound is for the whole graph and every plan that runs each layer over its whole batch at once; the paper's C*
     goes level by level. Both are in folded time: forward and backward together, without transfers. A batch of a

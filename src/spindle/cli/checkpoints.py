@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Folder = Annotated[
-    Path, typer.Argument(metavar="FOLDER", help="That of spindle.Checkpoints(FOLDER).", show_default=False)
+    Path, typer.Argument(metavar="FOLDER", help="The folder given to spindle.Checkpoints.", show_default=False)
 ]
 
 
@@ -25,8 +25,8 @@ def checkpoints(
 ) -> int:
     """List the checkpoints of a training, and say which are complete.
 
-    A checkpoint whose files are missing, cut or damaged is named with what is wrong; then the exit code is 1. Without
-    --check, damage inside a file is not seen. Example:
+    If a checkpoint has missing, truncated or damaged files, the table says so and the exit code is 1. Damage inside a
+    file is found only with --check. Example:
 
     spindle checkpoints runs/a --check
     """

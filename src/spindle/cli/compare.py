@@ -104,11 +104,11 @@ def compare(
     assumptions: Assumptions = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare all planners on one workload, simulated, beside the bound.
+    """Compare all planners on one workload: simulated step times, next to the bound.
 
-    Speedups are over `sequential`: every module on the whole cluster in turn. A multimodal model (vlm-s) is compared
-    as a pipeline on one batch, on the paper's cluster unless another is given; there, speedups are over `vpp`,
-    interleaved 1F1B of Megatron-LM. Every pipeline is tuned by simulation, and what was chosen is said. Examples:
+    Speedups are over `sequential`: every module on the whole cluster in turn. A multimodal model (vlm-s) is compared as
+    a pipeline on one batch, on the paper's cluster unless another is given; there, speedups are over `vpp`, interleaved
+    1F1B of Megatron-LM. Every pipeline is tuned by simulation, and the chosen settings are listed. Examples:
 
     spindle compare graph.json --devices 16
 

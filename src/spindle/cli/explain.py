@@ -28,9 +28,9 @@ def explain(
 ) -> None:
     """Explain a plan: why each op got its devices.
 
-    For each op: its curve around the chosen numbers, what the bound would do, what ran beside it, where its data came
-    from, and with whom it shares weights. The machines are those of the plan unless others are given. Of a multimodal
-    model: how level its modules are, and what other placements of its encoders would take. Examples:
+    For each op: its curve around the chosen numbers of devices, the bound's allocation, what ran at the same time,
+    where its inputs came from, and which ops share its weights. The machines are those of the plan by default. Of a
+    multimodal model: how level its modules are, and what other placements of its encoders would take. Examples:
 
     spindle explain graph.json plan.json --op vision
 

@@ -17,7 +17,10 @@ def export(
         typer.Option("-o", "--output", metavar="MODEL.safetensors", help="Write the weights here.", show_default=False),
     ],
     step: Annotated[
-        int | None, typer.Option("--step", metavar="N", help="Of this step; the newest otherwise.", show_default=False)
+        int | None,
+        typer.Option(
+            "--step", metavar="N", help="The step of the checkpoint; the newest by default.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Write the weights of a checkpoint as a safetensors file, for plain PyTorch.

@@ -31,7 +31,7 @@ from spindle.recipes import MODELS, RECIPES, BatchOptions, Step, step_of
 from spindle.workload import Workload
 
 MAX_NAME = 500  # letters
-# What --json prints beside a plan: what the times do not know, and how the search improved it.
+# What --json prints in addition to a plan: which effects its times leave out, and the history of the search.
 REMARKS = frozenset({LEAVES_OUT := "leaves_out", SEARCH := "search"})
 
 
@@ -41,7 +41,7 @@ def load_step(
     cluster_name: str | None,
     batch: BatchOptions = BatchOptions(),  # noqa: B008
 ) -> Step:
-    """The step of an input: a recipe's, of one batch where it is a multimodal model, or that of a profile."""
+    """The step of an input: a recipe's (for a multimodal model, of one batch), or that of a profile."""
     if given in MODELS:
         model = MODELS[given]
         has_cluster = num_devices is not None or cluster_name is not None
@@ -55,7 +55,7 @@ def load_step(
     }
     for option, value in options.items():
         if value is not None:
-            raise InputError(f"{option} is for multimodal models ({', '.join(MODELS)}); {given} is none, leave it out")
+            raise InputError(f"{option} is for multimodal models ({', '.join(MODELS)}); leave it out for {given}")
     if given in RECIPES:
         return step_of(RECIPES[given], _real_cluster(given, num_devices, cluster_name))
     profile = _load_profile(given, num_devices, cluster_name)
@@ -83,7 +83,7 @@ def refuse_planner(planner: str, given: str, step: Step) -> None:
 
 
 def left_out(leaves_out: Iterable[str], in_full: bool) -> list[str]:
-    """What the times of a profile leave out: a line for each effect, or one that says how many there are."""
+    """What the times of a profile leave out: one line per effect, or one line with their number."""
     texts = list(leaves_out)
     if in_full or len(texts) == 1:
         return [f"Left out: {text}." for text in texts]
@@ -121,7 +121,7 @@ def _load_profile(given: str, num_devices: int | None, cluster_name: str | None)
 def machines_of_plan(
     path: Path, given: str, num_devices: int | None, cluster_name: str | None
 ) -> tuple[int | None, str | None]:
-    """--devices and --cluster for an input and its plan: those of the plan where none are given."""
+    """--devices and --cluster for an input and its plan; those of the plan by default."""
     if num_devices is not None or cluster_name is not None or given in MODELS or is_profile(given):
         return num_devices, cluster_name
     data = read_json_file(path)
@@ -170,7 +170,7 @@ def with_sizes(plan: Plan, step: Step, profile: Profile) -> Plan:
 
 
 def profile_of_plan(path: Path, step: Step) -> Profile:
-    """The profile of a step that a plan file was made for; if there is none, that with whole microbatches."""
+    """The profile of a step that a plan file was made for; by default the one with whole microbatches."""
     fingerprint = read_json_file(path).get("fingerprint")
     profiles = chain((step.profile(sizes) for sizes in step.sizes), step.part_profiles())
     return next((profile for profile in profiles if profile.graph.fingerprint == fingerprint), step.whole)
@@ -180,7 +180,7 @@ def load_plan(path: Path, profile: Profile, given: str = "") -> Plan:
     """Read a plan file, or what `spindle plan --json` printed; refuses one that is not legal for this profile."""
     data = read_json_file(path)
     is_other = data.get("workload") == profile.graph.name and data.get("fingerprint") != profile.graph.fingerprint
-    if given in MODELS and is_other:  # the batch is all that differs
+    if given in MODELS and is_other:  # only the batch differs
         raise InputError(
             f"{path}: this plan was made for another batch of {given}; give --microbatches, --batch-seed, --samples "
             "and --cluster as they were when it was planned, or plan this batch"
@@ -218,7 +218,7 @@ def _names(workload: Workload) -> Iterator[tuple[str, str]]:
 
 
 def _refuse_unprintable(where: str, names: Iterable[tuple[str, str]]) -> None:
-    """Names go to terminals, files and figures, none of which can hold control characters or halves of a letter."""
+    """Refuse names with control characters or lone surrogates, which terminals, files and figures cannot show."""
     for what, name in names:
         if not name.isprintable():
             raise InputError(f"{where}: {what}: a name must be printable, got {name!r}")
@@ -227,7 +227,7 @@ def _refuse_unprintable(where: str, names: Iterable[tuple[str, str]]) -> None:
 
 
 def _measured(data: dict[str, Any], given: str, num_devices: int | None, cluster_name: str | None) -> Profile:
-    """A profile as a file has it: its times hold on its own machines only."""
+    """A profile from a file. Its times hold only for the machines it was measured on."""
     if num_devices is not None or cluster_name is not None:
         option = "--devices" if cluster_name is None else "--cluster"
         raise InputError(f"{given}: a profile holds for the machines it was measured on; leave {option} out")
@@ -274,7 +274,7 @@ def any_cluster(num_devices: int | None, cluster_name: str | None) -> Cluster:
 
 
 def nameless_cluster(num_devices: int) -> Cluster:
-    """Devices of no particular kind in one island, for graphs that bring their own times and know no bytes."""
+    """Devices of no particular kind in one island, for abstract graphs, which come with times and without bytes."""
     if num_devices < 1:
         raise InputError(f"--devices: expected at least 1, got {num_devices}")
     if num_devices > MAX_DEVICES:

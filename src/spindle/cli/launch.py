@@ -12,7 +12,7 @@ import typer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnded:
-    """The exit code of a job, which has already said what there is to say about it."""
+    """Carries the exit code of a job that has already printed its own error."""
 
     code: int
 
@@ -20,7 +20,7 @@ class JobEnded:
 Script = Annotated[Path, typer.Argument(metavar="SCRIPT", help="A training script.", show_default=False)]
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="ARGUMENTS", help="What the script is given, options too.", show_default=False),
+    typer.Argument(metavar="ARGUMENTS", help="Arguments and options of the script.", show_default=False),
 ]
 Processes = Annotated[
     int | None,
@@ -31,7 +31,7 @@ VirtualDevices = Annotated[
     typer.Option(
         "--virtual-devices",
         metavar="N",
-        help="Start so many processes on one GPU, each with its share of it.",
+        help="Start this many processes on one GPU, each with a share of it.",
         show_default=False,
     ),
 ]
@@ -47,20 +47,20 @@ def launch(
         typer.Option(
             "--logs",
             metavar="DIR",
-            help="Keep the output of ranks 1 and up here, as rank-1.log and so on.",
+            help="Write the output of ranks 1 and up to this folder, as rank-1.log and so on.",
             show_default=False,
         ),
     ] = None,
     restarts: Annotated[
         int,
-        typer.Option("--restarts", metavar="N", help="Start a job that fails again, up to N times.", min=0),
+        typer.Option("--restarts", metavar="N", help="Restart a failed job up to N times.", min=0),
     ] = 0,
     least: Annotated[
         int | None,
         typer.Option(
             "--least",
             metavar="N",
-            help="Go on with as few as N processes when the same one is lost twice; as many as at first unless given.",
+            help="When the same process is lost twice, continue with fewer, down to N; by default, never.",
             min=1,
             show_default=False,
         ),
@@ -74,12 +74,12 @@ def launch(
 ) -> JobEnded:
     """Run a training script in several processes of this machine, and stop them all when one fails.
 
-    Every process finds its rank in the environment, under the names that torchrun uses. On a host without GPUs they
-    talk through gloo. With --virtual-devices they share one NVIDIA GPU through MPS, which is started for them and
-    stopped afterwards: one GPU stands for several. Rank 0 writes to this terminal; when a rank fails, the first error
-    stands on top. With --restarts the processes are then started again, unless the script has failed at the same
-    step twice. SIGTERM and SIGUSR1 let ranks save a checkpoint, for --grace seconds; a second signal ends the job at
-    once. Options go before SCRIPT: what comes after it is the script's own.
+    Every process finds its rank in the environment variables that torchrun sets. On a host without GPUs they
+    communicate through gloo. With --virtual-devices they share one NVIDIA GPU through MPS, which is started for them
+    and stopped afterwards: one GPU acts as several. Rank 0 writes to this terminal; when ranks fail, the first error is
+    printed on top. With --restarts the processes are then restarted, unless the script has failed at the same step
+    twice. SIGTERM and SIGUSR1 let ranks save a checkpoint, for --grace seconds; a second signal ends the job at once.
+    Options go before SCRIPT; everything after it is passed to the script.
 
     One process needs no launcher (python train.py), several hosts need torchrun. Examples:
 

@@ -39,9 +39,9 @@ from spindle.cli.simulate import simulate
 from spindle.cli.terminal import CLOSED_PIPE, leave_closed_pipe, printable, unwritable_output
 from spindle.errors import DoesNotFitError, SpindleError
 
-# The family of "no such option": click's own up to typer 0.25, typer's since; both name it through one member.
+# The base class of "no such option": click's up to typer 0.25, typer's own since. This member exists in both.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
-# What click says of a number that is none, and what newer versions of typer say.
+# Messages of click, and of newer versions of typer, for arguments that are not numbers.
 _OUR_WORDS = (
     (r"'(.*)' is not a valid integer( range)?\.", r"expected a whole number, got '\1'"),
     (r"'(.*)' is not a valid float( range)?\.", r"expected a number, got '\1'"),
@@ -84,7 +84,7 @@ def make_app() -> typer.Typer:
     app = typer.Typer(cls=_Group, no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False)
     app.callback()(_root)
     for verb in VERBS:
-        # What stands after a script is the script's own, even if it looks like an option.
+        # Everything after a script is passed to it, even if it looks like an option.
         settings = {"allow_interspersed_args": verb not in _RUN_A_SCRIPT}
         app.command(cls=_Command, help=_paragraphs(verb.__doc__ or ""), context_settings=settings)(verb)
     return app
@@ -103,8 +103,8 @@ def _root(
 ) -> None:
     """Plan, rehearse and run training steps that run several multimodal tasks at once.
 
-    Give it a graph of ops with their times, or the name of a recipe, and the machines; or a training script. Start
-    with:
+    Give it a graph of ops with their times, or the name of a recipe, and the machines; or a training script.
+    Start with:
 
     spindle recipes
 
@@ -122,7 +122,7 @@ def run(arguments: Sequence[str]) -> int:
         code = make_app()(args=list(arguments), prog_name="spindle", standalone_mode=False)
         if isinstance(code, JobEnded):
             return code.code
-        if code == INTERRUPTED:  # how newer versions of typer tell of Ctrl-C
+        if code == INTERRUPTED:  # how newer versions of typer report Ctrl-C
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except SpindleError as error:

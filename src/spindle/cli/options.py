@@ -13,7 +13,7 @@ Input = Annotated[
         metavar="INPUT",
         help="An abstract graph (.json with ops and their times), a workload (.json), the name of a recipe, a "
         "profile (.json) that `spindle profile` wrote, which brings its machines, or a training script (train.py, or "
-        "'train.py --its-own options'), which runs without weights and without a GPU up to its first fit.",
+        "'train.py --its-own options'), which runs up to its first fit, without weights and without a GPU.",
         show_default=False,
     ),
 ]
@@ -25,7 +25,7 @@ Devices = Annotated[
     typer.Option(
         "--devices",
         metavar="N",
-        help="So many devices of no particular kind, for an abstract graph.",
+        help="A number of devices of no particular kind, for an abstract graph.",
         show_default=False,
     ),
 ]
@@ -37,13 +37,15 @@ ClusterName = Annotated[
 ]
 Assumptions = Annotated[bool, typer.Option("--assumptions", metavar="", help="List what these times leave out.")]
 AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON object instead of tables.")]
-Seed = Annotated[int, typer.Option("--seed", help="Of the search: the same seed gives the same plan.", min=0)]
+Seed = Annotated[
+    int, typer.Option("--seed", help="Random seed of the search: the same seed gives the same plan.", min=0)
+]
 TimeLimit = Annotated[
     float | None,
     typer.Option(
         "--time-limit",
         metavar="SECONDS",
-        help="End the search after this long; the plan records that it was cut.",
+        help="End the search after this long; the plan records that it was cut short.",
         min=0,
         show_default=False,
     ),
@@ -59,7 +61,7 @@ Microbatches = Annotated[
     typer.Option(
         "--microbatches",
         metavar="N",
-        help="Of a multimodal model: how many in an iteration, 32 unless given.",
+        help="Microbatches per iteration of a multimodal model; 32 by default.",
         min=1,
         show_default=False,
     ),
@@ -68,7 +70,7 @@ BatchSeed = Annotated[
     int | None,
     typer.Option(
         "--batch-seed",
-        help="Of a multimodal model: which batch like the paper's data is drawn, 0 unless given.",
+        help="Seed of the batch of a multimodal model, drawn to resemble the paper's data; 0 by default.",
         min=0,
         show_default=False,
     ),
@@ -87,7 +89,7 @@ Samples = Annotated[
     typer.Option(
         "--samples",
         metavar="LENGTHS.jsonl",
-        help="Of a multimodal model: lengths of real samples, one JSON object a line, in place of drawn ones.",
+        help="For a multimodal model: lengths of real samples, one JSON object per line, instead of drawn ones.",
         show_default=False,
     ),
 ]

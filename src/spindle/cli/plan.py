@@ -32,7 +32,7 @@ def plan(
         typer.Option(
             "--planner",
             metavar="NAME",
-            help="wavefront (the default), paper, sequential, distmm, task-level or exhaustive; of a multimodal model "
+            help="wavefront (the default), paper, sequential, distmm, task-level or exhaustive; for a multimodal model "
             "pipeline (the default), optimus, static, static-sorted, zb-h1, vpp or 1f1b.",
             show_default=False,
         ),
@@ -57,7 +57,7 @@ def plan(
 ) -> None:
     """Plan a step: which layers run on which devices, and when.
 
-    Prints the plan beside what no plan can beat, and draws it. Examples:
+    Prints the plan with its bound, which no plan can beat, and draws it. Examples:
 
     spindle plan graph.json --devices 16 -o plan.json
 

@@ -1,4 +1,4 @@
-"""`spindle profile`: how fast are the pieces of a training script, here?"""
+"""`spindle profile`: how fast are the layers of a training script on this machine?"""
 
 from __future__ import annotations
 
@@ -20,18 +20,15 @@ def profile(
         Path | None,
         typer.Option("-o", "--output", metavar="PROFILE.json", help="Write the profile here.", show_default=False),
     ] = None,
-    no_cache: Annotated[
-        bool, typer.Option("--no-cache", metavar="", help="Measure again what was measured before.")
-    ] = False,
+    no_cache: Annotated[bool, typer.Option("--no-cache", metavar="", help="Ignore cached measurements.")] = False,
     as_json: AsJson = False,
 ) -> JobEnded | None:
     """Measure the layers, links and optimizer of a training script, without training it.
 
-    The script runs as under `spindle launch`, in one process unless told otherwise, until its first `Trainer.fit` has
-    measured; there it ends. The profile stands for the script and these machines: `spindle plan`, `simulate`,
-    `compare`, `bound` and `explain` take it as their input, and so does `spindle.Planning(profile=...)`. Layers are
-    measured once and kept in ~/.cache/spindle. Options go before SCRIPT: what comes after it is the script's own.
-    Examples:
+    The script runs as under `spindle launch`, in one process by default, and ends once its first `Trainer.fit` has
+    measured everything. The profile describes the script on these machines: `spindle plan`, `simulate`, `compare`,
+    `bound` and `explain` take it as their input, and so does `spindle.Planning(profile=...)`. Measured times of layers
+    are cached in ~/.cache/spindle. Options go before SCRIPT; everything after it is passed to the script. Examples:
 
     spindle profile -n 4 -o profile.json train.py
 

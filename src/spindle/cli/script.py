@@ -16,13 +16,13 @@ def script_words(given: str) -> list[str] | None:
         return [given]
     try:
         words = shlex.split(given)
-    except ValueError:  # a quotation mark without another; a file may be called so
+    except ValueError:  # an unclosed quotation mark, which may be part of a file name
         return None
     return words if words and words[0].endswith(".py") else None
 
 
 def workload_of_script(script: str, *arguments: str) -> Workload:
-    """Runs a script up to the first fit of its Trainer, which says what it would train."""
+    """Run a script up to the first fit of its Trainer, and return the workload it would train."""
     from spindle.cli.launch import launched
     from spindle.launch import INTERRUPTED, WorkloadCapture, variables
 
@@ -31,13 +31,13 @@ def workload_of_script(script: str, *arguments: str) -> Workload:
         environment = {
             **capture.environment(),
             variables.PRELUDE: "spindle.run.meta_init:leave_out_weights",
-            "CUDA_VISIBLE_DEVICES": "",  # the same everywhere, and no memory of a GPU that others use
+            "CUDA_VISIBLE_DEVICES": "",  # the same result on every machine, and no GPU memory is taken
         }
         ended = launched(Path(script), list(arguments), 1, None, environment=environment)
         if ended.code == INTERRUPTED:
             raise KeyboardInterrupt
         if ended.code:
-            raise InputError(f"{script}: it failed as said above, so there is nothing to plan")
+            raise InputError(f"{script}: it failed with the error above, so there is nothing to plan")
         if not capture.output.exists():
             raise InputError(
                 f"{script}: it ended without a call of spindle.Trainer.fit, so there is nothing to plan; give a script "

@@ -27,10 +27,10 @@ def simulate(
     mix: Mix = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rehearse one step of a plan: forward, backward, transfers, gradients, optimizer.
+    """Simulate one step of a plan: forward, backward, transfers, gradient reduction, optimizer.
 
-    The plan is checked first; its program is the one a runtime would run. The machines are those of the plan unless
-    others are given. Examples:
+    The plan is checked first. The simulated program is the one that training would run. The machines are those of the
+    plan by default. Examples:
 
     spindle simulate graph.json plan.json
 

@@ -1,4 +1,4 @@
-"""Where output goes: results to stdout, progress and notices to stderr, files whole or not at all."""
+"""Where output goes: results to stdout, progress and notices to stderr, files written completely or not at all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from spindle.report import Chart
 
-CLOSED_PIPE = 141  # as shells say it: 128 + SIGPIPE
+CLOSED_PIPE = 141  # as in shells: 128 + SIGPIPE
 _ANY_WIDTH = 10_000
 
 
@@ -52,7 +52,8 @@ def show_chart(chart_of: Callable[[int], Chart], num_devices: int) -> None:
 
 
 def printable(text: str) -> str:
-    """The text with a mark for every character that a terminal would not show, or would obey; lines stay lines."""
+    """The text with a placeholder for every character that a terminal would not print or would interpret; newlines
+    stay."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
@@ -67,7 +68,7 @@ def _console(stderr: bool = False) -> Console:
 
 
 def note_compilation(is_pipeline: bool) -> None:
-    """Say so where the first command after an install compiles loops before it begins."""
+    """Print a notice if this command has to compile loops first, as the first one after an install does."""
     from spindle.planners import needs_compiling
 
     if needs_compiling(is_pipeline):
@@ -78,7 +79,7 @@ _LONG_S = 20.0
 
 
 def note_duration(what: str, estimate_s: float) -> None:
-    """Say how long something takes before it begins, if that is long."""
+    """Print how long something will take, if that is long."""
     if estimate_s >= _LONG_S:
         minutes = f"{estimate_s / 60:.0f} minutes" if estimate_s >= 90 else f"{10 * round(estimate_s / 10)} s"
         notice(f"{what}: about {minutes} on a free core")
@@ -86,7 +87,7 @@ def note_duration(what: str, estimate_s: float) -> None:
 
 @contextmanager
 def progress_bar(text: str, total: float) -> Iterator[Callable[[float], None]]:
-    """A progress bar on stderr; nothing where stderr is no terminal."""
+    """A progress bar on stderr, if that is a terminal."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     console = _console(stderr=True)
@@ -105,7 +106,7 @@ def refuse_outputs(*outputs: Path | None, inputs: Iterable[str | Path | None] = 
         if path is None:
             continue
         if path == Path("-"):
-            raise InputError("-: an output needs the name of a file; what goes to standard output is asked by --json")
+            raise InputError("-: an output needs the name of a file; use --json to print to standard output")
         target = writable_target(path)
         if target in taken:
             raise InputError(f"{path}: cannot be written, it is also {taken[target]} of this command")
@@ -113,7 +114,7 @@ def refuse_outputs(*outputs: Path | None, inputs: Iterable[str | Path | None] = 
 
 
 def show_text(text: str) -> None:
-    """Print a text as it is."""
+    """Print a text unchanged."""
     if sys.stdout is None:
         raise InputError("cannot write to standard output (it is closed)")
     try:
@@ -138,6 +139,6 @@ def leave_closed_pipe() -> NoReturn:
 
 
 def _discard_output() -> None:
-    """Python would complain at exit when it flushes what is left."""
+    """Redirect stdout to /dev/null; otherwise Python fails at exit when it flushes the rest."""
     with suppress(OSError, ValueError):  # an output without a descriptor has none to flush to
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

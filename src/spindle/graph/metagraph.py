@@ -90,8 +90,8 @@ class MetaGraph:
         object.__setattr__(self, "fingerprint", digest[:16])
 
     def _refuse_positions(self) -> None:
-        """Refuse edges to ops, and layers with parameters, that are not there; below 0, too, where Python would count
-        from the end."""
+        """Refuse edges to ops, and parameters of layers, that do not exist. Negative positions would count from the
+        end."""
         for edge in self.edges:
             if edge[0] == edge[1] or not all(0 <= position < len(self.metaops) for position in edge):
                 raise WorkloadError(f"edge {list(edge)}: expected two ops, 0 to {len(self.metaops) - 1}")

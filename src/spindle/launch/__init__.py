@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spindle.launch.activity import LOADING, ON_STEP, recorder
     from spindle.launch.capture import Capture, Captured, ProfileCapture, WorkloadCapture, active_capture
-    from spindle.launch.failure import INTERRUPTED, end_by_error, install_hook, is_debugging, is_users
+    from spindle.launch.failure import INTERRUPTED, end_by_error, install_hook, is_debugging
     from spindle.launch.mps import VIRTUAL_VARIABLE
+    from spindle.launch.user_code import is_users
     from spindle.launch.worker import die_with_parent
 
 __all__ = [
@@ -35,8 +36,9 @@ __all__ = [
 _MODULES = {
     "activity": ("LOADING", "ON_STEP", "recorder"),
     "capture": ("Capture", "Captured", "ProfileCapture", "WorkloadCapture", "active_capture"),
-    "failure": ("INTERRUPTED", "end_by_error", "install_hook", "is_debugging", "is_users"),
+    "failure": ("INTERRUPTED", "end_by_error", "install_hook", "is_debugging"),
     "mps": ("VIRTUAL_VARIABLE",),
+    "user_code": ("is_users",),
     "worker": ("die_with_parent",),
 }
 

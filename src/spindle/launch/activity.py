@@ -1,10 +1,10 @@
-"""What a rank is doing, recorded for whoever watches it: the launcher, or under torchrun another rank.
+"""What a rank is doing, recorded for its watcher: the launcher or, under torchrun, another rank.
 
     main thread ──▶ Recorder ── every 5 s ──▶ Activity, in a file of the launcher, or in the store
     activities of all ranks ──▶ HangDetector ──▶ ranks that hang, and where they are
 
-Ranks are watched while they train, from the end of their first step on; not while they trace, measure or plan, and not
-between fits.
+Ranks are watched while they train; not while they trace, measure or plan, and not between fits. In the first step of a
+fit or a plan, which may compile and capture, they have more time.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from spindle.launch import variables
-from spindle.launch.failure import is_users
+from spindle.launch.user_code import is_users
 
 RECORD_S = 5.0  # between two records
 LIMIT_VARIABLE = "SPINDLE_HUNG_S"  # seconds without progress after which a rank hangs; 0: never
 LIMIT_S = 60.0
 _LONGEST_STEPS = 20  # no rank hangs before so many of the longest steps
-_USERS_CODE = 10  # times the limit: a callback may evaluate for long, and a loader wait for a file system
+_PATIENCE = 10  # times the limit: first steps compile, a callback may evaluate, and a loader wait for a file system
 _SLOW = 1.3  # times as long as predicted, relative to other ranks
 ON_STEP, LOADING = USERS_PHASES = ("on_step", "reading a batch")
 
@@ -38,7 +38,7 @@ class Activity:
     """What a rank was doing at its last record."""
 
     num_records: int
-    num_events: int  # grows with everything that the main thread gets done
+    num_events: int  # grows with everything that the main thread completes
     step: int | None  # the next one; None where the rank is not watched
     longest_step_s: float
     phase: str
@@ -47,6 +47,7 @@ class Activity:
     checkpoint_every: int | None = None  # steps
     slowness: float | None = None  # compute measured over predicted, of the last steps
     host: str = ""
+    is_first_step: bool = False  # of a fit, or after a pause
 
     def __post_init__(self) -> None:
         """Validate the fields: records are read from files."""
@@ -70,28 +71,36 @@ class Recorder:
         self.num_events = 0
         self._num_records = 0
         self._longest_step_s = 0.0
+        self._is_first_step = False
         self._last_s: float | None = None
         self._thread: threading.Thread | None = None
 
     def begin(self, step: int) -> None:
-        """Note that steps begin. The first is no measure of those that follow, and is not watched."""
+        """Note that steps begin. The first is no measure of those that follow."""
         self.step, self.is_watched, self._last_s, self._longest_step_s = step, True, None, 0.0
+        self._is_first_step = True
 
     def step_done(self, step: int) -> None:
         """Note that the steps before `step` are done."""
         now_s = time.monotonic()
         if self._last_s is not None:
             self._longest_step_s = max(self._longest_step_s, now_s - self._last_s)
-        self._last_s, self.step, self.is_watched = now_s, step, True
+        self._last_s, self.step, self.is_watched, self._is_first_step = now_s, step, True, False
         self.num_events += 1
 
     def pause(self) -> None:
-        """End the watch, until another step is done."""
+        """End the watch, until another step begins."""
         self._last_s, self.is_watched = None, False
+
+    def resume(self) -> None:
+        """Note that a step begins, if the watch has ended."""
+        if not self.is_watched:
+            self.is_watched = self._is_first_step = True
+            self.num_events += 1
 
     @contextmanager
     def doing(self, phase: str) -> Iterator[None]:
-        """Name what runs inside."""
+        """Name what runs inside the context."""
         before, self.phase = self.phase, phase
         self.num_events += 1
         try:
@@ -113,6 +122,7 @@ class Recorder:
             checkpoint_every=self.checkpoint_every,
             slowness=self.slowness,
             host=socket.gethostname(),
+            is_first_step=self._is_first_step,
         )
 
     def start(self) -> None:
@@ -136,14 +146,14 @@ recorder = Recorder()  # of this process, as `sys.modules` is
 
 
 def parse_activity(text: str) -> Activity | None:
-    """The record in a text; None if it is none: its writer may be failing."""
+    """Parse a record; None if the text is not one, because its writer may be failing."""
     with suppress(ValueError, TypeError):
         return Activity(**json.loads(text))
     return None
 
 
 def read_activities(folder: Path, num_ranks: int) -> dict[int, Activity]:
-    """The last records of ranks that have any."""
+    """The last record of each rank that has written one."""
     activities = {}
     for rank in range(num_ranks):
         with suppress(OSError):
@@ -161,7 +171,7 @@ def hung_limit_s() -> float:
 
 
 class HangDetector:
-    """Finds ranks that hang: no rank has made progress for long, and they do not wait for others.
+    """Finds ranks that hang: no rank has made progress for a long time, and these are not waiting for others.
 
     Time is what the caller counts, not a clock, so that a job that is stopped and continued as a whole goes on.
     """
@@ -174,15 +184,14 @@ class HangDetector:
         self._unrecorded_s: dict[int, float] = {}
 
     def hung(self, activities: Mapping[int, Activity], elapsed_s: float) -> dict[int, str]:
-        """Ranks that hang, with what to say of each; `elapsed_s` is the time since the last call."""
+        """Ranks that hang, each with a description; `elapsed_s` is the time since the last call."""
         for rank, activity in activities.items():
             is_new = self._records.get(rank) != activity.num_records
             self._records[rank] = activity.num_records
             self._unrecorded_s[rank] = 0.0 if is_new else self._unrecorded_s.get(rank, 0.0) + elapsed_s
         events = {rank: activity.num_events for rank, activity in activities.items()}
-        is_watched = len(activities) == self._num_ranks and all(
-            activity.step is not None and activity.longest_step_s for activity in activities.values()
-        )
+        has_all = len(activities) == self._num_ranks
+        is_watched = has_all and all(activity.step is not None for activity in activities.values())
         if events != self._events or not is_watched or not self._limit_s:
             self._events, self._silent_s = events, 0.0
             return {}
@@ -191,8 +200,9 @@ class HangDetector:
         limit_s = max(self._limit_s, _LONGEST_STEPS * longest_s)
         mute = {rank for rank, silent_s in self._unrecorded_s.items() if silent_s > max(self._limit_s, 3 * RECORD_S)}
         busy = {rank for rank, activity in activities.items() if not activity.waiting} | mute
-        if any(activities[rank].phase in USERS_PHASES for rank in busy):
-            limit_s *= _USERS_CODE
+        is_first_step = any(activity.is_first_step for activity in activities.values())
+        if is_first_step or any(activities[rank].phase in USERS_PHASES for rank in busy):
+            limit_s *= _PATIENCE
         if self._silent_s < limit_s:
             return {}
         return {rank: self._text(activities[rank], rank in mute) for rank in sorted(busy or activities)}
@@ -205,19 +215,19 @@ class HangDetector:
 
 
 class SlownessDetector:
-    """Finds ranks whose compute takes longer than predicted, more than that of the others does; each is told once."""
+    """Finds ranks whose compute is slower than predicted, relative to the other ranks. Reports each rank once."""
 
     def __init__(self) -> None:
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
     def notices(self, activities: Mapping[int, Activity]) -> list[str]:
         slowness = {rank: activity.slowness for rank, activity in activities.items() if activity.slowness}
         notices = []
         for rank, own in slowness.items():
-            others = [number for another, number in slowness.items() if another != rank]
-            factor = own / statistics.median(others) if others else 1.0
-            if factor > _SLOW and rank not in self._told:
-                self._told.add(rank)
+            of_others = [number for another, number in slowness.items() if another != rank]
+            factor = own / statistics.median(of_others) if of_others else 1.0
+            if factor > _SLOW and rank not in self._reported:
+                self._reported.add(rank)
                 notices.append(
                     f"rank {rank} on {activities[rank].host} computes {factor:.2f} times as long as predicted, "
                     "relative to the other ranks"
@@ -226,7 +236,7 @@ class SlownessDetector:
 
 
 def _is_debugged() -> bool:
-    """Whether the main thread waits in a debugger of Python's."""
+    """Whether the main thread is waiting in a Python debugger."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_globals.get("__name__") != "bdb":
         frame = frame.f_back
@@ -234,7 +244,8 @@ def _is_debugged() -> bool:
 
 
 def _place_of_main_thread() -> str:
-    """The innermost line of the user's own code that the main thread runs; the innermost at all if there is none."""
+    """The innermost line of user code that the main thread is running; without user code on the stack, the innermost
+    line."""
     frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and not is_users(frame.f_code):
         frame = frame.f_back

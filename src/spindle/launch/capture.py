@@ -1,8 +1,8 @@
-"""What a script is run for when it is not to train: its workload (`spindle plan`) or its profile (`spindle profile`).
+"""Run a script for its workload (`spindle plan`) or its profile (`spindle profile`) instead of training.
 
-A capture is an object that the worker enters around the script. A Trainer that is made inside hands over what was asked
-for in its first fit, and the script ends there. Nothing heavy is imported here: a script may still set variables that
-torch and numpy read when they are imported.
+A capture is an object that the worker enters around the script. The first fit of a Trainer inside delivers the workload
+or profile, and the script ends there. Nothing heavy is imported here: a script may still set variables that torch and
+numpy read when they are imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _WORKLOAD, _PROFILE, _FRESH = "SPINDLE_WORKLOAD", "SPINDLE_PROFILE", "SPINDLE_PR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadCapture:
-    """The workload of a script whose modules have no weights is written to `output`; nothing is measured."""
+    """The workload of a script whose modules have no weights is written to `output`, with the number of steps of its
+    first fit; nothing is measured."""
 
     output: Path
 
@@ -44,8 +45,8 @@ Capture = WorkloadCapture | ProfileCapture
 class Captured(BaseException):
     """Ends a script once its workload or profile is captured.
 
-    The script's own `finally` and `with` blocks run, and its `except Exception` does not stop it. A script that goes on
-    all the same is ended again in its next fit.
+    The script's own `finally` and `with` blocks run, and its `except Exception` does not stop it. A script that
+    continues anyway is ended again in its next fit.
     """
 
 

@@ -11,14 +11,12 @@ import json
 import os
 import runpy
 import sys
-import sysconfig
 import time
 import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import Literal, NoReturn
 
 from spindle.errors import PeerLostError, SpindleError
@@ -26,11 +24,6 @@ from spindle.errors import PeerLostError, SpindleError
 _TORCHELASTIC_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _LONGEST_TEXT = 1 << 18  # letters of a report
 INTERRUPTED = 130  # as in shells: 128 + SIGINT
-# Folders of code that is not the user's.
-_OTHERS = tuple(
-    f"{os.path.realpath(folder)}{os.sep}"
-    for folder in (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]))
-)
 _RUNNERS = frozenset({runpy.run_path.__code__.co_filename, str(Path(__file__).with_name("worker.py"))})
 
 
@@ -56,17 +49,6 @@ class Failure:
 def is_debugging() -> bool:
     """Whether the user wants whole tracebacks."""
     return os.environ.get("SPINDLE_DEBUG", "") not in ("", "0")
-
-
-def is_users(code: CodeType) -> bool:
-    """Whether code is the user's own: neither Python's, nor an installed package's, nor ours."""
-    return not code.co_filename.startswith("<") and _is_users_file(code.co_filename)
-
-
-@cache
-def _is_users_file(file: str) -> bool:
-    """Cached, because recording a task asks for each frame of the stack at every op."""
-    return not os.path.realpath(file).startswith(_OTHERS)
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
@@ -103,8 +85,7 @@ def write_failure(descriptor: int, failure: Failure) -> None:
 
 
 def parse_failures(data: bytes) -> tuple[Failure, ...]:
-    """The reports in what came out of a pipe, earliest first. What cannot be read is skipped: its writer was
-    failing."""
+    """Parse the reports read from a pipe, earliest first. Unreadable ones are skipped: their writer was failing."""
     failures = []
     for line in data.split(b"\n"):
         with suppress(ValueError, TypeError, RecursionError):
@@ -156,7 +137,7 @@ def _end_by_exception(kind: type[BaseException], error: BaseException, trace: Tr
             code = INTERRUPTED
         elif not _report(error):
             _print_error(error)
-    except BaseException:  # if reporting fails, print the error and end all the same
+    except BaseException:  # if reporting fails, print the error and end anyway
         sys.__excepthook__(kind, error, trace)
     finally:
         _exit_now(code)
@@ -170,7 +151,7 @@ def _exit_now(code: int) -> NoReturn:
 
 
 def _report(error: BaseException) -> bool:
-    """Write a report for the launcher; False if there is none that prints it, or the pipe cannot be written."""
+    """Write a report for the launcher; False without a launcher, or if its pipe cannot be written."""
     descriptor, rank = _Reports.descriptor, _rank()
     _tell_torchelastic(error)
     if descriptor is None or rank is None:
@@ -187,7 +168,8 @@ def _tell_torchelastic(error: BaseException) -> None:
     path = os.environ.get(_TORCHELASTIC_VARIABLE)
     if not path or _follows(error):
         return
-    # torchrun takes the earliest for the cause, in whole seconds, and dates those that have no file when it looks.
+    # torchrun takes the earliest report, in whole seconds, as the cause; ranks without a file get the time of its
+    # check.
     timestamp = int(time.time()) - 1
     content = {"message": _summary(error), "extraInfo": {"py_callstack": _text(error), "timestamp": str(timestamp)}}
     with suppress(OSError):

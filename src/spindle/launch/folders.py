@@ -1,4 +1,5 @@
-"""Private folders of a launcher: locked while it runs, removed with it, or by the next launcher if it was killed."""
+"""Private folders of a launcher: locked while it runs, and removed at its end, or by the next launcher if it was
+killed."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def private_folder(*, in_memory: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Lock a folder; yields whether that worked. The lock ends with this process, whatever ends it."""
+    """Lock a folder; yields whether that worked. The lock is released when this process ends, even by SIGKILL."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -62,8 +63,8 @@ def locked(folder: Path) -> Iterator[bool]:
 
 
 def leave_out_foreign_inductor_cache() -> None:
-    """Give torch's compiler, which torch imports for fake tensors, a folder of its own if something of another user, or
-    no folder, is in the place of its cache: it would fail, or run what it finds there."""
+    """Give torch's compiler, which torch imports for fake tensors, a new cache folder if the path of its default one is
+    not a folder or belongs to another user: it would fail, or run code of that user."""
     variable = "TORCHINDUCTOR_CACHE_DIR"
     if variable in os.environ:
         return

@@ -1,4 +1,4 @@
-"""Start the processes of a training script on this machine, watch them, leave none behind, and start them again.
+"""Start the processes of a training script on this machine, watch and restart them, and leave none behind.
 
     start ──▶ watch ──▶ all exited with 0                                       ──▶ 0
       ▲            ├──▶ one failed: 2 s for the others, SIGTERM, 3 s, SIGKILL   ──▶ its code, or 1, and the verdict
@@ -42,13 +42,13 @@ STOPPED_LIMIT_S = 8.0  # a rank that is stopped for longer counts as failed: the
 STOPPED_POLL_S = 0.5
 HUNG_POLL_S = 1.0
 REAP_S = 5.0
-BYTES_PER_PROCESS = 128 << 20  # torch, imported, takes more
-LONGEST_TEMPORARY = 70  # bytes of the name of a folder for temporary files
+BYTES_PER_PROCESS = 128 << 20  # importing torch alone takes more
+LONGEST_TEMPORARY = 70  # bytes in the path of a folder for temporary files
 LOG_END_LINES = 20
 LOG_END_BYTES = 1 << 16
 
 GRACE_S = 30.0  # in which ranks may save a checkpoint after SIGTERM; another signal cuts it short
-STOPPED = 128 + signal.SIGTERM  # the exit code of a job that a queue should start again
+STOPPED = 128 + signal.SIGTERM  # the exit code that asks a job queue to requeue the job
 
 # How ranks are ended: wait for some seconds, then send a signal to those that still run.
 Escalation = tuple[tuple[float, signal.Signals], ...]
@@ -102,7 +102,7 @@ def launch(
         scratch = stack.enter_context(private_folder())
         log_folder = _make_folder(logs or scratch / "logs")
         if logs is not None and not stack.enter_context(locked(log_folder)):
-            raise InputError(f"{logs}: another launch that is running writes its logs here; give another folder")
+            raise InputError(f"{logs}: another running launch writes its logs here; give a different folder")
         environment = dict(environment or {})
         if num_restarts:
             environment[variables.MEMORY] = str(stack.enter_context(private_folder(in_memory=True)))
@@ -149,7 +149,7 @@ class _Attempt:
 
 
 def _run(attempt: _Attempt, signals: Sequence[int]) -> int | tuple[Verdict, Fault]:
-    """Run a job once. Returns the exit code of one that was done, or stopped by a signal; else why it failed."""
+    """Run a job once. Returns its exit code if it completed or was stopped by a signal, otherwise why it failed."""
     num_processes, log_folder = attempt.num_processes, attempt.log_folder
     with ExitStack() as stack:
         # In memory: a full disk must not keep ranks from finding each other.
@@ -282,7 +282,7 @@ class _Job:
                 _signal_group(process, signal.SIGKILL)
 
     def watch_activities(self) -> None:
-        """Kill ranks that hang, and tell of those that are slow, by what all of them record."""
+        """Kill ranks that hang and report slow ones, from what all ranks record."""
         now_ns = time.monotonic_ns()
         elapsed_s = (now_ns - self._last_hung_poll_ns) / 1e9
         if self._activity is None or elapsed_s < HUNG_POLL_S:
@@ -311,7 +311,7 @@ class _Job:
             if rank in self._endings:
                 continue
             if number == signal.SIGTERM and process.returncode is None:
-                os.kill(process.pid, number)  # a zombie, at worst: it is not reaped yet
+                os.kill(process.pid, number)  # at worst a zombie, not reaped yet
             else:
                 _signal_group(process, number)
 
@@ -396,7 +396,7 @@ def _collected_signals() -> Iterator[list[int]]:
     """
     signals: list[int] = []
     before = {}
-    for number in (*AFTER_SIGNAL, signal.SIGUSR1):  # which queues send as a warning, and which means the same
+    for number in (*AFTER_SIGNAL, signal.SIGUSR1):  # job queues send it as a warning; treated like SIGTERM
         # Signals that our caller ignores (nohup, background jobs of a shell) stay ignored.
         if signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(
@@ -437,7 +437,7 @@ def _common_environment(num_processes: int) -> dict[str, str]:
 
 def _folder_environment(scratch: Path, private: Path, activity: Path) -> dict[str, str]:
     folders = {variables.STORE: str(private / "store"), variables.ACTIVITY: str(activity)}
-    # What loaders of killed ranks leave is removed with it. Sockets in it have names of up to 107 bytes.
+    # Removed with everything that loaders of killed ranks leave in it. Paths of sockets have at most 107 bytes.
     temporary = scratch / "tmp"
     if len(os.fsencode(temporary)) <= LONGEST_TEMPORARY:
         folders["TMPDIR"] = str(_make_folder(temporary))

@@ -106,7 +106,7 @@ def _daemon_environment(folder: Path) -> dict[str, str]:
 
 
 def _dismiss(supervisor: subprocess.Popen[str], folder: Path | None) -> None:
-    """Let the supervisor clean up. If it was killed, ask the daemon to quit ourselves."""
+    """Let the supervisor clean up. If it was killed, ask the daemon to quit from here."""
     assert supervisor.stdin is not None
     assert supervisor.stdout is not None
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Whether a job that failed starts again, and with how many ranks.
+"""Whether a failed job is restarted, and with how many ranks.
 
 A rank that is lost (killed, stopped, hung) may be the machine's fault, so the job starts again with as many ranks. If
 the same rank is lost again before there can be another checkpoint, its device or its share of memory is suspected, and
@@ -32,7 +32,7 @@ class Restarts:
         self._devices, self._has_dropped = _visible_devices(num_processes), False
 
     def environment(self) -> dict[str, str]:
-        """What ranks find: how often they were started, under torchrun's name, and the devices that are left."""
+        """Environment of the ranks: the restart count, under torchrun's name, and the devices that are left."""
         environment = {"TORCHELASTIC_RESTART_COUNT": str(self.num_done)} if self.num_done else {}
         if self._has_dropped and self._devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices)
@@ -47,19 +47,19 @@ class Restarts:
         if last is not None and not fault.is_lost and not last.is_lost and fault.step == last.step:
             self.goes_on = False
             place = "before the first step" if fault.step is None else f"in step {fault.step}"
-            return f"not started again: the script has failed {place} twice, which is a bug and no fault of a machine"
+            return f"not started again: the script has failed {place} twice, which is a bug, not a machine fault"
         self.num_done += 1
         lost = ""
         if last is not None and _is_lost_again(last, fault) and self.num_processes > self._least:
             self.num_processes, self._has_dropped = self.num_processes - 1, True
             del self._devices[fault.rank : fault.rank + 1]
             lost = f", without rank {fault.rank}, which was lost twice"
-            self._last = None  # ranks have other numbers now
+            self._last = None  # ranks are renumbered
         return f"restart {self.num_done} of {self._most}, with {self.num_processes} ranks{lost}"
 
 
 def _is_lost_again(last: Fault, fault: Fault) -> bool:
-    """Whether the same rank was lost twice within as many steps as lie between two checkpoints."""
+    """Whether the same rank was lost twice within one checkpoint interval."""
     if not (last.is_lost and fault.is_lost and last.rank == fault.rank):
         return False
     every = fault.checkpoint_every

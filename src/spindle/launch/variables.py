@@ -1,9 +1,10 @@
-"""Environment variables through which a launcher talks to its ranks."""
+"""Environment variables through which a launcher communicates with its ranks."""
 
 LAUNCHER = "SPINDLE_LAUNCHER"  # its pid
 PRELUDE = "SPINDLE_PRELUDE"  # `package.module:function` to call before the script
 REPORTS = "SPINDLE_REPORTS"  # the descriptor of the pipe for the report of a failure
 STORE = "SPINDLE_STORE"  # the file through which ranks find each other
 ACTIVITY = "SPINDLE_ACTIVITY"  # the folder in which ranks record what they are doing
+ATTEMPT = "SPINDLE_ATTEMPT"  # which start of the job this is, from 1, by its scheduler: the newest commits checkpoints
 MEMORY = "SPINDLE_MEMORY"  # a folder in memory that outlives ranks, for checkpoints
-SECRET = "SPINDLE_SECRET"  # the key that signs what ranks send each other pickled; torchrun's users set it themselves
+SECRET = "SPINDLE_SECRET"  # the key that signs pickled messages between ranks; under torchrun the user sets it

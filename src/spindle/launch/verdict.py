@@ -99,8 +99,7 @@ def verdict(endings: Sequence[Ending], failures: Sequence[Failure], log_end: Cal
 
 
 def _behind_kill(report: Failure, killed_ns: Iterable[int]) -> Failure:
-    """Move a CUDA error to the time at which a killed rank was seen to end, if that was soon afterwards: the kill is
-    the cause."""
+    """Date a CUDA error after the end of a killed rank that was seen soon afterwards: the kill is the cause."""
     kills_ns = [time_ns for time_ns in killed_ns if 0 < time_ns - report.time_ns < KILLED_LATE_NS]
     return replace(report, time_ns=min(kills_ns)) if kills_ns and _CUDA_ERROR in report.summary else report
 

@@ -61,8 +61,8 @@ def cache_folder() -> Path:
 
 
 class Cache:
-    """Times that were measured before on the machine that `machine` describes. With `fresh` it stores and never
-    finds."""
+    """Times that were measured before on the machine that `machine` describes. With `fresh`, times are stored and never
+    looked up."""
 
     def __init__(
         self, machine: Mapping[str, str], notify: Callable[[str], None], *, folder: Path | None = None, fresh: bool

@@ -1,7 +1,7 @@
-"""How much do layers slow each other down that run at the same time on one device? Pressure and fill, by copies.
+"""How much layers that run at the same time on one device slow each other down: pressure and fill, measured on copies.
 
-Copies of a layer have weights of their own, as other layers have, so that no cache flatters them. Each is a CUDA graph
-on a stream of its own: what is measured is how the device is shared, not how fast the host launches.
+Copies of a layer have their own weights, so that they do not share cache lines. Each is a CUDA graph on its own stream,
+so that the result does not depend on how fast the host launches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NUM_COPIES = 4
 ALONE = Contention(forward=(1.0, 1.0), backward=(1.0, 1.0))  # of a layer that cannot share: two take twice as long
 _BUSY_S = 0.02  # of each timing
 _MIN_REPEATS, _MAX_REPEATS = 5, 200
-_LEAST_FILL = 0.05  # less is not told from a launch
+_LEAST_FILL = 0.05  # less cannot be distinguished from a launch
 
 
 def measure_contention(works: Sequence[Work]) -> Contention:

@@ -34,7 +34,8 @@ def measure_p2p_latency(work: Work | None, world: World) -> float | None:
     """Seconds from the end of the sender's work to the start of the receiver's, for a message without bytes; None if
     there is one rank only, or a rank cannot compute.
 
-    A collective: all ranks call it, and get the same result. Either all have `work` or none, which then is a linear.
+    A collective: all ranks call it, and get the same result. Either all ranks have `work` or none; without it a linear
+    layer is used.
     """
     if world.size == 1:
         return None

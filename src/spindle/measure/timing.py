@@ -33,8 +33,8 @@ _LAUNCH_REPEATS = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Something to time: `run()` is a forward pass; its backward computes gradients of leaves and parameters, which it
-    copies to buffers where it is told to."""
+    """Something to time: `run()` is a forward pass; its backward computes gradients of leaves and parameters, and
+    copies them to buffers if `copies_gradients`."""
 
     run: Callable[[], Any]
     leaves: tuple[torch.Tensor, ...]

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from spindle.errors import WorkloadError
 from spindle.models.blocks import BlockLists, block_lists, is_plain_sequence
-from spindle.models.fake import fake_output
+from spindle.models.fake import call_without_cache, configs_with_caches, fake_output
 from spindle.models.recording import argument_normalizer, record_forward
 from spindle.models.replay import Replay, after, has_replay, shape_of
 from spindle.models.replay_learning import replay_forward
@@ -73,7 +73,7 @@ class ChainLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeModule:
-    """A module that stays one layer, and why."""
+    """A module that stays one layer, with the reason."""
 
     reason: str
     kind: str
@@ -127,7 +127,7 @@ class Chain:
 
     @property
     def reads_values(self) -> bool:
-        """Whether code between its blocks runs itself, because it reads values of tensors."""
+        """Whether the code between its blocks is replayed instead of recorded, because it reads values of tensors."""
         return isinstance(self.source, RecordedForward) and has_replay(self.source.namespace)
 
     @property
@@ -158,7 +158,7 @@ def whole_chain(module: nn.Module, reason: str) -> Chain:
 
 
 def build_chain(module: nn.Module, source: ChainSource) -> Chain:
-    """Make the runnable chain of a module from what was recorded of it, in this process or in another."""
+    """Build the runnable chain of a module from its recorded source, which may come from another process."""
     match source:
         case WholeModule(kind=kind):
             layers: tuple[ChainLayer, ...] = (_module_layer(module, kind),)
@@ -187,7 +187,7 @@ def chain_and_output(
     """The chain of a module for arguments like these, and a function that returns the output without values.
 
     With `split=False` the chain is one layer. `values` returns the arguments as real tensors, for code between blocks
-    that reads them. The output is computed lazily because recording has it for free.
+    that reads them. The output is computed lazily, because a recording already contains it.
     """
 
     def run_on_fake_tensors() -> Any:
@@ -267,9 +267,14 @@ def _ids(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def _module_layer(module: nn.Module, kind: str) -> ChainLayer:
+    configs = configs_with_caches(module)
+
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return (call_without_cache(module, configs, args, kwargs) if configs else module(*args, **kwargs),)
+
     return ChainLayer(
         kind=kind,
-        run=lambda *a, **k: (module(*a, **k),),
+        run=run,
         parameters=tuple(module.parameters()),
         find_buffers=module.buffers,
         modules=(module,),
@@ -304,7 +309,7 @@ def _cut(module: nn.Module, recording: Recording, lists: BlockLists) -> Recorded
         _refuse_shared_writes(recording, segment, available, used_later)
         layers.append(_layer_source(recording, segment, available, None if is_last else crossing, index_in_list))
         available = crossing
-    # Dead code may have bound large constants: keep only what the text still names.
+    # Eliminated code may have bound large constants: keep only names that the remaining text uses.
     words = frozenset(word for layer in layers for word in re.findall(r"\w+", layer.text))
     return RecordedForward(
         layers=tuple(layers),
@@ -332,7 +337,7 @@ def _segments(statements: list[Statement], lists: BlockLists) -> list[list[State
     calls = [position for position, statement in enumerate(statements) if statement.is_block]
     if len(calls) < 2:
         raise UnsupportedForwardError("its forward calls fewer than two of its blocks one by one")
-    # Cut before each block, and after the last block of each list, with the statements that take its output apart.
+    # Cut before each block, and after the last block of each list together with the statements that unpack its output.
     starts = {0, *calls}
     for items in lists:
         calls_of_list = [position for position in calls if id(statements[position].module) in _ids(items)]
@@ -341,7 +346,7 @@ def _segments(statements: list[Statement], lists: BlockLists) -> list[list[State
             while end < len(statements) and statements[end].kind in _BOOKKEEPING:
                 end += 1
             starts.add(end)
-    # Statements before the first block that compute nothing are no layer: they join that block.
+    # Statements before the first block that compute nothing do not make a layer: they join that block.
     if all(statement.kind in _BOOKKEEPING for statement in statements[: calls[0]]):
         starts = (starts - {calls[0]}) | {0}
     cuts = sorted(start for start in starts if start < len(statements))
@@ -519,14 +524,15 @@ def _with_forward_signature(
         leaves, spec = tree_flatten(normalize(args, kwargs))
         if spec != source.spec:
             raise WorkloadError(
-                f"{type(module).__name__} was recorded with arguments of another structure: expected {source.spec}, "
+                f"{type(module).__name__} was recorded with arguments of a different structure: expected "
+                f"{source.spec}, "
                 f"got {spec}"
             )
         inputs = []
         for leaf, name, constant in zip(leaves, source.inputs, source.constants, strict=True):
             if name is not None:
                 inputs.append(leaf)
-            elif leaf is not constant and leaf != constant:  # it may have selected another branch of the code
+            elif leaf is not constant and leaf != constant:  # it may select a different branch
                 raise WorkloadError(
                     f"{type(module).__name__} was recorded with {constant!r} for an argument that is not a tensor, and "
                     f"now gets {leaf!r}"

@@ -2,7 +2,7 @@
 
 Dynamo compiles the forward of a module and keeps the result with its code, guarded by the types and shapes it saw, not
 by the module: equal blocks share it. A module is compiled only inside the layers that the executor runs. While it is
-recorded, or traced without values, it is the module that the user wrote.
+recorded or traced on fake tensors, the module runs uncompiled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Run = Callable[..., tuple[Any, ...]]
 
 _CALL = "_compiled_call_impl"  # where `nn.Module` looks for a compiled forward
 _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
-_MAX_KINDS = 256  # of layers whose modules have the same forward, or are torch's own; then dynamo would give up
+_MAX_KINDS = 256  # compiled layers with the same code; dynamo falls back to eager beyond its limit
 
 
 def check_options(options: Mapping[str, Any], where: str) -> None:
@@ -42,7 +42,7 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
 
 def compiled(run: Run, modules: Sequence[nn.Module], options: Mapping[str, Any]) -> Run:
     """A layer in which these modules are compiled."""
-    import torch._dynamo  # not before it is needed: it takes a second
+    import torch._dynamo  # imported late: it takes a second
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_KINDS)
     calls = [(module, torch.compile(_frame_of(module), **options)) for module in modules]
@@ -55,7 +55,7 @@ def compiled(run: Run, modules: Sequence[nn.Module], options: Mapping[str, Any])
 
 
 def _frame_of(module: nn.Module) -> Callable[..., Any]:
-    """What dynamo is to compile. It compiles no frame of torch's own code, so a module of torch's needs another frame
+    """The function for dynamo to compile. Dynamo skips frames of torch's own code, so a module of torch's needs a frame
     around it."""
     from torch._dynamo import external_utils, trace_rules
 

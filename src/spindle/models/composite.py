@@ -95,26 +95,34 @@ class OpenedComposite:
     index: Any
     result: Any  # the output, as fake tensors
     output: Callable[[Any], Glue]  # what computes part of `index`
-    loss_parts: Callable[[int], tuple[str, Glue] | None]
+    loss_parts: Callable[[int], tuple[str, Glue, frozenset[str]] | None]
     reads_values: bool  # whether its code runs itself, around calls of its parts
 
 
 def open_composite(
-    module: nn.Module, args: Any, kwargs: Any, values: Callable[[], tuple[Any, Any]] | None = None
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    values: Callable[[], tuple[Any, Any]] | None = None,
+    *,
+    records: bool = True,
 ) -> OpenedComposite | str:
     """A composite's forward on arguments like these as calls of its parts, or why it cannot be opened. `values` returns
-    the arguments as real tensors, for code between its towers that reads them."""
+    the arguments as real tensors, for code between its towers that reads them; without `records`, for any."""
     towers = towers_of(module)
     if not towers:
         return "it has no towers"
     if has_hooks(module):
         return "it has hooks, which run around all of it"
+    reason = "what its code does between its parts depends on how many samples there are"
     try:
-        return _Opening(module, record_pure(module, args, kwargs, [towers]), args, kwargs).opened()
+        if records:
+            return _Opening(module, record_pure(module, args, kwargs, [towers]), args, kwargs).opened()
     except Exception as error:  # recording runs the user's code, which may raise anything
         reason = failure_reason(error)
         if values is None or not needs_values(error):
             return reason
+    assert values is not None
     before = ModuleSnapshot([module])
     try:
         return _Opening(module, replay_forward(module, *values(), towers, runs_ahead=False), args, kwargs).opened()
@@ -190,7 +198,7 @@ class _Opening:
             owner = owners[owner_id]
             if any(statement.module is owner for statement in self._parts.values()):
                 raise UnsupportedForwardError(
-                    f"its forward reads parameters of its {type(owner).__name__} beside calling it"
+                    f"its forward reads parameters of its {type(owner).__name__} as well as calling it"
                 )
             calls.append(
                 PartCall(
@@ -216,12 +224,15 @@ class _Opening:
             return self._glue(texts[0], references)
         return self._glue(f"_unflatten([{', '.join(texts)}], _spec)", references, extra={"_spec": spec})
 
-    def _loss_parts(self, position: int) -> tuple[str, Glue] | None:
+    def _loss_parts(self, position: int) -> tuple[str, Glue, frozenset[str]] | None:
         """A leaf of the output as the mean of a cross entropy over tokens, or as its sum over a given number: ("mean",
-        the glue of its total and count), or ("sum", its glue); None for any other."""
+        the glue of its total and count, nothing), or ("sum", its glue, the inputs that this number follows from); None
+        for any other."""
         if position in self._recording.losses:
             kind, parts, references = self._recording.losses[position]
-            return kind, self._output(position) if kind == "sum" else self._glue(parts, references)
+            if kind == "sum":
+                return kind, self._output(position), frozenset(references.uses)
+            return kind, self._glue(parts, references), frozenset()
         text, _ = self._recording.leaves[position]
         by_name = {statement.name: statement for statement in self._recording.statements if statement.name}
         statement = by_name.get(text)
@@ -230,9 +241,8 @@ class _Opening:
         loss = _cross_entropy(statement, self._recording.namespace)
         if loss is not None and loss.reduction == MEAN:
             total = re.sub(r"^\w+", "_cross_entropy_parts", statement.text)
-            return "mean", self._glue(
-                total, References(uses=set(statement.uses), attributes=list(statement.attributes))
-            )
+            references = References(uses=set(statement.uses), attributes=list(statement.attributes))
+            return "mean", self._glue(total, references), frozenset()
         if statement.kind.startswith("aten.div.") and len(statement.uses) >= 1:
             dividend = statement.text.partition("(")[2].partition(",")[0]
             summed = by_name.get(dividend)
@@ -243,17 +253,19 @@ class _Opening:
                 and loss.reduction == SUM
                 and not any(self._depends_on_rows(divisor) for divisor in divisors)
             ):
-                return "sum", self._output(position)
+                _, needed = self._slice(References(uses=set(divisors)), None)
+                return "sum", self._output(position), frozenset(needed) & {*self._recording.inputs} - {None}
         return None
 
     def _depends_on_rows(self, name: str) -> bool:
-        """Whether a variable is another for parts of a batch: it follows from an input with rows, or from a part."""
+        """Whether a variable depends on the rows of the batch: it is computed from an input with rows, or from a part's
+        output."""
         _, needed = self._slice(References(uses={name}), None)
         return not needed.isdisjoint(self._with_rows) or not needed.isdisjoint(self._parts)
 
     def _slice(self, references: References, before: Statement | None) -> tuple[list[Statement], set[str]]:
-        """The statements that compute what is referred to, in order, and all variables that they need. Calls of parts
-        are not among them."""
+        """The statements that compute these references, in order and without calls of parts, and all variables that
+        they need."""
         statements = list(self._recording.statements)
         if before is not None:
             statements = statements[: statements.index(before)]
@@ -270,7 +282,7 @@ class _Opening:
             elif statement.name in needed or is_written:
                 needed |= statement.uses
                 taken.append(statement)
-        # A check of sizes that nothing here depends on is up to others.
+        # A size check that nothing here depends on is left to other glue.
         return [each for each in taken[::-1] if each.kind != "check" or each.uses <= needed], needed
 
     def _glue(
@@ -293,7 +305,7 @@ class _Opening:
         inputs += [name for name in self._parts if name in needed]
         assert needed <= {*inputs, *assigned}, needed - {*inputs, *assigned}
         inputs += list(loose)
-        # What changes a tensor in place works on copies of what the function is given.
+        # Statements that modify a tensor in place work on copies of the function's arguments.
         storages = recording.storages
         given = {storages.get(name) for name in inputs}
         given |= {storages.get(statement.name) for statement in statements if statement.kind == "pick"}
@@ -365,7 +377,7 @@ def _cross_entropy(statement: Statement | None, namespace: Mapping[str, Any]) ->
 
 
 def matched_leaves(opened: OpenedComposite, args: Any, kwargs: Any) -> list[Any] | None:
-    """The leaves of arguments in the order of `inputs`; None where their structure is another."""
+    """The leaves of arguments in the order of `inputs`; None if their structure differs."""
     leaves, spec = tree_flatten(argument_normalizer(opened.module)(args, kwargs))
     return leaves if spec == opened.spec else None
 

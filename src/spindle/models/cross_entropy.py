@@ -1,7 +1,7 @@
-"""Cross entropies that a model computes itself: noticed while its code runs, and taken apart into a total and a count.
+"""Cross entropies inside a model's forward: detected while its code runs, and split into a total and a count.
 
 A mean over tokens cannot be computed over parts of a batch and averaged, because parts have different numbers of
-tokens; its total and its count can be added up.
+tokens; its total and its count can be summed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def cross_entropy_parts(
 
 
 class CrossEntropies(TorchFunctionMode):
-    """Notice cross entropies that are computed inside: means and sums in order, and sums divided by something."""
+    """A context that records the cross entropies computed inside: means and sums in order, and divided sums."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class CrossEntropies(TorchFunctionMode):
 
 
 class CrossEntropyFoundError(Exception):
-    """Ends a forward whose rest is not wanted."""
+    """Ends a forward whose remainder is not needed."""
 
     def __init__(self, parts: tuple[torch.Tensor, torch.Tensor]) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class CrossEntropyFoundError(Exception):
 
 
 class WantedCrossEntropy(CrossEntropies):
-    """End the code inside at the cross entropy of this number, with its total and count."""
+    """A context that ends its body at the cross entropy of this number, with its total and count."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

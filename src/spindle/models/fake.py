@@ -24,7 +24,7 @@ def fake_output(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """The output of a module as fake tensors."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     arguments = tree_map(lambda leaf: fake_like(mode, leaf), (args, kwargs))
-    with FakeWeights(module, mode, device_of((args, kwargs))) as weights, as_when_compiling():
+    with FakeWeights(module, mode, device_of((args, kwargs))) as weights, as_when_compiling(), without_caches(module):
         return run_on_fakes(lambda a, k: module(*a, **k), arguments, mode, weights)
 
 
@@ -69,6 +69,15 @@ class FakeWeights:
     def __exit__(self, *error: Any) -> None:
         for tensors, name, real, _ in self._entries:
             tensors[name] = real
+
+    def replaced_in(self, module: nn.Module) -> list[str]:
+        """The parameters and buffers of a module, by name, in whose place the code inside has put other tensors."""
+        own = (module._parameters, module._buffers)
+        return [
+            name
+            for tensors, name, _, fake in self._entries
+            if any(tensors is group for group in own) and tensors.get(name) is not fake
+        ]
 
     @contextmanager
     def real_weights(self) -> Iterator[None]:
@@ -135,7 +144,7 @@ def run_on_fakes(run: Callable[[Any, Any], Any], arguments: Any, mode: FakeTenso
         with _disable_current_modes(), mode:
             return run(*arguments)
     except Exception as error:
-        # Most likely it reads a value. Zeros have some; if they fail, too, the first error says more.
+        # Most likely it reads a value. Zeros have values; if they fail, too, the first error is the more useful one.
         zeros = tree_map(_zeros_like, arguments)
         try:
             devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
@@ -157,7 +166,8 @@ def _zeros_like(leaf: Any) -> Any:
 
 @contextmanager
 def without_torch_logs() -> Iterator[None]:
-    """Inside, torch does not log what fake tensors cannot do: real tensors are tried next, and their error is told."""
+    """A context without torch's logs of failed fake-tensor operations: real tensors are tried next, and their error is
+    reported."""
     loggers = [logging.getLogger(name) for name in _TALKATIVE]
     before = [logger.disabled for logger in loggers]
     try:
@@ -227,13 +237,30 @@ def without_caches(module: nn.Module) -> Iterator[None]:
     Decoders keep keys and values for generation by default, which training does not need. Checkpointing would hide a
     block's operations; a block that recomputes itself still does so when it runs.
     """
-    switched_off: list[tuple[Any, str]] = []
-    for submodule in module.modules():
-        config = getattr(submodule, "config", None)
-        for owner, name in ((config, "use_cache"), (submodule, "gradient_checkpointing")):
-            if owner is not None and getattr(owner, name, None) is True:
-                setattr(owner, name, False)
-                switched_off.append((owner, name))
+    switches = [(config, "use_cache") for config in configs_with_caches(module)]
+    switches += [(submodule, "gradient_checkpointing") for submodule in module.modules()]
+    with _switched_off(switches):
+        yield
+
+
+def configs_with_caches(module: nn.Module) -> list[Any]:
+    """The configurations of a module and its submodules that say whether it keeps keys and values for generation."""
+    configs = [getattr(submodule, "config", None) for submodule in module.modules()]
+    return list({id(config): config for config in configs if hasattr(config, "use_cache")}.values())
+
+
+def call_without_cache(module: nn.Module, configs: Iterable[Any], args: Any, kwargs: Any) -> Any:
+    """The output of a module; its `configs_with_caches` are given, because they take long to find."""
+    with _switched_off([(config, "use_cache") for config in configs]):
+        return module(*args, **kwargs)
+
+
+@contextmanager
+def _switched_off(switches: Iterable[tuple[Any, str]]) -> Iterator[None]:
+    """Set these attributes to False where they are True."""
+    switched_off = [(owner, name) for owner, name in switches if getattr(owner, name, None) is True]
+    for owner, name in switched_off:
+        setattr(owner, name, False)
     try:
         yield
     finally:

@@ -38,7 +38,7 @@ class Interception:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, calls run as they are."""
+        """A context in which calls are not intercepted."""
         self.is_paused = True
         try:
             yield
@@ -47,7 +47,7 @@ class Interception:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, calls in this thread are intercepted."""
+        """A context in which calls in this thread are intercepted."""
         apply, length = torch.autograd.Function.__dict__["apply"], torch.Tensor.__len__
         thread = threading.get_ident()
 
@@ -119,7 +119,7 @@ class Interception:
 
 @contextmanager
 def _global_length(file: str, length: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, code of a file of Python that is no part of torch finds this function as `len`."""
+    """A context in which the code of a Python file outside torch sees this function as `len`."""
     names = (
         vars(sys.modules[file]) if file in sys.modules and file.partition(".")[0] not in _LIBRARIES else {"len": len}
     )
@@ -135,7 +135,7 @@ def _global_length(file: str, length: Callable[[Any], Any]) -> Iterator[None]:
 
 @contextmanager
 def intercepted_calls(modules: Iterable[nn.Module], called: RecordCall) -> Iterator[None]:
-    """Route calls of modules in this thread through `called`. Calls that these modules make inside run as they are."""
+    """Route calls of modules in this thread through `called`. Calls inside these modules are not intercepted."""
     thread = threading.get_ident()
     is_inside = False
 

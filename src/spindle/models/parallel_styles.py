@@ -382,7 +382,7 @@ def _own_random_numbers(device: torch.device, group_rank: int) -> Iterator[None]
 
 
 def _local_embedding(module: Any, forward: Callable[..., Any], ids: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """Look ids up in this member's rows of an embedding table, with zeros for ids in the rows of others."""
+    """Look up ids in this member's rows of an embedding table; ids in rows of other members give zeros."""
     num_rows = module.weight.shape[0]
     first = group.group_rank * num_rows
     is_elsewhere = (ids < first) | (ids >= first + num_rows)

@@ -93,12 +93,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._blocks = {id(block) for block in blocks}
         self._paths = {id(submodule): path for path, submodule in module.named_modules()}
         # Modules that contain a block are inlined; every other submodule is a leaf, one statement for each call.
-        inlined = {
-            id(submodule)
+        self._inlined = [
+            submodule
             for submodule in module.modules()
-            if any(id(descendant) in self._blocks for descendant in submodule.modules())
-        } - self._blocks
-
+            if id(submodule) not in self._blocks
+            and any(id(descendant) in self._blocks for descendant in submodule.modules())
+        ]
+        inlined = {id(submodule) for submodule in self._inlined}
         leaves = [submodule for submodule in module.modules() if id(submodule) not in inlined]
         self._calls = Interception(module, leaves, self._record_call)
         self._code = Code()
@@ -129,6 +130,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 stack.enter_context(torch._C._AutoDispatchBelowAutograd())
                 args, kwargs = tree_unflatten(values, spec)
                 result = self._module(*args, **kwargs)
+                for submodule in self._inlined:
+                    for name in self._values.weights.replaced_in(submodule):
+                        raise UnsupportedForwardError(changed_tensor(submodule, name))
         finally:
             # Raised even while another error is on its way, because that error is usually a consequence.
             if _host_rng_state() != rng_state:
@@ -165,7 +169,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         callee = self._code.name_of(target, "m") if module is not None else f"{self._code.name_of(target, 'c')}.apply"
         arguments, references = self._values.call_text(args, kwargs, f"it passes {label}")
 
-        # What the module does inside is its own business: it is neither recorded nor symbolic.
+        # What happens inside the module is neither recorded nor symbolic.
         concrete = tree_map(self._values.to_concrete, (tuple(args), dict(kwargs)))
         with self._calls.paused():
             result = run_on_fakes(run, concrete, self._values.concrete_mode, self._values.weights)
@@ -234,6 +238,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for schema, arg in zip(func._schema.arguments, args, strict=False)
             if schema.alias_info is not None and schema.alias_info.is_write and id(arg) in self._values.tensors
         )
+        for schema, arg in zip(func._schema.arguments, args, strict=False):
+            if schema.alias_info is not None and schema.alias_info.is_write and isinstance(arg, torch.Tensor):
+                attribute = self._values.attribute_storages.get(arg.untyped_storage()._cdata)
+                if attribute is not None:
+                    raise UnsupportedForwardError(changed_tensor(*attribute))
         # `constant_value` runs producers again to evaluate a tensor, and would miss this write.
         for arg in args if writes else ():
             if id(arg) in self._values.tensors:
@@ -348,6 +357,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if id(part) in self._values.symbolic_of:
             return self._values.symbolic_of[id(part)]
         return self._register_output(part, self._code.add_pick(text, source), where)
+
+
+def changed_tensor(owner: nn.Module, name: str) -> str:
+    """Why a forward cannot be recorded that changes a tensor of a module: ranks would have different values of it."""
+    return f"its forward changes {name!r}, a tensor of its {type(owner).__name__}, between its blocks"
 
 
 def _host_rng_state() -> bytes:

@@ -1,23 +1,22 @@
-"""Code between blocks or towers that reads values of tensors (image sizes, masks): run again, up to the next part.
+"""Replay code between blocks or towers that reads values of tensors (image sizes, masks), up to the next part.
 
-Such code cannot be recorded: it may do something else for every batch. So it runs itself, on real tensors, whenever a
-part of the module needs something from it. The module's forward is started from the beginning; calls of its parts
-(blocks, towers, other submodules with parameters) are answered with outputs that are known already; and it is stopped
-at the part whose arguments are wanted. This is a pure function of the module's arguments and of the outputs of earlier
-parts, so it can run on any rank that has these, and its gradients are right.
+Such code cannot be recorded, because it may differ for every batch. Instead the module's own forward runs on real
+tensors whenever a part of the module needs arguments from it. It starts from the beginning; calls of its parts (blocks,
+towers, other submodules with parameters) return outputs that are already known; and it stops at the part whose
+arguments are needed. This is a pure function of the module's arguments and of the outputs of earlier parts, so it can
+run on any rank that has these, and its gradients are right.
 
     argument ─▶ [code] ─▶ part 0 ─▶ [code again, up to part 1] ─▶ part 1 ─▶ ... ─▶ [code to its end] ─▶ output
 
-`replay_learning` finds out once, from a first batch, which parts are called in which order, and what each needs.
+`replay_learning` learns once, from a first batch, which parts are called in which order, and what each needs.
 
-What every replay checks
-    Where values were read, they may decide otherwise for another batch. So whatever a part is given then, numbers and
-    None included, is taken from a replay of this batch. Only outputs of parts that are passed on as they are go
-    straight to the next part, and every replay checks that they still do: a batch for which that is not so is refused.
+What every replay checks After a value was read, the code may behave differently for another batch. So all later
+    arguments of parts, numbers and None included, come from a replay of the current batch. Only outputs of parts that
+    are passed on unchanged go straight to the next part; every replay checks that they still are, and raises an error
+    for a batch where they are not.
 
-Running ahead
-    Most arguments of blocks (masks, positions, lengths of sequences) do not depend on the blocks before. They are
-    computed once, in front of the first block, by running ahead: the code goes through all blocks while these return
+Running ahead Most arguments of blocks (masks, positions, lengths of sequences) do not depend on the blocks before. They
+    are computed once, before the first block, by running ahead: the code runs through all blocks while these return
     zeros. So nothing is replayed between blocks that only pass hidden states on.
 """
 
@@ -49,8 +48,8 @@ class Like:
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """A leaf of arguments, or of the output, that is an input as it is (`call` is None), or a leaf of what a call
-    returned."""
+    """A leaf of arguments, or of the output, that is an unchanged input (`call` is None), or an unchanged leaf of a
+    call's output."""
 
     call: int | None
     leaf: int
@@ -71,7 +70,7 @@ class ReplayedCall:
 
 
 class _Stop(Exception):
-    """Ends a forward whose rest is not wanted."""
+    """Ends a forward whose remainder is not needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +133,7 @@ class Replay:
         values: dict[tuple[int, int], Any] = {}
         computed: dict[int, Any] = {}
         places = set(wanted)
-        last = len(self.calls) - 1  # further than the last that is wanted: what is passed on is checked on the way
+        last = len(self.calls) - 1  # beyond the last one needed, so that values that are passed on are checked, too
 
         def answer(place: int, call: ReplayedCall, run: Any, args: Any, kwargs: Any) -> Any:
             for leaf, value in enumerate(tree_leaves((args, kwargs))):
@@ -173,7 +172,7 @@ class Replay:
         given = iter(inputs)
         leaves = [next(given) if named else value for named, value in zip(self.is_input, self.constants, strict=True)]
         leaves = [_clone(leaf) if number in self.written else leaf for number, leaf in enumerate(leaves)]
-        seen: dict[int | None, list[Any]] = {None: leaves}  # what the code was given: inputs, and by call
+        seen: dict[int | None, list[Any]] = {None: leaves}  # the values that the code received: inputs, and by call
         versions: dict[int | None, list[int]] = {None: list(map(version_of, leaves))}
 
         def check(values: list[Any], rules: Sequence[Same | None], what: str) -> None:
@@ -225,7 +224,7 @@ class Replay:
         return result
 
     def _refusal(self, difference: str) -> GuardError:
-        """The error for a batch for which the code does something else than it did when it was learnt."""
+        """The error for a batch for which the code behaves differently than for the first one."""
         return GuardError(
             self.module,
             f"{type(self.module).__name__} reads values of tensors between its parts, and takes another branch for "
@@ -234,8 +233,8 @@ class Replay:
 
     @contextmanager
     def _loose_parameters(self, loose: Any, leaves: Any) -> Iterator[None]:
-        """Put tensors in the place of parameters that the code reads itself: others than those that were given have no
-        part in the result, and may be on other ranks."""
+        """Replace the parameters that the code reads itself by these tensors. Parameters that are not given do not
+        affect the result, and may be on other ranks."""
         before = []
         for (path, name, shape, dtype), tensor in zip(self.loose, loose, strict=True):
             parameters = self.module.get_submodule(path)._parameters
@@ -263,7 +262,7 @@ def shape_of(value: Any) -> Any:
 
 
 def after(checked: Any, value: Any) -> Any:
-    """A value that may be used once a replay has checked that it may be."""
+    """Return `value`, after a replay that has checked that it may be used."""
     return value
 
 

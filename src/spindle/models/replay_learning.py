@@ -1,12 +1,12 @@
-"""What a replay needs to know, learnt from a first batch: a forward whose code reads values, as statements.
+"""Learn from a first batch what a replay needs: a forward whose code reads values, as statements.
 
 The module's forward runs once on real arguments, while its parts return zeros of the right shapes and are not computed.
 Operations are followed through the dispatcher, so that for each part it is known which inputs, outputs of earlier parts
-and loose parameters its arguments depend on, and which values had been read by then (they decide about everything after
-them). Outputs that a piece of code does not depend on need not be sent to the rank that runs it: it gets zeros of the
-same shape.
+and loose parameters its arguments depend on, and which values had been read by then (everything after them may depend
+on these). Outputs that a piece of code does not depend on need not be sent to the rank that runs it: it gets zeros of
+the same shape.
 
-What was learnt is written as statements, like those of a recording, in which pieces of code are calls of a `Replay`.
+The result is a list of statements like a recording's, in which pieces of code are calls of a `Replay`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from spindle.models.fake import device_of, without_caches
 from spindle.models.intercept import intercepted_calls
 from spindle.models.recording import argument_normalizer
 from spindle.models.replay import Like, Replay, ReplayedCall, Same, version_of
+from spindle.models.state import ModuleStates
 from spindle.models.statements import (
     Attribute,
     Recording,
@@ -46,12 +47,22 @@ def replay_forward(
     """The forward of a module on real arguments, as statements that replay its code around calls of its parts.
 
     `runs_ahead`: what blocks take that depends on no block is computed in front of the first one.
+
+    A replay runs the code more often than once in a step, and on several ranks, so it must leave no state on modules;
+    state that is set up by the first call only is fine.
     """
-    return _Learner(module, list(blocks), args, kwargs, runs_ahead).recording()
+    learner = _Learner(module, list(blocks), args, kwargs, runs_ahead)
+    recording = learner.recording()
+    if learner.has_changed_modules:
+        learner = _Learner(module, list(blocks), args, kwargs, runs_ahead)
+        recording = learner.recording()
+    if learner.has_changed_modules:
+        raise UnsupportedForwardError("its forward changes attributes or buffers of the module itself")
+    return recording
 
 
 class _Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Which sources each storage depends on. Values that Python reads decide about everything after them."""
+    """Which sources each storage depends on. Everything after a value that Python reads depends on its sources, too."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -121,18 +132,20 @@ class _Learner:
     kwargs: Any
     runs_ahead: bool
     calls: list[_Call] = field(default_factory=list)
-    losses: dict[int, int | None] = field(default_factory=dict)  # by leaf of the output, see `_losses`
+    losses: dict[int, int | set[int]] = field(default_factory=dict)  # by leaf of the output, see `_losses`
+    has_changed_modules: bool = False  # whether the code around its parts has left something on modules
 
     def recording(self) -> Recording:
         outer_context = current_context()
         leaves, spec = tree_flatten(argument_normalizer(self.module)(self.args, self.kwargs))
         is_input = [isinstance(leaf, torch.Tensor) or type(leaf) is int for leaf in leaves]
         block_ids = {id(block) for block in self.blocks}
-        inlined = {
-            id(submodule)
+        around = [
+            submodule
             for submodule in self.module.modules()
-            if any(id(descendant) in block_ids for descendant in submodule.modules())
-        } - block_ids
+            if id(submodule) not in block_ids and any(id(inner) in block_ids for inner in submodule.modules())
+        ]
+        inlined = {id(submodule) for submodule in around}
         paths = {id(submodule): path for path, submodule in self.module.named_modules()}
         targets = [
             submodule
@@ -151,7 +164,7 @@ class _Learner:
         leaves = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         for number, leaf in enumerate(leaves):
             follow.add(leaf, ("input", number))
-        result, result_sources, result_read = self._learn(leaves, spec, targets, loose, follow, device)
+        result, result_sources, result_read = self._learn(leaves, spec, targets, loose, follow, device, around)
         self._check_blocks(block_ids)
         # Calls inside a part are its own: only parts that this code calls, or might call, are intercepted from now on.
         outermost = {id(child) for part in self.module.modules() if id(part) in inlined for child in part.children()}
@@ -160,8 +173,8 @@ class _Learner:
         first_block = next(number for number, call in enumerate(self.calls) if id(call.module) in block_ids)
         if follow.is_random:
             raise UnsupportedForwardError("random numbers are drawn between its parts")
-        if any(kind != "input" for kind, _ in result_read):  # which were zeros here, and decide otherwise
-            raise UnsupportedForwardError("values that its parts compute decide what its code does between them")
+        if any(kind != "input" for kind, _ in result_read):  # zeros here; real ones may branch differently
+            raise UnsupportedForwardError("the code between its parts branches on values that its parts compute")
         passed = _Passed(leaves, is_input, self.calls)
         replay = Replay(
             module=self.module,
@@ -199,6 +212,7 @@ class _Learner:
         loose: list[Attribute],
         follow: _Dependencies,
         device: Any,
+        around: list[nn.Module],
     ) -> tuple[Any, list[set[Source]], set[Source]]:
         def called(module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
             argument_leaves, argument_spec = tree_flatten((tuple(args), dict(kwargs)))
@@ -225,8 +239,10 @@ class _Learner:
         with torch.no_grad(), without_caches(self.module), zero_weights(self.module, device) as zeros:
             for number, (owner, name) in enumerate(loose):
                 follow.add(zeros[id(owner), name], ("loose", number))
+            before = ModuleStates(around)
             with intercepted_calls(targets, called), follow, _noting_reads(follow), losses:
                 result = self.module(*args, **kwargs)
+            self.has_changed_modules = bool(before.changed_modules(but_for_tensors=True))
         result_leaves = tree_leaves(result)
         self.losses = _losses(result_leaves, losses, follow, leaves)
         return result, [follow.sources(leaf) for leaf in result_leaves], set(follow.read)
@@ -239,21 +255,25 @@ class _Learner:
 
 def _losses(
     result: list[Any], losses: CrossEntropies, follow: _Dependencies, leaves: list[Any]
-) -> dict[int, int | None]:
-    """Leaves of the output that are losses over tokens: the number of the cross entropy that is their mean, or None for
-    a sum that is divided by what the caller gave (`num_items_in_batch`)."""
-    found: dict[int, int | None] = {}
+) -> dict[int, int | set[int]]:
+    """Leaves of the output that are losses over tokens: the number of the cross entropy that is their mean, or the
+    inputs that a sum is divided by (`num_items_in_batch`). Where a plain number comes from is not known."""
+    found: dict[int, int | set[int]] = {}
     for position, leaf in enumerate(result):
         for number, (value, reduction) in enumerate(losses.results):
             if value is leaf and reduction == "mean":
                 found[position] = number
         for quotient, divisor in losses.quotients:
             sources = follow.sources(divisor)
-            if quotient is leaf and all(
-                kind == "input" and not (isinstance(leaves[number], torch.Tensor) and leaves[number].dim())
-                for kind, number in sources
+            if (
+                quotient is leaf
+                and sources
+                and all(
+                    kind == "input" and not (isinstance(leaves[number], torch.Tensor) and leaves[number].dim())
+                    for kind, number in sources
+                )
             ):
-                found[position] = None
+                found[position] = {number for _, number in sources}
     return found
 
 
@@ -268,7 +288,7 @@ def _shape_rule(leaf: Any, arguments: list[Any]) -> Any:
 
 
 class _Passed:
-    """Which tensors the code passes on as it got them."""
+    """Which tensors the code passes on unchanged."""
 
     def __init__(self, leaves: list[Any], is_input: list[bool], calls: list[_Call]) -> None:
         self._places: dict[int, Same] = {}
@@ -324,7 +344,7 @@ class _Writer:
         sources: list[set[Source]],
         read: set[Source],
         outer_context: Any,
-        losses: dict[int, int | None],
+        losses: dict[int, int | set[int]],
     ) -> Recording:
         first = self._replay.first_block if self._runs_ahead else 0
         ahead = self._write_ahead() if self._runs_ahead else {}
@@ -348,15 +368,16 @@ class _Writer:
             losses=self._loss_texts(losses),
         )
 
-    def _loss_texts(self, losses: dict[int, int | None]) -> dict[int, tuple[str, str, References]]:
+    def _loss_texts(self, losses: dict[int, int | set[int]]) -> dict[int, tuple[str, str, References]]:
         """How losses are computed over parts of a batch: by the code after the last call, up to the loss itself."""
         last = next((each for each in self._statements if each.name == f"g{len(self._calls)}"), None)
         texts: dict[int, tuple[str, str, References]] = {}
         if last is None:
             return texts
         for position, number in losses.items():
-            if number is None:
-                texts[position] = "sum", "", References()
+            if isinstance(number, set):
+                names = (self._inputs[each] for each in number)
+                texts[position] = "sum", "", References(uses={name for name in names if name is not None})
             else:
                 text = last.text.replace("r0_.segment(", f"r0_.loss_parts({number}, ", 1)
                 references = References(uses=set(last.uses), attributes=list(last.attributes))
@@ -373,7 +394,7 @@ class _Writer:
         needed: set[Source] = set()
         for number, call in enumerate(self._calls[first:], start=first):
             if call.read & blocks:
-                raise UnsupportedForwardError("values of tensors that its blocks return decide between its blocks")
+                raise UnsupportedForwardError("the code between its blocks branches on values that its blocks return")
             arguments = zip(call.leaves, call.sources, call.versions, strict=True)
             for leaf, (value, sources, version) in enumerate(arguments):
                 if self._is_same(value, version, call.read):
@@ -417,7 +438,7 @@ class _Writer:
         return {place: names[alias] for place, alias in aliases.items()}
 
     def _try_ahead(self, wanted: list[tuple[int, int]], exported: list[int]) -> None:
-        """Run ahead once, with zeros: some code cannot go on with outputs of blocks that are but shapes."""
+        """Run ahead once with zeros: some code fails on block outputs without real values."""
         inputs = [leaf for leaf, named in zip(self._leaves, self._replay.is_input, strict=True) if named]
         with torch.no_grad(), zero_weights(self._replay.module, device_of(inputs)):
             self._replay.ahead(wanted, exported, inputs, [None] * len(self._loose), compute=zero_output)
@@ -453,8 +474,8 @@ class _Writer:
         self._register_output(number)
 
     def _register_output(self, number: int) -> None:
-        """Note what a call returns, for those that pass it on as it is; and its shape, for code that does not need its
-        values."""
+        """Note the output of a call, for code that passes it on unchanged; and its shape, for code that does not need
+        its values."""
         name, call = self._outputs[number], self._calls[number]
         for position, leaf in enumerate(call.output):
             if isinstance(leaf, torch.Tensor):
@@ -471,7 +492,7 @@ class _Writer:
         read: set[Source],
         ahead: dict[tuple[int, int], str],
     ) -> list[tuple[str, References]]:
-        """The texts of arguments, or of the output: what is known already, or part of what a replay gives."""
+        """The texts of arguments, or of the output: known variables, or entries of a replay's result."""
         texts: list[tuple[str, References] | None] = []
         needed: set[Source] = set(read)
         for leaf, (value, version) in enumerate(zip(leaves, versions, strict=True)):
@@ -491,12 +512,12 @@ class _Writer:
             for leaf, known in enumerate(texts):
                 if known is None:
                     texts[leaf] = f"{variable}[{leaf}]", References(uses={variable})
-                elif leaf == 0:  # a replay that only checks is run for what it checks
+                elif leaf == 0:  # this replay runs only for its checks
                     texts[leaf] = f"_after({variable}, {known[0]})", References(uses={variable, *known[1].uses})
         return [text for text in texts if text is not None]
 
     def _write_segment(self, number: int, needed: set[Source]) -> str:
-        """Write a replay up to a call, or to the end. What it does not need is given as shapes."""
+        """Write a replay up to a call, or to the end. Values that it does not need are passed as shapes."""
         variable = f"g{number}"
         calls = sorted(place for kind, place in needed if kind == "call" and place < number)
         uses: set[str] = set()
@@ -549,7 +570,7 @@ class _Writer:
 
 @contextmanager
 def _noting_reads(follow: _Dependencies) -> Iterator[None]:
-    """Inside, reads of whole tensors count that the dispatcher does not see."""
+    """A context that also notes reads of whole tensors which the dispatcher does not see."""
     names = ("tolist", "numpy", "__array__")
     before = {name: getattr(torch.Tensor, name) for name in names}
 

@@ -36,10 +36,10 @@ def dump_chain(chain: Chain) -> bytes:
     try:
         _Pickler(buffer, chain.module).dump(_fields(source))
         data = buffer.getvalue()
-        loaded = _load_source(chain.module, data, None)  # whatever cannot be loaded is found here, not on another rank
+        loaded = _load_source(chain.module, data, None)  # fails here, not on another rank
     except NotSerializableError:
         raise
-    except Exception as error:  # pickling runs code of whatever a recording holds
+    except Exception as error:  # pickling runs arbitrary code of the objects in a recording
         raise NotSerializableError(str(error) or type(error).__name__) from error
     if isinstance(source, RecordedForward):
         assert isinstance(loaded, RecordedForward)

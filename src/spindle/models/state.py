@@ -1,12 +1,13 @@
 """Snapshots of modules, so that a forward can be tried without leaving traces.
 
 A snapshot covers what hangs on the modules themselves: their attributes (a cache filled in the first forward, a
-counter), their hooks and the values of their buffers. It does not cover what changes inside an attribute's value (a
-list that grows).
+counter, a list that grows), their hooks and the values of their buffers. It does not cover what changes inside other
+objects that attributes refer to.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,27 +15,42 @@ import torch
 from torch import nn
 
 _COPIED = ("_buffers", "_forward_hooks", "_forward_pre_hooks")  # dicts that modules change in place
+_CONTAINERS = (list, dict, set, deque)
+_OF_TORCH = frozenset(vars(nn.Module()))
 
 
-class ModuleSnapshot:
-    """The state of modules and all their submodules at the time of construction."""
+class ModuleStates:
+    """The state of these modules themselves, without their submodules, at the time of construction."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = list({id(submodule): submodule for root in modules for submodule in root.modules()}.values())
+        self._modules = list(modules)
         self._states = [_state(module) for module in self._modules]
+        self._containers = [_containers(module) for module in self._modules]
+        self._versions = [_versions(module) for module in self._modules]
+
+    def changed_modules(self, *, but_for_tensors: bool = False) -> list[nn.Module]:
+        """Modules whose attributes, hooks or buffers are other objects now, or have changed in place. `but_for_tensors`
+        leaves out attributes that are tensors now, and no buffers: most are left for generation (`rope_deltas`)."""
+        before = zip(self._modules, self._states, self._containers, self._versions, strict=True)
+        return [
+            module
+            for module, state, containers, versions in before
+            if not _is_same_state(state, _state(module), but_for_tensors)
+            or versions != _versions(module)
+            or any(not _has_same_items(container, items) for container, items in containers)
+        ]
+
+
+class ModuleSnapshot(ModuleStates):
+    """The state of modules and all their submodules at the time of construction, which can be restored."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__({id(submodule): submodule for root in modules for submodule in root.modules()}.values())
         self._buffers = [
             (buffer, buffer.clone())
             for module in self._modules
             for buffer in module._buffers.values()
             if buffer is not None
-        ]
-
-    def changed_modules(self) -> list[nn.Module]:
-        """Modules whose attributes, hooks or buffers are other objects now."""
-        return [
-            module
-            for module, state in zip(self._modules, self._states, strict=True)
-            if not _is_same_state(state, _state(module))
         ]
 
     def restore(self) -> None:
@@ -49,6 +65,10 @@ class ModuleSnapshot:
                     current.clear()
                     current.update(saved)
                 module.__dict__[name] = current
+        for container, items in (pair for containers in self._containers for pair in containers):
+            if not _has_same_items(container, items):
+                container.clear()
+                (container.extend if isinstance(container, list | deque) else container.update)(items)
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.data.copy_(value)
@@ -58,7 +78,10 @@ def _state(module: nn.Module) -> dict[str, Any]:
     return {**module.__dict__, **{name: dict(module.__dict__[name]) for name in _COPIED}}
 
 
-def _is_same_state(before: dict[str, Any], now: dict[str, Any]) -> bool:
+def _is_same_state(before: dict[str, Any], now: dict[str, Any], but_for_tensors: bool) -> bool:
+    if but_for_tensors:
+        left_out = {name for name, value in now.items() if isinstance(value, torch.Tensor)}
+        before, now = ({name: each[name] for name in each.keys() - left_out} for each in (before, now))
     return (
         before.keys() == now.keys()
         and all(before[name] is now[name] for name in before if name not in _COPIED)
@@ -67,3 +90,24 @@ def _is_same_state(before: dict[str, Any], now: dict[str, Any]) -> bool:
             for name in _COPIED
         )
     )
+
+
+def _containers(module: nn.Module) -> list[tuple[Any, Any]]:
+    """Lists, dicts and sets that a module refers to, each with a copy."""
+    attributes = (value for name, value in module.__dict__.items() if name not in _OF_TORCH)
+    return [(value, value.copy()) for value in attributes if type(value) in _CONTAINERS]
+
+
+def _has_same_items(container: Any, items: Any) -> bool:
+    if len(container) != len(items):
+        return False
+    if isinstance(container, dict):
+        return all(key in items and value is items[key] for key, value in container.items())
+    if isinstance(container, set):
+        return bool(container == items)
+    return all(item is before for item, before in zip(container, items, strict=True))
+
+
+def _versions(module: nn.Module) -> list[int]:
+    """How often the buffers of a module were changed in place."""
+    return [buffer._version for buffer in module._buffers.values() if buffer is not None]

@@ -77,7 +77,7 @@ class Recording:
     result: Any  # the output, as concrete fake tensors
     leaves: tuple[tuple[str, References], ...] = ()  # the text of each leaf of the output, and what it refers to
     # Leaves of the output that are losses over tokens, where statements do not show it: "mean" with the text of total
-    # and count, or "sum".
+    # and count, or "sum" with the inputs that it is divided by.
     losses: Mapping[int, tuple[str, str, References]] = field(default_factory=dict)
 
 
@@ -131,7 +131,7 @@ def signature_of(module: nn.Module) -> str:
 
 
 class ValueDependenceError(UnsupportedForwardError):
-    """A forward in which values of tensors decide between blocks."""
+    """A forward that branches on values of tensors between its blocks."""
 
 
 def needs_values(error: BaseException) -> bool:
@@ -162,6 +162,6 @@ def guard_error(module: nn.Module, text: str) -> GuardError:
     return GuardError(
         module,
         f"{type(module).__name__} was recorded for sizes with {text}, which does not hold for this batch: its forward "
-        "may take another branch. Pad batches to the same sizes, or register the module with "
+        "may take a different branch. Pad batches to the same sizes, or register the module with "
         "spindle.module(..., split=False)",
     )

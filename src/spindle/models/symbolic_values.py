@@ -94,6 +94,7 @@ class SymbolicValues:
         self.weights = FakeWeights(module, self.concrete_mode, device)
         self.tensors: dict[int, TensorInfo] = {}  # by the id of the symbolic tensor
         self.storages: dict[str, int] = {}  # by variable
+        self.attribute_storages: dict[int, Attribute] = {}
         # Entries of an unbound tensor that no statement stands for yet: (tensor, axis, index).
         self.entries: dict[int, tuple[torch.Tensor, int, int]] = {}
         self.select_entry: Callable[[torch.Tensor], None] | None = None
@@ -121,7 +122,7 @@ class SymbolicValues:
     def make_symbol(self, value: int, text: str, source: str) -> Any:
         """A symbol for an int that the code reads as `text`.
 
-        As in torch.compile, 0 and 1 are specialized: they broadcast, so code for them is no code for other sizes.
+        As in torch.compile, 0 and 1 are specialized: they broadcast, so code for them does not hold for other sizes.
         """
         if value in (0, 1) or value < 0:
             self._code.add_check(f"{text} == {value}", frozenset((source,)))
@@ -150,6 +151,7 @@ class SymbolicValues:
             text = f"{self._code.name_of(owner[0], 'm')}.{owner[1]}"
             self._pair(symbolic, leaf)
             self.tensors[id(symbolic)] = TensorInfo(text=text, uses=frozenset(), attributes=(owner,))
+            self.attribute_storages[symbolic.untyped_storage()._cdata] = owner
             return symbolic
         if id(leaf) in self.entries:
             return leaf
@@ -157,7 +159,8 @@ class SymbolicValues:
         # the inlined code shares with it.
         if isinstance(leaf, FakeTensor):
             raise UnsupportedForwardError(
-                "it uses a tensor from inside one of its blocks; ask for less (output_attentions=False)"
+                "it uses a tensor that one of its blocks made and did not return, or that an earlier call left behind; "
+                "where its caller asks for such tensors (output_attentions, output_router_logits), leave that out"
             )
         if torch._C._functorch.is_functorch_wrapped_tensor(leaf):
             raise UnsupportedForwardError("it uses a tensor inside vmap in a way that cannot be recorded")

@@ -36,7 +36,7 @@ def zero_output(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def zero_outputs(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
-    """Inside, these modules return zeros."""
+    """A context in which these modules return zeros."""
     return intercepted_calls(list(modules), lambda module, run, args, kwargs: zero_output(module, args, kwargs))
 
 
@@ -58,8 +58,8 @@ def zeros_like(leaf: Any) -> Any:
 
 @contextmanager
 def zero_weights(module: nn.Module, device: torch.device) -> Iterator[dict[tuple[int, str], torch.Tensor]]:
-    """Inside, parameters are zeros that take no memory, by owner and name, and so are buffers without values. All are
-    on this device, whatever device the module is still on."""
+    """A context in which parameters, and buffers without values, are zeros that take no memory; yields them by owner
+    and name. All are on this device, whatever device the module is still on."""
     zeros: dict[tuple[int, str], torch.Tensor] = {}
     with ExitStack() as stack:
         for submodule in module.modules():

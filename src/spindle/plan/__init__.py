@@ -1,10 +1,10 @@
-"""What is a plan, is this one legal? The Plan, how pieces become one, its check and its text form."""
+"""The Plan: its assembly from pieces, its legality check and its text form."""
 
 from spindle.plan.assemble import Piece, assemble, assemble_passes, relaxed, slots_per_op
 from spindle.plan.check import MAX_LANES, check
 from spindle.plan.plan import BACKWARD, FORWARD, INPUT, WEIGHT, Plan, Slot, read_plan, setting_of, write_plan
 from spindle.plan.text import PASS_LETTERS, format_devices, format_plan, parse_plan
-from spindle.plan.times import FOLDED, Span, forward_spans, offload_copy_s, pass_s, slot_links, spans
+from spindle.plan.times import FOLDED, Span, forward_spans, pass_s, slot_links, spans
 
 __all__ = [
     "BACKWARD",
@@ -24,7 +24,6 @@ __all__ = [
     "format_devices",
     "format_plan",
     "forward_spans",
-    "offload_copy_s",
     "parse_plan",
     "pass_s",
     "read_plan",

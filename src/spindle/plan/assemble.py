@@ -1,4 +1,4 @@
-"""From pieces in order to slots: the one way planners make a Plan."""
+"""From ordered pieces to slots: every planner builds its Plan here."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def _settings(plan: Plan, profile: Profile) -> None:
     degrees = dict(plan.tensor_degrees)
     for module, degree in degrees.items():
         if module not in profile.graph.modules:
-            raise PlanError(f"this plan gives a tensor degree to {module!r}, which is no module of the workload")
+            raise PlanError(f"this plan gives a tensor degree to {module!r}, which is not a module of the workload")
         for sibling in profile.family_of(module) if degree > 1 else ():
             if degrees.get(sibling, 1) != degree:
                 raise PlanError(
@@ -56,11 +56,11 @@ def _settings(plan: Plan, profile: Profile) -> None:
     names = {op.name for op in profile.graph.metaops}
     for op in plan.recompute:
         if op not in names:
-            raise PlanError(f"this plan recomputes {op!r}, which is no op of the workload")
+            raise PlanError(f"this plan recomputes {op!r}, which is not an op of the workload")
 
 
 def _ops_and_layers(plan: Plan, profile: Profile) -> None:
-    """Every layer of every op stands in exactly one slot, in order, with its op's microbatch."""
+    """Every layer of every op is in exactly one slot, in order, with its op's microbatch."""
     next_layer = {op.name: 0 for op in profile.graph.metaops}
     microbatch_of = {op.name: op.microbatch for op in profile.graph.metaops}
     for slot in plan.slots:
@@ -69,7 +69,7 @@ def _ops_and_layers(plan: Plan, profile: Profile) -> None:
         if slot.last <= slot.first:
             raise _refuse(plan, slot, f"{slot.op} runs layers [{slot.first}, {slot.last}), which is empty")
         if slot.first != next_layer[slot.op]:
-            raise _refuse(plan, slot, f"{slot.op} goes on at layer {slot.first}, expected {next_layer[slot.op]}")
+            raise _refuse(plan, slot, f"{slot.op} continues at layer {slot.first}, expected {next_layer[slot.op]}")
         if slot.microbatch != microbatch_of[slot.op]:
             expected = microbatch_of[slot.op]
             raise _refuse(plan, slot, f"{slot.op} is of microbatch {expected}, its slot says {slot.microbatch}")
@@ -140,6 +140,8 @@ def _memory(plan: Plan, profile: Profile) -> None:
             )
         if slot.offloaded and not profile.cluster.kind.host_bytes_per_s:
             raise _refuse(plan, slot, f"{slot.op} offloads, and nothing is known of a link to the host")
+        if slot.offloaded and plan.num_lanes > 1:  # copies are ordered by passes of one lane
+            raise _refuse(plan, slot, f"{slot.op} offloads in a plan of {plan.num_lanes} lanes; expected one lane")
 
 
 def _host(plan: Plan, profile: Profile) -> None:
@@ -151,7 +153,7 @@ def _host(plan: Plan, profile: Profile) -> None:
     held_bytes: dict[int, int] = defaultdict(int)
     for pass_ in plan.passes:
         slot = plan.slots[pass_.slot]
-        if not slot.offloaded or pass_.kind == WEIGHT:  # activations have come back for the gradients of inputs
+        if not slot.offloaded or pass_.kind == WEIGHT:  # activations were copied back for the input gradients
             continue
         op = position[slot.op]
         num_bytes = offloaded_bytes(slot, graph.metaops[op], profile.curve(op, setting).tensor_degree)
@@ -162,7 +164,7 @@ def _host(plan: Plan, profile: Profile) -> None:
                     plan,
                     slot,
                     f"device {device} offloads more than the {bytes_text(kind.host_memory_bytes)} that the host has "
-                    "for it, counting what has not come back yet",
+                    "for it, counting what has not been copied back yet",
                 )
 
 
@@ -266,7 +268,7 @@ def _order(plan: Plan, profile: Profile) -> None:
     """Every pass comes after the passes it depends on."""
     position = {op.name: index for index, op in enumerate(profile.graph.metaops)}
     if plan.passes and plan.num_rounds > 1:
-        raise PlanError("a plan with passes has no rounds: its passes say what comes after what")
+        raise PlanError("a plan with passes has no rounds: its passes already give the order")
     order = [(pass_.slot, pass_.kind) for pass_ in plan.order]
     refuse_other_slots((slot for slot, _ in order), len(plan.slots))
     needs = pass_needs(order, slot_links([position[slot.op] for slot in plan.slots], profile.graph))

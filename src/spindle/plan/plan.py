@@ -80,15 +80,16 @@ class Pass:
 class Plan:
     """An order of passes on each device: slots, and `passes` where backward does not mirror forward.
 
-    Slots stand in the order in which their forward passes start. `passes`, if there are any, are all passes in an order
-    that respects the flows; `order` gives it for every plan. Rounds run one after another, forward and backward each.
-    With `shard_optimizer`, each of the devices that hold a parameter keeps and updates a part of it: gradients are
-    reduced into these parts, and the next step begins by gathering the updated parameters.
+    Slots are listed in the order in which their forward passes start. `passes`, if there are any, are all passes in an
+    order that respects the flows; `order` gives it for every plan. Rounds run one after another, forward and backward
+    each. With `shard_optimizer`, each of the devices that hold a parameter keeps and updates a part of it: gradients
+    are reduced into these parts, and the next step begins by gathering the updated parameters.
 
-    No times of slots are kept: `spans` derives them. `folded_s` is the length of the step by curves alone, forward and
-    backward of mirrored slots together; `makespan_s` the simulated step with transfers, synchronisation and optimizer;
-    `bound_s` what no plan of this kind can beat (both 0 until they are known). `evaluations` is what the search spent;
-    `cut_s` is set when a time limit ended it early; `settings` says in words what a pipeline's planner chose.
+    A plan stores no times of slots: `spans` derives them. `folded_s` is the length of the step by curves alone, forward
+    and backward of mirrored slots together; `makespan_s` the simulated step with transfers, synchronisation and
+    optimizer; `bound_s` what no plan of this kind can beat (both 0 until they are known). `evaluations` is what the
+    search spent; `cut_s` is set when a time limit ended it early; `settings` lists, as text, the choices of a
+    pipeline's planner.
     """
 
     workload: str

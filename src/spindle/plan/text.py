@@ -81,7 +81,7 @@ _SAFE = "/#[]:()<>=,+!?&$'\""
 
 def _quoted(name: str) -> str:
     """Quote a name into one word; a leading `>` would start a line of passes."""
-    text = quote(name, safe=_SAFE, errors="backslashreplace")  # a name of a file may be half a letter
+    text = quote(name, safe=_SAFE, errors="backslashreplace")  # a file name may contain a lone surrogate
     return "%3E" + text[1:] if text.startswith(">") else text
 
 
@@ -141,7 +141,7 @@ def parse_plan(text: str, profile: Profile) -> Plan:
 def _parse_slot(word: str, position: Mapping[str, int], wave: int, profile: Profile, line: int) -> Piece:
     match = _SLOT.fullmatch(word)
     if match is None:
-        raise PlanError(f"line {line}: {word!r} is no slot; expected op*layers@devices, such as vision*12@0-3")
+        raise PlanError(f"line {line}: {word!r} is not a slot; expected op*layers@devices, such as vision*12@0-3")
     op = unquote(match["op"])
     if op not in position:
         raise PlanError(f"line {line}: no op is called {op!r}; ops: {', '.join(position)}")
@@ -194,7 +194,7 @@ def _parse_degree(module: str, text: str, profile: Profile, line: int) -> int:
 def _parse_pass(word: str, line: int) -> tuple[int, str]:
     match = _PASS.fullmatch(word)
     if match is None:
-        raise PlanError(f"line {line}: {word!r} is no pass; expected a letter of F, B, I, W and a slot, such as F0")
+        raise PlanError(f"line {line}: {word!r} is not a pass; expected a letter of F, B, I, W and a slot, such as F0")
     return _parse_count(match[2], line), next(kind for kind, letter in PASS_LETTERS.items() if letter == match[1])
 
 
@@ -211,7 +211,7 @@ def _parse_start(text: str | None, line: int) -> float:
     except ValueError:
         start_s = math.nan
     if not 0 <= start_s < math.inf:
-        raise PlanError(f"line {line}: {text} is no start; expected seconds, such as ^0.25")
+        raise PlanError(f"line {line}: {text} is not a start time; expected seconds, such as ^0.25")
     return start_s
 
 
@@ -223,7 +223,7 @@ def _parse_devices(text: str, num_devices: int, line: int) -> tuple[int, ...]:
         if last >= num_devices:
             raise PlanError(f"line {line}: there is no device {last}, only 0 to {num_devices - 1}")
         if last < first:
-            raise PlanError(f"line {line}: {part} is no range of devices, it ends before it begins")
+            raise PlanError(f"line {line}: {part} is not a range of devices, it ends before it begins")
         devices += range(first, last + 1)
     return tuple(devices)
 

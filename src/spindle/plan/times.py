@@ -1,4 +1,5 @@
-"""Which passes a pass depends on, and when it runs by the curves. Transfers come in with the program."""
+"""Which passes a pass depends on, and when it runs by the curves. Transfers, and copies of offloaded activations, come
+in with the program."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def _folded_spans(slots: Sequence[Slot], ops: Sequence[int], profile: Profile, s
     lane_end: dict[DeviceLane, float] = {}
     timed: list[Span] = []
     for number, (slot, op) in enumerate(zip(slots, ops, strict=True)):
-        # A slot with earlier layers of its op waits for these alone: they have waited for the op's producers.
+        # A slot with earlier layers of its op waits only for these, which have already waited for the op's producers.
         producers = [op] if slot.first else profile.graph.predecessors[op]
         ready_s = [op_end.get(producer, 0.0) for producer in producers]
         start_s = max([slot.not_before_s, *ready_s, *(lane_end.get(lane, 0.0) for lane in slot.lanes)])
@@ -74,48 +75,35 @@ def pass_spans(
         number, kind = key
         late = [need for need in needs[key] if need not in ends]
         if late:
-            raise PlanError(f"the {kind} of slot {number} stands before the {late[0][1]} of slot {late[0][0]}")
+            raise PlanError(f"the {kind} of slot {number} comes before the {late[0][1]} of slot {late[0][0]}")
         slot, op = slots[number], ops[number]
         start_s = max([*(ends[need] for need in needs[key]), *(lane_end[lane] for lane in slot.lanes)], default=0.0)
-        copy_s = offload_copy_s(slot, op, profile, setting)
-        end_s = start_s + pass_s(slot, kind, profile.curve(op, setting), setting.recompute[op], copy_s)
+        end_s = start_s + pass_s(slot, kind, profile.curve(op, setting), setting.recompute[op])
         ends[key] = end_s
         lane_end.update(dict.fromkeys(slot.lanes, end_s))
         timed.append(Span(slot=number, kind=kind, start_s=start_s, end_s=end_s))
     return tuple(timed)
 
 
-def pass_s(slot: Slot, kind: str, curve: Curve, recompute: bool = False, copy_s: float = 0.0) -> float:
-    """Seconds of a pass by its curve; with `recompute`, backward runs all layers forward again.
-
-    `copy_s` is how long the slot's offloaded activations take to the host: the executor copies them on the compute
-    stream, so forward takes that much longer, and backward, which copies them back, too.
-    """
+def pass_s(slot: Slot, kind: str, curve: Curve, recompute: bool = False) -> float:
+    """Seconds of a pass by its curve; with `recompute`, backward runs all layers forward again."""
     forward_s, backward_s = curve.times_s(len(slot.devices))
     if kind == FORWARD:
-        return slot.num_layers * forward_s + copy_s
+        return slot.num_layers * forward_s
     # Input gradients come first in a split backward, so they pay for recomputation.
-    extra_s = forward_s * (slot.num_layers if recompute else slot.recomputed) + copy_s
+    recompute_s = forward_s * (slot.num_layers if recompute else slot.recomputed)
     if kind == BACKWARD:
-        return slot.num_layers * backward_s + extra_s
+        return slot.num_layers * backward_s + recompute_s
     weight_s = curve.weight_time_s(len(slot.devices))
     if weight_s is None:
         raise ProfileError(f"{slot.op}: nothing is known of which part of its backward pass makes weights' gradients")
-    return slot.num_layers * weight_s if kind == WEIGHT else slot.num_layers * (backward_s - weight_s) + extra_s
+    return slot.num_layers * weight_s if kind == WEIGHT else slot.num_layers * (backward_s - weight_s) + recompute_s
 
 
 def offloaded_bytes(slot: Slot, op: MetaOp, tensor_degree: int) -> int:
     """Bytes of activations that a device of a slot offloads, for the largest share of the batch."""
     rows = -(-(op.batch_size or 1) * tensor_degree * slot.sequence_degree // len(slot.devices))
     return saved_bytes(op, rows, slot.offloaded, tensor_degree, False) // slot.sequence_degree
-
-
-def offload_copy_s(slot: Slot, op: int, profile: Profile, setting: Setting) -> float:
-    """Seconds that copying a slot's offloaded activations takes, one way."""
-    rate = profile.cluster.kind.host_bytes_per_s
-    if not slot.offloaded or not rate:  # `check` refuses to offload at an unknown rate
-        return 0.0
-    return offloaded_bytes(slot, profile.graph.metaops[op], profile.curve(op, setting).tensor_degree) / rate
 
 
 def slot_links(ops: Sequence[int], graph: MetaGraph) -> list[tuple[int, int]]:

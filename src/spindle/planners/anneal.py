@@ -27,6 +27,9 @@ STOP, DONE = 0, 1
 
 # Temperature at the end, on the same scale.
 LAST_TEMPERATURE = 0.0002
+# With more ops than this, one of them is a small part of the schedule, and so is what a move changes: at the same
+# temperatures the search walks away from the LP's start and does not come back.
+COLDER_FROM = 36
 
 # Share of the work (devices times time) in the objective: work that is saved
 # lets later moves shorten the schedule, long before the makespan shows it.
@@ -93,7 +96,8 @@ def anneal(table, first_pieces, first_count, seed, evaluations, control):
     best, best_count, best_value = pieces.copy(), count, REJECTED
     best_start, best_end = start_at.copy(), end_at.copy()
     current = REJECTED
-    temperature = table.first_temperature
+    first_temperature = table.first_temperature * min(1.0, (COLDER_FROM / ops) ** 2)
+    temperature = first_temperature
     cooling = LAST_TEMPERATURE / table.first_temperature
     work_share = FIRST_WORK_SHARE
     stride = 1 + first_count // CHECKPOINTS
@@ -104,7 +108,7 @@ def anneal(table, first_pieces, first_count, seed, evaluations, control):
             if control[STOP] and step > 0:
                 break
             progress = step / evaluations
-            temperature = table.first_temperature * cooling**progress
+            temperature = first_temperature * cooling**progress
             work_share = FIRST_WORK_SHARE + (table.last_work_share - FIRST_WORK_SHARE) * progress
         if step > 0:
             count, changed = move(table, pieces, accepted_count, pieces_of, state)
@@ -171,7 +175,7 @@ def anneal(table, first_pieces, first_count, seed, evaluations, control):
 
 @njit(cache=True, nogil=True)
 def undo(pieces, count, accepted, accepted_count, changed, pieces_of):
-    """Back to the list kept; the counts per op follow."""
+    """Restore the accepted list, and the counts per op."""
     for i in range(changed, count):
         pieces_of[pieces[i, OP]] -= 1
     for i in range(changed, accepted_count):
@@ -194,8 +198,8 @@ def search(
 ) -> list[Timed]:
     """A short schedule of a problem's ops, in start order.
 
-    It begins with the widths that the LP bound mixes for each op. Whoever holds `control` sees how far it is, and may
-    stop it.
+    It starts from the widths that the LP bound mixes for each op. Through `control`, another thread sees its progress
+    and may stop it.
     """
     table, scale_s = _table(problem, run)
     pieces = _first_pieces(problem, mixes, run.piece_limit)

@@ -30,8 +30,8 @@ def schedule_distmm(problem: Problem) -> list[Timed]:
     for task in dict.fromkeys(problem.tasks):
         for towers in _towers_by_level(problem, [op for op in range(problem.num_ops) if problem.tasks[op] == task]):
             in_turn = _in_turn(problem, [op for tower in towers for op in tower], problem.num_devices, start_s)
-            beside = _side_by_side(problem, towers, start_s)
-            timed += min((beside, in_turn), key=_end_s) if beside else in_turn
+            side_by_side = _side_by_side(problem, towers, start_s)
+            timed += min((side_by_side, in_turn), key=_end_s) if side_by_side else in_turn
             start_s = _end_s(timed)
     return timed
 
@@ -157,7 +157,7 @@ def _even_choices(problem: Problem, op: int) -> np.ndarray:
 
 
 def _group_s(problem: Problem, group: list[int], count: int) -> float:
-    """How long a group takes in turn on so many devices."""
+    """Seconds of a group's ops, run one after another on this many devices."""
     total_s = 0.0
     for op in group:
         choices = problem.choices[op]

@@ -6,7 +6,7 @@ batch at once: the duration and area of every op lie on the lower hull of its cu
 area is at most N·C, and the area of all that an op waits for (or that waits for it) fits on N devices before it (after
 it). The bound of a whole step also counts the optimizer's update of every parameter, once: with
 its state sharded, no parameter needs to be updated twice. Gradients of what one device holds need no synchronisation,
-so the least that it can take is nothing.
+so the bound counts no time for it.
 
 Pipelines have a bound of their own (`bound_ns`): it holds for the chunks that they are cut into.
 """
@@ -67,7 +67,7 @@ def step_bound_s(profile: Profile) -> float:
 
 def graph_bound(profile: Profile, update_s: float = 0.0) -> LpSolution:
     """The LP bound over every setting: each op may take any tensor degree, nothing is recomputed. `update_s` is device
-    time beside that of layers."""
+    time in addition to that of layers."""
     problem = best_degree_problem(profile)
     rates = np.array(profile.host_rates)
     if not len(rates):
@@ -188,7 +188,7 @@ def _ancestors(problem: Problem) -> list[set[int]]:
 
 
 def bound_ns(segments: Segments) -> int:
-    """No schedule of these chunks, in any order, with any memory choices and any memory, is shorter.
+    """A lower bound on every schedule of these chunks, in any order, with any memory choices and any memory.
 
     Each rank is a machine whose passes have heads (the longest way to them) and tails (the longest way from them to the
     end). With interruptions allowed, serving the largest tail first is optimal (Jackson's rule), so its length is a

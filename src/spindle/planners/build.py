@@ -1,6 +1,6 @@
 """From a schedule to a finished plan: devices, memory, program, simulated time.
 
-A scheduler is a function from a Problem to timed pieces; here it is tried under the settings that memory asks for:
+A scheduler is a function from a Problem to timed pieces; here it is tried under the settings that memory requires:
 as it is, then with tensor parallelism or rounds or some recomputation, then with several of these. The first of these
 stages with a plan that fits decides, by simulated time, unless that plan is far from the bound. Each is tried with a
 sharded optimizer and without one.
@@ -23,7 +23,7 @@ from spindle.planners.problem import Problem, Timed, problem_of
 from spindle.profile import Profile, Setting, bytes_text, saved_bytes, state_bytes
 from spindle.program import counts_bytes, refuse_overfull
 
-_TIE = 1e-6  # steps that differ by less take as long: the simulator rounds to nanoseconds
+_TIE = 1e-6  # steps that differ by less count as equal: the simulator rounds to nanoseconds
 # Times the bound: a plan within it ends the search for one that saves memory in another way.
 GOOD_ENOUGH = 1.25
 # On one H200 as eight devices, nine plans with a sharded optimizer took 3 to 15 % longer than simulated, the same plans
@@ -44,7 +44,7 @@ class Attempt:
 def plan_with(
     planner: str, schedule: Scheduler, profile: Profile, options: PlanOptions, progress: Progress | None = None
 ) -> Plan:
-    """Make the best plan of a scheduler over the settings that memory asks for."""
+    """Make the best plan of a scheduler over the settings that memory requires."""
 
     def plan_for(attempt: Attempt) -> Plan:
         timed = in_rounds(profile, attempt.setting, attempt.num_rounds, schedule)
@@ -114,8 +114,8 @@ def closest_of(refusals: Sequence[DoesNotFitError]) -> DoesNotFitError:
 def fastest(plans: Sequence[Plan], profile: Profile) -> Plan:
     """The plan with the shortest simulated step; of those that take as long, the one with the least folded time.
 
-    Where times were measured, a sharded optimizer has to win by a margin: its gathers slow the compute beside them down
-    by more than is measured.
+    Where times were measured, a sharded optimizer has to win by a margin: its gathers slow down concurrent compute by
+    more than was measured.
     """
 
     def step_s(plan: Plan) -> float:
@@ -218,7 +218,7 @@ def _recomputing(profile: Profile, setting: Setting, share: float) -> Setting:
 def _tensor_degrees(profile: Profile) -> list[dict[str, int]]:
     """Tensor degrees worth trying: 2, 4, 8 for the heaviest module, as much or less for others.
 
-    Worth sharding is a module whose state weighs on a device, or whose batch is too small for all devices.
+    A module is worth sharding if its state takes much of a device's memory, or its batch is too small for all devices.
     """
     graph = profile.graph
     weight: dict[str, int] = {}

@@ -29,7 +29,8 @@ def schedule_exhaustive(problem: Problem) -> list[Timed]:
 
 
 def shorten(problem: Problem, schedule: list[Timed]) -> list[Timed]:
-    """The optimal schedule of a tiny problem, or the given one if none is shorter, or was found in so many nodes."""
+    """The optimal schedule of a tiny problem; the given one if none is shorter, or none was found within the node
+    limit."""
     if _num_states(problem) > MAX_STATES:
         return schedule
     search = _Search(problem, MAX_SHORTENING_NODES)

@@ -1,4 +1,4 @@
-"""From a plan to a finished one: simulated, checked, verified, beside its bound."""
+"""From a plan to a finished one: simulated, checked and verified, with its bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every planner is given beside a profile: options, with where the chunks of a pipeline stand."""
+"""What every planner is given besides a profile: options, including the layout of a pipeline's chunks."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class PlanOptions:
     """How hard to search, and what is decided already.
 
     The same options give the same plan, unless a time limit cuts the search short. The optimizer is sharded where that
-    is simulated to be faster, or memory asks for it, unless `shard_optimizer` says. Pipelines have `pipeline_ranks`
+    is simulated to be faster, or memory requires it, unless `shard_optimizer` decides. Pipelines have `pipeline_ranks`
     stages, as many as the devices allow unless given, and place chunks as in the best of `layouts`, which were chosen
     on another batch, or as is best for this one. Where their microbatches could be split in other ways than the profile
     has them, `bound_s` is the bound over all of these. Up to `lanes` slots share a device at the same time, where the

@@ -41,7 +41,7 @@ def place(profile: Profile, setting: Setting, timed: Sequence[Timed]) -> list[Pi
     failure: _NoRoom | None = None
     changed = 0
     for _ in range(MAX_RETURNS):
-        # Whether a piece finds room is up to earlier ones: by another rule of its own it finds none again.
+        # Whether a piece fits depends on earlier ones: a different rule for this piece alone would not help.
         if failure is None or changed < failure.piece:
             try:
                 return placement.run(timed, rules)
@@ -80,7 +80,7 @@ class _Placement:
             )
             for degree in self.units_of
         }
-        # What of it the devices that hold a parameter share: nothing, or the optimizer's.
+        # The bytes per parameter that its devices share: none, or those of the optimizer state.
         self.shared_state = {
             degree: whole
             - np.array([_unshared_bytes(self.graph, p, degree) for p in range(len(self.graph.parameters))], dtype=float)
@@ -130,7 +130,7 @@ class _Placement:
                 )
             )
         if late:
-            # Memory pushed a piece onto devices that were still busy: the waves asked for cannot be kept.
+            # Memory forced a piece onto devices that were still busy: the requested waves cannot be kept.
             return [replace(piece, wave=None, not_before_s=0.0) for piece in pieces]
         return pieces
 
@@ -149,7 +149,7 @@ class _Placement:
             worst = int(np.argsort(needed, kind="stable")[min(num_units, len(units)) - 1])
             raise _NoRoom(number, int(units[worst, 0]), int(needed[worst]))
         if rule == FULLEST:
-            # Pack: the fullest that can still hold it, though it be busy.
+            # Pack: the fullest that can still hold it, even if it is busy.
             chosen = np.flatnonzero(fits)[np.argsort(-needed[fits], kind="stable")[:num_units]]
             return self._in_share_order(piece.op, units[np.sort(chosen)]).ravel()
         free_at = self.free_at_s[units].max(axis=1)

@@ -50,7 +50,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """The next layers of an op (numbered in the graph) on so many devices, from when to when in folded time.
+    """The next layers of an op (numbered in the graph) on a number of devices, with start and end in folded time.
 
     A planner may insist on a wave (then the piece starts no earlier than planned), and on a `team`: pieces of one team
     stay on the devices its first piece got.

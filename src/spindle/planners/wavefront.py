@@ -2,8 +2,8 @@
 unfolds.
 
 It anneals schedules in folded time, places each on devices, and lets the simulator choose: with transfers,
-synchronisation, the optimizer and memory. The baselines' and the paper's own plans stand among the candidates, so it is
-never slower than they are.
+synchronisation, the optimizer and memory. The plans of the baselines and of the paper are among the candidates, so it
+is never slower than they are.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from spindle.program import counts_bytes
 # Folded schedules tried for a setting. An evaluation takes time linear in the number of ops; the start, which is the
 # LP's, is the better the more there are of them, so large problems need no more time than ones of middle size.
 MOST_EVALUATIONS = 400_000
-EVALUATIONS_TIMES_OPS = 8_000_000
+EVALUATIONS_TIMES_OPS = 32_000_000
 WITH_BYTES_EVALUATIONS_PER_OP = 6_400
 # Where bytes count, a candidate must also be placed and simulated, which takes the longer the more devices there are.
 LARGE_CLUSTER = 256
@@ -66,7 +66,7 @@ WITH_BYTES_RUNS = (Run(2, 0.2), Run(3, 0.2), Run(4, 0.2), Run(2, 0.0))
 def plan_wavefront(profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Plan:
     """Make the best plan of all candidates.
 
-    `progress` hears how much of an attempt's annealing is done, from 0 to 1.
+    `progress` is called with the share of an attempt's annealing that is done, from 0 to 1.
     """
     clock = _Clock(options.time_limit_s)
     runs: tuple[Run, ...] = FEW_OPS_RUNS if len(profile.graph.metaops) <= FEW_OPS else PLAIN_RUNS
@@ -209,8 +209,8 @@ def _is_hopeless(plan: Plan, profile: Profile, plans: list[Plan]) -> bool:
 
 
 def _least_s(schedule: list[Timed], num_devices: int) -> float:
-    """No step with these pieces is shorter: devices are busy for so long, the pieces of an op and those of a team run
-    one after another."""
+    """A lower bound on steps with these pieces: total device time, and the pieces of an op or of a team, which run one
+    after another."""
     busy_s = sum((piece.end_s - piece.start_s) * piece.num_devices for piece in schedule) / num_devices
     in_turn_s: dict[int | str, float] = defaultdict(float)
     for piece in schedule:

@@ -17,9 +17,9 @@ from spindle.workload import LayerCost
 class Contention:
     """How a layer shares a device with what runs on its other lanes: for each pass, pressure and fill.
 
-    *Pressure* is the slowdown minus one of a copy that runs beside it. *Fill* is the time of several copies at once
-    over the time of as many one after another: 1 for a layer that fills the device alone. While passes run together,
-    each is slowed by the larger of 1 plus the pressure of the others, and the sum of all fills.
+    *Pressure* is the slowdown minus one of a copy that runs at the same time. *Fill* is the time of several copies at
+    once over the time of as many one after another: 1 for a layer that fills the device alone. While passes run
+    together, each is slowed by the larger of 1 plus the pressure of the others, and the sum of all fills.
     """
 
     forward: tuple[float, float]

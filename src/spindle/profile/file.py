@@ -42,7 +42,7 @@ def fitting(profile: Profile, graph: MetaGraph, num_devices: int, where: str) ->
                 f"{_describe(name, current)}; measure again (spindle profile)"
             )
     if list(measured) != list(current) or profile.graph.edges != graph.edges:
-        raise ProfileError(f"{where} was measured for tasks in another order; measure again (spindle profile)")
+        raise ProfileError(f"{where} was measured for tasks in a different order; measure again (spindle profile)")
     if profile.graph.parameters != graph.parameters:
         raise ProfileError(
             f"{where} was measured for modules with other weights, or with other weights frozen; measure again "

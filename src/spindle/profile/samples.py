@@ -1,8 +1,8 @@
 """Curves from measurements: piecewise α–β (§3.2 of the Spindle paper).
 
-The time of a layer depends on the rows (samples) on one device. Between two measured sizes it is α + β·rows, with an
-own α and β for each piece, because kernels change with the load. A curve follows with rows = ceil(batch / n). Sizes
-outside the measured range are never extrapolated: an n that would need them is left out of the curve.
+The time of a layer depends on the rows (samples) on one device. Between two measured sizes it is α + β·rows, with
+separate α and β for each piece, because kernels change with the load. A curve follows with rows = ceil(batch / n).
+Sizes outside the measured range are never extrapolated: an n that would need them is left out of the curve.
 """
 
 from __future__ import annotations

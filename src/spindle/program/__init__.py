@@ -1,5 +1,6 @@
 """Programs: the instructions of every rank, lowering from a plan, and `verify`. Knows ranks, not torch."""
 
+from spindle.program.copies import COPIES_AHEAD, OffloadCopies, copies_in, offload_copies
 from spindle.program.instances import Instances, cut_by, instances_of, needed_pairs
 from spindle.program.instructions import (
     COMPUTE,
@@ -43,6 +44,7 @@ from spindle.program.verify import describe_deadlock, verify
 
 __all__ = [
     "COMPUTE",
+    "COPIES_AHEAD",
     "NUM_LANES",
     "SYNC",
     "TRANSFER",
@@ -57,6 +59,7 @@ __all__ = [
     "Instruction",
     "Link",
     "Memory",
+    "OffloadCopies",
     "OptimizerStep",
     "Piece",
     "Program",
@@ -69,6 +72,7 @@ __all__ = [
     "are_compute",
     "code",
     "compute_lane",
+    "copies_in",
     "counts_bytes",
     "cut_by",
     "describe_deadlock",
@@ -86,6 +90,7 @@ __all__ = [
     "moving_s",
     "needed_pairs",
     "numbers_by_dtype",
+    "offload_copies",
     "optimizer_sharding",
     "parse_program",
     "posted_peaks",

@@ -119,7 +119,7 @@ def code(instruction: Instruction) -> str:
 
 
 def lane_of(instruction: Instruction, plan: Plan) -> int:
-    """The lane of a program that an instruction stands on."""
+    """The lane of a program that an instruction is on."""
     match instruction:
         case Backward(slot=slot, part=part):
             return compute_lane(plan.slots[slot].lane_of_weights if part == WEIGHT else plan.slots[slot].lane)

@@ -31,9 +31,8 @@ from spindle.program.instructions import (
 from spindle.program.program import Bucket, Column, Flows, Lane, Link, Program, SlotShape, lane_from_pairs
 from spindle.program.row_flows import bytes_per_row, flows_between, placement_key, share_bounds
 
-# Gradients are handed on while backward still runs; smaller chunks hide more and cost more messages. A small model is
-# handed on in a few of them. Where a collective was measured to take long beside its bytes, as many go at once as take
-# that long.
+# Gradients are reduced while backward still runs; smaller chunks overlap more and cost more messages. A small model has
+# a few chunks. Where the measured fixed cost of a collective is large, a chunk has as many bytes as take that long.
 CHUNK_BYTES = 64e6
 _SMALL_CHUNK_BYTES, _NUM_CHUNKS = 1e6, 8
 _WEIGHT_CHUNKS = 8  # of a slot whose weight gradients have a lane: those of a chunk run beside the chunk before it
@@ -47,8 +46,8 @@ def lower(
 ) -> Program:
     """Lower a legal plan to a program; does not check the plan again.
 
-    `rows` gives the batch of a task for a step in which it is another than planned (a loader's short last one).
-    `owning_ranks` gives, by parameter, devices that keep it from step to step, though no slot of this plan may use it
+    `rows` gives the batch size of a task for a step in which it differs from the plan (a loader's short last batch).
+    `owning_ranks` gives, by parameter, devices that keep it from step to step even if no slot of this plan uses it
     there: they get its gradient, too.
     """
     setting = setting_of(plan, profile)
@@ -59,8 +58,8 @@ def lower(
         _shape(profile, setting, slot, op, rows or {}, columns) for slot, op in zip(plan.slots, ops, strict=True)
     )
     links = _links(profile, ops, shapes)
-    # Listed passes are one instruction each: gradients of weights are complete after the last of many of them, so
-    # nothing is won by cutting one.
+    # Listed passes are one instruction each: weight gradients are complete only after the last of many passes, so
+    # cutting one gains nothing.
     chunk_bytes = math.inf if plan.passes else _chunk_bytes(profile)
     chunks = [_chunks(profile, setting, slot, op, chunk_bytes) for slot, op in zip(plan.slots, ops, strict=True)]
     split = {pass_.slot for pass_ in plan.order if pass_.kind == WEIGHT}
@@ -99,7 +98,7 @@ def lower(
         orders[COMPUTE].append((len(instructions) - 1, np.unique(np.concatenate(everywhere))))
     sync: Order = []
     if plan.shard_optimizer:
-        # First what the step needs first. One order for all ranks, here as below.
+        # In the order in which the step needs them: one order for all ranks, here as below.
         uses = [min(_place_of(plan, instructions[backward]) for backward in bucket.after) for bucket in buckets]
         order = sorted(range(len(buckets)), key=lambda number: (uses[number], number))
         sync += [(gather_base + number, buckets[number].ranks) for number in order]
@@ -118,7 +117,7 @@ def lower(
 
 
 def _place_of(plan: Plan, instruction: Instruction) -> tuple[int, int, int]:
-    """Where the layers of a backward instruction stand in the forward order: round, slot, layer."""
+    """The position of a backward instruction's layers in the forward order: round, slot, layer."""
     assert isinstance(instruction, Backward)
     return plan.slots[instruction.slot].round, instruction.slot, instruction.first
 
@@ -156,7 +155,7 @@ def _shape(
 
 def _links(profile: Profile, ops: list[int], shapes: tuple[SlotShape, ...]) -> list[Link]:
     links = []
-    known: dict[tuple[int, ...], tuple[Flows, Flows]] = {}  # slots that lie alike exchange alike
+    known: dict[tuple[int, ...], tuple[Flows, Flows]] = {}  # slots with equal placements have equal exchanges
     for producer, consumer in slot_links(ops, profile.graph):
         giver, taker = shapes[producer], shapes[consumer]
         key = (*placement_key(giver), *placement_key(taker))
@@ -270,8 +269,8 @@ def _buckets(
     buckets: list[tuple[tuple[int, float], Bucket]] = []
     for (using, after, degree, shard), parameters in groups.items():
         if (using, degree, shard) not in ranks_of:
-            slots, keeping = using
-            ranks = np.unique([*(device for slot in slots for device in plan.slots[slot].devices), *keeping])
+            slots, idle_owners = using
+            ranks = np.unique([*(device for slot in slots for device in plan.slots[slot].devices), *idle_owners])
             ranks_of[using, degree, shard] = ranks[place[ranks] % degree == shard]
         ranks = ranks_of[using, degree, shard]
         if len(ranks) > 1:
@@ -290,7 +289,7 @@ def _buckets(
 
 Key = tuple[int, str]  # a slot and a kind of pass
 Order = list[tuple[int, Column]]
-Users = tuple[tuple[int, ...], tuple[int, ...]]  # slots, and devices that keep a parameter beside them
+Users = tuple[tuple[int, ...], tuple[int, ...]]  # slots, and devices that keep a parameter without a slot
 
 
 def _transfer_order(

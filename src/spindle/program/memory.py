@@ -6,6 +6,7 @@ import numpy as np
 
 from spindle.errors import DoesNotFitError
 from spindle.profile import Profile, backward_bytes, bytes_text, saved_bytes, state_bytes
+from spindle.program.copies import offload_copies
 from spindle.program.instances import Instances
 from spindle.program.instructions import Backward, Exchange, Forward, are_compute
 from spindle.program.program import Column, Program
@@ -25,8 +26,10 @@ class Memory:
         self.saved = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
         self.working = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
         self.received = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
-        # Activations that are recomputed or copied back for input gradients, and stay until the weight gradients.
-        self.returned = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
+        # Activations that are recomputed for input gradients, and stay until the weight gradients.
+        self.recomputed = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
+        # Activations that are on the host between forward and backward, as far as `copies` says so.
+        self.offloaded = np.zeros((num_slots, program.num_ranks), dtype=np.int64)
         for number, (slot, shape) in enumerate(zip(program.plan.slots, program.slots, strict=True)):
             op, degree = self.graph.metaops[shape.op], shape.tensor_degree
             if op.cost is not None:
@@ -36,9 +39,11 @@ class Memory:
                 self.saved[number, shape.ranks] = rows * (
                     saved_bytes(op, 1, num_kept, degree, False) + saved_bytes(op, 1, num_recomputed, degree, True)
                 )
-                self.working[number, shape.ranks] = rows * backward_bytes(op, 1, degree, num_kept < slot.num_layers)
-                whole = rows * saved_bytes(op, 1, slot.num_layers, degree, False)
-                self.returned[number, shape.ranks] = whole - self.saved[number, shape.ranks]
+                self.working[number, shape.ranks] = rows * backward_bytes(op, 1, degree, num_recomputed > 0)
+                self.recomputed[number, shape.ranks] = rows * (
+                    saved_bytes(op, 1, num_recomputed, degree, False) - saved_bytes(op, 1, num_recomputed, degree, True)
+                )
+                self.offloaded[number, shape.ranks] = rows * saved_bytes(op, 1, slot.offloaded, degree, False)
         # What crosses lanes, and its gradient, is held to the end of the step (`run/lanes.py`).
         for link in program.links:
             producer = program.slots[link.producer]
@@ -62,12 +67,12 @@ class Memory:
         for number, instruction in enumerate(self.program.instructions):
             match instruction:
                 case Forward(slot=slot):
-                    starts[number] = self.saved[slot]
+                    starts[number] = self.saved[slot] + self.offloaded[slot]
                 case Backward(slot=slot, first=first, last=last):
                     whole = self.program.plan.slots[slot]
                     if not instruction.makes_weights:
                         # Output gradients are saved for the weight gradients, in place of activations not needed there.
-                        starts[number] = self.working[slot] + self.returned[slot]
+                        starts[number] = self.working[slot] + self.recomputed[slot]
                         ends[number] = -self.working[slot]
                         continue
                     # Activations are freed chunk by chunk, in integers that add up to all of them.
@@ -80,13 +85,18 @@ class Memory:
                         continue
                     ends[number] -= freed
                     if first == whole.first:
-                        ends[number] -= self.received[slot]
+                        ends[number] -= self.received[slot] + self.offloaded[slot]
                     if not instruction.makes_inputs:
-                        ends[number] -= self.returned[slot]
+                        ends[number] -= self.recomputed[slot]
                 case Exchange(link=link, backward=False):
                     starts[number] = self.arrived[link]
                 case _:
                     pass
+        for rank in range(self.program.num_ranks) if self.offloaded.any() else ():
+            order = self.program.compute_of_rank(rank)
+            for copies in offload_copies(self.program, rank):
+                ends[order[copies.released - 1], rank] -= self.offloaded[copies.slot, rank]
+                starts[order[copies.fetched], rank] += self.offloaded[copies.slot, rank]
         for (number, rank), passing_bytes in self.passing.items():
             starts[number, rank] += passing_bytes
             ends[-1, rank] -= passing_bytes  # the optimizer step is the last instruction

@@ -1,4 +1,4 @@
-"""What must be sent when a plan follows another, in bytes and seconds: weights, and the state of the optimizer.
+"""What must be sent when the plan changes, in bytes and seconds: weights and optimizer state.
 
 The runtime sends the same bytes, but does not prefer sources in the same island.
 """

@@ -1,7 +1,7 @@
 """Memory of ranks whose exchanges are posted as early as the runtime posts them.
 
 A rank posts its exchanges in the order of their lane, each as soon as what it sends exists. So a receive buffer may be
-there long before the exchange that the simulator times, and when it is there follows from the rank's own order alone.
+allocated long before the exchange that the simulator times; when, depends on the rank's own order alone.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from spindle.program.program import Column, Program
 def posted_peaks(program: Program, profile: Profile, ranks: Iterable[int]) -> Column:
     """The peak memory of some ranks.
 
-    Beside what `Memory` counts: the output of a slot until its backward has run, gradients that were received for it,
-    and, where sent gradients keep their memory until the step ends (`Profile.sends_stay`), those.
+    In addition to what `Memory` counts: the output of a slot until its backward has run, gradients that were received
+    for it, and, where sent gradients keep their memory until the step ends (`Profile.sends_stay`), those.
     """
     instances, memory = instances_of(program), Memory(program, profile)
     at_start, at_end = memory.changes(instances)
@@ -44,7 +44,7 @@ def posted_peaks(program: Program, profile: Profile, ranks: Iterable[int]) -> Co
     def peak(rank: int) -> int:
         places = np.flatnonzero((instances.lane == COMPUTE) & (instances.rank == rank))
         begin, end = at_start[places], at_end[places]
-        # By slot: behind how many instructions its output is there, and the gradients of its inputs.
+        # By slot: after how many instructions its output exists, and the gradients of its inputs.
         forwarded: dict[int, int] = defaultdict(int)
         returned: dict[int, int] = defaultdict(int)
         for place, number in enumerate(instances.instruction[places].tolist()):

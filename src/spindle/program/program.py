@@ -126,7 +126,8 @@ class Program:
 
     @property
     def places(self) -> Column:
-        """By instruction: the place of its pass in the order of the plan; the last for all but forward and backward."""
+        """By instruction: the position of its pass in the order of the plan; the last one for anything but forward and
+        backward."""
         place = {(pass_.slot, pass_.kind): number for number, pass_ in enumerate(self.plan.order)}
         places = np.full(len(self.instructions), len(place))
         for number, instruction in enumerate(self.instructions):

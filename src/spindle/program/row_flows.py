@@ -33,7 +33,7 @@ def bytes_per_row(graph: MetaGraph, producer: SlotShape, consumer: SlotShape) ->
     cost = graph.metaops[producer.op].cost
     if cost is None:
         return 0.0
-    # Groups of one size hand parts from member to member; others have to be whole in between.
+    # Groups of equal size send parts from member to member; between others, rows have to be whole.
     is_alike = producer.tensor_degree == consumer.tensor_degree
     output_bytes = cost.cut_bytes_at(producer.tensor_degree) if is_alike else cost.output_bytes
     return output_bytes * producer.num_rows / common_scale(producer, consumer)

@@ -97,7 +97,7 @@ class Slice:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the tensor that holds it. A range has as many dimensions as the parameter, because optimizers
-        tell by them what to decay."""
+        use it to decide on weight decay."""
         lengths = self.box.lengths
         if self.num_elements == self.box.num_elements:
             return lengths
@@ -167,7 +167,7 @@ def weight_sharding(
     shapes: Sequence[Sequence[int]] | None = None,
     split_dims: Mapping[int, int] | None = None,
 ) -> dict[str, Mapping[int, Slice]]:
-    """What each rank holds of the weights: those of its slots, and those that `owning_ranks` keep all the same.
+    """What each rank holds of the weights: those of its slots, and those that it keeps as one of `owning_ranks`.
 
     `shapes` and `split_dims` are by position of the parameter in the graph. Without them a parameter is a row of
     elements, which is enough to count what is sent. A parameter that no rank holds is not in the map.
@@ -261,7 +261,7 @@ def flat_pieces(sizes: Sequence[int], num_parts: int) -> tuple[int, list[list[Pi
             pieces[-1].append(Piece(part, begin, first, last))
             first = last
         if not size:
-            pieces[-1].append(Piece(0, 0, 0, 0))  # an empty tensor belongs to a rank, too
+            pieces[-1].append(Piece(0, 0, 0, 0))  # an empty tensor needs an owner, too
         start += size
     return part_size, pieces
 
@@ -283,10 +283,10 @@ def transfer(old: Sharding, new: Sharding, island_of: Sequence[int] | None = Non
     """What ranks send so that each has its slices under `new`, when they have those under `old`.
 
     Every element that a rank lacks is sent to it once, and none that it has. Of the ranks that hold an element, one in
-    the destination's island sends it, and among these the one that has sent least so far: large parameters are
-    assigned first, as in longest-processing-time scheduling. A parameter that `old` does not have is new and is left
-    out. The result depends on the two maps alone, so that ranks can compute it each for themselves; the transfers of
-    one parameter follow each other.
+    the destination's island sends it, and among these the one that has sent least so far: large parameters are assigned
+    first, as in longest-processing-time scheduling. A parameter that `old` does not have is new and is left out. The
+    result depends on the two maps alone, so every rank computes the same list; the transfers of one parameter are
+    consecutive.
     """
     transfers: list[Transfer] = []
     num_sent: Counter[int] = Counter()

@@ -36,7 +36,7 @@ def format_program(program: Program, profile: Profile) -> str:
 
 
 def parse_program(text: str, profile: Profile) -> Program:
-    """The program of a text form: its plan lowered, with the order on each rank as the text has it."""
+    """Parse the text form: lower its plan, and take the order on each rank from the text."""
     plan_text, _, lane_text = text.partition("---\n")
     program = lower(parse_plan(plan_text, profile), profile)
     number_of = {code(instruction): number for number, instruction in enumerate(program.instructions)}
@@ -47,7 +47,7 @@ def parse_program(text: str, profile: Profile) -> Program:
             raise ProgramError(f"expected 'rank RANKS LANE INSTRUCTIONS', got {line!r}")
         for word in codes:
             if word not in number_of:
-                raise ProgramError(f"{word!r} is no instruction of this program; it has {', '.join(number_of)}")
+                raise ProgramError(f"{word!r} is not an instruction of this program; it has {', '.join(number_of)}")
         for part in ranks.split(","):
             first, _, last = part.partition("-")
             for rank in range(int(first), int(last or first) + 1):

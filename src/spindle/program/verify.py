@@ -1,5 +1,5 @@
 """Prove that a program is safe to run: it does what its plan says, every instruction runs once on each of its ranks and
-on no other, every rank has its inputs, nothing deadlocks, it fits.
+on no other, every rank has its inputs, nothing deadlocks, and it fits into memory.
 
 What the columns of a program say (slots, links, buckets) is compared with the plan and the graph first. Then the ranks
 that take part in an instruction follow from these columns, and are compared with the ranks that have it on a lane. Each
@@ -373,7 +373,7 @@ def _passes_are_in_the_order_of_the_plan(program: Program) -> None:
         if len(swapped):
             before, after = (code(program.instructions[number]) for number in lane.instructions[swapped[0] :][:2])
             raise ProgramError(
-                f"rank {rank[swapped[0]]} runs {before} before {after}, its plan has them in the other order"
+                f"rank {rank[swapped[0]]} runs {before} before {after}, its plan has them in the opposite order"
             )
 
 
@@ -388,7 +388,7 @@ def describe_deadlock(program: Program, instances: Instances, stuck: Column) -> 
         ]:
             if is_stuck[follower]:
                 waits_for[int(follower)].append(int(instance))
-    # An instance that waits for nobody on its own rank waits for members of its rendezvous that do.
+    # An instance that waits for nothing on its own rank waits for members of its rendezvous that do.
     blocked_by_needs = {instance for instance, sources in waits_for.items() if sources}
     for instance in stuck:
         if int(instance) in blocked_by_needs:

@@ -6,7 +6,7 @@ nothing for a module does not call it.
 
 Vision-language models: images go through a ViT and an adapter into a language model. Text to video: the hidden states
 of a language model go through an adapter into a diffusion transformer, whose layers look at them by cross attention;
-each clip sees its share of the text. `docs/recipes.md` tells what is the paper's and what is ours.
+each clip sees its share of the text. `docs/recipes.md` lists what is from the paper and what is ours.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ After = Literal["head", "adapter", "final"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """A tower with what stands before and behind its blocks."""
+    """A tower with the layers before and after its blocks."""
 
     tower: Tower
     before: Before
@@ -479,7 +479,7 @@ def _parts(
             cut = split_evenly(instances, most)
             if not cut:
                 continue
-            # Each instance sees its share of what the module before it says.
+            # Each instance attends to its share of the previous module's output.
             text = sum(microbatch.tokens_of(model.chains[0].name)) if chain.tower.cross_attention else 0
             seen = even_parts(text, len(instances)) if text else []
             start = 0

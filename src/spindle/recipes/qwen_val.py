@@ -1,4 +1,4 @@
-"""QWen-VAL: a large language model that reads what a vision and an audio encoder say (§5).
+"""QWen-VAL: a large language model over the outputs of a vision and an audio encoder (§5).
 
 Three tasks: vision-language (VL), audio-language (AL), and both (VAL). The encoders flow into the language model.
 """

@@ -22,7 +22,7 @@ FITS_KIND = "recipe-fits"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedCell:
-    """DeepSpeed's step on so many devices: in the paper, and as our simulated `sequential` plan."""
+    """DeepSpeed's step on a number of devices: in the paper, and as our simulated `sequential` plan."""
 
     num_devices: int
     paper_ms: float
@@ -74,7 +74,7 @@ class Recipe:
         return Roofline(efficiency=fit.efficiency, overhead_s=fit.overhead_s)
 
     def workload(self, batch_scale: int = 1) -> Workload:
-        """The workload with every batch so many times as large, for clusters larger than the paper's."""
+        """The workload with every batch `batch_scale` times as large, for clusters larger than the paper's."""
         if batch_scale < 1:
             raise WorkloadError(
                 f"recipe {self.name!r}: batch_scale must be a whole number of at least 1, got {batch_scale}"

@@ -147,7 +147,7 @@ def _step_of(model: MultimodalModel, cluster: Cluster, microbatches: tuple[Micro
 def batches(
     model: MultimodalModel, num_microbatches: int, seed: int, samples: Path | None = None
 ) -> Iterator[tuple[Microbatch, ...]]:
-    """Batches without end like the paper's data, or one after another of a file's samples until it is used up."""
+    """Endless batches that resemble the paper's data, or the batches of a file's samples until it is used up."""
     is_video = any(chain.name == VIDEO for chain in model.chains)
     if samples is None:
         random = np.random.default_rng(seed)

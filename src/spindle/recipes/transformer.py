@@ -105,7 +105,7 @@ def call_name(module: str) -> str:
 
 
 def call_of(tower: Tower, num_tokens: int, memory_tokens: int = 0) -> Call:
-    """A call of the tower on samples of so many tokens, attending to `memory_tokens` of an encoder."""
+    """A call of the tower on samples of `num_tokens` tokens, attending to `memory_tokens` of an encoder."""
     costs = []
     if tower.has_embedding:
         costs.append(("embedding", embedding_cost(tower, num_tokens)))

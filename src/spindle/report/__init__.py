@@ -1,6 +1,6 @@
-"""What do we tell people? Tables, the terminal Gantt, the figure, explanations: pure functions of plans and timelines.
+"""Tables, Gantt charts, figures and explanations: pure functions of plans and timelines.
 
-Nothing is imported here, so that one who wants a number does not load the drawing.
+Nothing is imported here, so that printing a number does not load the drawing code.
 """
 
 from spindle.report.bound import bound_report, limit_sentences

@@ -1,4 +1,4 @@
-"""What keeps a step from being faster: the bounds, and which of work and order sets them."""
+"""What limits a step: the bounds, and whether work or order sets them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BoundReport:
 
     @property
     def paper_s(self) -> float:
-        """The sum over levels, which speaks for plans with a barrier between them."""
+        """The sum over levels, a bound for plans with a barrier between them."""
         return sum(self.level_s)
 
     @property
@@ -86,7 +86,7 @@ def _longest_path(problem: Problem, duration_s: list[float]) -> tuple[list[int],
 
 
 def limit_sentences(report: BoundReport) -> list[str]:
-    """What limits the bound, in plain words."""
+    """What limits the bound, as sentences."""
     chain = " → ".join(report.path if len(report.path) <= 8 else (*report.path[:4], "…", *report.path[-3:]))
     what = "path" if len(report.path) > 1 else "op"
     devices = count_of(report.num_devices, "device")

@@ -71,15 +71,15 @@ def conclusion(comparison: Comparison, reference: str) -> str:
     """Which planner is fastest and by how much, or that the reference, which needs no planner, is as good."""
     if not comparison.plans:
         return ""
-    best, *others = comparison.plans
+    best, *slower = comparison.plans
     plain = next((row for row in comparison.plans if row.planner == reference), None)
     what = "Plain data parallel" if reference == REFERENCE[False] else "The usual schedule"
     if plain is not None and plain.makespan_s <= _AS_GOOD * best.makespan_s:
         faster = f"{best.planner} is {_faster(plain, best)} faster" if best is not plain else "no planner is faster"
         return f"{what} ({reference}) is as good here: {faster}."
-    others = [row for row in others if row is not plain]
+    slower = [row for row in slower if row is not plain]
     parts = [] if plain is None else [f"{_faster(plain, best)} faster than {what.lower()} ({reference})"]
-    parts += [f"{_faster(others[0], best)} faster than the next best ({others[0].planner})"] if others else []
+    parts += [f"{_faster(slower[0], best)} faster than the next best ({slower[0].planner})"] if slower else []
     return f"{best.planner} is best: {', '.join(parts)}." if parts else f"Only {best.planner} has a plan."
 
 

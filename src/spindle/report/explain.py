@@ -1,4 +1,4 @@
-"""Why did this op get these devices? What the curve, the bound, the neighbours and the data say about each choice."""
+"""Why an op got its devices: its curve, the bound, what ran at the same time, and where its data was."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SAME_TIME = 1e-9  # of the step: planners add the same times in different order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """A layer on so many devices; efficiency is speedup over the fewest allowed, per device."""
+    """A layer on a number of devices; efficiency is speedup over the fewest allowed, per device."""
 
     num_devices: int
     layer_s: float
@@ -46,7 +46,7 @@ class SlotStory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inflow:
-    """Data a slot takes from another: bytes that move between devices, and bytes that lie there already."""
+    """Data a slot takes from another: bytes that move between devices, and bytes that are already in place."""
 
     producer: str
     into_layer: int
@@ -76,7 +76,7 @@ class LaneShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpExplanation:
-    """`bound_mix` is what the LP bound would do: (devices, layers), layers not whole."""
+    """`bound_mix` is the LP bound's allocation: (devices, layers), layers fractional."""
 
     op: str
     task: str
@@ -169,8 +169,8 @@ def _lane_shares(program: Program, profile: Profile) -> dict[str, tuple[LaneShar
     return {op: tuple(of_op) for op, of_op in explained.items()}
 
 
-def _overlap(passes: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
-    return any(start < last and first < end for start, end in passes for first, last in others)
+def _overlap(passes: Sequence[tuple[int, int]], rivals: Sequence[tuple[int, int]]) -> bool:
+    return any(start < last and first < end for start, end in passes for first, last in rivals)
 
 
 def _points(plan: Plan, profile: Profile, op: int) -> tuple[CurvePoint, ...]:
@@ -196,12 +196,12 @@ def _points(plan: Plan, profile: Profile, op: int) -> tuple[CurvePoint, ...]:
 
 
 def _story(plan: Plan, profile: Profile, timed: Sequence[tuple[Slot, Span]], slot: Slot, span: Span) -> SlotStory:
-    beside: dict[str, int] = {}
+    concurrent: dict[str, int] = {}
     slack = _SAME_TIME * plan.folded_s
     for neighbour, when in timed:
         overlaps = when.start_s < span.end_s - slack and when.end_s > span.start_s + slack
         if neighbour.op != slot.op and overlaps:
-            beside[neighbour.op] = max(beside.get(neighbour.op, 0), len(neighbour.devices))
+            concurrent[neighbour.op] = max(concurrent.get(neighbour.op, 0), len(neighbour.devices))
     return SlotStory(
         first=slot.first,
         last=slot.last,
@@ -210,7 +210,7 @@ def _story(plan: Plan, profile: Profile, timed: Sequence[tuple[Slot, Span]], slo
         end_s=span.end_s,
         wave=slot.wave,
         waited_for=_waited_for(plan, profile, timed, slot, span),
-        beside=tuple(beside.items()),
+        beside=tuple(concurrent.items()),
     )
 
 
@@ -238,7 +238,7 @@ def _waited_for(plan: Plan, profile: Profile, timed: Sequence[tuple[Slot, Span]]
 
 
 def _inflow(program: Program, profile: Profile, link: Link) -> Inflow:
-    """A program lists only what moves; the rest of what the consumer needs lies there already."""
+    """A program lists only what moves; everything else that the consumer needs is already in place."""
     giver, taker = program.slots[link.producer], program.slots[link.consumer]
     cost = profile.graph.metaops[giver.op].cost
     needed = 0.0 if cost is None else cost.output_bytes * giver.num_rows * taker.tensor_degree
@@ -337,17 +337,17 @@ def _about_bound(explanation: OpExplanation) -> str:
 
 
 def _about_neighbours(explanation: OpExplanation) -> list[str]:
-    beside: dict[str, int] = {}
+    concurrent: dict[str, int] = {}
     for slot in explanation.slots:
         for op, count in slot.beside:
-            beside[op] = max(count, beside.get(op, 0))
-    if not beside:
+            concurrent[op] = max(count, concurrent.get(op, 0))
+    if not concurrent:
         return ["Nothing ran beside it."]
-    return [f"Beside it ran {listed([f'{op} (on {count})' for op, count in beside.items()])}."]
+    return [f"Beside it ran {listed([f'{op} (on {count})' for op, count in concurrent.items()])}."]
 
 
 def _about_data(explanation: OpExplanation) -> list[str]:
-    """Where its data came from; what is the same of several producers is said once."""
+    """Where its data came from; producers with equal sizes share a sentence."""
     lines = []
     if not any(inflow.into_layer == 0 for inflow in explanation.inflows):
         lines.append("It takes its input from the batch, from no other op.")

@@ -206,7 +206,7 @@ def _grouped(
 
 
 def columns_for(width: int, num_devices: int) -> int:
-    """How many columns of time fit into so many characters beside the names of so many devices."""
+    """How many columns of time fit into `width` characters next to the labels of `num_devices` devices."""
     return max(10, width - _label_width(num_devices) - 2)
 
 
@@ -292,7 +292,8 @@ def _short(time_s: float) -> str:
 
 
 def draw_legend(charts: Sequence[Chart], width: int) -> Text:
-    """Of charts with the same marks: ops in columns; backward goes without saying, other marks only where they show."""
+    """The legend of charts with the same marks: ops in columns, without their backward; other marks only if they
+    appear."""
     shown = {mark for chart in charts for _, row in chart.rows for mark in row}
     entries = [
         mark

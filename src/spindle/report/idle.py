@@ -27,8 +27,8 @@ _LOSS = "loss."  # modules that stand for the losses of tasks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleCause:
-    """Idle time beside a module, as a share of all devices' time: `reason` goes on from its name, `advice` is a
-    sentence or nothing. Without a module: nothing computes."""
+    """Idle time while a module runs, as a share of all devices' time: `reason` continues a sentence that begins with
+    its name, `advice` is a sentence or empty. Without a module, nothing computes."""
 
     module: str
     share: float
@@ -74,7 +74,7 @@ def idle_causes(
     beside_ns = (running * np.divide(idle_ns, np.maximum(num_running, 1))).sum(1)
     whole_ns = max(1, timeline.makespan_ns * program.num_ranks)
 
-    # The slot of a module that most of this time passes beside says why.
+    # The slot of a module during which most of this time passes gives the reason.
     until = np.concatenate([[0.0], np.cumsum(idle_ns)])
     beside_slot: dict[int, float] = defaultdict(float)
     for slot, (start, end) in zip(slots[computes].tolist(), np.searchsorted(times, spans), strict=True):
@@ -108,8 +108,8 @@ def idle_sentences(causes: Sequence[IdleCause], at_most: int = 4) -> list[str]:
     shown = [cause for cause in causes if cause.share >= _WORTH_TELLING][:at_most] or list(causes[:1])
     lines = [f"Why {percent(idle)} of device time is idle:"]
     for cause in shown:
-        beside = f"beside {cause.module}, which {cause.reason}" if cause.module else f"while {cause.reason}"
-        lines.append(f"- {percent(cause.share)} {beside}.")
+        text = f"beside {cause.module}, which {cause.reason}" if cause.module else f"while {cause.reason}"
+        lines.append(f"- {percent(cause.share)} {text}.")
     rest = [cause for cause in causes[len(shown) :] if cause.module]
     if sum(cause.share for cause in rest) >= _WORTH_TELLING:
         names = listed([cause.module for cause in rest], at_most=3)

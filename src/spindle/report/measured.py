@@ -1,4 +1,4 @@
-"""What a profile holds, for people: times of layers on so many samples, and what else was measured."""
+"""Tables of a profile: times of layers by number of samples, and everything else that was measured."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _Times = dict[int, tuple[float, float, float | None]]  # by samples: forward, ba
 
 
 def _layers(profile: Profile) -> dict[tuple[str, float], _Times]:
-    """Times of each run of layers. What several tasks call alike was measured once, so it stands here once."""
+    """Times of each run of layers. Equal calls of several tasks were measured once, and are listed once."""
     times_of: dict[tuple[str, float], _Times] = {}
     for op, curves in zip(profile.graph.metaops, profile.curves, strict=True):
         output, saved = (0.0, None) if op.cost is None else (op.cost.output_bytes, op.cost.saved_bytes)
         for curve in curves:
-            # Calls on longer sequences are told apart by what they give for a sample.
+            # Calls on sequences of different lengths differ in their output bytes per sample.
             times = times_of.setdefault((_name(op, curve), output), {})
             for count, forward_s, backward_s in zip(curve.num_devices, curve.forward_s, curve.backward_s, strict=True):
                 rows = -(-(op.batch_size or 1) // (count // curve.tensor_degree))

@@ -2,7 +2,7 @@
 
 Both timelines are of one program, so their numbers can be compared one by one. Left out: memory, because a
 measured timeline may carry no bytes; and single transfers, because a measured transfer ends when its rank notices,
-which says more about the rank than about the link.
+which depends more on the rank than on the link.
 """
 
 from __future__ import annotations

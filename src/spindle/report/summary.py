@@ -1,4 +1,4 @@
-"""A fit in a few lines: losses, the step predicted and measured, and in words what differs most."""
+"""A fit in a few lines: losses, the predicted and measured step, and what differs most."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _checkpoint(plan: Plan, profile: Profile) -> str:
 
 
 def _unused(num_used: int, num_devices: int) -> str:
-    """Says that devices are left over, and what would use them: an op takes no more devices than its batch has rows."""
+    """A sentence about unused devices, and what would use them: an op takes no more devices than its batch has rows."""
     factor = math.ceil(num_devices / num_used * 100) / 100
     return f"{num_used:,} of {num_devices:,} are used; batches {factor:g} times as large could use all of them"
 

@@ -1,4 +1,4 @@
-"""Do it: a Program on `torch.distributed`. Knows instructions and code, not how tasks were written."""
+"""Run a Program on `torch.distributed`. Knows instructions and the code of ops, not how tasks were written."""
 
 from spindle.run.budget import Budget, limit_gpu_memory
 from spindle.run.compute import seed_of

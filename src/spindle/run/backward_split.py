@@ -6,7 +6,7 @@ well (the product of an activation and a weight). The gradients that reach a for
 continues from there, so that of all nodes only the forks run twice, each time for other inputs.
 
 `torch.distributed.pipelining` splits similarly, but runs the nodes between two uses of one weight twice, counts a
-weight twice that joins two parameter groups, and does not support views as stage outputs.
+weight twice if it joins two parameter groups, and does not support views as stage outputs.
 """
 
 from __future__ import annotations

@@ -42,11 +42,11 @@ class Compute:
         batch_axes: Mapping[str, Axes],
         seed: int,
         autocast: torch.dtype | None,
+        offload: HostOffload,
     ) -> None:
         self._rank_program, self._transfers, self._syncs, self._world = rank_program, transfers, syncs, world
         self._batch_axes, self._base_seed, self._autocast = batch_axes, seed, autocast
-        self._graph_cache = graph_cache
-        self.offload = HostOffload()
+        self._graph_cache, self.offload = graph_cache, offload
 
     def forward(self, step: Step, slot: RankSlot, watch: Watch, position: int) -> None:
         trees = {link.source: self._input(step, link, watch) for link in slot.inputs} if slot.rows else {}
@@ -88,7 +88,7 @@ class Compute:
             return self._run_layers(step, slot, slot.code, trees, watch)
         if slot.code.is_random:
             self._seed(step, slot, slot.first_layer)
-        batch = self._batch(step, slot) if slot.rows else None
+        batch = _batch(step, slot, self._batch_axes[slot.task]) if slot.rows else None
         whole = step.batches[slot.task] if step.check_losses and slot.task not in step.held else None
         loss, metrics = loss_part(slot.code, slot, batch, trees, self._world, check_with=whole)
         return SlotOutput([Piece(inputs=(), outputs=loss)], (loss, metrics))
@@ -122,10 +122,11 @@ class Compute:
                 if values is None:
                     # The glue code that makes a call's arguments is part of its first layer.
                     run = _behind(code.arguments, run)
-                    args = (self._batch(step, slot), *(trees[source][0] for source in code.sources))
+                    batch = _batch(step, slot, self._batch_axes[slot.task])
+                    args = (batch, *(trees[source][0] for source in code.sources))
                 is_recomputed = number - slot.first < slot.recomputed
-                # An in-place layer must not change values that are needed as they were: those of a recomputation, or
-                # leaves of the autograd graph, where autograd forbids it.
+                # An in-place layer must not change values that are needed later: inputs of a recomputation, or leaves
+                # of the autograd graph, where autograd forbids it.
                 if layer.writes_input and (is_recomputed or not is_open):
                     run = _on_copies(run)
                 if is_recomputed and slot.is_split:
@@ -136,8 +137,8 @@ class Compute:
                     continue
                 if is_recomputed:
                     values = checkpointed(layer, run, args)
-                elif number - slot.first < slot.recomputed + slot.offloaded:
-                    with self.offload.saved_tensors(layer):
+                elif number - slot.first < slot.recomputed + slot.offloaded and slot.number in self.offload:
+                    with self.offload.saved_tensors(slot.number, layer):
                         values = run(*args)
                 else:
                     values = run(*args)
@@ -177,20 +178,6 @@ class Compute:
                 span = range(slot.first, slot.chunks[-1][1])
                 layers = [slot.first_layer + number for number in span if all_layers[number].is_random]
         return {layer: self._seed_at(step, slot, layer) for layer in layers}
-
-    def _batch(self, step: Step, slot: RankSlot) -> Any:
-        tree, axes = step.batches[slot.task], self._batch_axes[slot.task]
-        if slot.task not in step.held:
-            return cut(tree, axes, slot.num_rows, slot.begin, slot.end)
-        leaves, spec = tree_flatten(tree)
-        # Leaves that this slot does not read may be here for another slot, with other rows.
-        parts = [
-            cut_leaf(leaf, axis, last - first, slot.begin - first, slot.end - first)
-            if first <= slot.begin and slot.end <= last
-            else None
-            for leaf, axis, (first, last) in zip(leaves, axes, step.held[slot.task], strict=True)
-        ]
-        return tree_unflatten(parts, spec)
 
     def _input(self, step: Step, link: LinkEnd, watch: Watch) -> Any:
         """A slot's input over one link: local and received rows, concatenated, as leaves of a new autograd graph."""
@@ -383,6 +370,22 @@ class Compute:
                     place = cut_leaf(total, axis, slot.rows, first - slot.begin, last - slot.begin)
                     place += gradient
         return sums
+
+
+def _batch(step: Step, slot: RankSlot, axes: Axes) -> Any:
+    """A slot's rows of its task's batch."""
+    tree = step.batches[slot.task]
+    if slot.task not in step.held:
+        return cut(tree, axes, slot.num_rows, slot.begin, slot.end)
+    leaves, spec = tree_flatten(tree)
+    # Leaves that this slot does not read may be here for another slot, with other rows.
+    parts = [
+        cut_leaf(leaf, axis, last - first, slot.begin - first, slot.end - first)
+        if first <= slot.begin and slot.end <= last
+        else None
+        for leaf, axis, (first, last) in zip(leaves, axes, step.held[slot.task], strict=True)
+    ]
+    return tree_unflatten(parts, spec)
 
 
 def _loss_factor(step: Step, code: LossCode) -> float:

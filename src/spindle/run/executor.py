@@ -26,6 +26,7 @@ from spindle.program import (
     OptimizerStep,
     Program,
     SyncGradients,
+    offload_copies,
 )
 from spindle.run.compute import Compute
 from spindle.run.gradients import GradientBuffers
@@ -34,6 +35,7 @@ from spindle.run.lanes import Lanes
 from spindle.run.op_code import LossCode, OpCode
 from spindle.run.pytrees import Axes, PytreeMeta
 from spindle.run.rank_program import held_parameters, rank_program_of, tensor_groups
+from spindle.run.recompute_offload import HostOffload
 from spindle.run.shards import Shards
 from spindle.run.step import HostCopy, MicroStep, Pace, Step, Watch
 from spindle.run.step_graph import StepGraph, accumulate
@@ -96,8 +98,18 @@ class Executor:
             communicates=world.size > 1,
             num_lanes=program.plan.num_lanes,
         )
+        self.offload = HostOffload(world.device, offload_copies(program, world.rank))
+        self._place_of = {position: place for place, position in enumerate(self._rank_program.compute)}
         self._compute = Compute(
-            self._rank_program, self._transfers, self._syncs, self.graph_cache, world, batch_axes, seed, autocast
+            self._rank_program,
+            self._transfers,
+            self._syncs,
+            self.graph_cache,
+            world,
+            batch_axes,
+            seed,
+            autocast,
+            self.offload,
         )
         self._lanes_of_device = Lanes(program, self._rank_program, world)
         self._chunks_of: dict[str, set[int]] = {}  # backward instructions by task
@@ -108,9 +120,9 @@ class Executor:
         self._losses_of = {
             op.task: op_code for op, op_code in zip(graph.metaops, code, strict=True) if isinstance(op_code, LossCode)
         }
-        self._launched_before = self._order_launches()
+        self._launched_before = self._rank_program.launches_before(program.instructions)
         if world.uses_nccl:
-            _ = world.control, world.everyone  # a group is made by all ranks, whoever uses it
+            _ = world.control, world.everyone  # collective: all ranks create a group, whether or not they use it
         # Groups are made here for all buckets and slots, not only for this rank's: `new_group` is collective over all
         # ranks, and a rank that makes one later than its peers would hang them in the middle of a step.
         if world.size > 1:
@@ -138,12 +150,12 @@ class Executor:
     ) -> tuple[HostCopy, Watch]:
         """Run a step, or one micro-step of it, on whole batches, of which each slot takes its rows.
 
-        `signatures` tell the shapes of all tasks' batches; a task without one is left out. For a batch of which this
-        rank has only some rows, `held` has the rows of each leaf. `cuts` has, by op and number of layers, the shapes
-        that cross that cut; all ranks must give the same ones, or none, in which case senders tell receivers. The last
-        micro-step synchronises gradients and runs the optimizer. Losses are multiplied by `loss_scale` for backward.
-        Returns this rank's parts of the tasks' losses, then of the totals and counts of `metrics`, all of which add up
-        over ranks; and the times of a timed step.
+        `signatures` are digests of the shapes of all tasks' batches; a task without one is left out. For a batch of
+        which this rank has only some rows, `held` has the rows of each leaf. `cuts` has, by op and number of layers,
+        the shapes that cross that cut; all ranks must give the same ones, or none, in which case senders send the
+        metadata first. The last micro-step synchronises gradients and runs the optimizer. Losses are multiplied by
+        `loss_scale` for backward. Returns this rank's parts of the tasks' losses, then of the totals and counts of
+        `metrics`, all of which add up over ranks; and the times of a timed step.
         """
         step = Step(
             number=number,
@@ -195,10 +207,12 @@ class Executor:
         """Run instructions of the compute lanes, with all communication in between."""
         pace = Pace(self.world)
         self._lanes_of_device.begin()
+        self.offload.begin()
         for position in positions:
             self._launch_before(step, watch, position)
             pace.keep()
             with self._lanes_of_device.on_stream_of(position):
+                self.offload.before(self._place_of[position])
                 self._run_instruction(step, optimizer, watch, position)
             step.computed.add(position)
             self._advance(step, watch)
@@ -270,7 +284,9 @@ class Executor:
                 case Exchange() | SyncGradients() | GatherParameters():
                     raise AssertionError("these instructions are on other lanes")
         except Exception as error:
-            error.add_note(f"in step {step.number} on rank {self.world.rank}, {self._describe(instruction)}")
+            error.add_note(
+                f"in step {step.number} on rank {self.world.rank}, {self._rank_program.describe(instruction)}"
+            )
             raise
         watch.end[position] = watch.now()
 
@@ -291,10 +307,11 @@ class Executor:
     @property
     def offloaded_bytes(self) -> int:
         """How many bytes were offloaded to the host so far."""
-        return self._compute.offload.num_bytes
+        return self.offload.num_bytes
 
     def release_gradient_buffers(self) -> GradientBuffers:
-        """What this executor keeps for gradients, for the executor of the next program; it must not run again."""
+        """Release this executor's memory for gradients to the executor of the next program. This one must not run
+        again."""
         return GradientBuffers(tuple(self._syncs.trained), self._syncs.gradients)
 
     @property
@@ -322,14 +339,6 @@ class Executor:
         """Why slots have a CUDA graph each, where one for the whole step was tried."""
         return self.graph_cache.step_graph_refused
 
-    def _describe(self, instruction: Instruction) -> str:
-        match instruction:
-            case Forward(slot=slot) | Backward(slot=slot):
-                what = "forward" if isinstance(instruction, Forward) else "backward"
-                return f"{what} of {self._rank_program.slots[slot].name}"
-            case _:
-                return type(instruction).__name__
-
     # Launching communication, in the order of its lanes.
 
     def _advance(self, step: Step, watch: Watch) -> None:
@@ -345,34 +354,6 @@ class Executor:
             is_launched = self._launch(step, watch, operation, wait_for_metadata=True)
             assert is_launched, "launch_order puts what an operation needs before it"
             step.next_in[0] += 1
-
-    def _order_launches(self) -> dict[int, int]:
-        """For each instruction of the compute lane, how many operations of the common launch order precede it: up to
-        the exchanges that it waits for, and up to its own place where it has collectives inside."""
-        place = {position: number for number, position in enumerate(self._rank_program.launches)}
-        exchanges = {
-            (instruction.link, instruction.backward): place[position]
-            for position, instruction in enumerate(self.program.instructions)
-            if isinstance(instruction, Exchange) and position in place
-        }
-        before = {}
-        # An instruction that waits for an exchange which is not launched would wait forever; launching everything up to
-        # that exchange, and no more, keeps the common order and leaves later operations to overlap with compute.
-        for position in self._rank_program.compute if place else ():
-            ends = [place.get(position, 0)]
-            match self.program.instructions[position]:
-                case Forward(slot=slot):
-                    ends += [
-                        exchanges.get((link.number, False), -1) + 1 for link in self._rank_program.slots[slot].inputs
-                    ]
-                case Backward(slot=slot):
-                    ends += [
-                        exchanges.get((link.number, True), -1) + 1 for link in self._rank_program.slots[slot].outputs
-                    ]
-                case _:
-                    ends.append(len(place))
-            before[position] = max(ends)
-        return before
 
     def _launch(self, step: Step, watch: Watch, position: int, *, wait_for_metadata: bool = False) -> bool:
         """Launch an operation unless this step skips it. Returns False where it cannot be launched yet."""

@@ -73,7 +73,7 @@ class _Messages:
     def wait(self) -> None:
         for request in self._requests:
             request.wait()
-        for buffer in self._buffers:  # in the order of ranks, not of arrival, for the same bits every time
+        for buffer in self._buffers:  # in the order of ranks, not of arrival, so that sums are bitwise reproducible
             assert self._total is not None
             self._total += buffer
         self._requests, self._buffers = [], []

@@ -174,7 +174,7 @@ class Graphs:
         return slot.number in self._slots or (not self.is_complete and self.can_try(slot))
 
     def can_try(self, slot: RankSlot) -> bool:
-        """Whether nothing that is known of a slot forbids capturing it."""
+        """Whether no known property of a slot forbids capturing it."""
         reason = "its task's code reads values of tensors" if slot.code.reads_values else None
         match slot.code:
             case LossCode() as code:

@@ -53,8 +53,8 @@ def loss_part(
 
 @torch.no_grad()
 def metric_sums(values: Sequence[Any], num_rows: int, device: torch.device) -> torch.Tensor:
-    """Total and count of each metric over so many rows, one after the other: of a pair, the two; of a tensor with
-    dimensions, the sum and number of its elements; else the value is a mean over the rows."""
+    """Total and count of each metric over `num_rows` rows, as a flat list: a pair as given; for a tensor with
+    dimensions, the sum and number of its elements; any other value is a mean over the rows."""
     sums: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, tuple):
@@ -62,7 +62,7 @@ def metric_sums(values: Sequence[Any], num_rows: int, device: torch.device) -> t
         elif isinstance(value, torch.Tensor) and value.dim():
             total, count = value.sum(dtype=torch.float64), value.numel()
         else:
-            # Multiplied as float64, in which it is added up.
+            # Multiplied in float64, the dtype of the sums.
             total, count = _scalar(value, device) * num_rows, num_rows
         sums += [_scalar(total, device), _scalar(count, device)]
     return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64, device=device)
@@ -128,6 +128,6 @@ def _check_split(
             + (
                 "spindle.mean(total, count) needs a total and a count that are sums over samples"
                 if code.is_mean
-                else "it is no mean over samples: leave out per_sample_mean=True, or return a spindle.mean"
+                else "it is not a mean over samples: leave out per_sample_mean=True, or return a spindle.mean"
             )
         )

@@ -32,8 +32,9 @@ from spindle.launch import is_debugging, is_users
 _LARGE = 1 << 16  # elements; smaller tensors may be data that a script looks at
 _MOVES = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu, torch.Tensor.pin_memory)
 _NOTE = (
-    "note: spindle runs this script without weights and without a GPU, up to the first fit of its Trainer. Code before "
-    "that cannot look at weights, run a model or ask a GPU: do that after fit, or only if SPINDLE_WORKLOAD is not in "
+    "note: spindle runs this script without weights and without a GPU, up to the first fit of its Trainer. Code "
+    "before that cannot read weights, run a model or use a GPU: do that after fit, or only if SPINDLE_WORKLOAD is "
+    "not in "
     "the environment; or measure where there is a GPU (spindle profile), and plan from that profile"
 )
 
@@ -181,7 +182,7 @@ class _SafeSlice:
 
 
 def _cut_to_script(trace: TracebackType | None) -> None:
-    """End a traceback at the script's own innermost line: what torch does without values is of no interest."""
+    """End a traceback at the script's own innermost line: the frames of torch below it do not help."""
     last = None
     while trace is not None:
         last = trace if is_users(trace.tb_frame.f_code) else last

@@ -11,7 +11,10 @@ from spindle.program import (
     SYNC,
     TRANSFER,
     Backward,
+    Exchange,
     Flows,
+    Forward,
+    Instruction,
     Program,
     SlotShape,
     launch_order,
@@ -111,6 +114,39 @@ class RankProgram:
             if code is not None and (slot.begins_call or isinstance(slot.code, LossCode)):
                 uses.append((slot.task, code, slot.begin, slot.end))
         return uses
+
+    def launches_before(self, instructions: Sequence[Instruction]) -> dict[int, int]:
+        """For each instruction of the compute lane, how many operations of the common launch order precede it: up to
+        the exchanges that it waits for, and up to its own place where it has collectives inside."""
+        place = {position: number for number, position in enumerate(self.launches)}
+        exchanges = {
+            (instruction.link, instruction.backward): place[position]
+            for position, instruction in enumerate(instructions)
+            if isinstance(instruction, Exchange) and position in place
+        }
+        before = {}
+        # An instruction that waits for an exchange which is not launched would wait forever; launching everything up to
+        # that exchange, and no more, keeps the common order and leaves later operations to overlap with compute.
+        for position in self.compute if place else ():
+            ends = [place.get(position, 0)]
+            match instructions[position]:
+                case Forward(slot=slot):
+                    ends += [exchanges.get((link.number, False), -1) + 1 for link in self.slots[slot].inputs]
+                case Backward(slot=slot):
+                    ends += [exchanges.get((link.number, True), -1) + 1 for link in self.slots[slot].outputs]
+                case _:
+                    ends.append(len(place))
+            before[position] = max(ends)
+        return before
+
+    def describe(self, instruction: Instruction) -> str:
+        """What an instruction does, for errors."""
+        match instruction:
+            case Forward(slot=slot) | Backward(slot=slot):
+                what = "forward" if isinstance(instruction, Forward) else "backward"
+                return f"{what} of {self.slots[slot].name}"
+            case _:
+                return type(instruction).__name__
 
 
 def rank_program_of(

@@ -21,7 +21,7 @@ _ROUND_ELEMENTS = 1 << 24  # that a rank sends, or receives, at a time
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What ranks that receive a tensor have to know of it."""
+    """What a rank needs to know to receive a tensor."""
 
     dtype: torch.dtype
     device: torch.device
@@ -40,7 +40,7 @@ def reshard(
     yielded once all transfers of it are over, so that the caller may free its old one; it is the old one itself where
     the slice stays the same. `old` may lack a tensor that no rank receives.
     """
-    # Ranks compute the transfers each for themselves, from the same maps; nothing is negotiated.
+    # Every rank computes the same transfers from the same maps; nothing is negotiated.
     rounds = list(_rounds(transfer(old, new)))
     last_round = {sent.parameter: number for number, some in enumerate(rounds) for sent in some}
     unsent = [name for name in new if name not in last_round]
@@ -55,7 +55,8 @@ def reshard(
             results[name] = _with_own(before, after, tensors.get(name), specs[name])
         return results[name]
 
-    # First what stays where it is: a caller that frees old tensors as it goes has room for what arrives.
+    # First the tensors that stay in place: a caller that frees old tensors on the way then has memory for those that
+    # arrive.
     for name in unsent:
         yield name, result(name)
         del results[name]

@@ -1,6 +1,6 @@
-"""Pickled values between ranks, each behind an HMAC that is checked before anything is unpickled.
+"""Pickled values between ranks, each prefixed by an HMAC that is checked before anything is unpickled.
 
-Unpickling runs what the bytes say, and a port of this job may be open to other users of a host. The key is
+Unpickling can run arbitrary code, and a port of this job may be open to other users of a host. The key is
 $SPINDLE_SECRET, which `spindle launch` draws for each job and which only processes of the same user can read. Under
 torchrun, set it to the same random text on all hosts; without it the digest has no key, and protects from accidents
 alone, as torch's own object collectives do.
@@ -32,8 +32,8 @@ def loads(message: bytes) -> Any:
     digest, data = message[:_DIGEST_BYTES], message[_DIGEST_BYTES:]
     if not hmac.compare_digest(digest, _digest(data)):
         raise TrainingError(
-            "a message does not have the signature of this job, and was not read: either a process that is no rank of "
-            f"it has sent the message, or ranks were started with different {variables.SECRET}"
+            "a message does not have the signature of this job, and was not read: either a process outside the job "
+            f"has sent the message, or ranks were started with different {variables.SECRET}"
         )
     return pickle.loads(data)
 

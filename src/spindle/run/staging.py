@@ -1,7 +1,7 @@
 """Tensors copied into one flat piece of host memory, from which a thread writes them to disk.
 
-On CPUs the copy is made at once. On a GPU it runs on a stream of its own, beside the forward and backward passes that
-follow; whatever overwrites a tensor has to wait for `Copied.event` first.
+On CPUs the copy is made at once. On a GPU it runs on a separate stream, concurrently with the forward and backward
+passes that follow; whatever overwrites a tensor has to wait for `Copied.event` first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Copied:
 
 
 class Staging:
-    """Host memory for copies, reused from copy to copy; pinned beside a GPU."""
+    """Host memory for copies, reused from copy to copy; pinned if there is a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -66,7 +66,7 @@ class Staging:
 def _copy(place: torch.Tensor, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
     place.copy_(tensor.detach(), non_blocking=True)
     if tensor.is_cuda:
-        tensor.record_stream(stream)  # which its allocator does not know of
+        tensor.record_stream(stream)  # the allocator does not know about this use
 
 
 @cache

@@ -145,7 +145,7 @@ class Syncs:
             self.gradients.spread(number, self.gradients.num_contributors(number) if not is_certain else None)
         step.syncs.clear()
         for parameter in self._unreached(step.micro_step.tasks) if step.micro_step.is_last else ():
-            # Zeros of another rank's buckets are no gradient: a single process would have None.
+            # Zeros from another rank's buckets are not a gradient: a single process would have None.
             if parameter.grad is not None and not parameter.grad.any():
                 parameter.grad = None
 

@@ -1,8 +1,8 @@
 """Activations and gradients between ranks: sent as soon as they exist, waited for when they are needed.
 
 What crosses a link is a pytree of tensors. Where the step is not given its metadata (shapes, dtypes, which leaves
-require gradients), the sender tells it first when a task's batch has a new shape; from then on both sides know it, and
-only the values are sent.
+require gradients), the sender sends the metadata first when a task's batch has a new shape; from then on both sides
+know it, and only the values are sent.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Transfers:
         return step.cuts.get(link.cut) or self._received[link.number, step.signatures[link.task]]
 
     def _is_new(self, step: Step, link: LinkEnd) -> bool:
-        """Whether the sender tells the metadata of what a link carries."""
+        """Whether the sender sends the metadata of a link's values first."""
         return (link.has_new_shapes or link.task in step.new) and link.cut not in step.cuts
 
     def send_metadata(self, step: Step, slot: RankSlot) -> None:
@@ -134,7 +134,8 @@ class Transfers:
             known = with_rows(given, link.axes, producer.rows)
         if known != meta and (given is not None or not link.has_new_shapes):
             raise TrainingError(
-                f"{producer.name} gives {_shapes(meta)} where it gave {_shapes(known)} for a batch of the same shape; "
+                f"{producer.name} returns {_shapes(meta)} where it returned {_shapes(known)} for a batch of the same "
+                "shape; "
                 "what crosses from rank to rank must have shapes that follow from the batch's: let it pad to a fixed "
                 "length, or keep it whole with spindle.module(..., whole_batch=True)"
             )
@@ -197,7 +198,7 @@ class Transfers:
         return (link.number * 2 + backward) * (_MAX_LEAVES + _VALUES) + part
 
     def _receive_all_metadata(self, step: Step, link: LinkEnd) -> None:
-        """Receive the metadata of what a link carries; each of its senders tells it."""
+        """Receive the metadata of a link's values from each of its senders."""
         for flow in link.receives[False]:
             self._received[link.number, step.signatures[link.task]] = self._receive_metadata(link, flow.peer)
 

@@ -92,7 +92,8 @@ class Weights:
 
     @contextmanager
     def in_shape(self) -> Iterator[None]:
-        """Inside, parameters that are not here as a whole have their whole shapes, without values and memory."""
+        """A context in which parameters that this rank does not hold as a whole have their whole shapes, without values
+        or memory."""
         absent = [
             (parameter, self._wholes[name].shape, parameter.data)
             for name in self._scattered

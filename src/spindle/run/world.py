@@ -33,7 +33,7 @@ _NCCL_DEFAULTS = {
     # Kernels of several communicators then start on every GPU in the order in which the host launches them, which is
     # the same on all ranks (`program.launch_order`). NCCL reads it with its first operation.
     _LAUNCH_ORDER: "1",
-    # Otherwise ranks that lose a peer fill the terminal with advice before the first cause is reported.
+    # Otherwise ranks that lose a peer flood the terminal before the first cause is reported.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 _CPU_ALLOCATOR = "DefaultCPUAllocator"  # in the message when a tensor of the host cannot be allocated
@@ -336,7 +336,7 @@ def lost(doing: str, error: BaseException) -> PeerLostError:
 def join_world() -> World:
     """Join the world that the environment describes."""
     size, is_ordered = int(os.environ.get("WORLD_SIZE", "1")), _LAUNCH_ORDER in os.environ
-    if _TORCHRUN_VARIABLE in os.environ:  # whose ranks would go on without it
+    if _TORCHRUN_VARIABLE in os.environ:  # its ranks would continue without it
         die_with_parent()
     if dist.is_initialized():
         _watch_ranks()
@@ -368,7 +368,7 @@ def join_world() -> World:
 
 
 def _watch_ranks() -> None:
-    """Notice, report and end what goes wrong with this rank or another."""
+    """Detect, report and end a failure of this rank or another."""
     atexit.register(_leave)  # a script that leaves its group open may be aborted by threads of gloo as it ends
     install_hook()  # after torch, whose own hook would end the process before this one reports
     start_heartbeat()

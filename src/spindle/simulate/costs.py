@@ -14,7 +14,7 @@ from types import UnionType
 
 import numpy as np
 
-from spindle.plan import FORWARD, offload_copy_s, pass_s, setting_of
+from spindle.plan import FORWARD, pass_s, setting_of
 from spindle.profile import Profile, collective_latency_s, ring_bytes
 from spindle.program import (
     Backward,
@@ -207,22 +207,17 @@ def passes_s(program: Program, profile: Profile, *, launches: bool = False) -> n
     other instructions."""
     setting = setting_of(program.plan, profile)
     curves = [profile.curve(shape.op, setting) for shape in program.slots]
-    copies_s = [
-        offload_copy_s(slot, shape.op, profile, setting)
-        for slot, shape in zip(program.plan.slots, program.slots, strict=True)
-    ]
     if launches:
         curves = [curve.launches for curve in curves]
-        copies_s = [0.0] * len(copies_s)
     time_s = np.zeros(len(program.instructions))
     for number, instruction in enumerate(program.instructions):
         match instruction:
             case Forward(slot=slot):
-                time_s[number] = pass_s(program.plan.slots[slot], FORWARD, curves[slot], copy_s=copies_s[slot])
+                time_s[number] = pass_s(program.plan.slots[slot], FORWARD, curves[slot])
             case Backward(slot=slot, first=first, last=last, part=part):
                 whole, recompute = program.plan.slots[slot], setting.recompute[program.slots[slot].op]
                 share = (last - first) / whole.num_layers
-                time_s[number] = share * pass_s(whole, part, curves[slot], recompute, copies_s[slot])
+                time_s[number] = share * pass_s(whole, part, curves[slot], recompute)
             case _:
                 pass
     return time_s

@@ -1,4 +1,4 @@
-"""The compiled event loop of the simulator. It knows instances, rendezvous and resources, and not what they stand for.
+"""The compiled event loop of the simulator. It knows instances, rendezvous and resources, but not what they represent.
 
 A rendezvous waits for all its members, then for a fixed delay (latency), then runs. It has a fixed time and entries
 (resource, time alone on it, weight). While it runs, each of its resources is shared by all rendezvous on it: at a total

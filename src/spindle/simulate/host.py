@@ -66,7 +66,7 @@ def with_hosts(
     owners = np.concatenate([computes, computes[posting]])  # of the hosts' instances
     time_s = np.concatenate([start_s, post_s[posting]])
     return (
-        _with_instances(instances, owners, all_sources, all_targets),
+        with_instances(instances, owners, all_sources, all_targets),
         _with_times(instances, costs, time_s, overhead),
     )
 
@@ -80,7 +80,7 @@ def _launched(program: Program, instances: Instances) -> Column:
     return computes[np.lexsort((instances.instruction[computes], places, instances.rank[computes]))]
 
 
-def _with_instances(instances: Instances, owners: Column, sources: Column, targets: Column) -> Instances:
+def with_instances(instances: Instances, owners: Column, sources: Column, targets: Column) -> Instances:
     """Append one instance for each owner, with a rendezvous of its own."""
     count, first, first_rendezvous = len(owners), instances.num_instances, instances.num_rendezvous
     follower_starts, followers = cut_by(sources, targets, first + count)

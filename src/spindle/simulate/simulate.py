@@ -7,6 +7,7 @@ import numpy as np
 from spindle.errors import ProgramError
 from spindle.profile import Profile
 from spindle.program import Program, describe_deadlock, instances_of
+from spindle.simulate.copies import with_copies
 from spindle.simulate.costs import costs_of
 from spindle.simulate.engine import run
 from spindle.simulate.host import with_hosts
@@ -17,10 +18,11 @@ def simulate(program: Program, profile: Profile) -> Timeline:
     """The timeline of one step. Raises a ProgramError if the program deadlocks."""
     instances = instances_of(program)
     costs = costs_of(program, instances, profile)
-    # Hosts are additional instances behind the program's own, and are cut off again afterwards.
+    # Hosts and copies are additional instances behind the program's own, and are cut off again afterwards.
     timed, times = instances, costs
     if profile.host is not None:
         timed, times = with_hosts(program, instances, costs, profile.host, profile)
+    timed, times = with_copies(program, timed, times, profile)
     posted, began, ended = (column[: instances.num_instances] for column in run(*timed.arrays, times.work))
     if (ended < 0).any():
         raise ProgramError(describe_deadlock(program, instances, np.flatnonzero(ended < 0)))

@@ -1,4 +1,5 @@
-"""What does the user write? `module`, `task`, `mean` and the `Trainer`: tasks recorded, traced, bound and trained."""
+"""What a user's script imports, `module`, `task`, `mean` and the `Trainer`; and how tasks are recorded, traced, planned
+and trained."""
 
 from spindle.train.bind import Bound, bind, code_of, trace_all
 from spindle.train.callbacks import Callback, EvaluationRecord, StepRecord

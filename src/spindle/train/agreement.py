@@ -42,8 +42,8 @@ from spindle.train.task import ModuleHandle, TaskDefinition
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _LARGEST_SHOWN = 4096  # elements of an array; of a larger one, the text has the digest
 _PLAIN_TYPES = frozenset({bool, int, float, str, type(None)})
-# Words in the names of attributes that may differ: flags of the first rank, numbers of ranks, and what says nothing of
-# what a module computes.
+# Words in the names of attributes that may differ: flags of the first rank, rank numbers, and attributes that do not
+# affect what a module computes.
 _FIRST_RANK = re.compile(
     r"(^|_)(rank0|rank|main|master|primary|verbose|debug|log|logs|logging|print|prints|progress)(_|$)"
 )
@@ -105,10 +105,9 @@ def compare_attributes(world: World, handles: Mapping[str, ModuleHandle]) -> Non
     call the rank's own blocks, whose forward may use them.
 
     Once for each module, before it is trained: later, ranks that run a layer may count or cache something in it, and
-    others not. Left out: attributes whose names begin with an underscore, which are a module's own business; those
-    that not all ranks have, which forward must set by itself; paths; those that say which rank it is; and those whose
-    names speak of times, hosts or counters. Other kinds of attributes (functions, lists, configurations) are not
-    compared.
+    others not. Left out: attributes whose names begin with an underscore, which are private; those that not all ranks
+    have, which forward must set by itself; paths; those that identify the rank; and those named after times, hosts or
+    counters. Other kinds of attributes (functions, lists, configurations) are not compared.
     """
     new = {name: handle for name, handle in handles.items() if not handle.has_compared_attributes}
     if world.size == 1 or not new:
@@ -138,8 +137,8 @@ def compare_attributes(world: World, handles: Mapping[str, ModuleHandle]) -> Non
         rank = next(rank for rank, value in enumerate(values) if not _equal(value, values[0]))
         raise TrainingError(
             f"rank {rank} differs from rank 0 in attribute {name!r} of module {module!r}: rank 0 has {values[0]!r}, "
-            f"rank {rank} has {values[rank]!r}; set it alike on all ranks, or, if what the module computes does not "
-            "depend on it, begin its name with an underscore"
+            f"rank {rank} has {values[rank]!r}; set it to the same value on all ranks, or, if what the module "
+            "computes does not depend on it, begin its name with an underscore"
         )
 
 
@@ -166,7 +165,7 @@ def _equal(value: Any, reference: Any) -> bool:
 
 
 def _tells_rank(name: str, values: Sequence[Any], ranks: Sequence[int]) -> bool:
-    """Whether an attribute is the number of its rank, a text with it (`cuda:1`), or a flag of the first rank."""
+    """Whether an attribute identifies its rank: its number, a text with it (`cuda:1`), or a flag of the first rank."""
     kinds = {type(value) for value in values}
     if kinds == {int}:
         is_rank = all(value == rank for value, rank in zip(values, ranks, strict=True))
@@ -178,7 +177,7 @@ def _tells_rank(name: str, values: Sequence[Any], ranks: Sequence[int]) -> bool:
 
 
 def _first_difference(digests_by_rank: Sequence[Mapping[str, bytes]]) -> tuple[str, int]:
-    """The first item, in the order of rank 0, that a rank has otherwise, and the first such rank."""
+    """The first item, in the order of rank 0, that differs on some rank, and the first such rank."""
     names = dict.fromkeys(name for digests in digests_by_rank for name in digests)
     for name in names:
         for rank, digests in enumerate(digests_by_rank):
@@ -325,12 +324,13 @@ def optimizer_items(
     make_scheduler: MakeLRScheduler | None,
     parameters: Iterable[tuple[str, nn.Parameter, torch.Size]],
 ) -> tuple[dict[str, str], NamedGroups]:
-    """What the user's functions give for all parameters that are trained, by name and with their whole shapes; and the
+    """What the user's functions return for all trained parameters, by name and with their whole shapes; and the
     optimizer's groups.
 
-    Each rank makes its optimizer of the parameters that it holds, so groups may differ from rank to rank; what must not
-    is the rule by which they are made. It is asked here for parameters without memory. What it does with values of
-    parameters is not found out, nor with parameters that it cannot take: the same error on all ranks is no difference.
+    Each rank makes its optimizer of the parameters that it holds, so groups may differ from rank to rank, but the rule
+    by which they are made must not. The functions are called here with parameters on the meta device. Not detected: a
+    rule that depends on values of parameters, or that fails on meta parameters, because the same error on all ranks
+    counts as equal.
     """
     named: list[Named] = []
     for name, parameter, shape in parameters:
@@ -352,14 +352,14 @@ def optimizer_items(
     by_name = {
         f"the optimizer's settings of parameter {name!r}": texts[id(setting)] for name, setting in settings.items()
     }
-    # Groups that have no parameter here, too: which ones are in them may not be told by the name.
+    # Including groups without a parameter here, whose membership may not follow from names.
     groups = [canonical_text(settings_of(group)) for group in optimizer.param_groups]
     items |= {"the settings of the optimizer's groups": "\n".join(sorted(groups))}
     return by_name | items, named_groups(optimizer, named)
 
 
 def _without_rates(state: Any) -> Any:
-    """A scheduler's state without what it has for each group: the order of groups may differ."""
+    """A scheduler's state without its per-group entries: the order of groups may differ."""
     match state:
         case Mapping():
             return {key: _without_rates(value) for key, value in state.items() if not str(key).endswith(_RATES)}
@@ -370,7 +370,7 @@ def _without_rates(state: Any) -> Any:
 
 
 def module_items(handles: Mapping[str, ModuleHandle]) -> dict[str, str]:
-    """Names, classes, shapes and modes of all that belongs to modules; values are rank 0's after the start."""
+    """Names, classes, shapes and modes of everything in modules; values are broadcast from rank 0 at the start."""
     names = parameter_names(handles)
     items: dict[str, str] = {}
     for name, handle in handles.items():
@@ -395,7 +395,7 @@ def module_items(handles: Mapping[str, ModuleHandle]) -> dict[str, str]:
 
 
 def task_items(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -> dict[str, str]:
-    """What was recorded of the tasks' own functions, on which batches, and all that belongs to their modules."""
+    """The recorded functions of tasks, the batches they were recorded on, and everything in their modules."""
     items = module_items(handles_of(tasks))
     for task in tasks:
         name = task.definition.name

@@ -42,7 +42,7 @@ class AnalyzedWorkload:
 
     @property
     def is_switched(self) -> bool:
-        """Whether modules were frozen, thawed or switched since the tasks were traced."""
+        """Whether modules were frozen, unfrozen or switched between train and eval mode since the tasks were traced."""
         return self.mode != _mode_of(self.bound)
 
     @property
@@ -67,7 +67,7 @@ def analyze(
 ) -> AnalyzedWorkload:
     """The workload of these task variants, of which `examples` has a batch each, on the rank's device.
 
-    Modules are moved to that device. Without weights (`spindle plan script.py`) only shapes are looked at.
+    Modules are moved to that device. Without weights (`spindle plan script.py`) only shapes are used.
     """
     with autocast_of(config, world):
         with noticing(notify):
@@ -86,7 +86,7 @@ def analyze(
         facts, unknown = probe_without_weights(traced, examples)
         for name, reason in unknown.items():
             notify(
-                f"planned as if module {name!r} did not couple its samples: {reason}; if it does, say "
+                f"planned as if module {name!r} did not couple its samples: {reason}; if it does, register it with "
                 f"spindle.module({name!r}, ..., whole_batch=True)"
             )
     sharing = Sharing()
@@ -103,7 +103,7 @@ def analyze(
 
 
 def _with_average(bound: Bound) -> Bound:
-    """Count the memory of an average beside each weight, in float32 at least, and the traffic of its update."""
+    """Count the memory of an average for each weight, at least in float32, and the memory traffic of its update."""
     numerics = bound.workload.numerics
     average_bytes = max(4, numerics.parameter_bytes)
     numerics = replace(
@@ -147,15 +147,15 @@ def without_tasks(workload: AnalyzedWorkload, ended: Collection[str], name: str)
 
 
 def _mode_of(bound: Bound) -> tuple[bool, ...]:
-    """What a plan depends on and a user may switch: which parameters require gradients, and which modules train."""
+    """What a plan depends on and a user may change: which parameters require gradients, and which modules train."""
     requires_grad = [parameter.requires_grad for parameter in bound.parameters.values()]
     training = [module.training for handle in bound.handles.values() for module in handle.module.modules()]
     return (*requires_grad, *training)
 
 
 def _explain(bound: Bound, world: World, notify: Notify, is_planned: bool) -> None:
-    """Notify the user which modules run as one layer, or on one device, and why; a script that `is_planned` is one
-    process for many."""
+    """Notify the user which modules run as one layer, or on one device, and why; with `is_planned`, this one process
+    stands for many."""
     for handle in bound.handles.values():
         if handle.closed_reason:
             notify(f"module {handle.name!r} is not opened into its towers and other parts: {handle.closed_reason}")

@@ -1,7 +1,7 @@
-"""A process that searches plans of coming steps while rank 0 trains.
+"""A process that searches for plans of upcoming steps while rank 0 trains.
 
-No failure of it costs a step: a process that ends or hangs is replaced, and rank 0 takes the natural order of a step
-for which there is no answer.
+Its failures never cost a step: a process that ends or hangs is replaced, and rank 0 uses the natural order for a step
+without an answer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class BackgroundPlanner:
         process = self._process
         if process is not None:
             patience_s = self._patience_s if process.has_answered else self._first_patience_s
-            # Waits for the first answer alone, the natural order, which a process gives at once.
+            # Waits only for the first answer, the natural order, which a process sends at once.
             with self._news:
                 has_news = self._news.wait_for(lambda: number in self._answers or process.has_ended, patience_s)
             if process.has_ended or not has_news:
@@ -96,12 +96,12 @@ class BackgroundPlanner:
 
 
 class _Process:
-    """One planning process, with a thread that writes to it and one that reads: it may hang, and pipes be full."""
+    """One planning process, with a writer thread and a reader thread: it may hang, and pipes may be full."""
 
     def __init__(self, take: Callable[[Answer | None], None]) -> None:
         root = str(Path(__file__).resolve().parents[2])
-        # The package that is running, wherever it is from; not the script, which would begin to train. With -P, no
-        # module of the folder that the script was started in is imported.
+        # Import the package that is running, wherever it is installed, and not the script, which would start training.
+        # With -P, no module is imported from the current folder.
         command = f"import sys; sys.path.insert(0, {root!r}); from spindle.planners.pipeline.worker import main; main()"
         self._popen = subprocess.Popen(
             [sys.executable, "-P", "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -129,7 +129,7 @@ class _Process:
             thread.join()
         for stream in (self._popen.stdin, self._popen.stdout):
             assert stream is not None
-            with contextlib.suppress(OSError):  # what is left cannot be written
+            with contextlib.suppress(OSError):  # the process may be gone before everything is written
                 stream.close()
 
     def _write(self) -> None:

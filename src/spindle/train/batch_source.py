@@ -1,7 +1,7 @@
 """The batches of a fit's steps, read a step ahead: each rank reads those of the tasks that it runs.
 
-All ranks count the batches of all tasks, whichever of them read, so that a rank that reads a task from now on, under a
-new plan or in the next fit, goes on where the others are.
+All ranks count the batches of all tasks, whether or not they read them, so that a rank that starts to read a task,
+under a new plan or in the next fit, continues where the others are.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from spindle.checkpoint import SavedLoader
 from spindle.run import on_device
 from spindle.train.config import TrainConfig
 from spindle.train.feed import Batch, Feed, LoaderPosition
@@ -43,24 +44,22 @@ class BatchSource:
         return {name: count - self._num_read_ahead.get(name, 0) for name, count in self.num_asked.items()}
 
     def positions(self, names: Collection[str] | None = None) -> dict[str, LoaderPosition]:
-        """Where the loaders of all tasks, or of some, are read for the step that is about to run."""
+        """The positions of the loaders of all tasks, or of some, before the step that is about to run."""
         trained = self.num_trained
         return {name: self.feeds[name].position(trained[name]) for name in (trained if names is None else names)}
 
-    def saved_positions(self) -> dict[str, Any]:
-        """The positions of loaders that this rank reads, in JSON; of the other tasks, how many batches are trained."""
+    def saved_positions(self) -> dict[str, SavedLoader]:
+        """The positions of loaders that this rank reads; of the other tasks, how many batches are trained."""
         names = [name for name in self._session.config.task_names if self._reads(name)]
         positions = self.positions(names)
         counts = self._session.num_batches + Counter(self.num_trained)
-        saved: dict[str, Any] = {
-            name: {"num_batches": count, "position": None, "facts": {}} for name, count in counts.items()
-        }
+        saved = {name: SavedLoader(num_batches=count, position=None, facts={}) for name, count in counts.items()}
         return saved | {
-            name: {
-                "num_batches": counts[name],
-                "position": to_plain(positions[name].values(), f"the position of the loader of task {name!r}"),
-                "facts": self.feeds[name].facts,
-            }
+            name: SavedLoader(
+                num_batches=counts[name],
+                position=to_plain(positions[name].values(), f"the position of the loader of task {name!r}"),
+                facts=dict(self.feeds[name].facts),
+            )
             for name in names
         }
 
@@ -93,16 +92,16 @@ class BatchSource:
         self._num_read_ahead = {}
 
     def leave_out_read_ahead(self) -> None:
-        """The step that was read for does not run: its batches come again in the next fit."""
+        """Forget the batches that were read for a step that will not run: the next fit starts with them."""
         self.num_asked = self.num_trained
         self._num_read_ahead = {}
 
     def _reads(self, task: str) -> bool:
-        """Whether this rank needs batches of a task, in whichever variant."""
+        """Whether this rank needs batches of any variant of a task."""
         return self._session.current_runtime.steps.reads(self._session.variants.names_of(task))
 
     def _fetch(self, task: str, number: int) -> Batch:
-        """A task's batch of this number: what this rank needs of it, where it can be read in parts.
+        """A task's batch of this number; only the rows that this rank needs, if it can be read in parts.
 
         A loss that is still to be checked needs all of it, and so does a task that may take several variants.
         """
@@ -123,7 +122,7 @@ class BatchSource:
         for name in ended:
             self.feeds.pop(name).close()
             self._num_read_ahead.pop(name, None)
-            # What was read for this step is not trained on; a dataset that comes back begins with it.
+            # The batch that was read for this step is not trained on; a dataset that comes back starts with it.
             self._session.num_batches[name] += self.num_asked.pop(name) - sum(name in row for row in headers)
         for task in config.tasks:
             if task.name not in self.feeds:
@@ -133,8 +132,8 @@ class BatchSource:
         batches[:] = [{name: batch for name, batch in row.items() if name not in ended} for row in batches]
 
     def share(self, headers: StepHeaders, batches: StepBatches) -> None:
-        """Under a new plan, give ranks that read a task from now on the batches that are already read; of those that
-        are read in parts, the parts are other ones now."""
+        """Under a new plan, give the batches that are already read to ranks that start to read their tasks; batches
+        that are read in parts are divided anew."""
         for number, row in enumerate(headers):
             for task, header in row.items():
                 if isinstance(self.feeds[task], SampleFeed):
@@ -146,7 +145,7 @@ class BatchSource:
                     batches[number].setdefault(task, batch)
 
     def broadcast(self, batch: Batch | None, source: int) -> Batch:
-        """One rank's batch, on all ranks; through the host, because another rank has another device."""
+        """Broadcast one rank's batch; through the host, because ranks have different devices."""
         if batch is not None and self._world.rank == source:
             batch = replace(batch, nest=on_device(batch.nest, torch.device("cpu")))
         result: Batch = self._world.broadcast_object(batch, source)

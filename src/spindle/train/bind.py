@@ -72,7 +72,7 @@ def trace_recorded(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -
         except GuardError as error:
             if not any(call.handle.module is error.module for task in recorded for call in task.calls):
                 raise
-            reason = "its code between the blocks depends on how many samples there are (int(x.shape[0])?)"
+            reason = "the code between its blocks depends on the number of samples (int(x.shape[0])?)"
             recorded = kept_whole(recorded, error.module, reason)
 
 
@@ -95,7 +95,7 @@ def bind(
             first.setdefault(names[id(parameter)], parameter)
     modules = [_module(handle, names) for handle in handles.values()]
     modules += [Module(name=f"{LOSS}.{task.name}", layers=(Layer(kind=LOSS),)) for task in tasks]
-    # One size for all: a workload counts bytes per element, and mixed ones are counted by the widest.
+    # A workload has one number of bytes per element; mixed dtypes count as the widest.
     element_bytes = max((parameter.element_size() for parameter in first.values()), default=4)
     workload = Workload(
         name=name,
@@ -167,18 +167,18 @@ def _module(handle: ModuleHandle, names: Mapping[int, str]) -> Module:
     )
 
 
-def _task(one: TracedTask, facts: Facts, sharing: Sharing) -> Task:
-    definition, recorded = one.recorded.definition, one.recorded
+def _task(traced: TracedTask, facts: Facts, sharing: Sharing) -> Task:
+    definition, recorded = traced.recorded.definition, traced.recorded
     rows = definition.batch_size
     calls, flows = [], []
     for call in recorded.calls:
-        whole_batch = call.handle.whole_batch or (one.name, call.name) in facts.coupled
+        whole_batch = call.handle.whole_batch or (traced.name, call.name) in facts.coupled
         costs: dict[str, LayerCost] = {}
-        layers = zip(_kinds(call.handle), call.chain.layers, one.layers[call.name], strict=True)
+        layers = zip(_kinds(call.handle), call.chain.layers, traced.layers[call.name], strict=True)
         for kind, chained, layer in layers:
             cost = replace(_cost(layer, rows, whole_batch), recompute=call.handle.activation_checkpointing)
             if call.handle.name in sharing.most:
-                sent, share = sharing.costs.get((one.name, call.name, chained.kind), (0.0, 0.0))
+                sent, share = sharing.costs.get((traced.name, call.name, chained.kind), (0.0, 0.0))
                 most = sharing.most[call.handle.name]
                 cost = replace(cost, tensor_bytes=sent, tensor_share=share, max_tensor_degree=most)
             # Layers of one kind are alike; where their costs differ a little (the first has no gradient to pass on),
@@ -190,12 +190,12 @@ def _task(one: TracedTask, facts: Facts, sharing: Sharing) -> Task:
     loss_cost = LayerCost(
         forward_flops=0,
         backward_flops=0,
-        traffic_bytes=2 * one.loss_bytes / rows,
-        saved_bytes=2 * one.loss_bytes / rows,
+        traffic_bytes=2 * traced.loss_bytes / rows,
+        saved_bytes=2 * traced.loss_bytes / rows,
         output_bytes=0,
-        whole_batch=not splits or bool(one.whole_only),
-        # Ranks of a split loss meet: they add up their counts, and check themselves in the first step.
-        meets=splits and not one.whole_only,
+        whole_batch=not splits or bool(traced.whole_only),
+        # Ranks of a split loss synchronize: they all-reduce their counts, and check the sum in the first step.
+        meets=splits and not traced.whole_only,
     )
     calls.append(Call(name=LOSS, module=f"{LOSS}.{definition.name}", costs=((LOSS, loss_cost),)))
     flows += [(source, LOSS) for source in recorded.loss_sources]
@@ -214,7 +214,7 @@ def _cost(layer: TracedLayer, rows: int, whole_batch: bool) -> LayerCost:
 
 
 def likeness_of(layer: ChainLayer) -> Any:
-    """Equal for layers that do the same; None where that cannot be told."""
+    """A key that is equal for layers that compute the same; None if that is unknown."""
     return (layer.settings, *(parameter.requires_grad for parameter in layer.parameters)) if layer.settings else None
 
 

@@ -1,7 +1,7 @@
-"""Callbacks: what a user's code is told of a training, and when.
+"""Callbacks: a user's code that runs after planning, steps and evaluations, with their records.
 
-All ranks make the same `StepRecord`s, from numbers that travel with batch headers: a step or two late, and without
-waiting for a GPU. A callback runs on every rank, unless it says `rank_0_only`.
+All ranks make the same `StepRecord`s, from numbers that are exchanged with batch headers: one or two steps late,
+without waiting for a GPU. A callback runs on every rank, unless it sets `rank_0_only`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StepRecord:
     grad_norm: float | None  # over all parameters, before clipping
     loss_scale: float | None  # with float16
     skipped: bool  # no update, because a gradient was not finite with this scale
-    step_s: float  # until the last rank was through
+    step_s: float  # until the last rank finished it
     predicted_s: float | None  # None if the step had other tasks or batch sizes than its plan
     samples_per_s: float
     tokens_per_s: float | None  # of tasks that count their tokens
@@ -45,7 +45,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRecord:
-    """What `Trainer.evaluate` found after `step` steps, the same on all ranks."""
+    """The result of `Trainer.evaluate` after `step` steps, the same on all ranks."""
 
     step: int
     losses: Mapping[str, float]
@@ -57,15 +57,15 @@ class Callback:
     """Base class: override what you need. `self.trainer` is the Trainer that it was given to.
 
     Callbacks run on all ranks, and each rank has its own, so that they may call methods of the Trainer, which all ranks
-    must call. One with `rank_0_only = True` runs on rank 0 alone, and may only look. An error in a callback ends the
-    job.
+    must call. One with `rank_0_only = True` runs on rank 0 alone, and must not call them. An error in a callback ends
+    the job.
     """
 
     rank_0_only: bool = False
     trainer: Trainer
 
     def on_plan(self, plan: Plan) -> None:
-        """A plan was made: before the first step, and whenever tasks or modules changed. It may only be looked at."""
+        """A plan was made: before the first step, and whenever tasks or modules changed. It must not be modified."""
 
     def on_step(self, record: StepRecord) -> None:
         """The record of a step has arrived; one or two later steps were launched already."""
@@ -74,7 +74,7 @@ class Callback:
         """`Trainer.evaluate` is done."""
 
     def on_end(self, result: FitResult | None) -> None:
-        """A fit has ended; without a result if by an error."""
+        """A fit has ended; `result` is None if it failed."""
 
 
 class _OnStepFunction(Callback):
@@ -96,7 +96,7 @@ class Callbacks:
         self._rank_0_only: Callback | None = None  # while it runs
 
     def start_fit(self, on_step: OnStep | None) -> None:
-        """Call this function, too, until the next fit."""
+        """Also call this function, until the next fit."""
         self._of_fit = [] if on_step is None else [_OnStepFunction(on_step)]
 
     def call(self, method: str, *arguments: Any) -> None:
@@ -106,7 +106,7 @@ class Callbacks:
                 getattr(callback, method)(*arguments)
 
     def fail(self, error: BaseException) -> None:
-        """Tell all callbacks that the fit has failed; what goes wrong in them is added to the error."""
+        """Call `on_end` of all callbacks after a failed fit; their own errors are added to its error as notes."""
         for callback in self._callbacks:
             try:
                 with self._marked(callback):

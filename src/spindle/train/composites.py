@@ -1,7 +1,8 @@
 """Composites in recorded tasks: calls of CLIP or LLaVA become calls of their towers and their other parts.
 
 A module is opened where it has two or more towers, or where a task returns the loss that it computes itself: then that
-loss is the task's, and can be computed over parts of a batch like any other. What cannot be opened stays one module.
+loss is the task's, and can be computed over parts of a batch like any other. A module that cannot be opened stays one
+module.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def open_graph(task: RecordedTask, example: Any) -> fx.Graph | None:
             continue
         try:
             opened = arguments.opened(call.name)
-        except Exception as error:  # the module's own code on fake tensors; as one module it may well run
+        except Exception as error:  # the module's own code failed on fake tensors; it may still run as one module
             opened = failure_reason(error)
         if isinstance(opened, str):
             call.handle.closed_reason = opened
@@ -61,7 +62,7 @@ def open_graph(task: RecordedTask, example: Any) -> fx.Graph | None:
 
 def split_loss(graph: fx.Graph) -> tuple[fx.Graph | None, bool]:
     """A graph that returns its loss as a total and a count, where the loss is a token mean inside an opened module; and
-    whether losses of parts of a batch add up to that of the whole as they are."""
+    whether losses of parts of a batch sum to that of the whole without scaling."""
     loss, metrics = _returned(graph)
     kind, glue, variables = loss.meta.get(_LOSS, ("", None, {})) if isinstance(loss, fx.Node) else ("", None, {})
     if kind != "mean":
@@ -80,7 +81,7 @@ def split_loss(graph: fx.Graph) -> tuple[fx.Graph | None, bool]:
 
 
 def replace_in_losses(graph: fx.Graph, node: fx.Node, replacement: fx.Node) -> None:
-    """Let losses that are split later be computed from another node."""
+    """Compute losses that are split later from a different node."""
     for loss in graph.nodes:
         if _LOSS in loss.meta:
             kind, glue, variables = loss.meta[_LOSS]
@@ -115,8 +116,16 @@ def _is_returned(node: fx.Node) -> bool:
     return result is node
 
 
+def _is_given(value: Any) -> bool:
+    """Whether a value is a constant or an entry of the batch. What a task computes from a batch is another number for
+    each part of it."""
+    while isinstance(value, fx.Node) and _accessor(value) is not None:
+        value = value.args[0]
+    return not isinstance(value, fx.Node) or value.op == "placeholder"
+
+
 def _accessor(node: fx.Node) -> Callable[[Any], Any] | None:
-    """What a node takes from its first argument, where it does nothing else."""
+    """What a node selects from its first argument, if it does nothing else."""
     if node.target in (getattr, operator.getitem) and len(node.args) == 2 and isinstance(node.args[1], str | int):
         return lambda value: node.target(value, node.args[1])  # type: ignore[operator]
     return None
@@ -137,19 +146,19 @@ class _Arguments:
         self._example = example
 
     def opened(self, name: str) -> OpenedComposite | str:
-        """A call of a composite, opened, or why that is impossible: its code may depend on how many samples there
-        are."""
+        """A call of a composite, opened, or why that is impossible."""
         module = self._calls[name].handle.module
         opened = open_composite(module, *self._of(name, 0), lambda: self._values(name))
         if isinstance(opened, str) or opened.reads_values:
             return opened
         try:
             larger = open_composite(module, *self._of(name, 1))
-        except Exception:  # it may run on so many samples only
+        except Exception:  # it may support only this number of samples
             return opened
         if isinstance(larger, str) or _texts(opened) == _texts(larger):
             return opened
-        return "what its code does between its parts depends on how many samples there are"
+        # Recorded code is right for this number of samples only. The module's own code is for any.
+        return open_composite(module, *self._of(name, 0), lambda: self._values(name), records=False)
 
     def _of(self, name: str, which: int) -> tuple[Any, Any]:
         call = self._calls[name]
@@ -158,7 +167,7 @@ class _Arguments:
             outputs = [self._output(source, which) for source in call.sources]
             with mode:
                 args, kwargs = call.arguments(self._batches[which], *outputs)
-        except Exception:  # code in front of it reads values, which fake tensors do not have
+        except Exception:  # code before it reads values, which fake tensors do not have
             if which:
                 raise
             args, kwargs = tree_map(lambda leaf: fake_like(mode, leaf), self._values(name))
@@ -191,13 +200,13 @@ def _fake(mode: FakeTensorMode, leaf: Any, rows: int, more: int) -> Any:
 
 
 def _texts(opened: OpenedComposite) -> list[str]:
-    """What is to be the same for every number of samples."""
+    """Text that must be equal for every number of samples."""
     texts = [f"{call.path} {call.glue.run.__qualname__} {call.glue.inputs}" for call in opened.calls]
     return [*texts, opened.output(opened.index).run.__qualname__]
 
 
 def _replace(graph: fx.Graph, node: fx.Node, opened: OpenedComposite, handle: ModuleHandle) -> None:
-    """Put calls of its parts in the place of a call of a composite."""
+    """Replace a call of a composite by calls of its parts."""
     with graph.inserting_before(node):
         variables = _input_nodes(graph, node, opened)
         for call in opened.calls:
@@ -264,7 +273,7 @@ def _replace_uses(
             try:
                 part = accessor(index)
             except (AttributeError, KeyError, IndexError, TypeError):
-                break  # a method, or something that is not there: what it gets is up to the object itself
+                break  # a method, or a missing attribute: pass the object itself
             _replace_uses(graph, user, opened, part, variables)
             graph.erase_node(user)
         else:
@@ -280,8 +289,8 @@ def _replace_uses(
             value = graph.call_function(glue.run, tuple(variables[name] for name in glue.inputs))
             copy_line(node, value)
             parts = opened.loss_parts(index) if type(index) is int else None
-            if parts is not None:
-                value.meta[_LOSS] = (*parts, dict(variables))
+            if parts is not None and all(_is_given(variables[name]) for name in parts[2]):
+                value.meta[_LOSS] = (*parts[:2], dict(variables))
     if isinstance(value, fx.Node):
         node.replace_all_uses_with(value)
     else:

@@ -39,13 +39,13 @@ class Planning:
     dimensions as the parameter. None lets the planner shard where that is simulated to be faster, or memory is
     short. An optimizer that does not update each element by itself is not sharded.
 
-    With `planner="pipeline"`, layers are spread over `pipeline_parallel_degree` ranks (all of them, unless given;
-    further ranks are replicas), and the `gradient_accumulation_steps` batches of a step are the microbatches of one
-    pipeline. Their contents may differ from step to step: the order of a step's passes is searched in a process of its
-    own while the step before runs.
+    With `planner="pipeline"`, layers are spread over `pipeline_parallel_degree` ranks (all of them by default; further
+    ranks are replicas), and the `gradient_accumulation_steps` batches of a step are the microbatches of one pipeline.
+    Their contents may differ from step to step: a background process searches for the order of a step's passes while
+    the previous step runs.
 
-    Each rank may hold `memory_limit_bytes` of tensors: plans keep to it, and a step that exceeds it raises an error.
-    Without a GPU tensors are counted operation by operation, which takes time.
+    Each rank may hold `memory_limit_bytes` of tensors: plans respect the limit, and a step that exceeds it raises an
+    error. Without a GPU, tensors are counted operation by operation, which is slow.
 
     Up to `lanes` modules share a GPU at the same time, on streams of their own, where that is simulated to be faster:
     small modules do not fill a GPU. That is for one process with one GPU; there is one lane on CPUs, with several
@@ -64,7 +64,7 @@ class Planning:
     def __post_init__(self) -> None:
         if not 1 <= self.lanes <= MAX_LANES:
             raise TrainingError(f"spindle.Planning(lanes={self.lanes}): a device has 1 to {MAX_LANES} lanes")
-        # A copy, which nobody else can change.
+        # A copy that the caller cannot change.
         object.__setattr__(self, "tensor_parallel_degrees", dict(self.tensor_parallel_degrees))
         if isinstance(self.planner, str) and self.planner not in PLANNERS:  # before minutes of profiling
             raise TrainingError(
@@ -103,7 +103,7 @@ class Checkpoints:
     (None: all).
 
     Under `spindle launch --restarts`, the state is also saved after every `memory_every` steps in memory that outlives
-    ranks, not their host: a rank that is lost then costs at most so many steps.
+    ranks, not their host: the loss of a rank then costs at most that many steps.
     """
 
     folder: Path | str
@@ -194,8 +194,8 @@ class TrainConfig:
         return [task.name for task in self.tasks]
 
     def without_given_plan(self, reason: str, notify: Callable[[str], None]) -> TrainConfig:
-        """The configuration without a plan and profile that the user gave for other tasks or modules. A function stays:
-        it makes new ones."""
+        """The configuration without a plan or profile that was given for other tasks or modules. Functions stay: they
+        make new ones."""
         planning = self.planning
         if planning.plan is not None:
             notify(f"the given plan no longer applies: {reason}")

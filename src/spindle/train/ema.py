@@ -1,5 +1,5 @@
-"""An exponential moving average (EMA) of the weights: each rank averages what it updates, so it is sharded as the
-optimizer's state is, and travels with it from plan to plan and into a `TrainState`.
+"""An exponential moving average (EMA) of the weights: each rank averages what it updates, so it is sharded like the
+optimizer's state, and is resharded and saved with it.
 
 As `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`, updated after every step: the average
 starts with the weights after the first step. Averages of 16-bit weights are float32.
@@ -32,7 +32,7 @@ class WeightAverage:
         self._averages: list[torch.Tensor] = []
         for name, parameter in self._named if num_steps else ():
             state = states.get(name, {})
-            average = state.get(AVERAGE)
+            average = state.get(AVERAGE) if AVERAGED_STEPS in state else None
             if average is None:  # it was frozen, or of no task, so that it has not changed
                 average = _as_average(parameter)
             else:
@@ -49,7 +49,7 @@ class WeightAverage:
             torch._foreach_lerp_(self._averages, parameters, 1 - self._decay)
 
     def states(self, num_steps: int) -> dict[str, dict[str, Any]]:
-        """What goes into the optimizer's state of each parameter, after so many steps."""
+        """The entries for the optimizer's state of each parameter, after `num_steps` steps."""
         names = [name for name, _ in self._named] if self._averages else []
         return {
             name: {AVERAGE: average, AVERAGED_STEPS: num_steps}
@@ -62,7 +62,7 @@ class WeightAverage:
 
 
 def without_average(state: State) -> dict[str, Any]:
-    """The state of a parameter as its optimizer knows it."""
+    """A parameter's state without the average, as its optimizer knows it."""
     return {key: value for key, value in state.items() if key not in (AVERAGE, AVERAGED_STEPS)}
 
 
@@ -81,8 +81,8 @@ def _as_average(parameter: torch.Tensor, *, copies: bool = True) -> torch.Tensor
 def averaged_weights(
     world: World, state: OptimizerState, parameters: Mapping[str, nn.Parameter], decay: float
 ) -> Iterator[None]:
-    """Inside, parameters hold their averages. Every rank must hold all parameters, which are given by name, and its
-    share of the optimizer's state; all ranks call it."""
+    """A context in which parameters hold their averages. Every rank must hold all parameters, which are given by name,
+    and its share of the optimizer's state; all ranks call it."""
     weights = {name: parameters[name].data for name in parameters}
     try:
         for name, average, num_steps in _gathered(world, state, parameters):
@@ -116,6 +116,6 @@ def _gathered(
     specs = {name: TensorSpec(dtype, world.device) for name, (dtype, _) in described.items()}
     for name, average in reshard(world, old, everywhere, tensors, specs):
         assert average is not None
-        if name in tensors and average is tensors[name]:  # which training goes on to change
+        if name in tensors and average is tensors[name]:  # a copy, because training will change it
             average = average.clone()
         yield name, average, last_step - described[name][1]

@@ -1,6 +1,6 @@
 """All weights on every rank, and evaluation with them: ranks take turns with whole batches, and sum their losses.
 
-Nothing needs a plan where every rank has all weights, and numbers are those of one process.
+With all weights on every rank, evaluation needs no plan, and gives the same numbers as one process.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from spindle.train.feed import (
     set_random_state,
 )
 from spindle.train.record import handles_of, named_parameters, record, record_all, root_handles
+from spindle.train.samples import by_number
 from spindle.train.session import TrainSession
 from spindle.train.task import Mean, TaskDefinition, TaskResult
 
@@ -40,7 +41,8 @@ _END = object()
 
 @contextmanager
 def whole_weights(session: TrainSession, *, ema: bool, is_fitting: bool) -> Iterator[None]:
-    """Inside, every rank has all weights, or with `ema` their averages; during a fit they are gathered for it."""
+    """A context in which every rank has all weights, or with `ema` their averages; during a fit they are gathered
+    first."""
     decay = session.config.ema
     if ema and decay is None:
         raise TrainingError("ema=True: there is no average of the weights; give the Trainer ema=0.999, for example")
@@ -83,7 +85,7 @@ def evaluate(
     sums: list[torch.Tensor] = []
     for name, loader in loaders.items():
         if name not in tasks:
-            raise TrainingError(f"evaluate: {name!r} is no task (tasks: {', '.join(tasks)})")
+            raise TrainingError(f"evaluate: {name!r} is not a task (tasks: {', '.join(tasks)})")
         loss, metrics = _sums(tasks[name], loader, steps, state, config, world, share_weights)
         names += [name, *(f"{name}/{metric}" for metric in metrics)]
         sums += [loss, *metrics.values()]
@@ -91,7 +93,7 @@ def evaluate(
     means = {}
     for name, (total, count) in zip(names, totals.tolist(), strict=True):  # type: ignore[union-attr]
         if not count and name in loaders:
-            raise TrainingError(f"evaluate: the loader of task {name!r} gives no sample")
+            raise TrainingError(f"evaluate: the loader of task {name!r} yields no samples")
         means[name] = total / count if count else math.nan
     return means
 
@@ -145,13 +147,14 @@ def _sums(
 
 
 def _num_samples(nest: Any) -> int:
-    """The length that most tensors of a batch have: which of them have rows is known only of training batches."""
+    """The most common length of a batch's tensors: which tensors have rows is known only for training batches."""
     lengths = [len(leaf) for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf)]
     return max(lengths, key=lengths.count)
 
 
 def _batches(loader: Any, batch_size: int, state: RandomState) -> Iterator[Any]:
     """Batches in the same order on all ranks, whatever else they draw. A dataset is read in its own order."""
+    loader = by_number(loader)
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         loader = DataLoader(loader, batch_size)
     iterator: Iterator[Any] | None = None

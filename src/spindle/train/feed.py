@@ -1,9 +1,9 @@
 """Batches of one task, step after step, the same on every rank.
 
-A batch may lack what others have: an entry is missing, None, or has no rows. One that is None, or has no row at all,
-leaves its task out of the step. An exhausted loader starts its next epoch. A short last batch is left out, with a
-notice, or used when the user wants that. Loaders that shuffle draw from random streams of their own, which start alike
-on all ranks, so what else a rank does cannot change the order of its data.
+A batch may lack an entry that others have: it is missing, None, or has no rows. A batch that is None or has no rows at
+all leaves its task out of the step. An exhausted loader starts its next epoch. A short last batch is dropped, with a
+notice, unless `drop_last=False`. Loaders that shuffle draw from random streams of their own, which start the same on
+all ranks, so nothing else a rank does can change the order of its data.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def random_state() -> RandomState:
 
 
 def draw() -> None:
-    """Advance all of them, so that the next user starts from another state."""
+    """Advance all of them, so that the next user starts from a different state."""
     torch.rand(1), random.random(), np.random.random()
 
 
@@ -93,8 +93,8 @@ class LoaderPosition:
     """Where a loader is read next: the random state that its epoch began with, and how many entries were read since.
 
     `generator` is the state of the loader's own `torch.Generator` then, where it has one. `now` is the random state
-    before the next entry, for a loader whose entries need not be read again to get there, and `loader_state` what a
-    `StatefulDataLoader` has of itself. `rows` is what is known of where batches have rows.
+    before the next entry, for a loader that can skip entries without reading them, and `loader_state` the `state_dict`
+    of a `StatefulDataLoader`. `rows` says which tensors of batches are known to have rows.
     """
 
     random_state: RandomState
@@ -105,7 +105,7 @@ class LoaderPosition:
     rows: Mapping[str, Any] | None = None
 
     def values(self) -> dict[str, Any]:
-        """All fields, for a checkpoint; without a loader's state that has values which no checkpoint can hold."""
+        """All fields, for a checkpoint; without a loader's state if a checkpoint cannot store its values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         try:
             to_plain(self.loader_state, "the state of a loader")
@@ -129,12 +129,12 @@ class Feed:
         facts: Mapping[str, Any] | None = None,
         bar: Callable[[str], AbstractContextManager[Callable[[float], None]]] | None = None,
     ) -> None:
-        """`facts` are what another loader must have in common with this one to go on from its position; `bar` shows
-        how far batches are skipped."""
+        """`facts` are the properties that a loader must share with this one to continue from its position; `bar` shows
+        progress while batches are skipped."""
         self.facts, self._bar = facts or {}, bar
         self.definition, self.loader, self.drop_last, self._notify = definition, loader, drop_last, notify
         self._state, self._compared = position.random_state, compared  # with what other ranks read
-        self._epoch = position  # where this epoch began; at first, where it is to go on
+        self._epoch = position  # where this epoch began; initially, where to continue
         self._is_started = False
         self._num_read = 0  # entries of the loader in this epoch
         self._positions: deque[LoaderPosition] = deque(maxlen=_MOST_POSITIONS)  # of the last batches
@@ -161,11 +161,11 @@ class Feed:
         return self._kept[-1]
 
     def close(self) -> None:
-        """End what reads ahead."""
+        """Stop reading ahead."""
 
     def position(self, number: int) -> LoaderPosition:
-        """Where the batch of this number is read from: a batch to come, or one of the last that were given."""
-        # Other ranks may have asked for batches that this rank does not need, and has not read.
+        """The position of the batch of this number: an upcoming batch, or one of the last ones."""
+        # Other ranks may have read batches that this rank does not need and has not read.
         while self._num_batches < number:
             self._kept.append(self._read())
         is_next = number == self._num_batches
@@ -233,7 +233,7 @@ class Feed:
             if nest is _END:
                 if self._since_start == 0:
                     raise TrainingError(
-                        f"task {name!r}: its loader gives no batch"
+                        f"task {name!r}: its loader yields no batch"
                         + (" of its batch_size" if self._has_noted_short_batch else "")
                         + "; a generator cannot start again: give a list, a DataLoader, or ask for fewer steps"
                     )
@@ -258,8 +258,8 @@ class Feed:
                 return self._batch(nest, rows)
             if not self._has_noted_short_batch:
                 self._notify(
-                    f"task {name!r}: the last batch of its loader has {rows} of {size} samples and is left out "
-                    "(drop_last=False trains on it too)"
+                    f"task {name!r}: the last batch of its loader has {rows} of {size} samples and is dropped "
+                    "(drop_last=False trains on it, too)"
                 )
             self._has_noted_short_batch = True
             if self._since_start == 0:
@@ -278,8 +278,8 @@ class Feed:
         self._since_start = self._num_read
 
     def _iterator_at(self, position: LoaderPosition) -> Iterator[Any]:
-        """The entries of an epoch from a position on. Where a loader is told numbers of samples, these are drawn
-        again, and no sample is read; other loaders are read."""
+        """The entries of an epoch from a position on. For a loader with a sampler, sample indices are drawn again and
+        no sample is read; other loaders are read."""
         loader, state = self.loader, position.loader_state
         if state is not None and _is_stateful(loader) and state["num_workers"] == loader.num_workers:
             loader.load_state_dict(state["state"])  # type: ignore[attr-defined]
@@ -304,8 +304,8 @@ class Feed:
         return next(self._iterator, _END)
 
     def _rows(self, nest: Any) -> int:
-        """How many samples a batch has: all tensors with rows must agree. Those of the first batch of its form tell
-        which have rows, and where they stood in batches of other forms does."""
+        """The number of samples of a batch, on which all tensors with rows must agree. Which tensors have rows follows
+        from the first batch of its form, or from their positions in batches of other forms."""
         name, size = self.definition.name, self.definition.batch_size
         entries = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(nest)[0]]
         if is_empty(nest):
@@ -343,7 +343,8 @@ class Feed:
         )
 
     def _fingerprint(self, nest: Any) -> int:
-        """A digest of a batch's values. Of batches in a list it is computed once: reading values waits for a GPU."""
+        """A digest of a batch's values. For batches in a list it is computed once, because reading values waits for a
+        GPU."""
         if self._draws:
             return fingerprint_of(nest)
         key = tuple(id(leaf) for leaf in tree_leaves(nest))
@@ -358,12 +359,12 @@ def _is_stateful(loader: Any) -> TypeGuard[DataLoader[Any]]:
 
 
 def _has_numbers(loader: Any) -> TypeGuard[DataLoader[Any]]:
-    """Whether a loader reads samples by the numbers that its sampler gives."""
+    """Whether a loader reads samples by the indices of its sampler."""
     return type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
 
 
 class _After:
-    """What a sampler gives after its first `count` entries; from there on random numbers are drawn from `now`."""
+    """A sampler's entries after its first `count`; from there on random numbers are drawn from `now`."""
 
     def __init__(self, sampler: Any, count: int, now: RandomState | None) -> None:
         self._sampler, self._count, self._now = sampler, count, now
@@ -384,7 +385,7 @@ def _loader_after(loader: DataLoader[Any], count: int, now: RandomState | None) 
     """A copy of a loader that begins after its first batches."""
     later = copy.copy(loader)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    # Which DataLoader refuses to have set: another sampler would not be the one that its other attributes are of.
+    # Past `DataLoader.__setattr__`, which refuses a new sampler.
     object.__setattr__(later, name, _After(getattr(loader, name), count, now))
     return later
 
@@ -394,7 +395,7 @@ def _ignored(share: float) -> None:
 
 
 def _generator_of(loader: Any) -> torch.Generator | None:
-    """The generator that a DataLoader shuffles with, where the user gave it one."""
+    """The generator that a DataLoader shuffles with, if the user gave one."""
     generator = getattr(loader, "generator", None)
     return generator if isinstance(generator, torch.Generator) else None
 

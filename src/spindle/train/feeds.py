@@ -11,16 +11,16 @@ from spindle.errors import CheckpointError, TrainingError
 from spindle.run import World
 from spindle.train.agreement import compare
 from spindle.train.feed import Feed, LoaderPosition, RandomState, draw, random_state
-from spindle.train.samples import sample_feed
+from spindle.train.samples import StreamedSamples, by_number, is_streaming, sample_feed
 from spindle.train.session import TrainSession
 from spindle.train.task import TaskDefinition
 
 
 def make_feeds(session: TrainSession, loaders: Mapping[str, Any], *, drop_last: bool) -> dict[str, Feed]:
-    """A feed for each task; refuses loaders that are missing or of no task."""
+    """Make a feed for each task; refuses missing loaders, and loaders without a task."""
     names = session.config.task_names
     problems = [f"none for {name!r}" for name in names if name not in loaders]
-    loaders = {name: loader for name, loader in loaders.items() if name not in session.absent_tasks}
+    loaders = {name: by_number(loader) for name, loader in loaders.items() if name not in session.absent_tasks}
     problems += [f"{name!r} is no task (tasks: {', '.join(names)})" for name in loaders if name not in names]
     if problems:
         raise TrainingError(f"fit needs one loader for each task: {'; '.join(problems)}")
@@ -43,10 +43,11 @@ def make_feed(
     drop_last: bool,
     state: RandomState | None = None,
 ) -> Feed:
-    """A task's feed, which goes on after the batches of earlier fits where its loader is a dataset. `state` is that of
-    the random numbers that its loader draws; rank 0's unless given."""
+    """A task's feed. A dataset continues after the batches of earlier fits. `state` is the random state of its loader;
+    rank 0's by default."""
     config, world = session.config, session.world
     _refuse_distributed_sampler(definition.name, loader)
+    loader = by_number(loader)
     position = session.loader_positions.pop(definition.name, None)
     facts = _facts_of(definition, loader)
     _check_facts(definition.name, session.loader_facts.pop(definition.name, None), facts)
@@ -69,7 +70,7 @@ def make_feed(
 
 
 def _facts_of(definition: TaskDefinition, loader: Any) -> dict[str, Any]:
-    """What a loader must have in common with the one that a checkpoint has the position of."""
+    """The properties that a loader must share with the one whose position a checkpoint stores."""
     return {"class": type(loader).__name__, "length": _length_of(loader), "batch_size": definition.batch_size}
 
 
@@ -78,7 +79,7 @@ def _check_facts(task: str, saved: Mapping[str, Any] | None, present: Mapping[st
         if saved is not None and saved.get(key) != value:
             raise CheckpointError(
                 f"task {task!r}: the {_FACTS[key]} was {saved.get(key)} when the checkpoint was saved, and is {value} "
-                "now; its data would go on in another order"
+                "now; its data would continue in a different order"
             )
 
 
@@ -89,9 +90,14 @@ def _refuse_distributed_sampler(task: str, loader: Any) -> None:
     samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
     if any(isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1 for sampler in samplers):
         raise TrainingError(
-            f"task {task!r}: its loader has a DistributedSampler, which gives each rank other samples. Here all ranks "
-            "read the same batches, of which each trains its part: leave the sampler out, "
+            f"task {task!r}: its loader has a DistributedSampler, which gives each rank different samples. Here all "
+            "ranks read the same batches, and each trains on its part: leave the sampler out, "
             "DataLoader(dataset, batch_size=..., shuffle=True), with the batch size of all ranks together"
+        )
+    if is_streaming(getattr(loader, "dataset", None)) and not isinstance(loader, StreamedSamples):
+        raise TrainingError(
+            f"task {task!r}: its loader reads a StreamingDataset, whose iterator waits for all ranks of a host, of "
+            "which some need not read: give the dataset itself instead of a DataLoader of it"
         )
 
 
@@ -103,7 +109,7 @@ def _length_of(loader: Any) -> int | None:
 
 
 def shared_random_state(world: World) -> RandomState:
-    """Rank 0's random state, from which loaders draw their order; what is drawn later starts from another one."""
+    """Rank 0's random state, from which loaders draw their order; later draws start from a different one."""
     state: RandomState = world.broadcast_object(random_state())
     draw()
     return state

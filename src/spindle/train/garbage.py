@@ -1,8 +1,8 @@
 """Python's garbage collector, kept from stalling steps.
 
 A full collection visits every object of the process: hundreds of thousands with torch imported, which takes tenths of a
-second. Each rank gets to one in another step, and all others wait for it. So what exists when a fit's steps begin is
-frozen, and collections during the fit visit newer objects only.
+second. Ranks reach theirs in different steps, and all others wait each time. So the objects that exist when a fit's
+steps begin are frozen, and collections during the fit visit newer objects only.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class _State:
 
 @contextmanager
 def frozen_objects() -> Iterator[None]:
-    """Keep the objects that exist now out of collections. Does nothing where somebody else has frozen objects: they
-    would be unfrozen afterwards."""
+    """Keep the objects that exist now out of collections. Does nothing if other code has frozen objects: they would be
+    unfrozen afterwards."""
     if _State.is_frozen or gc.get_freeze_count():
         yield
         return
@@ -33,8 +33,8 @@ def frozen_objects() -> Iterator[None]:
 
 
 def collect_all() -> None:
-    """Collect garbage among the objects that `frozen_objects` has frozen, too: those of a plan that is dropped are.
-    What others have frozen stays so."""
+    """Collect garbage among the objects that `frozen_objects` has frozen, too, such as those of a dropped plan. Objects
+    that other code has frozen stay frozen."""
     if not _State.is_frozen:
         gc.collect()
         return

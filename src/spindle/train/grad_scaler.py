@@ -2,8 +2,8 @@
 
 Losses are multiplied by the scale before backward, and gradients divided by it before clipping. Where any rank finds a
 gradient that is not finite, all ranks skip the step and lower the scale; after a number of steps without one they raise
-it. All of this runs on the device: ranks all-reduce what they found together with the gradient norm, and so arrive at
-the same scale.
+it. All of this runs on the device: ranks all-reduce `found_inf` together with the gradient norm, so all have the same
+scale.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class LossScale:
         return found_inf
 
     def update(self, found_inf: torch.Tensor) -> None:
-        """Lower the scale, or raise it in time; `found_inf` is above 0 where any rank has found something."""
+        """Lower the scale, or raise it after enough steps; `found_inf` is above 0 if any rank's gradients are not
+        finite."""
         settings = self._settings
         torch._amp_update_scale_(
             self.scale,
@@ -56,7 +57,7 @@ class LossScale:
         )
 
     def state(self) -> ScaleState:
-        """For the next plan, or a run that is resumed. Waits for the GPU."""
+        """The state, for the next plan or a resumed run. Waits for the GPU."""
         return ScaleState(float(self.scale), int(self._growth_steps))
 
 

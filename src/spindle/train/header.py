@@ -81,12 +81,12 @@ def idle_in(table: Table) -> float | None:
 
 
 def check_first_batches(examples: Mapping[str, Any], world: World) -> None:
-    """Refuse first batches of tasks whose values differ between ranks. All ranks read them, to trace their tasks; later
-    ones are compared among those that read them under their plan."""
+    """Refuse first batches of tasks whose values differ between ranks. All ranks read these, to trace the tasks; later
+    batches are compared among the ranks that read them under their plan."""
     if world.size > 1:
         fingerprints = torch.tensor([fingerprint_of(nest) for nest in examples.values()], dtype=torch.float64)
-        reference, *others = world.start_all_gather(fingerprints).wait()
-        for rank, row in enumerate(others, 1):
+        reference, *by_rank = world.start_all_gather(fingerprints).wait()
+        for rank, row in enumerate(by_rank, 1):
             differing = (row != reference).tolist()
             if any(differing):
                 raise _other_batch(0, list(examples)[differing.index(True)], rank, 0)
@@ -94,7 +94,8 @@ def check_first_batches(examples: Mapping[str, Any], world: World) -> None:
 
 def _other_batch(step: int, task: str, rank: int, reader: int) -> TrainingError:
     return TrainingError(
-        f"step {step}: the loader of task {task!r} gave rank {rank} another batch than rank {reader}; every rank must "
+        f"step {step}: the loader of task {task!r} gave rank {rank} a different batch than rank {reader}; every rank "
+        "must "
         "read the same batches. Where they are generated or shuffled at random, call torch.manual_seed with the same "
         "seed on every rank before that (at the top of the script). Do not shard the dataset: Spindle gives each rank "
         "its rows"
@@ -107,12 +108,12 @@ def is_stopped(table: Table) -> bool:
 
 
 def saves_in(table: Table) -> int:
-    """What any rank wants to be saved: the largest of their `saves`."""
+    """The largest `saves` of any rank: whether a checkpoint was requested."""
     return max(int(row[_SAVES]) for row in table)
 
 
 def written_in(table: Table) -> list[int]:
-    """Which checkpoint each rank has written, as `Saver.written` says it."""
+    """`Saver.written` of each rank: which checkpoint it has written."""
     return [int(row[_WRITTEN]) for row in table]
 
 
@@ -142,8 +143,8 @@ def read_batch_headers(
             if not columns:
                 continue
             reader, reference = columns[0]
-            # Parts of a batch have other shapes on other ranks; all of these together stand for the whole one's. Rows,
-            # fingerprint and variant are those of the whole batch on every rank.
+            # Parts of a batch have different shapes on different ranks; all signatures together identify the whole
+            # batch. Rows, fingerprint and variant are those of the whole batch on every rank.
             is_partial = any(entries[_PARTIAL] for _, entries in columns)
             signature = int(reference[_SIGNATURE])
             if is_partial:

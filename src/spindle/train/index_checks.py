@@ -1,4 +1,4 @@
-"""Indices are checked before a GPU uses them.
+"""Check indices before a GPU uses them.
 
 On a CPU an index that is out of range raises an error that can be caught. On a GPU a kernel asserts, and the CUDA
 context is unusable afterwards. Code that is tried on a part of its batch may well have such indices.
@@ -16,12 +16,12 @@ _Check = Callable[..., None]
 
 
 class IndexChecks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, an index that is out of range raises an IndexError. Each check waits for the GPU."""
+    """A context in which an index that is out of range raises an IndexError. Each check waits for the GPU."""
 
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operator = getattr(func, "overloadpacket", func)  # flex_attention and its like have no overloads
+        operator = getattr(func, "overloadpacket", func)  # higher-order operators (flex_attention) have no overloads
         check = _CHECKS.get(operator.__name__.removesuffix("_"))
         if check is not None:
             check(*args)

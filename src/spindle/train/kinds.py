@@ -1,7 +1,8 @@
-"""What an op computes, in words: where they are equal so is the code, and a time measured for one holds for the other.
+"""Describe what an op computes as text: ops with equal texts run the same code, so a time measured for one holds for
+the other.
 
-A layer is told by its module (classes with their sources, settings and shapes) and its place there. Left out: functions
-of the script that a module's forward calls, and what its attributes hold inside.
+A layer is identified by its module (classes with their sources, settings and shapes) and its position there. Left out:
+functions of the script that a module's forward calls, and what its attributes hold inside.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def kinds_of(bound: Bound, graph: MetaGraph) -> list[Kind]:
 
 
 def _module_text(module: nn.Module) -> str:
-    """The class of a module and a digest of all that makes it what it is, but for the values of its weights."""
+    """The class of a module, and a digest of everything that defines it except the values of its weights."""
     parts = [_plain(repr(module))]
     for path, part in module.named_modules():
         settings = {name: _setting(value) for name, value in vars(part).items() if not name.startswith("_")}
@@ -64,16 +65,16 @@ def _setting(value: Any) -> str:
 
 def _sources(classes: Iterable[type]) -> list[str]:
     """The text of classes that are not torch's own, whose version is known otherwise."""
-    named = {f"{one.__module__}.{one.__qualname__}": one for one in classes}
-    own = {name: one for name, one in named.items() if name.split(".")[0] not in ("torch", "builtins")}
+    named = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in classes}
+    own = {name: cls for name, cls in named.items() if name.split(".")[0] not in ("torch", "builtins")}
     return [f"{name} {_source(own[name])}" for name in sorted(own)]
 
 
-def _source(one: type) -> str:
+def _source(cls: type) -> str:
     try:
-        return inspect.getsource(one)
+        return inspect.getsource(cls)
     except (OSError, TypeError):  # typed at a prompt
-        functions = [value for value in vars(one).values() if inspect.isfunction(value)]
+        functions = [value for value in vars(cls).values() if inspect.isfunction(value)]
         return str([(function.__code__.co_code.hex(), function.__code__.co_names) for function in functions])
 
 
@@ -85,8 +86,8 @@ def _nodes(function: Any) -> tuple[fx.GraphModule, list[fx.Node]]:
 
 
 def graph_text(function: Any, *, values: bool = False) -> str:
-    """Recorded code, with numbers for names: these depend on what else was recorded. Of constant tensors it has the
-    shapes, or the `values` too."""
+    """The text of recorded code, with numbers for names, which depend on what else was recorded. Constant tensors
+    appear as shapes, or with `values` as their values."""
     runner, nodes = _nodes(function)
     number = {node: f"%{place}" for place, node in enumerate(nodes)}
     lines = []
@@ -99,7 +100,7 @@ def graph_text(function: Any, *, values: bool = False) -> str:
             target = tensor_text(constant) if values and isinstance(constant, torch.Tensor) else _setting(constant)
         elif callable(target):
             target = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
-        arguments = fx.node.map_arg((node.args, node.kwargs), lambda one: number[one])
+        arguments = fx.node.map_arg((node.args, node.kwargs), lambda source: number[source])
         lines.append(f"{number[node]} {node.op} {target} {arguments}")
     return _plain("\n".join(lines))
 
@@ -125,9 +126,9 @@ def _only_picks(function: Any) -> bool:
 
 
 def _constants(function: Any) -> str:
-    """What a call is given that is no tensor."""
+    """The arguments of a call that are not tensors."""
     output = _nodes(function)[1][-1]
-    return _plain(str(fx.node.map_arg(output.args[0], lambda one: "tensor")))
+    return _plain(str(fx.node.map_arg(output.args[0], lambda _: "tensor")))
 
 
 def _plain(text: str) -> str:

@@ -30,7 +30,7 @@ from spindle.train.session import NEW_VARIANT, TrainSession
 from spindle.train.steps import StepRun, microbatches_of
 from spindle.train.timing import StepTimes
 
-_SEARCH_SHARE = 0.5  # of a step's time, for which the next is planned
+_SEARCH_SHARE = 0.5  # share of a step's time in which the next one is planned
 
 
 class Loop:
@@ -72,11 +72,11 @@ class Loop:
         self._requested = config, {**joining, **(loaders or {})}
 
     def stop(self) -> None:
-        """End the fit on all ranks, after the step that runs when they have heard of it: the next one."""
+        """End the fit on all ranks after the next step, with whose header they learn of it."""
         self._is_stopping = True
 
     def run(self, steps: int) -> FitResult:
-        """Train for so many steps, or until a rank wants to stop."""
+        """Train for `steps` steps, or until a rank wants to stop."""
         compare(self._world, {"fit(steps=...)": f"{steps} steps from step {self._first} on"})
         self._session.scatter_parameters()
         self._start_plan()
@@ -90,7 +90,7 @@ class Loop:
         world, progress, reports = self._world, self._session.progress, self._reports
         planned_steps = steps
         # One header is always in flight: that of the step to come, started before the current step is launched, so that
-        # nobody waits for it. It brings the losses of an earlier step along.
+        # no rank waits for it. It also carries the losses of an earlier step.
         batches = self._source.read(self._first)
         gathering = self._start_header(batches)
         carries_report = False  # the header in flight
@@ -113,14 +113,15 @@ class Loop:
             is_saving = self._save_points.is_saving(table, step)
             self._add_new_variants(headers, batches)
             if self._requested is not None or is_saving or self._save_points.falls_due(step):
-                # A new plan has other columns, and a resumed run does not report these steps again. Also where a
-                # checkpoint is skipped: what `on_step` changes must not depend on how fast a disk is.
+                # A new plan has different columns, and a resumed run does not report these steps again. Also if a
+                # checkpoint is skipped: what `on_step` changes must not depend on the speed of a disk.
                 self._report_unsent()
             if self._requested is not None:
                 self._apply_change(headers, batches)
             if is_saving:
                 step_tasks = {task for row in headers for task in row}
                 self._save_points.save(step, saves_in(table), self.next_config, step_tasks)
+            recorder.resume()
             current = batches
             if number + 1 < steps:
                 with recorder.doing(LOADING):
@@ -154,7 +155,7 @@ class Loop:
         self._save_points.save_last(self.next_step, self.next_config, was_stopped=steps < planned_steps)
 
     def _finish(self) -> FitResult:
-        """Gather what the ranks hold, and take changes that were requested with the last losses."""
+        """Gather parameters, and apply changes that were requested with the last losses."""
         session, runtime, reports = self._session, self._session.current_runtime, self._reports
         planned, main = runtime.planned, runtime.steps.main
         for name, reason in main.without_graph.items():
@@ -246,7 +247,7 @@ class Loop:
         session.gather_parameters()  # tracing and measuring run whole modules
         for micro_step, task in new:
             header = headers[micro_step][task]
-            if session.variants.get(task, header.variant) is None:  # else an earlier micro-step took it, too
+            if session.variants.get(task, header.variant) is None:  # unless an earlier micro-step already added it
                 batch = self._source.broadcast(batches[micro_step].get(task), header.reader)
                 session.take_new_variant(task, header.variant, batch)
         if self._requested is not None:
@@ -271,7 +272,7 @@ class Loop:
     # Steps.
 
     def _plan_ahead(self, headers: StepHeaders, batches: StepBatches) -> None:
-        """Have the next step planned while this one runs, unless it needs another plan altogether."""
+        """Have the next step planned while this one runs, unless it needs a new plan of the tasks."""
         if self._requested is not None or self._unknown_variants(headers):
             return
         last_s = self._times.last_step_s

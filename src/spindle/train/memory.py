@@ -30,12 +30,12 @@ class FitMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def start_plan(self, runtime: RankRuntime, update: Update) -> None:
-        """Count weights, and what optimizer and gradients keep, against the memory limit."""
+        """Count weights, gradients and optimizer state against the memory limit."""
         if self._budget is not None:
             self._budget.adopt(_resident_tensors(runtime, update))
 
     def counted(self) -> AbstractContextManager[object]:
-        """Inside, tensors are counted where there is a limit."""
+        """A context in which tensors are counted, if there is a limit."""
         return self._budget or nullcontext()
 
     def free(self) -> None:

@@ -1,11 +1,11 @@
 """Steps whose batches are microbatches of one pipeline. Each step has a graph, a plan and a program of its own.
 
-What gradients are accumulated over becomes a pipeline's microbatches: they run in one program, interleaved, instead of
-one after another. Where layers stand is chosen once; the order of a step's passes follows from what its batches hold,
-and is searched while the step before runs. The numbers are those of micro-steps one after another.
+The micro-steps of gradient accumulation become the microbatches of a pipeline: they run interleaved in one program
+instead of one after another. The placement of layers is chosen once; the order of a step's passes depends on its
+batches, and is searched while the previous step runs. Results are those of gradient accumulation.
 
-Layers were measured on the first batch of each variant. For one of another shape their times grow with the elements
-they give, and no pass gets shorter than its launch; that attention grows faster is left out.
+Layers were measured on the first batch of each variant. For batches of other shapes their times scale with the number
+of output elements, and no pass gets shorter than its launch; that attention grows faster is not modelled.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def on_one_device(profile: Profile) -> Profile:
 
 
 def _single(curves: Sequence[Curve]) -> Curve:
-    """The time of a layer on one device; where that was not measured, what fewest devices do together."""
+    """The time of a layer on one device; if that was not measured, n times that on the fewest devices, n."""
     curve = min(
-        (curve for curve in curves if curve.tensor_degree == 1), key=lambda one: one.num_devices[0], default=None
+        (curve for curve in curves if curve.tensor_degree == 1), key=lambda curve: curve.num_devices[0], default=None
     )
     if curve is None:
-        raise PlanError("a pipeline runs layers on one device each, and a module has tensor groups alone")
+        raise PlanError("a pipeline runs each layer on one device, but a module has times for tensor groups only")
     count = curve.num_devices[0]
     return Curve(
         num_devices=(1,),
@@ -137,7 +137,7 @@ def _averaged(code: OpCode, count: int) -> OpCode:
 
 
 class Microbatches:
-    """One rank's. All ranks ask for the same steps in the same order; rank 0 has them planned."""
+    """The microbatches of one rank. All ranks ask for the same steps in the same order; rank 0 has them planned."""
 
     def __init__(
         self,
@@ -153,8 +153,8 @@ class Microbatches:
         self.profile, self.layout, self._code = profile, layout, code
         self.forms, self._seed, self._is_first = forms, seed, is_first
         self._measured = {
-            variant: self._sizes(variant, forms.of(profile.graph, code, {variant: without_values(one)}))
-            for variant, one in examples.items()
+            variant: self._sizes(variant, forms.of(profile.graph, code, {variant: without_values(example)}))
+            for variant, example in examples.items()
         }
         self._scales: dict[tuple[str, int], dict[int, float]] = {}
         self.owning_ranks: dict[int, tuple[int, ...]] = {}
@@ -164,8 +164,8 @@ class Microbatches:
         self._kept: dict[Key, tuple[Program, bool]] = {}
         self._count = 0
 
-    def meet(self, variant: str, signature: int, nest: Any) -> Cuts | None:
-        """A batch, without values; what crosses cuts between layers is returned if its shape is new."""
+    def infer_cuts(self, variant: str, signature: int, nest: Any) -> Cuts | None:
+        """The shapes that cross cuts between layers for a batch without values; None if its shape is known."""
         if (variant, signature) in self._scales:
             return None
         cuts = self.forms.of(self.profile.graph, self._code, {variant: nest})
@@ -197,7 +197,7 @@ class Microbatches:
         return self._graphs[key]
 
     def ask(self, key: Key, profile: Profile, time_limit_s: float | None = None) -> None:
-        """On rank 0: a step with these batches is coming, in about so much time."""
+        """On rank 0: have a step with these batches planned, which will run in about `time_limit_s`."""
         known = self._kept.get(key)
         if not self._is_first or key in self._numbers or (known is not None and known[1]):
             return
@@ -211,8 +211,8 @@ class Microbatches:
         self._count += 1
 
     def program(self, key: Key, profile: Profile) -> Program:
-        """On rank 0: the best program there is for a step; what is searched still may be there when such batches come
-        again."""
+        """On rank 0: the best program so far for a step; a search that is still running may be done when such batches
+        come again."""
         self.ask(key, profile)
         number = self._numbers.get(key)
         if number is not None:
@@ -236,5 +236,5 @@ class Microbatches:
 
 
 def without_values(nest: Any) -> Any:
-    """A nest of tensors of which only the shapes are there."""
+    """A nest of tensors without values."""
     return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, nest)

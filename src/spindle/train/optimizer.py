@@ -1,7 +1,8 @@
-"""The user's optimizer over what one rank holds: made, stepped with all that belongs to it, carried to another plan.
+"""The user's optimizer over the parameters that one rank holds: its creation, its step with clipping and schedule, its
+state.
 
-Gradients are clipped by their norm over all ranks before the step; the schedule moves on after it. Where a rank updates
-a slice of a parameter, its optimizer knows that slice as a parameter.
+Gradients are clipped by their norm over all ranks before the step; the scheduler steps after it. Where a rank updates a
+slice of a parameter, its optimizer sees that slice as a parameter.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ class Update:
         reports_norm: bool = False,
     ) -> None:
         """`named` are the parameters that this rank trains, `counted` those whose gradients it counts for all `ranks`
-        that hold any, and `sharding` what every rank trains of each. `state` is what an earlier plan's left. `ema` is
-        the decay of an average of the weights. `grad_scaler` has the settings of a loss scale, which is the same on
-        `scaled_ranks`: all that run a step. `lr_groups` are the groups of all ranks, this rank's unless given. With
-        `reports_norm`, the norm of gradients is computed even where they are not clipped."""
+        that hold any, and `sharding` what every rank trains of each. `state` is that of an earlier plan's optimizer.
+        `ema` is the decay of an average of the weights. `grad_scaler` has the settings of a loss scale, which is the
+        same on `scaled_ranks`: all that run a step. `lr_groups` are the groups of all ranks, this rank's unless given.
+        With `reports_norm`, the norm of gradients is computed even where they are not clipped."""
         self._max_grad_norm, self._named, self._counted, self._world = max_grad_norm, list(named), counted, world
         self._names = {id(parameter): name for name, parameter in named}
         self.sharding, self._ranks = sharding, ranks
@@ -92,7 +93,7 @@ class Update:
         )
 
     def wait_for(self, copied: torch.cuda.Event | None) -> None:
-        """Have the next step wait until what it overwrites is copied."""
+        """Make the next step wait until the tensors that it overwrites are copied."""
         self._copied = copied
 
     def settle_copies(self) -> None:
@@ -136,15 +137,15 @@ class Update:
         self.scheduler.step(metric)
 
     def _clip_gradients(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
-        """Clip gradients as `torch.nn.utils.clip_grad_norm_` does in one process: every parameter counts once, whoever
-        holds it. All-reduces `found_inf` as well. Returns this rank's part of the square of the norm, where it is
-        reported."""
+        """Clip gradients as `torch.nn.utils.clip_grad_norm_` does in one process: every parameter counts once, however
+        many ranks hold it. All-reduces `found_inf` as well. Returns this rank's part of the square of the norm, where
+        it is reported."""
         limit, device = self._max_grad_norm, self._world.device
         if self._world.rank not in self._reducing_ranks:
             return None
         square = None
         if self._world.rank in self._ranks and (limit is not None or self._reports_norm):
-            # Norms are added up as squares: each rank's of what it counts, then over ranks.
+            # Squared norms are summed: on each rank over the parameters that it counts, then over ranks.
             gradients = [parameter.grad for parameter in self._counted if parameter.grad is not None]
             square = get_total_norm(gradients).to(device, torch.float64).square()
         if limit is None and found_inf is None:
@@ -228,11 +229,12 @@ class Update:
         return tuple(tuple(self._names[id(parameter)] for parameter in group["params"]) for group in groups)
 
     def group_settings(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's class and what groups say of the parameters that this rank trains, by name."""
+        """The optimizer's class, and the group settings of the parameters that this rank trains, by name."""
         return {} if self.optimizer is None else group_settings(self.optimizer, self._named)
 
     def _settings(self) -> dict[str, dict[str, Any]]:
-        """What groups say of the parameters that this rank counts; numbers in tensors (a learning rate) as numbers."""
+        """The group settings of the parameters that this rank counts; tensors of one number (a learning rate) as
+        numbers."""
         counted = {id(parameter) for parameter in self._counted}
         return {
             self._names[id(parameter)]: {
@@ -250,7 +252,7 @@ def _is_on(value: Any, device: torch.device) -> bool:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group says of all its parameters; which ones these are differs from rank to rank."""
+    """The settings of a group, without its parameters, which differ from rank to rank."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
@@ -264,8 +266,7 @@ def named_groups(optimizer: torch.optim.Optimizer, named: Sequence[Named]) -> Na
 
 
 def group_settings(optimizer: torch.optim.Optimizer, named: Sequence[Named]) -> dict[str, dict[str, Any]]:
-    """The class of an optimizer and what its groups say, by the names of their parameters; those of a group share one
-    dict."""
+    """The class of an optimizer, and its group settings by parameter name; parameters of a group share one dict."""
     names = {id(parameter): name for name, parameter in named}
     settings: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
@@ -275,7 +276,7 @@ def group_settings(optimizer: torch.optim.Optimizer, named: Sequence[Named]) -> 
 
 
 def optimizer_of(make: MakeOptimizer, named: Sequence[Named]) -> torch.optim.Optimizer | None:
-    """The user's optimizer over what this rank holds and trains; none where that is nothing."""
+    """The user's optimizer over the parameters that this rank trains; None without any."""
     if not named:
         return None
     optimizer = make(list(named))
@@ -301,14 +302,14 @@ def optimizer_of(make: MakeOptimizer, named: Sequence[Named]) -> torch.optim.Opt
 def scheduler_of(
     make: MakeLRScheduler, optimizer: torch.optim.Optimizer, num_steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """The user's scheduler of an optimizer, after so many steps."""
+    """The user's scheduler of an optimizer, after `num_steps` steps."""
     scheduler = make(optimizer)
     if not hasattr(scheduler, "step"):
         raise TrainingError(f"Trainer(lr_scheduler=...) must return a scheduler, got {type(scheduler).__name__}")
     if isinstance(scheduler, ReduceLROnPlateau):
         return scheduler  # which steps with a metric
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no optimizer stepped before: another one did
+        warnings.simplefilter("ignore")  # torch warns that no optimizer was stepped before: an earlier plan's was
         for _ in range(num_steps):
             scheduler.step()
     return scheduler

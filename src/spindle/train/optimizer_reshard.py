@@ -1,4 +1,4 @@
-"""The state of the user's optimizer, carried from the ranks that have it under one plan to those of the next.
+"""Reshard the state of the user's optimizer from the ranks of one plan to those of the next.
 
 An optimizer keeps, for each parameter, tensors of the parameter's shape, which are sharded as it is, and other values
 (the number of steps), which are the same for all its slices.
@@ -47,7 +47,7 @@ class OptimizerState:
 
 @dataclass(frozen=True, slots=True)
 class _TensorEntry:
-    """A tensor of a parameter's state, as other ranks are told of it. `shape` is None where it has the slice's."""
+    """Metadata of a tensor in a parameter's state, for other ranks. `shape` is None if it is the slice's."""
 
     dtype: torch.dtype
     is_on_host: bool
@@ -111,8 +111,8 @@ def on_host(state: State) -> dict[str, Any]:
 
 
 def _describe(part: Slice, state: State) -> dict[str, Any]:
-    """A state without its tensors, in whose place their types and shapes stand."""
-    # Whatever belongs to a parameter of one number is a number, as the count of its steps is.
+    """A state with the dtypes and shapes of its tensors instead of the tensors."""
+    # Tensors in the state of a zero-dimensional parameter are numbers, like its step count.
     sharded_shape = part.shape or None
     return {
         key: _TensorEntry(

@@ -2,7 +2,7 @@
 
 `packed(values, lengths)` declares how many rows of an entry belong to each sample. Batches carry such an entry padded,
 `(samples, most rows of a sample, ...)`, so that they are divided over ranks by samples like any other; a task, and the
-code of its modules, see it packed again, with the rows of the rank's own samples.
+code of its modules, get it packed again, with the rows of the rank's own samples.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def packed(values: torch.Tensor, lengths: torch.Tensor | Sequence[int]) -> Packe
 
 
 def pad(values: torch.Tensor, lengths: torch.Tensor, most: int) -> torch.Tensor:
-    """Packed rows as rows of samples, with zeros behind those of shorter ones."""
+    """Pad packed rows with zeros, so that every sample has the same number of rows."""
     padded = values.new_zeros((len(lengths), most, *values.shape[1:]))
     return padded.index_put((_mask(lengths, most),), values)
 
@@ -64,7 +64,7 @@ def _mask(lengths: torch.Tensor, most: int) -> torch.Tensor:
 
 
 def unpacked(batch: Any) -> Any:
-    """A batch with its packed entries as they were, for a task's function outside recording."""
+    """A batch with its packed entries in their original form, for a task's function outside recording."""
     if not entries_of(batch):
         return batch
     return tree_map(lambda node: unpack(*node) if isinstance(node, Packed) else node, batch, is_leaf=_is_packed)

@@ -8,8 +8,8 @@ code after it unpacks that:
 Between the layers of such a part everything is packed, and not all of it can be padded (boundaries of sequences): it
 stays one layer, divided over samples.
 
-Which parts these are is found by calling the code on the first batch, and on the batch with a sample more: an output is
-packed where its length follows that of an entry. Every step checks that it still does.
+Such parts are detected by running the code on the first batch, and on that batch with one more sample: an output is
+packed if its length follows that of an entry. Every step checks that it still does.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _unpacked_output(rules: Rules) -> Callable[..., Any]:
 
 
 def _named(function: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
-    """A function of recorded code: its name says what it does, in all processes alike."""
+    """Name a function of recorded code after what it does, the same in all processes."""
     function.__qualname__ = f"{function.__name__} {rules}"
     function.reads_values = True  # type: ignore[attr-defined]
     return function
@@ -146,7 +146,7 @@ Shapes = list[tuple[int, ...] | None]
 
 
 def _shapes(graph: fx.Graph, constants: nn.Module, batch: Any) -> dict[fx.Node, tuple[Shapes, Shapes]]:
-    """The shapes of what each call takes and gives, where modules return zeros."""
+    """The shapes of each call's arguments and outputs, with modules that return zeros."""
     values: dict[fx.Node, Any] = {}
     shapes: dict[fx.Node, tuple[Shapes, Shapes]] = {}
     with torch.no_grad():

@@ -1,6 +1,6 @@
 """From a profile to a plan and its program, the same on all ranks.
 
-Rank 0 plans; all ranks lower the plan, and compare what they get.
+Rank 0 plans; all ranks lower the plan, and compare their programs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spindle.train.microbatches import on_one_device
 from spindle.train.progress import Progress
 from spindle.train.trial import why_not_sharded
 
-_PLANNED_MEMORY = 0.95  # of the limit: what a step takes is known that well
+_PLANNED_MEMORY = 0.95  # share of the limit; predictions of memory are about this accurate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +44,13 @@ class PlannedWorkload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPlanning:
-    """The plan and the profile of a checkpoint, where the user asks for the same planning as when it was saved."""
+    """The plan and the profile of a checkpoint, if the user's planning options are those with which it was saved."""
 
     plan: Plan | None = None
     profile: Profile | None = None
 
     def applied_to(self, config: TrainConfig, graph: MetaGraph, profile: Profile, num_ranks: int) -> TrainConfig:
-        """The configuration with the saved plan given, where it holds: for the same graph, ranks and profile."""
+        """The configuration with the saved plan, if that is for the same graph, ranks and profile."""
         if (
             self.plan is None
             or self.profile is None
@@ -170,7 +170,7 @@ def _shared_plan(
         if (plan.shard_optimizer or _splits_parameters(plan)) and world.size > 1:
             trained = [item for item in workload.bound.parameters.items() if item[1].requires_grad]
             reason = why_not_sharded(config.optimizer, trained)
-        # The choice to shard was the planner's, or the user's: without it, another plan may be the best.
+        # Plan again: without sharding, a different plan may be best.
         if reason is not None and plan.shard_optimizer:
             plan = _rank_0_plan(profile, config, False, report_share)
     shared: Plan

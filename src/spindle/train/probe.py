@@ -1,9 +1,9 @@
 """Which samples influence each other, what is random, and which parameters get a gradient: tried on two rows.
 
-Each call runs on two rows of the first batch, then again with one row replaced by the other: where the other row's
-output changes, samples are coupled (batch normalisation, a loss inside a module), and the call must see its whole batch
-at once; and so it must where the rows' outputs depend on their places. Random numbers are drawn alike each time, so
-dropout does not look like coupling. What a module gives in layers is compared with what it gives as a whole.
+Each call runs on two rows of the first batch, then again with one row replaced by the other: if the other row's output
+changes, samples are coupled (batch normalisation, a loss inside a module), and the call must run on its whole batch at
+once; likewise if a row's output depends on its position. Random numbers are the same each time, so that dropout does
+not look like coupling. The output of a module run layer by layer is compared with that of the whole module.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from spindle.train.trace import TracedTask, Visit, unchanged, walk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What probing showed, by task and call."""
+    """Results of probing, by task and call."""
 
     coupled: dict[tuple[str, str], str] = field(default_factory=dict)  # with the reason
     random_layers: frozenset[tuple[str, str, int]] = frozenset()
     random_losses: frozenset[str] = frozenset()
-    # Names of parameters by task, but for those behind what takes no gradient; None when it could not be found out.
+    # Names of parameters that a gradient may reach, by task; None if that could not be determined.
     reached: dict[str, frozenset[str]] | None = None
 
 
@@ -78,7 +78,7 @@ def _probe_task(
     random_layers: set[tuple[str, str, int]],
     random_losses: set[str],
 ) -> set[int] | None:
-    """Fills in what one task shows; the ids of parameters that a gradient may reach, None when that failed."""
+    """Probe one task. Returns the ids of parameters that a gradient may reach, or None if that failed."""
     rows = task.recorded.definition.batch_size
     few = 1 if task.whole_only else min(rows, 2)
     pair = batch  # where it does not run on part of a batch
@@ -87,13 +87,13 @@ def _probe_task(
         pair = _different(pair, task)
     outputs: dict[str, Any] = {}
     visits: list[Visit] = []
-    keeping: set[str] = set()  # calls that change what their modules hold
+    keeping: set[str] = set()  # calls that change the state of their modules
     try:
         for visit in walk(task.recorded, pair, outputs):
-            versions = [buffer._version for buffer in visit.layer.buffers]
+            before = _Buffers(visit.layer)
             with _drawing() as drawn:
                 visit.values = visit.run()
-            if versions != [buffer._version for buffer in visit.layer.buffers]:
+            if before.have_changed():
                 keeping.add(visit.call.name)
                 coupled.setdefault((task.name, visit.call.name), "it keeps something of the samples it sees")
             if drawn():
@@ -109,16 +109,16 @@ def _probe_task(
         parameters = [parameter for call in task.recorded.calls for parameter in call.handle.module.parameters()]
         reached: set[int] | None = set()
         if loss.requires_grad:
-            # First what the loss reaches.
+            # First the parameters that the loss reaches.
             loss.backward(retain_graph=True)
             reached = {id(parameter) for parameter in parameters if parameter.grad is not None}
-            # What had no part in anything (an expert that no sample went to) may have one in a step.
+            # A parameter that was not used at all (an expert without samples) may be used in a step.
             values = [leaf for visit in visits for leaf in tree_leaves(visit.values) if _takes_gradient(leaf)]
             torch.autograd.backward(values, [torch.zeros_like(value) for value in values])
             reached |= {id(parameter) for parameter in parameters if parameter.grad is None}
         for parameter in parameters:
             parameter.grad = None
-    except Exception:  # the user's code on two rows; the step itself has its whole batch
+    except Exception:  # the user's code may fail on two rows; a step runs it on whole batches
         reached = None
     if few == 2:
         is_random = {call for name, call, _ in random_layers if name == task.name}
@@ -130,7 +130,7 @@ def _probe_task(
 def _coupled_calls(
     task: TracedTask, pair: Any, outputs: dict[str, Any], is_random: set[str], keeping: set[str]
 ) -> Iterator[tuple[str, str]]:
-    """Runs each call with one row in the place of the other, and with both in each other's."""
+    """Run each call with one row replaced by the other, and with both rows swapped."""
     axes = {call: layers[-1].axes for call, layers in task.layers.items()}
     for call in task.recorded.calls:
         if call.name not in outputs:
@@ -138,7 +138,7 @@ def _coupled_calls(
             continue
 
         def row(number: int, wanted: list[int], call: RecordedCall = call) -> Any:
-            """What one row gives among these."""
+            """The output of one row among these."""
             torch.manual_seed(_SEED)
             sources = (_rows(outputs[source], axes[source], 2, wanted) for source in call.sources)
             args, kwargs = call.arguments(_rows(pair, task.batch_axes, 2, wanted), *sources)
@@ -148,8 +148,8 @@ def _coupled_calls(
             _compare_whole(task, call, pair, outputs)
         try:
             with torch.no_grad():
-                # Each row beside a copy of itself: if that changes it, the other row had a part in it. Then both rows
-                # swapped: if that changes them, their places had.
+                # Each row with a copy of itself: if its output changes, it depended on the other row. Then both rows
+                # swapped: if outputs change, they depend on positions.
                 first, second = row(0, [0, 1]), row(1, [0, 1])
                 alone = _alike(first, row(0, [0, 0])) and _alike(second, row(1, [1, 1]))
                 anywhere = call.name in is_random or _alike(first, row(1, [1, 0]))
@@ -163,7 +163,7 @@ def _coupled_calls(
 
 
 def _compare_whole(task: TracedTask, call: RecordedCall, pair: Any, outputs: dict[str, Any]) -> None:
-    """Layers must do what the module does: whatever recording may have missed in its code is found here."""
+    """Check that the layers compute what the module does: this detects code that recording missed."""
     if not call.chain.is_recorded or any(layer.writes_input for layer in task.layers[call.name]):
         return
     try:
@@ -175,14 +175,14 @@ def _compare_whole(task: TracedTask, call: RecordedCall, pair: Any, outputs: dic
     ours, theirs = tree_leaves(outputs[call.name]), tree_leaves(whole)
     if len(ours) != len(theirs) or not all(map(_close, ours, theirs)):
         raise WorkloadError(
-            f"task {task.name!r}: {call.name} gives other numbers in layers than as a whole, so its code does "
-            "something that cannot be recorded; register it with "
+            f"task {task.name!r}: {call.name} gives different results layer by layer than as a whole, so its code "
+            "does something that cannot be recorded; register it with "
             f"spindle.module({call.handle.name!r}, ..., split=False)"
         )
 
 
 def _close(split: Any, whole: Any) -> bool:
-    """Alike, as far as other kernels for the same mathematics are."""
+    """Whether results are equal up to the rounding of different kernels."""
     if not isinstance(split, torch.Tensor) or not split.is_floating_point():
         return _alike_leaves(split, whole)
     tolerance = 1e-9 if split.dtype == torch.float64 else 1e-2
@@ -212,7 +212,7 @@ def _alike_leaves(first: Any, second: Any) -> bool:
 
 
 def _other_row(batch: Any, axes: Axes, rows: int) -> int:
-    """The row that is least like the first."""
+    """The row that differs most from the first."""
 
     def differences(row: int) -> int:
         leaves = zip(tree_leaves(batch), axes, strict=True)
@@ -222,7 +222,7 @@ def _other_row(batch: Any, axes: Axes, rows: int) -> int:
 
 
 def _different(pair: Any, task: TracedTask) -> Any:
-    """Two rows as they are, or with other numbers in the second where a tensor has the same in both."""
+    """Two rows, with different values in the second where a tensor has equal ones in both."""
     leaves, spec = tree_flatten(pair)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
@@ -293,7 +293,7 @@ def _probe_layers(task: TracedTask, batch: Any, coupled: dict[tuple[str, str], s
     for call in task.recorded.calls:
         name = call.handle.name
         if any(source not in outputs for source in call.sources):
-            unknown.setdefault(name, "what it takes is not known")
+            unknown.setdefault(name, "its input is not known")
             continue
 
         def first_inputs(wanted: list[int], call: RecordedCall = call) -> Any:
@@ -301,7 +301,7 @@ def _probe_layers(task: TracedTask, batch: Any, coupled: dict[tuple[str, str], s
             return call.arguments(_rows(pair, task.batch_axes, 2, wanted), *sources)
 
         values: Any = None
-        seen: dict[Any, Any] = {}  # what layers gave, of those that do the same
+        seen: dict[Any, Any] = {}  # outputs of layers, by what they compute
         for number, (layer, traced) in enumerate(zip(call.chain.layers, task.layers[call.name], strict=True)):
             key = (layer.settings, repr(pytree_meta(values, 0))) if number and layer.settings else None
             if key is not None and key in seen:
@@ -333,20 +333,20 @@ def _inner_inputs(values: Any, axes: Axes, wanted: list[int]) -> Any:
 
 
 def _tried_layer(layer: ChainLayer, inputs: Callable[[list[int]], Any], axes: Axes) -> tuple[Any, str]:
-    """What a layer gives for two rows, and why they are coupled, if they are."""
+    """A layer's output for two rows, and why they are coupled, if they are."""
 
     def row(number: int, wanted: list[int]) -> Any:
-        """What one row gives among these. Random numbers are drawn alike each time."""
+        """The output of one row among these, with the same random numbers each time."""
         torch.manual_seed(_SEED)
         args, kwargs = inputs(wanted)
         return cut(layer.run(*args, **kwargs), axes, 2, number, number + 1)
 
-    versions = [buffer._version for buffer in layer.buffers]
+    before = _Buffers(layer)
     args, kwargs = inputs([0, 1])
     torch.manual_seed(_SEED)
     with _drawing() as drawn:
         both = layer.run(*args, **kwargs)
-    if versions != [buffer._version for buffer in layer.buffers]:
+    if before.have_changed():
         return both, "it keeps something of the samples it sees"
     first, second = (cut(both, axes, 2, number, number + 1) for number in (0, 1))
     if not (_alike(first, row(0, [0, 0])) and _alike(second, row(1, [1, 1]))):
@@ -354,3 +354,17 @@ def _tried_layer(layer: ChainLayer, inputs: Callable[[list[int]], Any], axes: Ax
     if not drawn() and not _alike(first, row(1, [1, 0])):
         return both, "what it does with a sample depends on its place in the batch"
     return both, ""
+
+
+class _Buffers:
+    """The buffers of a layer at the time of construction, and whether it has changed or replaced them since."""
+
+    def __init__(self, layer: ChainLayer) -> None:
+        self._layer, self._buffers = layer, layer.buffers  # held, so that no other tensor gets their ids
+        self._versions = self._current()
+
+    def have_changed(self) -> bool:
+        return self._versions != self._current()
+
+    def _current(self) -> list[tuple[int, int]]:
+        return [(id(buffer), buffer._version) for buffer in self._layer.buffers]

@@ -1,4 +1,4 @@
-"""From tasks to a workload with the times of its ops here: measured, or from a profile that the user gave."""
+"""From tasks to a workload with the times of its ops on this machine: measured, or from a given profile."""
 
 from __future__ import annotations
 
@@ -49,24 +49,26 @@ def trace_and_profile(
     notify: Callable[[str], None],
     capture: Capture | None,
     saved: Profile | None = None,
+    num_steps: int | None = None,
 ) -> ProfiledWorkload:
     """Analyze and profile these task variants, of which `examples` has a batch each. Under a `capture`, write what it
-    asks for instead, and end the script. A `saved` profile holds where it is for the same tasks, on as many devices or
-    more."""
+    asks for instead, and end the script; a workload says how many steps the fit has. A `saved` profile holds where it
+    is for the same tasks, on as many devices or more."""
 
     def run_tasks() -> None:
         for definition in definitions:
             definition(on_device(tree_map(_cloned, examples[definition.name]), world.device))
 
     with on_compute_stream(world.device), without_torch_logs(), explained_errors(run_tasks):
-        # Copies, because what is tried out may write over its input.
+        # Copies, because a trial may overwrite its input.
         copies = {name: on_device(tree_map(_cloned, batch), world.device) for name, batch in examples.items()}
         progress.stage("recording tasks")
         has_weights = not isinstance(capture, WorkloadCapture)
         workload = analyze(config, definitions, copies, world, notify, has_weights=has_weights)
         if isinstance(capture, WorkloadCapture):
             degrees = tuple(config.planning.tensor_parallel_degrees.items())
-            write_workload(capture.output, replace(workload.bound.workload, tensor_degrees=degrees))
+            captured = replace(workload.bound.workload, tensor_degrees=degrees, num_steps=num_steps)
+            write_workload(capture.output, captured)
             raise Captured
         profile = _fitting_saved(saved, workload.graph, world) if capture is None else None
         if profile is None:

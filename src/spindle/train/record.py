@@ -1,4 +1,4 @@
-"""What does a task do? Its function is traced once: calls of modules become calls, the code between them glue.
+"""Record a task: its function is traced once; calls of modules become `RecordedCall`s, the code between them glue.
 
 Glue is run where its result is needed: each call carries the nodes that compute its arguments from the batch and from
 other calls' outputs, and so does the loss. Glue must compute each row by itself; a loss that does not is
@@ -37,7 +37,7 @@ Handles = dict[str, ModuleHandle]  # by name
 class RecordedCall:
     """One call: `arguments(batch, *outputs)` gives its arguments, over the outputs of the calls in `sources`.
 
-    `chain` has the layers that these arguments lead through.
+    `chain` has the layers that run for these arguments.
     """
 
     name: str
@@ -58,33 +58,32 @@ class RecordedTask:
     loss: Callable[..., Any]
     is_mean: bool
     metrics: tuple[str, ...] = ()  # names: `loss` then returns it with a tuple of their values
-    decisions: tuple[bool, ...] = ()  # ways taken where it branches on shapes; other batches must take the same
-    is_sum: bool = False  # whether losses of parts of a batch add up to that of the whole
+    decisions: tuple[bool, ...] = ()  # outcomes of branches on shapes; other batches must take the same ones
+    is_sum: bool = False  # whether losses of parts of a batch sum to that of the whole
     whole_loss: Callable[..., Any] | None = None  # instead, where samples of a loss found inside a module are coupled
     graph: fx.Graph = field(repr=False)  # all that was recorded, with its constants
     constants: nn.Module = field(repr=False)
 
     @property
     def reads_values(self) -> bool:
-        """Whether code of its modules, between towers or blocks, reads values of tensors, which may decide about
-        shapes."""
+        """Whether code between towers or blocks of its modules reads values of tensors, on which shapes may depend."""
         return any(call.chain.reads_values for call in self.calls) or any(
             getattr(node.target, "reads_values", False) for node in self.graph.nodes
         )
 
 
-# What may give a part of another tensor, or one that shares its memory.
+# Operations that may return a view of another tensor.
 _PARTS = """getitem getattr view view_as reshape flatten unflatten transpose swapaxes swapdims movedim permute t squeeze
     unsqueeze expand expand_as broadcast_to chunk split tensor_split unbind narrow select diagonal detach"""
 
 
 def _is_shared(node: fx.Node) -> bool:
-    """Whether others may see it when this tensor is changed in place."""
+    """Whether an in-place change of this tensor may be visible through another one."""
     return node.op == "placeholder" or getattr(node.target, "__name__", node.target) in _PARTS.split()
 
 
 def _writes(kind: str, target: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether this changes its first argument in place."""
+    """Whether an operation changes its first argument in place."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     in_name = name.endswith("_") and not name.startswith("_")
     return kind in ("call_method", "call_function") and (in_name or kwargs.get("inplace") is True)
@@ -97,7 +96,7 @@ class _TaskTracer(GradientTracer):
         super().__init__()
         self._task, self._samples, self._mode = task, samples, mode  # batches of different sizes, of fake tensors
         self._looking = False
-        self.decisions: list[bool] = []  # ways taken where the code branches on shapes
+        self.decisions: list[bool] = []  # outcomes of branches on shapes
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         if self._looking:
@@ -112,8 +111,9 @@ class _TaskTracer(GradientTracer):
             changed = args[0].node if args and isinstance(args[0], fx.Proxy) else None
             if changed is None or _is_shared(changed) or not torch.is_grad_enabled():
                 raise WorkloadError(
-                    f"it changes a tensor in place ({getattr(target, '__name__', target)}) that others may share: part "
-                    "of the batch, or of another tensor; use what gives a new tensor, such as x.relu() for x.relu_()"
+                    f"it changes a tensor in place ({getattr(target, '__name__', target)}) that may share memory with "
+                    "the batch or another tensor; use an operation that returns a new tensor, such as x.relu() "
+                    "instead of x.relu_()"
                 )
         if kind == "call_method":
             note_method(self._task, target)
@@ -133,7 +133,7 @@ class _TaskTracer(GradientTracer):
         return super().create_arg(a)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """A branch may look at shapes, as long as every number of samples takes the same way."""
+        """A branch may depend on shapes, as long as every number of samples takes the same one."""
         self._looking = True
         try:
             with self._mode, torch.no_grad(), as_when_compiling():
@@ -147,31 +147,31 @@ class _TaskTracer(GradientTracer):
             )
         if len({bool(answer) for answer in answers}) > 1:
             raise WorkloadError(
-                "it branches on how many samples there are, but ranks have different numbers of them; use torch.where, "
+                "it branches on the number of samples, which differs from rank to rank; use torch.where, "
                 "or decide from something else"
             )
         self.decisions.append(bool(answers[0]))
         return bool(answers[0])
 
     def _value_of(self, node: fx.Node, batch: Any) -> Any:
-        """What a node gives on a batch, from all that was recorded before it."""
+        """Evaluate a node on a batch, from everything that was recorded before it."""
         known: dict[fx.Node, Any] = {}
-        for one in node.graph.nodes:
-            args, kwargs = fx.node.map_arg((one.args, one.kwargs), lambda other: known[other])
-            match one.op:
+        for recorded in node.graph.nodes:
+            args, kwargs = fx.node.map_arg((recorded.args, recorded.kwargs), lambda source: known[source])
+            match recorded.op:
                 case "placeholder":
-                    known[one] = batch
+                    known[recorded] = batch
                 case "get_attr":  # a constant of the script
-                    known[one] = getattr(self.root, one.target)
-                case "call_function" if one.target is called_module:
-                    # A module may be on its device already, where batches get later.
+                    known[recorded] = getattr(self.root, recorded.target)
+                case "call_function" if recorded.target is called_module:
+                    # A module may already be on its device; batches are moved there later.
                     there = next((tensor.device for tensor in args[0].module.parameters()), device_of(batch))
                     args, kwargs = on_device((args, kwargs), there)
-                    known[one] = on_device(called_module(*args, **kwargs), device_of(batch))
+                    known[recorded] = on_device(called_module(*args, **kwargs), device_of(batch))
                 case "call_function":
-                    known[one] = one.target(*args, **kwargs)
+                    known[recorded] = recorded.target(*args, **kwargs)
                 case "call_method":
-                    known[one] = getattr(args[0], one.target)(*args[1:], **kwargs)
+                    known[recorded] = getattr(args[0], recorded.target)(*args[1:], **kwargs)
         return known[node]
 
 
@@ -191,7 +191,7 @@ def _proxies(example: Any, batch: Any) -> Any:
 def record(definition: TaskDefinition, example: Any = None) -> RecordedTask:
     """Record a task, or raise an error that names what cannot be recorded, and its line.
 
-    An example is one of its batches: with it, the function may look into the batch's dicts, and at shapes.
+    `example` is one of its batches: with it, the function may index the batch's dicts, and use shapes.
     """
     samples: list[Any] = []
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -223,7 +223,7 @@ def record(definition: TaskDefinition, example: Any = None) -> RecordedTask:
         if isinstance(error, KeyError) and isinstance(example, dict) and error.args[0] not in example:
             text = f"its batch has no entry {error.args[0]!r}; it has {', '.join(map(repr, example))}"
         elif isinstance(error, TypeError) and "'Proxy'" in str(error):
-            text = f"it reads the value of a tensor ({what}), but has none while it is recorded; {INSTEAD}"
+            text = f"it reads the value of a tensor ({what}), but tensors have none while it is recorded; {INSTEAD}"
         elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleHandle):
             text = str(error)
         cause = error if is_debugging() else None
@@ -233,7 +233,7 @@ def record(definition: TaskDefinition, example: Any = None) -> RecordedTask:
 
 
 def _fake(mode: FakeTensorMode, leaf: Any, batch_size: int, missing: int) -> Any:
-    """A tensor of the leaf's shape, with so many rows fewer where it has the batch's."""
+    """A fake tensor of the leaf's shape, with `missing` rows fewer if it has the batch's rows."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     fewer = missing if leaf.dim() and leaf.shape[0] == batch_size > 1 else 0
@@ -248,7 +248,7 @@ def _line_of(error: BaseException, definition: TaskDefinition) -> str:
 
 
 def _settle_writes(graph: fx.Graph) -> None:
-    """What changes a tensor in place works on a copy, and whoever reads that tensor later reads the copy."""
+    """Make in-place changes work on a copy, which later readers of the tensor get."""
     nodes = list(graph.nodes)
     for place, node in enumerate(nodes):
         if _writes(node.op, node.target, node.kwargs):
@@ -333,14 +333,14 @@ def _glue(
         copies[node] = part.placeholder(f"output_{number}")
     for node in graph.nodes:
         if node in needed:
-            copies[node] = part.node_copy(node, lambda one: copies[one])
-    part.output(fx.node.map_arg(wanted, lambda one: copies[one]))
+            copies[node] = part.node_copy(node, lambda source: copies[source])
+    part.output(fx.node.map_arg(wanted, lambda source: copies[source]))
     runner = fx.GraphModule(constants, part)
     return tuple(calls[node] for node in sources), runner.forward
 
 
 def record_all(definitions: Sequence[TaskDefinition], examples: Mapping[str, Any] | None = None) -> list[RecordedTask]:
-    """Record tasks that train together; modules are told apart by their names. With examples, composites are opened."""
+    """Record tasks that train together; modules are identified by name. With examples, composites are opened."""
     recorded = [record(definition, (examples or {}).get(definition.name)) for definition in definitions]
     return [_open(task, examples[task.definition.name]) if examples else task for task in recorded]
 
@@ -362,13 +362,13 @@ def _open(task: RecordedTask, example: Any) -> RecordedTask:
 
 
 def with_whole_loss(task: RecordedTask) -> RecordedTask:
-    """A task whose loss, found inside a module, is computed over the whole batch after all."""
+    """A task whose loss, taken from inside a module, is computed over the whole batch."""
     assert task.whole_loss is not None
     return replace(task, loss=task.whole_loss, is_mean=False, is_sum=False, whole_loss=None)
 
 
 def cut_all(tasks: Sequence[RecordedTask], examples: Mapping[str, Any]) -> list[RecordedTask]:
-    """Cut the modules of recorded tasks into layers, as the arguments that each call has on these batches lead."""
+    """Cut the modules of recorded tasks into layers, for the arguments that each call has on these batches."""
     known: dict[Any, tuple[Chain, Callable[[], Any]]] = {}
     return _cut_alike([_cut(task, examples[task.definition.name], known) for task in tasks])
 
@@ -409,12 +409,12 @@ def _cut(task: RecordedTask, example: Any, known: dict[Any, tuple[Chain, Callabl
 
 
 def _cut_alike(tasks: Sequence[RecordedTask]) -> list[RecordedTask]:
-    """Give calls of one module the same layers, or one layer where their arguments lead through different ones."""
+    """Give calls of one module the same layers, or one layer if their arguments run different ones."""
     for name, handle in handles_of(tasks).items():
         chains = [call.chain for task in tasks for call in task.calls if call.handle.name == name]
         handle.chain = chains[0]
         if len({tuple(layer.parameters for layer in chain.layers) for chain in chains}) > 1:
-            reason = "its calls give different arguments, which lead through different layers"
+            reason = "its calls have different arguments, which run different layers"
             tasks = kept_whole(tasks, handle.module, reason)
     return list(tasks)
 

@@ -23,7 +23,7 @@ _notify: ContextVar[Callable[[str], None] | None] = ContextVar("notify", default
 
 @contextmanager
 def noticing(notify: Callable[[str], None]) -> Iterator[None]:
-    """Inside, tasks that are recorded are looked at, and what they do is told."""
+    """A context in which `notify` is called for tasks that print or read values while they are recorded."""
     token = _notify.set(notify)
     try:
         yield
@@ -32,7 +32,7 @@ def noticing(notify: Callable[[str], None]) -> Iterator[None]:
 
 
 def note_method(task: str, name: Any) -> None:
-    """Tell that a task calls a method that reads values."""
+    """Notify that a task calls a method that reads values."""
     if name in _READING:
         _tell(
             task,
@@ -43,7 +43,7 @@ def note_method(task: str, name: Any) -> None:
 
 @contextmanager
 def prints_noticed(task: str) -> Iterator[None]:
-    """Inside, a task is being recorded in this thread: what it prints is told instead, if it shows placeholders."""
+    """A context for recording a task in this thread: prints of placeholders become a notice."""
     show, thread = builtins.print, threading.get_ident()
 
     def noticed_print(*values: Any, **options: Any) -> None:

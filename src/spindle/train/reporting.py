@@ -1,7 +1,7 @@
 """The losses of a fit, step by step: summed over micro-steps on this rank, then over ranks, checked and reported.
 
-A step's losses are read after later steps have been launched, so that a GPU does not run dry, and travel with the
-header of a later step. Until then `StepReports` remembers what is known of the step.
+A step's losses are read after later steps have been launched, so that a GPU does not run idle, and are sent with the
+header of a later step. Until then `StepReports` remembers the step.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from spindle.train.steps import StepRun
 from spindle.train.timing import StepTimes
 
 # How many steps lie between a step and the header that carries its losses. Reading them waits for a GPU, which should
-# not run dry meanwhile.
+# not run idle meanwhile.
 LOSSES_BEHIND = {"cpu": 1, "cuda": 2}
-_LEAST_SCALE = 2.0**-20  # from where on it is not the scale that makes gradients overflow
+_LEAST_SCALE = 2.0**-20  # below it, overflowing gradients are not due to the scale
 
 
 class StepReports:
@@ -36,14 +36,14 @@ class StepReports:
         self._columns: ReportColumns
         self._forecast: StepForecast
         self._launched: deque[LaunchedStep] = deque()  # steps that are not reported yet
-        # This rank's rows of the last steps; reading one waits until a GPU is through with its step.
+        # This rank's rows of the last steps; reading one waits until a GPU has finished its step.
         self._unsent: deque[Callable[[], list[float]]] = deque()
         self._end_s = 0.0  # of the last reported step, since the fit began
         self.losses: list[dict[str, float]] = []  # by step and task
         self.metrics: list[dict[str, float]] = []  # by step, `task/name`
 
     def start_plan(self) -> None:
-        """Take what reports need to know of a new plan. Steps of the last plan must be reported."""
+        """Start reports under a new plan. Steps of the last plan must be reported."""
         session, runtime, update = self._session, self._session.current_runtime, self._session.update
         assert update is not None
         assert not self._unsent

@@ -37,12 +37,12 @@ from spindle.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class FitResult:
-    """Losses by step, of the tasks that had a part in it, on all ranks; the measured timeline is rank 0's, one typical
-    step of the last ones."""
+    """Losses by step, of the tasks in it, on all ranks; the measured timeline, on rank 0, is a typical step among the
+    last ones."""
 
     rank: int
     losses: tuple[dict[str, float], ...]
-    step_s: tuple[float, ...]  # until the last rank was through
+    step_s: tuple[float, ...]  # until the last rank finished it
     num_samples: tuple[int, ...]  # of all tasks, by step
     plan: Plan
     program: Program

@@ -1,8 +1,9 @@
-"""A script that is started again goes on from its newest checkpoint that is complete and undamaged.
+"""Resume a restarted script from its newest checkpoint that is complete and undamaged.
 
-Before the first fit rank 0 chooses the checkpoint, and all ranks check its bytes. A fit that was over when it was saved
-returns at once. In the one that was not, state is restored before tasks are traced, parameters once they are scattered,
-and the optimizer's state when it is made: each rank reads what it holds under its own plan.
+Before the first fit rank 0 chooses the checkpoint, and all ranks check its bytes. A fit that had ended when the
+checkpoint was saved returns at once. In the one that had not, state is restored before tasks are traced, parameters
+once they are scattered, and the optimizer's state when the optimizer is made: each rank reads what it holds under its
+own plan.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from spindle.checkpoint import (
     PLAN,
     PROFILE,
     SavedCheckpoint,
+    SavedGroup,
+    claim,
     folder_name,
     folder_of_step,
     open_checkpoint,
@@ -39,23 +42,24 @@ from spindle.profile import Profile
 from spindle.program import Sharding, Slice
 from spindle.run import Weights, World
 from spindle.train.config import Checkpoints, TrainConfig
-from spindle.train.feed import LoaderPosition, random_state, set_random_state
+from spindle.train.feed import LoaderPosition, random_state, restored_random_state, set_random_state
 from spindle.train.grad_scaler import ScaleState
 from spindle.train.optimizer_reshard import LRSchedulerState, OptimizerState
 from spindle.train.plain_json import from_plain
 from spindle.train.plan import SavedPlanning
 from spindle.train.record import Handles, handles_of, record_all, root_handles
 from spindle.train.result import FitResult, result_without_steps
+from spindle.train.samples import by_number
 from spindle.train.saving import Saver, memory_folder, planning_text, whole_shape
 from spindle.train.session import TrainSession
 
 T = TypeVar("T")
 _SHARED_S = 5.0  # until other hosts see a new file
+_NOT_SAVED = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError, OverflowError)  # by Spindle
 
 
 def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int) -> FitResult | None:
-    """Prepare a fit of `steps` steps, of which some may be done. Returns the result of one that is over. All ranks must
-    call it."""
+    """Prepare a fit of `steps` steps, some of which may be done. Returns the result if all are. Collective."""
     number, checkpoints = session.num_fits, session.config.checkpoints
     session.num_fits += 1
     session.first_step = session.step
@@ -64,6 +68,7 @@ def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int) -> Fit
     notify = session.notify
     if session.saver is None:
         session.saver = Saver(session, checkpoints, session.config.planning)
+        session.saver.attempt = claim_folder(Path(checkpoints.folder), session.world)
         newest = newest_checkpoint(checkpoints, session.world, notify, session.saver.damaged)
         if newest is not None:
             session.saved = ResumedTensors(newest)
@@ -80,7 +85,7 @@ def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int) -> Fit
     if is_over:
         saved.load_modules(handles)
         if number < state.fit:
-            saved.forget_loaded()  # what is done between fits is done to them before the state is restored
+            saved.forget_loaded()  # so that the script's changes between fits happen before the state is restored
         notify(f"fit {number + 1} is over in the checkpoint of step {state.step}: its steps are not trained again")
         return result_without_steps(session.world.rank, saved.plan, saved.profile, session.notices)
     notify(
@@ -91,8 +96,8 @@ def resume(session: TrainSession, loaders: Mapping[str, Any], steps: int) -> Fit
 
 
 def _handles(session: TrainSession, loaders: Mapping[str, Any]) -> Handles:
-    """The modules of all tasks that the script has, with composites as a whole; of tasks that look at their batches,
-    those that the first one reaches."""
+    """The modules of all tasks of the script, composites as a whole; for tasks that depend on their batches, the
+    modules that the first batch reaches."""
     if session.handles:
         return root_handles(session.handles)
     tasks = session.config.tasks
@@ -108,6 +113,7 @@ def _handles(session: TrainSession, loaders: Mapping[str, Any]) -> Handles:
 
 def _first_batch(loader: Any, batch_size: int) -> Any:
     """A loader's first batch; None from one that could not give it again."""
+    loader = by_number(loader)
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         return default_collate([loader[number] for number in range(batch_size)])
     return None if loader is None or isinstance(loader, Iterator) else next(iter(loader), None)
@@ -122,7 +128,6 @@ def newest_checkpoint(
     """The newest checkpoint of a folder that is complete and undamaged; None where there is none at all. Newer ones are
     added to `damaged`. All ranks must call it, and each checks a share of the bytes."""
     folder = Path(checkpoints.folder)
-    _check_folder(folder, world)
     memory = memory_folder(checkpoints)
     if memory is not None and world.rank == 0:
         memory.mkdir(exist_ok=True)
@@ -152,22 +157,23 @@ def newest_checkpoint(
     return None
 
 
-def _check_folder(folder: Path, world: World) -> None:
+def claim_folder(folder: Path, world: World) -> int:
     """Make the folder, remove what an earlier run left unfinished, and refuse one that ranks do not share, or that
-    another job uses."""
-    problem, token = "", ""
+    another job or a newer attempt of this one uses. Returns the number of this attempt. All ranks must call it."""
+    problem, token, attempt = "", "", 0
     if world.rank == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _lock(folder)
+            attempt = claim(folder)
+            _lock(folder, attempt)
             remove_unfinished(folder)
             token = f".shared-{secrets.token_hex(8)}"
             (folder / token).touch()
-        except CheckpointError as error:
+        except SpindleError as error:
             problem = str(error)
         except OSError as error:
             problem = f"{folder}: cannot be written ({error.strerror})"
-    problem, token = world.broadcast_object((problem, token))
+    problem, token, attempt = world.broadcast_object((problem, token, attempt))
     if problem:
         raise CheckpointError(problem)
     sees = world.broadcast_object(world.gather_objects(_sees(folder / token)))
@@ -179,6 +185,7 @@ def _check_folder(folder: Path, world: World) -> None:
             f"{folder.absolute()}: rank {blind[0]} does not see what rank 0 writes there; "
             "Checkpoints(...) needs a folder that all hosts share"
         )
+    return int(attempt)
 
 
 def _sees(path: Path) -> bool:
@@ -190,11 +197,12 @@ def _sees(path: Path) -> bool:
     return True
 
 
-def _lock(folder: Path) -> None:
-    """Hold a lock of this process on a folder, until the process ends. Child processes do not inherit it."""
+def _lock(folder: Path, attempt: int) -> None:
+    """Hold a lock of this process on a folder, until the process ends. Child processes do not inherit it. Each attempt
+    locks a byte of its own: a newer one does not wait for an older one to end."""
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, attempt)
     except (BlockingIOError, PermissionError) as error:
         os.close(descriptor)
         raise CheckpointError(f"{folder}: another running job saves its checkpoints there") from error
@@ -212,13 +220,14 @@ def _restore(session: TrainSession, saved: ResumedTensors, handles: Handles, *, 
     if config.tasks != session.config.tasks:
         session.set_config(config)
     session.absent_tasks = frozenset(state.ended_tasks) - set(config.task_names)
-    for task, position in state.data.items():
-        session.num_batches[task] = position["num_batches"]
-        if not is_over and position["position"] is not None:
-            session.loader_positions[task] = LoaderPosition(**from_plain(position["position"], where))
-        session.loader_facts[task] = position["facts"]
+    for task, loader in state.data.items():
+        session.num_batches[task] = loader.num_batches
+        if not is_over and loader.position is not None:
+            session.loader_positions[task] = _loader_position(loader.position, f"{where}: task {task!r}")
+        session.loader_facts[task] = loader.facts
     if not is_over and "step_tasks" in state.extra:
-        session.next_step_tasks = frozenset(state.extra["step_tasks"]), frozenset(state.tasks)
+        step_tasks = from_json(tuple[str, ...], state.extra["step_tasks"], f"{where}: step_tasks")
+        session.next_step_tasks = frozenset(step_tasks), frozenset(state.tasks)
     session.variants.restore_names(
         {(task, int(key)): name for task, keys in state.variants.items() for key, name in keys.items()}
     )
@@ -239,7 +248,28 @@ def _restore(session: TrainSession, saved: ResumedTensors, handles: Handles, *, 
         plan=saved.plan if is_planned_alike else None,
         profile=saved.profile if is_planned_alike or config.planning.profile is None else None,
     )
-    set_random_state(from_plain(state.random_state, where))
+    try:
+        set_random_state(from_plain(state.random_state, where))
+    except _NOT_SAVED as error:
+        raise CheckpointError(f"{where}: its random state cannot be restored ({error})") from error
+
+
+def _loader_position(saved: Any, where: str) -> LoaderPosition:
+    try:
+        position = LoaderPosition(**from_plain(saved, where))
+        with restored_random_state():
+            for state in (position.random_state, position.now):
+                if state is not None:
+                    set_random_state(state)
+        if position.generator is not None:
+            torch.Generator().set_state(position.generator)
+        if type(position.num_read) is not int or position.num_read < 0:
+            raise ValueError(f"num_read={position.num_read!r}")
+        if position.rows is not None and position.rows.keys() != {"axes", "with_rows"}:
+            raise ValueError(f"rows={position.rows!r}")
+    except _NOT_SAVED as error:
+        raise CheckpointError(f"{where}: the position of its loader cannot be restored ({error})") from error
+    return position
 
 
 def _restored_config(config: TrainConfig, saved: ResumedTensors) -> TrainConfig:
@@ -253,8 +283,8 @@ def _restored_config(config: TrainConfig, saved: ResumedTensors) -> TrainConfig:
         )
     if state.seed != config.seed:
         raise CheckpointError(
-            f"{saved.checkpoint.folder}: it is of a training with seed={state.seed}, this one has seed={config.seed}, "
-            "with which the order of its data is another"
+            f"{saved.checkpoint.folder}: it is from a training with seed={state.seed}, but this one has "
+            f"seed={config.seed}, which gives a different order of data"
         )
     names = [*state.tasks, *(name for name in tasks if name not in (*state.tasks, *state.ended_tasks))]
     weights = config.sampling_weights
@@ -357,7 +387,7 @@ class ResumedTensors:
                     self._loaded.add(name)
                     if stored.shape == tuple(buffer.shape):
                         buffer.copy_(self.read(name, Slice.whole(stored.shape)))
-                    elif kind == "buffer":  # others are a cache, as long as the longest sequence so far
+                    elif kind == "buffer":  # others are caches, whose length follows the longest sequence so far
                         raise CheckpointError(
                             f"{self.checkpoint.folder}: buffer {f'{module}.{path}'!r} was saved with the shape "
                             f"{list(stored.shape)}, here it has {list(buffer.shape)}"
@@ -376,7 +406,7 @@ class ResumedTensors:
         each, on the host."""
         state, tensors = self.checkpoint.state, self.checkpoint.tensors
         where = str(self.checkpoint.folder)
-        current = {state.aliases.get(name, name): name for name in sharding}  # by the name that it was saved under
+        current = {state.aliases.get(name, name): name for name in sharding}  # by the name under which it was saved
         keys: dict[str, list[str]] = {name: [] for name in state.optimizer_values}
         for path in tensors:
             if path.startswith("optimizer/"):
@@ -414,10 +444,10 @@ class ResumedTensors:
             loss_scale=None if scale is None else from_json(ScaleState, scale, where),
         )
 
-    def _settings(self, groups: tuple[dict[str, Any], ...], current: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    def _settings(self, groups: tuple[SavedGroup, ...], current: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         where = str(self.checkpoint.folder)
         settings: dict[str, dict[str, Any]] = {}
         for group in groups:
-            values = {key: from_plain(value, where) for key, value in group["settings"].items()}
-            settings |= {current.get(name, name): values for name in group["parameters"]}
+            values = {key: from_plain(value, where) for key, value in group.settings.items()}
+            settings |= {current.get(name, name): values for name in group.parameters}
         return settings

@@ -64,8 +64,8 @@ def make_runtime(
 def make_update(
     runtime: RankRuntime, config: TrainConfig, world: World, state: OptimizerState | StateFor | None
 ) -> Update:
-    """The optimizer over what this rank holds, which must be here, with the state that an earlier plan's left, or that
-    is read for it."""
+    """The optimizer over the parameters that this rank holds, which must be scattered, with the state of an earlier
+    plan's optimizer or of a checkpoint."""
     weights, shards, parameters = runtime.weights, runtime.shards, runtime.workload.graph.parameters
     program = runtime.planned.program
     owned = shards.owned if shards is not None else {}
@@ -84,18 +84,19 @@ def make_update(
                 counted.append(updated)
     trained = {number: entry.name for number, entry in enumerate(parameters) if entry.name in sharding}
     lr_groups: NamedGroups | None = None
-    if world.size > 1:  # before the real optimizer is made: a function that keeps its last optimizer keeps that one
+    # Before the real optimizer is made, so that a function that keeps its last optimizer keeps the real one.
+    if world.size > 1:
         whole = [(name, weights.parameters[number], weights.shapes[number]) for number, name in trained.items()]
         items, lr_groups = optimizer_items(config.optimizer, config.lr_scheduler, whole)
         compare(world, items)
-        lr_groups = world.broadcast_object(lr_groups)  # which may be in another order on another rank
+        lr_groups = world.broadcast_object(lr_groups)  # the order may differ between ranks
     ranks = sorted({rank for slices in sharding.values() for rank in slices})
     stepping = {rank for slices in weights.sharding.values() for rank in slices}
     computing = {rank for shape in program.slots for rank in shape.ranks.tolist()}
     if not config.planning.is_pipelined:
         stepping |= computing
     elif config.loss_scaling is not None and not computing <= stepping:
-        # Which step a rank takes part in that only computes is known when the step is planned.
+        # In which steps a rank without weights takes part is known only when they are planned.
         raise TrainingError(
             f"autocast=torch.float16 in a pipeline: rank {min(computing - stepping)} computes a loss and holds no "
             "weights, so that it would not know the loss scale; use torch.bfloat16, or fewer ranks"

@@ -1,18 +1,19 @@
 """Samples of a map-style dataset: each rank fetches the rows and fields that its slots use, while it computes.
 
 Which samples make up a batch follows from the seed, or from the loader's own sampler, on all ranks alike; the plan only
-says who fetches them. Random numbers that a dataset draws are seeded for each row, so they do not depend on the plan
-either.
+decides which rank fetches them. Random numbers that a dataset draws are seeded for each row, so they do not depend on
+the plan either.
 """
 
 from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +24,9 @@ from spindle.errors import TrainingError
 from spindle.run import plain, seed_of, signature_of
 from spindle.train.feed import Batch, Feed, Held, LoaderPosition, is_same, random_state, restored_random_state
 
+T = TypeVar("T")
 EVERYTHING = ""  # stands for all fields of a sample, where it has no names for them
+_BLOCK = 1 << 18  # samples that are shuffled among each other, where they lie in shards
 Needs = tuple[tuple[str, int, int], ...]  # rows `[first, last)` by field
 
 
@@ -51,7 +54,7 @@ def needs_of(uses: Iterable[tuple[Callable[..., Any], int, int]]) -> Needs:
 @dataclass(frozen=True, slots=True)
 class Request:
     """Rows of one batch, by the numbers of their samples; all of them without `needs`. Where samples draw no random
-    numbers there is no seed, and they can be fetched beside other work."""
+    numbers there is no seed, and they can be fetched by another thread."""
 
     seed: int | None
     samples: tuple[int, ...]
@@ -98,20 +101,71 @@ def _span(needs: Needs) -> tuple[int, int]:
     return min((first for _, first, _ in needs), default=0), max((last for _, _, last in needs), default=0)
 
 
-class Shuffled:
-    """Numbers of samples in batches: shuffled in each epoch by the seed alone, after `num_batches` batches."""
+class StreamedSamples(Dataset[Any]):
+    """The samples of a mosaicml-streaming `StreamingDataset` by their numbers. It is never iterated: its iterator waits
+    for all ranks of a host, and some need not read."""
 
-    def __init__(self, length: int, batch_size: int, drop_last: bool, seed: int, num_batches: int) -> None:
-        self.length, self.batch_size, self.seed = length, batch_size, seed
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.shard_lengths = [int(length) for length in dataset.samples_per_shard]
+
+    def __len__(self) -> int:
+        return sum(self.shard_lengths)  # its own length is a rank's share
+
+    def __getitem__(self, number: int) -> Any:
+        return self.dataset[number]
+
+
+def is_streaming(loader: Any) -> bool:
+    """Whether this is a `StreamingDataset`; without importing its library."""
+    names = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(loader).__mro__]
+    return ("streaming", "StreamingDataset") in names
+
+
+def by_number(loader: Any) -> Any:
+    """A loader as a map-style dataset, where it can be read by the numbers of samples though it does not look so."""
+    return StreamedSamples(loader) if is_streaming(loader) else loader
+
+
+class Shuffled:
+    """Numbers of samples in batches: shuffled in each epoch by the seed alone, after `num_batches` batches.
+
+    Samples that lie in shards are shuffled shard by shard, then inside blocks of `_BLOCK`, so that few shards are open
+    at once (streaming's `py1b`).
+    """
+
+    def __init__(
+        self,
+        length: int,
+        batch_size: int,
+        drop_last: bool,
+        seed: int,
+        num_batches: int,
+        shard_lengths: Sequence[int] | None = None,
+    ) -> None:
+        self.length, self.batch_size, self.seed, self._shard_lengths = length, batch_size, seed, shard_lengths
         batches_per_epoch = length // batch_size if drop_last else -(-length // batch_size)
         self._epoch, self._skipped = divmod(num_batches, max(1, batches_per_epoch))
 
     def __iter__(self) -> Iterator[list[int]]:
         generator = torch.Generator().manual_seed(seed_of(self.seed, "epoch", self._epoch))
-        order = torch.randperm(self.length, generator=generator).tolist()
+        order = self._order(generator)
         first, self._skipped, self._epoch = self._skipped * self.batch_size, 0, self._epoch + 1
         for begin in range(first, self.length, self.batch_size):
             yield order[begin : begin + self.batch_size]
+
+    def _order(self, generator: torch.Generator) -> list[int]:
+        if self._shard_lengths is None:
+            return torch.randperm(self.length, generator=generator).tolist()
+        lengths = self._shard_lengths
+        shards = [range(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
+        in_shards = [number for shard in _permuted(shards, generator) for number in shard]
+        blocks = [in_shards[begin : begin + _BLOCK] for begin in range(0, self.length, _BLOCK)]
+        return [number for block in blocks for number in _permuted(block, generator)]
+
+
+def _permuted(values: Sequence[T], generator: torch.Generator) -> list[T]:
+    return [values[place] for place in torch.randperm(len(values), generator=generator).tolist()]
 
 
 class Sampled:
@@ -128,14 +182,15 @@ class Sampled:
 
 
 def sample_feed(loader: Any, seed: int, num_batches: int, **named: Any) -> SampleFeed | None:
-    """A feed of samples where a loader is one that can be read so: a map-style dataset, or a plain DataLoader of one
-    that stacks samples."""
+    """A feed of samples, for a map-style dataset or a plain DataLoader of one that stacks samples; None for other
+    loaders."""
     definition, drop_last = named["definition"], named["drop_last"]
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         if not hasattr(loader, "__len__"):
             raise TrainingError(f"task {definition.name!r}: its dataset has no length; give a DataLoader of it instead")
         task_seed = seed_of(seed, definition.name)
-        chosen = Shuffled(len(loader), definition.batch_size, drop_last, task_seed, num_batches)
+        shards = loader.shard_lengths if isinstance(loader, StreamedSamples) else None
+        chosen = Shuffled(len(loader), definition.batch_size, drop_last, task_seed, num_batches, shards)
         return SampleFeed(loader, chosen, task_seed, num_batches, {}, **named)
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
         return None
@@ -155,7 +210,7 @@ def sample_feed(loader: Any, seed: int, num_batches: int, **named: Any) -> Sampl
 
 
 class SampleFeed(Feed):
-    """Read one task's dataset by the numbers of its samples."""
+    """Read one task's dataset by sample index."""
 
     def __init__(
         self,
@@ -170,7 +225,7 @@ class SampleFeed(Feed):
         self._rows_of, self._seed, self._before, self._workers = Rows(dataset), seed, num_batches, dict(workers)
         self._chosen: dict[int, Batch] = {}  # by number
         self._num_chosen = 0
-        self.num_again = 1  # so many of the last batches may be asked for again
+        self.num_again = 1  # this many of the last batches may be requested again
         self._stream: tuple[Needs | None, int, Iterator[Any]] | None = None  # with the number it gives next
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: tuple[int, Needs | None, Future[Any]] | None = None
@@ -286,7 +341,8 @@ class SampleFeed(Feed):
         (*fetched, future), self._ahead = self._ahead, None
         if fetched != [number, needs] and future.cancel():
             return None
-        if future.exception() is not None:  # it may be bound to its own thread; if it is broken, asking again tells
+        # The dataset may be bound to one thread; if it is broken, fetching again raises the error.
+        if future.exception() is not None:
             self._fetches_ahead = False
             return None
         return future.result() if fetched == [number, needs] else None

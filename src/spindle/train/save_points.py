@@ -1,7 +1,7 @@
 """Before which steps a checkpoint is saved, the same on all ranks, and the end of a job that was signalled.
 
-Every rank says in its batch header what it wants to be saved, and which checkpoint it has written. All ranks decide
-from the headers of all ranks, so they decide alike.
+Every rank's batch header says whether it wants a checkpoint, and which one it has written. All ranks decide from the
+same headers, so they all decide the same.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import torch
 
+from spindle.checkpoint import SavedState
 from spindle.launch import recorder
 from spindle.train.batch_source import BatchSource
 from spindle.train.config import TrainConfig
@@ -28,10 +29,11 @@ class SavePoints:
     def __init__(self, session: TrainSession, source: BatchSource) -> None:
         self._session, self._saver, self._source = session, session.saver, source
         self._signals: NoticedSignals | None = None
+        self._is_on_disk = False  # whether the checkpoint that falls due now is saved there, not in memory alone
 
     @contextmanager
     def noticing_signals(self) -> Iterator[None]:
-        """Inside, a signal that asks to end is obeyed between two steps, once a checkpoint is saved."""
+        """A context in which a signal to end takes effect between two steps, after a checkpoint is saved."""
         if self._saver is None:
             yield
             return
@@ -56,18 +58,14 @@ class SavePoints:
         if saver is None:
             return False
         is_free, wanted = saver.advance(written_in(table), notify), saves_in(table)
-        if saver.is_saved(step, on_disk=bool(wanted)) or not (wanted or self.falls_due(step)):
-            return wanted == ENDING
-        if not is_free and (wanted == ENDING or saver.is_in_memory):
-            recorder.pause()  # a disk may take its time
-            saver.wait(notify)
-            is_free = True
-        if not is_free:
+        is_wanted = bool(wanted) and not saver.is_saved(step, on_disk=True)
+        self._is_on_disk = wanted == ENDING or (is_free and (is_wanted or saver.is_due(step)))
+        if not self._is_on_disk and (is_wanted or saver.is_due(step)):
             saver.is_requested = False
             self._session.progress.note(
                 f"no checkpoint of step {step}: that of step {saver.last_step} is still being written"
             )
-        return is_free
+        return self._is_on_disk or saver.is_due_in_memory(step)
 
     def save(
         self,
@@ -78,25 +76,24 @@ class SavePoints:
         *,
         was_stopped: bool = False,
     ) -> None:
-        """Save the state before this step: in memory, unless it falls due on disk or is `wanted`. ENDING ends the job,
-        once it is written. `config` and `step_tasks` are those of the step; there are none after the last."""
+        """Save the state before this step where it falls due: in memory, on disk unless that is busy, or both; on disk
+        if it is `wanted`. ENDING ends the job, once it is written. `config` and `step_tasks` are those of the step;
+        there are none after the last."""
         saver, session, notify = self._saver, self._session, self._session.notify
         assert saver is not None
         is_ending = wanted == ENDING
         if is_ending or was_stopped:
             recorder.pause()  # a disk may take its time
             saver.wait(notify)
-        on_disk = bool(wanted) or saver.is_due(step)
-        if not saver.is_saved(step, on_disk=on_disk):
-            saver.save(
-                step,
-                lambda: saver.state(
-                    step, session.num_fits - 1, session.first_step, config, step_tasks, was_stopped=was_stopped
-                ),
-                self._source.saved_positions(),
-                notify,
-                in_memory=not on_disk,
-            )
+
+        def state() -> SavedState:
+            fit, first_step = session.num_fits - 1, session.first_step
+            return saver.state(step, fit, first_step, config, step_tasks, was_stopped=was_stopped)
+
+        if saver.is_due_in_memory(step) and not is_ending:
+            saver.save_in_memory(step, state, self._source.saved_positions(), notify)
+        if self._is_on_disk and not saver.is_saved(step, on_disk=bool(wanted)):
+            saver.save(step, state, self._source.saved_positions())
         if is_ending:
             self._end_job(step, is_saved=saver.wait(notify))
 
@@ -107,9 +104,11 @@ class SavePoints:
         if saver is None:
             return
         saver.wait(notify)
+        self._is_on_disk = True
         self.save(step, REQUESTED, config, was_stopped=was_stopped)
+        saver.wait_in_memory(notify)
         is_saved = saver.wait(notify)
-        # A signal that no header of this fit has carried.
+        # A signal that arrived after the last header of this fit.
         rows = self._session.world.start_all_gather(torch.tensor([self.header()[0]], dtype=torch.float64)).wait()
         if any(int(row.item()) == ENDING for row in rows):
             self._end_job(step, is_saved=is_saved)

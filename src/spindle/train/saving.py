@@ -1,8 +1,9 @@
-"""Checkpoints of a running training: which tensors each rank writes, copied between two steps, written by a thread.
+"""Save checkpoints while training: each rank copies its tensors between two steps, and a thread writes them.
 
 All ranks copy after the same step, each what it writes. A thread writes the copies while training goes on. A column of
 the batch headers says whose part is written; then a thread of rank 0 joins the parts and renames the folder. No thread
-communicates with other ranks. One checkpoint is written at a time.
+communicates with other ranks. One checkpoint is written at a time; those in memory (`memory_checkpoints`) do not wait
+for those on disk.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from spindle.artifact import artifact_text, to_json
 from spindle.checkpoint import (
     PLAN,
     PROFILE,
+    SavedGroup,
+    SavedLoader,
     SavedState,
     finish,
     folder_name,
@@ -35,7 +38,7 @@ from spindle.checkpoint import (
     writers_of,
 )
 from spindle.display import num_bytes as _text
-from spindle.errors import CheckpointError, TrainingError
+from spindle.errors import CheckpointError, SupersededError, TrainingError
 from spindle.launch import recorder, variables
 from spindle.plan import Plan
 from spindle.profile import Profile
@@ -43,6 +46,7 @@ from spindle.program import Box, Sharding, Slice
 from spindle.run import Copied, Staging, box_view
 from spindle.train.config import Checkpoints, Planning, TrainConfig
 from spindle.train.feed import random_state
+from spindle.train.memory_checkpoints import MemoryCheckpoints
 from spindle.train.optimizer import Update
 from spindle.train.optimizer_reshard import OptimizerState
 from spindle.train.plain_json import to_plain
@@ -66,6 +70,16 @@ class _Written:
     is_buffer: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """What this rank writes, copied: name, shape, box and dtype of each box, its bytes, and what is no tensor."""
+
+    boxes: tuple[tuple[str, tuple[int, ...], Box, torch.dtype], ...]
+    copied: Copied
+    optimizer: OptimizerState
+    data: Mapping[str, SavedLoader]
+
+
 class Saver:
     """One rank's part in saving a session, from fit to fit."""
 
@@ -75,9 +89,14 @@ class Saver:
         self._staging = Staging(self._world.device)
         recorder.checkpoint_every = checkpoints.every
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self.memory = memory_folder(checkpoints)
-        self._folder = Path(checkpoints.folder)  # of the last checkpoint
+        self._folder = Path(checkpoints.folder)
+        memory = memory_folder(checkpoints)
+        self._memory: MemoryCheckpoints | None = None
+        if memory is not None:
+            barrier = self._world.barrier if checkpoints.memory_every == 1 else None
+            self._memory = MemoryCheckpoints(memory, self._world.rank, Staging(self._world.device), barrier)
         self._has_room = False  # in memory, as far as is known
+        self.attempt = 0  # of this job, by its scheduler's count; only the newest may commit checkpoints
         self._number = 0  # of checkpoints begun
         self._steps: dict[int, int] = {}  # their steps, by number
         self._writing: Future[None] | None = None
@@ -85,10 +104,12 @@ class Saver:
         self._state: tuple[SavedState, Plan, Profile] | None = None  # of the one that is written, on rank 0
         # The optimizer whose settings are known to be plain values, while it lives.
         self._checked: weakref.ref[Update] | None = None
-        self._is_noted = True  # whether the user was told how the last one ended
+        self._is_noted = True  # whether the outcome of the last one was reported to the user
         # This rank's boxes, under an optimizer.
         self._writers: tuple[weakref.ref[Update], dict[str, list[Box]]] | None = None
-        self.last_step = 0  # that was saved, or resumed from
+        self.last_step = 0  # that was saved on disk, or resumed from
+        self._last_memory_step = 0  # that was saved in memory, or resumed from
+        self._is_on_disk = True  # whether the last step is
         self.damaged: set[Path] = set()  # checkpoints that could not be resumed from
         self.is_requested = False  # by the user, on this rank
         self.pauses: list[tuple[int, float]] = []  # bytes copied on this rank, and seconds that took
@@ -112,25 +133,22 @@ class Saver:
     def is_due_in_memory(self, step: int) -> bool:
         """Whether one falls due that stays in memory."""
         every = self._checkpoints.memory_every
-        return self.memory is not None and every is not None and step % every == 0 and step > self.last_step
+        is_due = every is not None and step % every == 0 and step > self._last_memory_step
+        return self._memory is not None and is_due
 
     def is_saved(self, step: int, *, on_disk: bool) -> bool:
-        """Whether the state after so many steps was saved, or resumed from; with `on_disk`, whether not in memory
-        alone."""
-        return step == self.last_step and (not on_disk or self._folder == Path(self._checkpoints.folder))
+        """Whether the state after so many steps was saved on disk, or resumed from; with `on_disk`, whether not from
+        memory."""
+        return step == self.last_step and (not on_disk or self._is_on_disk)
 
     def resume_from(self, folder: Path, step: int) -> None:
         """Note that the training was resumed from a checkpoint of `folder`."""
-        self._folder, self.last_step = folder, step
-
-    @property
-    def is_in_memory(self) -> bool:
-        """Whether the last checkpoint stays in memory."""
-        return self._folder == self.memory
+        self.last_step = self._last_memory_step = step
+        self._is_on_disk = folder == self._folder
 
     def advance(self, written: Sequence[int], notify: Callable[[str], None]) -> bool:
-        """Go on with the checkpoint that is being written, by what the ranks say of it. Returns whether it is over; all
-        ranks get the same answer from the same numbers."""
+        """Advance the checkpoint that is being written, given `written` of all ranks. Returns whether it is finished,
+        the same on all ranks."""
         if self._number == 0:
             return True
         is_written = all(abs(number) == self._number for number in written[1:])
@@ -168,8 +186,10 @@ class Saver:
             return
         future = self._finishing if self._world.rank == 0 else self._writing
         error = future.exception() if future is not None else None
+        if isinstance(error, SupersededError):
+            raise error
         reason = f": {error}" if error is not None else ", on another rank"
-        notify(f"the checkpoint of step {step} could not be written{reason}; training goes on without it")
+        notify(f"the checkpoint of step {step} could not be written{reason}; training continues without it")
 
     # What.
 
@@ -177,24 +197,72 @@ class Saver:
         self,
         step: int,
         state_of: Callable[[], SavedState],
-        data: Mapping[str, Any],
-        notify: Callable[[str], None],
-        *,
-        in_memory: bool = False,
+        data: Mapping[str, SavedLoader],
     ) -> None:
         """Copy what this rank writes, and have it written. The last checkpoint must be over. `state_of` is called on
         rank 0; `data` are the positions of loaders that this rank reads."""
         begin_s = time.perf_counter()
-        session, update = self._session, self._session.update
+        staged = self._stage(self._staging, *self._sorted_boxes(), data)
+        self._number += 1
+        self._steps[self._number] = self.last_step = step
+        self._is_on_disk, self._is_noted, self.is_requested, self._finishing = True, False, False, None
+        if self._world.rank == 0:
+            self._state = state_of(), *self._artifacts()
+        self._writing = self._thread.submit(self._write, partial_folder(self._folder, step, self.attempt), staged)
+        self.pauses.append((len(staged.copied.memory), time.perf_counter() - begin_s))
+
+    def save_in_memory(
+        self,
+        step: int,
+        state_of: Callable[[], SavedState],
+        data: Mapping[str, SavedLoader],
+        notify: Callable[[str], None],
+    ) -> None:
+        """The same, for a checkpoint that stays in memory."""
+        memory = self._memory
+        assert memory is not None
+        memory.wait(notify)
+        boxes, optimizer = self._sorted_boxes()
+        if not self._finds_room(memory.folder, boxes, notify):
+            return
+        staged = self._stage(memory.staging, boxes, optimizer, data)
+        self._last_memory_step = step
+        state = state_of() if self._world.rank == 0 else None
+        plan, profile = self._artifacts()
+
+        def join_parts() -> None:
+            assert state is not None
+            self._finish(memory.folder, state, plan, profile, keep=1)
+
+        memory.save(step, lambda partial: self._write(partial, staged), join_parts, state, notify)
+
+    def wait_in_memory(self, notify: Callable[[str], None]) -> None:
+        if self._memory is not None:
+            self._memory.wait(notify)
+
+    def _artifacts(self) -> tuple[Plan, Profile]:
+        session = self._session
         assert session.runtime is not None
         assert session.profiled is not None
+        return session.runtime.planned.plan, session.profiled.profile
+
+    def _sorted_boxes(self) -> tuple[list[_Written], OptimizerState]:
+        """The boxes that this rank writes, those with large elements first."""
+        assert self._session.update is not None
+        optimizer = self._session.update.state()
+        return sorted(self._boxes(optimizer), key=lambda written: -written.values.element_size()), optimizer
+
+    def _stage(
+        self,
+        staging: Staging,
+        boxes: Sequence[_Written],
+        optimizer: OptimizerState,
+        data: Mapping[str, SavedLoader],
+    ) -> _Staged:
+        """Copy what this rank writes, without the tensors themselves, whose memory a change of plan may free."""
+        update = self._session.update
         assert update is not None
-        optimizer = update.state()
-        boxes = sorted(self._boxes(optimizer), key=lambda written: -written.values.element_size())
-        if in_memory and not self._finds_room(boxes, notify):
-            return
-        self._folder = self.memory if in_memory and self.memory is not None else Path(self._checkpoints.folder)
-        copied = self._staging.copy(
+        copied = staging.copy(
             [written.values for written in boxes],
             {position for position, written in enumerate(boxes) if written.is_buffer},
         )
@@ -209,51 +277,36 @@ class Saver:
                 for name, entries in optimizer.states.items()
             },
         )
-        self._number += 1
-        self._steps[self._number] = self.last_step = step
-        self._is_noted, self.is_requested, self._finishing = False, False, None
-        if self._world.rank == 0:
-            self._state = state_of(), session.runtime.planned.plan, session.profiled.profile
-        # Without the tensors themselves, whose memory a change of plan may free meanwhile.
-        described = [(written.name, written.shape, written.box, written.values.dtype) for written in boxes]
-        self._writing = self._thread.submit(self._write, step, described, copied, optimizer, data)
-        self.pauses.append((len(copied.memory), time.perf_counter() - begin_s))
+        described = tuple((written.name, written.shape, written.box, written.values.dtype) for written in boxes)
+        return _Staged(described, copied, optimizer, data)
 
-    def _write(
-        self,
-        step: int,
-        boxes: Sequence[tuple[str, tuple[int, ...], Box, torch.dtype]],
-        copied: Copied,
-        optimizer: OptimizerState,
-        data: Mapping[str, Any],
-    ) -> None:
+    def _write(self, partial: Path, staged: _Staged) -> None:
         begin, described = 0, []
-        for name, shape, box, dtype in boxes:
+        for name, shape, box, dtype in staged.boxes:
             length = box.num_elements * dtype.itemsize
             described.append((name, str(dtype).removeprefix("torch."), shape, box, begin, length))
             begin += length
-        folder = partial_folder(self._folder, step)
         try:
-            fragments = {"data": dict(data), **self._fragments(optimizer)}
-            write_part(folder, self._world.rank, copied.wait(), described, fragments)
+            fragments = {"data": dict(staged.data), **self._fragments(staged.optimizer)}
+            write_part(partial, self._world.rank, staged.copied.wait(), described, fragments)
         except OSError as error:
-            raise CheckpointError(f"{folder}: {error.strerror}") from error
+            raise CheckpointError(f"{partial}: {error.strerror}") from error
 
-    def _finds_room(self, boxes: Sequence[_Written], notify: Callable[[str], None]) -> bool:
+    def _finds_room(self, folder: Path, boxes: Sequence[_Written], notify: Callable[[str], None]) -> bool:
         """Whether memory has room for checkpoints, as rank 0 finds it; else there are none from now on."""
-        if not self._has_room and self.memory is not None:
+        if not self._has_room:
             num_bytes = sum(written.values.numel() * written.values.element_size() for written in boxes)
             # What is there already is removed as new ones are written.
-            present = sum(path.stat().st_size for path in self.memory.glob("*/*") if path.is_file())
-            free = shutil.disk_usage(self.memory.parent).free + present
+            present = sum(path.stat().st_size for path in folder.glob("*/*") if path.is_file())
+            free = shutil.disk_usage(folder.parent).free + present
             rows = self._world.start_all_gather(torch.tensor([num_bytes, free], dtype=torch.float64)).wait()
             needed, free = _ROOM * sum(float(row[0]) for row in rows), int(rows[0][1])
             self._has_room = free >= needed
             if not self._has_room:
-                self.memory = None
+                self._memory = None
                 notify(
-                    f"no checkpoints in memory: they need {_text(needed)} there, and {_text(free)} are free; those on "
-                    "disk go on"
+                    f"no checkpoints in memory: they need {_text(needed)} there, and {_text(free)} are free; "
+                    "checkpoints on disk continue"
                 )
         return self._has_room
 
@@ -264,20 +317,26 @@ class Saver:
         own = self._writing.exception() if self._writing is not None else None
 
         def finish_or_fail() -> None:
-            try:
-                if own is not None or failed:
-                    raise own or CheckpointError(f"rank {failed[0]} could not write its part")
-                artifacts = {PLAN: artifact_text("plan", plan), PROFILE: artifact_text("profile", profile)}
-                self.damaged.discard(finish(folder, state, artifacts))
-                keep = 1 if folder == self.memory else self._checkpoints.keep
-                damaged = [step for step in steps_in(folder) if folder / folder_name(step) in self.damaged]
-                prune(folder, keep, self._needed_steps(), damaged)
-            except OSError as error:
-                raise CheckpointError(f"{error.filename or folder}: {error.strerror}") from error
-            finally:
-                shutil.rmtree(partial_folder(folder, state.step), ignore_errors=True)
+            if own is not None or failed:
+                shutil.rmtree(partial_folder(folder, state.step, self.attempt), ignore_errors=True)
+                raise own or CheckpointError(f"rank {failed[0]} could not write its part")
+            self._finish(folder, state, plan, profile, self._checkpoints.keep, self.attempt)
 
         self._finishing = self._thread.submit(finish_or_fail)
+
+    def _finish(
+        self, folder: Path, state: SavedState, plan: Plan, profile: Profile, keep: int | None, attempt: int = 0
+    ) -> None:
+        """Complete a checkpoint whose parts are written, and remove older ones."""
+        try:
+            artifacts = {PLAN: artifact_text("plan", plan), PROFILE: artifact_text("profile", profile)}
+            self.damaged.discard(finish(folder, state, artifacts, attempt))
+            damaged = [step for step in steps_in(folder) if folder / folder_name(step) in self.damaged]
+            prune(folder, keep, self._needed_steps(), damaged)
+        except OSError as error:
+            raise CheckpointError(f"{error.filename or folder}: {error.strerror}") from error
+        finally:
+            shutil.rmtree(partial_folder(folder, state.step, attempt), ignore_errors=True)
 
     def _needed_steps(self) -> list[int]:
         """That of the checkpoint which was resumed from, while it has what is not loaded yet."""
@@ -294,8 +353,8 @@ class Saver:
         *,
         was_stopped: bool = False,
     ) -> SavedState:
-        """What is no tensor, but for what other ranks know. `step_tasks` are those of the step that is about to run,
-        which was read before tasks joined or ended; None after the last step of a fit."""
+        """The non-tensor state that rank 0 knows. `step_tasks` are those of the step that is about to run, which was
+        read before tasks joined or ended; None after the last step of a fit."""
         session, update = self._session, self._session.update
         assert update is not None
         handles, names, optimizer = root_handles(session.handles), self._names(), update.state()
@@ -345,7 +404,7 @@ class Saver:
         return {**parameter_names(root_handles(self._session.handles)), **planned}
 
     def _fragments(self, state: OptimizerState) -> dict[str, Any]:
-        """What this rank alone knows of the optimizer, in JSON."""
+        """The optimizer's non-tensor state on this rank, as JSON."""
         rank = self._world.rank
         values = {
             name: {
@@ -358,7 +417,7 @@ class Saver:
         }
         extra: dict[str, Any] = {"num_updates": state.num_steps}
         scheduler = {} if state.lr_scheduler is None else state.lr_scheduler.state
-        if "num_bad_epochs" in scheduler:  # a ReduceLROnPlateau; others are made anew, and stepped
+        if "num_bad_epochs" in scheduler:  # a ReduceLROnPlateau; others are recreated and stepped
             extra["lr_scheduler"] = {
                 key: value for key, value in scheduler.items() if isinstance(value, int | float | str)
             }
@@ -428,7 +487,7 @@ class Saver:
         return known[1]
 
     def _unloaded_boxes(self) -> Iterator[_Written]:
-        """What the checkpoint that was resumed from has of modules that were not called yet."""
+        """The tensors of the resumed checkpoint that belong to modules that were not called yet."""
         saved = self._session.saved
         for number, (name, tensor) in enumerate(saved.unloaded() if saved is not None else ()):
             if number % self._world.size == self._world.rank:
@@ -436,7 +495,7 @@ class Saver:
 
 
 def memory_folder(checkpoints: Checkpoints) -> Path | None:
-    """Where checkpoints in memory are, if there are to be any and a launcher has a place for them."""
+    """The folder of checkpoints in memory, if they are enabled and a launcher provides one."""
     folder = os.environ.get(variables.MEMORY)
     if folder is None or checkpoints.memory_every is None:
         return None
@@ -460,15 +519,16 @@ def whole_shape(slices: Mapping[int, Slice]) -> tuple[int, ...]:
     return tuple(max(sizes) for sizes in zip(*ends, strict=True))
 
 
-def _grouped(settings: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+def _grouped(settings: Mapping[str, Mapping[str, Any]]) -> tuple[SavedGroup, ...]:
     """Settings with the parameters that have them."""
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[str, SavedGroup] = {}
     for name, values in settings.items():
         plain = {
             key: to_plain(_plain_setting(name, key, value), f"the setting {key!r} of parameter {name!r}")
             for key, value in values.items()
         }
-        groups.setdefault(repr(plain), {"parameters": [], "settings": plain})["parameters"].append(name)
+        known = groups.setdefault(repr(plain), SavedGroup(parameters=(), settings=plain))
+        groups[repr(plain)] = replace(known, parameters=(*known.parameters, name))
     return tuple(groups.values())
 
 
@@ -483,7 +543,7 @@ def _plain_setting(name: str, key: str, value: Any) -> Any:
 
 
 def planning_text(planning: Planning) -> str:
-    """What the user asked for: a plan that was saved holds while that is the same."""
+    """The user's planning options as text: a saved plan is reused while they are the same."""
     planner = planning.planner if isinstance(planning.planner, str) else _name_of(planning.planner)
     return repr(
         (
@@ -499,7 +559,7 @@ def planning_text(planning: Planning) -> str:
 
 
 def _plan_text(plan: Plan | Path | str) -> str:
-    """A given plan; of a file the digest, because another plan may be written to it."""
+    """The text of a given plan; for a file its digest, because its contents may change."""
     if isinstance(plan, Plan) or (isinstance(plan, str) and "*" in plan):
         return str(plan)
     try:

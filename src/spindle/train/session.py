@@ -1,8 +1,8 @@
 """What a Trainer keeps from plan to plan: variants of its tasks, a plan for them, the optimizer's state.
 
-When a batch takes a new variant of its task, or a module was frozen, thawed or switched, the tasks are traced, profiled
-and planned again; weights and optimizer state are kept. When a task ends, or a known one comes back, only a new plan is
-made, and parameters are sent straight from the ranks that held them to those that will.
+When a batch takes a new variant of its task, or a module was frozen, unfrozen or switched, the tasks are traced,
+profiled and planned again; weights and optimizer state are kept. When a task ends, or a known one comes back, only a
+new plan is made, and parameters are sent straight from the ranks that held them to those that will.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class TrainSession:
         self.step = 0  # how many steps are done
         self.num_fits = 0  # that were begun
         self.first_step = 0  # of the last of these
+        self.fit_steps: int | None = None  # of the last fit, as it was called
         self.loader_positions: dict[str, LoaderPosition] = {}  # of a restored state, where loaders go on
         self.loader_facts: dict[str, dict[str, Any]] = {}  # what was saved of the loaders that these are of
-        # Of the step that a restored state stops before: the tasks that it has, and those that were known then.
+        # Of the step after a restored state: its tasks, and those that were known then.
         self.next_step_tasks: tuple[frozenset[str], frozenset[str]] | None = None
         self.absent_tasks: frozenset[str] = frozenset()  # of the script, which had ended in the restored state
         self.saver: Saver | None = None
@@ -67,7 +68,7 @@ class TrainSession:
 
     @contextmanager
     def showing_progress(self, enabled: bool) -> Iterator[None]:
-        """Inside, rank 0 shows what it is doing, if enabled."""
+        """A context in which rank 0 shows its progress, if enabled."""
         self.progress = Progress(enabled=enabled and self.world.rank == 0)
         try:
             yield
@@ -94,7 +95,7 @@ class TrainSession:
             items |= module_items(self._all_profiled.workload.bound.handles)
         compare(self.world, items)
         if self._is_switched():
-            self._start_anew("modules were frozen, thawed or switched since")
+            self._start_anew("modules were frozen, unfrozen or switched since")
         if self.profiled is None:
             examples = {task: feed.example() for task, feed in feeds.items() if not self.variants.names_of(task)}
             for task, batch in examples.items():
@@ -109,12 +110,13 @@ class TrainSession:
                 self.notify,
                 self.capture,
                 self.saved_planning.profile,
+                self.fit_steps,
             )
             self.handles |= self.profiled.workload.bound.handles
         return self.profiled
 
     def plan(self, feeds: Mapping[str, Feed]) -> None:
-        """Make a plan of the tasks, where there is none, or where modules were switched since."""
+        """Make a plan for the tasks, unless there is one and no module was switched since."""
         profiled = self.trace_and_profile(feeds)
         if self.runtime is None:
             self.runtime = self._planned(profiled)
@@ -196,7 +198,7 @@ class TrainSession:
         self.runtime = new
 
     def _adopt(self, config: TrainConfig) -> None:
-        """Take a configuration, with what is known of its tasks from earlier ones."""
+        """Adopt a configuration, keeping what is known of its tasks from earlier ones."""
         previous, self.config = self.config, config
         if config.tasks != previous.tasks:
             self.config = config.without_given_plan("the set of tasks changed", self.notify)
@@ -225,7 +227,7 @@ class TrainSession:
         self._start_anew(NEW_VARIANT)
 
     def forget_plan(self, *, keep_optimizer: bool = True) -> None:
-        """Drop the plan; the optimizer's state stays, unless it is to start anew."""
+        """Drop the plan, and the optimizer's state unless `keep_optimizer`."""
         if not keep_optimizer:
             self._optimizer_state = None
         if self.runtime is None:
@@ -249,8 +251,7 @@ class TrainSession:
         return state({}) if callable(state) else state or OptimizerState()
 
     def restore_optimizer_state(self, state: OptimizerState | StateFor) -> None:
-        """Have the next optimizer go on from this state, whatever its plan, or from what a function of its sharding
-        reads."""
+        """Let the next optimizer start from this state, or from what a function reads for its sharding."""
         assert self.update is None
         self._optimizer_state = state
 

@@ -1,4 +1,4 @@
-"""Signals that ask a job to end: all ranks obey them after the same step. A later one ends the process at once.
+"""Signals that ask a job to end: all ranks stop after the same step. A later signal ends the process at once.
 
 A signal to all processes of a job reaches a rank twice, the second time from its launcher: repeats are ignored for some
 seconds.
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_ENDING = (signal.SIGTERM, signal.SIGUSR1)  # a queue sends either, some time before it kills
-_REPEAT_S = 5.0  # after the first, in which others are taken for repeats of it
+_ENDING = (signal.SIGTERM, signal.SIGUSR1)  # a job queue sends either of them, some time before SIGKILL
+_REPEAT_S = 5.0  # after the first signal, in which further ones count as repeats
 
 
 class NoticedSignals:
@@ -27,7 +27,7 @@ class NoticedSignals:
         self._process = os.getpid()
 
     def notice(self, number: int, frame: FrameType | None) -> None:
-        is_forked = os.getpid() != self._process  # a worker of a loader, which inherits handlers
+        is_forked = os.getpid() != self._process  # a DataLoader worker, which inherits handlers
         if self.first is None and not is_forked:
             self.first, self._first_s = signal.Signals(number), time.monotonic()
         elif is_forked or time.monotonic() - self._first_s > _REPEAT_S:
@@ -37,7 +37,7 @@ class NoticedSignals:
 
 @contextmanager
 def noticed_signals() -> Iterator[NoticedSignals]:
-    """Inside, signals that ask to end are noticed, unless the script has handlers of its own. Only the main thread
+    """A context in which signals to end are noted, unless the script has its own handlers. Only the main thread
     receives signals."""
     noticed, before = NoticedSignals(), {}
     if threading.current_thread() is threading.main_thread():

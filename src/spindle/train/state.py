@@ -1,4 +1,4 @@
-"""The state of a training beside its weights: what a run that is resumed needs to go on with the same numbers.
+"""The state of a training run without its weights: what a resumed run needs to continue with the same numbers.
 
 Random layers are seeded by seed, step and task variant, and sampled tasks by seed and step, so neither has a state of
 its own beyond the step and the names of variants. What is left out: weights and buffers (`Trainer.state_dict`), the
@@ -20,9 +20,9 @@ from spindle.train.session import TrainSession
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPosition:
-    """Where a task's data goes on: after so many batches of all fits.
+    """Where a task's data continues: after the batches of all fits so far.
 
-    A map-style dataset goes on there. Another loader starts with each fit, so it has a position only during
+    A map-style dataset continues there. Other loaders start anew with each fit, so they have a position only during
     one.
     """
 
@@ -64,11 +64,11 @@ def take_state(
 
 
 def restore_state(session: TrainSession, state: TrainState) -> None:
-    """Have a session go on from a state: its next fit begins with step `state.step`. The session must not have trained
-    yet; all ranks must call it, each with its own state."""
+    """Let a session continue from a state: its next fit begins with step `state.step`. The session must not have
+    trained yet; all ranks must call it, each with its own state."""
     config = _restored_config(session.config, state)
     if session.runtime is not None or session.num_batches:
-        raise TrainingError("a training that has begun cannot take another one's state; make a new Trainer")
+        raise TrainingError("a Trainer that has trained already cannot load another state; make a new Trainer")
     session.config = config
     session.num_batches.update({name: position.num_batches for name, position in state.data.items()})
     session.loader_positions = {

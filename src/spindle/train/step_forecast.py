@@ -1,4 +1,4 @@
-"""What a plan says of a step before it runs: its predicted time, and how long its FLOPs would take at peak."""
+"""The forecast of a step: its predicted time, and how long its FLOPs would take at peak."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What ranks report of a step, a step or two later: a row of numbers from each rank, which together make a record.
+"""What ranks report of a step, one or two steps later: a row of numbers from each rank, which together make a record.
 
-A row travels with a batch header. Its numbers were copied to the host asynchronously, and are read when a GPU is
-through with the step, so that they cost no synchronization beyond that of the losses.
+A row travels with a batch header. Its numbers were copied to the host asynchronously, and are read when a GPU has
+finished the step, so that they cost no synchronization beyond that of the losses.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ReportColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """A step's numbers, of all ranks together. `end_s` is when the last rank was through, since the fit began."""
+    """A step's numbers, of all ranks together. `end_s` is when the last rank finished it, since the fit began."""
 
     losses: Mapping[str, float]
     metrics: Mapping[str, float]

@@ -1,8 +1,8 @@
 """The programs of a training's steps, each with this rank's executor.
 
 A static plan runs the same program in every step, once for each micro-step. A pipeline runs all micro-steps of a step
-as the microbatches of one program, which is made for their contents. The training loop knows neither: it is given the
-runs of a step.
+as the microbatches of one program, which is made for their contents. The training loop does not distinguish them: it
+only gets the runs of a step.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Steps:
         self._needs: dict[str, Needs] = {}
 
     def needs(self, variant: str) -> Needs:
-        """What this rank's slots look at, of a task variant's batch that is as large as planned."""
+        """The rows and fields that this rank's slots read of a task variant's batch of the planned size."""
         if variant not in self._needs:
             uses = [(code, first, last) for task, code, first, last in self.main.uses if task == variant]
             self._needs[variant] = needs_of(uses)
@@ -135,7 +135,7 @@ class _Executors:
         )
 
     def of_step(self, program: Program, step: StepGraph, last: Executor) -> Executor:
-        """An executor of one step's own program, over the memory for gradients of the last one, which is over."""
+        """An executor of one step's own program, which reuses the gradient memory of the last one."""
         axes = self._workload.bound.batch_axes
         return Executor(
             program,
@@ -235,7 +235,7 @@ class PipelinedSteps(Steps):
         self._shapes: dict[tuple[str, int, int], Any] = {}  # batches without values
 
     def reads(self, variants: Iterable[str]) -> bool:
-        # Which replica runs which microbatch is known when all of them are read.
+        # Which replica runs which microbatch is known only when all of them are read.
         return self._layout.num_replicas > 1 or super().reads(variants)
 
     def runs(self, microbatches: Sequence[Microbatch], num_micro_steps: int, batches: MicroSteps) -> Iterator[StepRun]:
@@ -275,8 +275,8 @@ class PipelinedSteps(Steps):
         return self._microbatches.graph(key, self._workload.reached, counts)
 
     def _shapes_of(self, microbatches: Sequence[Microbatch], batches: MicroSteps) -> dict[str, Any]:
-        """The batch of each microbatch without values, which a rank that does not read it needs to know what it will
-        receive."""
+        """The batch of each microbatch without values, from which a rank that does not read it infers the shapes that
+        it will receive."""
         if len(self._shapes) > _MOST_SHAPES:  # on all ranks at once
             self._shapes.clear()
         shapes = {}
@@ -289,7 +289,7 @@ class PipelinedSteps(Steps):
                 mine = without_values(batches[microbatch.micro_step][microbatch.task].nest) if is_reader else None
                 self._shapes[key] = self._world.broadcast_object(mine, header.reader)
             shapes[name] = self._shapes[key]
-            cuts = self._microbatches.meet(microbatch.variant, header.signature, shapes[name])
+            cuts = self._microbatches.infer_cuts(microbatch.variant, header.signature, shapes[name])
             if cuts is not None:
                 new_cuts[name] = cuts
         if new_cuts:

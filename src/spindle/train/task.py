@@ -1,4 +1,4 @@
-"""What a user's script is made of: modules by name, and tasks as functions over a batch.
+"""What a user's script declares: modules by name, and tasks as functions of a batch.
 
 A handle that `module` returns is called like the module itself. While a task is being recorded it notes the call; at
 any other time it simply runs the module, so the same script trains in plain PyTorch.
@@ -57,7 +57,7 @@ class ModuleHandle:
         return self._parts[path]
 
     def packed(self, wrap: Callable[[nn.Module], nn.Module]) -> ModuleHandle:
-        """The handle of the same module where its output is padded: one layer."""
+        """The handle of the same module with a padded output: one layer."""
         if self._packed is None:
             self._packed = ModuleHandle(
                 self.name, wrap(self.module), self.whole_batch, self.activation_checkpointing, False, {}
@@ -82,7 +82,7 @@ class ModuleHandle:
         return tracer.create_proxy("call_function", called_module, (self, *args), kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # of a protocol, such as copying, which asks before there are any attributes
+        if name.startswith("__"):  # protocols such as copying look attributes up before there are any
             raise AttributeError(name)
         raise AttributeError(
             f"spindle.module({self.name!r}) has no attribute {name!r}: a task calls the handle itself. Register a "
@@ -136,18 +136,17 @@ def module(
     """Register an `nn.Module` under a name that all tasks share.
 
     It is split into layers automatically; with `split=False` it stays one layer. With `activation_checkpointing`,
-    backward recomputes the activations of its layers instead of keeping them. `whole_batch` says that the samples of a
-    batch depend on each other in it, so that no device may have only some of them.
+    backward recomputes the activations of its layers instead of keeping them. `whole_batch` declares that the samples
+    of a batch depend on each other in it, so that it must not run on parts of a batch.
 
-    `tensor_parallel` says how several devices share a layer, with Hugging Face's style names:
-    `{"layers.*.attention.query": "colwise", "layers.*.attention.out": "rowwise", ...}`; Hugging Face's models bring
-    their own; `{}` disables it. How many devices share a layer is up to the planner. A block that is
-    `"sequence_parallel"` in it is shared by tokens between its other parts:
-    `{**llm.tp_plan, "model.layers.*": "sequence_parallel"}`.
+    `tensor_parallel` is a tensor-parallel plan with Hugging Face's style names: `{"layers.*.attention.query":
+    "colwise", "layers.*.attention.out": "rowwise", ...}`; Hugging Face's models come with one; `{}` disables it. The
+    planner chooses the tensor-parallel degree. With `"sequence_parallel"` for a block, its activations are sharded by
+    tokens between its tensor-parallel parts: `{**llm.tp_plan, "model.layers.*": "sequence_parallel"}`.
 
     With `compile`, its layers are compiled by `torch.compile`, once for each kind of layer, with these arguments where
-    it is a dict (`{"mode": "max-autotune-no-cudagraphs"}`). Layers that several devices share, and those of pipelines
-    that split backward in two, run as they are.
+    it is a dict (`{"mode": "max-autotune-no-cudagraphs"}`). Tensor-parallel layers, and those of pipelines that split
+    backward in two, run uncompiled.
     """
     if not isinstance(nn_module, nn.Module):
         raise WorkloadError(f"spindle.module({name!r}, ...): expected an nn.Module, got {type(nn_module).__name__}")
@@ -169,7 +168,7 @@ def module(
 
 
 class Mean(NamedTuple):
-    """A loss as a sum and what to divide it by; both are summed over all ranks before dividing."""
+    """A loss as a total and a count; both are summed over all ranks before dividing."""
 
     total: Any
     count: Any
@@ -181,14 +180,14 @@ def mean(total: Any, count: Any) -> Mean:
 
 
 class TaskResult(NamedTuple):
-    """A task's loss, and metrics beside it."""
+    """A task's loss with its metrics."""
 
     loss: Any
     metrics: dict[str, Any]
 
 
 def result(loss: Any, **metrics: Any) -> TaskResult:
-    """What a task returns that reports more than its loss: `spindle.result(loss, accuracy=...)`.
+    """A task's return value with metrics in addition to the loss: `spindle.result(loss, accuracy=...)`.
 
     A metric is a mean over the samples of the batch, a tensor with a value for each sample, or a pair `(total, count)`
     of sums over samples or tokens. Totals and counts are added up over ranks and micro-steps, and in `evaluate` over
@@ -221,7 +220,7 @@ def task(
     per_sample_mean: bool = False,
     tokens: Callable[[Any], int] | None = None,
 ) -> Callable[[Callable[[Any], Any]], TaskDefinition]:
-    """Make a task of a function from a batch to its loss.
+    """Turn a function from a batch to its loss into a task.
 
     The loss is computed over the whole batch unless it is a `spindle.mean`, or `per_sample_mean` says that it is the
     mean of a loss of each sample. `weight` is a number or a function of the step; `tokens(batch)` says how many tokens

@@ -1,4 +1,4 @@
-"""Errors in the code of tasks and modules, told by the user's own line and torch's last sentence.
+"""Errors in the code of tasks and modules, reported with the user's own line and torch's last sentence.
 
 Tasks run as recorded graphs, so a traceback shows generated code and the insides of torch. Every recorded node knows
 the line that it came from; with SPINDLE_DEBUG=1 in the environment the whole traceback is shown as well.
@@ -71,7 +71,7 @@ def line_of(error: BaseException) -> str:
 
 @contextmanager
 def named_call(line: str, module: str) -> Iterator[None]:
-    """Inside, a call of a module runs: its errors name the module, and the line of the task that calls it."""
+    """A context for a call of a module: its errors name the module, and the line of the task that calls it."""
     try:
         yield
     except Exception as error:
@@ -81,10 +81,11 @@ def named_call(line: str, module: str) -> Iterator[None]:
 
 @contextmanager
 def explained_errors(run_tasks: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Inside, an error of a task's or a module's own code becomes a WorkloadError of two lines: where, and what.
+    """A context in which an error in the code of a task or module becomes a WorkloadError of two lines: where, and
+    what.
 
-    Other errors pass: ours, and those that say nothing about the code, such as a full memory. `run_tasks` runs the
-    tasks as they are written: the layers of a module are recorded code, whose errors have no line.
+    Other errors pass: ours, and those that are not about the code, such as running out of memory. `run_tasks` runs the
+    original tasks: the layers of a module are recorded code, whose errors have no line.
     """
     try:
         yield
@@ -92,7 +93,10 @@ def explained_errors(run_tasks: Callable[[], object] = lambda: None) -> Iterator
         raise
     except Exception as error:
         line = line_of(error) or _line_when(run_tasks, type(error))
-        where = "; ".join([text for text in (line, *getattr(error, "__notes__", ())) if text])
+        notes = list(getattr(error, "__notes__", ()))
+        if not any(note.startswith(line) for note in notes):  # else the line that calls the module is all there is
+            notes = [line, *notes]
+        where = "; ".join(filter(None, notes))
         if not where:
             raise
         what = f"{type(error).__name__}: {str(error).strip()}" if str(error).strip() else type(error).__name__
@@ -101,12 +105,12 @@ def explained_errors(run_tasks: Callable[[], object] = lambda: None) -> Iterator
 
 
 def _line_when(run_tasks: Callable[[], object], kind: type[BaseException]) -> str:
-    """The line at which the tasks fail in the same way when they run as they are written, or nothing."""
+    """The line at which the original tasks fail in the same way, or nothing."""
     try:
         with torch.no_grad():
             run_tasks()
     except kind as error:
         return line_of(error)
-    except Exception:  # it fails in another way: the first error says more
+    except Exception:  # it fails differently: the first error is the more useful one
         return ""
     return ""

@@ -1,4 +1,4 @@
-"""Variants of a task: a batch without a modality passes through other modules than one with it.
+"""Variants of a task: a batch without a modality uses different modules than one with it.
 
 A task is recorded once for each form of its batches (which entries there are, which are None or have no rows) and each
 outcome of its branches on shapes. Each variant is planned like a task of its own; in a step a task takes one of them.
@@ -52,8 +52,8 @@ class TaskVariants:
         return (variant for variant in self._variants.values() if variant.task in self._tasks)
 
     def set_tasks(self, tasks: Sequence[TaskDefinition]) -> set[str]:
-        """Train these tasks from now on. Variants of a task that comes back are still known, unless its definition is
-        another; returns the names of those that were dropped."""
+        """Train these tasks from now on. Variants of a task that comes back are still known, unless its definition has
+        changed; returns the names of those that were dropped."""
         replaced = {task.name for task in tasks if self._seen.get(task.name, task) is not task}
         dropped = {variant.name for variant in self._variants.values() if variant.task in replaced}
         self._variants = {key: variant for key, variant in self._variants.items() if key[0] not in replaced}
@@ -122,7 +122,7 @@ class TaskVariants:
         self._names = dict(names)
 
     def only(self, task: str) -> TaskVariant | None:
-        """The only variant of a task, where batches of all shapes take it as far as is known."""
+        """The only variant of a task, if batches of all shapes seen so far take it."""
         variants = [variant for variant in self._variants.values() if variant.task == task]
         branches = any(branches_here for (name, _), branches_here in self._branching.items() if name == task)
         return variants[0] if len(variants) == 1 and not branches else None

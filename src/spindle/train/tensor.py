@@ -1,10 +1,11 @@
-"""Which modules can tensor groups share, how large may these be, and what do they send? Found out by trying.
+"""Determine by trial which modules can be tensor parallel, up to which degree, and how many bytes their groups send.
 
 Every layer of a module that has a tensor parallel plan runs as the members of a group would run it, one after another
 in this process (`EmulatedTensorGroup`): without values, for groups of two, four and eight, which shows whether shapes
-allow it (heads that do not divide, a forward that counts its heads itself), how much is added up and how many
-activations become fewer; and with values for groups of two, forward and backward, which shows whether the plan is
-right. Modules are in evaluation mode meanwhile, because dropout inside a part draws other numbers than in the whole.
+allow it (heads that do not divide, a forward that hard-codes its number of heads), how much is all-reduced and what
+share of activations is split; and with values for groups of two, forward and backward, which shows whether the plan is
+correct. Modules are in evaluation mode meanwhile, because dropout inside a part draws different numbers than in the
+whole.
 """
 
 from __future__ import annotations
@@ -45,9 +46,8 @@ _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """What was found: the largest tensor degree of modules that may have more than one, why others may not, and by
-    task, call and kind of layer the bytes that are added up for each sample, and the share of activations that is
-    split."""
+    """The result: the largest tensor degree of modules that may have more than one, why others may not, and by task,
+    call and kind of layer the bytes that are all-reduced per sample, and the share of activations that is split."""
 
     most: Mapping[str, int] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -55,28 +55,28 @@ class Sharing:
 
 
 class _NoShare(Exception):
-    """A layer cannot be shared by so many; says why."""
+    """A layer cannot have this tensor degree; the message says why."""
 
 
 def styles_in(handles: Mapping[str, ModuleHandle]) -> list[StyledModule]:
-    """The parts of modules that are split, by the plans that users gave or models bring along."""
-    found: dict[int, StyledModule] = {}
+    """The styled parts of modules, from plans that users gave or that come with models."""
+    styled: dict[int, StyledModule] = {}
     for handle in handles.values():
         given = handle.tensor_parallel
         plan = builtin_tp_plan(handle.module) if given is None else given
-        for one in resolve_styles(handle.module, plan):
-            found.setdefault(id(one.module), one)
-    return drop_tied_conflicts(list(found.values()), [handle.module for handle in handles.values()])
+        for part in resolve_styles(handle.module, plan):
+            styled.setdefault(id(part.module), part)
+    return drop_tied_conflicts(list(styled.values()), [handle.module for handle in handles.values()])
 
 
 def parts_of(parameters: Sequence[nn.Parameter], styled: Sequence[StyledModule]) -> tuple[StyledModule, ...]:
     """Those of a layer with these parameters."""
     own = {id(parameter) for parameter in parameters}
-    return tuple(one for one in styled if any(id(each) in own for each in one.module.parameters()))
+    return tuple(part for part in styled if any(id(each) in own for each in part.module.parameters()))
 
 
 def find_sharing(tasks: Sequence[TracedTask], batches: Mapping[str, Any], *, has_values: bool) -> Sharing:
-    """Tries layers on two rows of the tasks' batches. Modules and random state are as before afterwards."""
+    """Try layers on two rows of the tasks' batches. Modules and random state are restored afterwards."""
     handles = handles_of([task.recorded for task in tasks])
     styled = styles_in(handles)
     if not styled:
@@ -120,13 +120,13 @@ class _Search:
             try:
                 with fake_weights(modules.values(), device_of(batch)) as mode:
                     self._walk(task, tree_map(lambda leaf: fake_like(mode, leaf), batch), measure)
-            except Exception:  # code that looks at values
+            except Exception:  # code that reads values
                 if not has_values:
                     raise
                 self._walk(task, batch, measure)
             if has_values:
                 self._walk(task, batch, compare)
-        except Exception as error:  # the user's code on two rows, or without values
+        except Exception as error:  # the user's code may fail on two rows, or without values
             for name in modules:
                 self._limit(name, 1, f"it cannot be tried out ({type(error).__name__}: {first_line(error)})")
 
@@ -151,7 +151,7 @@ class _Search:
         name, key = visit.call.handle.name, (task.name, visit.call.name, visit.layer.kind)
         if not parts or key in self.costs:
             return
-        with counted_saved_bytes() as kept:
+        with counted_saved_bytes() as saved:
             whole = _run(visit, visit.layer.run)
         for degree in _DEGREES:
             if degree > self.most[name]:
@@ -169,20 +169,20 @@ class _Search:
             try:
                 values = rehearsal.run(member)[0]
                 if [_shape(leaf) for leaf in tree_leaves(values)] != [_shape(leaf) for leaf in tree_leaves(whole)]:
-                    raise _NoShare("what it gives has another shape then")
+                    raise _NoShare("its output then has a different shape")
             except Exception as error:
                 reason = str(error) if isinstance(error, _NoShare) else f"{type(error).__name__}: {first_line(error)}"
                 self._limit(
                     name, degree // 2, f"{degree} devices cannot share one of its layers: {reason}{_hint(parts)}"
                 )
                 return
-            # Halving is what tells how much of the activations is split; higher degrees follow from it.
+            # Degree 2 shows which share of activations is split; higher degrees follow from it.
             if degree == 2:
-                share = 2 * (1 - counts[0] / kept()) if kept() else 1.0
+                share = 2 * (1 - counts[0] / saved()) if saved() else 1.0
                 self.costs[key] = (rehearsal.sent_bytes / rows, min(1.0, max(0.0, round(share, 3))))
 
     def _compare(self, visit: Visit, parts: Sequence[StyledModule]) -> None:
-        """The numbers of a layer that two share, and its gradients, beside those of the whole one."""
+        """Compare the output and gradients of a layer at tensor degree 2 with those of the whole layer."""
         key = (visit.call.handle.name, visit.layer.kind)
         if not parts or key in self._tried:
             return
@@ -197,7 +197,7 @@ class _Search:
             with _shards(parts, 2, place) as shards, apply_styles(parts, rehearsal):
                 ours = _run(visit, visit.layer.run)
                 rehearsal.is_backward = True
-                return _with_gradients(ours, inputs + [shards.get(id(one), one) for one in trained])
+                return _with_gradients(ours, inputs + [shards.get(id(parameter), parameter) for parameter in trained])
 
         try:
             results = rehearsal.run(member)
@@ -208,18 +208,19 @@ class _Search:
         for place, (ours, our_gradients) in enumerate(results):
             # A member has the gradients of its shards, and those of whole parameters and inputs as a whole.
             expected = [
-                shard_of(one, dims[id(of)], 2, place) if one is not None and id(of) in dims else one
-                for one, of in zip(gradients, inputs + trained, strict=True)
+                shard_of(gradient, dims[id(of)], 2, place) if gradient is not None and id(of) in dims else gradient
+                for gradient, of in zip(gradients, inputs + trained, strict=True)
             ]
             if not _close(ours, values):
                 raise _NoShare(
-                    "two devices that share one of its layers get other numbers than one; a forward that counts heads "
-                    "or widths itself (self.num_heads) must take them from its tensors (view(..., -1, head_dim)), and "
+                    "at tensor degree 2 one of its layers gives different results; a forward that uses its own "
+                    "number of heads or width (self.num_heads) must derive them from its tensors (view(..., -1, "
+                    "head_dim)), and "
                     f"every colwise part needs its rowwise one{_hint(parts)}"
                 )
             if not _close(our_gradients, expected):
                 raise _NoShare(
-                    "two devices that share one of its layers get other gradients than one; a part with weights "
+                    "at tensor degree 2 one of its layers gives different gradients; a part with weights "
                     "between a colwise and a rowwise one needs the style replicated_with_grad_allreduce"
                 )
 
@@ -234,16 +235,16 @@ def _hint(parts: Sequence[StyledModule]) -> str:
 
 
 def _related(handles: Mapping[str, ModuleHandle], styled: Sequence[StyledModule]) -> list[str]:
-    """Modules that have a part of a plan, or share weights with one that does, through others too."""
+    """Modules that have a styled part, or share weights with one that does, directly or through others."""
     weights = {name: {id(parameter) for parameter in handle.module.parameters()} for name, handle in handles.items()}
-    reached = {id(parameter) for one in styled for parameter in one.module.parameters()}
+    reached = {id(parameter) for part in styled for parameter in part.module.parameters()}
     # Until nothing is added: a module that is tied to a split one spreads the degree to those that it is tied to.
-    found: list[str] = []
+    related: list[str] = []
     while True:
-        more = [name for name in handles if name not in found and weights[name] & reached]
+        more = [name for name in handles if name not in related and weights[name] & reached]
         if not more:
-            return found
-        found += more
+            return related
+        related += more
         reached = reached.union(*(weights[name] for name in more))
 
 
@@ -259,7 +260,7 @@ def _run(visit: Visit, run: Callable[..., Any]) -> Any:
 
 @contextmanager
 def _shards(parts: Sequence[StyledModule], degree: int, place: int) -> Iterator[dict[int, nn.Parameter]]:
-    """Inside, split parameters are a member's shards; these are by the id of the whole ones."""
+    """A context in which split parameters are a member's shards; yields these by the id of the whole ones."""
     shards: dict[int, nn.Parameter] = {}
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     for part in parts:
@@ -280,7 +281,7 @@ def _shards(parts: Sequence[StyledModule], degree: int, place: int) -> Iterator[
 
 
 def _with_gradients(values: Any, wanted: Sequence[torch.Tensor]) -> tuple[list[Any], list[Any]]:
-    """What a layer gave, and the gradients of some sum over it."""
+    """A layer's output, and the gradients of some sum over it."""
     leaves = tree_leaves(values)
     outputs = [leaf for leaf in leaves if takes_gradient(leaf)]
     gradients: list[Any] = [None] * len(wanted)
@@ -292,16 +293,24 @@ def _with_gradients(values: Any, wanted: Sequence[torch.Tensor]) -> tuple[list[A
 
 
 def _close(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    """Equal but for the order of sums; some gradients are zero in exact arithmetic."""
-    pairs = [(one, other) for one, other in zip(ours, theirs, strict=True) if one is not None or other is not None]
-    if any(one is None or other is None or one.shape != other.shape for one, other in pairs):
+    """Equal up to the order of summation; some gradients are zero in exact arithmetic."""
+    pairs = [
+        (actual, expected)
+        for actual, expected in zip(ours, theirs, strict=True)
+        if actual is not None or expected is not None
+    ]
+    if any(actual is None or expected is None or actual.shape != expected.shape for actual, expected in pairs):
         return False
-    floats = [(one.double(), other.double(), other) for one, other in pairs if other.is_floating_point()]
+    floats = [
+        (actual.double(), expected.double(), expected) for actual, expected in pairs if expected.is_floating_point()
+    ]
     largest = max((float(exact.norm()) for _, exact, _ in floats), default=0.0)
     return all(
-        float((one - exact).norm()) <= tolerance * max(float(exact.norm()), 0.1 * largest)
-        for one, exact, other in floats
-        for tolerance in [5e-2 if torch.is_autocast_enabled(other.device.type) else _TOLERANCES.get(other.dtype, 5e-2)]
+        float((actual - exact).norm()) <= tolerance * max(float(exact.norm()), 0.1 * largest)
+        for actual, exact, expected in floats
+        for tolerance in [
+            5e-2 if torch.is_autocast_enabled(expected.device.type) else _TOLERANCES.get(expected.dtype, 5e-2)
+        ]
     )
 
 

@@ -17,7 +17,7 @@ from spindle.simulate import simulate
 from spindle.train.result import FitResult
 
 _NUM_TIMELINES = 9  # that are kept
-_SLOW_STEPS = 50  # whose median says how slow a rank is
+_SLOW_STEPS = 50  # whose median tells how slow a rank is
 # Steps that are timed besides, so that idle time is known early.
 _EARLY_TIMED = frozenset(3 * 10**power for power in range(9))
 
@@ -54,7 +54,7 @@ def _predicted_compute(program: Program, profile: Profile, rank: int) -> _Predic
 
 
 class StepTimes:
-    """One rank's. The steps of which it keeps timelines are the same on all ranks."""
+    """The step times of one rank. The steps whose timelines are kept are the same on all ranks."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -113,7 +113,7 @@ class StepTimes:
         return len(self._step_s)
 
     def end_s(self, number: int) -> float:
-        """When this rank was through with a step of this fit, since it began."""
+        """When this rank finished a step of this fit, since the fit began."""
         return self._ends_s[number]
 
     @property
@@ -121,7 +121,7 @@ class StepTimes:
         return self._step_s[-1] if self._step_s else None
 
     def read_busy_share(self, last_done: int) -> None:
-        """Read the last timed step, if a GPU is through with it: with all steps before `last_done`."""
+        """Read the last timed step, if a GPU has finished it: it has finished all steps before `last_done`."""
         if self._watched is not None and self._watched[0] < last_done:
             self.busy_share, self._watched = self._watched[1].busy_share(), None
 
@@ -140,7 +140,7 @@ class StepTimes:
         notices: Sequence[str],
         peak_bytes: int,
     ) -> FitResult:
-        """What a fit gives: `program` and `profile` are those of the current plan, for a fit without timelines. The
+        """The result of a fit: `program` and `profile` are those of the current plan, for a fit without timelines. The
         measured timeline is rank 0's, of a typical step."""
         world = self._world
         oversubscribed = min(profile.host_rates, default=1.0) < 1
@@ -182,7 +182,7 @@ class StepTimes:
         )
 
     def _until_last_rank(self) -> tuple[float, ...]:
-        """Times of steps until the last rank was through. A rank with little to do may be a step or two ahead, so its
+        """Times of steps until the last rank finished them. A rank with little to do may be a step or two ahead, so its
         own times are not those of the job."""
         ends = self._world.broadcast_object(self._world.gather_objects(self._ends_s))
         last = [0.0, *(max(rank) for rank in zip(*ends, strict=True))]

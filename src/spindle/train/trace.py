@@ -1,7 +1,7 @@
-"""What do recorded tasks compute, layer by layer? Found by running them on fake tensors, at two batch sizes.
+"""Trace recorded tasks layer by layer, by running them on fake tensors at two batch sizes.
 
-The first run gives FLOPs, bytes and what is kept for backward; the difference between the two gives the row axis of
-everything that crosses a cut. Code that looks at values, which fake tensors do not have, is run on real ones.
+The first run gives FLOPs, bytes and the activations saved for backward; the difference between the two gives the row
+axis of everything that crosses a cut. Code that reads values, which fake tensors do not have, runs on real ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from spindle.models import (
     zero_weights,
     zeros_like,
 )
-from spindle.run import Axes, axes_of, cut, pytree_meta
+from spindle.run import Axes, axes_of, cut, fingerprint_of, pytree_meta
 from spindle.train.record import RecordedCall, RecordedTask, with_whole_loss
 from spindle.train.task_errors import named_call
 
@@ -54,7 +54,7 @@ class TracedLayer:
     saved_bytes: int
     axes: Axes
     writes_input: bool
-    mixes: bool  # what it gives is not so much for each row, or something on the way is for each pair of rows
+    mixes: bool  # its output does not grow with the rows, or an intermediate tensor has an entry for each pair of rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +79,8 @@ def batch_axes(definition_name: str, batch_size: int, batch: Any) -> Axes:
     if not any(axis == 0 for axis in axes):
         raise WorkloadError(
             f"task {definition_name!r}: no tensor of its batch has {batch_size} rows, its batch_size; got "
-            f"{describe_batch(batch)}. Let the loader give {batch_size} samples, or say "
-            "@spindle.task(batch_size=...) as it is"
+            f"{describe_batch(batch)}. Make the loader yield {batch_size} samples, or correct "
+            "@spindle.task(batch_size=...)"
         )
     return axes
 
@@ -105,7 +105,7 @@ def _without_rows(batch: Any, axes: Axes) -> list[str]:
 
 @dataclass(slots=True)
 class Visit:
-    """A layer about to run: call `run()` once; its values go on to the next layer."""
+    """A layer about to run: call `run()` once; its values are passed to the next layer."""
 
     call: RecordedCall
     number: int
@@ -116,8 +116,8 @@ class Visit:
 
 
 def walk(recorded: RecordedTask, batch: Any, outputs: dict[str, Any]) -> Iterator[Visit]:
-    """Visits a task's layers in order. Whoever walks runs each and leaves its values in the visit; `outputs` collects
-    what calls give."""
+    """Visit a task's layers in order. The caller runs each and leaves its values in the visit; `outputs` collects the
+    outputs of calls."""
     for call in recorded.calls:
         sources = [outputs[source] for source in call.sources]
         values: tuple[Any, ...] | None = None
@@ -148,18 +148,31 @@ def walk(recorded: RecordedTask, batch: Any, outputs: dict[str, Any]) -> Iterato
 
 @contextmanager
 def unchanged(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Attributes and buffers of modules (caches, running statistics) and random state are put back."""
+    """Attributes and buffers of modules (caches, running statistics) and random state are put back. Parameters, of
+    which there is no copy, must not change."""
+    modules = list(modules)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    snapshot = ModuleSnapshot(modules)
+    snapshot, before = ModuleSnapshot(modules), list(map(_parameters_digest, modules))
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
         snapshot.restore()
+    for module, digest in zip(modules, before, strict=True):
+        if _parameters_digest(module) != digest:
+            raise WorkloadError(
+                f"the forward of {type(module).__name__} changes parameters of the module itself, and it runs several "
+                "times before the first step, to be measured. Hold what a forward updates in buffers "
+                "(register_buffer), which are put back; Trainer(ema=...) keeps an average of the weights"
+            )
+
+
+def _parameters_digest(module: torch.nn.Module) -> int:
+    return fingerprint_of([parameter for parameter in module.parameters() if not parameter.is_meta])
 
 
 def trace(recorded: RecordedTask, batch: Any) -> TracedTask:
-    """Runs a task on fake tensors of its batch's shapes. Modules and random state are as before afterwards."""
+    """Run a task on fake tensors of its batch's shapes. Modules and random state are restored afterwards."""
     with unchanged(call.handle.module for call in recorded.calls):
         return _trace(recorded, batch)
 
@@ -178,9 +191,9 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
             small, _, fewer_shapes = _layers(recorded, cut(batch, axes, rows, 0, rows - 1))
             couples = not loss_shapes or any(map(_pairs_rows, fewer_shapes, loss_shapes))
         except GuardError as error:
-            if any(call.handle.module is error.module for call in recorded.calls):  # whole it may well run
+            if any(call.handle.module is error.module for call in recorded.calls):  # it may still run as a whole
                 raise
-            whole_only = "what its code between towers does depends on how many samples there are"
+            whole_only = "its code between towers depends on the number of samples"
         except Exception as error:  # the user's code, on fewer rows than it may expect
             whole_only = f"it does not run on part of a batch ({type(error).__name__}: {first_line(error)})"
             if unaligned := _without_rows(batch, axes):
@@ -197,10 +210,11 @@ def _trace(recorded: RecordedTask, batch: Any) -> TracedTask:
             output_axes: Axes = (None,) * len(tree_leaves(run.values))
             mixes, saved_bytes = False, run.saved_bytes
             if call in small:
-                # What grows with the batch: views of weights are kept as well, and are no activations.
+                # Only what grows with the batch: saved views of weights are not activations.
                 saved_bytes = rows * max(0, saved_bytes - small[call][number].saved_bytes)
                 output_axes, mixes = axes_of(small[call][number].values, rows - 1, run.values, rows)
-                if len(run.shapes) == len(small[call][number].shapes):  # else code that reads values did other things
+                # If lengths differ, code that reads values behaved differently.
+                if len(run.shapes) == len(small[call][number].shapes):
                     mixes |= any(map(_pairs_rows, small[call][number].shapes, run.shapes))
             traced.append(
                 TracedLayer(
@@ -236,7 +250,7 @@ _Runs = tuple[dict[str, list[_Run]], list[Any], list[torch.Size]]
 
 
 def _layers(recorded: RecordedTask, batch: Any) -> _Runs:
-    """What each layer did, what the loss took, and the shapes in a loss that was found inside a module."""
+    """The traced layers, the inputs of the loss, and the shapes in a loss that was found inside a module."""
     modules = {id(call.handle.module): call.handle.module for call in recorded.calls}
     try:
         with fake_weights(modules.values(), device_of(batch)) as mode:
@@ -247,17 +261,17 @@ def _layers(recorded: RecordedTask, batch: Any) -> _Runs:
                 return _run_layers_without_weights(recorded, batch)
             raise WorkloadError(
                 f"task {recorded.definition.name!r} cannot be followed without values, and its modules have none (they "
-                f"are on meta): {first_line(error)}. If its code looks at values, measure it where its weights fit "
+                f"are on meta): {first_line(error)}. If its code reads values, measure it where its weights fit "
                 "(spindle profile), and plan from that profile"
             ) from error
-        # Fake tensors cannot do all that real ones can, and say so in many ways. If it is the code that is wrong, real
-        # tensors say that better.
+        # Fake tensors do not support everything, and fail with many kinds of errors. If the code is wrong, real tensors
+        # give a better error.
         return _run_layers(recorded, batch)
 
 
 @contextmanager
 def fake_weights(modules: Iterable[nn.Module], device: torch.device) -> Iterator[FakeTensorMode]:
-    """Inside, modules have fake weights, and code runs on fake tensors of this mode."""
+    """A context in which modules have fake weights, and code runs on fake tensors of this mode."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
         for module in modules:
@@ -272,8 +286,8 @@ def _fake(mode: FakeTensorMode, leaf: Any) -> Any:
 
 
 def _run_layers(recorded: RecordedTask, batch: Any, known: dict[Any, _Run] | None = None) -> _Runs:
-    """As `_layers`. Layers that do the same are not run again where they are `known`,
-    which takes values that are but shapes."""
+    """Like `_layers`. Layers that compute the same as a `known` one are not run again, which requires tensors without
+    values."""
     runs: dict[str, list[_Run]] = {}
     outputs: dict[str, Any] = {}
     for visit in walk(recorded, batch, outputs):
@@ -310,8 +324,8 @@ def _run_layers(recorded: RecordedTask, batch: Any, known: dict[Any, _Run] | Non
 
 
 def _loss_shapes(recorded: RecordedTask, batch: Any, used: list[Any]) -> list[torch.Size]:
-    """Shapes in a loss that was found inside a module. Where code runs itself, which may do other things for other
-    numbers of samples, those of the logits alone."""
+    """Shapes in a loss that was found inside a module. For replayed code, which may behave differently for other
+    numbers of samples, only those of the logits."""
     if recorded.whole_loss is None:
         return []
     losses, noted = CrossEntropies(), _Noting()
@@ -321,7 +335,7 @@ def _loss_shapes(recorded: RecordedTask, batch: Any, used: list[Any]) -> list[to
 
 
 def _run_layers_without_weights(recorded: RecordedTask, batch: Any) -> _Runs:
-    """As `_layers`, for tasks whose code reads values of the batch, and whose modules have no weights: layers run on
+    """Like `_layers`, for tasks whose code reads values of the batch, and whose modules have no weights: layers run on
     fake tensors, and code that reads values runs on zeros."""
     runs: dict[str, list[_Run]] = {}
     outputs: dict[str, Any] = {}
@@ -365,7 +379,7 @@ def _run_layers_without_weights(recorded: RecordedTask, batch: Any) -> _Runs:
 
 
 def _likeness(visit: Visit) -> Any:
-    """Equal for layers that do the same with inputs of the same form; None where that cannot be told."""
+    """A key that is equal for layers that compute the same on inputs of the same form; None if that is unknown."""
     if visit.number == 0 or not visit.layer.settings:
         return None
     trained = tuple(parameter.requires_grad for parameter in visit.layer.parameters)
@@ -375,7 +389,7 @@ def _likeness(visit: Visit) -> Any:
 
 class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the shapes of whatever is computed inside, and counts FLOPs as torch's own `FlopCounterMode` does. That one
-    also follows each call of each module, which takes longer than all else here."""
+    also tracks every call of every module, which takes longer than everything else here."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -387,7 +401,7 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = flop_registry.get(func.overloadpacket)
         result = NotImplemented
         if count is None and func is not torch.ops.prim.device.default:
-            with self:  # what is made of others, where autograd has not taken it apart
+            with self:  # composite operators that autograd has not decomposed
                 result = func.decompose(*args, **kwargs)
         if result is NotImplemented:
             result = func(*args, **kwargs)
@@ -399,13 +413,13 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _pairs_rows(small: torch.Size, large: torch.Size) -> bool:
     """Whether a tensor grows with the batch in two dimensions: it compares every row with every other."""
-    return len(small) == len(large) and sum(one != other for one, other in zip(small, large, strict=True)) > 1
+    return len(small) == len(large) and sum(length != longer for length, longer in zip(small, large, strict=True)) > 1
 
 
 @contextmanager
 def counted_saved_bytes() -> Iterator[Callable[[], int]]:
-    """Count the bytes that autograd keeps for backward inside, each storage once, without parameters. The graph itself
-    keeps nothing: a tensor in a hook of the graph that made it would never be freed."""
+    """A context that counts the bytes that autograd saves for backward, each storage once, without parameters. The
+    graph itself saves nothing: a tensor in a hook of the graph that made it would never be freed."""
     saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> None:

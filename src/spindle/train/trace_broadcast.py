@@ -1,9 +1,9 @@
 """Rank 0 cuts modules into layers and traces them; the other ranks receive the result.
 
-Python differs from process to process (the order of a set of strings follows PYTHONHASHSEED), so two processes that
-record one module may record different layers. A task's own function is recorded by every rank, which gives it the
-rank's own modules and callables; `agreement` compares these recordings. A module whose recording cannot be serialised
-is recorded by every rank, too, and all ranks compare the layers that they end up with.
+Processes may differ (the order of a set of strings depends on PYTHONHASHSEED), so two processes that record one module
+may record different layers. A task's own function is recorded by every rank, which gives it the rank's own modules and
+callables; `agreement` compares these recordings. A module whose recording cannot be serialised is recorded by every
+rank, too, and all ranks compare the layers that they end up with.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _rebuild(
                 whole_only=message.whole_only,
             )
         )
-    for call in reversed([call for one in traced for call in one.recorded.calls]):
+    for call in reversed([call for task in traced for call in task.recorded.calls]):
         call.handle.chain = call.chain  # of the first call, in the end
     return traced
 
@@ -143,7 +143,7 @@ def _chain(call: RecordedCall, message: _ChainMessage, world: World) -> Chain:
         return replace(call.chain, layers=tuple(layers))
     try:
         return build_chain(module, load_source(module, message.data, world.device))
-    except Exception as error:  # whatever is imported by its name may be missing here, or raise
+    except Exception as error:  # imports by name may fail here
         raise TrainingError(
             f"rank {world.rank} cannot rebuild the layers of module {name!r} that rank 0 recorded "
             f"({type(error).__name__}: {error}); import what the module uses on all ranks, or register it with "

@@ -1,5 +1,5 @@
-"""How is a task's function followed? By torch.fx, which is told here what `torch.no_grad()` and custom autograd
-functions mean. Modules are followed otherwise (`models.recording`)."""
+"""Trace a task's function with torch.fx, extended by `torch.no_grad()` and custom autograd functions. Modules are
+recorded differently (`models.recording`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spindle.errors import WorkloadError
 
 
 class GradientTracer(fx.Tracer):
-    """Records what `torch.no_grad()` means: what is computed under it takes no gradient. Other contexts that change
+    """Records the effect of `torch.no_grad()`: what is computed under it gets no gradient. Other contexts that change
     what code computes are refused."""
 
     def __init__(self) -> None:
@@ -45,8 +45,8 @@ class GradientTracer(fx.Tracer):
 
 @contextmanager
 def _recorded_whole() -> Iterator[None]:
-    """What a trace would see through, or stumble over, is recorded as one call: a custom autograd function, whose
-    backward is its own; functions that make a tensor of a size."""
+    """A context in which some functions are recorded as one call instead of being traced into: custom autograd
+    functions, which have their own backward, and functions that create a tensor of a given size."""
     inner = torch.autograd.Function.__dict__["apply"]
     makers = {name: getattr(torch, name) for name in ("ones", "zeros", "full", "empty", "rand", "randn", "eye")}
 
@@ -82,11 +82,11 @@ def _recorded_whole() -> Iterator[None]:
 
 
 def _first_proxy(value: Any) -> fx.Proxy | None:
-    found: list[fx.Proxy] = []
-    fx.node.map_aggregate(value, lambda leaf: found.append(leaf) if isinstance(leaf, fx.Proxy) else None)
-    return found[0] if found else None
+    proxies: list[fx.Proxy] = []
+    fx.node.map_aggregate(value, lambda leaf: proxies.append(leaf) if isinstance(leaf, fx.Proxy) else None)
+    return proxies[0] if proxies else None
 
 
 def without_gradient(value: Any) -> Any:
-    """The same values, cut off from what made them."""
+    """The same values, detached."""
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)

@@ -41,12 +41,12 @@ class Trainer:
 
     A step averages the gradients of `gradient_accumulation_steps` batches of each task, and clips them by their global
     norm to `max_grad_norm`. Layers and losses run under `torch.autocast` with this dtype; with torch.float16, losses
-    are scaled as by torch's GradScaler, whose settings `grad_scaler` may have. With `sampling_weights`, a step has
-    `tasks_per_step` of the tasks, drawn by these weights, which may be functions of the step.
+    are scaled as by torch's GradScaler, with the settings of `grad_scaler` if given. With `sampling_weights`, a step
+    has `tasks_per_step` of the tasks, drawn by these weights, which may be functions of the step.
 
-    `planning` says how steps are planned (see `spindle.Planning`). With `checkpoints`, the state is saved now and then,
-    and a script that is started again goes on where it was (see `spindle.Checkpoints`). `seed` is that of random
-    layers, data order and planner. On a GPU, steps whose batches have the same shapes are captured as CUDA graphs and
+    `planning` configures how steps are planned (see `spindle.Planning`). With `checkpoints`, the state is saved
+    regularly, and a restarted script resumes from it (see `spindle.Checkpoints`). `seed` seeds random layers, data
+    order and planner. On a GPU, steps whose batches have the same shapes are captured as CUDA graphs and
     replayed (`cuda_graphs`): the same numbers, without the side effects of Python code in a module. `callbacks` are
     told of plans, steps, evaluations and the end of fits (see `spindle.Callback`). `ema` is the decay of an exponential
     moving average of the weights, for `evaluate(ema=True)` and `state_dict(ema=True)`.
@@ -95,7 +95,7 @@ class Trainer:
         self.world: World = join_world()
         self.notices: list[str] = []
         self._loop: Loop | None = None  # while there is a fit
-        self._has_new_modules = True  # which may have other weights on each rank
+        self._has_new_modules = True  # weights may differ between ranks
         self._session = TrainSession(config, self.world, self.notices, active_capture())
         for callback in callbacks:
             callback.trainer = self
@@ -126,7 +126,7 @@ class Trainer:
             return state if self._loop is None else {name: value.clone() for name, value in state.items()}
 
     def train_state(self) -> TrainState:
-        """The state of the training beside its weights: step, data positions, random numbers, learning-rate schedule,
+        """The state of the training without its weights: step, data positions, random numbers, learning-rate schedule,
         sampling and optimizer. All ranks must call it, between fits or in a fit's `on_step`."""
         session, loop = self._session, self._loop
         if loop is None:
@@ -136,8 +136,8 @@ class Trainer:
         return take_state(session, loop.next_step, {**session.num_batches, **num_batches}, loaders)
 
     def load_train_state(self, state: TrainState) -> None:
-        """Go on from a state with the next fit, as the training would that it was taken from. Weights are loaded into
-        the modules before, on rank 0 at least. A Trainer that has trained already is refused."""
+        """Continue from a state with the next fit, as the training that it was taken from would. Load weights into the
+        modules first, at least on rank 0. A Trainer that has already trained raises an error."""
         self._compare_call("load_train_state")
         restore_state(self._session, state)
         self._session.step = state.step
@@ -156,10 +156,10 @@ class Trainer:
         `loaders` has for each task an iterable of batches, the same on every rank, or a map-style dataset, of which
         each rank reads the samples that it needs, in an order given by the seed (where the dataset has a method
         `get_fields(number, names)`, it is asked for just the fields that a rank needs). `on_step(step, losses)` is
-        called on every rank as losses become known, a step or two behind: short for a callback of this fit with an
-        `on_step`. Modules that were frozen, thawed or switched since the last fit are detected, and planned anew. With
-        `Trainer(checkpoints=...)`, `steps` counts those that an earlier run has done; their `on_step` is not called
-        again, and the result has only the others.
+        called on every rank as losses become known, one or two steps late: a shorthand for a callback of this fit with
+        an `on_step`. If modules were frozen, unfrozen or switched since the last fit, steps are planned anew. With
+        `Trainer(checkpoints=...)`, `steps` includes those that an earlier run has done; `on_step` is not called for
+        them, and they are not in the result.
         """
         if steps < 1:
             raise TrainingError(f"fit(steps={steps}): must be at least 1")
@@ -178,6 +178,7 @@ class Trainer:
 
     def _fit(self, loaders: Mapping[str, Any], steps: int, drop_last: bool) -> FitResult:
         session = self._session
+        session.fit_steps = steps
         result = resume(session, loaders, steps)
         if result is not None:  # all of its steps are in a checkpoint
             return result
@@ -185,7 +186,7 @@ class Trainer:
         try:
             try:
                 self._loop = Loop(session, feeds, partial(make_feed, session, drop_last=drop_last), session.step)
-            except WorkloadError as error:  # where in the user's code is in its message
+            except WorkloadError as error:  # its message names the line of the user's code
                 if not is_debugging():
                     error.__traceback__ = None
                 raise
@@ -197,7 +198,7 @@ class Trainer:
             self._loop = None
             if session.runtime is not None:
                 session.runtime.steps.close()
-            for feed in feeds.values():  # also of tasks that have joined
+            for feed in feeds.values():  # including tasks that have joined
                 feed.close()
 
     def stop(self) -> None:
@@ -208,8 +209,7 @@ class Trainer:
         self._loop.stop()
 
     def save(self) -> None:
-        """Save a checkpoint before the next step but one, from a fit's `on_step`: on all ranks, even if only some call
-        it."""
+        """Save a checkpoint after the next step, from a fit's `on_step`: on all ranks, even if only some call it."""
         if self._loop is None or self._session.saver is None:
             raise TrainingError(
                 "save(): call it in fit(on_step=...), with Trainer(checkpoints=spindle.Checkpoints(...))"
@@ -242,11 +242,11 @@ class Trainer:
         tensor_parallel_degrees: Mapping[str, int] | None = None,
         keep_optimizer: bool = True,
     ) -> None:
-        """Go on with another plan in the next `fit`: a given one, another planner's, or one with other tensor parallel
-        degrees. The optimizer's state is kept, or starts anew.
+        """Use a new plan in the next `fit`: a given one, another planner's, or one with other tensor-parallel degrees.
+        The optimizer's state is kept unless `keep_optimizer=False`.
 
-        Called during a fit (in its `on_step`, on all ranks), it gives the next step a new plan: this is how modules are
-        frozen and thawed there.
+        Called during a fit (in its `on_step`, on all ranks), it gives the next step a new plan: call it after modules
+        were frozen or unfrozen there.
         """
         config = self._config_to_change("replan")
         planning = replace(config.planning, plan=plan)
@@ -260,7 +260,7 @@ class Trainer:
 
     def remove_task(self, name: str) -> None:
         """End a task: from the next step on, if this is called during a fit (in its `on_step`, on all ranks), else from
-        the next fit on. The other tasks are planned anew. Modules that no task uses any more stay as they are."""
+        the next fit on. The other tasks are planned anew. Modules that no task uses any more keep their weights."""
         call = f"remove_task({name!r})"
         config = self._config_to_change(call)
         remaining = tuple(task for task in config.tasks if task.name != name)
@@ -342,7 +342,7 @@ class Trainer:
             self._loop.change(call, config, loaders)
 
     def _whole_weights(self, ema: bool) -> AbstractContextManager[None]:
-        """Inside, every rank has all weights, or their averages."""
+        """A context in which every rank has all weights, or their averages."""
         self._session.callbacks.refuse_collective("a method of the Trainer that needs all weights")
         if self._loop is None:
             self._refuse_scattered_weights()

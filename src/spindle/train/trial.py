@@ -1,4 +1,4 @@
-"""Can parts of parameters be updated by themselves? Found out by trying the user's optimizer on small ones."""
+"""Determine by trial, on small parameters, whether the user's optimizer can update parts of parameters on their own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def why_not_sharded(make: MakeOptimizer, named: Sequence[Named]) -> str | None:
     """Why parts of parameters cannot be updated by themselves; None where they can.
 
     The optimizer is tried on small parameters under the user's names, whole and in two parts. What it does to large
-    ones alone (states of 8 bits, in blocks) is not found out.
+    ones only (8-bit states, in blocks) is not detected.
     """
     generator = torch.Generator().manual_seed(0)
     drawn: dict[str, list[torch.Tensor]] = {}  # a value and gradients
@@ -80,12 +80,15 @@ def _tried(make: MakeOptimizer, drawn: Mapping[str, Sequence[torch.Tensor]]) -> 
         for name, parameter in named:
             parameter.grad = drawn[name][1 + step].clone()
         optimizer.step()
-    return {name: {_MOVED: one.detach() - drawn[name][0], **optimizer.state.get(one, {})} for name, one in named}
+    return {
+        name: {_MOVED: parameter.detach() - drawn[name][0], **optimizer.state.get(parameter, {})}
+        for name, parameter in named
+    }
 
 
-def _agree(one: Any, other: Any) -> bool:
-    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-        return type(one) is type(other) and bool(one == other)
-    if one.shape != other.shape or not one.numel():
-        return one.shape == other.shape
-    return bool((one.double() - other.double()).abs().max() <= _TRIED_ERROR * other.double().abs().max())
+def _agree(actual: Any, expected: Any) -> bool:
+    if not (isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor)):
+        return type(actual) is type(expected) and bool(actual == expected)
+    if actual.shape != expected.shape or not actual.numel():
+        return actual.shape == expected.shape
+    return bool((actual.double() - expected.double()).abs().max() <= _TRIED_ERROR * expected.double().abs().max())

@@ -214,6 +214,6 @@ class MLflow(Writer):
 
 
 def _require(library: str, writer: str, extra: str) -> None:
-    """Say how to install a library that is missing: when the writer is made, before anything is measured."""
+    """Raise an error that says how to install a missing library, before anything is measured."""
     if find_spec(library) is None:
         raise ImportError(f"spindle.{writer} needs {library}: pip install 'spindle-train[{extra}]'")

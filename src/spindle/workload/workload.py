@@ -52,8 +52,8 @@ class Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleRemark:
-    """Why a module is divided less than others, in words: why it is one layer, why one device must see its whole batch,
-    and why a module with towers stays closed, one module. No plan depends on it."""
+    """Why a module is divided less than others, as text: why it is one layer, why one device must have its whole batch,
+    and why a module with towers is not opened into them. No plan depends on it."""
 
     module: str
     one_layer: str = ""
@@ -157,10 +157,13 @@ class Workload:
     numerics: Numerics = Numerics()
     tensor_degrees: tuple[tuple[str, int], ...] = ()  # by module, where the user gave them; planners choose the others
     remarks: tuple[ModuleRemark, ...] = field(default=(), compare=False)
+    num_steps: int | None = field(default=None, compare=False)  # of the first fit of a script
 
     def __post_init__(self) -> None:
         if not self.tasks:
             raise WorkloadError(f"workload {self.name!r} has no tasks; it needs at least one")
+        if self.num_steps is not None and self.num_steps < 1:
+            raise WorkloadError(f"workload {self.name!r}: num_steps must be at least 1, got {self.num_steps}")
         modules = {module.name: module for module in self.modules}
         _unique("module", [module.name for module in self.modules])
         _unique("task", [task.name for task in self.tasks])

@@ -2,8 +2,8 @@
 
 Every baseline is tuned by simulation over how often chains pass the ranks (virtual stages), over cuts by parameters (as
 Megatron-LM cuts) and by time (as nnScaler does), over the order of microbatches and over recomputation. All of these
-are timed as columns of numbers, which takes some 10 to 80 ms each; the best two become plans. What stages keep is the
-same for every microbatch, as these systems have it: the most that fits on each rank.
+are timed as columns of numbers, which takes some 10 to 80 ms each; the best two become plans. As in these systems,
+stages keep the same activations for every microbatch: the most that fits on each rank.
 
 Where stages keep less than all they need for weight gradients, `zb-h1` is 1F1B: what is recomputed for the gradients of
 inputs would have to stay until then, so that nothing is saved. `optimus` is coarse, without sub-microbatches; where its
@@ -33,7 +33,7 @@ from spindle.profile import Profile
 
 LEVELS = 8  # of frugality, from what keeps least to what keeps all
 _NUM_LAYOUTS = 4  # the best, chosen on a batch that stands for all
-_NUM_PLANS, _NEARLY = 2, 1.01  # the best settings become plans: so many, if their schedules are nearly as short
+_NUM_PLANS, _NEARLY = 2, 1.01  # at most so many settings become plans, if nearly as short as the best
 _COARSE_LEVELS, _FINE_LEVELS = (0, LEVELS // 2, LEVELS), tuple(range(0, LEVELS + 1, 2))
 
 NATURAL, FALLING, RISING = "natural", "falling", "rising"  # orders of microbatches: as they come, or by their work
@@ -166,7 +166,7 @@ def with_microbatches_in(batch: Batch, microbatch_order: str) -> Batch:
 
 
 def _mixed_layouts(profile: Profile, num_ranks: int, rounds: Sequence[int]) -> list[Layout]:
-    """One chain through all modules, cut by time or by parameters, that passes the ranks so often."""
+    """One chain through all modules, cut by time or by parameters, that passes the ranks `rounds` times."""
     layouts = []
     for cut_by in ("time", "parameters"):
         loads = layer_loads(profile, cut_by)

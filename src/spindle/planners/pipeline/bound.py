@@ -42,7 +42,7 @@ def pipeline_bound_s(profiles: Iterable[Profile], num_ranks: int) -> float:
 
 
 def pipeline_bound(profile: Profile, num_ranks: int) -> PipelineBound:
-    """The bounds of every plan of a profile on so many pipeline ranks."""
+    """The bounds of every plan of a profile on `num_ranks` pipeline ranks."""
     graph, cluster, setting = profile.graph, profile.cluster, profile.default_setting
     is_part = [bool(op.items) for op in graph.metaops]
     degree = tensor_degree_of(profile)

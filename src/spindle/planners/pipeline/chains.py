@@ -1,6 +1,6 @@
-"""Which layers stand on which pipeline rank: chosen once, before training, and kept for every batch.
+"""Which layers are on which pipeline rank: chosen once, before training, and kept for every batch.
 
-A chain is one module, or several in a row, cut into P·K chunks of consecutive layers; chunk c stands on rank c mod P,
+A chain is one module, or several in a row, cut into P·K chunks of consecutive layers; chunk c is on rank c mod P,
 so that a chain passes all ranks K times. Modules that are cut by themselves (DIP §4.1) put a part of each module onto
 every rank; one chain through all modules is how pipelines are cut elsewhere.
 """
@@ -63,7 +63,7 @@ def layer_counts(graph: MetaGraph) -> dict[str, int]:
     for position in graph.order:
         op = graph.metaops[position]
         if op.module is None:
-            raise PlanError(f"a pipeline cuts modules into chunks, and op {op.name!r} is of none")
+            raise PlanError(f"a pipeline cuts modules into chunks, but op {op.name!r} belongs to no module")
         counts[op.module] = max(counts.get(op.module, 0), op.first_layer + op.num_layers)
     feeders = _feeders(graph)
     order: list[str] = []
@@ -144,7 +144,8 @@ def mixed_chain(loads: Mapping[str, Loads], num_chunks: int) -> Chain:
 
 
 def lightest_cuts(loads: Loads, num_chunks: int) -> tuple[int, ...]:
-    """Bounds of so many chunks of consecutive layers whose heaviest is as light as can be; as even as that allows.
+    """Cut layers into `num_chunks` consecutive chunks whose heaviest is as light as possible, and the others as even as
+    that allows.
 
     By halving the weight that a chunk may have; then the other chunks are cut as close to their share as it allows.
     """

@@ -1,4 +1,4 @@
-"""Which sub-microbatches, and chunks where? Chosen once, on a batch that stands for all, by simulation.
+"""Choose the sizes of sub-microbatches and the placement of chunks, once, by simulation of a representative batch.
 
 DIP takes the smallest sub-microbatches at 95 % of the best efficiency, and lets each module pass the ranks as often as
 its time asks (§4.1). Here these are candidates among others: smaller sub-microbatches leave more freedom to the
@@ -65,12 +65,12 @@ def choose_layout(profiles: Sequence[Profile], num_ranks: int) -> tuple[Profile,
 
 
 def pipeline_layout(profile: Profile, num_ranks: int) -> Layout:
-    """Choose where the chunks of each module stand, on a representative batch."""
+    """Choose where the chunks of each module are placed, on a representative batch."""
     return choose_layout([profile], num_ranks)[1]
 
 
 def _searched(candidate: Candidate, evaluations: int) -> tuple[float, int]:
-    """How long the best schedule takes after so many evaluations, and how many pairs it has."""
+    """The length of the best schedule after this many evaluations, and its number of pairs."""
     batches = batches_of(candidate.profile, candidate.layout)
     results = [search(batch.segments, batch.activation_budget, evaluations=evaluations) for batch in batches]
     makespan_ns = max(result.schedule.makespan_ns for result in results)

@@ -137,8 +137,9 @@ def load_of(segments: Segments, caps: Column, bases: list[tuple[int, Column]]) -
 
 
 def bases_of(segments: Segments, caps: Column, num_levels: int = 4) -> list[tuple[int, Column]]:
-    """Bases that fit: from the leanest choices to the fastest, in equal steps of memory; each under the safe gate, and
-    the leanest also under plain admission. Where all fits at once, the fastest choices without a gate, alone."""
+    """Bases that fit: the leanest choices that take no more time than the fastest (what is offloaded for nothing), and
+    from the leanest choices to the fastest, in equal steps of memory; each under the safe gate, and the leanest also
+    under plain admission. Where all fits at once, the fastest choices without a gate, alone."""
     fastest = fastest_choices(segments)
     everything = segments.choice_memory[segments.choice_of, fastest].sum(axis=0)
     if (everything <= caps).all():
@@ -146,13 +147,23 @@ def bases_of(segments: Segments, caps: Column, num_levels: int = 4) -> list[tupl
     lean = np.zeros_like(fastest)
     levels = [_level(segments, fastest, level / max(num_levels - 1, 1)) for level in range(num_levels)]
     bases: list[tuple[int, Column]] = []
-    for choice in levels:
+    for choice in (levels[0], _leanest_at_no_cost(segments), *levels[1:]):
         fits = (least_caps_of(segments, choice) <= caps).all()
         if fits and not any((choice == known).all() for _, known in bases):
             bases.append((SAFE, choice))
     if (least_caps(segments, ADMISSION) <= caps).all():
         bases.append((ADMISSION, lean))
     return bases
+
+
+def _leanest_at_no_cost(segments: Segments) -> Column:
+    """Per stage the leanest choice that is as fast as the fastest, but for the nanosecond by which keeping everything
+    is made to win ties. [n, P]"""
+    time = segments.choice_forward_ns + segments.choice_backward_ns
+    unused = np.arange(time.shape[1]) >= segments.choice_count[:, None]
+    time = np.where(unused, np.iinfo(np.int64).max, time)
+    leanest = (time <= time.min(axis=1, keepdims=True) + 1).argmax(axis=1)
+    return np.ascontiguousarray(leanest[segments.choice_of].astype(np.int64))
 
 
 def least_caps_of(segments: Segments, choice: Column) -> Column:

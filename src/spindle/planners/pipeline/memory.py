@@ -106,7 +106,7 @@ def choose_memory(choices, order_pair, order_kind, caps, choice):
                     choices.memory[choices.of[pair, rank], to]
                     - choices.memory[choices.of[pair, rank], choice[pair, rank]]
                 )
-                if _is_room(used, first[pair], beyond[pair], caps[rank] - extra):
+                if _fits(used, first[pair], beyond[pair], caps[rank] - extra):
                     choice[pair, rank] = to
                     for start in range(first[pair], beyond[pair]):
                         used[start] += extra
@@ -119,7 +119,7 @@ def choose_memory(choices, order_pair, order_kind, caps, choice):
                     < choices.forward_ns[row, current] + choices.backward_ns[row, current]
                 )
                 extra = choices.memory[row, to] - choices.memory[row, current]
-                if is_faster and _is_room(used, first[pair], beyond[pair], caps[rank] - extra):
+                if is_faster and _fits(used, first[pair], beyond[pair], caps[rank] - extra):
                     choice[pair, rank] = to
                     for start in range(first[pair], beyond[pair]):
                         used[start] += extra
@@ -128,7 +128,7 @@ def choose_memory(choices, order_pair, order_kind, caps, choice):
 
 
 @njit(inline="always")
-def _is_room(used, first, beyond, most):
+def _fits(used, first, beyond, most):
     for start in range(first, beyond):  # noqa: SIM110
         if used[start] > most:
             return False

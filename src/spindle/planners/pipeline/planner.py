@@ -1,8 +1,8 @@
 """Planner `pipeline`: for every batch the order of its passes, and what each stage keeps (DIP §4).
 
-Chunks stand where a layout has them, chosen before training. What the search finds becomes a plan, a program and a
-simulated step like any other; only there is counted what waits between ranks, so a plan that does not fit with it is
-made again with a smaller activation budget.
+A layout, chosen before training, places the chunks. The schedule that the search finds becomes a plan, a program and a
+simulated step like any other. Only the simulation counts bytes in flight between ranks, so a plan that does not fit
+with them is made again with a smaller activation budget.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from spindle.simulate import simulate
 EVALUATIONS = 4000
 _ATTEMPTS = 6
 _MARGIN = 1 / 4096  # of a device's memory: taken from an activation budget beyond the excess
-_FIRST_EVALUATIONS = 16  # of a first attempt, which finds out how much is on its way between ranks
+_FIRST_EVALUATIONS = 16  # of a first attempt, which measures how many bytes are in flight between ranks
 
 
 def plan_pipeline(profile: Profile, options: PlanOptions, progress: Progress | None = None) -> Plan:
-    """Search the best plan for a batch."""
+    """Search for the best plan of a batch."""
     return search_pipeline(profile, options, progress)[0]
 
 
 def search_pipeline(
     profile: Profile, options: PlanOptions, progress: Progress | None = None
 ) -> tuple[Plan, list[SearchResult]]:
-    """Search the best plan for a batch; returns it with the search result of each replica."""
+    """Search for the best plan of a batch; returns it with the search result of each replica."""
     layout = options.layouts[0] if options.layouts else pipeline_layout(profile, pipeline_ranks_of(profile, options))
     batches = batches_of(profile, layout)
     num_evaluations = EVALUATIONS if options.evaluations is None else options.evaluations
@@ -91,9 +91,9 @@ def fitting_plan(
     """Make a plan of schedules that fits, bytes in flight between ranks included.
 
     Only a program knows what is in flight, so budgets shrink by the excess from attempt to attempt. What counts is the
-    more of two peaks: of the simulated step, and with exchanges posted as early as the runtime posts them. `schedules`
-    is told whether this is a trial, which only finds out how much that is; there is one before the first attempt where
-    `has_trial` says so. The bound of the workload is that of the profile, unless given.
+    more of two peaks: of the simulated step, and with exchanges posted as early as the runtime posts them. The second
+    argument of `schedules` says whether this is a trial, made before the first attempt if `has_trial`, which only
+    measures the bytes in flight. The bound of the workload is that of the profile, unless given.
     """
     limit = profile.cluster.kind.memory_bytes
     activation_budgets = [batch.activation_budget for batch in batches]

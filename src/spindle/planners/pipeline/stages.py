@@ -24,7 +24,6 @@ from spindle.workload import LayerCost
 
 NS = 1e9
 MOST_CHOICES = 10  # of memory for a stage; DIP keeps about as many
-OFFLOAD_STEPS = 8  # how many numbers of offloaded layers are tried for a stage
 _KINDS = (FORWARD, BACKWARD, INPUT, WEIGHT)  # as the columns number them
 
 
@@ -368,7 +367,7 @@ class StageCosts:
         most_choices: int | None = None,
     ) -> Stage:
         """A stage on one tensor group, of the layout's size unless another is given; or on a sequence group. With
-        `most_choices`, only so many numbers of recomputed layers, and nothing offloaded."""
+        `most_choices`, only so many numbers of recomputed layers are tried."""
         degree = tensor_degree or self._degree
         facts = tuple(
             (
@@ -395,9 +394,10 @@ class StageCosts:
     ) -> Stage:
         """The times of a stage, and its memory choices (DIP §4.3).
 
-        A choice recomputes some layers and offloads others, which takes the copy's time in both passes, as the executor
-        copies on the compute stream. All counts of recomputed layers are tried, each with several counts of offloaded
-        ones. Every pass of layers takes 1 ns at least, so that passes start in the order of the flows.
+        A choice recomputes some layers and offloads others. Copies run beside compute, so they are free here, and a
+        stage offloads no more than can be copied in the time of its forward pass; what passes wait for them is
+        simulated with the whole plan. All counts of recomputed layers are tried, each with nothing offloaded and with
+        the most that can be. Every pass of layers takes 1 ns at least, so that passes start in the order of the flows.
         """
         if not pieces:
             return Stage(0, 0.0, 0, (Choice(0, 0, 0, (), ()),))
@@ -434,8 +434,6 @@ class StageCosts:
         ]
         ranking = sorted(range(len(pieces)), key=lambda number: -gains[number])
 
-        host_rate = self._profile.cluster.kind.host_bytes_per_s
-
         def choice(num_recomputed: int, num_offloaded: int) -> Choice:
             recomputed, offloaded = [0] * len(pieces), [0] * len(pieces)
             for number in ranking:
@@ -452,29 +450,32 @@ class StageCosts:
                 )
             )
             recompute_s = sum(count * forward for count, (forward, _) in zip(recomputed, times, strict=True))
-            host_bytes = sum(count * size for count, size in zip(offloaded, saved, strict=True))
-            copy_s = host_bytes / host_rate if host_bytes else 0.0
             return Choice(
-                max(1, round((forward_s + copy_s) * NS)),
-                max(1, round((backward_s + recompute_s + copy_s) * NS)),
+                max(1, round(forward_s * NS)),
+                max(1, round((backward_s + recompute_s) * NS)) + any(offloaded),  # 1 ns makes "keep" win ties
                 int(memory + received_bytes),
                 tuple(recomputed),
                 tuple(offloaded),
             )
 
-        # With each number of recomputed layers, up to OFFLOAD_STEPS + 1 numbers of offloaded ones that the host has
-        # memory for.
+        # With each number of recomputed layers, nothing is offloaded, or as much as can be copied beside the forward
+        # pass and the host has memory for.
+        copied_bytes = forward_s * self._profile.cluster.kind.host_bytes_per_s
         total = sum(counts)
         steps = total if most_choices is None else min(total, most_choices - 1)
-        choices = [choice(total * number // steps, 0) for number in range(steps + 1)]
-        step = max(1, total // OFFLOAD_STEPS)
-        for num_recomputed in range(total) if host_rate and most_choices is None else ():
-            for num_offloaded in range(step, total - num_recomputed + 1, step):
+        counts_recomputed = [total * number // steps for number in range(steps + 1)]
+        choices = [choice(num_recomputed, 0) for num_recomputed in counts_recomputed]
+        decrement = 1 if most_choices is None else max(1, total // 16)
+        num_offloaded = total  # at most; fewer with every layer that is recomputed
+        for num_recomputed in counts_recomputed[:-1]:
+            num_offloaded = min(num_offloaded, total - num_recomputed)
+            while num_offloaded > 0:
                 candidate = choice(num_recomputed, num_offloaded)
                 host_bytes = sum(count * size for count, size in zip(candidate.offloaded, saved, strict=True))
-                if host_bytes > self._host_share * candidate.memory:
+                if host_bytes <= min(copied_bytes, self._host_share * candidate.memory):
+                    choices.append(candidate)
                     break
-                choices.append(candidate)
+                num_offloaded -= decrement
         last = ops[-1].cost
         return Stage(
             min(round(weight_s * NS), choice(0, 0).backward_ns - 1),

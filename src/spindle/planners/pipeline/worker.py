@@ -70,7 +70,7 @@ def answers(job: Job, is_awaited: Callable[[], bool]) -> Iterator[Answer]:
             yield Answer(number=job.number, is_final=True, program=planned(job, job.options))
     except SpindleError as error:
         yield Answer(number=job.number, is_final=True, error=error)
-    except Exception as error:  # a fault of ours, which is to be told where it can be seen
+    except Exception as error:  # a bug of ours: report it to the rank that asked
         yield Answer(number=job.number, is_final=True, error=PlanError("".join(traceback.format_exception(error))))
 
 
@@ -93,7 +93,7 @@ def read_frame(stream: IO[bytes]) -> Any:
 
 def main() -> None:
     output = sys.stdout.buffer
-    sys.stdout = sys.stderr  # what anyone prints is no answer
+    sys.stdout = sys.stderr  # prints must not end up among the answers
     jobs: queue.Queue[Job | None] = queue.Queue()
 
     def read() -> None:
@@ -106,7 +106,7 @@ def main() -> None:
         for answer in answers(job, lambda: not jobs.empty()):
             try:
                 write_frame(output, answer)
-            except BrokenPipeError:  # nobody is interested any more
+            except BrokenPipeError:  # the training process is gone
                 os._exit(0)
     os._exit(0)  # past the thread that may still be reading
 
