@@ -367,7 +367,7 @@ class StageCosts:
         most_choices: int | None = None,
     ) -> Stage:
         """A stage on one tensor group, of the layout's size unless another is given; or on a sequence group. With
-        `most_choices`, only so many numbers of recomputed layers are tried."""
+        `most_choices`, only so many numbers of recomputed layers, and nothing offloaded."""
         degree = tensor_degree or self._degree
         facts = tuple(
             (
@@ -465,17 +465,16 @@ class StageCosts:
         steps = total if most_choices is None else min(total, most_choices - 1)
         counts_recomputed = [total * number // steps for number in range(steps + 1)]
         choices = [choice(num_recomputed, 0) for num_recomputed in counts_recomputed]
-        decrement = 1 if most_choices is None else max(1, total // 16)
         num_offloaded = total  # at most; fewer with every layer that is recomputed
-        for num_recomputed in counts_recomputed[:-1]:
+        for num_recomputed in counts_recomputed[:-1] if most_choices is None else ():
             num_offloaded = min(num_offloaded, total - num_recomputed)
-            while num_offloaded > 0:
+            while num_offloaded:
                 candidate = choice(num_recomputed, num_offloaded)
                 host_bytes = sum(count * size for count, size in zip(candidate.offloaded, saved, strict=True))
                 if host_bytes <= min(copied_bytes, self._host_share * candidate.memory):
                     choices.append(candidate)
                     break
-                num_offloaded -= decrement
+                num_offloaded -= 1
         last = ops[-1].cost
         return Stage(
             min(round(weight_s * NS), choice(0, 0).backward_ns - 1),
