@@ -51,6 +51,7 @@ _MARGIN = 1 / 4096  # of a device's memory: taken from a budget beyond the exces
 _LEVELS = 8  # of memory choices, from the leanest to the fastest
 _ALL_LEVELS = (8, 3, 0)
 _ROUNDS = (1, 2, 4)  # how often the language model passes its ranks
+_NUM_FINALISTS = 4  # layouts that become plans, after a first look at their schedules
 _EVALUATIONS = 256  # of planner `pipeline`, where the two are compared
 
 
@@ -63,7 +64,7 @@ class Rules:
     """
 
     ahead: tuple[int, ...] = (1, 2, 4, EVERYTHING)
-    lag: tuple[int, ...] = (2, 0, 4)
+    lag: tuple[int, ...] = (2, 0, 4, EVERYTHING)
     levels: tuple[int, ...] = _ALL_LEVELS
     sequence_groups: bool = True
     is_in_turn: bool = False
@@ -269,14 +270,20 @@ def schedule_parts(
     for replica, budget in zip(replicas, budgets, strict=True):
         devices = assigned_parts(profile, layout, replica, rules.sequence_groups, rules.is_in_turn)
         best: tuple[Order, tuple[int, int, int]] | None = None
-        # Every `ahead` with the first `lag`, then the best of them with the others.
-        for number, lag in enumerate(rules.lag):
-            for ahead in rules.ahead if number == 0 or best is None else (best[1][0],):
-                passes = passes_of(profile, layout, replica, devices, ahead, lag)
-                for level in rules.levels:
-                    order = ordered(passes, budget, level, _LEVELS)
-                    if order is not None and (best is None or order.makespan_ns < best[0].makespan_ns):
-                        best = order, (ahead, lag, level)
+        # Every `ahead` with the first `lag`, the last of both, and the best `ahead` with the other `lag`.
+        pairs = [*((ahead, rules.lag[0]) for ahead in rules.ahead), (rules.ahead[-1], rules.lag[-1])]
+        for number in range(len(pairs) + len(rules.lag[1:])):
+            if number < len(pairs):
+                ahead, lag = pairs[number]
+            else:
+                ahead, lag = best[1][0] if best else rules.ahead[0], rules.lag[1 + number - len(pairs)]
+            if (ahead, lag) in pairs[:number]:
+                continue
+            passes = passes_of(profile, layout, replica, devices, ahead, lag)
+            for level in rules.levels:
+                order = ordered(passes, budget, level, _LEVELS)
+                if order is not None and (best is None or order.makespan_ns < best[0].makespan_ns):
+                    best = order, (ahead, lag, level)
         if best is None:
             needed = profile.cluster.kind.memory_bytes + 1
             raise DoesNotFitError(
@@ -335,8 +342,9 @@ def choose_colocation(
     profiles whose item calls are in parts, the first of them in whole calls, by the lengths of their schedules; the
     best of these against planner `pipeline` on `split_profiles`, by simulation."""
     system = SYSTEMS[planner]
-    rules = replace(system.rules, ahead=system.rules.ahead[:1], lag=system.rules.lag[:1], levels=(_LEVELS, 0))
-    best: tuple[float, Profile, Layout] | None = None
+    ahead, lag = system.rules.ahead, system.rules.lag
+    rules = replace(system.rules, ahead=(ahead[0], *ahead[1:][-1:]), lag=(lag[0], *lag[1:][-1:]), levels=(_LEVELS, 0))
+    lengths: list[tuple[float, Profile, Layout]] = []
     refusals: list[DoesNotFitError] = []
     known: dict[tuple[int, str, int], float] = {}
     stages: Known = {}
@@ -347,15 +355,17 @@ def choose_colocation(
         if not system.whole_calls or all(chain.tensor_degree in (0, layout.tensor_degree) for chain in layout.chains)
     ]
     for work_s, profile, layout in sorted(candidates, key=lambda candidate: candidate[0]):
-        if best is not None and work_s >= best[0]:
+        if lengths and work_s >= min(length_s for length_s, _, _ in lengths):
             break  # neither this one nor the others, which have more work, can be shorter
         try:
-            length_s = schedule_parts(profile, layout, rules, known=stages).makespan_ns / NS
+            lengths.append((schedule_parts(profile, layout, rules, known=stages).makespan_ns / NS, profile, layout))
         except DoesNotFitError as error:
             refusals.append(error)
-            continue
-        if best is None or length_s < best[0]:
-            best = length_s, profile, layout
+    lengths.sort(key=lambda entry: entry[0])
+    finalists = [
+        (_simulated_s(planner, profile, layout), profile, layout) for _, profile, layout in lengths[:_NUM_FINALISTS]
+    ]
+    best = min(finalists, key=lambda entry: entry[0], default=None)
     if not system.may_spread and not part_profiles:
         return split_profiles[0], baseline_layouts("static", split_profiles[0], num_ranks)[0]
     if system.may_spread and split_profiles:
@@ -364,7 +374,7 @@ def choose_colocation(
             if best is None:
                 return profile, layout
             spread = plan_pipeline(profile, PlanOptions(evaluations=_EVALUATIONS, layouts=(layout,)))
-            if spread.makespan_s < _simulated_s(best[1], best[2], system):
+            if spread.makespan_s < best[0]:
                 return profile, layout
         except DoesNotFitError as error:
             refusals.append(error)
@@ -397,11 +407,10 @@ def _work_s(profile: Profile, layout: Layout, known: dict[tuple[int, str, int], 
     return max(both_s, whole / (per_rank * max(1, len(devices))), spread / (per_rank * layout.num_spread_ranks))
 
 
-def _simulated_s(profile: Profile, layout: Layout, system: System) -> float:
+def _simulated_s(planner: str, profile: Profile, layout: Layout) -> float:
     """The simulated step of a layout; without end where it does not fit after all."""
     try:
-        options = PlanOptions(layouts=(layout,))
-        return plan_by_rules(profile, options, "colocate", system.rules, system.placements).makespan_s
+        return plan_system(planner, profile, PlanOptions(layouts=(layout,))).makespan_s
     except DoesNotFitError:
         return float("inf")
 
