@@ -106,11 +106,11 @@ def test_an_exhausted_loader_starts_its_next_epoch():
     assert [value for value, _ in seen] == [1.0, 2.0, 1.0, 2.0, 1.0]
 
 
-def test_a_short_last_batch_is_left_out_with_a_notice():
+def test_a_short_last_batch_is_dropped_with_a_notice():
     seen, result = seen_by({"batch_size": 4}, rows(4, 4, 3), steps=4)
     assert seen == [(1.0, 4), (2.0, 4), (1.0, 4), (2.0, 4)]
     (notice,) = result.notices
-    assert notice.startswith("task 'pull': the last batch of its loader has 3 of 4 samples and is left out")
+    assert notice.startswith("task 'pull': the last batch of its loader has 3 of 4 samples and is dropped")
 
 
 def test_a_short_last_batch_is_used_when_asked_for():
