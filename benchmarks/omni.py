@@ -278,7 +278,9 @@ def _sweep_tables(data: dict[str, Any]) -> list[str]:
         ours = cells["balanced", "colocate"]
 
         def length(data_order: str, planner: str, of: Any = cells) -> str:
-            row = of.get((data_order, planner), {})
+            if (data_order, planner) not in of:
+                return "not run"
+            row = of[data_order, planner]
             return f"{row['step_s']:.2f}" if "step_s" in row else "does not fit"
 
         natural = [cells["natural", planner] for planner in NATURAL]
